@@ -11,11 +11,10 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from coordinator.api.choice import AnswerEvent, ChoiceEnd
+from coordinator.api.choice import AnswerEvent, ChoiceEnd, GeneratedAnswer, chat_answer, new_id
 from coordinator.api.context import Api, api_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_event
 from coordinator.api.errors import field_error, message_of, status_of
-from coordinator.api.generated_answer import GeneratedAnswer, chat_answer, new_id
 from coordinator.api.openai_schemas import SamplingBody
 from coordinator.api.request_body import Body, Many, read_body
 from coordinator.api.request_settings import (
@@ -372,7 +371,6 @@ class MessageWriter(AnswerWriter):
         """The type of the open block."""
 
     def whole(self) -> Json:
-        """See AnswerWriter."""
         (choice,) = self._answer.choices
         content: list[Json] = []
         if choice.reasoning:
@@ -388,26 +386,21 @@ class MessageWriter(AnswerWriter):
         return {**self._message(content), **self._stop(), "usage": self._usage()}
 
     def opening(self) -> bytes:
-        """See AnswerWriter."""
         unfinished = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         return _event("message_start", message={**self._message([]), **unfinished})
 
     def keep_alive(self) -> bytes:
-        """See AnswerWriter."""
         return _event("ping")
 
     def closing(self) -> bytes:
-        """See AnswerWriter."""
         return _event("message_delta", delta=self._stop(), usage=self._usage()) + _event(
             "message_stop"
         )
 
     def error(self, error: Exception) -> bytes:
-        """See AnswerWriter."""
         return sse_event("error", anthropic_error(error))
 
     def write_event(self, event: AnswerEvent) -> bytes:
-        """See AnswerWriter."""
         match event.part:
             case Content(text):
                 opened = self._open({"type": "text", "text": ""})

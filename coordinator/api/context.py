@@ -17,8 +17,7 @@ from coordinator.api.model_catalog import ModelLoader
 from coordinator.schedule.request import Generator
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.metrics import Metrics
-from coordinator.text.grammar_process import GrammarProcess
-from coordinator.text.grammars import pack_vocabulary
+from coordinator.text.grammars import GrammarProcess, pack_vocabulary
 from coordinator.text.tokenizer import ModelInfo, Tokenizer
 from coordinator.trust.cluster_trust import Invitation
 from coordinator.trust.key_ring import KeyRing
@@ -66,7 +65,6 @@ class LargeWork:
         reserved = 0
 
         def reserve(count: int) -> None:
-            """Reserve `count` more bytes."""
             nonlocal reserved
             if self.open_bytes + count > MAX_OPEN_BYTES:
                 raise CapacityError(

@@ -19,9 +19,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from coordinator.api.choice import AnswerEvent
+from coordinator.api.choice import AnswerEvent, GeneratedAnswer
 from coordinator.api.context import Api, api_of, client_of
-from coordinator.api.generated_answer import GeneratedAnswer
 from coordinator.api.journal import Record
 from coordinator.schedule.request import (
     GenerationEvent,

@@ -152,7 +152,6 @@ def install_error_handlers(app: FastAPI, formats: Mapping[str, ErrorFormat]) -> 
     """
 
     async def answer(request: Request, error: Exception) -> Response:
-        """Return the response to `error` in the format of the request's path."""
         path = request.scope["path"]
         if isinstance(error, HTTPException):
             error = _routing_error(request, error)

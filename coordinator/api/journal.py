@@ -333,7 +333,6 @@ class Journal:
         """Apply changes in one transaction, in memory if the file cannot be written, and return the result of `run`."""
 
         def apply(database: Database) -> T:
-            """Apply the changes to one database."""
             with database.transaction():
                 for arguments in tokens:
                     database.append_tokens(*arguments)

@@ -10,18 +10,11 @@ from typing import Any, cast
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.view import Member, MemberState, Phase
 from coordinator.pipeline.worker_client import WorkerClient
-from coordinator.planning.model_costs import REFERENCE_BANDWIDTH
+from coordinator.planning.capacity import REFERENCE_BANDWIDTH
 from coordinator.planning.plan import StagePlan
 from coordinator.schedule.loop import GenerationLoop
-from coordinator.status.cluster_status import (
-    ClusterStatus,
-    Health,
-    ModelStatus,
-    NodeStatus,
-)
-from coordinator.status.frame_records import StageLoad
-from coordinator.status.frame_trace import chrome_trace, step_table
-from proto import cluster_pb2 as pb
+from coordinator.status.cluster_status import ClusterStatus, Health, ModelStatus, NodeStatus
+from coordinator.status.frame_records import StageLoad, chrome_trace, step_table
 
 
 async def trace_report(loop: GenerationLoop, seconds: float) -> dict[str, Any]:
@@ -115,10 +108,7 @@ class LiveStatus:
         return [self._member(m, stages.get(m.address), loads) for m in members]
 
     def _member(
-        self,
-        member: Member,
-        stage: tuple[int, StagePlan] | None,
-        loads: tuple[StageLoad, ...],
+        self, member: Member, stage: tuple[int, StagePlan] | None, loads: tuple[StageLoad, ...]
     ) -> NodeStatus:
         assert self.manager is not None
         view = self.manager.view
@@ -128,6 +118,8 @@ class LiveStatus:
         load = loads[stage[0]] if stage and in_use else None
         done, total = self.manager.loads.done.get(member.address, (0, 0))
         loading = view.phase is Phase.STARTING and member.address in view.serving
+        elsewhere = "coordinator" if self.manager.model.share_weights else "hub"
+        source = "disk" if member.has_files else elsewhere
         return NodeStatus(
             name=member.name,
             address=member.address,
@@ -150,23 +142,14 @@ class LiveStatus:
             failure_count=member.failure_count,
             loaded_bytes=done if loading else 0,
             load_bytes=total if loading else 0,
-            weights_from=self._weights_from(member) if loading else "",
-            ready_at=self._unix_time(member.joined_at) if member.joined_at else None,
+            weights_from=source if loading else "",
+            ready_at=round(member.joined_at + self._epoch_offset) if member.joined_at else None,
             **_link_fields(client, in_use=in_use),
             version=member.version,
             arithmetic=member.arithmetic,
-            **_counters(worker_status),
+            bytes_in=worker_status.bytes_in if worker_status else 0,
+            bytes_out=worker_status.bytes_out if worker_status else 0,
         )
-
-    def _unix_time(self, moment: float) -> int:
-        """Return a time of the manager's clock as seconds since 1970."""
-        return round(moment + self._epoch_offset)
-
-    def _weights_from(self, member: Member) -> str:
-        assert self.manager is not None
-        if member.has_files:
-            return "disk"
-        return "coordinator" if self.manager.model.share_weights else "hub"
 
 
 def _link_fields(client: WorkerClient | None, *, in_use: bool) -> dict[str, Any]:
@@ -176,16 +159,6 @@ def _link_fields(client: WorkerClient | None, *, in_use: bool) -> dict[str, Any]
     return {
         "link_ms": client.hop.seconds * 1000,
         "link_bytes_per_second": round(client.hop.bytes_per_second) or None,
-    }
-
-
-def _counters(worker_status: pb.WorkerStatus | None) -> dict[str, Any]:
-    """Return the fields of a NodeStatus that the worker counts."""
-    if worker_status is None:
-        return {}
-    return {
-        "bytes_in": worker_status.bytes_in,
-        "bytes_out": worker_status.bytes_out,
     }
 
 

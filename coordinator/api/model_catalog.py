@@ -52,13 +52,9 @@ class Catalog:
 
     def list_models(self) -> list[ModelFacts]:
         """Return all models on this machine. Reads headers, so it blocks for the disk."""
-        names = [BUILTIN, *self._own_models(), *local_repos()]
+        own = sorted(file.parent.name for file in self.directory.glob("*/config.json"))
+        names = [BUILTIN, *own, *local_repos()]
         return [self.describe_local(name) for name in names if self._exists(name)]
-
-    def _own_models(self) -> list[str]:
-        if not self.directory.is_dir():
-            return []
-        return sorted(d.name for d in self.directory.iterdir() if (d / "config.json").is_file())
 
     def _exists(self, name: str) -> bool:
         try:

@@ -15,11 +15,17 @@ from pydantic import Field, field_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from coordinator.api.choice import AnswerEvent, GeneratedCall
+from coordinator.api.choice import (
+    AnswerEvent,
+    GeneratedAnswer,
+    GeneratedCall,
+    chat_answer,
+    new_id,
+    text_answer,
+)
 from coordinator.api.context import Api, api_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, json_line, serve_answer
 from coordinator.api.errors import field_error, message_of
-from coordinator.api.generated_answer import GeneratedAnswer, chat_answer, new_id, text_answer
 from coordinator.api.model_catalog import ModelFacts
 from coordinator.api.openai_schemas import SamplingBody
 from coordinator.api.request_body import Body, Many, read_body
@@ -188,26 +194,21 @@ class LineWriter(AnswerWriter):
         self._flat = flat
 
     def whole(self) -> Json:
-        """See AnswerWriter."""
         (choice,) = self._answer.choices
         calls = [_call(call) for call in choice.complete_calls]
         part = self._part("".join(choice.content), "".join(choice.reasoning), calls)
         return {**part, **self._end()}
 
     def comment(self, text: str) -> bytes:
-        """See AnswerWriter."""
         return b""
 
     def closing(self) -> bytes:
-        """See AnswerWriter."""
         return json_line({**self._part(), **self._end()})
 
     def error(self, error: Exception) -> bytes:
-        """See AnswerWriter."""
         return json_line(ollama_error(error))
 
     def write_event(self, event: AnswerEvent) -> bytes:
-        """See AnswerWriter."""
         match event.part:
             case Content(text):
                 part = self._part(text=text)

@@ -10,11 +10,18 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from coordinator.api.choice import AnswerEvent, ChoiceEnd, GeneratedCall
+from coordinator.api.choice import (
+    AnswerEvent,
+    ChoiceEnd,
+    GeneratedAnswer,
+    GeneratedCall,
+    chat_answer,
+    new_id,
+    text_answer,
+)
 from coordinator.api.context import Api
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_data
 from coordinator.api.errors import error_body
-from coordinator.api.generated_answer import GeneratedAnswer, chat_answer, new_id, text_answer
 from coordinator.api.openai_schemas import (
     ChatBody,
     CompletionBody,

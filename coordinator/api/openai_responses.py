@@ -12,10 +12,10 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_v
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from coordinator.api.choice import ID_LENGTH, GeneratedAnswer, chat_answer, new_id
 from coordinator.api.context import Api, api_of
 from coordinator.api.delivery import PreparedAnswer
 from coordinator.api.errors import field_error
-from coordinator.api.generated_answer import ID_LENGTH, GeneratedAnswer, chat_answer, new_id
 from coordinator.api.journal import Record
 from coordinator.api.openai_schemas import SamplingBody
 from coordinator.api.request_body import (

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from coordinator.api.choice import AnswerEvent, ChoiceEnd
+from coordinator.api.choice import AnswerEvent, ChoiceEnd, GeneratedAnswer
 from coordinator.api.delivery import AnswerWriter, sse_event
 from coordinator.api.errors import error_body
-from coordinator.api.generated_answer import GeneratedAnswer
 from coordinator.text.calls import CallArguments, CallEnd, CallStart, Json
 from coordinator.text.chat_parser import Content, Reasoning
 
@@ -97,7 +96,6 @@ class ResponseWriter(AnswerWriter):
         self._number = 0
 
     def whole(self) -> Json:
-        """See AnswerWriter."""
         (choice,) = self._answer.choices
         if choice.reasoning:
             self._add("reasoning").append("".join(choice.reasoning))
@@ -114,19 +112,16 @@ class ResponseWriter(AnswerWriter):
         return self._response(self._status() if status == "ended" else status)
 
     def opening(self) -> bytes:
-        """See AnswerWriter."""
         response = self._response("in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
 
     def closing(self) -> bytes:
-        """See AnswerWriter."""
         response = self._response(self._status())
         return self._event(f"response.{response['status']}", response=response)
 
     def error(self, error: Exception) -> bytes:
-        """See AnswerWriter."""
         details = error_body(error)["error"]
         code = details["code"] or details["type"]
         self._failure = {"code": code, "message": details["message"]}
@@ -143,7 +138,6 @@ class ResponseWriter(AnswerWriter):
         return sse_event("error", {"type": "error", "sequence_number": self._number, **fields})
 
     def write_event(self, event: AnswerEvent) -> bytes:
-        """See AnswerWriter."""
         match event.part:
             case Content(text):
                 opened, item = self._open("message")

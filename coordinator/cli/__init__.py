@@ -18,10 +18,7 @@ from proto.terminal import console
 PROGRAM = "mtp-coord"
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": (
-        "demo_command",
-        "Run a whole cluster on this machine with the built-in model.",
-    ),
+    "demo": ("demo_command", "Run a whole cluster on this machine with the built-in model."),
     "generate": (
         "generate_command",
         "Generate text from one prompt in this process, without workers.",
@@ -32,14 +29,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Show a cluster: nodes, layers, memory, health, tokens a second, acceptance.",
     ),
     "load": ("cluster_commands", "Serve another model without a restart."),
-    "replan": (
-        "cluster_commands",
-        "Look for a better plan over all workers, and show the result.",
-    ),
-    "trace": (
-        "cluster_commands",
-        "Write the path of every frame of the last seconds to a file.",
-    ),
+    "replan": ("cluster_commands", "Look for a better plan over all workers, and show the result."),
+    "trace": ("cluster_commands", "Write the path of every frame of the last seconds to a file."),
     "plan": ("plan_command", "Show who would hold what, and how fast, without loading."),
     "convert": ("checkpoint_commands", "Convert a checkpoint for MLX, and keep its MTP head."),
     "add-mtp": ("checkpoint_commands", "Add the MTP head to an MLX checkpoint that lacks it."),
@@ -55,7 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "key": ("trust_commands", "Create, list or revoke the API keys of HTTP clients."),
     "ca": ("trust_commands", "Rotate the certificate authority of the cluster."),
     "models": (
-        "models_command",
+        "checkpoint_commands",
         "List the models on this machine that can be served, and the problems of the others.",
     ),
     "inspect": (

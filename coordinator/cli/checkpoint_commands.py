@@ -1,4 +1,4 @@
-"""`mtp-coord inspect`, `convert` and `add-mtp`: checkpoints and their MTP heads."""
+"""`mtp-coord models`, `inspect`, `convert` and `add-mtp`: checkpoints and their MTP heads."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from coordinator.api.model_catalog import Catalog, ModelFacts
 from coordinator.cli.options import ModelArgument, ModelOption, required_model
+from coordinator.cli.trust_commands import StateOption
 from coordinator.schedule.local_generator import missing_head_tensors, repair_hint
+from coordinator.serve.server import CONVERTED
 from mtp.checkpoint.convert.add_head import HeadAddition, plan_head_addition
-from mtp.checkpoint.convert.convert import ConversionResult
+from mtp.checkpoint.convert.convert import HEAD_FILE, ConversionResult
 from mtp.checkpoint.convert.convert import convert as convert_checkpoint
 from mtp.checkpoint.convert.converted_weights import (
     FloatType,
@@ -28,15 +32,15 @@ from mtp.checkpoint.convert.converted_weights import (
     Settings,
 )
 from mtp.checkpoint.convert.foreign import open_source
-from mtp.checkpoint.convert.output import HEAD_FILE
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import join_names
 from mtp.checkpoint.format.parts import Norms, head_norms, missing_from_backbone
 from mtp.checkpoint.format.report import report
 from mtp.checkpoint.hub.remote_checkpoint import fetch_head, open_model, open_remote_head
 from mtp.checkpoint.hub.repo import HubRepo
-from mtp.checkpoint.hub.resolve import find_model, resolve_model
+from mtp.checkpoint.hub.resolve import find_model, ollama_models, resolve_model
 from proto.errors import UsageError
+from proto.state_dir import state_dir as directory_of
 from proto.terminal.progress import byte_bar, format_size
 
 
@@ -343,3 +347,34 @@ def _tell(addition: HeadAddition, source: str, downloaded: int, dry_run: bool) -
         typer.echo(f"{would}downloaded from {source}: {format_size(downloaded)}")
     if not dry_run:
         typer.echo(f"mtp-coord inspect {addition.target.path} says whether it works.")
+
+
+def models(state_dir: StateOption = None) -> None:
+    """List the models on this machine that can be served, and the problems of the others.
+
+    It searches the models that the page has converted, the hub's cache and LM Studio's folders. Give a name to
+    serve --model, load or inspect.
+    """
+    found = Catalog(directory_of(state_dir) / CONVERTED).list_models()
+    Console(emoji=False).print(_table([model for model in found if not model.problem]))
+    for model in found:
+        if model.problem:
+            typer.echo(f"{model.name} cannot be served: {model.problem}")
+    folder, count = ollama_models()
+    if count:
+        typer.echo(
+            f"{folder}: Ollama's models ({count}) cannot be served: they are GGUF files. Download the same models as "
+            "safetensors."
+        )
+
+
+def _table(found: list[ModelFacts]) -> Table:
+    table = Table(box=SIMPLE, show_edge=False)
+    table.add_column("model", overflow="fold")
+    for title in ("size", "weights", "context", "MTP head"):
+        table.add_column(title)
+    for model in found:
+        weights = model.quantization or "full"
+        size, context = format_size(model.nbytes), f"{model.context:,}"
+        table.add_row(escape(model.name), size, weights, context, model.head)
+    return table

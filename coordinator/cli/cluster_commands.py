@@ -212,10 +212,7 @@ def _report(body: bytes) -> LoadReport:
     return LoadReport(**json.loads(body))
 
 
-def replan(
-    url: UrlOption = DEFAULT_URL,
-    api_key: KeyOption = None,
-) -> None:
+def replan(url: UrlOption = DEFAULT_URL, api_key: KeyOption = None) -> None:
     """Look for a better plan over all workers, and show the result.
 
     It counts workers that joined since. If there is a better one, open answers pause while layers move, and continue.
@@ -228,17 +225,15 @@ def replan(
     while time.monotonic() < deadline:
         status = parse(fetch(url, api_key))
         if status.replans > before.replans and (status.ready or status.phase == "without a plan"):
-            typer.echo(_result(status))
+            nodes = ", ".join(f"{node.name} {node.span}" for node in status.nodes if node.span)
+            typer.echo(
+                f"{status.replan_result}. Layers: {nodes}" if nodes else status.replan_result
+            )
             return
         time.sleep(POLL_SECONDS)
     raise DeadlineError(
         f"no result after {REPLAN_SECONDS:g} s. The server goes on; mtp-coord status shows its state"
     )
-
-
-def _result(status: ClusterStatus) -> str:
-    nodes = ", ".join(f"{node.name} {node.span}" for node in status.nodes if node.span)
-    return f"{status.replan_result}. Layers: {nodes}" if nodes else status.replan_result
 
 
 TRACE_SECONDS = 30.0

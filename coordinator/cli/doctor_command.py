@@ -16,8 +16,8 @@ from rich.markup import escape
 
 from coordinator.cli.options import ModelArgument, ModelOption, model_or_builtin
 from coordinator.cli.trust_commands import StateOption
+from coordinator.doctor.checks import Finding, Verdict
 from coordinator.doctor.diagnosis import Diagnosis, DoctorOptions
-from coordinator.doctor.finding import Finding, Verdict
 from coordinator.doctor.step import forget_trials
 from coordinator.pipeline.worker_client import ConnectionPolicy
 from coordinator.trust.cluster_trust import ClusterTrust

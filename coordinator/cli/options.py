@@ -56,10 +56,7 @@ ModelArgument = Annotated[
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        "--model",
-        metavar="MODEL",
-        help="The same, as an option.",
-        autocompletion=complete_model,
+        "--model", metavar="MODEL", help="The same, as an option.", autocompletion=complete_model
     ),
 ]
 

@@ -13,8 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator.cli.options import ModelArgument, ModelOption, required_model
-from coordinator.planning.capacity import plan_capacity, reserve_bytes
-from coordinator.planning.model_costs import model_costs
+from coordinator.planning.capacity import model_costs, plan_capacity, reserve_bytes
 from coordinator.planning.plan import NodeSpec, StagePlan, Workload, make_plan
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.parts import missing_from_backbone
@@ -122,10 +121,7 @@ def parse_node(text: str) -> NodeSpec:
 def answer(checkpoint: Checkpoint, specs: Sequence[NodeSpec], question: Question) -> dict[str, Any]:
     """Return the object that --json prints. Sizes are bytes, times are seconds."""
     costs = model_costs(
-        checkpoint,
-        dtype=question.dtype,
-        kv_bits=question.kv_bits,
-        with_head=question.drafts > 0,
+        checkpoint, dtype=question.dtype, kv_bits=question.kv_bits, with_head=question.drafts > 0
     )
     workload = Workload(
         kv_tokens=min(question.context, checkpoint.config.max_positions),

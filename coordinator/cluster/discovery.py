@@ -268,7 +268,6 @@ async def _browsing(
     def handler(
         zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
     ) -> None:
-        """Forward a change of one service instance."""
         on_change(zeroconf, name, state_change)
 
     zeroconf = AsyncZeroconf()

@@ -33,7 +33,7 @@ from coordinator.pipeline.worker_client import (
     report_problem,
     shown_name,
 )
-from coordinator.planning.model_costs import REFERENCE_BANDWIDTH
+from coordinator.planning.capacity import REFERENCE_BANDWIDTH
 from proto import cluster_pb2 as pb
 from proto.announcement import JOIN_FLAG
 from proto.errors import AccessError, ClusterError, DeadlineError, WorkerLostError

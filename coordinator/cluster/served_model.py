@@ -8,8 +8,13 @@ from functools import cached_property
 
 from coordinator.cluster.view import Member
 from coordinator.cluster.weight_provider import WeightProvider
-from coordinator.planning.capacity import DEFAULT_SEQUENCES, Capacity, plan_capacity, reserve_bytes
-from coordinator.planning.model_costs import model_costs
+from coordinator.planning.capacity import (
+    DEFAULT_SEQUENCES,
+    Capacity,
+    model_costs,
+    plan_capacity,
+    reserve_bytes,
+)
 from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, Workload, make_plan
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.head.draft_vocabulary import DraftVocabularySize
@@ -65,7 +70,6 @@ class ServedModel:
         )
 
         def plan(members: Sequence[Member], epoch: int) -> Plan:
-            """Return the plan of `epoch` over `members`."""
             speeds = _speeds(members)
             nodes = [
                 NodeSpec(m.address, m.memory_limit, speeds[m.address], m.pinned) for m in members

@@ -41,10 +41,7 @@ class WeightProvider:
         return self.share or bool(self.ref.repo and self.ref.revision)
 
     async def provide_weights(
-        self,
-        worker: WorkerClient,
-        request: pb.LoadRequest,
-        on_progress: OnProgress,
+        self, worker: WorkerClient, request: pb.LoadRequest, on_progress: OnProgress
     ) -> None:
         """Give `worker` the tensors that it lacks for the Load `request`. Raises the error of the call."""
         offer = self.offer(request)

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, replace
 
 from coordinator.depth.controller import MtpMode
-from coordinator.doctor.finding import Finding, Verdict, judged
+from coordinator.doctor.checks import Finding, Verdict, judged
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.request import (
@@ -146,14 +146,11 @@ def judge_speed(plain: Answer, drafted: Answer) -> Finding:
         "first_acceptance": acceptance,
         "break_even_acceptance": pays_from,
     }
+    pays = "never pays" if pays_from is None else f"pays from an acceptance of {pays_from:.2f}"
     figure = (
         f"prompt {prefill:.0f} tokens/s, plain {plain.tokens_per_second:.1f}, with {drafted.depth} drafts "
-        f"{drafted.tokens_per_second:.1f}. A window costs {ratio:.2f} steps and gives {per_window:.2f} tokens; "
-        + (
-            f"it pays from an acceptance of {pays_from:.2f}"
-            if pays_from is not None
-            else "it never pays"
-        )
+        f"{drafted.tokens_per_second:.1f}. A window costs {ratio:.2f} steps and gives {per_window:.2f} tokens; it "
+        f"{pays}"
     )
     advice = "Drafting does not pay for this text and model. --mtp auto leaves it off by itself."
     return judged("speed", figure, advice if per_window < ratio else "", values)

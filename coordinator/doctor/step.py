@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from coordinator.doctor.finding import Finding, judged
+from coordinator.doctor.checks import Finding, judged
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Segment
@@ -69,47 +70,38 @@ def kernels_of(arrays: Sequence[mx.array]) -> Kernels:
     return Kernels(names, launches)
 
 
-class Steps(Protocol):
-    """A loop of plain steps of one sequence."""
-
-    def build(self) -> list[mx.array]:
-        """Return the lazy arrays of the next step: hidden vectors and states."""
+BuildStep = Callable[[], list[mx.array]]
+"""A function that returns the lazy arrays of the next plain step of one sequence: hidden vectors and states."""
 
 
-class StockSteps:
-    """Steps of mlx-lm's own model."""
+def stock_steps(checkpoint: Checkpoint) -> BuildStep:
+    """Return steps of mlx-lm's own model."""
+    loaded: Any = load_model(checkpoint.path)[0]
+    cache: Any = make_prompt_cache(loaded)
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        loaded: Any = load_model(checkpoint.path)[0]
-        self._model = loaded.language_model.model
-        self._cache: Any = make_prompt_cache(loaded)
-
-    def build(self) -> list[mx.array]:
-        """See `Steps.build`."""
-        x = self._model(mx.ones((1, 1), mx.uint32), cache=self._cache)
-        arrays = (array for held in self._cache for array in held.state)
+    def build() -> list[mx.array]:
+        x = loaded.language_model.model(mx.ones((1, 1), mx.uint32), cache=cache)
+        arrays = (array for held in cache for array in held.state)
         return [x, *(array for array in arrays if isinstance(array, mx.array))]
 
+    return build
 
-class OwnSteps:
-    """Steps of a stage with all layers."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        span = Span(0, checkpoint.config.num_layers)
-        modules = load_stage(checkpoint, span, first=True, last=True, dtype=None, with_head=False)
-        self._stage = Stage(modules, KVFormat())
-        self.layers = self._stage.variants.summary
-        """The variants of the layers, and what a trial of a kernel found."""
-        self._sequence = self._stage.new_sequence(Admit(0, 2 * (WARM_STEPS + STEPS), 1))
-        self._number = 0
+def own_steps(checkpoint: Checkpoint) -> tuple[BuildStep, str]:
+    """Return steps of a stage with all layers, and the variants of its layers with the trials of their kernels."""
+    span = Span(0, checkpoint.config.num_layers)
+    modules = load_stage(checkpoint, span, first=True, last=True, dtype=None, with_head=False)
+    stage = Stage(modules, KVFormat())
+    sequence = stage.new_sequence(Admit(0, 2 * (WARM_STEPS + STEPS), 1))
+    numbers = itertools.count()
 
-    def build(self) -> list[mx.array]:
-        """See `Steps.build`."""
-        run = (self._sequence, Segment(0, self._number, self._number, (1,)))
-        self._number += 1
-        x = self._stage.embed(mx.ones((1,), mx.uint32))
-        x = self._stage.forward(x, [run], lazily=True)
-        return [x, *self._sequence.arrays()]
+    def build() -> list[mx.array]:
+        number = next(numbers)
+        run = (sequence, Segment(0, number, number, (1,)))
+        x = stage.forward(stage.embed(mx.ones((1,), mx.uint32)), [run], lazily=True)
+        return [x, *sequence.arrays()]
+
+    return build, stage.variants.summary
 
 
 @dataclass(frozen=True)
@@ -121,12 +113,12 @@ class StepFigures:
     whole: float
 
 
-def measure_steps(steps: Steps) -> StepFigures:
+def measure_steps(build: BuildStep) -> StepFigures:
     """Return the medians of STEPS steps."""
     built, whole, kernels = list[float](), list[float](), 0
     for number in range(WARM_STEPS + STEPS):
         started = time.perf_counter()
-        arrays = steps.build()
+        arrays = build()
         moment = time.perf_counter()
         if number == WARM_STEPS - 1:
             kernels = kernels_of(arrays).total
@@ -167,11 +159,11 @@ def check_step(checkpoint: Checkpoint) -> Finding:
     dispatch, sizes = dispatch_seconds(), checkpoint.part_bytes()
     reading = sum(size for part, size in sizes.items() if part.startswith("layers."))
     reading_seconds = reading / measured_bandwidth()
-    stock = measure_steps(StockSteps(checkpoint))
+    stock = measure_steps(stock_steps(checkpoint))
     release_weights()
-    steps = OwnSteps(checkpoint)
-    own, layers = measure_steps(steps), steps.layers
-    del steps
+    build, layers = own_steps(checkpoint)
+    own = measure_steps(build)
+    del build
     release_weights()
     figures = {"this project": own, "mlx-lm": stock}
     predicted = {name: reading_seconds + one.kernels * dispatch for name, one in figures.items()}

@@ -16,10 +16,14 @@ from functools import partial
 import mlx.core as mx
 
 from coordinator.pipeline.pipeline import Pipeline
-from coordinator.planning.capacity import DEFAULT_SEQUENCES, Capacity, whole_model_capacity
-from coordinator.planning.model_costs import model_costs
+from coordinator.planning.capacity import (
+    DEFAULT_SEQUENCES,
+    Capacity,
+    model_costs,
+    whole_model_capacity,
+)
 from coordinator.status.cluster_status import NodeStatus
-from coordinator.status.frame_trace import COORDINATOR, ProcessTrace, process_trace
+from coordinator.status.frame_records import COORDINATOR, ProcessTrace, process_trace
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.device import FrameLimits
 from mtp.head.draft_vocabulary import DraftVocabularySize

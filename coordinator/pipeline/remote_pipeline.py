@@ -18,7 +18,7 @@ import grpc.aio
 
 from coordinator.pipeline.worker_client import NOTICE_SHARE, WorkerClient
 from coordinator.planning.capacity import Capacity
-from coordinator.status.frame_trace import COORDINATOR, ProcessTrace, process_trace
+from coordinator.status.frame_records import COORDINATOR, ProcessTrace, process_trace
 from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
 from proto.backup import LayerState, ReceivedStates

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from coordinator.status.frame_trace import (
+from coordinator.status.frame_records import (
     ClockOffset,
     FrameTimes,
     ProcessTrace,

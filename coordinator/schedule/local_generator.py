@@ -9,7 +9,7 @@ from functools import partial
 
 from coordinator.depth.controller import Controller, MtpMode
 from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines, LocalSource
-from coordinator.planning.model_costs import even_spans
+from coordinator.planning.capacity import even_spans
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.scheduler import Scheduler

@@ -42,7 +42,7 @@ from coordinator.serve.served_parts import (
     served_name,
 )
 from coordinator.status.cluster_status import ClusterStatus
-from coordinator.status.request_spans import flush_spans, tracer_provider
+from coordinator.status.metrics import flush_spans, tracer_provider
 from coordinator.trust.authority import Authority
 from coordinator.trust.cluster_trust import ClusterTrust, make_invitation
 from coordinator.trust.key_ring import KeyRing
@@ -197,7 +197,6 @@ class ModelDownload:
         """
 
         def show(done: int, total: int) -> None:
-            """Keep the progress for `status` and pass it on."""
             self._detail = f"downloading the model: {format_size(done)} of {format_size(total)}"
             on_progress(done, total)
 

@@ -222,7 +222,6 @@ class XmlCallParser(CallParser):
         self._calls = 0
 
     def finish(self) -> list[CallPart]:
-        """See CallParser."""
         if self.done or self.broken:
             return []
         return self._break() if self._open or not self._calls else []
@@ -336,7 +335,6 @@ class JsonCallParser(CallParser):
         self._searched = 0  # characters in which no end marker closes the call
 
     def finish(self) -> list[CallPart]:
-        """See CallParser."""
         if self.done or self.broken:
             return []
         return self._call_of(self._buffer) or self._break()

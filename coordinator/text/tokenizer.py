@@ -164,7 +164,8 @@ class Tokenizer:
         self._max_tokens: int | None = None
         self.eos_ids = eos_ids | frozenset(wrapper.eos_token_ids)
         self._bytes = _byte_table(self.backend)
-        self._control = _control_ids(self.backend) - _marker_ids(wrapper)
+        self.control_ids = _control_ids(self.backend) - _marker_ids(wrapper)
+        """The control tokens, which add no text to an answer."""
         self._template_names = _template_names(wrapper.chat_template)
 
     @classmethod
@@ -252,7 +253,7 @@ class Tokenizer:
     def control_id(self, text: str) -> int | None:
         """Return the id of the control token spelled `text`, such as `<|im_end|>`, or None for other text."""
         token = self.backend.token_to_id(text)
-        return token if token in self._control else None
+        return token if token in self.control_ids else None
 
     def chat_prompt(
         self,
@@ -355,11 +356,6 @@ class Tokenizer:
         return str(text)
 
     @property
-    def control_ids(self) -> frozenset[int]:
-        """The control tokens, which add no text to an answer."""
-        return self._control
-
-    @property
     def reasoning_end_id(self) -> int | None:
         """The token that closes reasoning, or None for a model without reasoning or with a longer marker."""
         tokens = tuple(self._wrapper.think_end_tokens or ()) if self._wrapper.has_thinking else ()
@@ -373,7 +369,7 @@ class Tokenizer:
 
     def text_bytes(self, token: int) -> bytes:
         """Return the bytes `token` adds to the text. Control tokens add none; markers of reasoning and calls do."""
-        return b"" if token in self._control else self.token_bytes(token)
+        return b"" if token in self.control_ids else self.token_bytes(token)
 
     # ---- markup in answers, with the markers that mlx-lm finds
 

@@ -12,10 +12,16 @@ from dataclasses import asdict
 from itertools import count, takewhile
 from typing import Any, TypeVar
 
-from coordinator.status.cluster_events import ClusterEvent, EventLog
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
 from coordinator.status.frame_records import CollectTraces, FrameRecord, FrameRecords
-from coordinator.status.history import History, LatencyLog, RequestLog, Sample
+from coordinator.status.history import (
+    ClusterEvent,
+    EventLog,
+    History,
+    LatencyLog,
+    RequestLog,
+    Sample,
+)
 from proto.errors import CapacityError
 from proto.terminal.progress import format_size
 

@@ -161,7 +161,11 @@ class WindowDrafts:
             drawn.append(choose_with_keys(own, params, partial(self._keys, jobs, step)))
             order += rows
         tokens = _joined(drawn)
-        return tokens if order == sorted(order) else tokens[mx.array(_inverse(order))]
+        return (
+            tokens
+            if order == sorted(order)
+            else tokens[mx.array(sorted(range(len(order)), key=order.__getitem__))]
+        )
 
     def _keys(self, jobs: Sequence[int], step: int) -> mx.array:
         """Return the keys of the noise of the drafts of one step: uint32 `[len(jobs), 2]`, lazy."""
@@ -179,8 +183,3 @@ class WindowDrafts:
 
 def _joined(parts: Sequence[mx.array]) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(list(parts))
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    """Return the place of each row in `order`."""
-    return [place for _, place in sorted((row, place) for place, row in enumerate(order))]

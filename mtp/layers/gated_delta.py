@@ -209,18 +209,12 @@ def window_kernel(language: type[SourceKernel]) -> WindowKernel:
         spans: mx.array,
         constants: tuple[mx.array, ...],
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """See `WindowKernel`."""
         count, heads = spans.shape[0], shape.value_heads
         out, conv_out, state_out = kernel(
             [rows, past, conv, state, spans, *constants],
             blocks=(heads, count, 1),
             threads=THREADS,
-            template=[
-                ("InT", rows.dtype),
-                ("HK", shape.key_heads),
-                ("HV", heads),
-                ("TAPS", TAPS),
-            ],
+            template=[("InT", rows.dtype), ("HK", shape.key_heads), ("HV", heads), ("TAPS", TAPS)],
             shapes=[
                 (rows.shape[0], heads * HEAD_DIM),
                 (count, TAPS - 1, shape.channels),

@@ -74,7 +74,6 @@ class PairKV(KVRows):
         return self.append(mx.concatenate([keys, values]))
 
     def attend_pair(self, q: mx.array, new: mx.array, scale: float) -> mx.array:
-        """See `KVRows.attend_pair`."""
         offset = self.offset
         keys, values = self.append(new)
         if new.shape[2] == 1:
@@ -82,7 +81,6 @@ class PairKV(KVRows):
         return tiled_attention(q, keys, values, offset, scale)
 
     def arrays(self) -> list[mx.array]:
-        """See `LayerCache.arrays`."""
         return [] if self.pair is None else [self.pair]
 
     def _parts(self, start: int = 0) -> list[mx.array]:

@@ -176,10 +176,7 @@ COLDEST = 1e-5
 
 
 def adjusted(
-    logits: mx.array,
-    params: SamplingParams,
-    history: History | None = None,
-    pending: Tokens = (),
+    logits: mx.array, params: SamplingParams, history: History | None = None, pending: Tokens = ()
 ) -> mx.array:
     """Return the logits after bias and penalties, which greedy choice uses too: fp32 `[w, vocab]`.
 

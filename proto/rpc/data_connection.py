@@ -1,4 +1,4 @@
-"""Data connections: one TCP connection per hop, opened by a ticket of a checked call, and measured."""
+"""Data connections and their port: one TCP connection per hop, opened by a ticket of a checked call, and measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from proto.announcement import host_of
 from proto.errors import AccessError, ClusterError, DeadlineError, ProtocolError, WorkerLostError
 from proto.rpc.channels import FIRST_MESSAGE_SECONDS, client_context, peer_identity, server_context
+from proto.rpc.listener import Acceptor
 from proto.rpc.status_codes import with_advice
 from proto.trust.certificates import NodeIdentity, Role, host_name
 from proto.trust.node_trust import NodeTrust
@@ -30,7 +31,6 @@ log = logging.getLogger(__name__)
 SERVICE = "mtpcluster.v1.Pipeline"
 FRAMES = f"/{SERVICE}/Frames"
 RESULTS = f"/{SERVICE}/Results"
-
 
 TOKEN_BYTES = 16
 """Bytes of a plan token: enough that nothing can guess it during an epoch."""
@@ -380,3 +380,42 @@ def _receive(connection: socket.socket, count: int) -> bytes:
             raise ProtocolError("the connection ended during its handshake")
         data += piece
     return bytes(data)
+
+
+class DataPort(Acceptor):
+    """The bound `listener` of a worker's data connections.
+
+    `on_ticket` gets the ticket and the socket of each connection, on the event loop. It raises AccessError for an
+    unknown ticket.
+    """
+
+    def __init__(
+        self, listener: socket.socket, on_ticket: Callable[[bytes, socket.socket], None]
+    ) -> None:
+        super().__init__(listener, self._receive_ticket, "data connections")
+        self._on_ticket = on_ticket
+
+    @property
+    def port(self) -> int:
+        """The port number."""
+        return int(self._listener.getsockname()[1])
+
+    async def _receive_ticket(self, connection: socket.socket) -> None:
+        """Pass on a connection with its ticket. Raises ProtocolError or OSError for another one."""
+        async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
+            head = await _receive_exactly(connection, len(PREAMBLE) + TICKET_BYTES)
+        if not head.startswith(PREAMBLE):
+            raise ProtocolError("another protocol")
+        connection.setblocking(True)
+        self._on_ticket(head[len(PREAMBLE) :], connection)
+
+
+async def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+    """Return `count` bytes and read no more, because TLS follows them. Raises ConnectionError at the end."""
+    loop, data = asyncio.get_running_loop(), b""
+    while len(data) < count:
+        piece = await loop.sock_recv(connection, count - len(data))
+        if not piece:
+            raise ConnectionError("the peer ended the connection")
+        data += piece
+    return data

@@ -48,7 +48,6 @@ def keep_open_file_limit() -> None:
     set_limit = resource.setrlimit
 
     def set_other_limit(which: int, limits: tuple[int, int]) -> None:
-        """Set a limit, unless it is the one on open files."""
         if which != resource.RLIMIT_NOFILE:
             set_limit(which, limits)
 

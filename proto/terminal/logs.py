@@ -100,9 +100,7 @@ class _Stderr:
 
 
 def configure(
-    level: LogLevel = LogLevel.info,
-    form: LogFormat = LogFormat.text,
-    stream: TextIO | None = None,
+    level: LogLevel = LogLevel.info, form: LogFormat = LogFormat.text, stream: TextIO | None = None
 ) -> None:
     """Send this project's records from `level` on, and libraries' warnings, to `stream` (default stderr).
 

@@ -89,7 +89,6 @@ def _lines(what: str, log: logging.Logger | None) -> OnProgress:
     last = time.monotonic()
 
     def on_progress(done: int, total: int) -> None:
-        """Log the progress at most every LOG_SECONDS."""
         nonlocal last
         if log is not None and time.monotonic() - last >= LOG_SECONDS:
             last = time.monotonic()

@@ -88,9 +88,7 @@ def new_key() -> ec.EllipticCurvePrivateKey:
 def key_to_pem(key: ec.EllipticCurvePrivateKey) -> str:
     """Return `key` as unencrypted PKCS#8."""
     return key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     ).decode()
 
 

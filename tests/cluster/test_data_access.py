@@ -13,16 +13,16 @@ import pytest
 
 from proto.errors import AccessError, ClusterError, DeadlineError, WorkerLostError
 from proto.frame import Frame, encode
-from proto.rpc import data_port, listener
+from proto.rpc import data_connection, listener
 from proto.rpc.data_connection import (
     FRAMES,
     PREAMBLE,
     TICKET_BYTES,
+    DataPort,
     StreamBinding,
     TicketOffer,
     dial,
 )
-from proto.rpc.data_port import DataPort
 from proto.rpc.link import LENGTH
 from proto.rpc.listener import bind_listener
 from proto.trust.certificates import Role
@@ -157,7 +157,7 @@ async def test_a_client_refuses_another_node(tmp_path: Path) -> None:
 
 async def test_silent_and_surplus_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The port closes a connection without a ticket in time, and the oldest one for a connection above its bound."""
-    monkeypatch.setattr(data_port, "FIRST_MESSAGE_SECONDS", 0.5)
+    monkeypatch.setattr(data_connection, "FIRST_MESSAGE_SECONDS", 0.5)
     monkeypatch.setattr(listener, "MAX_WAITING", 2)
     accepted: list[bytes] = []
 

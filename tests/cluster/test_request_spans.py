@@ -14,7 +14,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from coordinator.status.request_spans import FLUSH_SECONDS
+from coordinator.status.metrics import FLUSH_SECONDS
 from tests.support.processes.processes import (
     START_SECONDS,
     STOP_SECONDS,

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 import pytest
 
-from mtp.layers.metal.add_norm import add_norm
 from mtp.layers.metal.attention import prepare_rows
-from mtp.layers.metal.gated_delta import gated_delta_window
+from mtp.layers.metal.gdn import gated_delta_window
+from mtp.layers.metal.products import add_norm
 from mtp.layers.prepare_rows import AttentionShape
 from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape, WindowKernel
 from tests.support.metal.metal_path import metal_path

@@ -22,7 +22,7 @@ ARROWS: dict[str, set[str]] = {
     "proto.trust": {"proto"},
     "mtp": set(),
     "mtp.builtin": set(),
-    "mtp.checkpoint": {"mtp.checkpoint.format"},
+    "mtp.checkpoint": set(),
     "mtp.checkpoint.convert": {"mtp.checkpoint.format", "mtp.head", "proto", "proto.terminal"},
     "mtp.checkpoint.families": set(),
     "mtp.checkpoint.format": {"mtp.checkpoint.families", "mtp.head", "proto", "proto.terminal"},
@@ -203,7 +203,8 @@ ARROWS: dict[str, set[str]] = {
 COMPOSITION_ROOTS = {
     "coordinator.doctor.step",
     "coordinator.pipeline.local_pipeline",
-    "coordinator.doctor.machine",
+    "coordinator.doctor.checks",
+    "coordinator.doctor.diagnosis",
 }
 """The modules of `coordinator` that import `worker`: they run stages in this process, or measure this machine."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mtp.checkpoint.families.known import FAMILIES, NOT_SERVED
+from mtp.checkpoint.families import FAMILIES, NOT_SERVED
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.parts import missing_from_backbone
 from proto.errors import CheckpointError

@@ -158,7 +158,6 @@ class EngineThread:
         future: asyncio.Future[T] = self._loop.create_future()
 
         def work() -> None:
-            """Run `function` on the thread, and post its result."""
             if future.cancelled():
                 return  # the caller was cancelled
             run_into(future, function)

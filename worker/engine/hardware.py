@@ -149,19 +149,15 @@ def set_limits(memory_limit: int) -> None:
         mx.set_cache_limit(before)
 
 
-def wires_by_default() -> bool:
-    """Return whether weights are wired here: with Metal, on a machine of more than 16 GB."""
-    return this_device().wires_memory and psutil.virtual_memory().total > SMALL_MACHINE_BYTES
-
-
 def wire_weights(*, wanted: bool = True) -> int:
     """Wire the memory in use, which is that of the weights just loaded. Return the wired limit in bytes, 0 for none.
 
     Without it macOS pages out weights that are idle for a second, and the next step waits for them. The limit covers
     the weights alone: MLX then never wires K/V and activations, whose churn was reported to crash the system. Call it
-    once after a load, with no work in flight. `wanted` False does nothing.
+    once after a load, with no work in flight. It does nothing without `wanted`, without Metal, and on a small machine.
     """
-    if not (wanted and wires_by_default()):
+    small = psutil.virtual_memory().total <= SMALL_MACHINE_BYTES
+    if not wanted or small or not this_device().wires_memory:
         return 0
     mx.synchronize()
     gc.collect()

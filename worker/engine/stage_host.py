@@ -227,11 +227,7 @@ class StageHost:
         kv_format = KVFormat.of(checkpoint.config.head_dim, spec.kv_bits)
         expect(PROBE_SECONDS if spec.exact else TRIAL_SECONDS)
         stage = Stage(
-            modules,
-            kv_format,
-            exact=spec.exact,
-            draft_vocab=spec.draft_vocab,
-            kernels=kernels,
+            modules, kv_format, exact=spec.exact, draft_vocab=spec.draft_vocab, kernels=kernels
         )
         warn_of_emulated_bfloat16(stage.dtype)
         warm_up(stage, first=spec.first, last=spec.last, expect=expect)

@@ -1,27 +1,139 @@
-"""The transfer of offered tensors into a local copy, from the coordinator or from a hub, each checked by its hash.
+"""The local copy of offered tensors, and their transfer from the coordinator or from a hub, each checked by its hash.
 
-All functions block and run on a separate thread. A call that was interrupted at any byte continues in the next call.
+`provide` runs on the event loop. All other functions block and run on a separate thread. A call that was interrupted at
+any byte continues in the next call.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import json
+import logging
+import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from mtp.checkpoint.format.shard import Entry, ShardWriter, TensorInfo
+from huggingface_hub import constants
+
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.config import ModelConfig, parse_json_object, read_json_object
+from mtp.checkpoint.format.names import Layout, local_name, split_part
+from mtp.checkpoint.format.shard import Entry, ShardWriter, TensorInfo, read_header, replace_text
 from mtp.checkpoint.hub.repo import HubRepo
 from proto import cluster_pb2 as pb
-from proto.errors import CheckpointError, ProtocolError
+from proto.errors import CheckpointError, ClusterError, DeadlineError, ProtocolError
+from proto.rpc.listener import first_message
+from proto.rpc.status_codes import to_status
 from proto.terminal.progress import format_size
 from proto.wire import STORED_BYTES
-from worker.fetch.span_copy import SpanCopy
+from worker.engine.engine_thread import run_into
+
+_ABOUT = "copy.json"
+_FORMS: dict[Layout, str] = {"raw": "pt", "mlx": "mlx"}
+_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+
+
+def copies_dir() -> Path:
+    """Return the directory of all copies. It is next to the hub's cache, on the disk that the user chose for models."""
+    return Path(constants.HF_HOME) / "mtp-cluster"
+
+
+@dataclass(frozen=True)
+class SpanCopy:
+    """The copy of one checkpoint in `path`; `config` is the object of its config.json."""
+
+    path: Path
+    config: dict[str, Any]
+    layout: Layout
+
+    @classmethod
+    def of(cls, fingerprint: str, config: str, layout: str) -> SpanCopy:
+        """Return the copy with this fingerprint, which may not exist yet.
+
+        Raises ProtocolError for invalid values, and CheckpointError for a config that this release cannot serve.
+        """
+        path = _path(fingerprint)
+        if layout not in ("raw", "mlx"):
+            raise ProtocolError(f"layout {layout!r:.40} is neither raw nor mlx")
+        try:
+            found = parse_json_object(config.encode(), "the offered config")
+        except CheckpointError as error:
+            raise ProtocolError(str(error)) from error
+        copy = cls(path, found, "raw" if layout == "raw" else "mlx")
+        copy.model_config()
+        return copy
+
+    @classmethod
+    def find(cls, fingerprint: str) -> SpanCopy | None:
+        """Return the copy with this fingerprint, or None. Raises CheckpointError for a damaged copy."""
+        try:
+            about = _path(fingerprint) / _ABOUT
+        except ProtocolError:
+            return None
+        if not about.exists():
+            return None
+        try:
+            found = read_json_object(about)
+            return cls(about.parent, found["config"], found["layout"])
+        except (CheckpointError, KeyError) as error:
+            raise CheckpointError(
+                f"{about.parent}: cannot be read ({error!r:.80}). Delete it; the worker will fetch it again"
+            ) from error
+
+    def begin(self) -> None:
+        """Make the directory. Raises CheckpointError when that fails."""
+        try:
+            (self.path / "parts").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}: cannot be made: {error.strerror}. Set HF_HOME to a writable directory"
+            ) from error
+        about = {"config": self.config, "layout": self.layout}
+        replace_text(self.path / _ABOUT, json.dumps(about, indent=2))
+
+    def model_config(self) -> ModelConfig:
+        """Return the parsed config. Raises CheckpointError for a model that this release cannot serve."""
+        return ModelConfig.parse(self.path / _ABOUT, self.config)
+
+    def part_of(self, stored: str) -> str:
+        """Return the part that a stored tensor belongs to. Raises ProtocolError for an unknown tensor."""
+        local = local_name(stored)
+        found = local and split_part(local, self.model_config().num_layers)
+        if not found:
+            raise ProtocolError(f"tensor {stored!r:.120} belongs to no part of this model")
+        return found[0]
+
+    def writer(self, part: str, entries: Sequence[Entry]) -> ShardWriter:
+        """Return the writer of the file of one part."""
+        return ShardWriter(
+            self.path / "parts" / f"{part}.safetensors", entries, _FORMS[self.layout]
+        )
+
+    def checkpoint(self) -> Checkpoint:
+        """Return a checkpoint of the complete parts. It has no other parts."""
+        tensors = {
+            name: info
+            for file in sorted((self.path / "parts").glob("*.safetensors"))
+            for name, info in read_header(file).tensors.items()
+        }
+        return Checkpoint.assemble(self.path, self.model_config(), self.layout, tensors)
+
+
+def _path(fingerprint: str) -> Path:
+    if not _FINGERPRINT.fullmatch(fingerprint):
+        raise ProtocolError(f"invalid fingerprint {fingerprint!r:.80}")
+    return copies_dir() / fingerprint
+
 
 PROGRESS_SECONDS = 0.5
 """Seconds between two progress messages. The coordinator treats a long silence as a failure."""
@@ -227,3 +339,80 @@ class _Filling:
     def _check_stop(self, seconds: float = 0.0) -> None:
         if self.stop.wait(seconds) if seconds else self.stop.is_set():
             raise StoppedError
+
+
+log = logging.getLogger(__name__)
+
+SILENCE_SECONDS = 60.0
+"""Seconds. Maximum wait for the coordinator's next message: it reads or hashes a tensor."""
+
+DRAIN_SECONDS = 10.0
+"""Seconds for which a coordinator may still send messages after a refusal."""
+
+
+async def provide(
+    requests: AsyncIterator[pb.Weights], renew_lease: Callable[[pb.Coordinator, int], object]
+) -> AsyncGenerator[pb.WeightsReply, None]:
+    """Yield the replies of one call. `renew_lease` leases this worker to the coordinator, or raises BusyError.
+
+    Every other error is the last reply.
+    """
+    offer = (await first_message(requests)).offer
+    renew_lease(offer.coordinator, offer.lease_ms)
+    loop = asyncio.get_running_loop()
+    replies: asyncio.Queue[pb.WeightsReply | None] = asyncio.Queue()
+    filled: asyncio.Future[int] = loop.create_future()
+    filled.add_done_callback(lambda _: replies.put_nowait(None))
+    stop = threading.Event()
+
+    def pull() -> pb.Weights:
+        """Return the next message, from the thread that fills the copy."""
+        coming = asyncio.run_coroutine_threadsafe(_next(requests), loop)
+        try:
+            return coming.result(SILENCE_SECONDS)
+        except CancelledError:
+            raise ProtocolError("the coordinator ended the call") from None
+        except TimeoutError:
+            coming.cancel()
+            raise DeadlineError(
+                f"the coordinator sent no weights for {SILENCE_SECONDS:g} s"
+            ) from None
+
+    def send_reply(reply: pb.WeightsReply) -> None:
+        """Queue a reply, from the thread that fills the copy."""
+        loop.call_soon_threadsafe(replies.put_nowait, reply)
+
+    work = partial(run_into, filled, partial(fill, offer, pull, send_reply, stop))
+    # A daemon thread, so that a worker that ends does not wait for a hub.
+    threading.Thread(target=work, name="weights", daemon=True).start()
+    try:
+        while (reply := await replies.get()) is not None:
+            yield reply
+        received = await filled
+        log.info("weights received", extra={"received": format_size(received)})
+        yield pb.WeightsReply(kept=pb.WeightsKept(received=received))
+    except ClusterError as error:
+        log.warning("weights refused", extra={"error": str(error)})
+        yield _refusal(error)
+        # Wait until the coordinator has read the reply. A call that ends during its writes loses the reply.
+        with suppress(TimeoutError, ClusterError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while True:
+                    await _next(requests)
+    finally:
+        stop.set()
+
+
+def _refusal(error: ClusterError) -> pb.WeightsReply:
+    status = to_status(error)
+    refused = pb.WeightsRefused(code=status.code, details=status.details)
+    for key, value in status.metadata:
+        refused.metadata[key] = value.encode() if isinstance(value, str) else value
+    return pb.WeightsReply(refused=refused)
+
+
+async def _next(requests: AsyncIterator[pb.Weights]) -> pb.Weights:
+    try:
+        return await anext(requests)
+    except StopAsyncIteration:
+        raise ProtocolError("the coordinator ended the call early") from None

@@ -17,7 +17,7 @@ from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.names import module_path
 from mtp.checkpoint.format.parts import check_types, missing_tensors, part_module, read_part
 from mtp.device import this_device
-from mtp.head.mtp_head import MTPHead
+from mtp.head.drafter import MTPHead
 from mtp.layers.layer import Layer
 from mtp.layers.reference import REFERENCE, reference_layer
 from proto.errors import CheckpointError, UsageError

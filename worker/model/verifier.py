@@ -20,8 +20,15 @@ from mtp.head.draft_vocabulary import DraftVocabularySize, draft_vocabulary
 from mtp.head.drafter import Drafter, DraftJob, Drafts
 from mtp.head.window_drafts import WindowDrafts, WindowJob
 from mtp.layers.layer import KVFormat
-from mtp.sampling.acceptance import accepted_length, ratio_targets
-from mtp.sampling.choice import Logprobs, choose, choose_rows, logprobs, shared_settings
+from mtp.sampling.choice import (
+    Logprobs,
+    accepted_length,
+    choose,
+    choose_rows,
+    logprobs,
+    ratio_targets,
+    shared_settings,
+)
 from mtp.sampling.filters import History, filtered
 from mtp.sampling.grammar import GrammarState
 from proto.errors import ProtocolError

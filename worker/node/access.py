@@ -21,7 +21,7 @@ from proto.rpc.channels import peer_of
 from proto.rpc.data_connection import FRAMES, RESULTS
 from proto.rpc.listener import check_size
 from proto.rpc.status_codes import to_status
-from proto.trust.certificates import NodeIdentity, Role
+from proto.trust.certificates import Role
 from proto.trust.node_trust import NodeTrust
 
 log = logging.getLogger(__name__)
@@ -37,17 +37,10 @@ ALLOWED_ROLES: dict[str, frozenset[Role]] = {
 """The roles that may call each method. For FRAMES the binding also checks that the plan names the sender."""
 
 
-def check_call(trust: NodeTrust, method: str, peer: NodeIdentity) -> None:
-    """Raise AccessError unless `peer` may call `method` on the node with `trust`."""
-    trust.check_peer(peer)
-    if peer.role not in ALLOWED_ROLES.get(method, frozenset()):
-        raise AccessError(f"the role {peer.role} may not call {method.rpartition('/')[2]}")
-
-
 class CallGuard(grpc.aio.ServerInterceptor):
     """The gRPC interceptor of all calls. It ends a call that raises a ClusterError with the error's status.
 
-    With `trust` it also applies `check_call` to every call, and ends the calls of removed nodes.
+    With `trust` it also checks the peer and its role, and ends the calls of removed nodes.
     """
 
     def __init__(self, trust: NodeTrust | None) -> None:
@@ -88,7 +81,6 @@ class CallGuard(grpc.aio.ServerInterceptor):
 
     def _guarded_call(self, method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         async def call(request: Any, context: Any) -> Any:
-            """Make one guarded call."""
             async with self._guarded(method, request, context):
                 return await behaviour(request, context)
 
@@ -96,7 +88,6 @@ class CallGuard(grpc.aio.ServerInterceptor):
 
     def _guarded_stream(self, method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-            """Make one guarded call with a stream of replies."""
             async with (
                 self._guarded(method, request, context),
                 contextlib.aclosing(behaviour(request, context)) as replies,
@@ -127,7 +118,9 @@ class CallGuard(grpc.aio.ServerInterceptor):
             yield
             return
         peer = peer_of(context)
-        check_call(self._trust, method, peer)
+        self._trust.check_peer(peer)
+        if peer.role not in ALLOWED_ROLES.get(method, frozenset()):
+            raise AccessError(f"the role {peer.role} may not call {method.rpartition('/')[2]}")
         task = asyncio.current_task()
         assert task is not None
         entry = (peer.node, task)

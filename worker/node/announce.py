@@ -37,12 +37,7 @@ async def registered_by_dns_sd(
     service = SERVICE_TYPE.removesuffix(".local.")
     name = announcement.instance.removesuffix(f".{SERVICE_TYPE}")
     process = await asyncio.create_subprocess_exec(
-        "dns-sd",
-        "-R",
-        name,
-        service,
-        "local.",
-        str(announcement.port),
+        *("dns-sd", "-R", name, service, "local.", str(announcement.port)),
         *(f"{key}={value}" for key, value in announcement.to_txt().items()),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
@@ -116,13 +111,12 @@ async def _announce(announcement: Announcement, host: str) -> None:
             async with _registered(announcement, addresses):
                 warned = False
                 log.debug("announced by mDNS", extra={"addresses": " ".join(addresses)})
-                await _change_of(host, addresses)
-        except (
-            OSError,
-            RuntimeError,
-            TimeoutError,
-            ZeroconfError,
-        ) as error:  # RuntimeError: no interface
+                changed = False
+                while not changed:
+                    await asyncio.sleep(RESCAN_SECONDS)
+                    changed = await asyncio.to_thread(reachable_addresses, host) != addresses
+        # RuntimeError: no interface
+        except (OSError, RuntimeError, TimeoutError, ZeroconfError) as error:
             if sys.platform == "darwin":
                 with contextlib.suppress(OSError):  # no dns-sd
                     async with registered_by_dns_sd(announcement) as process:
@@ -135,14 +129,6 @@ async def _announce(announcement: Announcement, host: str) -> None:
                 )
             warned = True
             await asyncio.sleep(RESCAN_SECONDS)
-
-
-async def _change_of(host: str, addresses: list[str]) -> None:
-    """Return when the addresses of `host` change."""
-    while True:
-        await asyncio.sleep(RESCAN_SECONDS)
-        if await asyncio.to_thread(reachable_addresses, host) != addresses:
-            return
 
 
 @contextlib.asynccontextmanager

@@ -15,13 +15,7 @@ from functools import partial
 import mlx.core as mx
 
 from proto import cluster_pb2 as pb
-from proto.errors import (
-    AccessError,
-    ClusterError,
-    NotReadyError,
-    ProtocolError,
-    StaleEpochError,
-)
+from proto.errors import AccessError, ClusterError, NotReadyError, ProtocolError, StaleEpochError
 from proto.frame import Frame, decode, encode, encode_head
 from proto.frame_stamps import FrameStamps, StageStep
 from proto.rpc.data_connection import HopFigures, StreamBinding

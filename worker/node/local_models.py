@@ -10,7 +10,7 @@ from mtp.checkpoint.hub.resolve import BUILTIN, find_model, resolve_model
 from proto import cluster_pb2 as pb
 from proto.errors import CheckpointError
 from proto.span import Span
-from worker.fetch.span_copy import SpanCopy
+from worker.fetch.fill import SpanCopy
 
 
 class LocalModels:

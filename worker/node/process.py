@@ -19,7 +19,7 @@ from proto.announcement import JOIN_FLAG, Announcement, is_loopback, join_addres
 from proto.errors import ClusterError, UsageError
 from proto.kernels import Kernels
 from proto.rpc.channels import add_port
-from proto.rpc.data_port import DataPort
+from proto.rpc.data_connection import DataPort
 from proto.rpc.listener import bind_listener
 from proto.span import Span
 from proto.state_dir import read_text, state_dir

@@ -31,7 +31,7 @@ from proto.rpc.listener import MAX_TRANSFERS, first_message
 from worker.engine import hardware
 from worker.engine.backup import ReceivedBackup, layer_states
 from worker.engine.stage_engine import StageEngine
-from worker.fetch.provide import provide
+from worker.fetch.fill import provide
 from worker.node.access import CallGuard
 from worker.node.node import Lease, WorkerNode
 
@@ -171,7 +171,6 @@ class WorkerService(pb_grpc.WorkerServicer):
         progress: asyncio.Queue[pb.LoadProgress] = asyncio.Queue()
 
         def on_progress(done: int, total: int) -> None:
-            """Queue a progress message."""
             progress.put_nowait(pb.LoadProgress(progress=pb.LoadBytes(done=done, total=total)))
 
         task = asyncio.create_task(self.node.load(request, on_progress))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +18,14 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3_5 import TextModelArgs
 from mlx_lm.utils import infer_quant_config
 
+from mtp.checkpoint.convert.convert import (
+    HEAD_FILE,
+    check_free_space,
+    save_config,
+    save_index,
+    shard_writer,
+    write_shard,
+)
 from mtp.checkpoint.convert.converted_weights import (
     SAFETENSORS,
     Choice,
@@ -27,19 +36,11 @@ from mtp.checkpoint.convert.converted_weights import (
     group_parameters,
 )
 from mtp.checkpoint.convert.foreign import PackedSource
-from mtp.checkpoint.convert.output import (
-    HEAD_FILE,
-    check_free_space,
-    save_config,
-    save_index,
-    shard_writer,
-    write_shard,
-)
 from mtp.checkpoint.convert.unpack import read_source_part
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import Source, is_head
 from mtp.checkpoint.format.parts import read_part
-from mtp.head.mtp_head import MTPHead
+from mtp.head.drafter import MTPHead
 from proto.errors import CheckpointError, UsageError
 from proto.terminal.progress import OnProgress
 
@@ -98,15 +99,17 @@ class HeadAddition:
         check_free_space(self.target.path, total)
 
         def on_group(group: Group) -> None:
-            """Report a group that was written."""
             nonlocal done
             done += group.nbytes
             on_progress(done, total)
 
         write_shard(writer, groups, on_group)
         save_config(self.target.path, self._config())
-        names = [entry.name for entry in writer.entries]
-        self._save_index(names, total)
+        stays = {name: info for name, info in self.target.tensors.items() if not is_head(name)}
+        weight_map = {name: info.file.name for name, info in stays.items()}
+        weight_map |= dict.fromkeys((entry.name for entry in writer.entries), HEAD_FILE)
+        nbytes = total + sum(info.nbytes for info in stays.values())
+        save_index(self.target.path, nbytes, weight_map)
 
     def _groups(self, weights: dict[str, mx.array] | None) -> list[Group]:
         """Return the head's tensors as they are written; without `weights`, only their names and shapes."""
@@ -117,15 +120,15 @@ class HeadAddition:
         if weights is not None and not packed:
             _load(model, weights, self.source)
         if self.quantization:
-            nn.quantize(model, class_predicate=self._choose)
+            chosen = self.quantization
+            nn.quantize(
+                model, class_predicate=lambda p, _: chosen.get(p.removeprefix("mtp."), False)
+            )
         if weights is not None and packed:
             _load(model, weights, self.source)
         parameters = dict(tree_flatten(model.parameters()))
         prefix = self.target.config.family.prefix
         return group_parameters({prefix + name: weight for name, weight in parameters.items()})
-
-    def _choose(self, path: str, module: nn.Module) -> Choice:
-        return self.quantization.get(path.removeprefix("mtp."), False)
 
     def _config(self) -> dict[str, Any]:
         file = self.target.path / "config.json"
@@ -140,14 +143,6 @@ class HeadAddition:
             mine = {f"{head}.{n}": v for n, v in self.quantization.items() if v != usual}
             config["quantization"] = config["quantization_config"] = others | mine
         return config
-
-    def _save_index(self, names: list[str], nbytes: int) -> None:
-        path = self.target.path
-        stays = {name: info for name, info in self.target.tensors.items() if not is_head(name)}
-        total = nbytes + sum(info.nbytes for info in stays.values())
-        weight_map = {name: info.file.name for name, info in stays.items()}
-        weight_map |= dict.fromkeys(names, HEAD_FILE)
-        save_index(path, {"total_size": total}, weight_map)
 
 
 def plan_head_addition(
@@ -236,24 +231,11 @@ def _packed(source: Checkpoint) -> dict[str, dict[str, Any]]:
     """Return the quantization of the source's head by module; empty when the head is not quantized."""
     if source.config.quantization is None:
         return {}
-    shapes = {
-        name: _Stored(source.tensors[made.stored[0]].shape, source.tensors[made.stored[0]].dtype)
-        for name, made in source.plans["mtp"].items()
-    }
+    types = {name: dtype for dtype, name in SAFETENSORS.items()}
+    infos = {n: source.tensors[made.stored[0]] for n, made in source.plans["mtp"].items()}
+    # mlx-lm reads no other property of a weight than its shape and its type.
+    shapes = {n: SimpleNamespace(shape=i.shape, dtype=types.get(i.dtype)) for n, i in infos.items()}
     return _inferred(MTPHead(source.config.text_args()), shapes)
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """The properties of a stored weight that mlx-lm's inference of the quantization reads."""
-
-    shape: tuple[int, ...]
-    stored: str
-
-    @property
-    def dtype(self) -> mx.Dtype | None:
-        """The MLX type of the stored tensor; None if MLX lacks it."""
-        return next((d for d, name in SAFETENSORS.items() if name == self.stored), None)
 
 
 def _inferred(module: nn.Module, stored: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -270,7 +252,12 @@ def _like_backbone(target: Checkpoint, bits: HeadBits | None) -> dict[str, dict[
     args = target.config.text_args()
     head = MTPHead(args)
     if bits is None:
-        return _twins(target, head)
+        kinds = target.config.layer_kinds
+        if target.config.quantization is None or "attention" not in kinds:
+            return {}
+        last = len(kinds) - 1 - kinds[::-1].index("attention")
+        stored = read_part(target, f"layers.{last}", None)
+        return {f"layers.0.{path}": how for path, how in _inferred(head.layers[0], stored).items()}
     if bits == "none":
         return {}
     default = target.config.quantization or {}
@@ -286,16 +273,6 @@ def _like_backbone(target: Checkpoint, bits: HeadBits | None) -> dict[str, dict[
         if module.weight.shape[-1] % chosen["group_size"] == 0:
             found[f"layers.0.{path}"] = chosen
     return found
-
-
-def _twins(target: Checkpoint, head: MTPHead) -> dict[str, dict[str, Any]]:
-    kinds = target.config.layer_kinds
-    if target.config.quantization is None or "attention" not in kinds:
-        return {}
-    last = len(kinds) - 1 - kinds[::-1].index("attention")
-    stored = read_part(target, f"layers.{last}", None)
-    found = _inferred(head.layers[0], stored)
-    return {f"layers.0.{path}": how for path, how in found.items()}
 
 
 def _dtype(target: Checkpoint, asked: FloatType | None) -> mx.Dtype:

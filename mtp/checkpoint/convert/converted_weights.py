@@ -21,7 +21,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import module_path
 from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.checkpoint.format.shard import Entry
-from mtp.head.mtp_head import MTPHead
+from mtp.head.drafter import MTPHead
 from proto.errors import CheckpointError, UsageError
 from proto.wire import STORED_NAMES
 
@@ -272,7 +272,11 @@ def _quantize(
     of_backbone, of_head = settings.quantization, settings.head_quantization
     default = of_backbone or of_head
     if default is None:
-        return _with_overrides(_most_common(kept), prefix, kept) if kept else None
+        formats = list(kept.values())
+        usual = max(
+            formats, key=lambda form: (formats.count(form), formats.index(form)), default={}
+        )
+        return _with_overrides(dict(usual), prefix, kept) if kept else None
     found: dict[str, Any] = default.to_json()
     follows = settings.head_bits is None
     choose = _predicate(model, settings)
@@ -307,12 +311,6 @@ def _with_overrides(
     """Return the object `found` with the formats of `kept` that differ from its default."""
     default = {name: found[name] for name in ("group_size", "bits", "mode")}
     return found | {prefix + path: form for path, form in kept.items() if form != default}
-
-
-def _most_common(kept: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    formats = list(kept.values())
-    _, most = max((formats.count(form), number) for number, form in enumerate(formats))
-    return dict(formats[most])
 
 
 def _predicate(model: nn.Module, settings: Settings) -> Predicate:

@@ -82,7 +82,6 @@ class PackedSource(Source):
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """See Source."""
         return self.stored + tuple(name for names in self.members.values() for name in names)
 
 

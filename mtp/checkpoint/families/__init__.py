@@ -1,1 +1,26 @@
 """The model families, one file for each: its names in configs, its modules, and its differences from the others."""
+
+from __future__ import annotations
+
+from mtp.checkpoint.families.family import Family
+from mtp.checkpoint.families.qwen3_5 import Qwen35
+from mtp.checkpoint.families.qwen3_next import Qwen3Next
+
+FAMILIES: tuple[Family, ...] = (Qwen35(), Qwen3Next())
+
+NOT_SERVED = {
+    "qwen4_exp": "Qwen3.8-Flash-Next has hyper-connections, sparse attention and per-layer embeddings",
+    "qwen3_moe": "Qwen3 has no GatedDeltaNet and no MTP head",
+    "qwen3": "Qwen3 has no GatedDeltaNet and no MTP head",
+}
+"""Related model types that people may try, and the difference that excludes them."""
+
+
+def find_family(model_type: str) -> tuple[Family, str, bool] | None:
+    """Return the family of a `model_type`, the reported type, and whether the repo holds only a head; or None."""
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family, family.model_types[model_type], False
+        if model_type in family.head_types:
+            return family, family.head_types[model_type], True
+    return None

@@ -50,11 +50,7 @@ class Family(ABC):
         """Return the fields of the MLPs that config.json must have, each a positive integer."""
         if not text.get("num_experts"):
             return ("intermediate_size",)
-        return (
-            "num_experts_per_tok",
-            "moe_intermediate_size",
-            "shared_expert_intermediate_size",
-        )
+        return ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
 
     def find_problem(self, text: Text) -> str | None:
         """Return the fault of a field that only this family has, None when all are valid."""

@@ -168,12 +168,12 @@ class Checkpoint:
 
     def part_bytes(self) -> dict[str, int]:
         """Return the bytes of each part, as stored: `embed`, `layers.0` …, `norm`, `lm_head`, `mtp`."""
-        return {part: self._part_bytes(plan) for part, plan in self.plans.items()}
-
-    def _part_bytes(self, plan: dict[str, Source]) -> int:
-        # A set, because both halves of a fused tensor have the same name.
-        stored = {name for source in plan.values() for name in source.tensors}
-        return sum(self.tensors[name].nbytes for name in stored if name in self.tensors)
+        sizes = {}
+        for part, plan in self.plans.items():
+            # A set, because both halves of a fused tensor have the same name.
+            stored = {name for source in plan.values() for name in source.tensors}
+            sizes[part] = sum(self.tensors[name].nbytes for name in stored & self.tensors.keys())
+        return sizes
 
     def stage_parts(
         self, span: Span, *, first: bool, last: bool, with_head: bool = True

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import mlx.nn as nn
 from mlx_lm.models.qwen3_5 import TextModelArgs
 
+from mtp.checkpoint.families import FAMILIES, NOT_SERVED, find_family
 from mtp.checkpoint.families.family import Family
-from mtp.checkpoint.families.known import FAMILIES, NOT_SERVED, find_family
 from proto.errors import CheckpointError
 
 
@@ -73,7 +73,7 @@ QUANTIZATION_FILE = "hf_quant_config.json"
 
 LayerKind = Literal["gdn", "attention"]
 
-_LAYER_TYPES: dict[str, LayerKind] = {"linear_attention": "gdn", "full_attention": "attention"}
+_LAYER_TYPES: dict[LayerKind, str] = {"gdn": "linear_attention", "attention": "full_attention"}
 
 PACKINGS = {
     "fp8": "FP8",
@@ -297,7 +297,7 @@ class _Reader:
             "gdn" if (layer + 1) % interval else "attention" for layer in range(layers)
         ]
         types = self.text.get("layer_types")
-        if types is not None and types != [_type_of(kind) for kind in kinds]:
+        if types is not None and types != [_LAYER_TYPES[kind] for kind in kinds]:
             raise self._error(
                 f"layer_types is not linear attention with full attention every {interval}th of "
                 f"{layers} layers, and mlx-lm supports no other pattern. Download config.json again: "
@@ -386,10 +386,6 @@ def with_quantization(config: dict[str, Any], beside: dict[str, Any] | None) -> 
     if isinstance(found, dict) and isinstance(inner := found.get("quantization"), dict):
         found = {"quant_method": "modelopt", **inner}
     return {**config, "quantization_config": found}
-
-
-def _type_of(kind: LayerKind) -> str:
-    return next(name for name, value in _LAYER_TYPES.items() if value == kind)
 
 
 def _text(file: Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -207,13 +207,12 @@ def name_sources(
             (f"{switch}.gate_proj.weight", Source((name,), "gate half")),
             (f"{switch}.up_proj.weight", Source((name,), "up half")),
         ]
-    return [(within, Source((name,), _transform(part, within) if layout == "raw" else "as stored"))]
-
-
-def _transform(part: str, within: str) -> Transform:
-    if within == "linear_attn.conv1d.weight":
-        return "conv1d"
-    return "norm + 1" if is_shifted_norm(part, within) else "as stored"
+    transform: Transform = "as stored"
+    if layout == "raw" and within == "linear_attn.conv1d.weight":
+        transform = "conv1d"
+    elif layout == "raw" and is_shifted_norm(part, within):
+        transform = "norm + 1"
+    return [(within, Source((name,), transform))]
 
 
 def is_shifted_norm(part: str, within: str) -> bool:

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.names import Source, Transform, is_shifted_norm, join_names, module_path
-from mtp.head.mtp_head import MTPHead
+from mtp.head.drafter import MTPHead
 from proto.errors import CheckpointError
 from proto.span import Span
 from proto.wire import STORED_NAMES
@@ -27,26 +27,23 @@ _SCALES = (*_FLOATS, "U8")
 
 def part_module(config: ModelConfig, part: str) -> nn.Module:
     """Return the unquantized module of a part. Its random weights are lazy and never computed."""
-    module = _part_module(config, part)
+    args = config.text_args()
+    module: nn.Module
+    match part.partition("."):
+        case "embed", _, _:
+            module = nn.Embedding(args.vocab_size, args.hidden_size)
+        case "norm", _, _:
+            module = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+        case "lm_head", _, _:
+            module = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
+        case "mtp", _, _:
+            module = MTPHead(args)
+        case _, _, layer:
+            module = config.layer(int(layer))
     # Every lazy random weight adds a lazy split to the key of the generator. Without this evaluation the splits
     # accumulate over the loads of a worker.
     mx.eval(mx.random.state)
     return module
-
-
-def _part_module(config: ModelConfig, part: str) -> nn.Module:
-    args = config.text_args()
-    match part.partition("."):
-        case "embed", _, _:
-            return nn.Embedding(args.vocab_size, args.hidden_size)
-        case "norm", _, _:
-            return nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
-        case "lm_head", _, _:
-            return nn.Linear(args.hidden_size, args.vocab_size, bias=False)
-        case "mtp", _, _:
-            return MTPHead(args)
-        case _, _, layer:
-            return config.layer(int(layer))
 
 
 def missing_tensors(checkpoint: Checkpoint, parts: Iterable[str]) -> tuple[str, ...]:
@@ -172,11 +169,6 @@ def load_tensor(checkpoint: Checkpoint, name: str, files: Files) -> mx.array:
     return files[file][name]
 
 
-def _shift(by: float) -> Callable[[mx.array], mx.array]:
-    """Return the transform that adds `by` in fp32, so that the later cast rounds only once."""
-    return lambda weight: weight.astype(mx.float32) + by
-
-
 def _half(which: int) -> Callable[[mx.array], mx.array]:
     """Return the transform that takes one half of axis -2: 0 is the gate, 1 is up.
 
@@ -188,8 +180,9 @@ def _half(which: int) -> Callable[[mx.array], mx.array]:
 _TRANSFORMS: dict[Transform, Callable[[mx.array], mx.array]] = {
     "as stored": lambda weight: weight,
     "conv1d": lambda weight: mx.contiguous(weight.moveaxis(2, 1)),
-    "norm + 1": _shift(1.0),
-    "norm - 1": _shift(-1.0),
+    # In fp32, so that the later cast rounds only once.
+    "norm + 1": lambda weight: weight.astype(mx.float32) + 1.0,
+    "norm - 1": lambda weight: weight.astype(mx.float32) - 1.0,
     "gate half": _half(0),
     "up half": _half(1),
 }
@@ -217,7 +210,9 @@ def head_norms(checkpoint: Checkpoint) -> Norms:
         return "as they should be"
     twin = _norm_means(checkpoint, f"layers.{attention[-1]}", "")
     difference = median(head[name] - twin[name] for name in head)
-    if difference < -_OFF or _all_negative(checkpoint):
+    # The raw offsets of the 27B's embedding norm are all negative, and would invert the sign of its input.
+    embedding = read_part(checkpoint, "mtp", mx.float32)["pre_fc_norm_embedding.weight"]
+    if difference < -_OFF or float(mx.max(embedding)) < 0:
         return "not shifted"
     return "shifted twice" if difference > _OFF else "as they should be"
 
@@ -230,12 +225,3 @@ def _norm_means(checkpoint: Checkpoint, part: str, prefix: str) -> dict[str, flo
         for name, weight in weights.items()
         if name.startswith(prefix) and is_shifted_norm(part, name)
     }
-
-
-def _all_negative(checkpoint: Checkpoint) -> bool:
-    """Return whether every weight of the embedding norm is negative, which would invert the sign of its input.
-
-    The raw offsets of the 27B's embedding norm are all negative.
-    """
-    weight = read_part(checkpoint, "mtp", mx.float32)["pre_fc_norm_embedding.weight"]
-    return float(mx.max(weight)) < 0

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import local_name, module_path
 from mtp.checkpoint.format.parts import missing_from_backbone
-from mtp.head.mtp_head import MTPHead
+from mtp.head.drafter import MTPHead
 
 
 def report(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mtp.checkpoint.convert.convert import check_free_space
 from mtp.checkpoint.convert.foreign import plan_packed
-from mtp.checkpoint.convert.output import check_free_space
 from mtp.checkpoint.format.checkpoint import (
     INDEX,
     Checkpoint,

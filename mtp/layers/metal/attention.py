@@ -13,7 +13,6 @@ from mlx_lm.models.qwen3_5 import DecoderLayer
 
 from mtp.layers.kv_cache import KVRows, new_kv
 from mtp.layers.layer import Hole, KVFormat
-from mtp.layers.metal.add_norm import add_norm
 from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.metal.products import (
     COMPILED_ROWS,
@@ -21,6 +20,7 @@ from mtp.layers.metal.products import (
     JoinedLinear,
     JoinedMLP,
     Weights,
+    add_norm,
     gated_products,
 )
 from mtp.layers.pair_kv import PairKV
@@ -130,7 +130,6 @@ class PreparedAttentionLayer(JoinedAttentionLayer):
         self._prepare = _compiled_prepare(self._shape)
 
     def new_cache(self, kv_format: KVFormat) -> KVRows:
-        """See `Layer.new_cache`."""
         return PairKV() if kv_format.bits is None else new_kv(kv_format)
 
     def add(
@@ -141,7 +140,6 @@ class PreparedAttentionLayer(JoinedAttentionLayer):
         stay_open: Sequence[bool] = (),
         holes: Sequence[Hole] = (),
     ) -> mx.array:
-        """See `Layer.add`."""
         ends, places = _places(tuple(widths), tuple(cache.offset for cache in caches))
         if holes:
             places = places - mx.concatenate([hole.count for hole in holes])[:, None]

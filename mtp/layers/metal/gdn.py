@@ -10,14 +10,15 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
+from mtp.layers.gated_delta import window_kernel
 from mtp.layers.layer import Exact, Hole, KVFormat, Layer, PlainMLP
-from mtp.layers.metal.add_norm import add_norm
-from mtp.layers.metal.gated_delta import gated_delta_window
+from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.metal.products import (
     COMPILED_ROWS,
     Format,
     JoinedLinear,
     JoinedMLP,
+    add_norm,
     gated_products,
 )
 from mtp.layers.reference.gdn import GDNLayer
@@ -32,6 +33,8 @@ from mtp.layers.windows import (
     gather_windows,
     record_windows,
 )
+
+gated_delta_window = window_kernel(MetalKernel)
 
 
 def has_window_kernel(net: GatedDeltaNet) -> bool:
@@ -126,7 +129,6 @@ class WindowGDNLayer(Layer):
         self._compiled = _compiled(self._shape)
 
     def new_cache(self, kv_format: KVFormat) -> SnapshotGDNCache:
-        """See `Layer.new_cache`."""
         return SnapshotGDNCache.empty(self._recurrence, self._dtype)
 
     def pin_exact(self, products: Exact) -> None:
@@ -141,7 +143,6 @@ class WindowGDNLayer(Layer):
         stay_open: Sequence[bool] = (),
         holes: Sequence[Hole] = (),
     ) -> mx.array:
-        """See `Layer.add`."""
         windows, start = [], 0
         for cache, width, stays_open in zip(caches, widths, stay_open, strict=True):
             windows.append(Window(cache.point, start, width, stays_open))

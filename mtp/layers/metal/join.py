@@ -10,14 +10,13 @@ import mlx.core as mx
 
 from mtp.layers import gated_delta, prepare_rows
 from mtp.layers.layer import KernelTrial, Layer
-from mtp.layers.metal import add_norm
 from mtp.layers.metal.attention import (
     JoinedAttentionLayer,
     PreparedAttentionLayer,
     joined_projections,
 )
 from mtp.layers.metal.gdn import JoinedGDNLayer, WindowGDNLayer, has_window_kernel, joined_inputs
-from mtp.layers.metal.products import Format, JoinedMLP
+from mtp.layers.metal.products import NORM_SOURCE, Format, JoinedMLP
 from mtp.layers.metal.trial import try_layer
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.reference.gdn import GDNLayer
@@ -91,7 +90,7 @@ class MetalJoiner:
         return joining if mlp and self._wins_norm(joining, best) else best
 
     def _wins_norm(self, joining: Layer, without: Layer) -> bool:
-        return self._wins("residual_norm", "any heads", add_norm.SOURCE, joining, without)
+        return self._wins("residual_norm", "any heads", NORM_SOURCE, joining, without)
 
     def _wins(
         self, kernel: str, shapes: str, source: str, with_kernel: Layer, without: Layer

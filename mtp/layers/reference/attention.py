@@ -33,11 +33,9 @@ class AttentionLayer(Layer):
         self._queries: int | None = None
 
     def new_cache(self, kv_format: KVFormat) -> KVRows:
-        """See `Layer.new_cache`."""
         return new_kv(kv_format)
 
     def pin_exact(self, products: Exact) -> None:
-        """See `Layer.pin_exact`."""
         products.replace_children(self.attention)
         self.mlp.pin_exact(products)
         self._queries = products.queries
@@ -50,7 +48,6 @@ class AttentionLayer(Layer):
         stay_open: Sequence[bool] = (),
         holes: Sequence[Hole] = (),
     ) -> mx.array:
-        """See `Layer.add`."""
         q_rows, keys, values, gate = self._project(x, caches, widths, holes)
         merged = self._attend(q_rows, keys, values, caches, widths, holes)
         return self._finish(x, merged, gate)

@@ -93,7 +93,6 @@ class GDNCache(LayerCache):
         return GDNCache(self.net, mx.contiguous(self.conv), mx.contiguous(self.state))
 
     def arrays(self) -> list[mx.array]:
-        """See `LayerCache.arrays`."""
         return [self.conv, self.state]
 
     @property
@@ -102,11 +101,9 @@ class GDNCache(LayerCache):
         return self.conv.nbytes + self.state.nbytes
 
     def backup_arrays(self, start: int) -> tuple[bool, list[mx.array]]:
-        """See `LayerCache.backup_arrays`."""
         return False, self.copy().arrays()
 
     def filled(self, states: Sequence[Sequence[mx.array]], length: int) -> GDNCache:
-        """See `LayerCache.filled`."""
         conv, state = checked_state(states[-1], self.arrays())
         return replace(self, conv=conv, state=state, tapes=[])
 
@@ -125,11 +122,9 @@ class GDNLayer(Layer):
         self._together = True
 
     def new_cache(self, kv_format: KVFormat) -> GDNCache:
-        """See `Layer.new_cache`."""
         return GDNCache.empty(self.net, self.dtype)
 
     def pin_exact(self, products: Exact) -> None:
-        """See `Layer.pin_exact`."""
         products.replace_children(self.net)
         self.mlp.pin_exact(products)
         self._together = products.queries is None

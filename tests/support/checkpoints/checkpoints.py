@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3_5 import TextModelArgs
 from mlx_lm.utils import load_model, quantize_model, save_config
 
-from mtp.head.mtp_head import MTPHead
+from mtp.head.drafter import MTPHead
 from tests.support.checkpoints.qwen3_next import next_config, next_weights
 
 Weights = dict[str, mx.array]

@@ -18,7 +18,7 @@ from mtp.checkpoint.convert.converted_weights import SAFETENSORS
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.shard import TensorInfo
-from mtp.head.mtp_head import MTPHead
+from mtp.head.drafter import MTPHead
 from proto.wire import STORED_BYTES
 
 Choose = Callable[[str, nn.Module], bool | dict[str, Any]]

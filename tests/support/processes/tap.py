@@ -18,8 +18,7 @@ import grpc
 import grpc.aio
 
 from proto.rpc.channels import CHANNEL_OPTIONS
-from proto.rpc.data_connection import FRAMES, PREAMBLE, RESULTS, ROUND_TRIPS, TicketOffer
-from proto.rpc.data_port import DataPort
+from proto.rpc.data_connection import FRAMES, PREAMBLE, RESULTS, ROUND_TRIPS, DataPort, TicketOffer
 from proto.rpc.link import LENGTH
 from proto.rpc.listener import BackgroundTasks, bind_listener
 

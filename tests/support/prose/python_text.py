@@ -6,7 +6,7 @@ import ast
 import inspect
 import io
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,16 +30,32 @@ def read_texts(source: str) -> Iterator[Text]:
     yield from _comments(source)
 
 
-def undocumented(tree: ast.Module) -> Iterator[Definition]:
-    """Yield the public classes, functions and methods without a docstring.
+def documented_methods(trees: Iterable[ast.Module]) -> dict[str, set[str]]:
+    """Return the names of the methods of each class that have a docstring, their own or that of a base."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+
+    def names(cls: ast.ClassDef) -> set[str]:
+        own = {m.name for m in cls.body if isinstance(m, Definition) and ast.get_docstring(m)}
+        bases = [classes[b.id] for b in cls.bases if isinstance(b, ast.Name) and b.id in classes]
+        return own.union(*map(names, bases))
+
+    return {name: names(cls) for name, cls in classes.items()}
+
+
+def undocumented(tree: ast.Module, documented: dict[str, set[str]]) -> Iterator[Definition]:
+    """Yield the public classes, functions and methods without a docstring of their own or, if `documented`, of a base.
 
     A definition inside a function, and a member of a private class, is not public.
     """
     pending: list[ast.AST] = [tree]
     while pending:
-        for node in ast.iter_child_nodes(pending.pop()):
+        parent = pending.pop()
+        inherited = documented[parent.name] if isinstance(parent, ast.ClassDef) else ()
+        for node in ast.iter_child_nodes(parent):
             if isinstance(node, Definition) and not node.name.startswith("_"):
-                if ast.get_docstring(node) is None and not _is_overload(node):
+                has = ast.get_docstring(node) is not None or node.name in inherited
+                if not has and not _is_overload(node):
                     yield node
                 if isinstance(node, ast.ClassDef):
                     pending.append(node)

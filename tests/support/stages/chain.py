@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 
-from mtp.checkpoint import Checkpoint
+from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.kv_cache import KVRows
 from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Commit, Frame, Op, Outcome, Segment, decode, encode

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import cast
 from unittest.mock import patch
 
-from mtp.sampling.acceptance import accepted_length
+from mtp.sampling.choice import accepted_length
 from proto.backup import LayerState
 from proto.errors import ProtocolError
 from proto.frame import Admit, BackUp, Outcome, RestoreBackup, Segment, TokenLogprob

@@ -16,7 +16,7 @@ import mlx.core as mx
 from mtp.layers.kv_cache import PlainKV
 from mtp.layers.layer import LayerCache
 from mtp.layers.reference.gdn import GDNCache
-from mtp.sampling.acceptance import accepted_length as count_kept
+from mtp.sampling.choice import accepted_length as count_kept
 from proto.frame import Admit, Commit, Outcome, Segment
 from proto.frame_stamps import FrameStamps
 from proto.span import Span

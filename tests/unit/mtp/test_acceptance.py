@@ -12,9 +12,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mtp.sampling import acceptance
-from mtp.sampling.acceptance import accepted_length, ratio_targets
-from mtp.sampling.choice import choose, drawn
+from mtp.sampling import choice
+from mtp.sampling.choice import accepted_length, choose, drawn, ratio_targets
 from mtp.sampling.filters import History, Stream, filtered
 from proto.params import SamplingParams
 from tests.support.text.chi_square import chi_square, sigmas
@@ -252,7 +251,7 @@ def test_ratio_with_equal_distributions_keeps_every_draft() -> None:
     Rounding may still reject a draft, which is covered.
     """
     p = mx.softmax(P)[None]
-    assert mx.array_equal(acceptance.residual(p, p), p)
+    assert mx.array_equal(choice.residual(p, p), p)
     scores = mx.broadcast_to(P, (500, P.size))
     drafts = drawn(scores, 4, 0, Stream.DRAFT)
     assert ints(ratio_targets(scores, scores, drafts, 4, 0)) == ints(drafts)

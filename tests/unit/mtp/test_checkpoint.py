@@ -12,7 +12,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mtp.checkpoint import Checkpoint, ModelConfig
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.shard import MAX_HEADER_BYTES
 from proto.errors import CheckpointError, SpanError
 from proto.span import Span

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mtp.checkpoint.families.known import FAMILIES, find_family
+from mtp.checkpoint.families import FAMILIES, find_family
 from mtp.checkpoint.format.config import ModelConfig
 from proto.errors import CheckpointError
 from tests.support.checkpoints.published import MODELS

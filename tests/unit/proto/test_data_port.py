@@ -11,8 +11,7 @@ import pytest
 
 from proto.errors import AccessError
 from proto.rpc import listener
-from proto.rpc.data_connection import PREAMBLE, TICKET_BYTES
-from proto.rpc.data_port import DataPort
+from proto.rpc.data_connection import PREAMBLE, TICKET_BYTES, DataPort
 
 LIMIT, FLOOD = 5, 40
 TICKET = bytes(range(TICKET_BYTES))

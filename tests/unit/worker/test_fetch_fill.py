@@ -23,8 +23,7 @@ from proto.span import Span
 from tests.conftest import Checkpoints
 from tests.support.checkpoints.hub import Hub
 from tests.support.checkpoints.small_disk import ClaimedFreeSpace, small_disk
-from worker.fetch.fill import StoppedError, fill
-from worker.fetch.span_copy import SpanCopy
+from worker.fetch.fill import SpanCopy, StoppedError, fill
 from worker.model.loader import load_stage
 
 REPO = "someone/some-model"

@@ -15,7 +15,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
-from mtp.checkpoint import Checkpoint
+from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import Layer
 from mtp.layers.reference import ReferenceLayer
 from proto.errors import UsageError
@@ -207,7 +207,7 @@ _MEASURE = """
 import json, sys, mlx.core as mx
 from pathlib import Path
 from mlx.utils import tree_flatten
-from mtp.checkpoint import Checkpoint
+from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.span import Span
 from worker.model.loader import load_stage
 

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mtp.checkpoint import Checkpoint
+from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import CheckpointError
 from proto.span import Span
 from tests.support.checkpoints.checkpoints import read_tensors, write_checkpoint

@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from coordinator.cli.checkpoint_commands import inspect
-from mtp.checkpoint import Checkpoint
+from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.span import Span
 from tests.conftest import Checkpoints
 from tests.support.checkpoints.checkpoints import without, write_checkpoint

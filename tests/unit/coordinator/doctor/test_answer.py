@@ -13,7 +13,7 @@ from coordinator.doctor.answer import (
     judge_speed,
     measure_answer,
 )
-from coordinator.doctor.finding import Verdict
+from coordinator.doctor.checks import Verdict
 from coordinator.schedule.request import GenerationStats
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint

@@ -11,8 +11,8 @@ import pytest
 from coordinator.cli.doctor_command import json_report
 from coordinator.doctor import diagnosis
 from coordinator.doctor.answer import Answer
+from coordinator.doctor.checks import Finding, Verdict
 from coordinator.doctor.diagnosis import Diagnosis, DoctorOptions
-from coordinator.doctor.finding import Finding, Verdict
 from coordinator.schedule.request import GenerationStats
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -43,8 +43,8 @@ async def test_a_check_that_fails_itself_does_not_end_the_run(
     shown: list[Finding] = []
     run = Diagnosis(DoctorOptions(Checkpoint.open(checkpoint_dir())), shown.append)
     for name, check in (("silent", silent), ("broken", broken), ("refused", refused)):
-        await run._run_async(name, check)
-    await run._run("fine", lambda: Finding("fine", Verdict.OK, "1"))
+        await run.check(name, check)
+    await run.check("fine", lambda: Finding("fine", Verdict.OK, "1"))
     figures = [(f.check, f.verdict) for f in run.findings]
     assert figures == [
         ("silent", Verdict.FAIL),
@@ -82,7 +82,7 @@ async def test_a_plain_answer_that_fails_does_not_end_the_run(
     monkeypatch.setattr("coordinator.doctor.answer.measure_answer", measure)
     options = DoctorOptions(Checkpoint.open(checkpoint_dir()), full=True)
     run = Diagnosis(options, lambda finding: None)
-    await run._check_model()
+    await run.check_model()
     assert run.findings[0].figure == "the plain answer failed"
     assert {finding.verdict for finding in run.findings} == {Verdict.FAIL}
     assert "exact mode" not in {finding.check for finding in run.findings}

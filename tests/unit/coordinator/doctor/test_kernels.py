@@ -8,8 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import gated_delta
 
-from coordinator.doctor.finding import Verdict
-from coordinator.doctor.kernels import check_gdn
+from coordinator.doctor.checks import Verdict, check_gdn
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig

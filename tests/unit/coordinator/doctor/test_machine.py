@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.doctor.finding import Verdict
-from coordinator.doctor.machine import check_bandwidth, check_power, check_versions
+from coordinator.doctor.checks import Verdict, check_bandwidth, check_power, check_versions
 
 BATTERY = """Now drawing from 'Battery Power'
  -InternalBattery-0 (id=4653155)\t82%; discharging; 5:12 remaining present: true

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from coordinator.doctor.finding import Verdict
-from coordinator.doctor.network import (
-    ReachedWorker,
+from coordinator.doctor.checks import (
+    Verdict,
     check_bridge,
     check_equal_versions,
     check_worker,
@@ -59,32 +57,30 @@ MODEL = pb.ModelRef(name="m", fingerprint="f" * 64)
 
 async def ask(address: str) -> Any:
     """Check the worker at `address`."""
-    return await check_worker(Candidate(address, (address,)), MODEL, ME, ConnectionPolicy())
+    versions: dict[str, str] = {}
+    candidate = Candidate(address, (address,))
+    return versions, await check_worker(candidate, MODEL, ME, ConnectionPolicy(), versions)
 
 
 async def test_another_release_and_another_checkpoint_are_named() -> None:
     """A worker of another release fails, and one with another checkpoint warns."""
     with stub_worker("old", version=VERSION + 1) as address:
-        worker, finding = await ask(address)
-        assert worker is None
+        versions, finding = await ask(address)
+        assert not versions
         assert (finding.verdict, "same release" in finding.advice) == (Verdict.FAIL, True)
     with stub_worker("other", fingerprint="0" * 64) as address:
-        worker, finding = await ask(address)
-        assert worker.address == address
+        versions, finding = await ask(address)
+        assert list(versions) == ["other"]
         assert (finding.verdict, "another checkpoint" in finding.advice) == (Verdict.WARN, True)
-    worker, finding = await ask(address)
-    assert worker is None
+    versions, finding = await ask(address)
+    assert not versions
     assert "No worker listens there" in finding.advice
 
 
 def test_other_versions_are_named() -> None:
     """A worker with other packages is named, and so is one that does not report them."""
-    same = ReachedWorker("same", "a:1", "1.0, mlx 0.32.4")
-    other = replace(same, name="other", version="1.0, mlx 0.31.0")
-    silent = replace(same, name="silent", version="")
-    equal = check_equal_versions(same.version, [same, replace(same, name="on the same machine")])
-    assert equal.verdict is Verdict.OK
-    assert equal.figure == "1.0, mlx 0.32.4, here and in all workers"
-    finding = check_equal_versions(same.version, [same, other, silent])
+    own, other = "1.0, mlx 0.32.4", "1.0, mlx 0.31.0"
+    assert check_equal_versions(own, {"same": own}).verdict is Verdict.OK
+    finding = check_equal_versions(own, {"same": own, "other": other, "silent": ""})
     assert finding.verdict is Verdict.WARN
-    assert finding.values["others"] == {"other": other.version, "silent": "unknown"}
+    assert finding.values["others"] == {"other": other, "silent": "unknown"}

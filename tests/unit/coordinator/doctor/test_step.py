@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from coordinator.cli import app
 from coordinator.doctor import step
+from coordinator.doctor.checks import Finding, Verdict
 from coordinator.doctor.diagnosis import Diagnosis
-from coordinator.doctor.finding import Finding, Verdict
-from coordinator.doctor.step import OwnSteps, check_step, dispatch_seconds, kernels_of
+from coordinator.doctor.step import check_step, dispatch_seconds, kernels_of, own_steps
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import KernelTrial
@@ -48,7 +48,7 @@ def test_a_lazy_step_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting needs the whole graph, which a stage usually starts to compute while it builds."""
     started: list[object] = []
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: started.append(arrays))
-    OwnSteps(Checkpoint.open(checkpoint_dir())).build()
+    own_steps(Checkpoint.open(checkpoint_dir()))[0]()
     assert not started
 
 

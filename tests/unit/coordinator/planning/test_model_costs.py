@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from coordinator.planning.model_costs import REFERENCE_BANDWIDTH, model_costs
+from coordinator.planning.capacity import REFERENCE_BANDWIDTH, model_costs
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from tests.support.checkpoints.checkpoints import write_checkpoint
 

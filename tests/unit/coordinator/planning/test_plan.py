@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.planning import partition
 from coordinator.planning.plan import (
     LayerCost,
     ModelCosts,
@@ -188,7 +187,7 @@ def test_too_many_nodes_for_any_order_keep_the_order_given(
         if [n.name for n, _ in stages] == sorted(n.name for n, _ in stages)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partition, "MAX_STATES", 0)
+        patch.setattr("coordinator.planning.plan.MAX_STATES", 0)
         plan = make_plan(model, nodes)
     assert (-len(plan.stages), plan.slowest_seconds) == pytest.approx(expected)
     assert [stage.node for stage in plan.stages] == sorted(s.node for s in plan.stages)

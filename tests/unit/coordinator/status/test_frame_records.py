@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 
 from coordinator.depth.search import DraftResult
-from coordinator.status.frame_records import MAX_RECORDS, RATE_SECONDS, FrameRecords
-from coordinator.status.frame_trace import COORDINATOR, ClockOffset, FrameTimes, ProcessTrace
+from coordinator.status.frame_records import (
+    COORDINATOR,
+    MAX_RECORDS,
+    RATE_SECONDS,
+    ClockOffset,
+    FrameRecords,
+    FrameTimes,
+    ProcessTrace,
+)
 from proto.errors import WorkerLostError
 from proto.frame import Admit, DropPrefix, Frame, Outcome, Segment
 from proto.frame_stamps import StageStep

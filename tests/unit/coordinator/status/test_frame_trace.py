@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.status.frame_trace import (
+from coordinator.status.frame_records import (
     COORDINATOR,
     ClockOffset,
     FrameTimes,

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.status.cluster_events import EventLog
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus, PrefillStatus
 from coordinator.status.history import (
     KEPT_SECONDS,
     MAX_SAMPLES,
     SAMPLE_SECONDS,
+    EventLog,
     History,
     LatencyLog,
     percentile,

@@ -12,9 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from coordinator.text import grammar_process
-from coordinator.text.grammar_process import GrammarProcess
-from coordinator.text.grammars import OutputFormat, pack_vocabulary
+from coordinator.text import grammars
+from coordinator.text.grammars import GrammarProcess, OutputFormat, pack_vocabulary
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from proto.errors import CapacityError, NotReadyError, RequestError
@@ -98,7 +97,7 @@ async def test_a_format_may_not_take_more_memory(
 ) -> None:
     """A job that grows beyond the bound ends with its process."""
     assert await compiler.compile(SMALL)
-    monkeypatch.setattr(grammar_process, "MAX_GROWTH", 2**20)
+    monkeypatch.setattr(grammars, "MAX_GROWTH", 2**20)
     with pytest.raises(RequestError, match="takes more than 1 MiB"):
         await compiler.compile(schema(optional(4000)))
 
@@ -150,7 +149,7 @@ async def test_nobody_is_refused_for_the_start_of_the_process(
     compiler: GrammarProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large vocabulary takes longer to read than a request waits for others. The first requests wait for it."""
-    receive, starts = grammar_process._receive, list[float]()
+    receive, starts = grammars._receive, list[float]()
 
     async def slow(connection: socket.socket) -> Any:
         if not starts:
@@ -158,8 +157,8 @@ async def test_nobody_is_refused_for_the_start_of_the_process(
             await asyncio.sleep(2 * SHORT_WAIT)
         return await receive(connection)
 
-    monkeypatch.setattr(grammar_process, "WAIT_SECONDS", SHORT_WAIT)
-    monkeypatch.setattr(grammar_process, "_receive", slow)
+    monkeypatch.setattr(grammars, "WAIT_SECONDS", SHORT_WAIT)
+    monkeypatch.setattr(grammars, "_receive", slow)
     formats = [schema({"type": "string", "maxLength": n}) for n in (3, 4, 5)]
     found = await asyncio.gather(*(compiler.compile(one) for one in formats))
     assert all(found)

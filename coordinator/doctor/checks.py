@@ -1,0 +1,397 @@
+"""Checks of this machine, of its kernels, of the network and of the workers."""
+
+from __future__ import annotations
+
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import mlx.core as mx
+import psutil
+from mlx_lm.models import gated_delta
+
+from coordinator.pipeline.worker_client import Candidate, ConnectionPolicy, connect_worker
+from mtp.checkpoint.format.config import ModelConfig
+from proto import cluster_pb2 as pb
+from proto.errors import ClusterError, VersionError
+from proto.rpc.status_codes import printable
+from proto.terminal.progress import format_size
+from worker.engine import hardware
+
+
+class Verdict(StrEnum):
+    """The result of a check in one word. A skipped check does not apply to this machine."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+    SKIP = "skipped"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a check: a verdict, its figure, an advice or nothing, and plain JSON values for a report."""
+
+    check: str
+    verdict: Verdict
+    figure: str
+    advice: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def judged(check: str, figure: str, advice: str, values: dict[str, Any]) -> Finding:
+    """Return a finding that is a warning if there is advice."""
+    return Finding(check, Verdict.WARN if advice else Verdict.OK, figure, advice, values)
+
+
+SECONDS = 5.0
+"""Seconds. Longest run of one program. All of them answer from memory."""
+
+CommandOutput = Callable[..., str]
+"""A function as `command_output`. Tests pass one that returns recorded outputs."""
+
+
+def command_output(*command: str) -> str:
+    """Return what `command` prints, or an empty string if it is missing, fails or takes too long."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+PACKAGES = ("mtp-cluster", "mlx", "mlx-lm")
+
+WIRING_RELEASE = 15
+"""Release of macOS from which MLX can wire weights."""
+
+
+def check_versions() -> Finding:
+    """Report the versions of the system and of the packages that decide the arithmetic."""
+    system = f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else platform.platform()
+    values: dict[str, str] = {"system": system, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            values[package] = version(package)
+        except PackageNotFoundError:
+            values[package] = "not installed"
+    figure = ", ".join(f"{name} {value}" for name, value in values.items()).removeprefix("system ")
+    verdict, advice = Verdict.OK, ""
+    release = platform.mac_ver()[0].partition(".")[0]
+    if sys.platform == "darwin" and platform.machine() != "arm64":
+        verdict = Verdict.FAIL
+        advice = "This Python runs under Rosetta, where MLX has no GPU. Install a Python for arm64."
+    elif sys.platform == "darwin" and release.isdigit() and int(release) < WIRING_RELEASE:
+        verdict = Verdict.WARN
+        advice = "macOS 15 or later keeps idle weights in memory. Update macOS."
+    return Finding("versions", verdict, figure, advice, values)
+
+
+SWAP_SHARE = 0.05
+"""Share of the machine's memory. More swap in use than this means that memory is short already."""
+
+LARGE_SHARE = 0.1
+"""Share of the machine's memory from which another program is named."""
+
+
+def check_memory() -> Finding:
+    """Report what a worker may use here, and what else uses the memory."""
+    total, swap = psutil.virtual_memory().total, psutil.swap_memory().used
+    limit, me = hardware.default_memory_limit(), psutil.Process().pid
+    found = [process.info for process in psutil.process_iter(["name", "memory_info", "pid"])]
+    others = [i for i in found if i["memory_info"] and i["pid"] != me]
+    sizes = [(i["name"] or "?", i["memory_info"].rss) for i in others]
+    large = [entry for entry in sizes if entry[1] > LARGE_SHARE * total]
+    large = sorted(large, key=lambda entry: -entry[1])[:5]
+    values: dict[str, Any] = {
+        "total": total,
+        "available": psutil.virtual_memory().available,
+        "limit": limit,
+        "swap": swap,
+        "recommended": mx.device_info().get("max_recommended_working_set_size"),
+        "large": large,
+    }
+    advice = []
+    if swap > SWAP_SHARE * total:
+        advice.append(
+            f"{format_size(swap)} are swapped out. End other programs, or lower --memory-limit, "
+            "because a model that is swapped answers very slowly."
+        )
+    if large:
+        names = ", ".join(f"{name} {format_size(size)}" for name, size in large)
+        advice.append(f"Other programs hold much memory: {names}.")
+    figure = (
+        f"{format_size(total)}, a worker may use {format_size(limit)}, swap {format_size(swap)}"
+    )
+    return judged("memory", figure, " ".join(advice), values)
+
+
+def check_power(output: CommandOutput = command_output) -> Finding:
+    """Report what may put this Mac to sleep or slow it down while it serves."""
+    if sys.platform != "darwin":
+        return Finding("power", Verdict.SKIP, "only on macOS")
+    drawn = re.search(r"drawing from '([^']+)'", output("pmset", "-g", "batt"))
+    source = drawn[1] if drawn else "unknown source"
+    section = re.search(
+        rf"^{source}:\n((?: .*\n?)*)", output("pmset", "-g", "custom"), re.MULTILINE
+    )
+    found = re.findall(r"^ +(\w+) +(\d+)", section[1] if section else "", re.MULTILINE)
+    settings = {name: int(value) for name, value in found}
+    minutes = settings.get("sleep", 0)
+    advice = []
+    if source == "Battery Power":
+        advice.append("Connect the power adapter, since macOS slows the GPU on battery.")
+    if settings.get("lowpowermode") == 1:
+        advice.append("Turn off Low Power Mode.")
+    verdict = Verdict.WARN if advice else Verdict.OK
+    if minutes:
+        advice.append(
+            f"This Mac sleeps after {minutes} minutes. Both programs prevent that while they run, "
+            "but a closed lid sleeps all the same."
+        )
+    figure = f"{source}, sleep {minutes or 'off'}"
+    return Finding("power", verdict, figure, " ".join(advice), {"source": source, **settings})
+
+
+GIGABYTES_PER_SECOND = {
+    "M1": 68,
+    "M1 Pro": 200,
+    "M1 Max": 400,
+    "M1 Ultra": 800,
+    "M2": 100,
+    "M2 Pro": 200,
+    "M2 Max": 400,
+    "M2 Ultra": 800,
+    "M3": 100,
+    "M3 Pro": 150,
+    "M3 Max": 300,
+    "M3 Ultra": 819,
+    "M4": 120,
+    "M4 Pro": 273,
+    "M4 Max": 410,
+    "M5": 153,
+    "NVIDIA H200": 4800,
+}
+"""Published figures in GB/s. Of a chip that exists in two variants it is the smaller one's."""
+
+LEAST_SHARE = 0.6
+"""Share of the published figure below which something slows the machine down. The probe rounds to 41 %."""
+
+
+def check_bandwidth(chip: str, bytes_per_second: float) -> Finding:
+    """Compare the speed of matrix-vector products, which decoding consists of, with the chip's figure."""
+    measured = bytes_per_second / 1e9
+    names = sorted(GIGABYTES_PER_SECOND, key=len, reverse=True)
+    name = next((name for name in names if re.search(rf"\b{re.escape(name)}\b", chip)), None)
+    published = GIGABYTES_PER_SECOND[name] if name else None
+    values = {"chip": chip, "measured": bytes_per_second, "published": published}
+    if published is None:
+        figure = f"{chip}: {measured:.3g} GB/s in products of a matrix and a vector"
+        return judged("bandwidth", figure, "", values)
+    advice = (
+        "Decoding will be slow, and the plan gives this machine fewer layers. End other programs that use the "
+        "GPU, leave Low Power Mode, and let the machine cool down."
+    )
+    slow = measured < LEAST_SHARE * published
+    figure = f"{chip}: {measured:.3g} of {published} GB/s"
+    return judged("bandwidth", figure, advice if slow else "", values)
+
+
+SAMPLES = 50
+
+SLOW_SECONDS = 1e-3
+"""Seconds. Reports give 0.2 to 0.25 ms for Metal."""
+
+
+def check_evaluation() -> Finding:
+    """Measure the round trip between Python and MLX's device with the smallest computation."""
+    one = mx.ones((8,))
+    mx.eval(one)
+    times = []
+    for _ in range(SAMPLES):
+        started = time.perf_counter()
+        mx.eval(one + 1)
+        times.append(time.perf_counter() - started)
+    seconds = statistics.median(times)
+    slow = seconds > SLOW_SECONDS
+    advice = "The device answers slowly. End other programs that use it." if slow else ""
+    return judged("evaluation", f"{seconds * 1e3:.3f} ms", advice, {"seconds": seconds})
+
+
+TOLERANCE = 2e-2
+"""Largest difference between kernel and reference in bfloat16, over outputs of about 1."""
+
+GDN_WINDOW, CUT = 5, 3
+"""Tokens of a window of the recurrence, and accepted tokens of it in the replay."""
+
+
+def check_gdn(config: ModelConfig, dtype: mx.Dtype) -> Finding:
+    """Report a GDN kernel that differs from its reference, between widths, or in a replay."""
+    inputs = _gdn_inputs(config, dtype)
+
+    def run(steps: slice, state: mx.array = inputs[-1], *, kernel: bool = True) -> list[mx.array]:
+        """Return the outputs and the state after the tokens of `steps`."""
+        q, k, v, a, b = (x[:, steps] for x in inputs[:5])
+        a_log, dt_bias = inputs[5:7]
+        result = gated_delta.gated_delta_update(
+            q, k, v, a, b, a_log, dt_bias, state, use_kernel=kernel
+        )
+        mx.eval(result)
+        return list(result)
+
+    window, reference = run(slice(GDN_WINDOW)), run(slice(GDN_WINDOW), kernel=False)
+    difference = max(
+        float(mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max())
+        for a, b in zip(window, reference, strict=True)
+    )
+    single = [run(slice(0, 1))]
+    for i in range(1, GDN_WINDOW):
+        single.append(run(slice(i, i + 1), single[-1][1]))
+    together = [mx.concatenate([output for output, _ in single], axis=1), single[-1][1]]
+    windows = all(bool(mx.array_equal(a, b)) for a, b in zip(together, window, strict=True))
+    replay = bool(mx.array_equal(single[CUT - 1][1], run(slice(CUT))[1]))
+    values = {"difference": difference, "windows_equal": windows, "replay_equal": replay}
+    figure = f"differs by {difference:.1e} from the reference"
+    if not difference < TOLERANCE:
+        advice = (
+            "mlx-lm's kernel computes garbage here. Install the pinned versions of mlx and mlx-lm."
+        )
+        return Finding("GDN", Verdict.FAIL, figure, advice, values)
+    if not (windows and replay):
+        advice = "A window is not equal to its single steps, so drafts may change an answer. Use --mtp off."
+        return judged("GDN", figure, advice, values)
+    return judged("GDN", f"{figure}, equal in windows and after a rejection", "", values)
+
+
+def _gdn_inputs(config: ModelConfig, dtype: mx.Dtype) -> tuple[mx.array, ...]:
+    """Return random q, k, v, a, b, A_log, dt_bias and state with the model's heads."""
+    mx.random.seed(2)
+    key_heads, value_heads = config.gdn_key_heads, config.gdn_value_heads
+    keys = (1, GDN_WINDOW, key_heads, config.gdn_key_dim)
+    values = (1, GDN_WINDOW, value_heads, config.gdn_value_dim)
+    q, k = ((mx.random.normal(keys) * 0.1).astype(dtype) for _ in range(2))
+    v = mx.random.normal(values).astype(dtype)
+    a, b = (mx.random.normal((1, GDN_WINDOW, value_heads)).astype(dtype) for _ in range(2))
+    state = mx.random.normal((1, value_heads, config.gdn_value_dim, config.gdn_key_dim)) * 0.1
+    return q, k, v, a, b, mx.zeros(value_heads), mx.ones(value_heads), state
+
+
+def check_discovery(
+    candidates: Sequence[Candidate], enabled: bool, problem: str, seconds: float
+) -> Finding:
+    """Report the announced workers. `problem` is the error of the mDNS browser, empty for none."""
+    announced = [c for c in candidates if c.announcement is not None]
+    values = {"found": [c.name for c in announced], "problem": problem}
+    if not enabled:
+        return Finding("mDNS", Verdict.SKIP, "off by --no-mdns", "", values)
+    if problem:
+        advice = "mDNS is unavailable here. Name each worker with --worker HOST:PORT."
+        return judged("mDNS", problem, advice, values)
+    if not candidates:
+        advice = (
+            "No worker was found. Start mtp-worker on each machine. If it runs, pass --worker HOST:PORT: the "
+            "network or macOS's Local Network privacy may block multicast."
+        )
+        return judged("mDNS", f"no worker in {seconds:g} s", advice, values)
+    lines = ", ".join(f"{c.name} at {c.addresses[0]}" for c in announced)
+    return judged("mDNS", lines or "no worker besides those of --worker", "", values)
+
+
+def check_bridge(workers: int, output: CommandOutput = command_output) -> Finding:
+    """Report a Thunderbolt Bridge of two or more cables, which three Macs in a ring turn into a loop."""
+    if sys.platform != "darwin":
+        return Finding("Thunderbolt Bridge", Verdict.SKIP, "only on macOS")
+    members = re.findall(r"member: (\w+)", output("ifconfig", "bridge0"))
+    active = [m for m in members if "status: active" in output("ifconfig", m)]
+    values = {"members": members, "active": active}
+    figure = f"{len(active)} of {len(members)} ports in use" if members else "none"
+    advice = (
+        "The bridge has no loop protection: three Macs in a ring flood the network. Connect them in a chain, or "
+        "remove the bridge and give each cable its own subnet (deploy/README.md)."
+    )
+    ring = len(active) > 1 and workers > 1
+    return judged("Thunderbolt Bridge", figure, advice if ring else "", values)
+
+
+MAX_VERSION = 100
+"""Characters of the versions that a worker reports."""
+
+DESCRIBE_SECONDS = 10.0
+"""Seconds. Longest wait for one description."""
+
+
+async def check_worker(
+    candidate: Candidate,
+    model: pb.ModelRef,
+    me: pb.Coordinator,
+    policy: ConnectionPolicy,
+    versions: dict[str, str],
+) -> Finding:
+    """Ask a candidate at its addresses, in order, until one answers. Put its versions by its name in `versions`."""
+    error = None
+    for address in candidate.addresses:
+        try:
+            client, info = await connect_worker(
+                policy, candidate, address, me, model, timeout=DESCRIBE_SECONDS
+            )
+        except ClusterError as problem:
+            error = problem
+            continue
+        await client.close()
+        versions[info.name] = printable(info.version, MAX_VERSION)
+        return _described(info, address, model)
+    return _unreachable(candidate, error)
+
+
+def _described(info: pb.WorkerInfo, address: str, model: pb.ModelRef) -> Finding:
+    limit = info.hardware.memory_limit
+    figure = f"{address}, {info.hardware.chip}, {format_size(limit)}"
+    values = {
+        "address": address,
+        "chip": info.hardware.chip,
+        "memory_limit": limit,
+        "bytes_per_second": info.hardware.bytes_per_second,
+        "model": info.model,
+        "fingerprint": info.fingerprint[:12],
+        "version": printable(info.version, MAX_VERSION),
+    }
+    other = info.model and info.fingerprint != model.fingerprint
+    advice = f"It has another checkpoint ({info.model}). Give both programs the same --model."
+    return judged(f"worker {info.name}", figure, advice if other else "", values)
+
+
+def _unreachable(candidate: Candidate, error: ClusterError | None) -> Finding:
+    text = str(error)
+    if isinstance(error, VersionError):
+        advice = "Install the same release on every machine."
+    elif "refused" in text:
+        advice = "No worker listens there. Start mtp-worker with --listen on that address."
+    elif "LaunchDaemon" in text:
+        advice = "macOS blocks the connection. See docs/first-mac.md."
+    else:
+        advice = "Check the address, the cable and the firewall, and that mtp-worker runs there."
+    return Finding(f"worker {candidate.name}", Verdict.FAIL, text, advice, {"error": text})
+
+
+def check_equal_versions(own: str, workers: Mapping[str, str]) -> Finding:
+    """Compare the versions of the programs of each worker, which decide the arithmetic, with `own`."""
+    other = {name: version or "unknown" for name, version in workers.items() if version != own}
+    figure = f"{own}, here and in all workers"
+    advice = ""
+    if other:
+        figure = "; ".join(
+            [f"{own} here", *(f"{name}: {version}" for name, version in other.items())]
+        )
+        advice = (
+            "Install the same release on every machine, with its pinned packages. Other versions of MLX round "
+            "differently."
+        )
+    return judged("versions of the workers", figure, advice, {"own": own, "others": other})
