@@ -75,6 +75,7 @@ ARROWS: dict[str, set[str]] = {
         "worker.cache",
     },
     "worker.node": {
+        "mtp",
         "mtp.checkpoint.format",
         "mtp.checkpoint.hub",
         "mtp.head",
@@ -148,6 +149,7 @@ ARROWS: dict[str, set[str]] = {
     "coordinator.pipeline": {
         "coordinator.planning",
         "coordinator.status",
+        "mtp",
         "mtp.checkpoint.format",
         "mtp.head",
         "proto",

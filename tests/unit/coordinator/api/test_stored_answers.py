@@ -199,7 +199,7 @@ async def test_a_client_that_does_not_return_ends_its_answer(
 
 
 async def test_an_answer_that_is_not_stored_ends() -> None:
-    """When the journal refuses a record, the client gets the error, and the engine stops."""
+    """A record that the journal refuses is an error for the client, and the engine stops."""
     api = ApiClient(FakeGenerator(tiny_tokenizer(), hang_after=2))
     await api.journal.close()
     assert (await api.post(PATH, {"input": "Hi", "background": True})).status_code == 500
