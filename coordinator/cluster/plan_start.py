@@ -76,7 +76,7 @@ class PlanStart:
         self._options = options
         self._membership = membership
         self._frame_limits: list[FrameLimits] = []
-        """The ones of the workers that have loaded."""
+        """Limits of the workers that have loaded."""
 
     async def run(self) -> RemotePipeline:
         """Load and connect all stages, and return the pipeline.

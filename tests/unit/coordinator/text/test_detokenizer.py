@@ -40,7 +40,7 @@ def reference(text: str, stops: list[str]) -> str:
 def test_any_bytes_read_as_decode_reads_them(tokens: list[int]) -> None:
     """Invalid UTF-8 decodes as `bytes.decode` does, except that a character cut off at the end is omitted.
 
-    Half of a surrogate is such a character too. `bytes.decode` reads its two bytes as two invalid ones.
+    Half of a surrogate is cut off in this sense too. `bytes.decode` reads its two bytes as two invalid ones.
     """
     expected = bytes(tokens).decode("utf-8", "replace")
     got = text_of(feed(byte_stream(), tokens))
