@@ -305,7 +305,7 @@ class ChatBody(GenerationBody):
 
     @property
     def thinking(self) -> tuple[bool | None, int | None]:
-        """Whether the model reasons, None for the template's default, and the maximum number of reasoning tokens."""
+        """The switch of reasoning, None for the template's default, and the maximum number of reasoning tokens."""
         thinking, budget = reasoning_of(self.reasoning_effort)
         switch = self.enable_thinking if thinking is None else thinking
         return switch, self.thinking_budget or budget

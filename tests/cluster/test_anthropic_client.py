@@ -207,7 +207,7 @@ def test_errors_are_the_clients_own_exceptions(served: Served) -> None:
     for fields, name in (
         ({"extra_body": {"temperature": -1}}, "temperature"),
         ({"max_tokens": 5000}, "max_tokens"),
-        ({"extra_body": {"surprise": 1}}, "surprise"),
+        ({"extra_body": {"mcp_servers": [{}]}}, "mcp_servers"),
         ({"messages": [*HI, {"role": "assistant", "content": "So"}]}, "messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},

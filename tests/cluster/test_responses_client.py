@@ -189,7 +189,7 @@ def test_errors(served: Served) -> None:
         ({"temperature": -1}, "temperature"),
         ({"max_output_tokens": 9000}, "max_output_tokens"),
         ({"background": True, "store": False}, "background"),
-        ({"extra_body": {"surprise": 1}}, "surprise"),
+        ({"extra_body": {"conversation": "c"}}, "conversation"),
         ({"tools": [{"type": "file_search"}]}, "tools[0]"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"input": []}, "input"),

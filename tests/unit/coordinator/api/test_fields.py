@@ -309,7 +309,7 @@ async def test_what_clients_send_is_taken(path: str, body: dict[str, Any]) -> No
 async def test_a_choice_and_an_expression_constrain_both_endpoints() -> None:
     """Guides become the engine's grammar. Two formats at once are refused."""
     api = ApiClient()
-    formats = [
+    formats: list[tuple[dict[str, Any], OutputFormat]] = [
         ({"guided_choice": ['"yes"', "no"]}, OutputFormat("choice", ['"yes"', "no"], "f")),
         ({"guided_regex": "a/b+"}, OutputFormat("regex", "a/b+", "f")),
         (
