@@ -311,6 +311,23 @@ async def test_token_ids_are_returned_as_vllm_does(n: int) -> None:
     assert "token_ids" not in plain["choices"][0]
 
 
+class SilentGenerator(FakeGenerator):
+    """A generator that reports no progress of the prompt."""
+
+    async def events_of(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
+        """Yield the tokens and the end."""
+        async for event in super().events_of(request):
+            if not isinstance(event, PrefillProgress):
+                yield event
+
+
+async def test_the_first_chunk_has_the_prompts_tokens_without_progress() -> None:
+    """The role and the tokens of the prompt come first, also if the first event has tokens."""
+    events = await ApiClient(SilentGenerator(tiny_tokenizer())).stream(return_token_ids=True)
+    assert events.data[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert ["prompt_token_ids" in chunk for chunk in events.data].index(True) == 0
+
+
 async def test_the_last_message_is_continued() -> None:
     """The prompt ends with the text of the assistant's message, which `echo` repeats before the answer."""
     history = [USER, {"role": "assistant", "content": "The answer is"}]

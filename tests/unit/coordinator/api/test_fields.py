@@ -252,6 +252,7 @@ CLIENTS: list[tuple[str, dict[str, Any]]] = [
         | {"prompt_logprobs": None, "add_generation_prompt": True, "continue_final_message": False}
         | {"add_special_tokens": False, "documents": None, "chat_template": None, "priority": 0}
         | {"mm_processor_kwargs": None, "request_id": "r", "cache_salt": "s", "top_logprobs": 0}
+        | {"stop": [f"word {number}" for number in range(64)], "temperature": 0}
         | {"return_tokens_as_token_ids": False, "kv_transfer_params": None, "stream_options": {}},
     ),
     (  # llama.cpp's page, and LM Studio
