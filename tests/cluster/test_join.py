@@ -193,7 +193,8 @@ def test_a_worker_that_starts_first_joins_the_cluster_of_its_machine(tmp_path: P
 def _answers(url: str, key: str) -> str:
     """Return everything that the HTTP server says about itself, and its answers to wrong requests."""
     bearer, wrong = {"Authorization": f"Bearer {key}"}, {"Authorization": f"Bearer {WRONG_KEY}"}
-    body = json.dumps({"model": "builtin", "prompt": PROMPT, "max_tokens": -1}).encode()
+    refused = {"temperature": -1}
+    body = json.dumps({"model": "builtin", "prompt": PROMPT, **refused, "options": refused}).encode()
     requests: list[tuple[str, bytes | None, dict[str, str], int]] = [
         ("/status", None, bearer, 200),
         ("/metrics", None, bearer, 200),
