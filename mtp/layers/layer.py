@@ -51,9 +51,6 @@ class LayerCache(ABC):
     kv_nbytes: int = 0
     """Bytes of keys and values, which grow with the sequence."""
 
-    lies_apart: ClassVar[bool] = False
-    """True if the layer's output can be computed without its new state, which must then be evaluated by itself."""
-
     @abstractmethod
     def apply_commit(self, whole: int, cut: int | None, trim: int) -> None:
         """Make `whole` open windows permanent. With `cut`, keep `cut` tokens of the next one, and drop all later ones.

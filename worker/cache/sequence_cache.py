@@ -184,10 +184,6 @@ class SequenceCache:
         """Return every array of the present state, without the tapes of open windows."""
         return arrays_of(self.layers)
 
-    def arrays_apart(self) -> Iterator[mx.array]:
-        """Return the arrays of the present state that are not computed on the way to the stage's output."""
-        return arrays_of([cache for cache in self.layers if cache.lies_apart])
-
     @property
     def kv_nbytes(self) -> int:
         """Bytes of the keys and values."""

@@ -219,7 +219,7 @@ class StageEngine:
         if runs:
             x = self.stage.forward(self._rows(frame, segments), runs)
             # Sequences that run together may share arrays.
-            shared = {id(array): array for sequence, _ in runs for array in sequence.arrays_apart()}
+            shared = {id(array): array for sequence, _ in runs for array in sequence.arrays()}
             states = list(shared.values())
             if self.verifier is not None:
                 verdict = self.verifier.begin(x, runs, states, stamps)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -104,8 +103,11 @@ class PackedAttentionLayer(Layer):
         else:
             rows = qkv(self.norm(x))
             q, new = prepare_rows(self.shape, rows, _places(groups), self.constants)
-        parts = [new] if len(caches) == 1 else mx.split(new, list(accumulate(widths))[:-1], axis=2)
-        pairs = [cache.write(part) for cache, part in zip(caches, parts, strict=True)]
+        pairs, start = [], 0
+        for cache, width in zip(caches, widths, strict=True):
+            own = new if len(caches) == 1 else new[:, :, start : start + width]
+            pairs.append(cache.write(own))
+            start += width
         if few and out.packed:
             outputs = (out.w, out.factors)
             finish = _compiled_end(self.shape, eps)

@@ -171,9 +171,7 @@ def _kept_rows(rows: mx.array, windows: Sequence[Window]) -> tuple[mx.array, Seq
         if window.stays_open:
             parts.append(rows[window.start : window.start + window.count])
             start += window.count
-    kept = mx.contiguous(parts[0]) if len(parts) == 1 else mx.concatenate(parts)
-    mx.async_eval(kept)  # the output of the layer does not depend on the copy
-    return kept, moved
+    return (mx.contiguous(parts[0]) if len(parts) == 1 else mx.concatenate(parts)), moved
 
 
 @lru_cache(maxsize=8)

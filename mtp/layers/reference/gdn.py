@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -60,7 +60,6 @@ class GDNCache(LayerCache):
     conv: mx.array
     state: mx.array
     tapes: list[Tape] = field(default_factory=list)
-    lies_apart: ClassVar[bool] = True
 
     @classmethod
     def empty(cls, net: GatedDeltaNet, dtype: mx.Dtype) -> GDNCache:
