@@ -86,8 +86,7 @@ def worker(
         ),
     ] = False,
     allow_sleep: Annotated[
-        bool,
-        typer.Option("--allow-sleep", help="Let a Mac fall asleep while the worker runs."),
+        bool, typer.Option("--allow-sleep", help="Let a Mac fall asleep while the worker runs.")
     ] = False,
     no_mdns: Annotated[
         bool, typer.Option("--no-mdns", help="Do not announce this worker on the network.")

@@ -14,14 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.api import (
-    anthropic,
-    models,
-    ollama,
-    openai_chat,
-    openai_responses,
-    operations,
-)
+from coordinator.api import anthropic, models, ollama, openai_chat, openai_responses, operations
 from coordinator.api.anthropic import anthropic_error
 from coordinator.api.context import Api, ApiOptions
 from coordinator.api.errors import ErrorFormat, error_body, install_error_handlers
@@ -110,10 +103,7 @@ def _new_app(api: Api, routers: Sequence[APIRouter], frames: FrameRecords | None
 
 
 def starting_app(
-    status: StatusSource,
-    options: ApiOptions,
-    reason: str = "",
-    loader: ModelLoader | None = None,
+    status: StatusSource, options: ApiOptions, reason: str = "", loader: ModelLoader | None = None
 ) -> FastAPI:
     """Return an app with the page and the operators' endpoints. It answers every other request with status 503.
 

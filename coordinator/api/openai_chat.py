@@ -269,12 +269,7 @@ class ChunkWriter(AnswerWriter):
 
     def _head(self, kind: str) -> Json:
         answer = self._answer
-        return {
-            "id": answer.id,
-            "object": kind,
-            "created": answer.created,
-            "model": answer.model,
-        }
+        return {"id": answer.id, "object": kind, "created": answer.created, "model": answer.model}
 
 
 class ChatWriter(ChunkWriter):
@@ -389,9 +384,4 @@ class CompletionWriter(ChunkWriter):
         finish_reason: str | None = None,
     ) -> Json:
         found = completion_logprobs(self._tokenizer, logprobs, offsets) if logprobs else None
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": found,
-            "finish_reason": finish_reason,
-        }
+        return {"index": index, "text": text, "logprobs": found, "finish_reason": finish_reason}

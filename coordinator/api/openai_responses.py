@@ -37,12 +37,7 @@ from coordinator.api.request_settings import (
     with_system_first,
 )
 from coordinator.api.responses_writer import ResponseWriter
-from coordinator.api.stored_answers import (
-    owner_of,
-    pin_request,
-    serve_storable,
-    stored_of,
-)
+from coordinator.api.stored_answers import owner_of, pin_request, serve_storable, stored_of
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.calls import Json
 from coordinator.text.grammars import ANY_OBJECT, OutputFormat

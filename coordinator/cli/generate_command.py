@@ -245,8 +245,7 @@ def generate(
         str | None, typer.Argument(metavar="PROMPT", help="The prompt.", show_default=False)
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(help="A directory, a hub repo, or 'builtin'.  [default: builtin]"),
+        str | None, typer.Option(help="A directory, a hub repo, or 'builtin'.  [default: builtin]")
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="The same, as an option.")] = None,
     prompt_file: Annotated[

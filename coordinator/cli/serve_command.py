@@ -54,8 +54,7 @@ def serve(
         ),
     ] = None,
     nodes: Annotated[
-        int | None,
-        typer.Option(min=1, help="Wait for this many workers before the first plan."),
+        int | None, typer.Option(min=1, help="Wait for this many workers before the first plan.")
     ] = None,
     wait: Annotated[
         float | None,
@@ -128,8 +127,7 @@ def serve(
         ),
     ] = False,
     failure_timeout: Annotated[
-        float,
-        typer.Option(min=0.2, help="Seconds of silence after which a worker counts as lost."),
+        float, typer.Option(min=0.2, help="Seconds of silence after which a worker counts as lost.")
     ] = 3.0,
     api_key: Annotated[
         list[str] | None,
@@ -163,8 +161,7 @@ def serve(
         ),
     ] = False,
     allow_sleep: Annotated[
-        bool,
-        typer.Option("--allow-sleep", help="Let a Mac fall asleep while it serves."),
+        bool, typer.Option("--allow-sleep", help="Let a Mac fall asleep while it serves.")
     ] = False,
     kernels: Annotated[
         Kernels,

@@ -38,12 +38,7 @@ from proto.span import Span
 from proto.terminal.progress import OnProgress, byte_bar
 from worker.engine.backup import ReceivedBackup
 from worker.engine.engine_thread import EngineThread
-from worker.engine.hardware import (
-    default_memory_limit,
-    own_version,
-    release_weights,
-    set_limits,
-)
+from worker.engine.hardware import default_memory_limit, own_version, release_weights, set_limits
 from worker.engine.stage_engine import StageEngine, relayed_tokens
 from worker.engine.stage_host import StageHost, StageSpec
 
@@ -83,10 +78,7 @@ class LocalModel:
         Raises MemoryLimitError if not even one sequence fits.
         """
         costs = model_costs(
-            self.checkpoint,
-            dtype=self.dtype,
-            kv_bits=self.kv_bits,
-            with_head=self.with_head,
+            self.checkpoint, dtype=self.dtype, kv_bits=self.kv_bits, with_head=self.with_head
         )
         return whole_model_capacity(
             costs,

@@ -15,11 +15,7 @@ from functools import partial
 
 from coordinator.pipeline.pipeline import Pipeline, PipelineSource
 from coordinator.schedule.backup_transfer import BackupTransfer
-from coordinator.schedule.request import (
-    Finished,
-    GenerationEvent,
-    GenerationRequest,
-)
+from coordinator.schedule.request import Finished, GenerationEvent, GenerationRequest
 from coordinator.schedule.scheduler import FrameOutcome, Scheduler
 from coordinator.schedule.sequence import Sequence
 from coordinator.status.cluster_status import ClusterStatus, PrefillStatus
@@ -277,12 +273,7 @@ class GenerationLoop:
         now = self.clock()
         self._rebuilding += self.scheduler.running.values()
         outcome = self.scheduler.reset(
-            pipeline.stages,
-            pipeline.epoch,
-            pipeline.capacity,
-            now,
-            restored,
-            pipeline.frame_limits,
+            pipeline.stages, pipeline.epoch, pipeline.capacity, now, restored, pipeline.frame_limits
         )
         self._deliver_events(outcome)
         self._send_frames()

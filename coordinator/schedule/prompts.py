@@ -96,8 +96,7 @@ def check_request(request: GenerationRequest, context: int, vocab: int, kv_token
         )
     if total > kv_tokens:
         raise RequestError(
-            f"{total} tokens exceed the K/V memory of this cluster, {kv_tokens} tokens",
-            param=field,
+            f"{total} tokens exceed the K/V memory of this cluster, {kv_tokens} tokens", param=field
         )
 
 

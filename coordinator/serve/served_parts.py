@@ -265,11 +265,7 @@ class ServedParts:
         waiting_for = manager.describe_gathering if manager else str
         self.loop = GenerationLoop(source, scheduler, describe_wait=waiting_for)
         status = LiveStatus(
-            self.loop,
-            manager,
-            model.name,
-            model.local.status,
-            model_status(model.checkpoint),
+            self.loop, manager, model.name, model.local.status, model_status(model.checkpoint)
         )
         api = Api(
             self.loop,

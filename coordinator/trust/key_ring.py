@@ -76,11 +76,7 @@ class KeyRing:
                 raise UsageError(
                     f"a key named {name!r:.80} exists. Revoke it first or choose a name"
                 )
-            content[name] = {
-                "digest": digest,
-                "scopes": sorted(scopes),
-                "created": time.time(),
-            }
+            content[name] = {"digest": digest, "scopes": sorted(scopes), "created": time.time()}
         return key
 
     def revoke(self, name: str) -> None:

@@ -243,10 +243,7 @@ def run_windows(
 
 
 def record_windows(
-    caches: Sequence[SnapshotGDNCache],
-    windows: Sequence[Window],
-    rows: mx.array,
-    saved: Snapshots,
+    caches: Sequence[SnapshotGDNCache], windows: Sequence[Window], rows: mx.array, saved: Snapshots
 ) -> None:
     """Move each cache to the end of its window of `rows`, whose saved states are `saved`."""
     for slot, (cache, window) in enumerate(zip(caches, windows, strict=True)):

@@ -117,10 +117,7 @@ def to_status(error: Exception) -> Status:
 
 
 def from_status(
-    code: str,
-    details: str | None,
-    metadata: Iterable[tuple[str, str | bytes]] | None,
-    peer: str,
+    code: str, details: str | None, metadata: Iterable[tuple[str, str | bytes]] | None, peer: str
 ) -> ClusterError:
     """Return the error that a failed call stands for. Never raises, whatever the peer sent.
 

@@ -194,7 +194,9 @@ def _answers(url: str, key: str) -> str:
     """Return everything that the HTTP server says about itself, and its answers to wrong requests."""
     bearer, wrong = {"Authorization": f"Bearer {key}"}, {"Authorization": f"Bearer {WRONG_KEY}"}
     refused = {"temperature": -1}
-    body = json.dumps({"model": "builtin", "prompt": PROMPT, **refused, "options": refused}).encode()
+    body = json.dumps(
+        {"model": "builtin", "prompt": PROMPT, **refused, "options": refused}
+    ).encode()
     requests: list[tuple[str, bytes | None, dict[str, str], int]] = [
         ("/status", None, bearer, 200),
         ("/metrics", None, bearer, 200),

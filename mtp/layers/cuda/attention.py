@@ -11,20 +11,8 @@ from mlx_lm.models.qwen3_5 import DecoderLayer
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
 from mtp.layers.cuda.kernel import HALF_TYPES
-from mtp.layers.cuda.packed_linear import (
-    FEW_ROWS,
-    PackedLinear,
-    PackedMLP,
-    add_packed_mlp,
-    joined,
-)
-from mtp.layers.cuda.row_attention import (
-    SLOTS,
-    SPLIT,
-    RowArrays,
-    attend_rows,
-    prepare_rows,
-)
+from mtp.layers.cuda.packed_linear import FEW_ROWS, PackedLinear, PackedMLP, add_packed_mlp, joined
+from mtp.layers.cuda.row_attention import SLOTS, SPLIT, RowArrays, attend_rows, prepare_rows
 from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import Exact, Hole, KVFormat, Layer, PlainMLP
 from mtp.layers.pair_kv import PairKV
