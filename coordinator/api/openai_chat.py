@@ -224,26 +224,22 @@ class ChunkWriter(AnswerWriter):
         """Return the entry of an event in a chunk's `choices`. A CallEnd has none."""
 
     def whole(self) -> Json:
-        """See AnswerWriter."""
         choices = [self.choice_result(choice.index) for choice in self._answer.choices]
         return self._add_token_ids(
             {**self._head(self.kind), "choices": choices, "usage": usage_of(self._answer)}
         )
 
     def write_event(self, event: AnswerEvent) -> bytes:
-        """See AnswerWriter."""
         # The next chunk shows that a call has ended.
         return b"" if isinstance(event.part, CallEnd) else self.chunk(self.choice_entry(event))
 
     def closing(self) -> bytes:
-        """See AnswerWriter."""
         if not self._options.include_usage:
             return DONE
         last = {**self._head(self.chunk_kind), "choices": [], "usage": usage_of(self._answer)}
         return sse_data(last) + DONE
 
     def error(self, error: Exception) -> bytes:
-        """See AnswerWriter."""
         return sse_data(error_body(error))
 
     def chunk(self, entry: Json) -> bytes:
@@ -280,14 +276,12 @@ class ChatWriter(ChunkWriter):
     prompt_on_top = True
 
     def opening(self) -> bytes:
-        """See AnswerWriter."""
         return b"".join(
             self.chunk(self._entry(index, {"role": "assistant", "content": text}))
             for index, text in enumerate(self._echoes)
         )
 
     def choice_result(self, index: int) -> Json:
-        """See ChunkWriter."""
         choice = self._answer.choices[index]
         message: Json = {
             "role": "assistant",
@@ -306,7 +300,6 @@ class ChatWriter(ChunkWriter):
         }
 
     def choice_entry(self, event: AnswerEvent) -> Json:
-        """See ChunkWriter."""
         reason: str | None = None
         match event.part:
             case Content(text):
@@ -357,19 +350,16 @@ class CompletionWriter(ChunkWriter):
     chunk_kind = "text_completion"
 
     def opening(self) -> bytes:
-        """See AnswerWriter."""
         return b"".join(
             self.chunk(self._entry(index, text)) for index, text in enumerate(self._echoes) if text
         )
 
     def choice_result(self, index: int) -> Json:
-        """See ChunkWriter."""
         choice = self._answer.choices[index]
         text = self._echoes[index] + "".join(choice.content)
         return self._entry(index, text, choice.logprobs, choice.offsets, choice.finish_reason)
 
     def choice_entry(self, event: AnswerEvent) -> Json:
-        """See ChunkWriter."""
         if isinstance(event.part, Content):
             return self._entry(event.choice, event.part.text, event.logprobs, event.offsets)
         reason = self._answer.choices[event.choice].finish_reason

@@ -346,12 +346,10 @@ class _Server:
     # ---- Host of the ModelSwitch
 
     def make_parts(self, model: OpenedModel, source: PipelineSource) -> ServedParts:
-        """See Host."""
         assert self._lasting is not None
         return ServedParts(model, source, self._lasting)
 
     def publish(self, parts: ServedParts) -> None:
-        """See Host."""
         assert self._lasting is not None
         self._end_pages()  # they reconnect to the app that serves the model
         self.parts = parts
@@ -360,7 +358,6 @@ class _Server:
         self.app.app = parts.app
 
     def pause_requests(self, reason: str) -> None:
-        """See Host."""
         assert self.parts is not None
         assert self._lasting is not None
         self._end_pages()

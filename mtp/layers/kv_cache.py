@@ -70,7 +70,6 @@ class KVRows(LayerCache):
         return out
 
     def apply_commit(self, whole: int, cut: int | None, trim: int) -> None:
-        """See `LayerCache.apply_commit`."""
         if trim:
             self.trim(trim)
 
@@ -93,11 +92,9 @@ class KVRows(LayerCache):
         return self.nbytes
 
     def backup_arrays(self, start: int) -> tuple[bool, list[mx.array]]:
-        """See `LayerCache.backup_arrays`."""
         return True, [mx.contiguous(part) for part in self._parts(start)]
 
     def filled(self, states: Sequence[Sequence[mx.array]], length: int) -> Self:
-        """See `LayerCache.filled`."""
         arrays = [
             parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=2)
             for parts in zip(*states, strict=True)
@@ -114,7 +111,6 @@ class PlainKV(KVRows, KVCache):
     """Keys and values in the type of the model, `[1, kv_heads, room, dim]`."""
 
     def arrays(self) -> list[mx.array]:
-        """See `LayerCache.arrays`."""
         return [] if self.keys is None else [self.keys, self.values]
 
     def _parts(self, start: int = 0) -> list[mx.array]:
@@ -135,7 +131,6 @@ class QuantizedKV(KVRows, QuantizedKVCache):
     def attend(
         self, q: mx.array, k: mx.array, v: mx.array, scale: float, queries: int | None
     ) -> mx.array:
-        """See `KVRows.attend`."""
         offset, width = self.offset, q.shape[2]
         held = self.update_and_fetch(k, v)
         tile = width if queries is None else queries
@@ -153,7 +148,6 @@ class QuantizedKV(KVRows, QuantizedKVCache):
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
     def arrays(self) -> list[mx.array]:
-        """See `LayerCache.arrays`."""
         return [] if self.keys is None else [*self.keys, *self.values]
 
     def _parts(self, start: int = 0) -> list[mx.array]:

@@ -156,11 +156,9 @@ class SnapshotGDNCache(LayerCache):
         return (held.conv.nbytes + held.state.nbytes) // held.conv.shape[0] + rows
 
     def backup_arrays(self, start: int) -> tuple[bool, list[mx.array]]:
-        """See `LayerCache.backup_arrays`."""
         return False, self.copy().arrays()
 
     def filled(self, states: Sequence[Sequence[mx.array]], length: int) -> SnapshotGDNCache:
-        """See `LayerCache.filled`."""
         conv, state = checked_state(states[-1], self.arrays())
         return SnapshotGDNCache(self.recurrence, Point(Snapshots(conv, state), 0))
 

@@ -57,12 +57,10 @@ class PackedAttentionLayer(Layer):
         mx.eval(self.constants, self.scale)
 
     def new_cache(self, kv_format: KVFormat) -> PairKV:
-        """See `Layer.new_cache`."""
         assert kv_format.bits is None, "the kernels read keys and values in the type of the model"
         return PairKV()
 
     def pin_exact(self, products: Exact) -> None:
-        """See `Layer.pin_exact`."""
         self._one_arithmetic = True
         self.qkv.pin_exact(products)
         self.out.pin_exact(products)
@@ -76,7 +74,6 @@ class PackedAttentionLayer(Layer):
         stay_open: Sequence[bool] = (),
         holes: Sequence[Hole] = (),
     ) -> mx.array:
-        """See `Layer.add`."""
         qkv, out, eps = self.qkv, self.out, self.norm.eps
         for cache, width in zip(caches, widths, strict=True):
             cache.reserve(width, self.shape.kv_heads, HEAD_DIM, x.dtype)

@@ -72,12 +72,10 @@ class PackedGDNLayer(Layer):
             self._weights = (own, mlp_weights, self.constants)
 
     def new_cache(self, kv_format: KVFormat) -> SnapshotGDNCache:
-        """See `Layer.new_cache`."""
         recurrence = Recurrence(gated_delta_window, self.shape, self.constants)
         return SnapshotGDNCache.empty(recurrence, self.dtype)
 
     def pin_exact(self, products: Exact) -> None:
-        """See `Layer.pin_exact`."""
         self.projection.pin_exact(products)
         self.out.pin_exact(products)
         self.mlp.pin_exact(products)
@@ -90,7 +88,6 @@ class PackedGDNLayer(Layer):
         stay_open: Sequence[bool] = (),
         holes: Sequence[Hole] = (),
     ) -> mx.array:
-        """See `Layer.add`."""
         windows, start = [], 0
         for cache, width, stays_open in zip(caches, widths, stay_open, strict=True):
             windows.append(Window(cache.point, start, width, stays_open))
