@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
 from proto.errors import ProtocolError, RequestError
-
-Acceptance = Literal["coupled", "ratio"]
 
 MAX_LOGPROBS = 20
 """Maximum alternatives reported for each token: the limit that OpenAI's API documents."""
@@ -45,7 +43,6 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     seed: int = 0
     logprobs: int | None = None
-    acceptance: Acceptance = "coupled"
     grammar: bytes = b""
     grammar_start: int | None = None
 
@@ -64,10 +61,6 @@ class SamplingParams:
         _within("seed", self.seed, 0, 2**64 - 1, whole=True)
         if self.logprobs is not None:
             _within("logprobs", self.logprobs, 0, MAX_LOGPROBS, whole=True)
-        if self.acceptance not in ("coupled", "ratio"):
-            raise RequestError(
-                f"acceptance {self.acceptance!r}: choose coupled or ratio", param="acceptance"
-            )
         if len(self.grammar) > MAX_GRAMMAR_BYTES:
             raise RequestError(
                 f"grammar: {len(self.grammar)} bytes exceed the limit of {MAX_GRAMMAR_BYTES}. Send a smaller schema.",
@@ -88,11 +81,6 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True if the most likely token is always chosen."""
         return self.temperature == 0.0
-
-    @property
-    def ratio(self) -> bool:
-        """True if the ratio rule applies, under which the tokens depend on the drafts."""
-        return self.acceptance == "ratio" and not self.greedy
 
     @property
     def penalized(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import mlx.core as mx
 import typer
 
-from coordinator.cli.options import DraftVocabOption, ExactOption, checked_exact
+from coordinator.cli.options import DraftVocabOption, ExactOption
 from coordinator.depth.controller import MtpMode
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop
@@ -34,7 +34,7 @@ from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.errors import RequestError, UsageError, WorkerLostError
 from proto.frame import TokenLogprob
-from proto.params import Acceptance, SamplingParams
+from proto.params import SamplingParams
 from proto.terminal import logs
 from proto.terminal.progress import byte_bar, format_size
 
@@ -271,10 +271,6 @@ def generate(
             help="Drafts a step: auto, off, a number, or filled: several windows of an answer in flight."
         ),
     ] = "auto",
-    acceptance: Annotated[
-        Acceptance,
-        typer.Option(help="How drafts are judged; under 'ratio' the text depends on --mtp."),
-    ] = "coupled",
     stages: Annotated[int, typer.Option(min=1, help="Cut the model into this many stages.")] = 1,
     dtype: Annotated[
         Literal["float32", "float16", "bfloat16"] | None,
@@ -307,9 +303,7 @@ def generate(
         raise UsageError("--stop '': an empty string would end every text before it begins")
     given = read_prompt((text, prompt), prompt_file)
     with naming_flags():
-        params = SamplingParams(
-            temp, top_k, top_p, min_p, seed=seed, logprobs=logprobs, acceptance=acceptance
-        )
+        params = SamplingParams(temp, top_k, top_p, min_p, seed=seed, logprobs=logprobs)
     mode = MtpMode.parse(mtp)
     with byte_bar("downloading the model") as on_progress:
         path = resolve_model(model or BUILTIN, on_progress)
@@ -325,7 +319,7 @@ def generate(
         dtype=dtype,
         mtp=mode,
         kv_bits=None if kv_bits is None else int(kv_bits),
-        exact=checked_exact(exact, acceptance),
+        exact=exact,
         draft_vocab=DraftVocabularySize.parse(draft_vocab),
     )
     with naming_flags():

@@ -8,7 +8,6 @@ import typer
 
 from mtp.checkpoint.hub.resolve import BUILTIN, local_repos
 from proto.errors import UsageError
-from proto.params import Acceptance
 
 DraftVocabOption = Annotated[
     str,
@@ -28,15 +27,6 @@ ExactOption = Annotated[
         "machines never change an answer. Costs speed on GPUs, most of it for long prompts.",
     ),
 ]
-
-
-def checked_exact(exact: bool, acceptance: Acceptance) -> bool:
-    """Return `exact`. Raises UsageError together with the ratio rule, whose tokens depend on the drafts."""
-    if exact and acceptance == "ratio":
-        raise UsageError(
-            "--exact with --acceptance ratio: under this rule the tokens depend on the drafts. Use coupled"
-        )
-    return exact
 
 
 def complete_model(incomplete: str) -> list[str]:

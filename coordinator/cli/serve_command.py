@@ -17,7 +17,6 @@ from coordinator.cli.options import (
     ExactOption,
     ModelArgument,
     ModelOption,
-    checked_exact,
     model_or_builtin,
 )
 from coordinator.cli.trust_commands import StateOption
@@ -30,7 +29,6 @@ from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.announcement import is_loopback, parse_address
 from proto.errors import UsageError
 from proto.kernels import Kernels
-from proto.params import Acceptance
 from proto.state_dir import state_dir as directory_of
 from proto.terminal.logs import LogFormat, LogLevel, configure
 
@@ -92,10 +90,6 @@ def serve(
             help="Drafts a step: auto, off, a number, or filled: several windows of an answer in flight."
         ),
     ] = "auto",
-    acceptance: Annotated[
-        Acceptance,
-        typer.Option(help="How drafts are judged; under 'ratio' the text depends on --mtp."),
-    ] = "coupled",
     kv_bits: Annotated[
         Literal["4", "8"] | None, typer.Option(help="Quantize keys and values.")
     ] = None,
@@ -260,9 +254,8 @@ def serve(
         mdns=not no_mdns,
         dtype=dtype,
         mtp=MtpMode.parse(mtp),
-        acceptance=acceptance,
         kv_bits=None if kv_bits is None else int(kv_bits),
-        exact=checked_exact(exact, acceptance),
+        exact=exact,
         draft_vocab=DraftVocabularySize.parse(draft_vocab),
         failure_timeout=failure_timeout,
         max_sequences=max_sequences,

@@ -349,7 +349,7 @@ class Scheduler:
             self._shape = None
             record.decode_rows = record.valid_windows = len(chosen)
             record.micro_batches = min(len(decoding), self.stages)
-            record.fill = self._fill(chosen[0], len(decoding))
+            record.fill = self._fill(len(decoding))
             record.speculative = len(chosen[0].windows_in_flight) > 1 and not record.continues
         return segments
 
@@ -374,13 +374,12 @@ class Scheduler:
         shape = going[0].shape if filled else self._next_shape(len(going))
         return [] if shape is None or shape.depth else going
 
-    def _fill(self, sequence: Sequence, decoding: int) -> int:
-        """Return how many windows `sequence` may have in flight.
+    def _fill(self, decoding: int) -> int:
+        """Return how many windows a sequence may have in flight.
 
-        It is one under the ratio rule, which keeps the probabilities of the newest drafts only, and while prompts keep
-        the stages busy.
+        It is one while prompts keep the stages busy.
         """
-        if sequence.request.params.ratio or decoding < len(self.running):
+        if decoding < len(self.running):
             return 1
         return windows_per_sequence(self.capacity, self.stages, decoding)
 
@@ -388,7 +387,7 @@ class Scheduler:
         """Return the first sequence that may send a window, as a list of at most one, and the window's shape."""
         for sequence in decoding:
             if sequence.shape is None:
-                fill = self._fill(sequence, len(decoding))
+                fill = self._fill(len(decoding))
                 sequence.shape = self.controller.choose_shape(1, fill)
             if sequence.windows_in_flight and sequence.seq_id == self.backups.due:
                 continue  # a backup needs a moment without open windows
@@ -453,7 +452,7 @@ class Scheduler:
     def _first_depth(self, sequence: Sequence) -> int:
         """Return the number of drafts to request with the first token, so that speculative windows start at once."""
         decoding = 1 + sum(1 for s in self.running.values() if s.decoding)
-        return self.controller.choose_shape(1, self._fill(sequence, decoding)).depth
+        return self.controller.choose_shape(1, self._fill(decoding)).depth
 
     # ---- operations of the next header
 

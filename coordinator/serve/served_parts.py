@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +36,6 @@ from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, MemoryLimitError
 from proto.kernels import Kernels
-from proto.params import Acceptance
 from proto.span import Span
 from proto.state_dir import state_dir
 from proto.terminal.progress import format_size
@@ -67,7 +66,6 @@ class ServeOptions:
     mdns: bool
     dtype: str | None
     mtp: MtpMode
-    acceptance: Acceptance
     kv_bits: int | None
     exact: bool
     draft_vocab: DraftVocabularySize
@@ -240,7 +238,7 @@ class OpenedModel:
         self.info = ModelInfo(
             self.name,
             config.max_positions,
-            replace(generation_defaults(path), acceptance=options.acceptance),
+            generation_defaults(path),
             options.served_names,
             fingerprint=self.checkpoint.fingerprint(),
             family=config.model_type,

@@ -21,8 +21,8 @@ from mtp.head.draft_vocabulary import DraftVocabulary
 from mtp.layers.kv_cache import KVRows
 from mtp.layers.layer import Hole, KVFormat, Layer
 from mtp.layers.reference.attention import AttentionLayer
-from mtp.sampling.choice import choose, drawn
-from mtp.sampling.filters import History, Stream, filtered
+from mtp.sampling.choice import choose
+from mtp.sampling.filters import History
 from mtp.sampling.grammar import GrammarState
 from proto.params import SamplingParams
 
@@ -188,25 +188,12 @@ class DraftJob:
     grammar: GrammarState | None = None
     answer: Sequence[int] = ()
 
-    @property
-    def ratio(self) -> bool:
-        """True if drafts are drawn with noise of their own and their scores are stored, for the ratio rule."""
-        return self.params.ratio
-
     @cached_property
     def forced(self) -> tuple[int, ...]:
-        """The first drafts, which the grammar forces. The ratio rule needs the scores of all drafts and has none."""
-        if self.grammar is None or self.ratio:
+        """The first drafts, which the grammar forces."""
+        if self.grammar is None:
             return ()
         return tuple(self.grammar.forced(self.answer)[: max(self.depth, FORCED_DRAFTS)])
-
-
-@dataclass(frozen=True)
-class Drafts:
-    """The drafted tokens and, under the ratio rule, the scores `[depth, vocab]` that they were drawn from."""
-
-    tokens: tuple[int, ...]
-    scores: mx.array | None = None
 
 
 class Drafter:
@@ -283,7 +270,7 @@ class Drafter:
             self.catch_up(full)
         mx.async_eval([s.arrays() for s in states])
 
-    def draft(self, jobs: Sequence[DraftJob]) -> list[Drafts]:
+    def draft(self, jobs: Sequence[DraftJob]) -> list[tuple[int, ...]]:
         """Chain `depth` drafts for every job; all jobs share one pass per position.
 
         The input of step i is the head's own output of the step before and the token drafted from it. The drafts are
@@ -291,11 +278,9 @@ class Drafter:
         pass.
         """
         chained = iter(self._draft_chains([job for job in jobs if len(job.forced) < job.depth]))
-        return [
-            next(chained) if len(job.forced) < job.depth else Drafts(job.forced) for job in jobs
-        ]
+        return [next(chained) if len(job.forced) < job.depth else job.forced for job in jobs]
 
-    def _draft_chains(self, jobs: Sequence[DraftJob]) -> list[Drafts]:
+    def _draft_chains(self, jobs: Sequence[DraftJob]) -> list[tuple[int, ...]]:
         if not jobs:
             return []
         hidden = self.catch_up([job.state for job in jobs])
@@ -314,7 +299,7 @@ class Drafter:
                 chain.draw(logits[row : row + 1])
             # A GPU computes these drafts while Python builds the next step.
             mx.async_eval([chain.tokens[-1] for chain in active])
-        mx.eval([(chain.tokens, chain.scores, chain.job.state.arrays()) for chain in chains])
+        mx.eval([(chain.tokens, chain.job.state.arrays()) for chain in chains])
         return [chain.end() for chain in chains]
 
 
@@ -325,7 +310,6 @@ class _Chain:
         self.exempt = exempt
         self.job = job
         self.tokens: list[mx.array] = []
-        self.scores: list[mx.array] = []
 
     def draw(self, logits: mx.array) -> None:
         """Draw the next draft from `logits [1, vocab]`, unless it is forced."""
@@ -338,18 +322,10 @@ class _Chain:
         if job.grammar is not None:
             drafted = cast(list[int], pending[1:].tolist())
             logits = job.grammar.mask(logits, [*job.answer, *drafted])
-        if job.ratio:
-            scores = filtered(logits, job.params, position, job.history, pending, self.exempt)
-            self.scores.append(scores)
-            self.tokens.append(drawn(scores, job.params.seed, position, Stream.DRAFT))
-        else:
-            self.tokens.append(
-                choose(logits, job.params, position, job.history, pending, self.exempt)
-            )
+        self.tokens.append(choose(logits, job.params, position, job.history, pending, self.exempt))
 
-    def end(self) -> Drafts:
+    def end(self) -> tuple[int, ...]:
         """Return the evaluated drafts, and remove the entries of the chain from the cache of the head."""
         if self.job.depth > 1:
             self.job.state.cache.trim(self.job.depth - 1)
-        scores = mx.concatenate(self.scores) if self.scores else None
-        return Drafts(tuple(cast(int, t.item()) for t in self.tokens), scores)
+        return tuple(cast(int, t.item()) for t in self.tokens)

@@ -17,7 +17,6 @@ from mtp.sampling.filters import (
     gumbel_of,
     key_array,
     token_array,
-    uniform,
 )
 from proto.params import SamplingParams
 
@@ -40,7 +39,9 @@ def choose(
         scores = adjusted(logits, params, history, pending)
         return mx.argmax(scores, axis=-1).astype(mx.int32)
     scores = filtered(logits, params, first_position, history, pending, exempt)
-    return drawn(scores, params.seed, first_position)
+    rows, vocab = scores.shape
+    noise = gumbel(params.seed, range(first_position, first_position + rows), vocab, Stream.TARGET)
+    return mx.argmax(scores + noise, axis=-1).astype(mx.int32)
 
 
 def shared_settings(params: SamplingParams) -> tuple[float, ...] | None:
@@ -71,16 +72,6 @@ def choose_with_keys(
         return mx.argmax(logits.astype(mx.float32), axis=-1).astype(mx.int32)
     scores = filtered(logits, params, 0)
     return mx.argmax(scores + gumbel_of(keys(), scores.shape[-1]), axis=-1).astype(mx.int32)
-
-
-def drawn(
-    scores: mx.array, seed: int, first_position: int, stream: Stream = Stream.TARGET
-) -> mx.array:
-    """Draw from the softmax of each row of `scores` `[w, vocab]`. Returns int32 `[w]`, lazy."""
-    rows, vocab = scores.shape
-    positions = range(first_position, first_position + rows)
-    noise = gumbel(seed, positions, vocab, stream)
-    return mx.argmax(scores + noise, axis=-1).astype(mx.int32)
 
 
 class Logprobs(NamedTuple):
@@ -139,42 +130,3 @@ def accepted_length(
     while count < len(window) and window[count] == targets[count - 1]:
         count += 1
     return count
-
-
-def ratio_targets(
-    target_scores: mx.array, draft_scores: mx.array, drafts: Tokens, seed: int, first_position: int
-) -> mx.array:
-    """Return the targets of a window's rows under the ratio rule: int32 `[w]`, lazy, for `accepted_length`.
-
-    `target_scores` `[w, vocab]` and `draft_scores` `[k, vocab]` are the target's and the head's `filters.filtered`
-    logits. Row i belongs to position `first_position + i`, the position of `drafts[i]`, which was drawn with
-    `Stream.DRAFT`. k is w - 1, or w when the next window begins with a draft too. Targets after the first one that
-    differs from its draft have no meaning. Raises ValueError for another number of drafts.
-    """
-    rows, vocab = target_scores.shape
-    count = draft_scores.shape[0]
-    if count not in (rows - 1, rows):
-        raise ValueError(f"{count} drafts for {rows} rows. Give {rows - 1} or {rows}.")
-    free = drawn(target_scores[count:], seed, first_position + count) if count < rows else None
-    if count == 0 and free is not None:
-        return free
-    tokens = token_array(drafts)
-    positions = range(first_position, first_position + count)
-    p = mx.softmax(target_scores[:count], axis=-1)
-    q = mx.softmax(draft_scores, axis=-1)
-    p_draft = mx.take_along_axis(p, tokens[:, None], axis=-1)[:, 0]
-    q_draft = mx.take_along_axis(q, tokens[:, None], axis=-1)[:, 0]
-    accepted = uniform(seed, positions, Stream.COIN) * q_draft < p_draft
-    noise = gumbel(seed, positions, vocab, Stream.RESIDUAL)
-    replacement = mx.argmax(mx.log(residual(p, q)) + noise, axis=-1).astype(mx.int32)
-    targets = mx.where(accepted, tokens, replacement)
-    return targets if free is None else mx.concatenate([targets, free])
-
-
-def residual(p: mx.array, q: mx.array) -> mx.array:
-    """Return the unnormalized excess of p over q: `(p - q)+`, `[k, vocab]`.
-
-    Returns p for rows in which p and q are equal up to rounding.
-    """
-    more = mx.maximum(p - q, 0)
-    return mx.where(mx.any(more > 0, axis=-1, keepdims=True), more, p)

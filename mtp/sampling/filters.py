@@ -23,12 +23,6 @@ class Stream(IntEnum):
 
     TARGET = 0
     """Gumbel noise of the token itself; the coupled drafter shares it."""
-    DRAFT = 1
-    """Gumbel noise of a draft under the ratio rule."""
-    COIN = 2
-    """The ratio rule's acceptance coin."""
-    RESIDUAL = 3
-    """Gumbel noise of the ratio rule's replacement for a rejected draft."""
     XTC = 4
     """The draw that decides if XTC acts at this position."""
 

@@ -1,4 +1,4 @@
-"""The share of accepted drafts by position: greedy and sampled, both rules, seen and unseen text.
+"""The share of accepted drafts by position: greedy and sampled, seen and unseen text.
 
     python -m tests.bench.acceptance
 
@@ -17,7 +17,7 @@ import numpy as np
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
-from proto.params import Acceptance, SamplingParams
+from proto.params import SamplingParams
 from tests.bench.machine import about
 from tests.bench.report import lines, publish
 from tests.bench.texts import Prompts, held_out_prompts, seen_prompts
@@ -25,7 +25,6 @@ from tests.support.stages.local_run import Answered, run
 
 DEPTH = 4
 TEMPERATURES = (0.0, 0.6, 0.8, 1.0)
-RULES: tuple[Acceptance, ...] = ("coupled", "ratio")
 
 
 def by_position(found: Sequence[Answered]) -> list[float]:
@@ -44,25 +43,19 @@ def tokens_per_window(found: Sequence[Answered]) -> float:
 
 
 def acceptance_rows(path: Path, name: str, prompts: Prompts, tokens: int) -> dict[str, list[float]]:
-    """Print one row for each temperature and rule. Return the shares by position of each.
-
-    Greedy decoding is the same under both rules.
-    """
+    """Print one row for each temperature. Return the shares by position of each."""
     by_row: dict[str, list[float]] = {}
     for temperature in TEMPERATURES:
-        for rule in RULES if temperature else RULES[:1]:
-            params = SamplingParams(temperature=temperature, acceptance=rule)
-            asked = [
-                GenerationRequest(prompt, tokens, replace(params, seed=seed))
-                for seed, prompt in enumerate(prompts)
-            ]
-            found = run(path, asked, mtp=str(DEPTH), dtype="float32")
-            label = f"T = {temperature}" if temperature else "greedy"
-            mean = tokens_per_window(found)
-            shown = rule if temperature else "both"
-            by_row[f"{name}, {label}, {shown}"] = by_position(found)
-            shares = " | ".join(f"{share:.1%}" for share in by_position(found))
-            print(f"| {name} | {label} | {shown} | {shares} | {mean:.2f} |", flush=True)
+        params = SamplingParams(temperature=temperature)
+        asked = [
+            GenerationRequest(prompt, tokens, replace(params, seed=seed))
+            for seed, prompt in enumerate(prompts)
+        ]
+        found = run(path, asked, mtp=str(DEPTH), dtype="float32")
+        label = f"T = {temperature}" if temperature else "greedy"
+        by_row[f"{name}, {label}"] = by_position(found)
+        shares = " | ".join(f"{share:.1%}" for share in by_position(found))
+        print(f"| {name} | {label} | {shares} | {tokens_per_window(found):.2f} |", flush=True)
     return by_row
 
 
@@ -77,8 +70,8 @@ def main() -> None:
     held_out = held_out_prompts(tokenizer, options.prompts)
     print(f"{about()}; {options.prompts} prompts of each kind, {options.tokens} tokens each\n")
     positions = " | ".join(f"{i + 1}" for i in range(DEPTH))
-    print(f"| text | temperature | rule | {positions} | tokens a window |")
-    print("| --- " * (DEPTH + 4) + "|")
+    print(f"| text | temperature | {positions} | tokens a window |")
+    print("| --- " * (DEPTH + 3) + "|")
     shares = acceptance_rows(options.model, "held out", held_out, options.tokens)
     seen = seen_prompts(tokenizer, options.prompts)
     shares |= acceptance_rows(options.model, "seen", seen, options.tokens)

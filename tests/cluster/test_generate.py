@@ -177,7 +177,6 @@ def test_a_stop_string_ends_the_text_before_it(call: Call, model: Path) -> None:
         (("--prompt", "x", "--stages", "9"), "8 layers"),
         (("--prompt", "x", "--dtype", "int8"), "--dtype"),
         (("--prompt", "x", "--kv-bits", "3"), "--kv-bits"),
-        (("--prompt", "x", "--acceptance", "never"), "--acceptance"),
         (("--raw", "x " * 4096), "context"),
         (("--raw", "--prompt", ""), "empty"),
         (("--prompt-file", "no/such/file"), "no/such/file"),

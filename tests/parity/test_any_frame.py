@@ -50,7 +50,6 @@ params = st.builds(
     temperature=st.sampled_from([0.0, 0.8]),
     logprobs=st.none() | st.just(2),
     repetition_penalty=st.sampled_from([1.0, 1.3]),
-    acceptance=st.sampled_from(["coupled", "ratio"]),
 )
 operations = st.one_of(
     st.builds(Admit, few, st.integers(0, 14), st.integers(0, 20), params),

@@ -167,19 +167,6 @@ def test_drafts_and_cuts_change_no_token(mtp: str, stages: int) -> None:
 
 
 @pytest.mark.thorough
-def test_the_ratio_rule_keeps_the_format() -> None:
-    """Under the ratio rule, where tokens depend on drafts, every complete answer has its format too."""
-    asked = [
-        replace(request, params=replace(request.params, acceptance="ratio"))
-        for request in requests()
-        if request.params.grammar == compiled(formats()[1])
-    ]
-    for answer in answers(asked, "3"):
-        assert answer.reason == "stop"
-        assert re.fullmatch(REGEX, text_of(answer))
-
-
-@pytest.mark.thorough
 def test_the_grammar_starts_after_its_token() -> None:
     """Until the start token the text is free; after it the grammar applies, with drafts as without."""
     (newline,) = tokenizer().encode("\n")

@@ -15,7 +15,7 @@ from mlx_lm.utils import load_model
 
 from mtp.head.drafter import MOST_WAITING
 from mtp.sampling.choice import choose
-from mtp.sampling.filters import History, Stream, filtered, gumbel, uniform
+from mtp.sampling.filters import History
 from proto.errors import ProtocolError
 from proto.frame import Outcome, Segment
 from proto.params import SamplingParams
@@ -291,47 +291,3 @@ def test_text_and_logprobs_do_not_depend_on_depth(
         assert (tokens, logprobs) == plain, depth
         assert [p.token for p in logprobs] == tokens[PROMPT:]
         assert accepted_length > 0 or depth == 0
-
-
-def test_ratio_weighs_each_draft_with_the_scores_it_was_drawn_from(
-    checkpoints: Checkpoints,
-) -> None:
-    """Every window under the ratio rule accepts what min(1, p/q), written out here, accepts.
-
-    This holds after shortened windows, after windows with unused drafts and after a pause.
-    """
-    params = SamplingParams(temperature=1.2, seed=11, acceptance="ratio", logit_bias=FEW)
-    chain = Chain(checkpoints(layers=4))
-    script = Script(0, random_tokens(PROMPT), params)
-    script.run(chain, script.chunk(PROMPT, drafts=DEPTH))
-    accepted_length = []
-    for turn in range(40):
-        script.drafts = script.drafts[: DEPTH - turn % 3]
-        scores = [filtered(row, params, 0) for row in chain.draft_logits[: len(script.drafts)]]
-        chain.draft_logits.clear()
-        segment = script.next_window(drafts=0 if turn % 9 == 8 else DEPTH)
-        outcome = script.run(chain, segment)
-        expected = _ratio(segment, filtered(chain.logits[0], params, 0), scores, params.seed)
-        assert (outcome.accepted_length, outcome.token) == expected, turn
-        accepted_length.append(outcome.accepted_length)
-    assert min(accepted_length) == 1 and max(accepted_length) > 2
-
-
-def _ratio(
-    segment: Segment, target: mx.array, drafted: list[mx.array], seed: int
-) -> tuple[int, int]:
-    """Return the accepted tokens and the next one, draft by draft (Leviathan et al. 2023)."""
-    vocab = target.shape[1]
-    for i, (draft, q_scores) in enumerate(zip(segment.tokens[1:], drafted, strict=True)):
-        at = [segment.position + 1 + i]
-        p = np.array(mx.softmax(target[i]))
-        q = np.array(mx.softmax(q_scores[0]))
-        if uniform(seed, at, Stream.COIN).item() * q[draft] >= p[draft]:
-            with np.errstate(divide="ignore"):
-                left = np.log(np.maximum(p - q, 0))
-            return i + 1, int(
-                (left + np.array(gumbel(seed, at, vocab, Stream.RESIDUAL))[0]).argmax()
-            )
-    at = [segment.position + segment.width]
-    noise = gumbel(seed, at, vocab, Stream.TARGET)[0]
-    return segment.width, int(np.array(target[segment.width - 1] + noise).argmax())

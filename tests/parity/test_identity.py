@@ -180,14 +180,6 @@ def test_penalties_see_the_drafts_before_them() -> None:
 
 
 @pytest.mark.thorough
-def test_ratio_is_coupled_when_greedy(expected: list[Answered]) -> None:
-    """At temperature 0 the ratio rule and the coupled rule give the same answer."""
-    found = answers(requests(FEW, COUNT, [replace(GREEDY, acceptance="ratio")]), "3")
-    check_same(found, expected[:: len(SETTINGS)])
-    assert accepted(found) > 0
-
-
-@pytest.mark.thorough
 def test_a_stop_token_inside_a_kept_window_ends_the_text(expected: list[Answered]) -> None:
     """The first stop token ends the text wherever it falls, also between accepted drafts."""
     (asked,) = requests(FEW[:1], COUNT, [GREEDY])

@@ -105,9 +105,9 @@ def test_snapshots_end_with_their_window(checkpoints: Checkpoints, windows: int)
 
 
 def test_a_drafting_chain_holds_constant_memory(checkpoints: Checkpoints) -> None:
-    """The last stage, its head, draft scores and penalty counts hold the same bytes after every request."""
+    """The last stage, its head, drafts and penalty counts hold the same bytes after every request."""
     chain = Chain(checkpoints(layers=4), (2,))
-    params = SamplingParams(temperature=1.0, presence_penalty=0.5, acceptance="ratio")
+    params = SamplingParams(temperature=1.0, presence_penalty=0.5)
     seen = []
     for seq_id in range(12):
         script = Script(seq_id, random_tokens(PROMPT), params)

@@ -65,7 +65,6 @@ SERVE: Rows = {
     "--no-mdns": ([], {"mdns": False}),
     "--dtype": (["float16"], {"dtype": "float16"}),
     "--mtp": (["3"], {"mtp": MtpMode.parse("3")}),
-    "--acceptance": (["ratio"], {"acceptance": "ratio"}),
     "--kv-bits": (["8"], {"kv_bits": 8}),
     "--exact": ([], {"exact": True}),
     "--draft-vocab": (["4096"], {"draft_vocab": DraftVocabularySize(4096)}),

@@ -232,8 +232,7 @@ class LastStageState:
     """The state of a sequence on the last stage besides its layers.
 
     `tokens` are the verified ones. `expected` is the target's choice for the next position: a window with another first
-    token is a misspeculation. `chosen` is the same choice on the device, before the host has read it. `draft_scores`
-    belong to the newest drafts.
+    token is a misspeculation. `chosen` is the same choice on the device, before the host has read it.
     """
 
     admitted: Admit
@@ -244,7 +243,6 @@ class LastStageState:
     chosen: ChosenToken | None = None
     unconfirmed: list[UnconfirmedToken] = field(default_factory=list)
     """Tokens of windows that continue and whose commit has not arrived."""
-    draft_scores: mx.array | None = None
     grammar: GrammarState | None = None
 
     def answer_with(self, tokens: Sequence[int]) -> list[int]:

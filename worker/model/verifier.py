@@ -1,8 +1,8 @@
 """The verifier of the last stage: final norm, logits, the target's choice, its comparison with the drafts, new drafts.
 
 Logits never leave this stage. For each window `[t0, d1 … dk]` the target's own token is computed at every row. A draft
-is accepted when it equals the target's token (coupled), or passes the ratio test. The hidden states of the accepted
-rows are the input of the MTP head, which drafts the next tokens.
+is accepted when it equals the target's token. The hidden states of the accepted rows are the input of the MTP head,
+which drafts the next tokens.
 
 The verdict about a frame is decided twice from the same targets. The device needs it to draft on without waiting for
 the host. The host repeats it once it has read the targets.
@@ -17,7 +17,7 @@ from typing import cast
 import mlx.core as mx
 
 from mtp.head.draft_vocabulary import DraftVocabularySize, draft_vocabulary
-from mtp.head.drafter import Drafter, DraftJob, Drafts
+from mtp.head.drafter import Drafter, DraftJob
 from mtp.head.window_drafts import WindowDrafts, WindowJob
 from mtp.layers.layer import KVFormat
 from mtp.sampling.choice import (
@@ -26,10 +26,9 @@ from mtp.sampling.choice import (
     choose,
     choose_rows,
     logprobs,
-    ratio_targets,
     shared_settings,
 )
-from mtp.sampling.filters import History, filtered
+from mtp.sampling.filters import History
 from mtp.sampling.grammar import GrammarState
 from proto.errors import ProtocolError
 from proto.frame import Admit, Commit, Outcome, Segment, TokenLogprob
@@ -164,10 +163,9 @@ class Verdict:
             state.expected = outcome.token
 
     def _with_late_drafts(self, outcomes: dict[Key, Outcome]) -> dict[Key, Outcome]:
-        """Add the drafts that depend on the host: on a history, a grammar or the ratio rule."""
+        """Add the drafts that depend on the host: on a history or a grammar."""
         early = () if self.drafts is None else self.drafts.keys
         jobs: dict[Key, DraftJob] = {}
-        states: dict[Key, LastStageState] = {}
         for run in self.runs:
             state, segment, outcome = run.state, run.segment, outcomes[run.key]
             if not segment.drafts or outcome.token is None or run.key in early:
@@ -184,13 +182,11 @@ class Verdict:
                 state.grammar,
                 state.answer_with([outcome.token]) if state.grammar else (),
             )
-            states[run.key] = state
         if not jobs or self.drafter is None:
             return outcomes
-        drafts: Sequence[Drafts] = self.drafter.draft(list(jobs.values()))
+        drafts = self.drafter.draft(list(jobs.values()))
         for key, drafted in zip(jobs, drafts, strict=True):
-            states[key].draft_scores = drafted.scores
-            outcomes[key] = replace(outcomes[key], drafts=drafted.tokens)
+            outcomes[key] = replace(outcomes[key], drafts=drafted)
         return outcomes
 
 
@@ -379,7 +375,7 @@ class Verifier:
         found = []
         for run, rows in logits:
             settings = None if run.state.grammar is not None else shared_settings(run.state.params)
-            if settings is None or _ratio_applies(run):
+            if settings is None:
                 found.append(Choice([(run, rows.shape[0])], self._targets(run, rows)))
             else:
                 together.setdefault(settings, []).append((run, rows))
@@ -397,11 +393,7 @@ class Verifier:
         if state.grammar is not None:
             logits = state.grammar.mask(logits, state.answer_with(segment.tokens))
         first = segment.position + segment.width - rows + 1
-        drafts, scores = segment.tokens[1:], state.draft_scores
-        if scores is None or not _ratio_applies(run):
-            return choose(logits, params, first, state.history, segment.tokens, self.exempt)
-        target_scores = filtered(logits, params, first, state.history, segment.tokens, self.exempt)
-        return ratio_targets(target_scores, scores[: len(drafts)], drafts, params.seed, first)
+        return choose(logits, params, first, state.history, segment.tokens, self.exempt)
 
     def _early_drafts(
         self, normed: mx.array, runs: Sequence[VerifiedRun], targets: Mapping[Key, mx.array]
@@ -431,13 +423,8 @@ def _places(run: VerifiedRun, logits: mx.array) -> list[tuple[int, int]]:
     return [(run.state.params.seed, p) for p in range(end - logits.shape[0], end)]
 
 
-def _ratio_applies(run: VerifiedRun) -> bool:
-    """Return whether the tokens of a window depend on its drafts."""
-    return run.state.draft_scores is not None and run.segment.open and run.segment.width > 1
-
-
 def _drafts_on_device(run: VerifiedRun) -> bool:
-    """Return whether drafts are requested that depend on neither a history, a grammar nor the ratio rule.
+    """Return whether drafts are requested that depend on neither a history nor a grammar.
 
     A misspeculated window gets no drafts.
     """
@@ -447,8 +434,7 @@ def _drafts_on_device(run: VerifiedRun) -> bool:
         return False
     if segment.open and state.expected is not None and state.expected != segment.tokens[0]:
         return False
-    host = state.params.needs_host or state.params.ratio
-    return not host and shared_settings(state.params) is not None
+    return not state.params.needs_host and shared_settings(state.params) is not None
 
 
 def _window_job(run: VerifiedRun, normed: mx.array, targets: mx.array) -> WindowJob:

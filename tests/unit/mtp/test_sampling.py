@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import sample_utils
 
-from mtp.sampling.choice import choose, choose_rows, drawn, logprobs, shared_settings
+from mtp.sampling.choice import choose, choose_rows, logprobs, shared_settings
 from mtp.sampling.filters import History, Stream, adjusted, filtered, gumbel, key, uniform
 from proto.errors import ProtocolError, RequestError
 from proto.params import SamplingParams
@@ -183,7 +183,9 @@ def test_a_draw_follows_the_softmax() -> None:
     A distribution 3 % away in total variation would exceed that with probability > .99.
     """
     logits = mx.array([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0])
-    tokens = drawn(mx.broadcast_to(logits, (20_000, 8)), seed=9, first_position=0)
+    tokens = choose(
+        mx.broadcast_to(logits, (20_000, 8)), SamplingParams(temperature=1.0, seed=9), 0
+    )
     counts = Counter(ints(tokens))
     chances = row(mx.softmax(logits)[None])
     assert sigmas(chi_square([counts[t] for t in range(8)], chances), 7) < 4

@@ -52,7 +52,6 @@ params = st.builds(
     seed=st.integers(0, 2**64 - 1),
     logit_bias=st.dictionaries(tokens, st.floats(-100, 100), max_size=4),
     logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
-    acceptance=st.sampled_from(["coupled", "ratio"]),
 )
 operations: st.SearchStrategy[Op] = st.one_of(
     st.builds(Admit, integers, integers, integers, params),

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 from coordinator.depth.controller import Controller, MtpMode
 from coordinator.depth.step_costs import Shape
-from coordinator.schedule.request import GenerationRequest
 from proto.frame import Evict
-from proto.params import SamplingParams
 from tests.support.protocol.scheduler_drive import ROOM, Drive, is_decode
 from tests.support.stages.fake_last_stage import FakeLastStage, plain
 
@@ -121,15 +119,6 @@ def test_no_more_windows_than_there_is_memory_for() -> None:
         drive = Drive(stages=8, room=room, stage=FakeLastStage(right=5), mtp="filled")
         drive.submit(PROMPT, tokens=40)
         assert max_in_flight(drive) == most
-
-
-def test_the_ratio_rule_is_never_filled() -> None:
-    """The ratio rule needs the probabilities of the newest drafts, so no window takes drafts, and it runs ahead."""
-    drive = driven(4)
-    params = SamplingParams(temperature=0.7, acceptance="ratio")
-    drive.scheduler.submit(GenerationRequest(PROMPT, 20, params), 0.0)
-    assert max_in_flight(drive) == 2
-    assert not any(s.drafts for frame in drive.stage.seen for s in frame.segments)
 
 
 def test_a_stop_invalidates_the_windows_in_flight() -> None:
