@@ -27,14 +27,11 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-
 LARGE_BYTES = 2**16
 """Bytes or characters. The thread for large requests works on longer ones, which take over a few milliseconds."""
 
-
 MAX_OPEN_BYTES = 128 * 2**20
 """Bytes of large bodies that are read at once: eight of the largest. Parsed, they take about twice as much."""
-
 
 RETRY_SECONDS = 5.0
 """Seconds after which a client may send a large body again. Reading eight of them takes about as long."""

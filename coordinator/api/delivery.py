@@ -49,11 +49,6 @@ def sse_event(name: str, data: Json) -> bytes:
     return b"event: " + name.encode() + b"\n" + sse_data(data)
 
 
-def sse_comment(text: str) -> bytes:
-    """Return a comment of an event stream, which clients ignore."""
-    return f": {text}\n\n".encode()
-
-
 def json_line(data: Json) -> bytes:
     """Return `data` as one line of JSON."""
     return _dumps(data).encode() + b"\n"
@@ -93,7 +88,7 @@ class AnswerWriter(abc.ABC):
 
     def comment(self, text: str) -> bytes:
         """Return `text` in a form that clients ignore, as a sign of life. A format without comments has none."""
-        return sse_comment(text)
+        return f": {text}\n\n".encode()
 
     def keep_alive(self) -> bytes:
         """Return a sign of life while there is nothing to send."""
@@ -105,8 +100,6 @@ BACKLOG, BACKLOG_OF_REQUEST = 1024, 256
 
 The connection ends a client that reads nothing for STALL_SECONDS. Until then the answer must not fill the memory.
 """
-
-Cancel = Callable[[], None]
 
 
 class AnswerQueue:
@@ -120,7 +113,7 @@ class AnswerQueue:
         self._queue: asyncio.Queue[tuple[int, int, GenerationEvent | Exception]] = asyncio.Queue()
         self._requests = [*requests]
         self._backlog = BACKLOG + BACKLOG_OF_REQUEST * len(requests)
-        self._running: dict[int, Cancel] = {}
+        self._running: dict[int, Callable[[], None]] = {}
         self._generation = [0] * len(requests)
         """The number of times that each request was replaced. Events of a replaced one are dropped."""
         for index, request in enumerate(requests):
@@ -252,7 +245,8 @@ class Delivery:
         self._meter = meter
         self._keep_alive = api.options.keep_alive_seconds
         meter.record_submission(prepared.answer.prompt_tokens)
-        self._queue = AnswerQueue(api.generator, self._next_requests())
+        open_choices = () if prepared.answer.done else prepared.answer.choices
+        self._queue = AnswerQueue(api.generator, [each.next_request for each in open_choices])
         self.outcome = "cancelled"
         self._opened = opened
 
@@ -306,11 +300,6 @@ class Delivery:
                 log.exception("stream failed", extra={"request_id": self._answer.id})
             self.outcome = _outcome(error)
             yield self._opening() + self._writer.error(error)
-
-    def _next_requests(self) -> list[GenerationRequest]:
-        if self._answer.done:
-            return []
-        return [choice.next_request for choice in self._answer.choices]
 
     def _opening(self) -> bytes:
         """Return the stream's opening, the first time."""

@@ -111,21 +111,16 @@ def request_error(error: ValidationError) -> RequestError:
     if found["type"] == "json_invalid":
         return RequestError(f"request body: invalid JSON: {found['ctx']['error']}")
     if found["type"].startswith("union_tag"):
-        return _type_error(name, found.get("ctx", {}))
+        sent = found.get("ctx", {}).get("tag")
+        known = found.get("ctx", {}).get("expected_tags", "")
+        problem = "the field type is required."
+        if sent is not None:
+            problem = f"type {sent!r:.80} is not supported."
+        advice = f" Send one of {known}." if known else ""
+        return RequestError(f"{name}: {problem}{advice}", param=name)
     message = found["msg"].removeprefix("Value error, ").replace("Input should ", "must ")
     message = message[0].lower() + message[1:]
     return RequestError(f"{name}: {message}" if name else message, param=name or None)
-
-
-def _type_error(name: str, context: Mapping[str, str]) -> RequestError:
-    """Return the error for an object whose type this server does not have. `context` is pydantic's."""
-    sent, known = context.get("tag"), context.get("expected_tags", "")
-    problem = (
-        "the field type is required." if sent is None else f"type {sent!r:.80} is not supported."
-    )
-    return RequestError(
-        f"{name}: {problem}" + (f" Send one of {known}." if known else ""), param=name
-    )
 
 
 def _routing_error(request: Request, error: HTTPException) -> HTTPException:

@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgpack
 
-log = logging.getLogger(__name__)
+from coordinator.text.calls import Json
 
-Json = dict[str, Any]
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

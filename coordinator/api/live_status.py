@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.view import Member, MemberState, Phase
-from coordinator.pipeline.worker_client import WorkerClient
 from coordinator.planning.capacity import REFERENCE_BANDWIDTH
 from coordinator.planning.plan import StagePlan
 from coordinator.schedule.loop import GenerationLoop
@@ -120,6 +119,7 @@ class LiveStatus:
         loading = view.phase is Phase.STARTING and member.address in view.serving
         elsewhere = "coordinator" if self.manager.model.share_weights else "hub"
         source = "disk" if member.has_files else elsewhere
+        hop = client.hop if client and in_use else None
         return NodeStatus(
             name=member.name,
             address=member.address,
@@ -144,22 +144,13 @@ class LiveStatus:
             load_bytes=total if loading else 0,
             weights_from=source if loading else "",
             ready_at=round(member.joined_at + self._epoch_offset) if member.joined_at else None,
-            **_link_fields(client, in_use=in_use),
+            link_ms=hop.seconds * 1000 if hop else None,
+            link_bytes_per_second=round(hop.bytes_per_second) or None if hop else None,
             version=member.version,
             arithmetic=member.arithmetic,
             bytes_in=worker_status.bytes_in if worker_status else 0,
             bytes_out=worker_status.bytes_out if worker_status else 0,
         )
-
-
-def _link_fields(client: WorkerClient | None, *, in_use: bool) -> dict[str, Any]:
-    """Return the fields of a NodeStatus about its link: to the next stage, or to the coordinator."""
-    if client is None or not in_use or client.hop is None:
-        return {}
-    return {
-        "link_ms": client.hop.seconds * 1000,
-        "link_bytes_per_second": round(client.hop.bytes_per_second) or None,
-    }
 
 
 def _health(member: Member, *, in_use: bool, loading: bool) -> Health:

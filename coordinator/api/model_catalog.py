@@ -53,14 +53,8 @@ class Catalog:
     def list_models(self) -> list[ModelFacts]:
         """Return all models on this machine. Reads headers, so it blocks for the disk."""
         own = sorted(file.parent.name for file in self.directory.glob("*/config.json"))
-        names = [BUILTIN, *own, *local_repos()]
-        return [self.describe_local(name) for name in names if self._exists(name)]
-
-    def _exists(self, name: str) -> bool:
-        try:
-            return self.find_path(name) is not None
-        except CheckpointError:
-            return False
+        found = map(self._describe, [BUILTIN, *own, *local_repos()])
+        return [facts for facts in found if facts is not None]
 
     def find_path(self, name: str) -> Path | None:
         """Return the directory of model `name`, or None for a repo that is not whole on this machine.
@@ -77,10 +71,14 @@ class Catalog:
             )
         return find_model(name)
 
-    def describe_local(self, name: str) -> ModelFacts:
-        """Return the facts of a model on this machine, or the problem with it."""
-        path = self.find_path(name)
-        assert path is not None
+    def _describe(self, name: str) -> ModelFacts | None:
+        """Return the facts of a model, or the problem with it; None if it is not on this machine."""
+        try:
+            path = self.find_path(name)
+        except CheckpointError:
+            return None
+        if path is None:
+            return None
         try:
             return describe_model(name, Checkpoint.open(path))
         except ClusterError as error:
@@ -133,19 +131,15 @@ class ModelLoader(Protocol):
     @property
     def report(self) -> LoadReport:
         """The change in progress, or the last one."""
-        ...
 
     async def list_models(self) -> list[ModelFacts]:
         """Return the models on this machine, with the problems of those that cannot be served."""
-        ...
 
     def can_load(self, name: str) -> bool:
         """Return whether the model is on this machine."""
-        ...
 
     def start(self, name: str) -> LoadReport:
         """Begin to change to the model `name`, downloaded if needed, and return the report.
 
         Raises CheckpointError for an invalid name, and BusyError while another change runs.
         """
-        ...

@@ -49,11 +49,6 @@ def tagged_name(name: str) -> str:
     return name if ":" in name else name + TAG
 
 
-def utc_now() -> str:
-    """Return the current time in RFC 3339 format."""
-    return utc_time(datetime.now(UTC).timestamp())
-
-
 def utc_time(seconds: float) -> str:
     """Return a time in seconds since 1970 in RFC 3339 format."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
@@ -69,14 +64,6 @@ class Options(SamplingBody):
 
     place: ClassVar[str] = "options."
     num_predict: int | None = Field(None, ge=-2)
-
-    def settings(self, prompt_field: str) -> GenerationSettings:
-        """Return the settings of the internal request. A negative `num_predict` means no limit of the client."""
-        limit = self.num_predict if self.num_predict and self.num_predict > 0 else None
-        return self.sampling_settings(
-            max_tokens=limit,
-            field_names={"prompt": prompt_field, "max_tokens": "options.num_predict"},
-        )
 
 
 class ModelBody(Body):
@@ -97,8 +84,12 @@ class ModelBody(Body):
         return OutputFormat("json_schema", schema, "format")
 
     def settings(self, prompt_field: str) -> GenerationSettings:
-        """Return the settings of the internal request."""
-        return (self.options or Options.model_validate({})).settings(prompt_field)
+        """Return the settings of the internal request. A negative `num_predict` means no limit of the client."""
+        options = self.options or Options.model_validate({})
+        return options.sampling_settings(
+            max_tokens=max(options.num_predict or 0, 0) or None,
+            field_names={"prompt": prompt_field, "max_tokens": "options.num_predict"},
+        )
 
 
 class CallFunction(Body):
@@ -226,7 +217,7 @@ class LineWriter(AnswerWriter):
             content["thinking"] = thinking
         if calls:
             content["tool_calls"] = list(calls)
-        head = {"model": self._answer.model, "created_at": utc_now()}
+        head = {"model": self._answer.model, "created_at": utc_time(time.time())}
         if self._flat:
             return {**head, **content}
         return {**head, "message": {"role": "assistant", **content}}
@@ -326,7 +317,7 @@ def _prepared(answer: GeneratedAnswer, body: ModelBody) -> PreparedAnswer:
 
 def _loaded(api: Api, content: Json) -> JSONResponse:
     """Return the answer to a request that only loads the model, which is always loaded."""
-    head = {"model": api.model.id, "created_at": utc_now()}
+    head = {"model": api.model.id, "created_at": utc_time(time.time())}
     return JSONResponse({**head, **content, "done": True, "done_reason": "load"})
 
 

@@ -295,11 +295,11 @@ def template_messages(
         turns += _assistant(pending, markers)
         pending = []
         if isinstance(item, CallOutputItem):
-            output = item.output if isinstance(item.output, str) else _text(item.output)
+            output = _text(item.output)
             turns.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
         elif isinstance(item, MessageItem):
             role = "system" if item.role == "developer" else item.role
-            turns.append({"role": role, "content": _content(item)})
+            turns.append({"role": role, "content": _text(item.content)})
     return with_system_first([*turns, *_assistant(pending, markers)])
 
 
@@ -313,7 +313,7 @@ def _assistant(items: Iterable[Item], markers: tuple[str, str]) -> list[Json]:
     items = list(items)
     if not items:
         return []
-    text = "".join(_content(item) for item in items if isinstance(item, MessageItem))
+    text = "".join(_text(item.content) for item in items if isinstance(item, MessageItem))
     calls = [
         (item.call_id, full_name(item.namespace, item.name), item.arguments)
         for item in items
@@ -326,12 +326,8 @@ def _assistant(items: Iterable[Item], markers: tuple[str, str]) -> list[Json]:
     return [turn]
 
 
-def _content(item: MessageItem) -> str:
-    return item.content if isinstance(item.content, str) else _text(item.content)
-
-
-def _text(parts: Iterable[TextPart]) -> str:
-    return "".join(part.text for part in parts)
+def _text(content: str | Iterable[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 router = APIRouter()

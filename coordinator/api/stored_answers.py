@@ -308,12 +308,10 @@ class StoredAnswers:
             self._add(prepared).restore()
             return
         except Exception as error:
-            known = isinstance(error, ClusterError)
+            known = error.public if isinstance(error, ClusterError) else ""
             details = {"id": record.id, "error": str(error)}
             log.warning("stored answer ended", extra=details, exc_info=not known)
-            message = "the stored request cannot be read by this release"
-            if isinstance(error, ClusterError):
-                message = error.public
+            message = known or "the stored request cannot be read by this release"
         failure = {"code": "server_error", "message": message}
         result = {**record.result, "status": "failed", "error": failure}
         self.journal.save(replace(record, ended=True, result=result))
@@ -419,9 +417,7 @@ async def serve_storable(request: Request, endpoint: str, prepare: Prepare) -> R
             return answer.stream()
         return JSONResponse(answer.result(), headers={"X-Request-Id": record.id})
     delivery = Delivery(api, prepared, meter)
-    if prepared.stream:
-        return await delivery.stream()
-    response = await delivery.send_whole(request)
+    response = await (delivery.stream() if prepared.stream else delivery.send_whole(request))
     if record is not None and response.status_code == 200:
         stored.keep(prepared)
     return response

@@ -87,7 +87,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-
 for _name, (_, _summary) in COMMANDS.items():
     app.command(_name, help=_summary)(lambda: None)  # until its file is imported
 

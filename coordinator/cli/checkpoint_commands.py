@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from coordinator.api.model_catalog import Catalog, ModelFacts
+from coordinator.api.model_catalog import Catalog
 from coordinator.cli.options import ModelArgument, ModelOption, required_model
 from coordinator.cli.trust_commands import StateOption
 from coordinator.schedule.local_generator import missing_head_tensors, repair_hint
@@ -232,7 +232,11 @@ def convert(
 
     `mtp-coord convert --hf-path Qwen/Qwen3.5-27B --mlx-path Qwen3.5-27B-4bit -q`
     """
-    _check_needs_quantize(quantize, q_bits, q_group_size, q_mode)
+    mode = None if q_mode == "affine" else q_mode
+    given = {"--q-bits": q_bits, "--q-group-size": q_group_size, "--q-mode": mode}
+    for flag, value in given.items():
+        if value is not None and not quantize:
+            raise UsageError(f"{flag} needs --quantize")
     settings = Settings(
         quantization=Quantization.of(q_bits, q_group_size, q_mode) if quantize else None,
         recipe=quant_predicate,
@@ -245,15 +249,6 @@ def convert(
         outcome = convert_checkpoint(source, mlx_path, settings, on_progress)
     for line in _convert_command_summary(outcome):
         typer.echo(line)
-
-
-def _check_needs_quantize(
-    quantize: bool, bits: int | None, group_size: int | None, mode: Mode
-) -> None:
-    given = {"--q-bits": bits, "--q-group-size": group_size, "--q-mode": mode != "affine" or None}
-    for flag, value in given.items():
-        if value is not None and not quantize:
-            raise UsageError(f"{flag} needs --quantize")
 
 
 def _convert_command_summary(outcome: ConversionResult) -> list[str]:
@@ -356,7 +351,16 @@ def models(state_dir: StateOption = None) -> None:
     serve --model, load or inspect.
     """
     found = Catalog(directory_of(state_dir) / CONVERTED).list_models()
-    Console(emoji=False).print(_table([model for model in found if not model.problem]))
+    table = Table(box=SIMPLE, show_edge=False)
+    table.add_column("model", overflow="fold")
+    for title in ("size", "weights", "context", "MTP head"):
+        table.add_column(title)
+    for model in found:
+        if not model.problem:
+            size, context = format_size(model.nbytes), f"{model.context:,}"
+            weights = model.quantization or "full"
+            table.add_row(escape(model.name), size, weights, context, model.head)
+    Console(emoji=False).print(table)
     for model in found:
         if model.problem:
             typer.echo(f"{model.name} cannot be served: {model.problem}")
@@ -366,15 +370,3 @@ def models(state_dir: StateOption = None) -> None:
             f"{folder}: Ollama's models ({count}) cannot be served: they are GGUF files. Download the same models as "
             "safetensors."
         )
-
-
-def _table(found: list[ModelFacts]) -> Table:
-    table = Table(box=SIMPLE, show_edge=False)
-    table.add_column("model", overflow="fold")
-    for title in ("size", "weights", "context", "MTP head"):
-        table.add_column(title)
-    for model in found:
-        weights = model.quantization or "full"
-        size, context = format_size(model.nbytes), f"{model.context:,}"
-        table.add_row(escape(model.name), size, weights, context, model.head)
-    return table

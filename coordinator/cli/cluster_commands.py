@@ -52,12 +52,12 @@ def status(
     accepted share of the drafts at each position.
     """
     url = server_url(url)
+    reply = fetch(url, api_key)
+    cluster = parse(reply)
     if as_json:
-        reply = fetch(url, api_key)
-        parse(reply)
         typer.echo(reply.decode())
-        return
-    Console(emoji=False).print(render(parse(fetch(url, api_key))))
+    else:
+        Console(emoji=False).print(render(cluster))
 
 
 def fetch(url: str, api_key: str | None) -> bytes:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,12 +71,19 @@ def demo(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtp-demo-")))
         names = [f"worker-{i + 1}" for i in range(workers)]
         with _start_bar(console, [*names, "coordinator"]) as ready:
-            started = [stack.enter_context(_worker(folder, name)) for name in names]
-            addresses = []
+            options = ["--model", "builtin", "--no-mdns"]
+            started = []
+            for name in names:
+                command = ["--listen", "127.0.0.1:0", "--name", name, *options]
+                log = folder / f"{name}.log"
+                started.append(stack.enter_context(_process(log, "worker.cli", command)))
+            # The coordinator serves as soon as all are there, which on a busy machine takes its time.
+            command = ["serve", *options, "--port", "0", "--mtp", mtp, "--wait", "60"]
             for program in started:
-                addresses.append(_wait_for(program, "worker ready", "address"))
+                command.append(f"--worker={_wait_for(program, 'worker ready', 'address')}")
                 ready(program.log.stem)
-            coordinator = stack.enter_context(_coordinator(folder, addresses, mtp))
+            process = _process(folder / "coordinator.log", "coordinator.cli", command)
+            coordinator = stack.enter_context(process)
             url = _wait_for(coordinator, "serving", "url")
             ready("coordinator")
         console.print(f"[dim]serving at {url}[/dim]\n")
@@ -106,18 +113,6 @@ def _start_bar(console: Console, names: list[str]) -> Iterator[Callable[[str], N
             bar.advance(task)
 
         yield ready
-
-
-def _worker(folder: Path, name: str) -> AbstractContextManager[Program]:
-    command = ["--listen", "127.0.0.1:0", "--name", name, "--model", "builtin", "--no-mdns"]
-    return _process(folder / f"{name}.log", "worker.cli", command)
-
-
-def _coordinator(folder: Path, addresses: list[str], mtp: str) -> AbstractContextManager[Program]:
-    command = ["serve", "--model", "builtin", "--port", "0", "--no-mdns", "--mtp", mtp]
-    # It serves as soon as all are there, which on a busy machine takes its time.
-    command += ["--wait", "60", *(f"--worker={address}" for address in addresses)]
-    return _process(folder / "coordinator.log", "coordinator.cli", command)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -71,18 +70,16 @@ class ShownText:
         sys.stdout.flush()
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt in tokens. `thinking` tells whether the answer starts in reasoning; None without a chat template."""
+def encode_prompt(
+    tokenizer: Tokenizer, text: str, *, raw: bool
+) -> tuple[tuple[int, ...], bool | None]:
+    """Return the prompt in tokens, and whether the answer starts in reasoning; None without a chat template.
 
-    tokens: tuple[int, ...]
-    thinking: bool | None = None
-
-
-def encode_prompt(tokenizer: Tokenizer, text: str, *, raw: bool) -> Prompt:
-    """Return the prompt in tokens. Raises UsageError for an empty prompt, and for a model without a chat template."""
+    Raises UsageError for an empty prompt, and for a model without a chat template.
+    """
+    thinking = None
     if raw:
-        prompt = Prompt(tokenizer.encode(text))
+        tokens = tokenizer.encode(text)
     else:
         try:
             chat = tokenizer.chat_prompt([{"role": "user", "content": text}])
@@ -90,10 +87,10 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, raw: bool) -> Prompt:
             raise UsageError(
                 f"{error}. Use --raw to continue the prompt without a template"
             ) from error
-        prompt = Prompt(chat.tokens, chat.thinking)
-    if not prompt.tokens:
+        tokens, thinking = chat.tokens, chat.thinking
+    if not tokens:
         raise UsageError("the prompt is empty")
-    return prompt
+    return tokens, thinking
 
 
 def read_prompt(texts: Sequence[str | None], file: Path | None) -> str:
@@ -309,9 +306,9 @@ def generate(
         path = resolve_model(model or BUILTIN, on_progress)
     checkpoint = Checkpoint.open(path)
     tokenizer = Tokenizer.load(path, checkpoint.config.eos_token_ids)
-    opened = encode_prompt(tokenizer, given, raw=raw)
-    request = _request(checkpoint, tokenizer, opened.tokens, max_tokens, params)
-    answer = PrintedAnswer(tokenizer, stops, stream=not as_json, thinking=opened.thinking)
+    tokens, thinking = encode_prompt(tokenizer, given, raw=raw)
+    request = _request(checkpoint, tokenizer, tokens, max_tokens, params)
+    answer = PrintedAnswer(tokenizer, stops, stream=not as_json, thinking=thinking)
     engine = partial(
         local_generator,
         checkpoint,

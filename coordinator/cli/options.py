@@ -18,7 +18,6 @@ DraftVocabOption = Annotated[
     ),
 ]
 
-
 ExactOption = Annotated[
     bool,
     typer.Option(

@@ -218,12 +218,14 @@ class Discovery:
         if addresses and not set(addresses) & set(self._static):
             self._add_candidate(Candidate(record.instance, tuple(addresses), announcement))
 
-    def _on_change(self, zeroconf: Zeroconf, name: str, change: ServiceStateChange) -> None:
-        """Handle the change of one service instance, on the event loop."""
+    def _on_change(
+        self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
+    ) -> None:
+        """Handle the change of one service instance, on the event loop. zeroconf passes the arguments by name."""
         earlier = self._resolving.pop(name, None)
         if earlier is not None:
             earlier.cancel()
-        if change is ServiceStateChange.Removed:
+        if state_change is ServiceStateChange.Removed:
             self._known.pop(name, None)
         elif len(self._resolving) < MAX_CANDIDATES:
             self._resolving[name] = asyncio.create_task(self._resolve(zeroconf, name))
@@ -261,19 +263,13 @@ class Discovery:
 
 @contextlib.asynccontextmanager
 async def _browsing(
-    on_change: Callable[[Zeroconf, str, ServiceStateChange], None],
+    on_change: Callable[..., None],
 ) -> AsyncIterator[AsyncZeroconf]:
     """Run a browser. Raises the errors of zeroconf."""
-
-    def handler(
-        zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
-    ) -> None:
-        on_change(zeroconf, name, state_change)
-
     zeroconf = AsyncZeroconf()
     browser = None
     try:
-        browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE_TYPE, handlers=[handler])
+        browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE_TYPE, handlers=[on_change])
         yield zeroconf
     finally:
         with contextlib.suppress(OSError, TimeoutError, ZeroconfError):

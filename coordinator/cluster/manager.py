@@ -138,10 +138,6 @@ class ClusterManager:
         gathering = self.view.phase is Phase.GATHERING
         return f"waiting for workers: {self.describe_wait()}" if gathering else ""
 
-    def drop_removed_nodes(self, removed: frozenset[str]) -> None:
-        """Disconnect the workers whose node id is in `removed`."""
-        self.membership.drop_removed_nodes(removed)
-
     def replan(self) -> None:
         """Look for a better plan over the workers that are ready now. `replans` has the result."""
         self.replans.pending = True

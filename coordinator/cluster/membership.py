@@ -98,7 +98,6 @@ JOIN_SECONDS = 2.0
 PROBE_SECONDS = 1.0
 """Seconds. Deadline for a worker to answer after a plan failed for an unknown reason."""
 
-
 REFUSED_LOG_SECONDS = 60.0
 """Seconds between two warnings about a peer that does not prove to be a member of the cluster."""
 

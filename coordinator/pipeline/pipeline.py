@@ -37,22 +37,18 @@ class Pipeline(Protocol):
 
     def send_frame(self, frame: Frame) -> None:
         """Queue a frame for stage 0. `receive_frame` raises the error if sending fails."""
-        ...
 
     async def receive_frame(self) -> Frame:
         """Wait for the next frame from the last stage and return it.
 
         Raises WorkerLostError, or the stage's error, once the plan has failed. Every later call raises it too.
         """
-        ...
 
     def broadcast_rollback(self, rollback: Rollback) -> None:
         """Send a rollback to every stage at once."""
-        ...
 
     def broadcast_cancel(self, seq_id: int) -> None:
         """Tell every stage at once that a sequence has no client any more."""
-        ...
 
     async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
         """Return the newest backup of a sequence, of at most `limit` bytes.
@@ -60,29 +56,23 @@ class Pipeline(Protocol):
         A frame with the operation BackUp has returned. Raises ClusterError if a stage fails, or if the stages have
         different backups.
         """
-        ...
 
     async def write_backup(
         self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
     ) -> None:
         """Give every stage its part of a backup, for the operation RestoreBackup. Raises ClusterError if one fails."""
-        ...
 
     def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
         """Use the status of a worker of this plan to detect frames that do not move."""
-        ...
 
     async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
         """Return the traces of the coordinator and of all stages since `since_ns` in the coordinator's clock."""
-        ...
 
     def fail(self, error: ClusterError) -> None:
         """Make `receive_frame` raise `error`, because the plan ends."""
-        ...
 
     async def close(self) -> None:
         """Stop using the stages, within seconds."""
-        ...
 
 
 class PipelineSource(Protocol):
@@ -93,8 +83,6 @@ class PipelineSource(Protocol):
 
         Raises ClusterError if there is none within the source's deadline.
         """
-        ...
 
     def report_failure(self, pipeline: Pipeline, error: Exception) -> None:
         """Tell the source that `pipeline` failed with `error`."""
-        ...

@@ -327,12 +327,11 @@ class WorkerClient:
         call = self._stub.Provide()
         outgoing: asyncio.Queue[AsyncIterator[pb.Weights]] = asyncio.Queue()
         outgoing.put_nowait(_only(pb.Weights(offer=offer)))
-
-        def send_wanted(wanted: pb.WantedTensors) -> None:
-            outgoing.put_nowait(answer(wanted))
-
+        reading = self._read_replies(
+            call, lambda wanted: outgoing.put_nowait(answer(wanted)), on_progress
+        )
         tasks = [
-            asyncio.create_task(self._read_replies(call, send_wanted, on_progress)),
+            asyncio.create_task(reading),
             asyncio.create_task(_write_all(call, outgoing)),
         ]
         try:

@@ -16,10 +16,8 @@ from proto.rpc.listener import BackgroundTasks
 
 log = logging.getLogger(__name__)
 
-
 LONGEST_RESTORE = 5.0
 """Seconds. Longest expected transfer of a prefix to the stages. A longer one may take more time than to compute it."""
-
 
 SHORTEST_TRANSFER = 1e-3
 """Seconds. Lower bound of a measured transfer, whose clock may not advance."""

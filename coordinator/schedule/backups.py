@@ -59,15 +59,14 @@ class PrefixBackups:
     starts from its backup instead.
     """
 
-    def __init__(self, most: int = MAX_PREFIXES) -> None:
-        self.most = most
+    def __init__(self) -> None:
         self.kept: OrderedDict[Tokens, Backup] = OrderedDict()
 
     def add_prefix(self, tokens: Tokens, backup: Backup) -> None:
         """Keep a backup of `tokens`."""
         self.kept[tokens] = backup
         self.kept.move_to_end(tokens)
-        if len(self.kept) > self.most:
+        if len(self.kept) > MAX_PREFIXES:
             self.drop_oldest()
 
     def find_longest(self, prompt: Sequence[int]) -> Backup | None:

@@ -112,11 +112,9 @@ class Generator(Protocol):
         Return a function that cancels the request on every stage; it may be called at any time. Raises RequestError if
         the request can never be served, CapacityError if the queue is full, and NotReadyError if no plan serves.
         """
-        ...
 
     def queue_position(self, request: GenerationRequest) -> int | None:
         """Return the position of `request` among the waiting ones, 1 for the next one, or None if it does not wait."""
-        ...
 
 
 async def generate(

@@ -269,7 +269,10 @@ class Scheduler:
     def next_frame(self, now: float) -> Frame | None:
         """Return the next frame to send, or None if there is no work or the pipeline is full."""
         self._preempt(now)
-        self._admit_waiting(now)
+        while sequence := self.prompts.next_to_admit(
+            self.running, self.waiting, self.capacity, self.limits, self.stages
+        ):
+            self._place_sequence(sequence, now)
         self.backups.choose_due(self.running.values(), now)
         record = FrameInFlight(self.next_number, now, alone=not self.in_flight)
         segments = self._next_micro_batch(record)
@@ -310,12 +313,6 @@ class Scheduler:
         entry = self.prefixes.find_entry(sequence.tokens)
         sequence.expected_prefix = 0 if entry is None else len(entry.tokens)
         self.waiting.append(sequence)
-
-    def _admit_waiting(self, now: float) -> None:
-        while sequence := self.prompts.next_to_admit(
-            self.running, self.waiting, self.capacity, self.limits, self.stages
-        ):
-            self._place_sequence(sequence, now)
 
     def _place_sequence(self, sequence: Sequence, now: float) -> None:
         self.waiting.remove(sequence)

@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+)(?::\d{1,5})?")
 """A name or address, and a port."""
 
-
 CONTAINER_NAMES = ("host.docker.internal", "host.containers.internal")
 """Names of this machine in its containers. The domain `internal` is reserved: no website can have a name in it."""
 

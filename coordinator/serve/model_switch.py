@@ -57,15 +57,12 @@ class Host(Protocol):
 
     def make_parts(self, model: OpenedModel, source: PipelineSource) -> ServedParts:
         """Return the parts of a model, which do not serve yet."""
-        ...
 
     def publish(self, parts: ServedParts) -> None:
         """Send all requests from now on to `parts`."""
-        ...
 
     def pause_requests(self, reason: str) -> None:
         """Answer all requests from now on with 503 and `reason`."""
-        ...
 
 
 class ModelSwitch:
@@ -89,7 +86,8 @@ class ModelSwitch:
     @property
     def report(self) -> LoadReport:
         """The change in progress, or the last one."""
-        return self._report or LoadReport(_name_of(self._host), "ready")
+        parts = self._host.parts
+        return self._report or LoadReport(parts.model.name if parts else "", "ready")
 
     def argument_of(self, name: str) -> str | None:
         """Return the directory or repo of a model on this machine, or None for an unknown or incomplete one."""
@@ -168,7 +166,8 @@ class ModelSwitch:
         assert before is not None
         try:
             path = await asyncio.to_thread(resolve_model, argument, self._show, self._stop)
-            model = await asyncio.to_thread(self._open, argument, path)
+            options = replace(self._host.options, model=argument)
+            model = await asyncio.to_thread(OpenedModel, options, path)
             await self._check_fit(model)
             self._host.pause_requests(f"The server changes to the model {name}.")
             self._serves = False
@@ -190,9 +189,6 @@ class ModelSwitch:
             self._listed_at = -math.inf
             self._set_phase("ready")
             log.info("model changed", extra={"model": name})
-
-    def _open(self, argument: str, path: Path) -> OpenedModel:
-        return OpenedModel(replace(self._host.options, model=argument), path)
 
     async def _check_fit(self, model: OpenedModel) -> None:
         """Raise MemoryLimitError if neither the workers nor this process can serve `model`."""
@@ -256,7 +252,3 @@ class ModelSwitch:
     def _show(self, done: int, total: int) -> None:
         assert self._report is not None
         self._report = replace(self._report, done=done, total=total)
-
-
-def _name_of(host: Host) -> str:
-    return host.parts.model.name if host.parts else ""

@@ -290,7 +290,13 @@ class _Server:
         model = await asyncio.to_thread(OpenedModel, self.options, path)
         source = self._make_source(model, stack)
         stack.push_async_callback(self._end_answers)
-        parts = self._make_first_parts(model, source, stack)
+        switch = ModelSwitch(self, Catalog(self.options.state / CONVERTED), model)
+        stack.push_async_callback(switch.close)
+        invite = None
+        if self.trust is not None and self.options.join_address is not None:
+            invite = partial(make_invitation, self.trust)
+        self._lasting = LastingParts(self.api_options, self.journal, self.manager, switch, invite)
+        parts = self.make_parts(model, source)
         self.publish(parts)
         reporting = self.manager and asyncio.create_task(_report_wait(self.manager, self.url))
         try:
@@ -323,25 +329,10 @@ class _Server:
         manager.start()
         if trust is not None:
             watching = asyncio.create_task(
-                trust.watch(manager.clients.values, manager.drop_removed_nodes)
+                trust.watch(manager.clients.values, manager.membership.drop_removed_nodes)
             )
             stack.callback(watching.cancel)
         return manager
-
-    def _make_first_parts(
-        self, model: OpenedModel, source: PipelineSource, stack: AsyncExitStack
-    ) -> ServedParts:
-        trust, join_address = self.trust, self.options.join_address
-        switch = ModelSwitch(self, Catalog(self.options.state / CONVERTED), model)
-        stack.push_async_callback(switch.close)
-        self._lasting = LastingParts(
-            self.api_options,
-            self.journal,
-            self.manager,
-            switch,
-            partial(make_invitation, trust) if trust and join_address else None,
-        )
-        return self.make_parts(model, source)
 
     # ---- Host of the ModelSwitch
 

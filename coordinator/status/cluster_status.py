@@ -154,4 +154,3 @@ class StatusSource(Protocol):
 
     def status(self) -> ClusterStatus:
         """Return a snapshot. Runs on the event loop, so it must neither lock nor block."""
-        ...

@@ -254,13 +254,11 @@ class LiveFeed:
                 queue.put_nowait(message)
 
     def _snapshot(self) -> bytes:
-        self._encoded = self._encoded or self._encode_snapshot()
-        return self._encoded
-
-    def _encode_snapshot(self) -> bytes:
+        if self._encoded:
+            return self._encoded
         if not self._status:
             self._status = status_fields(self.source.status(), self.history.traffic())
-        return _message(
+        self._encoded = _message(
             "snapshot",
             {
                 "time": time.time(),
@@ -272,6 +270,7 @@ class LiveFeed:
                 "ended_requests": [asdict(record) for record in self.requests.recent],
             },
         )
+        return self._encoded
 
     # ---- subscribers
 

@@ -90,7 +90,6 @@ async def send_file(request: Request) -> Response:
 page_routes = [Route("/", send_page), Route("/assets/{name}", send_file)]
 """The routes of the files. They need no API key, because a browser cannot send one when it opens a page."""
 
-
 router = APIRouter()
 
 
