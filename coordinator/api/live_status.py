@@ -12,7 +12,13 @@ from coordinator.cluster.view import Member, MemberState, Phase
 from coordinator.planning.capacity import REFERENCE_BANDWIDTH
 from coordinator.planning.plan import StagePlan
 from coordinator.schedule.loop import GenerationLoop
-from coordinator.status.cluster_status import ClusterStatus, Health, ModelStatus, NodeStatus
+from coordinator.status.cluster_status import (
+    ClusterStatus,
+    Health,
+    ModelStatus,
+    NodeStatus,
+    StatusSource,
+)
 from coordinator.status.frame_records import StageLoad, chrome_trace, step_table
 
 
@@ -22,8 +28,8 @@ async def trace_report(loop: GenerationLoop, seconds: float) -> dict[str, Any]:
     return {"trace": chrome_trace(processes), "table": step_table(processes)}
 
 
-class LiveStatus:
-    """The StatusSource of a server.
+class LiveStatus(StatusSource):
+    """The status of a server.
 
     `manager` is None in single-node mode. `alone()` returns the status of this process while it serves alone.
     """
@@ -45,7 +51,6 @@ class LiveStatus:
         self._epoch_offset = time.time() - (manager.clock() if manager else 0.0)
 
     def status(self) -> ClusterStatus:
-        """See StatusSource."""
         loop = self.loop.status()
         return replace(
             loop,
@@ -58,7 +63,6 @@ class LiveStatus:
         )
 
     def _cluster_fields(self) -> dict[str, Any]:
-        """Return the fields that only a server with a cluster has."""
         if self.manager is None:
             return {"phase_seconds": self.loop.clock() - self._started}
         view, replans = self.manager.view, self.manager.replans

@@ -229,7 +229,6 @@ class StoredAnswer:
         self._end("failed" if delivery.outcome in ("error", "refused") else "ended")
 
     def _write_tokens(self) -> None:
-        """Queue the new tokens for the journal."""
         new = tuple(self._choice.generated[self._written :])
         if new:
             self._journal.append_tokens(self.record.id, self._written, new)

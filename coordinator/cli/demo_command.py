@@ -108,7 +108,6 @@ def _start_bar(console: Console, names: list[str]) -> Iterator[Callable[[str], N
         task = bar.add_task(f"starting {', '.join(names)}", total=len(names))
 
         def ready(name: str) -> None:
-            """Print that `name` is ready, and count it."""
             console.print(f"[dim]{name} is ready after {bar.tasks[task].elapsed or 0:.0f} s[/dim]")
             bar.advance(task)
 

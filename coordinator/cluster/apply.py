@@ -104,7 +104,8 @@ def _enter(view: View, phase: Phase) -> View:
 
 def _with_member_event(view: View, event: MemberEvent) -> View:
     """Return the view with one worker updated by `event`."""
-    address = event.address
+    named = event.member if isinstance(event, WorkerJoined | WorkerRefused) else event
+    address = named.address
     before = view.members.get(address)
     members = {a: m for a, m in view.members.items() if a != address}
     match event:

@@ -20,11 +20,6 @@ class WorkerJoined:
 
     member: Member
 
-    @property
-    def address(self) -> str:
-        """Address of the worker."""
-        return self.member.address
-
 
 @dataclass(frozen=True)
 class WorkerRefused:
@@ -32,11 +27,6 @@ class WorkerRefused:
 
     member: Member
     reason: str
-
-    @property
-    def address(self) -> str:
-        """Address of the worker."""
-        return self.member.address
 
 
 @dataclass(frozen=True)

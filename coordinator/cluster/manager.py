@@ -46,7 +46,7 @@ from coordinator.cluster.membership import ManagerOptions, Membership
 from coordinator.cluster.plan_start import LoadState, PlanStart, describe_failure
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Member, Phase, View
-from coordinator.pipeline.pipeline import Pipeline
+from coordinator.pipeline.pipeline import Pipeline, PipelineSource
 from coordinator.pipeline.worker_client import WorkerClient
 from coordinator.planning.plan import Plan
 from mtp.device import Arithmetic, unlike_machines
@@ -85,8 +85,8 @@ SILENCE_SECONDS = 720.0
 """Seconds. Longest time without progress of a plan that loads. The check of `--exact` on CUDA may take ten minutes."""
 
 
-class ClusterManager:
-    """`coordinator.pipeline.pipeline.PipelineSource` over workers, or over this process when no worker can serve.
+class ClusterManager(PipelineSource):
+    """A source of pipelines over workers, or over this process when no worker can serve.
 
     `alone(epoch)` makes the pipeline of this process. `count_open_requests` returns how many answers are running or
     queued; an automatic change of plan waits until there are none.
@@ -202,7 +202,6 @@ class ClusterManager:
     # ---- PipelineSource
 
     async def acquire(self) -> Pipeline:
-        """See PipelineSource."""
         before = None
         while before != (progress := self._progress()):
             if self.view.phase is Phase.SERVING and self.pipeline is not None:
@@ -221,7 +220,6 @@ class ClusterManager:
         return self.view.epoch, self.loads.totals, gathering and self.view.now
 
     def report_failure(self, pipeline: Pipeline, error: Exception) -> None:
-        """See PipelineSource."""
         if pipeline is self.pipeline:
             self._fail_pipeline(pipeline, str(error), pipeline.suspect)
 
@@ -330,7 +328,6 @@ class ClusterManager:
         self._start = self._background.spawn(work)
 
     async def _prepare(self, start: PlanStart, workers: frozenset[str]) -> None:
-        """Prepare a plan and report the result."""
         event = await start.prepare(workers)
         self._preparation = None
         if isinstance(event, PreparationFailed) and event.address is None:
@@ -381,7 +378,6 @@ class ClusterManager:
             self._waiter.set_result(pipeline)
 
     def _why_alone(self) -> str:
-        """Return the reason why no worker serves."""
         members = self.view.members.values()
         reasons = [f"{m.name}: {m.reason}" for m in members if m.reason]
         silent = set(self.options.addresses) - {m.address for m in members}

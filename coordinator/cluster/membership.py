@@ -319,7 +319,6 @@ class Membership:
         """Ask every watched worker about `model`, also those that are admitted meanwhile."""
 
         async def describe(address: str, client: WorkerClient) -> None:
-            """Describe one worker."""
             try:
                 info = await client.describe(model.ref)
             except ClusterError as error:

@@ -218,7 +218,6 @@ class StepCosts:
         )
 
     def _record_fresh(self, shape: Shape, relative: float) -> None:
-        """Record a sample of a shape that is being measured."""
         samples = self._fresh[shape]
         samples.append(relative)
         known = self._relative.get(shape)

@@ -149,7 +149,6 @@ class Diagnosis:
         return checks.judged("answer", speed, "", {"tokens": len(found.tokens)})
 
     async def _drafted_answer(self, depth: int) -> Finding:
-        """Compare the answer with drafts to the plain answer."""
         self._answers[depth] = await self._answer(depth)
         return answer.judge_identity(self._answers[0], self._answers[depth])
 

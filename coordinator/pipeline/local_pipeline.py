@@ -15,7 +15,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from coordinator.pipeline.pipeline import Pipeline
+from coordinator.pipeline.pipeline import Pipeline, PipelineSource
 from coordinator.planning.capacity import (
     DEFAULT_SEQUENCES,
     Capacity,
@@ -101,8 +101,8 @@ class LocalModel:
         ]  # fmt: skip
 
 
-class LocalPipeline:
-    """The implementation of `coordinator.pipeline.pipeline.Pipeline` over stages on a thread of its own.
+class LocalPipeline(Pipeline):
+    """The implementation of `Pipeline` over stages on a thread of its own.
 
     Construct it on the event loop. The constructor raises MemoryLimitError, before it reads any weights, for a model
     that does not fit.
@@ -147,7 +147,6 @@ class LocalPipeline:
             raise _worker_lost("loading the model failed", error) from error
 
     def _load(self, on_progress: OnProgress | None) -> None:
-        """Load the stages on the engine thread."""
         set_limits(self._memory_limit)
         model = self._model
         loaded = [
@@ -174,7 +173,6 @@ class LocalPipeline:
                 return error
 
     def send_frame(self, frame: Frame) -> None:
-        """Queue a frame for the engine thread."""
         own = self.stamps.add_frame(COORDINATOR, CoordinatorStep)
         stamps = [self.host.stamps.add_frame(i, StageStep) for i in range(self.stages)]
         for one in (own, *stamps):
@@ -182,7 +180,6 @@ class LocalPipeline:
         self.thread.submit_frame(partial(self._process, frame, own, stamps))
 
     def _process(self, frame: Frame, own: FrameStamps, stamps: list[FrameStamps]) -> None:
-        """Run a frame on the engine thread."""
         if not self._engines:
             return  # an earlier frame has failed
         done, failed = partial(self._post_result, own), partial(self._engine_failed, own)
@@ -223,7 +220,6 @@ class LocalPipeline:
         self._outbox.put_nowait(result)
 
     async def receive_frame(self) -> Frame:
-        """Wait for the next frame from the last stage and return it. See Pipeline."""
         result = await self._outbox.get()
         if isinstance(result, ClusterError):
             self._outbox.put_nowait(result)  # every later call raises it too
@@ -237,7 +233,6 @@ class LocalPipeline:
         """Do nothing, for the same reason."""
 
     async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
-        """Return the traces of the event loop and of the stages in this process. See Pipeline."""
         own = process_trace("coordinator", COORDINATOR, self.stamps.since(since_ns))
         stamps = self.host.stamps.since(since_ns)
         return [
@@ -255,7 +250,6 @@ class LocalPipeline:
     async def write_backup(
         self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
     ) -> None:
-        """Give every stage its part of a backup. See Pipeline."""
         layers: dict[int, list[bytes]] = {}
         for state in states:
             layers.setdefault(state.layer, []).append(state.data)
@@ -267,7 +261,6 @@ class LocalPipeline:
         """Do nothing: no worker takes part."""
 
     def fail(self, error: ClusterError) -> None:
-        """Make `receive_frame` raise `error`."""
         self._outbox.put_nowait(error)
 
     async def close(self) -> None:
@@ -330,7 +323,7 @@ class LocalPipelines:
                 raise NotReadyError(f"{STUCK} {stall:.0f} s. Wait, or restart mtp-coord")
 
 
-class LocalSource:
+class LocalSource(PipelineSource):
     """A source of pipelines in this process. `make(epoch)` loads the first one, and a new one after each failure."""
 
     def __init__(self, make: Callable[[int], Awaitable[LocalPipeline]]) -> None:
@@ -338,7 +331,6 @@ class LocalSource:
         self._epoch = 0
 
     async def acquire(self) -> Pipeline:
-        """Load a pipeline and return it."""
         self._epoch += 1
         return await self._make(self._epoch)
 

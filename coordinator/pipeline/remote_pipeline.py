@@ -16,6 +16,7 @@ from functools import partial
 import grpc
 import grpc.aio
 
+from coordinator.pipeline.pipeline import Pipeline
 from coordinator.pipeline.worker_client import NOTICE_SHARE, WorkerClient
 from coordinator.planning.capacity import Capacity
 from coordinator.status.frame_records import COORDINATOR, ProcessTrace, process_trace
@@ -114,8 +115,8 @@ CLOSE_SECONDS = 5.0
 """Seconds. Maximum wait for open calls to end. The next plan starts after it."""
 
 
-class RemotePipeline:
-    """The implementation of `coordinator.pipeline.pipeline.Pipeline` over workers that have loaded their stages."""
+class RemotePipeline(Pipeline):
+    """The implementation of `Pipeline` over workers that have loaded their stages."""
 
     def __init__(
         self,
@@ -199,7 +200,6 @@ class RemotePipeline:
     # ---- frames
 
     def send_frame(self, frame: Frame) -> None:
-        """Queue a frame for stage 0. See Pipeline."""
         stamps = self.stamps.add_frame(COORDINATOR, CoordinatorStep)
         stamps.name_frame(frame.epoch, frame.number, frame.rows)
         data = encode(frame)
@@ -209,7 +209,6 @@ class RemotePipeline:
         self.stall_detector.record_sent(self.clock())
 
     async def receive_frame(self) -> Frame:
-        """Wait for the next frame from the last stage and return it. See Pipeline."""
         result = await self._results.get()
         if isinstance(result, ClusterError):
             self._results.put_nowait(result)  # every later call raises it too
@@ -283,7 +282,6 @@ class RemotePipeline:
         self._results.put_nowait(frame)
 
     async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
-        """Return the traces of the coordinator and of all workers. See Pipeline."""
         own = process_trace("coordinator", COORDINATOR, self.stamps.since(since_ns))
         found = await asyncio.gather(
             *(
@@ -296,7 +294,6 @@ class RemotePipeline:
     # ---- backups
 
     async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
-        """Return the newest backup of a sequence. See Pipeline."""
         found = await asyncio.gather(
             *(worker.read_backup(self.epoch, seq_id, limit) for worker in self.workers)
         )
@@ -309,7 +306,6 @@ class RemotePipeline:
     async def write_backup(
         self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
     ) -> None:
-        """Give every stage its part of a backup. See Pipeline."""
         await asyncio.gather(
             *(
                 worker.write_backup(self.epoch, seq_id, tokens, part)
@@ -328,11 +324,9 @@ class RemotePipeline:
     # ---- signals
 
     def broadcast_rollback(self, rollback: Rollback) -> None:
-        """Send a rollback to every worker at once."""
         self._broadcast(rollback.to_signal(self.epoch))
 
     def broadcast_cancel(self, seq_id: int) -> None:
-        """Tell every worker at once that a sequence has no client any more."""
         self._broadcast(pb.Signal(epoch=self.epoch, cancel=pb.Cancel(seq_id=seq_id)))
 
     def _broadcast(self, signal: pb.Signal) -> None:

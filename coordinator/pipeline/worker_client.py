@@ -28,6 +28,7 @@ from coordinator.status.frame_records import (
     ProcessTrace,
     RoundTrip,
     align_clocks,
+    process_trace,
 )
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
@@ -395,11 +396,9 @@ class WorkerClient:
     def _connection_lost(self) -> WorkerLostError:
         return WorkerLostError(f"{self.address} is lost: the connection ended during a call")
 
-    async def connect(self, request: pb.ConnectRequest) -> pb.ConnectReply:
+    async def connect(self, request: pb.ConnectRequest) -> None:
         """Bind the worker's stage into a plan, and keep the figures of its hop in `hop`."""
-        reply: pb.ConnectReply = await self._call(self._stub.Connect, request)
-        self.hop = reported_hop(reply)
-        return reply
+        self.hop = reported_hop(await self._call(self._stub.Connect, request))
 
     async def connect_ring(self, request: pb.RingRequest) -> None:
         """Open the link from the worker's stage, the last one, to the first stage of its plan."""
@@ -420,17 +419,12 @@ class WorkerClient:
         since = max(0, since_ns + clock.offset_ns)
         request = pb.TraceRequest(coordinator=self.me, with_frames=True, since_ns=since)
         reply: pb.TraceReport = await self._call(self._stub.ReportTrace, request)
-        frames = tuple(
-            FrameTimes(
-                one.epoch,
-                one.number,
-                one.rows,
-                tuple(moment - clock.offset_ns if moment else 0 for moment in one.times_ns),
-            )
+        frames = [
+            FrameTimes(one.epoch, one.number, one.rows, tuple(one.times_ns))
             for one in reply.frames
             if one.epoch == epoch
-        )
-        return ProcessTrace(f"stage {stage} {self.address}", stage, clock, frames)
+        ]
+        return process_trace(f"stage {stage} {self.address}", stage, frames, clock)
 
     async def _align_clock(self) -> ClockOffset:
         """Return the offset of the worker's clock, measured within the last CLOCK_SECONDS."""

@@ -15,7 +15,7 @@ from functools import partial
 
 from coordinator.pipeline.pipeline import Pipeline, PipelineSource
 from coordinator.schedule.backup_transfer import BackupTransfer
-from coordinator.schedule.request import Finished, GenerationEvent, GenerationRequest
+from coordinator.schedule.request import Finished, GenerationEvent, GenerationRequest, Generator
 from coordinator.schedule.scheduler import FrameOutcome, Scheduler
 from coordinator.schedule.sequence import Sequence
 from coordinator.status.cluster_status import ClusterStatus, PrefillStatus
@@ -51,7 +51,7 @@ RETRY_SECONDS = 1.0
 """Seconds. Delay before retrying `acquire`, to avoid a busy loop on a source that fails at once."""
 
 
-class GenerationLoop:
+class GenerationLoop(Generator):
     """A server of requests over the pipelines of a source. Call `start` before and `close` after its use.
 
     All its code runs on the event loop's thread, so the scheduler needs no lock. `describe_wait` returns what the
@@ -143,7 +143,6 @@ class GenerationLoop:
     # ---- requests
 
     def submit(self, request: GenerationRequest, deliver: Deliver) -> Callable[[], None]:
-        """Queue `request`. See `coordinator.schedule.request.Generator`."""
         if self._task is None or self._task.done():
             cause = self._describe_wait() or "it is starting or shutting down"
             raise NotReadyError(f"this server is not serving: {cause}")
@@ -162,7 +161,6 @@ class GenerationLoop:
         return partial(self._cancel_request, sequence.seq_id)
 
     def queue_position(self, request: GenerationRequest) -> int | None:
-        """See `coordinator.schedule.request.Generator`."""
         scheduler = self.scheduler
         return scheduler.prompts.queue_position(scheduler.running, scheduler.waiting, request)
 

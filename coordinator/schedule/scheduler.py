@@ -416,7 +416,6 @@ class Scheduler:
         )
 
     def _next_chunks(self) -> list[Segment]:
-        """Return prompt chunks for one frame."""
         if len(self.in_flight) > self.stages:
             return []
         stormy = self.backups.stormy

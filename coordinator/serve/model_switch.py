@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from coordinator.api.model_catalog import Catalog, ModelFacts
+from coordinator.api.model_catalog import Catalog, ModelFacts, ModelLoader
 from coordinator.cluster.manager import ClusterManager
 from coordinator.pipeline.local_pipeline import LocalSource
 from coordinator.pipeline.pipeline import PipelineSource
@@ -65,7 +65,7 @@ class Host(Protocol):
         """Answer all requests from now on with 503 and `reason`."""
 
 
-class ModelSwitch:
+class ModelSwitch(ModelLoader):
     """The changes of the model of one server, one at a time."""
 
     def __init__(self, host: Host, catalog: Catalog, first: OpenedModel) -> None:
@@ -85,7 +85,6 @@ class ModelSwitch:
 
     @property
     def report(self) -> LoadReport:
-        """The change in progress, or the last one."""
         parts = self._host.parts
         return self._report or LoadReport(parts.model.name if parts else "", "ready")
 
@@ -102,11 +101,9 @@ class ModelSwitch:
         return str(path)
 
     def can_load(self, name: str) -> bool:
-        """See ModelLoader."""
         return self.argument_of(name) is not None
 
     async def list_models(self) -> list[ModelFacts]:
-        """See ModelLoader."""
         clock = asyncio.get_running_loop().time
         try:
             async with asyncio.timeout(DISK_SECONDS), self._reading:

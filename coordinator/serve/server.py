@@ -41,7 +41,7 @@ from coordinator.serve.served_parts import (
     make_manager,
     served_name,
 )
-from coordinator.status.cluster_status import ClusterStatus
+from coordinator.status.cluster_status import ClusterStatus, StatusSource
 from coordinator.status.metrics import flush_spans, tracer_provider
 from coordinator.trust.authority import Authority
 from coordinator.trust.cluster_trust import ClusterTrust, make_invitation
@@ -179,7 +179,7 @@ async def serve(options: ServeOptions) -> None:
     _leave(130 if server.http.interrupted else 0)  # as in proto/terminal/console.py
 
 
-class ModelDownload:
+class ModelDownload(StatusSource):
     """The download of `model`, and the StatusSource while it runs."""
 
     def __init__(self, model: str, shown_name: str) -> None:
@@ -203,7 +203,6 @@ class ModelDownload:
         return resolve_model(self._model, show, self.stop)
 
     def status(self) -> ClusterStatus:
-        """See StatusSource."""
         uptime = time.monotonic() - self._started
         return ClusterStatus(False, self._shown_name, detail=self._detail, uptime_seconds=uptime)
 

@@ -61,7 +61,7 @@ def align_clocks(round_trips: Iterable[RoundTrip]) -> ClockOffset:
 
 @dataclass(frozen=True)
 class FrameTimes:
-    """One frame in one process: times by step in nanoseconds of the coordinator's clock, 0 for a step not done."""
+    """One frame in one process: times by step in nanoseconds, 0 for a step not done."""
 
     epoch: int
     number: int
@@ -85,7 +85,10 @@ class ProcessTrace:
 
 
 def process_trace(
-    name: str, stage: int, stamps: Sequence[FrameStamps], clock: ClockOffset | None = None
+    name: str,
+    stage: int,
+    stamps: Sequence[FrameStamps | FrameTimes],
+    clock: ClockOffset | None = None,
 ) -> ProcessTrace:
     """Return the trace of a process, with its times in the coordinator's clock."""
     clock = clock or ClockOffset()
@@ -475,7 +478,6 @@ def _kind_of(frame: Frame, *, speculative: bool) -> FrameKind:
 
 
 def _log_frame(frame: Frame) -> None:
-    """Log a returned frame at debug level."""
     if not frame_log.isEnabledFor(logging.DEBUG):
         return
     done = zip(frame.segments, frame.outcomes, strict=True)

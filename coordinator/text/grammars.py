@@ -6,22 +6,9 @@ client, and the next job starts another one. Jobs and results are JSON, so no ob
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
-
-from llguidance import LLMatcher, LLTokenizer
-
-from coordinator.text.calls import ArgumentTypes, CallStyle, Json
-from mtp.sampling.grammar import Vocabulary, grammar_problem
-from proto.errors import RequestError
-from proto.params import MAX_GRAMMAR_BYTES
-
-if TYPE_CHECKING:  # at run time it would take seconds in the process that compiles grammars
-    from coordinator.text.tokenizer import Tokenizer
 import asyncio
 import hashlib
+import json
 import signal
 import socket
 import struct
@@ -29,11 +16,20 @@ import subprocess
 import sys
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
+from llguidance import LLMatcher, LLTokenizer
 
-from mtp.sampling.grammar import tokenizer_of
-from proto.errors import CapacityError, NotReadyError
+from coordinator.text.calls import ArgumentTypes, CallStyle, Json
+from mtp.sampling.grammar import Vocabulary, grammar_problem, tokenizer_of
+from proto.errors import CapacityError, NotReadyError, RequestError
+from proto.params import MAX_GRAMMAR_BYTES
+
+if TYPE_CHECKING:  # at run time it would take seconds in the process that compiles grammars
+    from coordinator.text.tokenizer import Tokenizer
 
 _TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
 
@@ -375,14 +371,12 @@ class GrammarProcess:
             async with asyncio.timeout(START_SECONDS):
                 await _send(own, self.vocabulary)
                 await _receive(own)
-        except (OSError, TimeoutError) as error:
+        except BaseException as error:
             self.close()
-            raise NotReadyError(
-                "The compiler of formats does not start. Try again later."
-            ) from error
-        except asyncio.CancelledError:
-            self.close()
-            raise
+            if not isinstance(error, OSError):  # TimeoutError is one
+                raise
+            text = "The compiler of formats does not start. Try again later."
+            raise NotReadyError(text) from error
         self._connection = own
         return own
 
@@ -441,9 +435,8 @@ def main() -> None:
 
 def _result(job: list[dict[str, Any]], tokenizer: Any) -> dict[str, str]:
     """Return the grammar of the first format of a job, or the refusal."""
-    outputs = [OutputFormat(**fields) for fields in job]
     refusals = []
-    for output in outputs:
+    for output in [OutputFormat(**fields) for fields in job]:
         try:
             grammar = compile_format(output, tokenizer).decode()
         except RequestError as error:

@@ -164,7 +164,15 @@ class Tokenizer:
         self._max_tokens: int | None = None
         self.eos_ids = eos_ids | frozenset(wrapper.eos_token_ids)
         self._bytes = _byte_table(self.backend)
-        self.control_ids = _control_ids(self.backend) - _marker_ids(wrapper)
+        added = self.backend.get_added_tokens_decoder()
+        markers = (
+            wrapper.think_start_tokens,
+            wrapper.think_end_tokens,
+            wrapper.tool_call_start_tokens,
+            wrapper.tool_call_end_tokens,
+        )
+        special = frozenset(token for token, entry in added.items() if entry.special)
+        self.control_ids = special.difference(*(tokens or () for tokens in markers))
         """The control tokens, which add no text to an answer."""
         self._template_names = _template_names(wrapper.chat_template)
 
@@ -428,21 +436,6 @@ def _byte_table(backend: tokenizers.Tokenizer) -> list[bytes]:
         else:
             table.append(bytes(of_character[c] for c in spelling if c in of_character))
     return table
-
-
-def _control_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
-    added = backend.get_added_tokens_decoder()
-    return frozenset(token for token, entry in added.items() if entry.special)
-
-
-def _marker_ids(wrapper: tokenizer_utils.TokenizerWrapper) -> frozenset[int]:
-    parts = (
-        wrapper.think_start_tokens,
-        wrapper.think_end_tokens,
-        wrapper.tool_call_start_tokens,
-        wrapper.tool_call_end_tokens,
-    )
-    return frozenset(token for tokens in parts for token in tokens or ())
 
 
 def _template_names(template: object) -> frozenset[str]:

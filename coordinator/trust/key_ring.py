@@ -117,6 +117,5 @@ class KeyRing:
 
 
 def _new_key() -> tuple[str, str]:
-    """Return a key and its digest."""
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     return key, hashlib.sha256(key.encode()).hexdigest()

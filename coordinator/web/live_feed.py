@@ -241,7 +241,6 @@ class LiveFeed:
         return _compact_frames(new)
 
     def _recent_frames(self) -> list[list[float | str]]:
-        """Return the last frames that open pages have."""
         recent = self.frames.since(self._sent_frame - MAX_FRAMES_SENT, 2 * MAX_FRAMES_SENT)
         return _compact_frames(f for f in recent if f.number <= self._sent_frame)
 
