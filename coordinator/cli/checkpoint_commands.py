@@ -187,6 +187,12 @@ def _range(sizes: list[int]) -> str:
     return smallest if smallest == largest else f"{smallest} to {largest}"
 
 
+HeadBitsOption = Annotated[
+    HeadBits | None,
+    typer.Option(help="Bits of the head's layer.  [default: as the model's own layers]"),
+]
+
+
 def convert(
     hf_path: Annotated[
         str,
@@ -214,10 +220,7 @@ def convert(
             "[default: as stored]"
         ),
     ] = None,
-    mtp_bits: Annotated[
-        HeadBits | None,
-        typer.Option(help="Bits of the head's layer.  [default: as the model's own layers]"),
-    ] = None,
+    mtp_bits: HeadBitsOption = None,
     mtp_dtype: Annotated[
         FloatType | None, typer.Option(help="Type of the head's.  [default: as --dtype]")
     ] = None,
@@ -280,10 +283,7 @@ def add_mtp(
             "'builtin'."
         ),
     ],
-    mtp_bits: Annotated[
-        HeadBits | None,
-        typer.Option(help="Bits of the head's layer.  [default: as the model's own layers]"),
-    ] = None,
+    mtp_bits: HeadBitsOption = None,
     mtp_dtype: Annotated[
         FloatType | None,
         typer.Option(help="Type of unquantized weights.  [default: as the model's own]"),

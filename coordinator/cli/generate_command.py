@@ -9,12 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import mlx.core as mx
 import typer
 
-from coordinator.cli.options import DraftVocabOption, ExactOption
+from coordinator.cli.options import (
+    DraftVocabOption,
+    DtypeOption,
+    ExactOption,
+    KvBitsOption,
+    MtpOption,
+)
 from coordinator.depth.controller import MtpMode
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop
@@ -262,20 +268,10 @@ def generate(
         float, typer.Option(help="Drop tokens less likely than this times the likeliest.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-    mtp: Annotated[
-        str,
-        typer.Option(
-            help="Drafts a step: auto, off, a number, or filled: several windows of an answer in flight."
-        ),
-    ] = "auto",
+    mtp: MtpOption = "auto",
     stages: Annotated[int, typer.Option(min=1, help="Cut the model into this many stages.")] = 1,
-    dtype: Annotated[
-        Literal["float32", "float16", "bfloat16"] | None,
-        typer.Option(help="Compute in this type instead of the stored one."),
-    ] = None,
-    kv_bits: Annotated[
-        Literal["4", "8"] | None, typer.Option(help="Quantize keys and values.")
-    ] = None,
+    dtype: DtypeOption = None,
+    kv_bits: KvBitsOption = None,
     exact: ExactOption = False,
     draft_vocab: DraftVocabOption = "off",
     logprobs: Annotated[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -26,6 +26,19 @@ ExactOption = Annotated[
         "machines never change an answer. Costs speed on GPUs, most of it for long prompts.",
     ),
 ]
+
+
+MtpOption = Annotated[
+    str,
+    typer.Option(
+        help="Drafts a step: auto, off, a number, or filled: several windows of an answer in flight."
+    ),
+]
+DtypeOption = Annotated[
+    Literal["float32", "float16", "bfloat16"] | None,
+    typer.Option(help="Compute in this type instead of the stored one."),
+]
+KvBitsOption = Annotated[Literal["4", "8"] | None, typer.Option(help="Quantize keys and values.")]
 
 
 def complete_model(incomplete: str) -> list[str]:

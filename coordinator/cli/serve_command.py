@@ -7,16 +7,19 @@ import logging
 import os
 import socket
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from coordinator.cli.client import API_KEY
 from coordinator.cli.options import (
     DraftVocabOption,
+    DtypeOption,
     ExactOption,
+    KvBitsOption,
     ModelArgument,
     ModelOption,
+    MtpOption,
     model_or_builtin,
 )
 from coordinator.cli.trust_commands import StateOption
@@ -80,19 +83,9 @@ def serve(
     no_mdns: Annotated[
         bool, typer.Option("--no-mdns", help="Use only the workers named by --worker.")
     ] = False,
-    dtype: Annotated[
-        Literal["float32", "float16", "bfloat16"] | None,
-        typer.Option(help="Compute in this type instead of the stored one."),
-    ] = None,
-    mtp: Annotated[
-        str,
-        typer.Option(
-            help="Drafts a step: auto, off, a number, or filled: several windows of an answer in flight."
-        ),
-    ] = "auto",
-    kv_bits: Annotated[
-        Literal["4", "8"] | None, typer.Option(help="Quantize keys and values.")
-    ] = None,
+    dtype: DtypeOption = None,
+    mtp: MtpOption = "auto",
+    kv_bits: KvBitsOption = None,
     exact: ExactOption = False,
     draft_vocab: DraftVocabOption = "off",
     max_sequences: Annotated[

@@ -32,7 +32,7 @@ DEFAULT_SEQUENCES = 16
 """Sequences served at once by default; further requests wait in the queue."""
 
 QUEUED_PER_SEQUENCE = 16
-"""Requests that may wait for each sequence served at once, unless the user sets the queue length."""
+"""Requests that may wait for each sequence served at once."""
 
 FEWEST_QUEUED, MOST_QUEUED = 16, 256
 """Requests. Bounds of the queue length: a client would give up before a longer queue reached it."""

@@ -111,7 +111,7 @@ class GenerationLoop(Generator):
             running=len(running),
             running_limit=scheduler.capacity.sequences,
             waiting=len(scheduler.waiting),
-            waiting_limit=scheduler.queue_limit,
+            waiting_limit=scheduler.capacity.queue,
             kv_tokens=sum(s.capacity for s in running),
             kv_limit=scheduler.capacity.kv_tokens,
             tokens_per_second=frames.tokens_per_second(now),

@@ -29,14 +29,12 @@ SHORTEST_CHUNK = 64
 class Limits:
     """The user's limits. `context` and `vocab` come from the model.
 
-    Up to `queue` requests may wait; None allows as many as suit the plan. A prompt is cut into chunks of at most
-    `prefill_chunk` tokens; None takes the lengths that suit the plan's machines, `frames`. Chunks of several prompts
-    share a frame of up to `step_tokens` tokens.
+    A prompt is cut into chunks of at most `prefill_chunk` tokens; None takes the lengths that suit the plan's machines,
+    `frames`. Chunks of several prompts share a frame of up to `step_tokens` tokens.
     """
 
     context: int
     vocab: int = 2**31
-    queue: int | None = None
     prefill_chunk: int | None = None
     frames: FrameLimits = field(default_factory=FrameLimits)
     step_tokens: int = 2048

@@ -222,11 +222,6 @@ class Scheduler:
 
     # ---- requests
 
-    @property
-    def queue_limit(self) -> int:
-        """Maximum number of waiting requests: the user's limit, or one that suits the plan."""
-        return self.capacity.queue if self.limits.queue is None else self.limits.queue
-
     def submit(self, request: GenerationRequest, now: float) -> Sequence:
         """Queue a request and return its sequence.
 
@@ -234,7 +229,7 @@ class Scheduler:
         """
         check_request(request, self.limits.context, self.limits.vocab, self.capacity.kv_tokens)
         served = self.capacity.sequences
-        places = self.queue_limit + max(0, served - len(self.running))
+        places = self.capacity.queue + max(0, served - len(self.running))
         check_queue(self.waiting, places, request.client, served)
         sequence = Sequence(self._next_seq, request, now)
         self._next_seq += 1

@@ -191,8 +191,7 @@ class ModelSwitch(ModelLoader):
         """Raise MemoryLimitError if neither the workers nor this process can serve `model`."""
         problem = model.why_not_alone
         if (manager := self._host.manager) is not None:
-            served = served_model(model.checkpoint, model.options, model.mode)
-            problem = await manager.problem_with(served, model.why_not_alone)
+            problem = await manager.problem_with(served_model(model), model.why_not_alone)
         if problem:
             raise MemoryLimitError(f"the cluster cannot serve {model.name}: {problem}")
 
@@ -213,8 +212,7 @@ class ModelSwitch(ModelLoader):
             source: PipelineSource = LocalSource(partial(model.local.make, on_progress=self._show))
         else:
             model.local.reserved_bytes = manager.local_worker_bytes
-            served = served_model(model.checkpoint, model.options, model.mode)
-            await manager.change_model(served, model.local.make, model.why_not_alone)
+            await manager.change_model(served_model(model), model.local.make, model.why_not_alone)
             source = manager
         parts = self._host.make_parts(model, source)
         try:

@@ -115,27 +115,33 @@ AUTO_DEPTH = 1
 
 
 def make_manager(
-    checkpoint: Checkpoint,
-    options: ServeOptions,
-    mode: MtpMode,
-    me: pb.Coordinator,
-    local: LocalPipelines,
-    trust: NodeTrust | None = None,
+    model: OpenedModel, me: pb.Coordinator, trust: NodeTrust | None = None
 ) -> ClusterManager:
-    """Return the manager of the workers, which uses `local` when no worker serves."""
+    """Return the manager of the workers, which serves `model` in this process when no worker serves."""
+    options = model.options
+    settings = Settings(
+        # Without --nodes the workers named by --worker are expected, but not required.
+        nodes=options.nodes or len(options.workers) or None,
+        nodes_required=options.nodes is not None and not options.alone_ok,
+        wait=DEFAULT_WAIT if options.wait is None else options.wait,
+        first_wait=math.inf if options.wait is None else options.wait,
+        why_not_alone=model.why_not_alone,
+        auto_replan=options.auto_replan,
+    )
     manager_options = ManagerOptions(
         me,
-        cluster_settings(options, why_not_alone(local.model)),
+        settings,
         options.workers,
         options.mdns,
         options.failure_timeout,
         ConnectionPolicy(trust, options.insecure),
     )
-    return ClusterManager(served_model(checkpoint, options, mode), manager_options, local.make)
+    return ClusterManager(served_model(model), manager_options, model.local.make)
 
 
-def served_model(checkpoint: Checkpoint, options: ServeOptions, mode: MtpMode) -> ServedModel:
+def served_model(model: OpenedModel) -> ServedModel:
     """Return the checkpoint with the options of every Load request."""
+    checkpoint, options = model.checkpoint, model.options
     repo, revision = snapshot_of(checkpoint.path) or ("", "")
     return ServedModel(
         checkpoint,
@@ -149,27 +155,12 @@ def served_model(checkpoint: Checkpoint, options: ServeOptions, mode: MtpMode) -
         options.dtype,
         options.kv_bits or 0,
         with_head=options.mtp.depth != 0,
-        draft_depth=AUTO_DEPTH if mode.depth is None else mode.depth,
+        draft_depth=AUTO_DEPTH if model.mode.depth is None else model.mode.depth,
         max_sequences=options.max_sequences,
         prefix_cache=options.prefix_cache,
         share_weights=options.share_weights,
         exact=options.exact,
         draft_vocab=options.draft_vocab,
-    )
-
-
-def cluster_settings(options: ServeOptions, why_not_alone: str) -> Settings:
-    """Return the waits and the number of workers that the command line asks for.
-
-    Without --nodes the workers named by --worker are expected, but not required.
-    """
-    return Settings(
-        nodes=options.nodes or len(options.workers) or None,
-        nodes_required=options.nodes is not None and not options.alone_ok,
-        wait=DEFAULT_WAIT if options.wait is None else options.wait,
-        first_wait=math.inf if options.wait is None else options.wait,
-        why_not_alone=why_not_alone,
-        auto_replan=options.auto_replan,
     )
 
 

@@ -313,14 +313,7 @@ class _Server:
             return LocalSource(model.local.make)
         me = pb.Coordinator(id=secrets.token_hex(8), name=f"{self.options.name}:{self.port}")
         trust = self.trust
-        self.manager = manager = make_manager(
-            model.checkpoint,
-            self.options,
-            model.mode,
-            me,
-            model.local,
-            trust.trust if trust else None,
-        )
+        self.manager = manager = make_manager(model, me, trust.trust if trust else None)
         model.local.reserved_bytes = manager.local_worker_bytes
         manager.count_open_requests = self._count_answers
         manager.end_process = self._end_with

@@ -190,10 +190,10 @@ def test_the_client_with_the_fewest_sequences_is_next() -> None:
 
 def test_a_full_queue_refuses_the_client_that_fills_it() -> None:
     """A client that floods the queue is refused, and places are left for others, who are served."""
-    drive = Drive(limits=replace(LONG, queue=16), room=TWO)
-    for _ in range(16):
+    drive = Drive(limits=LONG, room=TWO)
+    for _ in range(31):
         drive.submit(tokens=2, client="flood")
-    with pytest.raises(CapacityError, match="16 requests of this client are waiting") as caught:
+    with pytest.raises(CapacityError, match="31 requests of this client are waiting") as caught:
         drive.submit(tokens=2, client="flood")
     assert caught.value.retry_after > 1
     others = [drive.submit(tokens=2, client=name) for name in "ab"]

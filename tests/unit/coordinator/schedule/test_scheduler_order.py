@@ -206,10 +206,10 @@ def test_requests_that_can_never_be_served(prompt: Sequence[int], tokens: int, p
 
 def test_a_full_queue_says_when_to_come_back() -> None:
     """A full queue raises CapacityError with `retry_after`, and queued requests are served."""
-    drive = Drive(limits=replace(LIMITS, queue=2), room=replace(ROOM, sequences=1))
+    drive = Drive(room=replace(ROOM, sequences=1))
     ids = [drive.submit(tokens=2)]
     drive.send()
-    ids += [drive.submit(tokens=2), drive.submit(tokens=2)]
+    ids += [drive.submit(tokens=2) for _ in range(15)]
     with pytest.raises(CapacityError) as caught:
         drive.submit(tokens=2)
     assert caught.value.retry_after > 0

@@ -97,9 +97,7 @@ class Manager:
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     monkeypatch.setattr(model_switch, "OpenedModel", Model)
     monkeypatch.setattr(model_switch, "resolve_model", lambda name, *_: Path(name))
-    monkeypatch.setattr(
-        model_switch, "served_model", lambda checkpoint, options, mode: Model(options, Path())
-    )
+    monkeypatch.setattr(model_switch, "served_model", lambda model: Model(model.options, Path()))
     host = Host()
     host.publish(host.make_parts(Model(host.options, Path()), None))
     host.events.clear()
