@@ -25,7 +25,6 @@ from coordinator.trust.registry import Registry
 from proto import cluster_pb2 as pb
 from proto.announcement import join_address
 from proto.errors import ClusterError, NotReadyError, ProtocolError, UsageError
-from proto.rpc.listener import BackgroundTasks
 from proto.state_dir import write_private
 from proto.trust.certificates import (
     NodeIdentity,
@@ -106,7 +105,7 @@ class JoinServer:
         """Joins in progress by the peer's address."""
         self._failures: deque[tuple[float, str]] = deque()
         """Monotonic seconds and peer of each refused token, the oldest first."""
-        self._joins = BackgroundTasks()
+        self._joins: set[asyncio.Task[None]] = set()
         self._context, self._certificate = self._new_context()
 
     @contextlib.asynccontextmanager
@@ -124,9 +123,10 @@ class JoinServer:
         try:
             yield listener.getsockname()[1]
         finally:
-            accepting.cancel()
-            await asyncio.gather(accepting, return_exceptions=True)
-            await self._joins.close()
+            tasks = [accepting, *self._joins]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             listener.close()
 
     def _new_context(self) -> tuple[ssl.SSLContext, x509.Certificate]:
@@ -158,7 +158,9 @@ class JoinServer:
                 connection.close()
                 continue
             self._open[peer] += 1
-            self._joins.spawn(self._join(connection, peer))
+            task = asyncio.create_task(self._join(connection, peer))
+            self._joins.add(task)
+            task.add_done_callback(self._joins.discard)
 
     async def _join(self, connection: socket.socket, peer: str) -> None:
         """Handle one connection, with the present certificate."""
@@ -281,7 +283,7 @@ class ClusterTrust:
         self.trust = NodeTrust(self._key, chain, authority.bundle, self.registry.removed())
         self._sent: dict[SecuredWorker, float] = {}
         """Monotonic seconds of the last update of each worker."""
-        self._updates = BackgroundTasks()
+        self._updates: set[asyncio.Task[None]] = set()
 
     @classmethod
     def open(cls, state: Path, *, create: bool) -> ClusterTrust | None:
@@ -347,7 +349,9 @@ class ClusterTrust:
             for worker in connected:
                 if self._sent.get(worker, -REFRESH_SECONDS) <= due:
                     self._sent[worker] = time.monotonic()
-                    self._updates.spawn(self._update(worker))
+                    task = asyncio.create_task(self._update(worker))
+                    self._updates.add(task)
+                    task.add_done_callback(self._updates.discard)
             await asyncio.sleep(POLL_SECONDS)
 
     def _reload(self) -> None:

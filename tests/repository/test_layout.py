@@ -89,7 +89,6 @@ ARROWS: dict[str, set[str]] = {
     "coordinator": set(),
     "coordinator.api": {
         "coordinator.cluster",
-        "coordinator.pipeline",
         "coordinator.planning",
         "coordinator.schedule",
         "coordinator.status",
