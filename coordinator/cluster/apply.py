@@ -4,46 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from coordinator.cluster.events import (
-    Event,
-    GatheringFailed,
-    GatheringRestarted,
-    ModelChanged,
-    PlanFailed,
-    PlanKept,
-    PlanPostponed,
-    PlanPrepared,
-    PlanPreparing,
-    PlanServing,
-    PlanStarting,
-    PreparationFailed,
-    ReplanRequested,
-    TimePassed,
-    WorkerDraining,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerLost,
-    WorkerRefused,
-)
+from coordinator.cluster import events
 from coordinator.cluster.view import FIRST_BACKOFF, MemberState, Phase, View
 
 RETRY_SECONDS = 0.5
 """Seconds. Pause after a plan that could not start for a reason that no worker is known to have caused."""
 
-MemberEvent = WorkerJoined | WorkerRefused | WorkerLost | WorkerDraining | WorkerLeft
 
-
-def apply(view: View, event: Event, now: float) -> View:
+def apply(view: View, event: events.Event, now: float) -> View:
     """Return the view after `event`, which happened at `now`."""
     view = replace(view, now=now)
+    if isinstance(event, events.MemberEvent):
+        following = _without_lost_preparation(view, _with_member_event(view, event))
+        return _end_plan_without_its_workers(view, following)
     match event:
-        case TimePassed(open_requests):
+        case events.TimePassed(open_requests):
             members = {a: m.with_failure_forgiven(now) for a, m in view.members.items()}
             return replace(view, members=members, open_requests=open_requests)
-        case WorkerJoined() | WorkerRefused() | WorkerLost() | WorkerDraining() | WorkerLeft():
-            following = _without_lost_preparation(view, _with_member_event(view, event))
-            return _end_plan_without_its_workers(view, following)
-        case PlanStarting(epoch, addresses):
+        case events.PlanStarting(epoch, addresses):
             started = replace(
                 view,
                 epoch=epoch,
@@ -55,35 +33,35 @@ def apply(view: View, event: Event, now: float) -> View:
                 unprepared="",
             )
             return _enter(_without_preparation(started), Phase.STARTING)
-        case PlanServing(epoch) if epoch == view.epoch and view.phase is Phase.STARTING:
+        case events.PlanServing(epoch) if epoch == view.epoch and view.phase is Phase.STARTING:
             served = replace(view, recovering=False, problem="", gathered=0.0, retry_at=0.0)
             return _enter(served, Phase.SERVING)
-        case PlanFailed(epoch, reason, address) if epoch == view.epoch and _has_plan(view):
+        case events.PlanFailed(epoch, reason, address) if epoch == view.epoch and _has_plan(view):
             return _with_failed_plan(view, reason, address)
-        case PlanPreparing(workers):
+        case events.PlanPreparing(workers):
             return replace(_without_preparation(view), preparing=workers, unprepared="")
-        case PlanPrepared(workers) if view.preparing and workers == view.preparing:
+        case events.PlanPrepared(workers) if view.preparing and workers == view.preparing:
             return replace(_without_preparation(view), prepared=workers)
-        case PreparationFailed(workers, reason, address) if (
+        case events.PreparationFailed(workers, reason, address) if (
             view.preparing and workers == view.preparing
         ):
             return _with_failed_preparation(view, reason, address)
-        case ReplanRequested():
+        case events.ReplanRequested():
             return replace(view, replan=_has_plan(view))
-        case ModelChanged(why_not_alone):
+        case events.ModelChanged(why_not_alone):
             settings = replace(view.settings, why_not_alone=why_not_alone)
             ended = replace(_end_plan(view, ""), settings=settings, alone_problem="", replan=False)
             # The workers are known already, so this process does not wait for them before it serves alone.
             waited = 0.0 if ended.usable() else settings.wait
             return replace(ended, recovering=True, gathered=waited, since=now, retry_at=0.0)
-        case PlanKept():
+        case events.PlanKept():
             kept = replace(view, replan=False, considered=view.candidate_ids(), unprepared="")
             return _without_preparation(kept)
-        case PlanPostponed():
+        case events.PlanPostponed():
             return replace(view, postponed=view.candidate_ids())
-        case GatheringFailed(reason):
+        case events.GatheringFailed(reason):
             return _enter(replace(view, problem=reason, serving=()), Phase.ENDED)
-        case GatheringRestarted():
+        case events.GatheringRestarted():
             return _enter(replace(view, gathered=0.0, alone_problem=""), Phase.GATHERING)
         case _:
             return view  # an event of a plan that has been replaced
@@ -102,25 +80,26 @@ def _enter(view: View, phase: Phase) -> View:
 # ---- members
 
 
-def _with_member_event(view: View, event: MemberEvent) -> View:
+def _with_member_event(view: View, event: events.MemberEvent) -> View:
     """Return the view with one worker updated by `event`."""
-    named = event.member if isinstance(event, WorkerJoined | WorkerRefused) else event
+    described = (events.WorkerJoined, events.WorkerRefused)
+    named = event.member if isinstance(event, described) else event
     address = named.address
     before = view.members.get(address)
     members = {a: m for a, m in view.members.items() if a != address}
     match event:
-        case WorkerJoined(member):
+        case events.WorkerJoined(member):
             joined = replace(member, ready_since=view.now, joined_at=view.now)
             members[address] = joined.with_history_of(before)
-        case WorkerRefused(member, reason):
+        case events.WorkerRefused(member, reason):
             refused = replace(member, state=MemberState.REFUSED, reason=reason)
             members[address] = refused.with_history_of(before)
-        case WorkerLost(_, reason) if before is not None:
+        case events.WorkerLost(_, reason) if before is not None:
             members[address] = before
             if before.state is not MemberState.LOST:
                 lost = replace(before, state=MemberState.LOST, reason=reason)
                 members[address] = lost.with_failure_recorded(view.now, FIRST_BACKOFF / 2)
-        case WorkerDraining() if before is not None:
+        case events.WorkerDraining() if before is not None:
             members[address] = replace(before, state=MemberState.DRAINING)
     return replace(view, members=members)
 

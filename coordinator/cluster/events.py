@@ -132,13 +132,10 @@ class GatheringRestarted:
     """The generation loop waits for a plan again."""
 
 
+MemberEvent = WorkerJoined | WorkerRefused | WorkerLost | WorkerDraining | WorkerLeft
 Event = (
     TimePassed
-    | WorkerJoined
-    | WorkerRefused
-    | WorkerLost
-    | WorkerDraining
-    | WorkerLeft
+    | MemberEvent
     | PlanStarting
     | PlanPreparing
     | PlanPrepared

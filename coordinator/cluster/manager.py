@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
+from coordinator.cluster import events
 from coordinator.cluster.apply import apply
 from coordinator.cluster.decide import (
     Action,
@@ -27,21 +28,6 @@ from coordinator.cluster.decide import (
     describe_wait,
 )
 from coordinator.cluster.discovery import on_this_machine
-from coordinator.cluster.events import (
-    Event,
-    GatheringFailed,
-    GatheringRestarted,
-    ModelChanged,
-    PlanFailed,
-    PlanKept,
-    PlanPostponed,
-    PlanPreparing,
-    PlanServing,
-    PlanStarting,
-    PreparationFailed,
-    ReplanRequested,
-    TimePassed,
-)
 from coordinator.cluster.membership import ManagerOptions, Membership
 from coordinator.cluster.plan_start import LoadState, PlanStart, describe_failure
 from coordinator.cluster.served_model import ServedModel
@@ -127,7 +113,7 @@ class ClusterManager(PipelineSource):
 
     def start(self) -> None:
         """Begin to look for workers."""
-        self.membership.start(lambda: TimePassed(self.count_open_requests()))
+        self.membership.start(lambda: events.TimePassed(self.count_open_requests()))
 
     def describe_wait(self) -> str:
         """Return the workers that are ready, and what the first plan lacks, for people."""
@@ -143,7 +129,7 @@ class ClusterManager(PipelineSource):
         self.replans.pending = True
         if self.view.phase not in (Phase.STARTING, Phase.SERVING):
             self.replans.record("no plan serves yet: the next one uses every worker that is ready")
-        self._apply_event(ReplanRequested())
+        self._apply_event(events.ReplanRequested())
 
     async def problem_with(self, model: ServedModel, why_not_alone: str) -> str:
         """Return why neither the workers that are ready nor this process can serve `model`; empty if they can."""
@@ -170,7 +156,7 @@ class ClusterManager(PipelineSource):
         self._reported_no_mtp = False
         self.view = replace(self.view, serving=())
         self.membership.change_model(model, described)
-        self._apply_event(ModelChanged(why_not_alone))
+        self._apply_event(events.ModelChanged(why_not_alone))
 
     async def close(self) -> None:
         """Unload the workers, within CLOSE_SECONDS even if one of them does not answer."""
@@ -208,7 +194,7 @@ class ClusterManager(PipelineSource):
                 return self.pipeline
             before, self._waiter = progress, asyncio.get_running_loop().create_future()
             if self.view.phase is Phase.ENDED:
-                self._apply_event(GatheringRestarted())
+                self._apply_event(events.GatheringRestarted())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SILENCE_SECONDS):
                     return await self._waiter
@@ -239,11 +225,11 @@ class ClusterManager(PipelineSource):
     async def _probe_failed_plan(self, epoch: int, reason: str, suspect: str | None) -> None:
         """Probe every worker of a failed plan, so that the next plan leaves out those that do not answer."""
         await asyncio.gather(*(self.membership.probe(address) for address in self.view.serving))
-        self._apply_event(PlanFailed(epoch, reason, suspect))
+        self._apply_event(events.PlanFailed(epoch, reason, suspect))
 
     # ---- events and actions
 
-    def _apply_event(self, event: Event) -> None:
+    def _apply_event(self, event: events.Event) -> None:
         if self._is_closing:
             return
         try:
@@ -254,10 +240,10 @@ class ClusterManager(PipelineSource):
             cause = f"{type(error).__name__}: {error}. Start again, and report this bug"
             self.end_process(ClusterError(f"the cluster cannot plan: {cause}"))
 
-    def _apply_and_act(self, event: Event) -> None:
+    def _apply_and_act(self, event: events.Event) -> None:
         before = self.view
         self.view = apply(before, event, self.clock())
-        if not isinstance(event, TimePassed):
+        if not isinstance(event, events.TimePassed):
             log.debug("event", extra={"event": event})
         if before.phase is not self.view.phase:
             extra: dict[str, object] = {"epoch": self.view.epoch, "workers": len(self.view.serving)}
@@ -300,22 +286,22 @@ class ClusterManager(PipelineSource):
                 names = ", ".join(self.view.members[address].name for address in new) or "none"
                 log.info("preparing the next plan", extra={"loading": names, "reason": reason})
                 self._preparation = self._background.spawn(self._prepare(start, workers))
-                self._apply_event(PlanPreparing(workers))
+                self._apply_event(events.PlanPreparing(workers))
             case StartAlone(epoch):
                 self._begin(epoch, (), self._serve_alone(epoch))
             case KeepPlan(reason):
                 log.info("the plan stays as it is", extra={"reason": reason})
                 self.replans.record(f"the plan stays as it is: {reason}")
-                self._apply_event(PlanKept())
+                self._apply_event(events.PlanKept())
             case PostponePlan(workers):
                 log.info(
                     "workers joined: they will be used when no answer is open, or at once by mtp-coord replan",
                     extra={"workers": ", ".join(workers)},
                 )
-                self._apply_event(PlanPostponed())
+                self._apply_event(events.PlanPostponed())
             case GiveUp(reason):
                 self.replans.record(reason)
-                self._apply_event(GatheringFailed(reason))
+                self._apply_event(events.GatheringFailed(reason))
                 if self._waiter is not None and not self._waiter.done():
                     self._waiter.set_exception(NotReadyError(reason))
 
@@ -324,13 +310,13 @@ class ClusterManager(PipelineSource):
     ) -> None:
         self._stop_plan(StaleEpochError("the cluster is changing its plan"))
         # Applied before `work` starts: this event stops a plan over workers that gives way to this process.
-        self._apply_event(PlanStarting(epoch, addresses))
+        self._apply_event(events.PlanStarting(epoch, addresses))
         self._start = self._background.spawn(work)
 
     async def _prepare(self, start: PlanStart, workers: frozenset[str]) -> None:
         event = await start.prepare(workers)
         self._preparation = None
-        if isinstance(event, PreparationFailed) and event.address is None:
+        if isinstance(event, events.PreparationFailed) and event.address is None:
             self.replans.record(f"the plan stays as it is: {event.reason}")
         self._apply_event(event)
 
@@ -347,7 +333,7 @@ class ClusterManager(PipelineSource):
         try:
             pipeline = await start.run()
         except Exception as error:
-            self._apply_event(PlanFailed(plan.epoch, *describe_failure(error)))
+            self._apply_event(events.PlanFailed(plan.epoch, *describe_failure(error)))
             return
         if self.model.with_head and not start.has_mtp and not self._reported_no_mtp:
             self._reported_no_mtp = True
@@ -358,12 +344,12 @@ class ClusterManager(PipelineSource):
         if self.model.exact and (
             reason := self.membership.group.refusal("this process", str(Arithmetic.here()))
         ):
-            self._apply_event(PlanFailed(epoch, f"this process {reason}"))
+            self._apply_event(events.PlanFailed(epoch, f"this process {reason}"))
             return
         try:
             pipeline = await self.alone(epoch)
         except Exception as error:
-            self._apply_event(PlanFailed(epoch, *describe_failure(error)))
+            self._apply_event(events.PlanFailed(epoch, *describe_failure(error)))
             return
         level = logging.WARNING if self.options.addresses else logging.INFO
         log.log(level, "serving alone", extra={"epoch": epoch, "reason": self._why_alone()})
@@ -373,7 +359,7 @@ class ClusterManager(PipelineSource):
         self.pipeline = pipeline
         if not self.view.replan:  # a replan requested during the start is answered by the next plan
             self.replans.record(f"plan {pipeline.epoch} serves")
-        self._apply_event(PlanServing(pipeline.epoch))
+        self._apply_event(events.PlanServing(pipeline.epoch))
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(pipeline)
 

@@ -9,16 +9,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from coordinator.cluster import events
 from coordinator.cluster.discovery import Discovery
-from coordinator.cluster.events import (
-    Event,
-    TimePassed,
-    WorkerDraining,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerLost,
-    WorkerRefused,
-)
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Member, MemberState, Settings, View
 from coordinator.pipeline.worker_client import (
@@ -116,7 +108,7 @@ class Membership:
         model: ServedModel,
         options: ManagerOptions,
         view: Callable[[], View],
-        apply_event: Callable[[Event], None],
+        apply_event: Callable[[events.Event], None],
         on_status: Callable[[str, pb.WorkerStatus], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -141,7 +133,7 @@ class Membership:
 
     # ---- life
 
-    def start(self, time_passed: Callable[[], TimePassed] = TimePassed) -> None:
+    def start(self, time_passed: Callable[[], events.TimePassed] = events.TimePassed) -> None:
         """Begin to look for workers. `time_passed()` makes the event of each tick."""
         self._background.spawn(self._run_ticks(time_passed))
 
@@ -185,7 +177,7 @@ class Membership:
 
     # ---- finding
 
-    async def _run_ticks(self, time_passed: Callable[[], TimePassed]) -> None:
+    async def _run_ticks(self, time_passed: Callable[[], events.TimePassed]) -> None:
         async with self._discovery as discovery:
             while True:
                 for candidate in discovery.candidates():
@@ -242,7 +234,7 @@ class Membership:
             log.log(level, "no worker", extra={"address": address, "error": f"{error}{hint}"})
         if refused and (member is None or member.reason != str(error)):
             stranger = member or Member(address, "", printable(candidate.name, MAX_NAME), 0)
-            self._apply_event(WorkerRefused(stranger, str(error)))
+            self._apply_event(events.WorkerRefused(stranger, str(error)))
         elif (
             not refused
             and member
@@ -250,7 +242,7 @@ class Membership:
             and not member.failure_count
         ):
             # The refused worker is gone. A worker with failures stays in the view because of its back-off.
-            self._apply_event(WorkerLeft(address))
+            self._apply_event(events.WorkerLeft(address))
 
     async def _admit_worker(self, address: str, client: WorkerClient, info: pb.WorkerInfo) -> None:
         """Watch a worker that can serve this coordinator, and refuse any other."""
@@ -311,7 +303,7 @@ class Membership:
         before = self._view().members.get(member.address)
         if before is None or before.reason != reason:
             log.warning("worker refused", extra={"address": member.address, "reason": reason})
-        self._apply_event(WorkerRefused(member, reason))
+        self._apply_event(events.WorkerRefused(member, reason))
 
     # ---- another model
 
@@ -342,7 +334,7 @@ class Membership:
                 self._background.spawn(self._release(client))
                 self._refuse_worker(joining or self._view().members[address], found)
             elif joining is None:
-                self._apply_event(WorkerJoined(found))
+                self._apply_event(events.WorkerJoined(found))
             else:
                 self._joining[address] = found
 
@@ -355,7 +347,7 @@ class Membership:
             return
         if (joining := self._joining.pop(address, None)) is not None:
             log.info("worker joined", extra={"address": address, "worker": joining.name})
-            self._apply_event(WorkerJoined(joining))
+            self._apply_event(events.WorkerJoined(joining))
         if worker_status.state == pb.WORKER_STATE_DRAINING:
             self._record_draining(address)
         self._on_status(address, worker_status)
@@ -363,7 +355,7 @@ class Membership:
     def _record_draining(self, address: str) -> None:
         member = self._view().members.get(address)
         if member is not None and member.state is not MemberState.DRAINING:
-            self._apply_event(WorkerDraining(address))
+            self._apply_event(events.WorkerDraining(address))
         if address not in self._view().serving:
             self._background.spawn(self._release_worker(address))
 
@@ -373,7 +365,7 @@ class Membership:
         if client is not None:
             await self._release(client)
             log.info("worker left", extra={"address": address})
-            self._apply_event(WorkerLeft(address))
+            self._apply_event(events.WorkerLeft(address))
 
     def _record_loss(self, address: str, error: ClusterError) -> None:
         client = self.clients.pop(address, None)
@@ -384,7 +376,7 @@ class Membership:
             self._refuse_worker(joining, str(error))
             return
         log.warning("worker lost", extra={"address": address, "error": str(error)})
-        self._apply_event(WorkerLost(address, str(error)))
+        self._apply_event(events.WorkerLost(address, str(error)))
 
 
 def member_of(address: str, info: pb.WorkerInfo) -> Member:
