@@ -174,7 +174,7 @@ class Discovery:
         warned = False
         while True:
             try:
-                async with _browsing(self._on_change) as zeroconf:
+                async with _browsing(self._resolve_change) as zeroconf:
                     while True:
                         await asyncio.sleep(RESCAN_SECONDS)
                         await zeroconf.zeroconf.async_update_interfaces()
@@ -214,14 +214,12 @@ class Discovery:
             log.debug("mDNS record ignored", extra=details)
             return
         hosts = order_hosts([str(entry[4][0]) for entry in found], own_networks())
-        addresses = [join_address(h, announcement.port) for h in hosts[:MAX_ADDRESSES]]
-        if addresses and not set(addresses) & set(self._static):
-            self._add_candidate(Candidate(record.instance, tuple(addresses), announcement))
+        self._add_announced(record.instance, hosts, announcement)
 
-    def _on_change(
+    def _resolve_change(
         self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
     ) -> None:
-        """Handle the change of one service instance, on the event loop. zeroconf passes the arguments by name."""
+        """Handle the change of one service instance, on the event loop."""
         earlier = self._resolving.pop(name, None)
         if earlier is not None:
             earlier.cancel()
@@ -239,9 +237,7 @@ class Discovery:
             announcement = Announcement.from_txt(info.properties, info.port)
             hosts = order_hosts(info.parsed_addresses(IPVersion.V4Only), own_networks())
             hosts += info.parsed_scoped_addresses(IPVersion.V6Only)
-            addresses = [join_address(h, announcement.port) for h in hosts[:MAX_ADDRESSES]]
-            if addresses and not set(addresses) & set(self._static):
-                self._add_candidate(Candidate(name, tuple(addresses), announcement))
+            self._add_announced(name, hosts, announcement)
         except (ProtocolError, ValueError, OSError, ZeroconfError) as error:
             log.debug("mDNS record ignored", extra={"instance": name, "error": str(error)})
         finally:
@@ -249,6 +245,11 @@ class Discovery:
                 del self._resolving[name]
 
     # ---- candidates
+
+    def _add_announced(self, name: str, hosts: list[str], announcement: Announcement) -> None:
+        addresses = [join_address(h, announcement.port) for h in hosts[:MAX_ADDRESSES]]
+        if addresses and not set(addresses) & set(self._static):
+            self._add_candidate(Candidate(name, tuple(addresses), announcement))
 
     def _add_candidate(self, candidate: Candidate) -> None:
         if candidate.id in self._known or len(self._known) < MAX_CANDIDATES:
@@ -262,10 +263,8 @@ class Discovery:
 
 
 @contextlib.asynccontextmanager
-async def _browsing(
-    on_change: Callable[..., None],
-) -> AsyncIterator[AsyncZeroconf]:
-    """Run a browser. Raises the errors of zeroconf."""
+async def _browsing(handler: Callable[..., None]) -> AsyncIterator[AsyncZeroconf]:
+    """Run a browser that calls `handler` for each change. Raises the errors of zeroconf."""
     zeroconf = AsyncZeroconf()
     browser = None
     try:

@@ -24,7 +24,6 @@ import grpc.aio
 
 from coordinator.status.frame_records import (
     ClockOffset,
-    FrameTimes,
     ProcessTrace,
     RoundTrip,
     align_clocks,
@@ -326,14 +325,18 @@ class WorkerClient:
     ) -> None:
         """Give the worker the tensors of `offer` that it lacks. `answer` yields the messages for a request."""
         call = self._stub.Provide()
-        outgoing: asyncio.Queue[AsyncIterator[pb.Weights]] = asyncio.Queue()
-        outgoing.put_nowait(_only(pb.Weights(offer=offer)))
-        reading = self._read_replies(
-            call, lambda wanted: outgoing.put_nowait(answer(wanted)), on_progress
-        )
+        wanted: asyncio.Queue[pb.WantedTensors] = asyncio.Queue()
+
+        async def write() -> None:
+            """Write the offer, then the answers to requests. Only an error ends it."""
+            await call.write(pb.Weights(offer=offer))
+            while True:
+                async for message in answer(await wanted.get()):
+                    await call.write(message)
+
         tasks = [
-            asyncio.create_task(reading),
-            asyncio.create_task(_write_all(call, outgoing)),
+            asyncio.create_task(self._read_replies(call, wanted.put_nowait, on_progress)),
+            asyncio.create_task(write()),
         ]
         try:
             with self._errors_of("accepted no weights"):
@@ -419,8 +422,8 @@ class WorkerClient:
         since = max(0, since_ns + clock.offset_ns)
         request = pb.TraceRequest(coordinator=self.me, with_frames=True, since_ns=since)
         reply: pb.TraceReport = await self._call(self._stub.ReportTrace, request)
-        frames = [
-            FrameTimes(one.epoch, one.number, one.rows, tuple(one.times_ns))
+        frames = tuple(
+            clock.align_times(one.epoch, one.number, one.rows, one.times_ns)
             for one in reply.frames
             if one.epoch == epoch
         ]
@@ -572,17 +575,3 @@ async def _in_time(reading: Coroutine[Any, Any, T], seconds: float) -> T:
         return task.result()
     finally:
         task.cancel()
-
-
-async def _only(message: pb.Weights) -> AsyncIterator[pb.Weights]:
-    yield message
-
-
-async def _write_all(
-    call: grpc.aio.StreamStreamCall[pb.Weights, pb.WeightsReply],
-    outgoing: asyncio.Queue[AsyncIterator[pb.Weights]],
-) -> None:
-    """Write the messages of one iterator after another. Only an error ends it."""
-    while True:
-        async for message in await outgoing.get():
-            await call.write(message)

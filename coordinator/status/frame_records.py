@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from coordinator.depth.search import DraftCounts, DraftResult
 from proto.errors import ClusterError
-from proto.frame import DropPrefix, Frame, Op, Outcome, Segment
+from proto.frame import DropPrefix, Frame, Outcome, Segment
 from proto.frame_stamps import CoordinatorStep, FrameStamps, StageStep
 
 log = logging.getLogger(__name__)
@@ -29,11 +29,26 @@ COORDINATOR = -1
 
 
 @dataclass(frozen=True)
+class FrameTimes:
+    """One frame in one process: times by step in nanoseconds of the coordinator's clock, 0 for a step not done."""
+
+    epoch: int
+    number: int
+    rows: int
+    times: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class ClockOffset:
     """A process's clock minus the coordinator's, in nanoseconds. The true value differs by at most `error_ns`."""
 
     offset_ns: int = 0
     error_ns: int = 0
+
+    def align_times(self, epoch: int, number: int, rows: int, times: Iterable[int]) -> FrameTimes:
+        """Return the times of a frame in this clock as times of the coordinator's clock."""
+        aligned = tuple(moment - self.offset_ns if moment else 0 for moment in times)
+        return FrameTimes(epoch, number, rows, aligned)
 
 
 @dataclass(frozen=True)
@@ -60,16 +75,6 @@ def align_clocks(round_trips: Iterable[RoundTrip]) -> ClockOffset:
 
 
 @dataclass(frozen=True)
-class FrameTimes:
-    """One frame in one process: times by step in nanoseconds, 0 for a step not done."""
-
-    epoch: int
-    number: int
-    rows: int
-    times: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class ProcessTrace:
     """The frames of one stage, or of the coordinator if `stage` is COORDINATOR."""
 
@@ -92,17 +97,8 @@ def process_trace(
 ) -> ProcessTrace:
     """Return the trace of a process, with its times in the coordinator's clock."""
     clock = clock or ClockOffset()
-    frames = tuple(
-        FrameTimes(
-            one.epoch,
-            one.number,
-            one.rows,
-            tuple(moment - clock.offset_ns if moment else 0 for moment in one.times),
-        )
-        for one in stamps
-        if one.epoch
-    )
-    return ProcessTrace(name, stage, clock, frames)
+    frames = (clock.align_times(s.epoch, s.number, s.rows, s.times) for s in stamps if s.epoch)
+    return ProcessTrace(name, stage, clock, tuple(frames))
 
 
 class Phase(NamedTuple):
@@ -481,6 +477,8 @@ def _log_frame(frame: Frame) -> None:
     if not frame_log.isEnabledFor(logging.DEBUG):
         return
     done = zip(frame.segments, frame.outcomes, strict=True)
+    numbers = (op.entry if isinstance(op, DropPrefix) else op.seq_id for op in frame.ops)
+    ops = [f"{op.kind} {number}" for op, number in zip(frame.ops, numbers, strict=True)]
     frame_log.debug(
         "frame",
         extra={
@@ -488,15 +486,10 @@ def _log_frame(frame: Frame) -> None:
             "number": frame.number,
             "rows": frame.rows,
             "stage_ms": "+".join(f"{us / 1000:.1f}" for us in frame.stage_us),
-            "ops": ", ".join(map(describe_op, frame.ops)),
+            "ops": ", ".join(ops),
             "segments": ", ".join(describe_segment(segment, outcome) for segment, outcome in done),
         },
     )
-
-
-def describe_op(op: Op) -> str:
-    """Return the operation and its sequence, such as `admit 3`; for `drop`, the operation and its prefix entry."""
-    return f"{op.kind} {op.entry if isinstance(op, DropPrefix) else op.seq_id}"
 
 
 def describe_segment(segment: Segment, outcome: Outcome) -> str:

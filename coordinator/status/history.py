@@ -155,8 +155,7 @@ class History:
         self._drafted = 0
         self._accepted = 0
         self._sampled_at: float | None = None
-        self._counters: deque[tuple[float, dict[str, tuple[int, int]]]]
-        self._counters = deque(maxlen=TRAFFIC_SAMPLES)
+        self._counters = deque[tuple[float, dict[str, tuple[int, int]]]](maxlen=TRAFFIC_SAMPLES)
 
     def traffic(self) -> dict[str, list[float]]:
         """Return the bytes a second into and out of each worker whose counters grew, with two digits each."""
@@ -177,11 +176,8 @@ class History:
         before, self._sampled_at = self._sampled_at, now
         counters = {n.address: (n.bytes_in, n.bytes_out) for n in status.nodes if n.address}
         self._counters.append((now, counters))
-        tokens, drafted, accepted = (
-            self._latency.tokens,
-            sum(status.drafted_by_position),
-            sum(status.accepted_by_position),
-        )
+        tokens = self._latency.tokens
+        drafted, accepted = sum(status.drafted_by_position), sum(status.accepted_by_position)
         new_tokens, new_drafted = tokens - self._tokens, drafted - self._drafted
         new_accepted = accepted - self._accepted
         self._tokens, self._drafted, self._accepted = tokens, drafted, accepted

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -42,41 +42,33 @@ class Metrics:
         self.latency = LatencyLog()
         self.request_log = RequestLog()
         self.registry = CollectorRegistry()
-        self.requests = Counter(
+        counter = partial(Counter, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self.requests = counter(
             "mtp_requests",
             "Requests by endpoint and outcome: stop, length, tool_calls, cancelled, refused or error.",
             ("endpoint", "outcome"),
-            registry=self.registry,
         )
         self.open_requests = Gauge("mtp_open_requests", "Open requests.", registry=self.registry)
-        self.prompt_tokens = Counter(
-            "mtp_prompt_tokens", "Prompt tokens of completed requests.", registry=self.registry
+        self.prompt_tokens = counter("mtp_prompt_tokens", "Prompt tokens of completed requests.")
+        self.cached_tokens = counter(
+            "mtp_cached_prompt_tokens", "Prompt tokens found in the prefix cache."
         )
-        self.cached_tokens = Counter(
-            "mtp_cached_prompt_tokens",
-            "Prompt tokens found in the prefix cache.",
-            registry=self.registry,
-        )
-        self.generated_tokens = Counter(
-            "mtp_generated_tokens", "Tokens sent to clients.", registry=self.registry
-        )
-        self.first_token = Histogram(
+        self.generated_tokens = counter("mtp_generated_tokens", "Tokens sent to clients.")
+        self.first_token = histogram(
             "mtp_time_to_first_token_seconds",
             "Time from the arrival of a request to its first token.",
             buckets=FIRST_TOKEN_SECONDS,
-            registry=self.registry,
         )
-        self.gap = Histogram(
+        self.gap = histogram(
             "mtp_inter_token_seconds",
             "Time between two deliveries of tokens to one client. A delivery is one window of one or more tokens.",
             buckets=GAP_SECONDS,
-            registry=self.registry,
         )
-        self.request_seconds = Histogram(
+        self.request_seconds = histogram(
             "mtp_request_seconds",
             "Time from the arrival of a request to its last token.",
             buckets=REQUEST_SECONDS,
-            registry=self.registry,
         )
         self.registry.register(_ClusterCollector(status))
 
