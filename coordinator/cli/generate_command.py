@@ -66,11 +66,6 @@ class ShownText:
                     self._in_reasoning = False
                     self.content += text
 
-    def end_line(self) -> None:
-        """End the last line, unless it has ended."""
-        if not self.content.endswith("\n"):
-            self._write("\n")
-
     def _write(self, text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -186,7 +181,8 @@ class PrintedAnswer:
         assert self._shown is not None
         if self._parser is not None:
             self._shown.show(self._parser.finish())
-        self._shown.end_line()
+        if not self._shown.content.endswith("\n"):
+            typer.echo()
         if self._parser is not None and self.text and not self._shown.content:
             typer.echo("the answer ended inside its reasoning; --json shows it", err=True)
         typer.echo(_figures(summary(self.stats, len(self.tokens)), self.reason or ""), err=True)

@@ -25,6 +25,7 @@ from coordinator.trust.registry import Registry
 from proto import cluster_pb2 as pb
 from proto.announcement import join_address
 from proto.errors import ClusterError, NotReadyError, ProtocolError, UsageError
+from proto.rpc.listener import BackgroundTasks
 from proto.state_dir import write_private
 from proto.trust.certificates import (
     NodeIdentity,
@@ -105,7 +106,7 @@ class JoinServer:
         """Joins in progress by the peer's address."""
         self._failures: deque[tuple[float, str]] = deque()
         """Monotonic seconds and peer of each refused token, the oldest first."""
-        self._joins: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._context, self._certificate = self._new_context()
 
     @contextlib.asynccontextmanager
@@ -119,14 +120,11 @@ class JoinServer:
                 f"--listen {host}:{port}: {error.strerror or error}. Choose another address or port"
             ) from error
         listener.setblocking(False)
-        accepting = asyncio.create_task(self._accept(listener))
+        self._tasks.spawn(self._accept(listener))
         try:
             yield listener.getsockname()[1]
         finally:
-            tasks = [accepting, *self._joins]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._tasks.close()
             listener.close()
 
     def _new_context(self) -> tuple[ssl.SSLContext, x509.Certificate]:
@@ -158,9 +156,7 @@ class JoinServer:
                 connection.close()
                 continue
             self._open[peer] += 1
-            task = asyncio.create_task(self._join(connection, peer))
-            self._joins.add(task)
-            task.add_done_callback(self._joins.discard)
+            self._tasks.spawn(self._join(connection, peer))
 
     async def _join(self, connection: socket.socket, peer: str) -> None:
         """Handle one connection, with the present certificate."""
@@ -283,7 +279,7 @@ class ClusterTrust:
         self.trust = NodeTrust(self._key, chain, authority.bundle, self.registry.removed())
         self._sent: dict[SecuredWorker, float] = {}
         """Monotonic seconds of the last update of each worker."""
-        self._updates: set[asyncio.Task[None]] = set()
+        self._updates = BackgroundTasks()
 
     @classmethod
     def open(cls, state: Path, *, create: bool) -> ClusterTrust | None:
@@ -349,9 +345,7 @@ class ClusterTrust:
             for worker in connected:
                 if self._sent.get(worker, -REFRESH_SECONDS) <= due:
                     self._sent[worker] = time.monotonic()
-                    task = asyncio.create_task(self._update(worker))
-                    self._updates.add(task)
-                    task.add_done_callback(self._updates.discard)
+                    self._updates.spawn(self._update(worker))
             await asyncio.sleep(POLL_SECONDS)
 
     def _reload(self) -> None:
