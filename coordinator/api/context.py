@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 from starlette.requests import Request
 
-from coordinator.api.model_catalog import ModelLoader
+from coordinator.api.model_catalog import ModelFacts, ModelLoader
 from coordinator.schedule.request import Generator
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.metrics import Metrics
@@ -124,6 +124,11 @@ class Api:
     large_work: LargeWork = field(default_factory=LargeWork)
     vocabulary: bytes = b""
     """The packed vocabulary of the tokenizer, if it is known already."""
+
+    async def loadable_models(self) -> list[ModelFacts]:
+        """Return the other models on this machine that can be served."""
+        found = [] if self.model_loader is None else await self.model_loader.list_models()
+        return [m for m in found if not m.problem and m.name not in self.model.listed_names]
 
     @cached_property
     def metrics(self) -> Metrics:

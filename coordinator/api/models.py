@@ -99,33 +99,25 @@ def describe_model(model: ModelInfo) -> Json:
 
     `max_model_len`, vLLM's name, is the context in tokens. `ignored_fields` are the request fields without effect.
     """
+    entry = _entry(model.id, model.created, model.context_length, loaded=True)
+    return {**entry, "ignored_fields": sorted(HINTS)}
+
+
+def _entry(name: str, created: int, context: int, *, loaded: bool) -> Json:
     return {
-        "id": model.id,
+        "id": name,
         "object": "model",
-        "created": model.created,
+        "created": created,
         "owned_by": "mtp-cluster",
-        "loaded": True,
-        "max_model_len": model.context_length,
-        "ignored_fields": sorted(HINTS),
+        "loaded": loaded,
+        "max_model_len": context or None,
     }
 
 
 async def _loadable(api: Api) -> list[Json]:
     """Return the other models on this machine."""
-    if api.model_loader is None:
-        return []
-    return [
-        {
-            "id": found.name,
-            "object": "model",
-            "created": api.model.created,
-            "owned_by": "mtp-cluster",
-            "loaded": False,
-            "max_model_len": found.context or None,
-        }
-        for found in await api.model_loader.list_models()
-        if not found.problem and found.name not in api.model.listed_names
-    ]
+    found, created = await api.loadable_models(), api.model.created
+    return [_entry(each.name, created, each.context, loaded=False) for each in found]
 
 
 def _loader_of(request: Request) -> ModelLoader:

@@ -338,13 +338,8 @@ async def version() -> Response:
 async def tags(request: Request) -> Response:
     """List the served model and its aliases, then the other models on this machine."""
     api = api_of(request)
-    others = [] if api.model_loader is None else await api.model_loader.list_models()
-    entries = _served_entries(api) + [
-        _entry(api, found.name, found)
-        for found in others
-        if not found.problem and found.name not in api.model.listed_names
-    ]
-    return JSONResponse({"models": entries})
+    others = [_entry(api, found.name, found) for found in await api.loadable_models()]
+    return JSONResponse({"models": _served_entries(api) + others})
 
 
 @router.get("/api/ps")

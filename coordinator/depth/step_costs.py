@@ -184,38 +184,36 @@ class StepCosts:
         A further row takes about the same time on every stage, and a draft only on the last one. So drafts took what
         the last stage gained over the others. A single stage shows rows and drafts together, as rows.
         """
-        known = [shape for shape in self._relative if self._stages(shape)]
+        known = self._stage_costs()
         if not known:
             return 0.0
         first, last = min(known, key=lambda s: s.depth), max(known, key=lambda s: s.depth)
         if first.depth == last.depth:
             return 0.0
-        before, after = self._stages(first), self._stages(last)
-        assert before is not None and after is not None
+        before, after = known[first], known[last]
         gained = (after.last - before.last) - (after.others - before.others)
         return max(0.0, gained / (last.depth - first.depth))
 
     def _slowest_stage(self, shape: Shape) -> float:
         """Return the cost of the slowest stage at `shape` over the level, from the nearest measured shape."""
-        known = [one for one in self._relative if self._stages(one)]
+        known = self._stage_costs()
         if not known:
             return 0.0
         near = min(known, key=lambda s: (abs(s.width - shape.width), abs(s.depth - shape.depth)))
-        stages = self._stages(near)
-        assert stages is not None
+        stages = known[near]
         rows = (self._rows_cost(shape.width) - self._rows_cost(near.width)) / max(2, stages.count)
         drafts = self._draft_cost() * (shape.depth - near.depth)
         return max(stages.others + rows, stages.last + rows + drafts)
 
-    def _stages(self, shape: Shape) -> _StageCosts | None:
-        """Return the costs of the stages over the level, for a measured shape of several stages."""
-        shares = self._shares.get(shape)
-        if shares is None or not shares.stages:
-            return None
-        cost = math.exp(self._relative[shape])
-        return _StageCosts(
-            (shares.others or 0.0) * cost, (shares.last or 0.0) * cost, shares.stages
-        )
+    def _stage_costs(self) -> dict[Shape, _StageCosts]:
+        """Return the costs of the stages over the level, for the measured shapes of several stages."""
+        found = {}
+        for shape, relative in self._relative.items():
+            shares, cost = self._shares.get(shape, _Shares()), math.exp(relative)
+            if shares.stages:
+                others, last = (shares.others or 0.0) * cost, (shares.last or 0.0) * cost
+                found[shape] = _StageCosts(others, last, shares.stages)
+        return found
 
     def _record_fresh(self, shape: Shape, relative: float) -> None:
         samples = self._fresh[shape]

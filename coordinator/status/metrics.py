@@ -187,14 +187,11 @@ def _cluster_gauges(status: ClusterStatus) -> Iterator[Metric]:
 
 
 def _drafts(status: ClusterStatus) -> Iterator[Metric]:
-    drafted = CounterMetricFamily("mtp_drafts", "Drafts by position.", labels=["position"])
-    accepted = CounterMetricFamily(
-        "mtp_accepted_drafts", "Accepted drafts by position.", labels=["position"]
-    )
-    for family, counts in (
-        (drafted, status.drafted_by_position),
-        (accepted, status.accepted_by_position),
+    for name, text, counts in (
+        ("mtp_drafts", "Drafts by position.", status.drafted_by_position),
+        ("mtp_accepted_drafts", "Accepted drafts by position.", status.accepted_by_position),
     ):
+        family = CounterMetricFamily(name, text, labels=["position"])
         for position, count in enumerate(counts, start=1):
             family.add_metric([str(position)], count)
         yield family
