@@ -268,7 +268,7 @@ async def _browsing(handler: Callable[..., None]) -> AsyncIterator[AsyncZeroconf
     zeroconf = AsyncZeroconf()
     browser = None
     try:
-        browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE_TYPE, handlers=[on_change])
+        browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE_TYPE, handlers=[handler])
         yield zeroconf
     finally:
         with contextlib.suppress(OSError, TimeoutError, ZeroconfError):

@@ -27,7 +27,6 @@ from coordinator.status.frame_records import (
     ProcessTrace,
     RoundTrip,
     align_clocks,
-    process_trace,
 )
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
@@ -426,8 +425,8 @@ class WorkerClient:
             clock.align_times(one.epoch, one.number, one.rows, one.times_ns)
             for one in reply.frames
             if one.epoch == epoch
-        ]
-        return process_trace(f"stage {stage} {self.address}", stage, frames, clock)
+        )
+        return ProcessTrace(f"stage {stage} {self.address}", stage, clock, frames)
 
     async def _align_clock(self) -> ClockOffset:
         """Return the offset of the worker's clock, measured within the last CLOCK_SECONDS."""

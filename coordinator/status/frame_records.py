@@ -92,7 +92,7 @@ class ProcessTrace:
 def process_trace(
     name: str,
     stage: int,
-    stamps: Sequence[FrameStamps | FrameTimes],
+    stamps: Sequence[FrameStamps],
     clock: ClockOffset | None = None,
 ) -> ProcessTrace:
     """Return the trace of a process, with its times in the coordinator's clock."""
