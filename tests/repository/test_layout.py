@@ -196,7 +196,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "coordinator.status": {"coordinator.depth", "proto"},
     "coordinator.text": {"mtp.checkpoint.format", "mtp.sampling", "proto"},
-    "coordinator.trust": {"proto", "proto.trust"},
+    "coordinator.trust": {"proto", "proto.rpc", "proto.trust"},
     "coordinator.web": {"coordinator.status", "proto", "proto.terminal"},
 }
 """The other folders that each folder imports from. An arrow that no module uses is an error."""
