@@ -203,20 +203,19 @@ def _part_bytes(checkpoint: Checkpoint, part: str, dtype: str | None) -> tuple[i
     share = 1.0
     if config.num_experts:
         share = min(1.0, config.text_config["num_experts_per_tok"] / config.num_experts)
-    sizes: dict[str, int] = {}
-    for source in checkpoint.plans[part].values():
-        for name in source.tensors:
-            if name in checkpoint.tensors:
-                sizes[name] = _loaded_bytes(checkpoint.tensors[name], dtype)
+    sizes = {
+        name: _loaded_bytes(checkpoint.tensors[name], stored, dtype)
+        for name, stored in checkpoint.stored_bytes(part).items()
+    }
     active = sum(size * share if _EXPERT.search(name) else size for name, size in sizes.items())
     return sum(sizes.values()), int(active)
 
 
-def _loaded_bytes(tensor: TensorInfo, dtype: str | None) -> int:
-    """Return the bytes of `tensor` after the cast to `dtype`, which does not change packed integers."""
+def _loaded_bytes(tensor: TensorInfo, stored: int, dtype: str | None) -> int:
+    """Return the bytes of `stored` bytes of `tensor` after the cast to `dtype`, which keeps packed integers."""
     if dtype is None or tensor.dtype not in _FLOATS:
-        return tensor.nbytes
-    return tensor.nbytes // STORED_BYTES[tensor.dtype] * DTYPE_BYTES[dtype]
+        return stored
+    return stored // STORED_BYTES[tensor.dtype] * DTYPE_BYTES[dtype]
 
 
 def _stored_itemsize(checkpoint: Checkpoint) -> int:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol, Self
 import mlx.core as mx
 import mlx.nn as nn
 
+from mtp.layers.communicator import ALONE, Communicator
 from proto.errors import ProtocolError
 
 log = logging.getLogger(__name__)
@@ -115,6 +116,13 @@ class Layer(ABC):
 
     kind: ClassVar[str]
     """The variant, as logs and the status name it."""
+    communicator: Communicator = ALONE
+    """The members that share the layer. Each holds some of its heads and columns."""
+    mlp: MLP
+
+    def share(self, communicator: Communicator) -> None:
+        """Let the layer be that of one member: add the partial results of all of them after both of its halves."""
+        self.communicator = self.mlp.communicator = communicator
 
     @abstractmethod
     def new_cache(self, kv_format: KVFormat) -> Any:
@@ -144,6 +152,9 @@ class Layer(ABC):
 class MLP(Protocol):
     """The MLP of a layer with its residual."""
 
+    communicator: Communicator
+    """The members that share the MLP."""
+
     def add(self, x: mx.array, norm: Callable[[mx.array], mx.array]) -> mx.array:
         """Return `x [rows, hidden]` plus the MLP of its norm."""
 
@@ -154,12 +165,14 @@ class MLP(Protocol):
 class PlainMLP:
     """An MLP, dense or of experts, that is any module."""
 
+    communicator: Communicator = ALONE
+
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def add(self, x: mx.array, norm: Callable[[mx.array], mx.array]) -> mx.array:
         """See `MLP.add`."""
-        y: mx.array = x + self.module(norm(x))
+        y: mx.array = x + self.communicator.sum(self.module(norm(x)))
         return y
 
     def pin_exact(self, products: Exact) -> None:

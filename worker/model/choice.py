@@ -61,6 +61,8 @@ def choose_variants(
         modules.replace_layers(joiner.layer)
     if exact:
         _pin(modules, ExactProducts(dtype, DenseRows if device.variant == "cuda" else None))
+    # A member alone chooses its kernels: a trial with collectives would wait for members that try others.
+    modules.share()
     mx.clear_cache()
     kinds = Counter(layer.kind for layer in modules.layers)
     summary = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))

@@ -14,10 +14,12 @@ from mlx_lm.utils import infer_quant_config
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
+from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.format.names import module_path
 from mtp.checkpoint.format.parts import check_types, missing_tensors, part_module, read_part
 from mtp.device import this_device
 from mtp.head.drafter import MTPHead
+from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.layer import Layer
 from mtp.layers.reference import REFERENCE, reference_layer
 from proto.errors import CheckpointError, UsageError
@@ -48,10 +50,17 @@ class StageModules:
     head: MTPHead | None = None
     model_bytes: int = 0
     """Bytes of the weights of the whole checkpoint."""
+    communicator: Communicator = ALONE
+    """The members of the group that holds these layers together."""
 
     @classmethod
     def of(
-        cls, config: ModelConfig, span: Span, parts: Mapping[str, Any], model_bytes: int = 0
+        cls,
+        config: ModelConfig,
+        span: Span,
+        parts: Mapping[str, Any],
+        model_bytes: int = 0,
+        communicator: Communicator = ALONE,
     ) -> StageModules:
         """Return the loaded `parts`, by name, as the modules of a stage with reference layers."""
         layers = [parts[f"layers.{layer}"] for layer in span]
@@ -65,6 +74,7 @@ class StageModules:
             lm_head=parts.get("lm_head"),
             head=parts.get("mtp"),
             model_bytes=model_bytes,
+            communicator=communicator,
         )
 
     def replace_layers(self, replaced: Callable[[Any], Layer]) -> None:
@@ -77,6 +87,14 @@ class StageModules:
         if self.head is not None:
             self.head.block = once(self.head.block)
 
+    def share(self) -> None:
+        """Let the layers, that of the MTP head included, add the partial results of all members."""
+        blocks = [] if self.head is None else [self.head.block]
+        for layer in (*self.layers, *blocks):
+            layer.share(self.communicator)
+        if self.head is not None:
+            self.head.block = blocks[0]
+
 
 def load_stage(
     checkpoint: Checkpoint,
@@ -87,9 +105,11 @@ def load_stage(
     dtype: mx.Dtype | None,
     with_head: bool = True,
     on_progress: OnProgress | None = None,
+    communicator: Communicator = ALONE,
 ) -> StageModules:
     """Load a stage: its layers, and whether it is the first and the last of its plan.
 
+    The layers of a member of a group are its share of them, and `communicator` reaches the other members.
     `dtype` None keeps the stored types. `with_head` says whether a last stage has the MTP head. Names, shapes and types
     of the whole stage are checked before the first weight is read. Then the parts are read one after another, so the
     peak memory stays close to that of the stage. Without the head's tensors the head is None, and `checkpoint.mtp`
@@ -97,6 +117,7 @@ def load_stage(
 
     Raises SpanError, CheckpointError with tensor and file, and UsageError for a dtype that cannot run here.
     """
+    checkpoint = checkpoint.cut_for(Cut(communicator.rank, communicator.size))
     parts = checkpoint.stage_parts(span, first=first, last=last, with_head=with_head)
     if checkpoint.unknown:
         raise CheckpointError(
@@ -111,7 +132,11 @@ def load_stage(
     modules: dict[str, Any] = {part: _build(checkpoint, part, dtype) for part in parts}
     _read(checkpoint, modules, on_progress)
     return StageModules.of(
-        checkpoint.config, span, modules, model_bytes=sum(checkpoint.part_bytes().values())
+        checkpoint.config,
+        span,
+        modules,
+        model_bytes=sum(checkpoint.part_bytes().values()),
+        communicator=communicator,
     )
 
 

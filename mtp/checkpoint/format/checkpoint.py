@@ -8,12 +8,13 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from mtp.checkpoint.format.config import ModelConfig
+from mtp.checkpoint.format.cut import Cut, is_cut
 from mtp.checkpoint.format.names import (
     ADAPTER_FILES,
     Layout,
@@ -168,12 +169,24 @@ class Checkpoint:
 
     def part_bytes(self) -> dict[str, int]:
         """Return the bytes of each part, as stored: `embed`, `layers.0` …, `norm`, `lm_head`, `mtp`."""
-        sizes = {}
-        for part, plan in self.plans.items():
-            # A set, because both halves of a fused tensor have the same name.
-            stored = {name for source in plan.values() for name in source.tensors}
-            sizes[part] = sum(self.tensors[name].nbytes for name in stored & self.tensors.keys())
-        return sizes
+        return {part: sum(self.stored_bytes(part).values()) for part in self.plans}
+
+    def stored_bytes(self, part: str) -> dict[str, int]:
+        """Return the bytes of each stored tensor of a part, or of the share that a member reads."""
+        size = self.config.cut.size
+        if part == "lm_head" and not self.config.cuts_vocabulary:
+            size = 1
+        # A dict, because both halves of a fused tensor have the same name.
+        return {
+            name: self.tensors[name].nbytes // (size if is_cut(part, parameter) else 1)
+            for parameter, source in self.plans[part].items()
+            for name in source.tensors
+            if name in self.tensors
+        }
+
+    def cut_for(self, cut: Cut) -> Checkpoint:
+        """Return the checkpoint as one member of a group reads it. Raises SpanError if it cannot be cut."""
+        return self if cut == self.config.cut else replace(self, config=self.config.cut_for(cut))
 
     def stage_parts(
         self, span: Span, *, first: bool, last: bool, with_head: bool = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from mlx_lm.models.qwen3_5 import TextModelArgs
 
 from mtp.checkpoint.families import FAMILIES, NOT_SERVED, find_family
 from mtp.checkpoint.families.family import Family
+from mtp.checkpoint.format.cut import WHOLE, Cut, cut_fields
 from proto.errors import CheckpointError
 
 
@@ -130,6 +131,8 @@ class ModelConfig:
     text_config: dict[str, Any] = field(repr=False, hash=False)
     foreign: ForeignPacking | None = None
     head_only: bool = False
+    cut: Cut = WHOLE
+    """The share of the layers that these fields describe."""
 
     @classmethod
     def load(cls, path: Path) -> ModelConfig:
@@ -156,6 +159,18 @@ class ModelConfig:
         config = with_quantization(config, None)
         text = with_rope_parameters(_text(file, config))
         return _Reader(file, config, text).read(eos_token_ids)
+
+    def cut_for(self, cut: Cut) -> ModelConfig:
+        """Return the config of one member's layers. Raises SpanError for heads or columns that cannot be cut."""
+        text = cut_fields({**self.text_config, "head_dim": self.head_dim}, cut)
+        return replace(
+            self,
+            num_kv_heads=text["num_key_value_heads"],
+            gdn_value_heads=text["linear_num_value_heads"],
+            gdn_key_heads=text["linear_num_key_heads"],
+            text_config=text,
+            cut=cut,
+        )
 
     @property
     def family(self) -> Family:
@@ -189,6 +204,11 @@ class ModelConfig:
     def gdn_conv_dim(self) -> int:
         """Channels of the convolution of a GDN layer: those of q, k and v."""
         return 2 * self.gdn_key_heads * self.gdn_key_dim + self.gdn_value_heads * self.gdn_value_dim
+
+    @property
+    def cuts_vocabulary(self) -> bool:
+        """True if each member of a group holds its share of lm_head. Otherwise each holds all of it."""
+        return self.vocab_size % self.cut.size == 0
 
     @property
     def queries_per_key(self) -> int:

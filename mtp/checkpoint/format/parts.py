@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
+from mtp.checkpoint.format.cut import cut_weight
 from mtp.checkpoint.format.names import Source, Transform, is_shifted_norm, join_names, module_path
 from mtp.head.drafter import MTPHead
 from proto.errors import CheckpointError
@@ -35,7 +36,8 @@ def part_module(config: ModelConfig, part: str) -> nn.Module:
         case "norm", _, _:
             module = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
         case "lm_head", _, _:
-            module = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
+            outputs = args.vocab_size // (config.cut.size if config.cuts_vocabulary else 1)
+            module = nn.Linear(args.hidden_size, outputs, bias=False)
         case "mtp", _, _:
             module = MTPHead(args)
         case _, _, layer:
@@ -136,6 +138,9 @@ def read_part(checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None) -> dict
             if source.transform == "stack"
             else _make(checkpoint, source, stored[0])
         )
+        config = checkpoint.config
+        key_dim = config.gdn_key_heads * config.gdn_key_dim
+        made = cut_weight(part, name, made, config.cut, key_dim, config.head_dim)
         weights[name] = made.astype(_dtype(name, stored[0].dtype, dtype))
     return weights
 

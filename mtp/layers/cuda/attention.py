@@ -10,8 +10,16 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
+from mtp.layers.communicator import Communicator
 from mtp.layers.cuda.kernel import HALF_TYPES
-from mtp.layers.cuda.packed_linear import FEW_ROWS, PackedLinear, PackedMLP, add_packed_mlp, joined
+from mtp.layers.cuda.packed_linear import (
+    FEW_ROWS,
+    PackedLinear,
+    PackedMLP,
+    add_packed_mlp,
+    add_product,
+    joined,
+)
 from mtp.layers.cuda.row_attention import SLOTS, SPLIT, RowArrays, attend_rows, prepare_rows
 from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import Exact, Hole, KVFormat, Layer, PlainMLP
@@ -95,14 +103,14 @@ class PackedAttentionLayer(Layer):
             start += width
         if few and out.packed:
             outputs = (out.w, out.factors)
-            finish = _compiled_end(self.shape, eps)
+            finish = _compiled_end(self.shape, eps, self.communicator)
             x = finish(x, outputs, self._mlp_weights, q, rows, groups, self.scale, pairs)
             return x if self._mlp_weights else self.mlp.add(x, self.mlp_norm)
         if few or self._one_arithmetic:
             y = _attend_few(self.shape, q, rows, groups, self.scale, pairs)
         else:
             y = _attend_many(self.shape, caches, widths, q, rows)
-        return self.mlp.add(out(y, x), self.mlp_norm)
+        return self.mlp.add(add_product(self.communicator, out, y, x), self.mlp_norm)
 
 
 def shape_of(attention: Qwen3NextAttention) -> AttentionShape:
@@ -125,7 +133,9 @@ def _compiled_projection(shape: AttentionShape, eps: float) -> Callable[..., Any
 
 
 @lru_cache(maxsize=8)
-def _compiled_end(shape: AttentionShape, eps: float) -> Callable[..., Any]:
+def _compiled_end(
+    shape: AttentionShape, eps: float, communicator: Communicator
+) -> Callable[..., Any]:
     """Return the layer from the attention on, traced once for every shape of the arguments.
 
     It includes the MLP if its arguments have the weights of one.
@@ -136,8 +146,8 @@ def _compiled_end(shape: AttentionShape, eps: float) -> Callable[..., Any]:
         scale: mx.array, pairs: Any,
     ) -> Any:  # fmt: skip
         y = _attend_few(shape, q, rows, groups, scale, pairs)
-        x = PackedLinear(*weights)(y, x)
-        return add_packed_mlp(mlp, eps, x) if mlp else x
+        x = add_product(communicator, PackedLinear(*weights), y, x)
+        return add_packed_mlp(communicator, mlp, eps, x) if mlp else x
 
     return mx.compile(body)
 

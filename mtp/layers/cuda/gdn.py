@@ -9,9 +9,17 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
+from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.cuda.gated_delta import gated_delta_window
 from mtp.layers.cuda.kernel import HALF_TYPES
-from mtp.layers.cuda.packed_linear import FEW_ROWS, PackedLinear, PackedMLP, add_packed_mlp, joined
+from mtp.layers.cuda.packed_linear import (
+    FEW_ROWS,
+    PackedLinear,
+    PackedMLP,
+    add_packed_mlp,
+    add_product,
+    joined,
+)
 from mtp.layers.layer import Exact, Hole, KVFormat, Layer, PlainMLP
 from mtp.layers.windows import (
     HEAD_DIM,
@@ -66,10 +74,15 @@ class PackedGDNLayer(Layer):
         They never change, and looking them up takes as long as building an operation."""
         if self.projection.packed and self.out.packed:
             projection, out = self.projection, self.out
+            self._body = _compiled_body(self.shape, self.norm.eps, ALONE)
             own = (self.norm.weight, projection.w, projection.factors, out.w, out.factors)
             mlp_weights = () if mlp is None else mlp.weights(self.mlp_norm)
-            self._body = _compiled_body(self.shape, self.norm.eps)
             self._weights = (own, mlp_weights, self.constants)
+
+    def share(self, communicator: Communicator) -> None:
+        super().share(communicator)
+        if self._body is not None:
+            self._body = _compiled_body(self.shape, self.norm.eps, communicator)
 
     def new_cache(self, kv_format: KVFormat) -> SnapshotGDNCache:
         recurrence = Recurrence(gated_delta_window, self.shape, self.constants)
@@ -104,13 +117,15 @@ class PackedGDNLayer(Layer):
             y, conv, state = gated_delta_window(
                 self.shape, rows, rows if past is None else past, *state_arrays, self.constants
             )
-            x, has_mlp = self.out(y, x), False
+            x, has_mlp = add_product(self.communicator, self.out, y, x), False
         record_windows(caches, windows, rows, Snapshots(conv, state))
         return x if has_mlp else self.mlp.add(x, self.mlp_norm)
 
 
 @lru_cache(maxsize=8)
-def _compiled_body(shape: GatedDeltaShape, eps: float) -> Callable[..., Any]:
+def _compiled_body(
+    shape: GatedDeltaShape, eps: float, communicator: Communicator
+) -> Callable[..., Any]:
     """Return the layer, traced once for every shape of the arguments."""
 
     def body(
@@ -126,7 +141,8 @@ def _compiled_body(shape: GatedDeltaShape, eps: float) -> Callable[..., Any]:
         norm, w, factors, out_w, out_factors = weights
         rows = PackedLinear(w, factors)(mx.fast.rms_norm(x, norm, eps))
         y, conv, state = gated_delta_window(shape, rows, past, conv, state, spans, tuple(constants))
-        x = PackedLinear(out_w, out_factors)(y, x)
-        return (add_packed_mlp(mlp, eps, x) if mlp else x), rows, conv, state
+        x = add_product(communicator, PackedLinear(out_w, out_factors), y, x)
+        x = add_packed_mlp(communicator, mlp, eps, x) if mlp else x
+        return x, rows, conv, state
 
     return mx.compile(body)

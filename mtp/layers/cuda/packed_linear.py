@@ -17,6 +17,7 @@ from typing import Self
 import mlx.core as mx
 import mlx.nn as nn
 
+from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.cuda.kernel import HALF_TYPES, CudaKernel
 from mtp.layers.layer import Exact
 from mtp.layers.source_kernel import THREADS
@@ -436,8 +437,17 @@ def joined(modules: Sequence[nn.Module], *, padded: bool = False) -> Projection:
     return PackedLinear.from_modules(modules) if packed else SideBySide(modules)
 
 
+def add_product(
+    communicator: Communicator, product: Callable[..., mx.array], y: mx.array, x: mx.array
+) -> mx.array:
+    """Return `x` plus the sum over the members of the product of `y`. One machine adds `x` in the same launch."""
+    return product(y, x) if communicator.size == 1 else x + communicator.sum(product(y))
+
+
 class PackedMLP(nn.Module):
     """The gated MLP of a dense layer: two launches for up to `MOST_ROWS` rows."""
+
+    communicator: Communicator = ALONE
 
     def __init__(self, gate_up: PackedLinear, down: PackedLinear) -> None:
         super().__init__()
@@ -446,7 +456,7 @@ class PackedMLP(nn.Module):
 
     def add(self, x: mx.array, norm: Callable[[mx.array], mx.array]) -> mx.array:
         """Return `x [rows, hidden]` plus the MLP of its norm."""
-        return self.down(self.gate_up.swiglu(norm(x)), x)
+        return add_product(self.communicator, self.down, self.gate_up.swiglu(norm(x)), x)
 
     def pin_exact(self, products: Exact) -> None:
         """Keep to the kernels."""
@@ -471,11 +481,13 @@ def pack_mlp(mlp: nn.Module) -> PackedMLP | None:
     return PackedMLP(PackedLinear.from_modules([gate, up]), PackedLinear.from_modules([down]))
 
 
-def add_packed_mlp(weights: Sequence[mx.array], eps: float, x: mx.array) -> mx.array:
+def add_packed_mlp(
+    communicator: Communicator, weights: Sequence[mx.array], eps: float, x: mx.array
+) -> mx.array:
     """Return `PackedMLP.add` of up to `FEW_ROWS` rows, as part of a compiled layer."""
     norm, w, factors, down_w, down_factors = weights
     y = PackedLinear(w, factors).swiglu(mx.fast.rms_norm(x, norm, eps))
-    return PackedLinear(down_w, down_factors)(y, x)
+    return add_product(communicator, PackedLinear(down_w, down_factors), y, x)
 
 
 def _in_pieces(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer
 
+from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.kv_cache import KVRows, new_kv
 from mtp.layers.layer import Hole, KVFormat
 from mtp.layers.metal.kernel import MetalKernel
@@ -67,6 +68,7 @@ class _Shape:
     head_eps: float
     rope: int
     joins_norm: bool
+    communicator: Communicator = ALONE
 
 
 class JoinedAttentionLayer(AttentionLayer):
@@ -98,6 +100,11 @@ class JoinedAttentionLayer(AttentionLayer):
         norms = self.norm.weight, attention.q_norm.weight, attention.k_norm.weight
         self._inputs = (inputs.weights, norms)
         self._outputs = (out.weights, self.mlp_norm.weight, mlp.weights if mlp else ())
+        self._compiled = _compiled(self._shape)
+
+    def share(self, communicator: Communicator) -> None:
+        super().share(communicator)
+        self._shape = replace(self._shape, communicator=communicator)
         self._compiled = _compiled(self._shape)
 
     def _project(
@@ -249,8 +256,8 @@ def _finish(
 ) -> mx.array:
     """Return `x` plus the gated projection of `merged`, and plus the MLP if it is joined."""
     gated = (merged * mx.sigmoid(gate)).reshape(x.shape[0], -1)
-    y = shape.out.multiply(gated, out)
+    y = shape.communicator.sum(shape.out.multiply(gated, out))
     if shape.mlp is None:
         return x + y
     x, normed = add_norm(x, y, norm, shape.eps, shape.joins_norm)
-    return x + gated_products(shape.mlp, mlp, normed)
+    return x + shape.communicator.sum(gated_products(shape.mlp, mlp, normed))

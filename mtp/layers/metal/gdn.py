@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
+from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.gated_delta import window_kernel
 from mtp.layers.layer import Exact, Hole, KVFormat, Layer, PlainMLP
 from mtp.layers.metal.kernel import MetalKernel
@@ -93,6 +94,7 @@ class _Shape:
     mlp: tuple[Format, Format] | None
     eps: float
     joins_norm: bool
+    communicator: Communicator = ALONE
 
 
 class WindowGDNLayer(Layer):
@@ -126,6 +128,11 @@ class WindowGDNLayer(Layer):
         self._dtype = dtype
         norms = norm.weight, self.mlp_norm.weight
         self._weights = (norms, inputs.weights, out.weights, mlp.weights if mlp else (), constants)
+        self._compiled = _compiled(self._shape)
+
+    def share(self, communicator: Communicator) -> None:
+        super().share(communicator)
+        self._shape = replace(self._shape, communicator=communicator)
         self._compiled = _compiled(self._shape)
 
     def new_cache(self, kv_format: KVFormat) -> SnapshotGDNCache:
@@ -189,8 +196,9 @@ def _run(shape: _Shape, x: mx.array, weights: Any, states: Any) -> Any:
     y, conv, state = gated_delta_window(
         shape.heads, rows, rows if past is None else past, conv, state, spans, tuple(constants)
     )
-    y = shape.out.multiply(y, out)
+    y = shape.communicator.sum(shape.out.multiply(y, out))
     if shape.mlp is None:
         return x + y, rows, conv, state
     x, normed = add_norm(x, y, norms[1], shape.eps, shape.joins_norm)
-    return x + gated_products(shape.mlp, mlp, normed), rows, conv, state
+    added = shape.communicator.sum(gated_products(shape.mlp, mlp, normed))
+    return x + added, rows, conv, state

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.layer import Exact
 from mtp.layers.metal.kernel import MetalKernel
 
@@ -98,6 +99,8 @@ def _joined(parts: Sequence[mx.array], order: mx.array | None) -> mx.array:
 class JoinedMLP:
     """A gated MLP whose gate and up projections are one, with its residual."""
 
+    communicator: Communicator = ALONE
+
     def __init__(self, gate_up: JoinedLinear, down: JoinedLinear) -> None:
         self.formats = gate_up.format, down.format
         self.weights = gate_up.weights, down.weights
@@ -115,7 +118,7 @@ class JoinedMLP:
 
     def add(self, x: mx.array, norm: Callable[[mx.array], mx.array]) -> mx.array:
         """See `MLP.add`."""
-        return x + gated_products(self.formats, self.weights, norm(x))
+        return x + self.communicator.sum(gated_products(self.formats, self.weights, norm(x)))
 
     def pin_exact(self, products: Exact) -> None:
         """Raise, because a stage in exact mode keeps the reference."""

@@ -55,7 +55,8 @@ class AttentionLayer(Layer):
     def _finish(self, x: mx.array, merged: mx.array, gate: mx.array) -> mx.array:
         """Return `x [rows, hidden]` plus the projection of `merged`, gated, and then plus the MLP."""
         gated = merged * mx.sigmoid(gate.reshape(x.shape[0], -1))
-        return self.mlp.add(x + self.attention.o_proj(gated), self.mlp_norm)
+        attended = self.communicator.sum(self.attention.o_proj(gated))
+        return self.mlp.add(x + attended, self.mlp_norm)
 
     def _attend(
         self,

@@ -155,7 +155,8 @@ class GDNLayer(Layer):
             outputs.append(out.reshape(-1, self.net.num_v_heads, self.net.head_v_dim))
             start = end
         out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-        return self.mlp.add(x + self._finish(out, z, inputs.dtype), self.mlp_norm)
+        mixed = self.communicator.sum(self._finish(out, z, inputs.dtype))
+        return self.mlp.add(x + mixed, self.mlp_norm)
 
     def advance(
         self,
