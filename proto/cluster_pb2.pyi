@@ -283,6 +283,7 @@ class WorkerInfo(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    DIRECT_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     worker_id: _builtins.str
     """random, changes at every start"""
@@ -296,6 +297,8 @@ class WorkerInfo(_message.Message):
     """of its certificate, empty without one"""
     version: _builtins.str
     """of its programs, such as "0.1.0, mlx 0.31.0" """
+    direct: _builtins.str
+    """host of its direct link to other machines, empty without one"""
     @_builtins.property
     def hardware(self) -> Global___Hardware: ...
     @_builtins.property
@@ -318,10 +321,11 @@ class WorkerInfo(_message.Message):
         state: Global___WorkerState.ValueType = ...,
         node_id: _builtins.str = ...,
         version: _builtins.str = ...,
+        direct: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_leased_to", b"_leased_to", "_pinned", b"_pinned", "hardware", b"hardware", "leased_to", b"leased_to", "pinned", b"pinned"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leased_to", b"_leased_to", "_pinned", b"_pinned", "fingerprint", b"fingerprint", "hardware", b"hardware", "leased_to", b"leased_to", "model", b"model", "name", b"name", "node_id", b"node_id", "pinned", b"pinned", "protocol_version", b"protocol_version", "state", b"state", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leased_to", b"_leased_to", "_pinned", b"_pinned", "direct", b"direct", "fingerprint", b"fingerprint", "hardware", b"hardware", "leased_to", b"leased_to", "model", b"model", "name", b"name", "node_id", b"node_id", "pinned", b"pinned", "protocol_version", b"protocol_version", "state", b"state", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__leased_to: _TypeAlias = _typing.Literal["leased_to"]  # noqa: Y015
     _WhichOneofArgType__leased_to: _TypeAlias = _typing.Literal["_leased_to", b"_leased_to"]  # noqa: Y015
@@ -605,9 +609,94 @@ class WeightsKept(_message.Message):
 Global___WeightsKept: _TypeAlias = WeightsKept  # noqa: Y015
 
 @_typing.final
-class LoadRequest(_message.Message):
-    """---- Load"""
+class MemberRequest(_message.Message):
+    """---- StartMember"""
 
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    lease_ms: _builtins.int
+    @_builtins.property
+    def coordinator(self) -> Global___Coordinator: ...
+    def __init__(
+        self,
+        *,
+        coordinator: Global___Coordinator | None = ...,
+        epoch: _builtins.int = ...,
+        lease_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "epoch", b"epoch", "lease_ms", b"lease_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemberRequest: _TypeAlias = MemberRequest  # noqa: Y015
+
+@_typing.final
+class MemberReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PORT_FIELD_NUMBER: _builtins.int
+    GROUP_ADDRESS_FIELD_NUMBER: _builtins.int
+    port: _builtins.int
+    """where the process serves calls, at the host of the worker"""
+    group_address: _builtins.str
+    """host:port at which the process accepts the other members"""
+    def __init__(
+        self,
+        *,
+        port: _builtins.int = ...,
+        group_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_address", b"group_address", "port", b"port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemberReply: _TypeAlias = MemberReply  # noqa: Y015
+
+@_typing.final
+class Group(_message.Message):
+    """---- Load
+
+    The group of processes that hold a stage together.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    HOSTS_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """the place of this member, from 0; the first one decides what all compute"""
+    backend: _builtins.str
+    """ring, nccl"""
+    @_builtins.property
+    def hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """host:port of each member, where it accepts the others"""
+
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        hosts: _abc.Iterable[_builtins.str] | None = ...,
+        backend: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "hosts", b"hosts", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Group: _TypeAlias = Group  # noqa: Y015
+
+@_typing.final
+class LoadRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     COORDINATOR_FIELD_NUMBER: _builtins.int
@@ -624,6 +713,7 @@ class LoadRequest(_message.Message):
     EXACT_FIELD_NUMBER: _builtins.int
     DRAFT_VOCAB_FIELD_NUMBER: _builtins.int
     DRAFT_VOCAB_AUTO_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     first: _builtins.bool
     last: _builtins.bool
@@ -649,6 +739,10 @@ class LoadRequest(_message.Message):
     def span(self) -> Global___Span: ...
     @_builtins.property
     def limits(self) -> Global___Limits: ...
+    @_builtins.property
+    def group(self) -> Global___Group:
+        """unset for a stage of one machine"""
+
     def __init__(
         self,
         *,
@@ -666,10 +760,11 @@ class LoadRequest(_message.Message):
         exact: _builtins.bool = ...,
         draft_vocab: _builtins.int = ...,
         draft_vocab_auto: _builtins.bool = ...,
+        group: Global___Group | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "limits", b"limits", "model", b"model", "span", b"span"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "group", b"group", "limits", b"limits", "model", b"model", "span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "draft_vocab", b"draft_vocab", "draft_vocab_auto", b"draft_vocab_auto", "dtype", b"dtype", "epoch", b"epoch", "exact", b"exact", "first", b"first", "kv_bits", b"kv_bits", "last", b"last", "lease_ms", b"lease_ms", "limits", b"limits", "model", b"model", "mtp", b"mtp", "span", b"span"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "draft_vocab", b"draft_vocab", "draft_vocab_auto", b"draft_vocab_auto", "dtype", b"dtype", "epoch", b"epoch", "exact", b"exact", "first", b"first", "group", b"group", "kv_bits", b"kv_bits", "last", b"last", "lease_ms", b"lease_ms", "limits", b"limits", "model", b"model", "mtp", b"mtp", "span", b"span"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -733,6 +828,8 @@ class LoadResult(_message.Message):
     LONGEST_CHUNK_FIELD_NUMBER: _builtins.int
     SHORTEST_CHUNK_FIELD_NUMBER: _builtins.int
     FUSED_WIDTH_FIELD_NUMBER: _builtins.int
+    COLLECTIVE_US_FIELD_NUMBER: _builtins.int
+    CHUNK_COLLECTIVE_US_FIELD_NUMBER: _builtins.int
     weight_bytes: _builtins.int
     has_mtp: _builtins.bool
     layers: _builtins.str
@@ -743,6 +840,10 @@ class LoadResult(_message.Message):
     """
     shortest_chunk: _builtins.int
     fused_width: _builtins.int
+    collective_us: _builtins.float
+    """measured: a sum of one row over the members of the group, 0 without one"""
+    chunk_collective_us: _builtins.float
+    """and of the 512 rows of a prompt chunk"""
     def __init__(
         self,
         *,
@@ -752,10 +853,12 @@ class LoadResult(_message.Message):
         longest_chunk: _builtins.int = ...,
         shortest_chunk: _builtins.int = ...,
         fused_width: _builtins.int = ...,
+        collective_us: _builtins.float = ...,
+        chunk_collective_us: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fused_width", b"fused_width", "has_mtp", b"has_mtp", "layers", b"layers", "longest_chunk", b"longest_chunk", "shortest_chunk", b"shortest_chunk", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_collective_us", b"chunk_collective_us", "collective_us", b"collective_us", "fused_width", b"fused_width", "has_mtp", b"has_mtp", "layers", b"layers", "longest_chunk", b"longest_chunk", "shortest_chunk", b"shortest_chunk", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -777,6 +880,8 @@ class ConnectRequest(_message.Message):
     HOP_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     PREVIOUS_NODE_FIELD_NUMBER: _builtins.int
     NEXT_NODE_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     stage: _builtins.int
     num_stages: _builtins.int
@@ -792,8 +897,14 @@ class ConnectRequest(_message.Message):
     """node id of the previous stage; for stage 0 of the last one. Secured workers only"""
     next_node: _builtins.str
     """node id of the next stage; empty for the last stage. Secured workers only"""
+    rank: _builtins.int
+    """the place of this member in its group; 0 for a stage of one machine"""
     @_builtins.property
     def coordinator(self) -> Global___Coordinator: ...
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Peer]:
+        """the other members, to which the first one sends the frames that it has decided"""
+
     def __init__(
         self,
         *,
@@ -807,14 +918,45 @@ class ConnectRequest(_message.Message):
         hop_timeout_ms: _builtins.int = ...,
         previous_node: _builtins.str = ...,
         next_node: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        members: _abc.Iterable[Global___Peer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "epoch", b"epoch", "hop_timeout_ms", b"hop_timeout_ms", "next_address", b"next_address", "next_node", b"next_node", "next_worker_id", b"next_worker_id", "num_stages", b"num_stages", "plan_token", b"plan_token", "previous_node", b"previous_node", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "epoch", b"epoch", "hop_timeout_ms", b"hop_timeout_ms", "members", b"members", "next_address", b"next_address", "next_node", b"next_node", "next_worker_id", b"next_worker_id", "num_stages", b"num_stages", "plan_token", b"plan_token", "previous_node", b"previous_node", "rank", b"rank", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ConnectRequest: _TypeAlias = ConnectRequest  # noqa: Y015
+
+@_typing.final
+class Peer(_message.Message):
+    """The receiver of a link."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port"""
+    worker_id: _builtins.str
+    node: _builtins.str
+    """Secured workers only"""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        node: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "node", b"node", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Peer: _TypeAlias = Peer  # noqa: Y015
 
 @_typing.final
 class ConnectReply(_message.Message):

@@ -44,6 +44,11 @@ class WorkerStub:
                 request_serializer=proto_dot_cluster__pb2.Weights.SerializeToString,
                 response_deserializer=proto_dot_cluster__pb2.WeightsReply.FromString,
                 _registered_method=True)
+        self.StartMember = channel.unary_unary(
+                '/mtpcluster.v1.Worker/StartMember',
+                request_serializer=proto_dot_cluster__pb2.MemberRequest.SerializeToString,
+                response_deserializer=proto_dot_cluster__pb2.MemberReply.FromString,
+                _registered_method=True)
         self.Load = channel.unary_stream(
                 '/mtpcluster.v1.Worker/Load',
                 request_serializer=proto_dot_cluster__pb2.LoadRequest.SerializeToString,
@@ -110,6 +115,15 @@ class WorkerServicer:
         """Give the worker the weights that it has no file of, before the Load that needs them. The coordinator offers the
         tensors of a stage. The worker requests the missing ones, part by part. For each requested tensor the coordinator
         sends its bytes, unless the worker reads them from a hub, then its hash. The worker keeps them on its disk.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartMember(self, request, context):
+        """Start a process of the worker that serves one stage together with processes of other workers, and return where it
+        listens. It serves the calls below like a worker, and ends with its lease. Drops the stage of the worker itself,
+        and ends an earlier process.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -202,6 +216,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Provide,
                     request_deserializer=proto_dot_cluster__pb2.Weights.FromString,
                     response_serializer=proto_dot_cluster__pb2.WeightsReply.SerializeToString,
+            ),
+            'StartMember': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartMember,
+                    request_deserializer=proto_dot_cluster__pb2.MemberRequest.FromString,
+                    response_serializer=proto_dot_cluster__pb2.MemberReply.SerializeToString,
             ),
             'Load': grpc.unary_stream_rpc_method_handler(
                     servicer.Load,
@@ -308,6 +327,33 @@ class Worker:
             '/mtpcluster.v1.Worker/Provide',
             proto_dot_cluster__pb2.Weights.SerializeToString,
             proto_dot_cluster__pb2.WeightsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartMember(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mtpcluster.v1.Worker/StartMember',
+            proto_dot_cluster__pb2.MemberRequest.SerializeToString,
+            proto_dot_cluster__pb2.MemberReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,6 +46,11 @@ class WorkerStub:
     tensors of a stage. The worker requests the missing ones, part by part. For each requested tensor the coordinator
     sends its bytes, unless the worker reads them from a hub, then its hash. The worker keeps them on its disk.
     """
+    StartMember: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.MemberRequest, _cluster_pb2.MemberReply]
+    """Start a process of the worker that serves one stage together with processes of other workers, and return where it
+    listens. It serves the calls below like a worker, and ends with its lease. Drops the stage of the worker itself,
+    and ends an earlier process.
+    """
     Load: _grpc.UnaryStreamMultiCallable[_cluster_pb2.LoadRequest, _cluster_pb2.LoadProgress]
     """Make the worker a stage: load the weights of the span unless they are loaded already. The reply is any number
     of `progress` messages, then one `result`. Drops every sequence and prefix entry of an earlier epoch.
@@ -86,6 +91,11 @@ class WorkerAsyncStub(WorkerStub):
     """Give the worker the weights that it has no file of, before the Load that needs them. The coordinator offers the
     tensors of a stage. The worker requests the missing ones, part by part. For each requested tensor the coordinator
     sends its bytes, unless the worker reads them from a hub, then its hash. The worker keeps them on its disk.
+    """
+    StartMember: _aio.UnaryUnaryMultiCallable[_cluster_pb2.MemberRequest, _cluster_pb2.MemberReply]  # type: ignore[assignment]
+    """Start a process of the worker that serves one stage together with processes of other workers, and return where it
+    listens. It serves the calls below like a worker, and ends with its lease. Drops the stage of the worker itself,
+    and ends an earlier process.
     """
     Load: _aio.UnaryStreamMultiCallable[_cluster_pb2.LoadRequest, _cluster_pb2.LoadProgress]  # type: ignore[assignment]
     """Make the worker a stage: load the weights of the span unless they are loaded already. The reply is any number
@@ -136,6 +146,17 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         """Give the worker the weights that it has no file of, before the Load that needs them. The coordinator offers the
         tensors of a stage. The worker requests the missing ones, part by part. For each requested tensor the coordinator
         sends its bytes, unless the worker reads them from a hub, then its hash. The worker keeps them on its disk.
+        """
+
+    @_abc_1.abstractmethod
+    def StartMember(
+        self,
+        request: _cluster_pb2.MemberRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.MemberReply, _abc.Awaitable[_cluster_pb2.MemberReply]]:
+        """Start a process of the worker that serves one stage together with processes of other workers, and return where it
+        listens. It serves the calls below like a worker, and ends with its lease. Drops the stage of the worker itself,
+        and ends an earlier process.
         """
 
     @_abc_1.abstractmethod

@@ -113,6 +113,17 @@ def worker(
             help="Accept any coordinator on the network, unencrypted. Anyone who reaches the port can use this worker.",
         ),
     ] = False,
+    direct: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST",
+            help="Address of this machine on a direct link, such as a Thunderbolt cable. Machines that share layers "
+            "exchange partial results there, unencrypted.  [default: the Thunderbolt bridge]",
+        ),
+    ] = None,
+    member: Annotated[
+        bool, typer.Option("--member", hidden=True, help="Be the process of a worker for a group.")
+    ] = False,
     log_level: Annotated[LogLevel, typer.Option(help="Least severity to log.")] = LogLevel.info,
     log_format: Annotated[
         LogFormat, typer.Option(help="Log lines for people or as JSON.")
@@ -161,6 +172,9 @@ def worker(
         awake=not allow_sleep,
         insecure=insecure,
         join=join,
+        direct=direct,
+        member=member,
+        logs=(log_level, log_format),
     )
     asyncio.run(run(options))
 

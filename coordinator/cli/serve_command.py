@@ -25,6 +25,7 @@ from coordinator.cli.options import (
 from coordinator.cli.trust_commands import StateOption
 from coordinator.depth.controller import MtpMode
 from coordinator.planning.capacity import DEFAULT_SEQUENCES
+from coordinator.planning.groups import Parallel, Prefer
 from coordinator.serve.served_parts import DEFAULT_WAIT, ServeOptions
 from coordinator.serve.server import serve as run_server
 from coordinator.trust.key_ring import KeyRing
@@ -70,6 +71,17 @@ def serve(
         bool,
         typer.Option("--alone-ok", help="Serve with fewer than --nodes, or alone, after --wait."),
     ] = False,
+    parallel: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|pipeline|tensor|GxN",
+            help="How machines share the model: its layers one after another, every layer in one group, or G groups "
+            "of N machines. auto takes what --prefer is best with.",
+        ),
+    ] = "pipeline",
+    prefer: Annotated[
+        Prefer, typer.Option(help="The aim of --parallel auto: one stream, or many of them.")
+    ] = Prefer.latency,
     no_auto_replan: Annotated[
         bool,
         typer.Option(
@@ -269,6 +281,8 @@ def serve(
         tls_key=tls_key,
         allowed_hosts=tuple(allowed_host or ()),
         journal=not no_journal,
+        parallel=Parallel.parse(parallel),
+        prefer=prefer,
         name=socket.gethostname().partition(".")[0],
     )
     asyncio.run(run_server(options))

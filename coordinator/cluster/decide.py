@@ -160,7 +160,7 @@ def _plan_while_serving(view: View, planner: Planner) -> Action | None:
         except ClusterError as error:
             reason = str(error)
         else:
-            if _addresses(plan) != view.serving:
+            if plan.nodes != view.serving:
                 why = f"{leaving[0].name} is leaving" if leaving else "a user asked for it"
                 return _change_to(view, plan, why)
             reason = "it is the best one for the workers that are ready"
@@ -190,7 +190,7 @@ def _plan_with_joined(view: View, planner: Planner) -> Action | None:
     listed = ", ".join(names)
     try:
         plan = planner(usable, view.epoch + 1)
-        if _addresses(plan) == view.serving:
+        if plan.nodes == view.serving:
             return KeepPlan(f"it is the best one with {listed}")
         action = _change_to(view, plan, f"{listed} joined")
         if not isinstance(action, StartPlan) or not view.open_requests:
@@ -207,7 +207,7 @@ def _plan_with_joined(view: View, planner: Planner) -> Action | None:
 def _change_to(view: View, plan: Plan, reason: str) -> StartPlan | PreparePlan | None:
     """Start `plan` in place of the plan in force, once it is prepared, so that open answers wait for no load."""
     ids = view.candidate_ids()
-    if ids == view.prepared or {*_addresses(plan)} <= {*view.serving}:
+    if ids == view.prepared or {*plan.nodes} <= {*view.serving}:
         return StartPlan(plan, reason)
     if view.now < view.retry_at:
         return None
@@ -220,10 +220,6 @@ def _pays(view: View, plan: Plan, planner: Planner) -> bool:
         return False  # the planner has no figure for this process
     present = planner([view.members[address] for address in view.serving], view.epoch)
     return plan.slowest_seconds <= PAYING_SHARE * present.slowest_seconds
-
-
-def _addresses(plan: Plan) -> tuple[str, ...]:
-    return tuple(stage.node for stage in plan.stages)
 
 
 # ---- reasons

@@ -271,18 +271,17 @@ class ClusterManager(PipelineSource):
             case StartPlan(plan, reason):
                 if reason:
                     log.info("changing the plan", extra={"epoch": plan.epoch, "reason": reason})
-                addresses = tuple(stage.node for stage in plan.stages)
-                members = [self.view.members[address] for address in addresses]
+                members = [self.view.members[address] for address in plan.nodes]
                 if unlike := unlike_machines((m.name, m.arithmetic) for m in members):
                     log.warning(
                         "machines of the plan round differently, so an answer may depend on the cut",
                         extra={"machines": unlike},
                     )
-                self._begin(plan.epoch, addresses, self._serve(plan))
+                self._begin(plan.epoch, plan.nodes, self._serve(plan))
             case PreparePlan(plan, reason, workers):
                 self._cancel_preparation()
                 start = PlanStart(plan, self.view, self.model, self.options, self.membership)
-                new = [s.node for s in plan.stages if s.node not in start.busy]
+                new = [address for address in plan.nodes if address not in start.busy]
                 names = ", ".join(self.view.members[address].name for address in new) or "none"
                 log.info("preparing the next plan", extra={"loading": names, "reason": reason})
                 self._preparation = self._background.spawn(self._prepare(start, workers))

@@ -392,6 +392,7 @@ def member_of(address: str, info: pb.WorkerInfo) -> Member:
         has_files=bool(info.fingerprint),
         version=printable(info.version, MAX_NAME),
         arithmetic=_arithmetic_of(info),
+        direct=printable(info.direct, MAX_NAME),
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.cluster.discovery import on_this_machine
 from coordinator.cluster.events import PlanPrepared, PreparationFailed
+from coordinator.cluster.group_start import GroupError, GroupStart
 from coordinator.cluster.membership import ManagerOptions, Membership
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import View
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 MAX_LAYERS = 80
 """Characters of a worker's text about its layers."""
 
+MAX_COLLECTIVE_US = 1e6
+"""Microseconds. A second for one sum is no figure of a link that works."""
+
 LEASE_TIMEOUTS = 3
 """Failure timeouts without a message after which a worker ends the lease of its coordinator."""
 
@@ -46,6 +50,8 @@ class LoadState:
 
     done: dict[str, tuple[int, int]] = field(default_factory=dict)
     layers: dict[str, str] = field(default_factory=dict)
+    collectives: dict[str, float] = field(default_factory=dict)
+    """Seconds of a sum of one row over the members of a group, as each member measured it."""
 
     @property
     def totals(self) -> tuple[int, int]:
@@ -84,19 +90,34 @@ class PlanStart:
         Raises StartError. A worker that no longer answers has been recorded as lost by then.
         """
         room = self._model.capacity(self.plan)
-        label = f"loading layers on {len(self.plan.stages)} workers"
-        workers = await self._load_stages(label, room, self.plan.epoch)
+        label = f"loading layers on {len(self.plan.nodes)} workers"
+        timeout = self._options.failure_timeout
+        stages = [[self._worker(node) for node in stage.nodes] for stage in self.plan.stages]
+        group: GroupStart | None = None
+        if self.plan.group_size > 1:
+            group = GroupStart(self._options.me, self.plan.epoch, timeout, lease_ms(timeout))
+            try:
+                stages = await group.start(stages)
+            except GroupError as error:
+                await self._membership.probe(error.address)
+                raise StartError(str(error), error.address) from error
+        try:
+            await self._load_stages(label, room, self.plan.epoch, stages, group)
+        except BaseException:
+            if group is not None:
+                await group.close()
+            raise
         spans = [stage.span for stage in self.plan.stages]
-        pipeline = RemotePipeline(
-            workers, self.plan.epoch, room, self._options.failure_timeout, spans
-        )
+        pipeline = RemotePipeline(stages, self.plan.epoch, room, timeout, spans)
+        if group is not None:
+            group.belong_to(pipeline)
         pipeline.frame_limits = FrameLimits.joint(self._frame_limits)
-        ids = [self._members[worker.address].worker_id for worker in workers]
+        ids = {node: self._members[node].worker_id for node in self.plan.nodes}
         try:
             await pipeline.open(ids)
         except ClusterError as error:
             await pipeline.close()
-            await asyncio.gather(*(self._membership.probe(w.address) for w in workers))
+            await asyncio.gather(*(self._membership.probe(node) for node in self.plan.nodes))
             # If all workers are alive, the far end of the hop that failed is the suspect.
             raise StartError(str(error), pipeline.suspect) from error
         except BaseException:
@@ -112,10 +133,11 @@ class PlanStart:
         plan in force is not left for one that cannot be reached.
         """
         try:
-            await asyncio.gather(*(self._reach(stage.node) for stage in self.plan.stages))
+            await asyncio.gather(*(self._reach(node) for node in self.plan.nodes))
             room = self._model.capacity(self.plan)
             label = "loading layers for the next plan"
-            await self._load_stages(label, room, self._present_epoch, self.busy)
+            stages = [[self._worker(node) for node in stage.nodes] for stage in self.plan.stages]
+            await self._load_stages(label, room, self._present_epoch, stages, busy=self.busy)
         except Exception as error:
             reason, suspect = describe_failure(error)
             log.warning("the plan stays: the next one could not load", extra={"error": reason})
@@ -123,33 +145,37 @@ class PlanStart:
         return PlanPrepared(workers)
 
     async def _load_stages(
-        self, label: str, room: Capacity, epoch: int, busy: Collection[str] = ()
-    ) -> list[WorkerClient]:
-        """Load all stages concurrently, and return their workers. If one fails, cancel the others.
+        self,
+        label: str,
+        room: Capacity,
+        epoch: int,
+        stages: Sequence[Sequence[WorkerClient]],
+        group: GroupStart | None = None,
+        busy: Collection[str] = (),
+    ) -> None:
+        """Load all stages concurrently on their workers. If one fails, cancel the others.
 
         The workers at the addresses `busy` only fetch.
         """
-        workers = [self._worker(stage) for stage in self.plan.stages]
         with byte_bar(label, log) as show:
-            tasks = [
-                asyncio.create_task(
-                    (self._fetch if stage.node in busy else self._load)(
-                        worker, self._request(stage, room, epoch), show
-                    )
-                )
-                for worker, stage in zip(workers, self.plan.stages, strict=True)
-            ]
+            tasks = []
+            for stage, workers in zip(self.plan.stages, stages, strict=True):
+                for rank, worker in enumerate(workers):
+                    request = self._request(stage, room, epoch)
+                    if group is not None:
+                        request.group.CopyFrom(group.seat(workers, rank))
+                    load = self._fetch if worker.owner in busy else self._load
+                    tasks.append(asyncio.create_task(load(worker, request, show)))
             try:
                 await asyncio.gather(*tasks)
             finally:
                 for task in tasks:
                     task.cancel()
-        return workers
 
-    def _worker(self, stage: StagePlan) -> WorkerClient:
-        worker = self._membership.clients.get(stage.node)
+    def _worker(self, address: str) -> WorkerClient:
+        worker = self._membership.clients.get(address)
         if worker is None:
-            raise StartError(f"the worker at {stage.node} is leaving", None)
+            raise StartError(f"the worker at {address} is leaving", None)
         return worker
 
     def _request(self, stage: StagePlan, room: Capacity, epoch: int) -> pb.LoadRequest:
@@ -171,14 +197,16 @@ class PlanStart:
                 kv_tokens=room.kv_tokens,
                 prefix_bytes=room.prefix_bytes,
             ),
-            lease_ms=int(LEASE_TIMEOUTS * self._options.failure_timeout * 1000),
+            lease_ms=lease_ms(self._options.failure_timeout),
         )
 
     async def _load(self, worker: WorkerClient, request: pb.LoadRequest, show: OnProgress) -> None:
         await self._fetch(worker, request, show)
         try:
             result = await worker.load(request, self._progress_of(worker, show))
-            self.loads.layers[worker.address] = printable(result.layers, MAX_LAYERS)
+            self.loads.layers[worker.owner] = printable(result.layers, MAX_LAYERS)
+            if 0 < result.collective_us < MAX_COLLECTIVE_US:
+                self.loads.collectives[worker.owner] = result.collective_us / 1e6
             self._frame_limits.append(frame_limits_of(result))
             if request.last:
                 self.has_mtp = result.has_mtp
@@ -187,18 +215,19 @@ class PlanStart:
 
     async def _fetch(self, worker: WorkerClient, request: pb.LoadRequest, show: OnProgress) -> None:
         """Provide the weights that the worker lacks, which it writes to its disk."""
-        if self._members[worker.address].has_files:
+        if self._members[worker.owner].has_files:
             return
         try:
             progress = self._progress_of(worker, show)
-            await self._model.provider.provide_weights(worker, request, progress)
+            receiver = self._worker(worker.owner)
+            await self._model.provider.provide_weights(receiver, request, progress)
         except ClusterError as error:
             raise await self._start_error(worker, error) from error
 
     def _progress_of(self, worker: WorkerClient, show: OnProgress) -> OnProgress:
         def on_progress(done: int, total: int) -> None:
             """Record and show the bytes that this worker has loaded."""
-            self.loads.done[worker.address] = (done, total)
+            self.loads.done[worker.owner] = (done, total)
             show(*self.loads.totals)
 
         return on_progress
@@ -211,8 +240,13 @@ class PlanStart:
 
     async def _start_error(self, worker: WorkerClient, error: ClusterError) -> StartError:
         """Return the error of a worker, which is the suspect if it answers. Otherwise it is recorded as lost."""
-        await self._membership.probe(worker.address)
-        return StartError(str(error), worker.address)
+        await self._membership.probe(worker.owner)
+        return StartError(str(error), worker.owner)
+
+
+def lease_ms(failure_timeout: float) -> int:
+    """Return the milliseconds without a message after which a worker ends the lease of its coordinator."""
+    return int(LEASE_TIMEOUTS * failure_timeout * 1000)
 
 
 def frame_limits_of(result: pb.LoadResult) -> FrameLimits:
@@ -237,8 +271,11 @@ def describe_failure(error: Exception) -> tuple[str, str | None]:
 def workers_in_use(view: View, plan: Plan) -> frozenset[str]:
     """Return the addresses of `plan` whose memory is in use, so that they load when the plan in force has ended.
 
-    These are the workers of the plan in force. While this process serves alone, they are those on this machine.
+    These are the workers of the plan in force. While this process serves alone, they are those on this machine. The
+    members of a group load in processes that start with the plan.
     """
+    if plan.group_size > 1:
+        return frozenset(plan.nodes)
     if view.serving:
         return frozenset(view.serving)
-    return frozenset(stage.node for stage in plan.stages if on_this_machine(stage.node))
+    return frozenset(node for node in plan.nodes if on_this_machine(node))

@@ -15,8 +15,10 @@ from coordinator.planning.capacity import (
     plan_capacity,
     reserve_bytes,
 )
-from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, Workload, make_plan
+from coordinator.planning.groups import Machine, Parallel, Planning, Prefer, choose_plan
+from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, Workload
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.cut import Cut
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb
 
@@ -44,6 +46,8 @@ class ServedModel:
     share_weights: bool = False
     exact: bool = False
     draft_vocab: DraftVocabularySize = field(default_factory=DraftVocabularySize)
+    parallel: Parallel = field(default_factory=Parallel)
+    prefer: Prefer = Prefer.latency
 
     @cached_property
     def provider(self) -> WeightProvider:
@@ -51,14 +55,22 @@ class ServedModel:
         return WeightProvider(self.checkpoint, self.ref, self.share_weights)
 
     @cached_property
-    def costs(self) -> ModelCosts:
-        """Bytes and times of the checkpoint's parts, for the planner."""
-        return model_costs(
-            self.checkpoint,
-            dtype=self.dtype,
-            kv_bits=self.kv_bits or None,
-            with_head=self.with_head,
-        )
+    def _costs(self) -> dict[int, ModelCosts]:
+        return {}
+
+    def costs_of(self, size: int) -> ModelCosts:
+        """Return the bytes and times of the parts that a member of a group of `size` holds, for the planner.
+
+        Raises SpanError if the layers cannot be cut for so many members.
+        """
+        if size not in self._costs:
+            self._costs[size] = model_costs(
+                self.checkpoint.cut_for(Cut(0, size)),
+                dtype=self.dtype,
+                kv_bits=self.kv_bits or None,
+                with_head=self.with_head,
+            )
+        return self._costs[size]
 
     def planner(self) -> Callable[[Sequence[Member], int], Plan]:
         """Return a function from members and an epoch to a plan, whose stages name members by address."""
@@ -66,15 +78,22 @@ class ServedModel:
             sequences=1,
             kv_tokens=min(self.checkpoint.config.max_positions, SMALLEST_CONTEXT),
             draft_depth=self.draft_depth,
-            reserve_bytes=reserve_bytes(self.costs),
+            reserve_bytes=reserve_bytes(self.costs_of(1)),
         )
+        planning = Planning(self.costs_of, workload, self.parallel, self.prefer)
 
         def plan(members: Sequence[Member], epoch: int) -> Plan:
             speeds = _speeds(members)
-            nodes = [
-                NodeSpec(m.address, m.memory_limit, speeds[m.address], m.pinned) for m in members
+            machines = [
+                Machine(
+                    NodeSpec(m.address, m.memory_limit, speeds[m.address], m.pinned),
+                    kind=m.arithmetic,
+                    direct=m.direct,
+                    collective=m.collective,
+                )
+                for m in members
             ]
-            return make_plan(self.costs, nodes, workload=workload, epoch=epoch)
+            return choose_plan(planning, machines, epoch)
 
         return plan
 
@@ -82,7 +101,11 @@ class ServedModel:
         """Return the room of the plan's stages. Raises MemoryLimitError if one sequence does not fit."""
         context = self.checkpoint.config.max_positions
         return plan_capacity(
-            self.costs, plan.stages, context, self.max_sequences, self.prefix_cache
+            self.costs_of(plan.group_size),
+            plan.stages,
+            context,
+            self.max_sequences,
+            self.prefix_cache,
         )
 
 

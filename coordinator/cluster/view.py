@@ -61,6 +61,10 @@ class Member:
     """Name of the machine's arithmetic. Machines with equal names give the same bits."""
     version: str = ""
     """Versions of the worker's programs, as it reports them."""
+    direct: str = ""
+    """Host of the machine's direct link to other machines, over which a group may exchange partial results."""
+    collective: float | None = None
+    """Seconds of a sum of one row over its last group, as measured. None before a group."""
 
     def usable(self, now: float) -> bool:
         """Return whether a plan may use this worker at `now`."""
@@ -73,7 +77,12 @@ class Member:
         """
         if before is None:
             return self
-        return replace(self, failure_count=before.failure_count, backoff_until=before.backoff_until)
+        return replace(
+            self,
+            failure_count=before.failure_count,
+            backoff_until=before.backoff_until,
+            collective=before.collective,
+        )
 
     def with_failure_recorded(self, now: float, first_backoff: float) -> Member:
         """Return this member with one failure more.

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -120,22 +120,27 @@ class RemotePipeline(Pipeline):
 
     def __init__(
         self,
-        workers: Sequence[WorkerClient],
+        members: Sequence[Sequence[WorkerClient]],
         epoch: int,
         capacity: Capacity,
         hop_timeout: float,
         spans: Sequence[Span],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Use `members[stage]`, the workers that hold a stage together. The first of them receives its frames."""
         self.epoch = epoch
-        self.stages = len(workers)
+        self.stages = len(members)
         self.capacity = capacity
-        self.workers = tuple(workers)
+        self.members = tuple(map(tuple, members))
+        self.workers = tuple(workers[0] for workers in members)
+        """The first worker of each stage."""
+        self.owned: tuple[WorkerClient, ...] = ()
+        """Clients that end with this plan."""
         self.hop_timeout = hop_timeout
         self.spans = tuple(spans)
         self.clock = clock
         self.suspect: str | None = None
-        self.makes_backups = True
+        self.makes_backups = all(len(workers) == 1 for workers in members)
         self.frame_limits = FrameLimits()
         self.stall_detector = StallDetector(self.stages)
         self.stamps = StampRing()
@@ -146,16 +151,18 @@ class RemotePipeline(Pipeline):
         self._channel: grpc.aio.Channel | None = None
         self._link: Link | None = None
 
-    async def open(self, worker_ids: Sequence[str]) -> None:
+    async def open(self, worker_ids: Mapping[str, str]) -> None:
         """Bind every stage into the plan, the last one first, then open both ends of the data plane.
 
-        Raises the ClusterError of the first refusal. `suspect` is then the worker at the far end of the failed hop.
+        `worker_ids` are by address. Raises the ClusterError of the first refusal. `suspect` is then the worker at the
+        far end of the failed hop.
         """
         me = self.workers[0].me
         for stage in reversed(range(self.stages)):
             last = stage == self.stages - 1
             # A failure from here on is one of the hop to the next stage, or of the last stage itself.
-            self.suspect = self.workers[min(stage + 1, self.stages - 1)].address
+            self.suspect = self.workers[min(stage + 1, self.stages - 1)].owner
+            await self._connect_members(stage)
             await self.workers[stage].connect(
                 pb.ConnectRequest(
                     coordinator=me,
@@ -163,21 +170,29 @@ class RemotePipeline(Pipeline):
                     stage=stage,
                     num_stages=self.stages,
                     next_address="" if last else self.workers[stage + 1].address,
-                    next_worker_id="" if last else worker_ids[stage + 1],
+                    next_worker_id="" if last else worker_ids[self.workers[stage + 1].owner],
                     plan_token=self._token,
                     hop_timeout_ms=int(self.hop_timeout * 1000),
                     previous_node="" if self.stages == 1 else self.workers[stage - 1].node,
                     next_node="" if last else self.workers[stage + 1].node,
+                    members=[
+                        pb.Peer(
+                            address=member.address,
+                            worker_id=worker_ids[member.owner],
+                            node=member.node,
+                        )
+                        for member in self.members[stage][1:]
+                    ],
                 )
             )
-        self.suspect = self.workers[0].address
+        self.suspect = self.workers[0].owner
         if self.stages > 1:
             await self.workers[-1].connect_ring(
                 pb.RingRequest(
                     coordinator=me,
                     epoch=self.epoch,
                     first_address=self.workers[0].address,
-                    first_worker_id=worker_ids[0],
+                    first_worker_id=worker_ids[self.workers[0].owner],
                     first_node=self.workers[0].node,
                     hop_timeout_ms=int(self.hop_timeout * 1000),
                 )
@@ -187,12 +202,33 @@ class RemotePipeline(Pipeline):
             self.workers[0].address,
             self._binding(0),
             timeout=self.hop_timeout,
-            on_failure=lambda error: self._fail(error, self.workers[0].address),
+            on_failure=lambda error: self._fail(error, self.workers[0].owner),
             trust=self.workers[0].trust,
             node=self.workers[0].node,
         )
         await self._link.open()
         self.suspect = None
+
+    async def _connect_members(self, stage: int) -> None:
+        """Bind the members of a group that follow its first one, which sends them its frames."""
+        first, *others = self.members[stage]
+        await asyncio.gather(
+            *(
+                member.connect(
+                    pb.ConnectRequest(
+                        coordinator=first.me,
+                        epoch=self.epoch,
+                        stage=stage,
+                        num_stages=self.stages,
+                        plan_token=self._token,
+                        hop_timeout_ms=int(self.hop_timeout * 1000),
+                        previous_node=first.node,
+                        rank=rank,
+                    )
+                )
+                for rank, member in enumerate(others, start=1)
+            )
+        )
 
     def _binding(self, stage: int) -> StreamBinding:
         return StreamBinding(self.epoch, stage, self.workers[0].me.id, self._token)
@@ -219,6 +255,10 @@ class RemotePipeline(Pipeline):
         """Make `receive_frame` raise `error`, unless the pipeline has failed before."""
         self._fail(error, None)
 
+    def fail_member(self, address: str, error: ClusterError) -> None:
+        """Fail because the process of the worker at `address` is lost, or reports that it failed."""
+        self._fail(error, address)
+
     def _fail(self, error: ClusterError, suspect: str | None) -> None:
         if self._failure is None:
             self._failure = error
@@ -229,7 +269,7 @@ class RemotePipeline(Pipeline):
         """Record the progress of a worker of this plan, and fail if the frames in flight do not move."""
         now = self.clock()
         for stage, worker in enumerate(self.workers):
-            if worker.address == address:
+            if worker.owner == address:
                 self.stall_detector.record_stage(
                     stage,
                     worker_status.frames_done,
@@ -240,7 +280,7 @@ class RemotePipeline(Pipeline):
                 )
         stalled = self.stall_detector.stalled_seconds
         if stalled > NOTICE_SHARE * self.hop_timeout:
-            suspect = self.workers[min(self.stall_detector.losing_hop, self.stages - 1)].address
+            suspect = self.workers[min(self.stall_detector.losing_hop, self.stages - 1)].owner
             message = f"no frame has moved for {stalled:.1f} s, and {suspect} waits for one"
             self._fail(DeadlineError(message), suspect)
 
@@ -262,9 +302,10 @@ class RemotePipeline(Pipeline):
         self, call: grpc.aio.UnaryStreamCall[bytes, bytes], reader: LoopFrameReader
     ) -> None:
         """Fail when the results end: by the status of the call, or by an invalid frame."""
-        address = self.workers[-1].address
+        worker = self.workers[-1]
         try:
-            self._fail(await end_of_connection(call, address, reader.ended), address)
+            error = await end_of_connection(call, worker.address, reader.ended)
+            self._fail(error, worker.owner)
         finally:
             reader.close()
             call.cancel()
@@ -330,7 +371,7 @@ class RemotePipeline(Pipeline):
         self._broadcast(pb.Signal(epoch=self.epoch, cancel=pb.Cancel(seq_id=seq_id)))
 
     def _broadcast(self, signal: pb.Signal) -> None:
-        for worker in self.workers:
+        for worker in self.workers:  # the other members of a group follow the first one
             worker.send_signal(signal)
 
     async def close(self) -> None:
@@ -344,6 +385,7 @@ class RemotePipeline(Pipeline):
                     await self._link.close()
                 if self._channel is not None:
                     await self._channel.close()
+                await asyncio.gather(*(client.close() for client in self.owned))
 
 
 def _check_outcomes(frame: Frame) -> None:

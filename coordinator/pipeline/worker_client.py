@@ -220,6 +220,9 @@ T = TypeVar("T")
 CONTROL_SECONDS = 15.0
 """Seconds. Bounds the other unary calls."""
 
+MEMBER_SECONDS = 75.0
+"""Seconds. Bounds the start of a process for a group, for which the worker waits up to 60 s."""
+
 LOAD_SILENCE_SECONDS = 120.0
 """Seconds without progress after which a load has failed. One part of a large model takes seconds on a slow disk."""
 
@@ -253,9 +256,16 @@ class WorkerClient:
     """
 
     def __init__(
-        self, address: str, me: pb.Coordinator, trust: NodeTrust | None = None, node: str = ""
+        self,
+        address: str,
+        me: pb.Coordinator,
+        trust: NodeTrust | None = None,
+        node: str = "",
+        owner: str = "",
     ) -> None:
         self.address = address
+        self.owner = owner or address
+        """Address of the worker that a plan names. A process that it started for a group has its own address."""
         self.me = me
         self.trust = trust
         self.node = node
@@ -299,6 +309,11 @@ class WorkerClient:
         info: pb.WorkerInfo = await self._call(self._stub.Describe, request, timeout)
         check_version(info.protocol_version)
         return info
+
+    async def start_member(self, request: pb.MemberRequest) -> pb.MemberReply:
+        """Start a process of the worker for a group's stage."""
+        reply: pb.MemberReply = await self._call(self._stub.StartMember, request, MEMBER_SECONDS)
+        return reply
 
     async def load(self, request: pb.LoadRequest, on_progress: OnProgress) -> pb.LoadResult:
         """Load a stage on the worker. Raises DeadlineError without progress, and the worker's error."""

@@ -135,7 +135,11 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The part of a plan that one node holds. `cache_bytes` counts K/V, states and the reserve."""
+    """The part of a plan that one node holds. `cache_bytes` counts K/V, states and the reserve.
+
+    The nodes of a group hold a stage together. `members` then are all of them, `node` first, and the bytes are those
+    of each.
+    """
 
     node: str
     span: Span
@@ -145,6 +149,12 @@ class StagePlan:
     cache_bytes: int
     memory_limit: int
     predicted_seconds: float
+    members: tuple[str, ...] = ()
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes that hold the stage: the members of its group, or one."""
+        return self.members or (self.node,)
 
     @property
     def bytes(self) -> int:
@@ -164,6 +174,16 @@ class Plan:
         ends = [0, *(stage.span.end for stage in self.stages)]
         if not self.stages or ends[:-1] != [stage.span.start for stage in self.stages]:
             raise SpanError("the stages of a plan do not follow each other from layer 0")
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes of all stages, in order."""
+        return tuple(node for stage in self.stages for node in stage.nodes)
+
+    @property
+    def group_size(self) -> int:
+        """Nodes that hold each stage together."""
+        return len(self.stages[0].nodes)
 
     @property
     def slowest_seconds(self) -> float:

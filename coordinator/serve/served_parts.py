@@ -22,6 +22,7 @@ from coordinator.depth.controller import Controller, MtpMode
 from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines
 from coordinator.pipeline.pipeline import PipelineSource
 from coordinator.pipeline.worker_client import ConnectionPolicy
+from coordinator.planning.groups import Parallel, Prefer
 from coordinator.schedule.local_generator import effective_mtp_mode
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
@@ -90,6 +91,8 @@ class ServeOptions:
     tls_key: Path | None = None
     """The certificate and key of the HTTP server; None uses a certificate of the cluster off loopback."""
     allowed_hosts: tuple[str, ...] = ()
+    parallel: Parallel = field(default_factory=Parallel)
+    prefer: Prefer = Prefer.latency
     journal: bool = True
     """Keep stored answers in the state directory."""
 
@@ -161,6 +164,8 @@ def served_model(model: OpenedModel) -> ServedModel:
         share_weights=options.share_weights,
         exact=options.exact,
         draft_vocab=options.draft_vocab,
+        parallel=options.parallel,
+        prefer=options.prefer,
     )
 
 

@@ -11,7 +11,7 @@ tokens behind those of a later frame.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -171,6 +171,9 @@ class StageEngine:
         budget: Budget | None = None,
     ) -> None:
         self.stage = stage
+        self.group = stage.modules.communicator
+        self.announce: Callable[[Frame], None] | None = None
+        """Sends a frame to the other members of the group, on its first member."""
         self.epoch = epoch
         self.first = first
         self.verifier = verifier
@@ -212,7 +215,11 @@ class StageEngine:
         for op in frame.ops:
             self._apply(op)
         late_copies = self._start_copies(frame)
-        segments = tuple(map(self._mark, frame.segments))
+        # The first member decides which segments run. Signals reach the members at different times, so the others
+        # follow its frame: a collective that one of them skipped would wait without end.
+        segments = frame.segments if self.group.rank else tuple(map(self._mark, frame.segments))
+        if self.announce is not None:
+            self.announce(self._decided(frame, segments))
         runs: list[Run] = [(self.sequences[s.seq_id], s) for s in segments if not s.cancelled]
         verdict: Verdict | None = None
         x = plain = None
@@ -238,10 +245,10 @@ class StageEngine:
         MLX updates a K/V cache in place only if no unfinished work reads it. Otherwise it copies the cache, which takes
         memory and time.
         """
-        if not (self.first and self.verifier is not None):
-            return (
-                False  # the token comes from another stage, and the next stage waits for the rows
-            )
+        if not (self.first and self.verifier is not None) or self.group.size > 1:
+            # The token comes from another stage, and the next stage waits for the rows. The members of a group finish
+            # a frame before they begin the next one, so that all of them have one order of collectives.
+            return False
         held = (self.sequences.get(segment.seq_id) for segment in frame.segments)
         copied = sum(s.kv_nbytes for s in held if s is not None)
         return copied <= this_device().ahead_kv_bytes
@@ -418,6 +425,29 @@ class StageEngine:
         if not stale and segment.continues and self.relayed is not None:
             stale = self.relayed.token_of(segment) is None
         return replace(segment, cancelled=True) if stale else segment
+
+    def _decided(self, frame: Frame, segments: tuple[Segment, ...]) -> Frame:
+        """Return `frame` as the other members run it: with the tokens and the rows of the segments that run."""
+        if self.relayed is not None:
+            known = (
+                replace(s, tokens=(self.relayed.token_of(s) or 0,), continues=False)
+                if s.continues and not s.cancelled
+                else s
+                for s in segments
+            )
+            segments = tuple(known)
+        rows = [
+            (before.rows, now.rows) for before, now in zip(frame.segments, segments, strict=True)
+        ]
+        decided = replace(frame, segments=segments)
+        if not frame.tensor or all(before == now for before, now in rows):
+            return decided
+        row_bytes, start, kept = len(frame.tensor) // frame.rows, 0, []
+        for before, now in rows:
+            kept.append(frame.tensor[start : start + now * row_bytes])
+            start += before * row_bytes
+        shape = (decided.rows, *frame.shape[1:])
+        return replace(decided, shape=shape, tensor=b"".join(kept))
 
     # ---- rows
 

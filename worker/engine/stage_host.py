@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.cut import Cut
 from mtp.device import this_device
 from mtp.head.draft_vocabulary import DraftVocabularySize
+from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.layer import KVFormat
 from proto.errors import MemoryLimitError
 from proto.frame import Admit, Frame
@@ -23,6 +25,13 @@ from proto.kernels import Kernels
 from proto.span import Span
 from proto.terminal.progress import OnProgress
 from worker.engine.engine_thread import EngineThread
+from worker.engine.group import (
+    JOIN_SECONDS,
+    CollectiveFigures,
+    GroupSpec,
+    join_group,
+    measure_collectives,
+)
 from worker.engine.hardware import (
     CacheTrimmer,
     release_weights,
@@ -147,6 +156,8 @@ class StageSpec:
     mtp: bool = True
     exact: bool = False
     draft_vocab: DraftVocabularySize = field(default_factory=DraftVocabularySize)
+    group: GroupSpec | None = None
+    """The group of processes that hold the stage together; None for one process."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +167,8 @@ class LoadedStage:
     spec: StageSpec
     stage: Stage
     weight_bytes: int
+    collectives: CollectiveFigures | None = None
+    """What a sum over the members of its group takes."""
 
 
 class StageHost:
@@ -192,6 +205,8 @@ class StageHost:
         expect(PART_SECONDS)
         release_weights()
         checkpoint = open_checkpoint()
+        if spec.group is not None:
+            checkpoint = checkpoint.cut_for(Cut(spec.group.rank, len(spec.group.hosts)))
         sizes = checkpoint.part_bytes()
         parts = checkpoint.stage_parts(
             spec.span, first=spec.first, last=spec.last, with_head=spec.mtp
@@ -209,6 +224,14 @@ class StageHost:
             if on_progress is not None:
                 on_progress(done, total)
 
+        communicator: Communicator = ALONE
+        collectives = None
+        if spec.group is not None:
+            expect(JOIN_SECONDS)
+            communicator = joined = join_group(spec.group, exact=spec.exact)
+            hidden, dtype = checkpoint.config.hidden_size, DTYPES[spec.dtype or "bfloat16"]
+            collectives = measure_collectives(joined, hidden, dtype)
+            expect(seconds)
         modules = load_stage(
             checkpoint,
             spec.span,
@@ -217,6 +240,7 @@ class StageHost:
             dtype=DTYPES[spec.dtype] if spec.dtype else None,
             with_head=spec.mtp,
             on_progress=report,
+            communicator=communicator,
         )
         if spec.last and spec.mtp and modules.head is None and checkpoint.mtp.announced:
             log.warning(
@@ -232,7 +256,7 @@ class StageHost:
         warn_of_emulated_bfloat16(stage.dtype)
         warm_up(stage, first=spec.first, last=spec.last, expect=expect)
         trim_allocator()
-        return LoadedStage(spec, stage, weight_bytes)
+        return LoadedStage(spec, stage, weight_bytes, collectives)
 
     def make_engine(
         self, loaded: LoadedStage, epoch: int, budget: Budget | None = None

@@ -60,8 +60,8 @@ class Traffic:
 class Place:
     """A stage's place in a plan.
 
-    `previous_node` is the node id of the previous stage of a secured plan. The last stage is the previous one of stage
-    0, to which it relays tokens.
+    `previous_node` is the node id of the previous stage of a secured plan, or of the first member of the group. The
+    last stage is the previous one of stage 0, to which it relays tokens.
     """
 
     epoch: int
@@ -69,6 +69,8 @@ class Place:
     num_stages: int
     token: bytes
     previous_node: str = ""
+    rank: int = 0
+    """The place in a group. The frames of a member with another rank than 0 come from the first one."""
 
     @property
     def last(self) -> bool:
@@ -77,7 +79,7 @@ class Place:
 
     def relays(self, stream: StreamBinding) -> bool:
         """Return whether a data stream carries tokens from the last stage: hop `num_stages`, which ends at stage 0."""
-        return self.stage == 0 and stream.stage == self.num_stages > 1
+        return self.stage == 0 and self.rank == 0 and stream.stage == self.num_stages > 1
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ class Binding:
         self.link: Link | None = None
         self.ring: Link | None = None
         """The link of the last of several stages to the first."""
+        self.members: list[Link] = []
+        """The links of the first member of a group to the others."""
         self._parked: deque[ParkedFrame] = deque()
         """Frames on the first stage, in order. Only the engine thread uses it."""
         self.results: FrameWriter | None = None
@@ -146,6 +150,11 @@ class Binding:
                 trust,
             )
             figures = await self.link.open()
+        for member in request.members:
+            peer = _Peer(member.address, member.worker_id, member.node)
+            stream = StreamBinding(self.place.epoch, self.place.stage, worker_id, self.place.token)
+            self.members.append(self._make_link(peer, stream, request.hop_timeout_ms, trust))
+        await asyncio.gather(*(link.open() for link in self.members))
         await self.thread.call(partial(self._take_engine, make_engine))
         if self._closed:
             raise StaleEpochError(f"plan {self.place.epoch} ended while its stages were connecting")
@@ -186,21 +195,32 @@ class Binding:
     @property
     def link_stall(self) -> float:
         """Seconds since the oldest write in progress began, to the next stage or to the first; 0 without one."""
-        return max((link.stall for link in (self.link, self.ring) if link is not None), default=0.0)
+        return max((link.stall for link in self._links), default=0.0)
+
+    @property
+    def _links(self) -> list[Link]:
+        return [link for link in (self.link, self.ring, *self.members) if link is not None]
 
     def _take_engine(self, make_engine: Callable[[], StageEngine]) -> None:
         """Make the engine. Runs on the engine thread."""
         if not self._closed:
             self.engine = make_engine()
+            if self.members:
+                self.engine.announce = self._announce
+
+    def _announce(self, frame: Frame) -> None:
+        """Send a frame that this member has decided to the others. Runs on the engine thread."""
+        data = encode_head(frame)
+        for link in self.members:
+            self._send(link, data, _nothing, frame.tensor)
 
     def close(self) -> None:
         """End the plan: drop its frames and free the memory of its sequences."""
         self._closed = True
         self.bound = False
         self.thread.submit(self._drop_engine)
-        for link in (self.link, self.ring):
-            if link is not None:
-                _background.spawn(link.close())
+        for link in self._links:
+            _background.spawn(link.close())
         self.ended.put_nowait(StaleEpochError("this plan has ended"))
 
     def _drop_engine(self) -> None:
@@ -231,9 +251,10 @@ class Binding:
         """Raise AccessError unless the plan lets `sender` send what `stream` carries.
 
         The coordinator sends the frames of stage 0; the node of the previous stage sends those of every other stage.
+        In a group the first member sends them to the others.
         The node of the last stage sends the tokens that it relays to stage 0.
         """
-        if self.place.stage == 0 and not self.place.relays(stream):
+        if self.place.stage == 0 and self.place.rank == 0 and not self.place.relays(stream):
             allowed = sender.role is Role.COORDINATOR
         else:
             allowed = sender.role is Role.WORKER and sender.node == self.place.previous_node
@@ -310,6 +331,8 @@ class Binding:
 
     def _frame_done(self, stamps: FrameStamps, out: Frame) -> None:
         """Send a processed frame to the next stage or the coordinator. Runs on the engine thread."""
+        if self.place.rank:
+            return  # the first member of the group sends it
         # The first stage waits for the tokens, and the coordinator does not.
         if self.place.stage and self.place.last and (message := relayed_tokens(out)) is not None:
             data = encode(message)
@@ -350,7 +373,9 @@ class Binding:
     # ---- signals
 
     def apply_signal(self, signal: pb.Signal) -> None:
-        """Apply a rollback or a cancellation before all queued frames."""
+        """Apply a rollback or a cancellation before all queued frames, on the first member of a group only."""
+        if self.place.rank:
+            return  # it follows the frames of the first member
         self.thread.submit_urgent(partial(self._apply_signal, signal))
 
     def _apply_signal(self, signal: pb.Signal) -> None:

@@ -23,11 +23,13 @@ from proto.span import Span
 from proto.terminal.progress import OnProgress, byte_bar
 from proto.trust.node_trust import NodeTrust
 from proto.wire import DTYPE_BYTES
+from worker.engine.group import Backend, GroupSpec
 from worker.engine.hardware import release_weights
 from worker.engine.stage_engine import Budget
 from worker.engine.stage_host import LoadedStage, StageHost, StageSpec
 from worker.node.binding import Binding, Place, Traffic
 from worker.node.local_models import LocalModels
+from worker.node.member import MemberProcess, MemberReady
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,10 @@ class Identity:
     """The worker's credentials in a cluster; None for a worker whose connections are not secured."""
     wired: bool = True
     kernels: Kernels = Kernels.auto
+    direct: str = ""
+    """Host of this machine at which groups exchange partial results unencrypted; empty without a direct link."""
+    member_flags: tuple[str, ...] = ()
+    """The flags of `mtp-worker` for a process of a group."""
     id: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
@@ -98,7 +104,14 @@ def requested_stage(request: pb.LoadRequest) -> StageSpec:
         mtp=request.mtp,
         exact=request.exact,
         draft_vocab=DraftVocabularySize(request.draft_vocab, request.draft_vocab_auto),
+        group=_requested_group(request.group) if request.HasField("group") else None,
     )
+
+
+def _requested_group(group: pb.Group) -> GroupSpec:
+    if group.backend not in list(Backend):
+        raise UsageError(f"the backend {group.backend:.20} is unknown: choose {', '.join(Backend)}")
+    return GroupSpec(group.rank, tuple(group.hosts), Backend(group.backend))
 
 
 class WorkerNode:
@@ -120,6 +133,10 @@ class WorkerNode:
         """The binding that serves or is connecting."""
         self._loading: object | None = None
         """A marker of the current load. An older load that finds another marker ends."""
+        self.member: MemberProcess | None = None
+        """The process that holds this worker's part of a group's stage."""
+        self._ending: asyncio.Task[None] | None = None
+        """The end of the process before it, whose memory the next one needs."""
         self.draining = asyncio.Event()
         self.state_changed = asyncio.Event()
         """Set when the coordinator must get the worker status at once."""
@@ -159,8 +176,11 @@ class WorkerNode:
         self._end_plan()
 
     def _end_plan(self) -> None:
-        """End the current load or binding."""
+        """End the current load or binding, and the process of a group."""
         self._loading = None
+        if self.member is not None:
+            member, self.member = self.member, None
+            self._ending = asyncio.create_task(member.stop())
         if self.binding is not None:
             self.binding.close()
             self.binding = None
@@ -178,6 +198,28 @@ class WorkerNode:
     def _check_epoch(self, epoch: int) -> None:
         if epoch < self.epoch:
             raise StaleEpochError(f"epoch {epoch} has ended. This worker is in epoch {self.epoch}")
+
+    async def start_member(self, request: pb.MemberRequest) -> MemberReady:
+        """Start the process for a group's stage, and return where it listens. The stage of this process is dropped.
+
+        Raises UsageError without a direct link, NotReadyError if the process does not start, and StaleEpochError.
+        """
+        self.renew_lease(request.coordinator, request.lease_ms)
+        if not self.identity.direct:
+            raise UsageError(f"{self.identity.name} has no direct link. Restart it with --direct")
+        self._enter_epoch(request.epoch)
+        self.loaded = None
+        self.host.thread.submit(release_weights)
+        self._become(pb.WORKER_STATE_IDLE)
+        if self._ending is not None:
+            await self._ending
+        member = await MemberProcess.start(self.identity.member_flags)
+        if self.epoch != request.epoch:
+            await member.stop()
+            raise StaleEpochError(f"plan {request.epoch} ended while its processes were starting")
+        self.member = member
+        log.info("process for a group started", extra={"port": member.ready.port})
+        return member.ready
 
     async def load(self, request: pb.LoadRequest, on_progress: OnProgress) -> pb.LoadResult:
         """Load a stage and return what was loaded. `on_progress` is called on the event loop.
@@ -207,6 +249,8 @@ class WorkerNode:
             longest_chunk=frames.longest,
             shortest_chunk=frames.shortest,
             fused_width=frames.fused_width or 0,
+            collective_us=1e6 * (loaded.collectives.row if loaded.collectives else 0.0),
+            chunk_collective_us=1e6 * (loaded.collectives.chunk if loaded.collectives else 0.0),
         )
 
     def _become(self, state: pb.WorkerState.ValueType) -> None:
@@ -273,6 +317,7 @@ class WorkerNode:
             request.num_stages,
             request.plan_token,
             request.previous_node,
+            request.rank,
         )
         binding = self.binding = Binding(place, self.host, self.traffic, self._failed)
         make_engine = partial(self.host.make_engine, self.loaded, place.epoch, self.budget)
@@ -341,8 +386,10 @@ class WorkerNode:
         self.state = pb.WORKER_STATE_DRAINING
 
     async def close(self) -> None:
-        """End the plan and the engine thread."""
+        """End the plan, the process of a group and the engine thread."""
         self.release()
+        if self._ending is not None:
+            await self._ending
         await self.host.thread.close()
 
 

@@ -6,14 +6,18 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+
+import psutil
 
 from proto.announcement import JOIN_FLAG, Announcement, is_loopback, join_address
 from proto.errors import ClusterError, UsageError
@@ -29,6 +33,7 @@ from proto.trust.node_trust import NodeTrust
 from worker.engine.hardware import measured_bandwidth, set_limits
 from worker.node.announce import announced
 from worker.node.local_models import LocalModels
+from worker.node.member import report_ready
 from worker.node.node import Identity, WorkerNode
 from worker.node.service import STOP_SECONDS, make_server
 
@@ -53,10 +58,50 @@ class WorkerOptions:
     insecure: bool = False
     join: str | None = field(default=None, repr=False)  # a secret
     awake: bool = True
+    direct: str | None = None
+    member: bool = False
+    """True in the process of a worker for a group, which has the worker's options."""
+    logs: tuple[str, str] = ("info", "text")
+
+    def direct_host(self) -> str:
+        """Return the host of the direct link to other machines, or an empty string without one."""
+        if self.direct is not None:
+            return self.direct
+        return self.host if is_loopback(self.host) else thunderbolt_host()
+
+    def member_flags(self, *, secured: bool) -> tuple[str, ...]:
+        """Return the flags of the process of this worker for a group."""
+        level, form = self.logs
+        flags = [
+            "--listen",
+            join_address(self.host, 0),
+            "--name",
+            self.name,
+            "--direct",
+            self.direct_host(),
+        ]
+        flags += ["--memory-limit", f"{self.memory_limit}B", "--kernels", self.kernels.value]
+        flags += ["--log-level", level, "--log-format", form]
+        flags += ["--model", str(self.model)] if self.model else []
+        flags += ["--state-dir", str(self.state_dir)] if self.state_dir else []
+        flags += [] if self.wired else ["--no-wired-memory"]
+        return (*flags, *(() if secured else ("--insecure",)))
 
 
 LOCAL_TOKEN = Path("authority", "local.token")
 """The file in the state directory where a coordinator on this machine keeps a token for its user's workers."""
+
+THUNDERBOLT_BRIDGE = "bridge0"
+"""The network interface that macOS makes of all Thunderbolt ports."""
+
+
+def thunderbolt_host() -> str:
+    """Return the IPv4 address of the Thunderbolt bridge, or an empty string without one."""
+    if sys.platform != "darwin":
+        return ""
+    found = psutil.net_if_addrs().get(THUNDERBOLT_BRIDGE, [])
+    return next((str(one.address) for one in found if one.family == socket.AF_INET), "")
+
 
 _PREFIX = "worker"
 """The folder of the worker's credentials in the state directory."""
@@ -168,6 +213,9 @@ async def run(options: WorkerOptions) -> None:
 
     Raises UsageError for an unavailable port, a missing membership in a cluster, or an unusable --model.
     """
+    if options.member:
+        await _run_member(options)
+        return
     models = LocalModels(options.model)
     models.check_own(options.layers)
     identity = Identity(
@@ -190,7 +238,34 @@ async def run(options: WorkerOptions) -> None:
                 options.state_dir,
                 insecure=options.insecure,
             )
+            identity.direct = options.direct_host()
+            identity.member_flags = options.member_flags(secured=identity.trust is not None)
             port = await _serve(identity, options, port, stopping, known)
+
+
+FIRST_LEASE_SECONDS = 30.0
+"""Seconds in which the coordinator must take the lease of a process for a group."""
+
+
+async def _run_member(options: WorkerOptions) -> None:
+    """Serve the stage of a group until the lease ends, in a process that the worker has started."""
+    trust = await worker_trust(
+        options.host, options.name, None, options.state_dir, insecure=options.insecure
+    )
+    models, limit = LocalModels(options.model), options.memory_limit
+    own = (options.wired, options.kernels)
+    node = WorkerNode(Identity(options.name, None, limit, models, 0.0, trust, *own))
+    async with AsyncExitStack() as stack:
+        await node.host.thread.call(partial(set_limits, limit))
+        port = await stack.enter_async_context(served(node, options.host))
+        report_ready(port, options.direct_host())
+        due = time.monotonic() + FIRST_LEASE_SECONDS
+        while node.lease is None and time.monotonic() < due:
+            await asyncio.sleep(0.05)
+        while node.lease is not None:
+            await asyncio.sleep(0.05)
+            node.release_lapsed()
+    os._exit(0)  # the engine thread may wait in a collective
 
 
 async def _serve(

@@ -153,6 +153,7 @@ class WorkerService(pb_grpc.WorkerServicer):
             state=node.state,
             node_id=identity.trust.identity.node if identity.trust else "",
             version=hardware.own_version(),
+            direct=identity.direct,
         )
         if identity.pinned is not None:
             info.pinned.CopyFrom(pb.Span(start=identity.pinned.start, end=identity.pinned.end))
@@ -163,6 +164,11 @@ class WorkerService(pb_grpc.WorkerServicer):
         if node.lease is not None:
             info.leased_to.CopyFrom(pb.Coordinator(id=node.lease.id, name=node.lease.name))
         return info
+
+    async def StartMember(self, request: pb.MemberRequest, context: Context) -> pb.MemberReply:
+        """Start the process of this worker for a group."""
+        ready = await self.node.start_member(request)
+        return pb.MemberReply(port=ready.port, group_address=ready.group_address)
 
     async def Load(
         self, request: pb.LoadRequest, context: Context

@@ -1,0 +1,107 @@
+"""The start of the processes in which the members of a group hold their stages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from coordinator.pipeline.remote_pipeline import RemotePipeline
+from coordinator.pipeline.worker_client import NOTICE_SHARE, WorkerClient
+from proto import cluster_pb2 as pb
+from proto.announcement import host_of, join_address
+from proto.errors import ClusterError, NotReadyError, WorkerLostError
+from proto.rpc.listener import BackgroundTasks
+
+RING = "ring"
+NCCL = "nccl"
+"""The backends by the names of MLX."""
+
+
+class GroupError(NotReadyError):
+    """A process for a group could not start. `address` is that of its worker."""
+
+    def __init__(self, reason: str, address: str) -> None:
+        super().__init__(reason)
+        self.address = address
+
+
+class GroupStart:
+    """The processes of one plan. They end when their clients are closed, because their leases end."""
+
+    def __init__(
+        self, me: pb.Coordinator, epoch: int, failure_timeout: float, lease_ms: int
+    ) -> None:
+        self._me = me
+        self._epoch = epoch
+        self._timeout = failure_timeout
+        self._lease_ms = lease_ms
+        self._hosts: dict[str, str] = {}
+        """Where each member accepts the others, by the address of its worker."""
+        self._clients: list[WorkerClient] = []
+        self._pipeline: RemotePipeline | None = None
+        self._background = BackgroundTasks()
+
+    async def start(self, stages: Sequence[Sequence[WorkerClient]]) -> list[list[WorkerClient]]:
+        """Start a process on every worker, and return their clients in the same places. Raises GroupError."""
+        workers = [worker for members in stages for worker in members]
+        started = await asyncio.gather(
+            *(self._start_one(worker) for worker in workers), return_exceptions=True
+        )
+        for found in started:
+            if isinstance(found, BaseException):
+                await self.close()
+                raise found
+        clients = iter(self._clients_of(started))
+        return [[next(clients) for _ in members] for members in stages]
+
+    def _clients_of(self, started: Sequence[WorkerClient | BaseException]) -> list[WorkerClient]:
+        return [client for client in started if isinstance(client, WorkerClient)]
+
+    async def _start_one(self, worker: WorkerClient) -> WorkerClient:
+        request = pb.MemberRequest(coordinator=self._me, epoch=self._epoch, lease_ms=self._lease_ms)
+        try:
+            reply = await worker.start_member(request)
+        except ClusterError as error:
+            raise GroupError(str(error), worker.owner) from error
+        address = join_address(host_of(worker.address), reply.port)
+        client = WorkerClient(address, self._me, worker.trust, worker.node, worker.owner)
+        self._hosts[worker.owner] = reply.group_address
+        self._clients.append(client)
+        client.watch(
+            self._timeout,
+            lambda status: self._receive_status(client, status),
+            lambda error: self._record_loss(client, error),
+        )
+        return client
+
+    def seat(self, members: Sequence[WorkerClient], rank: int) -> pb.Group:
+        """Return the place of one of the `members` of a stage."""
+        hosts = [self._hosts[member.owner] for member in members]
+        return pb.Group(rank=rank, hosts=hosts, backend=RING)
+
+    def belong_to(self, pipeline: RemotePipeline) -> None:
+        """Report the statuses of the processes to `pipeline`, which closes their clients."""
+        self._pipeline = pipeline
+        pipeline.owned = tuple(self._clients)
+
+    async def close(self) -> None:
+        """Close the clients, so that the processes end."""
+        await asyncio.gather(*(client.close() for client in self._clients))
+
+    def _receive_status(self, client: WorkerClient, status: pb.WorkerStatus) -> None:
+        pipeline = self._pipeline
+        if status.engine_stall_ms / 1000 > NOTICE_SHARE * self._timeout:
+            self._record_loss(client, WorkerLostError("its engine is stuck"))
+        elif pipeline is None or status.epoch != pipeline.epoch:
+            return
+        elif status.HasField("fault"):
+            pipeline.fail_member(client.owner, WorkerLostError(status.fault.message[:300]))
+        else:
+            pipeline.record_worker_status(client.owner, status)
+
+    def _record_loss(self, client: WorkerClient, error: ClusterError) -> None:
+        """Fail the plan of a process that is lost. Its worker may be alive."""
+        if self._pipeline is not None:
+            self._pipeline.fail_member(client.owner, error)
+        else:  # ends the calls that wait for it
+            self._background.spawn(client.close())

@@ -1,0 +1,250 @@
+"""The choice between one machine, a pipeline, and groups of machines that share every layer. Pure functions.
+
+A pipeline divides the memory of a model and the time between two tokens of many streams. Only a group divides the time
+of one token, because each of its members reads a share of every layer. It adds two sums over the members to each layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, Workload, make_plan
+from proto.errors import ClusterError, SpanError, UsageError
+
+MAX_GROUP = 8
+"""Members of a group. mlx-lm's limit for the models of this family is their 8 or 16 heads."""
+
+SUMS_PER_LAYER = 2
+"""Sums over the members: after attention or the GatedDeltaNet, and after the MLP."""
+
+DEFAULT_COLLECTIVE = 300e-6
+"""Seconds of a sum over a link that was not measured yet: TCP over a Thunderbolt bridge, by its users' figures."""
+
+HOP_SECONDS = 1e-3
+"""Seconds. Gap between two stages of a pipeline for one token, as measured on loopback (docs/bench.md)."""
+
+CHUNK_PASSES = 11.0
+"""Time of a chunk of 512 tokens over that of one token, as measured for the 27B shape on an H200 (docs/log.md)."""
+
+CHUNK_COLLECTIVES = 20.0
+"""Time of the sum of a chunk's rows over that of one row. 512 rows of 5,120 values have 5 MB."""
+
+FIRST_TOKENS = 2048
+"""Tokens of the prompt whose first token is predicted, four chunks."""
+
+
+class Prefer(StrEnum):
+    """The aim of `--parallel auto`."""
+
+    latency = "latency"
+    throughput = "throughput"
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """The value of `--parallel`. `groups` of `size` machines; 0 for any number. A size of 1 is a pipeline."""
+
+    auto: bool = False
+    groups: int = 0
+    size: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Parallel:
+        """Return the value of `auto`, `pipeline`, `tensor` or `GxN`. Raises UsageError for any other text."""
+        if text == "auto":
+            return cls(auto=True)
+        if text == "pipeline":
+            return cls()
+        if text == "tensor":
+            return cls(groups=1, size=0)
+        found = re.fullmatch(r"(\d{1,2})x(\d{1,2})", text)
+        if found is None or not (int(found[1]) and 1 <= int(found[2]) <= MAX_GROUP):
+            raise UsageError(
+                f"--parallel {text!r:.20}: write auto, pipeline, tensor, or groups x machines, as in 2x2"
+            )
+        return cls(groups=int(found[1]), size=int(found[2]))
+
+    @property
+    def machines(self) -> int | None:
+        """The number of machines that the user named, None if any number will do."""
+        return self.groups * self.size or None
+
+    def __str__(self) -> str:
+        if self.auto:
+            return "auto"
+        if self.size == 1 and not self.groups:
+            return "pipeline"
+        return f"{self.groups}x{self.size}" if self.size else "tensor"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine that may be a member of a group.
+
+    `kind` is equal for machines that compute the same bits. `direct` is the host of its direct link to the others;
+    without one it cannot be a member, since partial results are not encrypted. `collective` are the measured seconds
+    of a sum of one row, None before a measurement.
+    """
+
+    node: NodeSpec
+    kind: str = ""
+    direct: str = ""
+    collective: float | None = None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A possible plan, and what it promises for one stream: seconds a token, and seconds to the first token of a
+    prompt of FIRST_TOKENS. `between` are the seconds between two steps of many streams. `text` names it for people.
+    """
+
+    text: str
+    plan: Plan
+    token: float
+    first: float
+    between: float
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What a choice depends on besides the machines. `costs_of(size)` are the costs of a member's share."""
+
+    costs_of: Callable[[int], ModelCosts]
+    workload: Workload
+    parallel: Parallel = Parallel()
+    prefer: Prefer = Prefer.latency
+
+
+def choose_plan(planning: Planning, machines: Sequence[Machine], epoch: int) -> Plan:
+    """Return the plan that `--parallel` asks for. Raises the errors of `make_plan`, and SpanError for a group.
+
+    With fewer machines than groups need, those that are left serve in smaller groups or as a pipeline.
+    """
+    parallel = planning.parallel
+    if parallel.auto:
+        found = predict_plans(planning, machines, epoch)
+        by_latency = planning.prefer is Prefer.latency
+        return min(found, key=lambda p: p.token if by_latency else p.between).plan
+    if parallel.size == 1:
+        return _group_plan(planning, machines, 1, epoch)
+    size = parallel.size or len(machines)
+    error: ClusterError | None = None
+    for smaller in range(min(size, len(machines)), 0, -1):
+        try:
+            return _group_plan(planning, machines, smaller, epoch, parallel.groups)
+        except ClusterError as problem:
+            # The first problem is about the group that the user asked for.
+            error = error or problem
+            if len(machines) >= size and parallel.size:
+                raise
+    assert error is not None
+    raise error
+
+
+def predict_plans(
+    planning: Planning, machines: Sequence[Machine], epoch: int = 1
+) -> list[Prediction]:
+    """Return every possible plan with its prediction: one machine, a pipeline, and groups of all sizes.
+
+    Raises the errors of the pipeline if nothing is possible.
+    """
+    found, problems = [], []
+    best = max(machines, key=lambda machine: machine.node.speed, default=None)
+    options: list[tuple[Sequence[Machine], int]] = [] if best is None else [([best], 1)]
+    options += [(machines, size) for size in range(1, min(len(machines), MAX_GROUP) + 1)]
+    for some, size in options:
+        if len(machines) == 1 and found:
+            break
+        try:
+            plan = _group_plan(planning, some, size, epoch)
+        except ClusterError as error:
+            problems.append(error)
+        else:
+            found.append(_predict(planning, plan, machines))
+    if not found:
+        raise problems[-1] if problems else UsageError("no node to plan for. Start a worker.")
+    return found
+
+
+def _predict(planning: Planning, plan: Plan, machines: Sequence[Machine]) -> Prediction:
+    known = {machine.node.name: machine for machine in machines}
+    size = len(plan.stages[0].nodes)
+    collective = 0.0
+    if size > 1:
+        measured = [known[node].collective for stage in plan.stages for node in stage.nodes]
+        collective = max(DEFAULT_COLLECTIVE if one is None else one for one in measured)
+    layers = sum(len(stage.span) for stage in plan.stages)
+    sums = layers * SUMS_PER_LAYER * collective
+    stages = len(plan.stages)
+    token = plan.pass_seconds + (stages - 1) * HOP_SECONDS + sums
+    chunk = CHUNK_PASSES * plan.slowest_seconds + CHUNK_COLLECTIVES * sums / stages
+    chunks = FIRST_TOKENS // 512
+    between = plan.slowest_seconds + sums / stages
+    kind = {1: "one machine" if stages == 1 else f"a pipeline of {stages}"}.get(size)
+    text = kind or (f"a group of {size}" if stages == 1 else f"{stages} groups of {size}")
+    return Prediction(text, plan, token, (chunks + stages - 1) * chunk, between)
+
+
+def _group_plan(
+    planning: Planning, machines: Sequence[Machine], size: int, epoch: int, groups: int = 0
+) -> Plan:
+    """Return the best plan over groups of `size` machines, `groups` of them or as many as there are."""
+    if size == 1:
+        nodes = [machine.node for machine in machines]
+        return make_plan(planning.costs_of(1), nodes, workload=planning.workload, epoch=epoch)
+    teams = group_machines(machines, size, groups)
+    nodes = [_joint_node(team) for team in teams]
+    found = make_plan(planning.costs_of(size), nodes, workload=planning.workload, epoch=epoch)
+    members = {team[0].node.name: tuple(one.node.name for one in team) for team in teams}
+    used = {name for stage in found.stages for name in members[stage.node]}
+    unused = tuple(m.node.name for m in machines if m.node.name not in used)
+    stages = tuple(replace(stage, members=members[stage.node]) for stage in found.stages)
+    return replace(found, stages=stages, unused=unused)
+
+
+def group_machines(
+    machines: Sequence[Machine], size: int, groups: int = 0
+) -> list[tuple[Machine, ...]]:
+    """Return groups of `size` equal machines, `groups` of them or as many as there are.
+
+    Raises SpanError for machines that cannot be members, and UsageError for pinned layers.
+    """
+    if pinned := [m.node.name for m in machines if m.node.pinned is not None]:
+        raise UsageError(
+            f"{pinned[0]} has --layers, and groups share every layer. Start it without --layers."
+        )
+    if open_links := [m.node.name for m in machines if not m.direct]:
+        raise SpanError(
+            f"{', '.join(open_links)} has no direct link. Members of a group exchange partial results unencrypted: "
+            "start the worker with --direct HOST, the address of a cable between the machines."
+        )
+    kinds: dict[str, list[Machine]] = {}
+    for machine in machines:
+        kinds.setdefault(machine.kind, []).append(machine)
+    teams = []
+    for alike in kinds.values():
+        in_order = sorted(alike, key=lambda machine: machine.node.memory_limit)
+        whole = len(in_order) // size * size
+        teams += [tuple(in_order[i : i + size]) for i in range(0, whole, size)]
+    if len(teams) < max(1, groups):
+        described = "; ".join(
+            f"{', '.join(m.node.name for m in alike)}: {kind or 'unknown'}"
+            for kind, alike in kinds.items()
+        )
+        raise SpanError(
+            f"{len(machines)} machines make {len(teams)} groups of {size} equal ones, {max(1, groups)} are needed "
+            f"({described}). Add equal machines, or choose another --parallel."
+        )
+    return teams[: groups or len(teams)]
+
+
+def _joint_node(team: Sequence[Machine]) -> NodeSpec:
+    """Return a group as one node: each member holds a share, and the slowest one sets the speed."""
+    return NodeSpec(
+        team[0].node.name,
+        min(machine.node.memory_limit for machine in team),
+        min(machine.node.speed for machine in team),
+    )
