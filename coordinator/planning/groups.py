@@ -97,8 +97,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A possible plan, and what it promises for one stream: seconds a token, and seconds to the first token of a
-    prompt of FIRST_TOKENS. `between` are the seconds between two steps of many streams. `text` names it for people.
+    """A possible plan and its predicted times. `text` names it for people.
+
+    `token` are the seconds of a token of one stream, and `first` those until the first token of a prompt of
+    FIRST_TOKENS. `between` are the seconds between two steps of many streams.
     """
 
     text: str
@@ -151,7 +153,8 @@ def predict_plans(
 
     Raises the errors of the pipeline if nothing is possible.
     """
-    found, problems = [], []
+    found: list[Prediction] = []
+    problems: list[ClusterError] = []
     best = max(machines, key=lambda machine: machine.node.speed, default=None)
     options: list[tuple[Sequence[Machine], int]] = [] if best is None else [([best], 1)]
     options += [(machines, size) for size in range(1, min(len(machines), MAX_GROUP) + 1)]

@@ -68,4 +68,5 @@ class GroupCommunicator(Communicator):
 
     def _parts(self, x: mx.array) -> list[mx.array]:
         """Return `x` of each member, in their order."""
-        return mx.split(mx.distributed.all_gather(x, group=self._group), self.size)
+        gathered = mx.distributed.all_gather(x, group=self._group)
+        return [*mx.split(gathered, self.size)]

@@ -182,6 +182,7 @@ ARROWS: dict[str, set[str]] = {
         "coordinator.cluster",
         "coordinator.depth",
         "coordinator.pipeline",
+        "coordinator.planning",
         "coordinator.schedule",
         "coordinator.status",
         "coordinator.text",

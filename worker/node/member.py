@@ -45,7 +45,9 @@ def free_group_address(host: str) -> str:
 
 def report_ready(port: int, host: str) -> None:
     """Tell the worker where this process listens, and end this process when the worker ends."""
-    print(json.dumps(asdict(MemberReady(port, free_group_address(host)))), flush=True)
+    ready = MemberReady(port, free_group_address(host))
+    sys.stdout.write(json.dumps(asdict(ready)) + "\n")
+    sys.stdout.flush()
 
     def wait_for_end() -> None:
         """Wait for the end of standard input, which the worker holds open while it lives."""

@@ -138,6 +138,8 @@ class WorkerNode:
         self._ending: asyncio.Task[None] | None = None
         """The end of the process before it, whose memory the next one needs."""
         self.draining = asyncio.Event()
+        self.released = asyncio.Event()
+        """Set when a lease has ended. A process for a group ends then."""
         self.state_changed = asyncio.Event()
         """Set when the coordinator must get the worker status at once."""
 
@@ -172,6 +174,7 @@ class WorkerNode:
     def release(self) -> None:
         """End the lease and drop its sequences. The weights in use stay loaded for the next coordinator."""
         self.lease = None
+        self.released.set()
         self.epoch = 0  # every coordinator counts its own epochs
         self._end_plan()
 

@@ -260,10 +260,10 @@ async def _run_member(options: WorkerOptions) -> None:
         port = await stack.enter_async_context(served(node, options.host))
         report_ready(port, options.direct_host())
         due = time.monotonic() + FIRST_LEASE_SECONDS
-        while node.lease is None and time.monotonic() < due:
-            await asyncio.sleep(0.05)
-        while node.lease is not None:
-            await asyncio.sleep(0.05)
+        while not node.released.is_set() and (node.lease is not None or time.monotonic() < due):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_SECONDS):
+                    await node.released.wait()
             node.release_lapsed()
     os._exit(0)  # the engine thread may wait in a collective
 
