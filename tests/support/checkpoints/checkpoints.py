@@ -203,36 +203,39 @@ def _backbone(text: dict[str, Any]) -> Weights:
     for layer, kind in enumerate(text["layer_types"]):
         prefix = f"{_LM}layers.{layer}."
         if kind == "full_attention":
-            weights |= _attention(f"{prefix}self_attn.", hidden)
+            weights |= _attention(f"{prefix}self_attn.", text)
         else:
-            weights |= _gdn(f"{prefix}linear_attn.", hidden)
+            weights |= _gdn(f"{prefix}linear_attn.", text)
         weights |= _mlp_and_norms(prefix, text)
     return weights
 
 
-def _attention(prefix: str, hidden: int) -> Weights:
+def _attention(prefix: str, text: dict[str, Any]) -> Weights:
+    hidden, heads = text["hidden_size"], text["num_attention_heads"]
+    kv_heads = text["num_key_value_heads"]
     return {
-        f"{prefix}q_proj.weight": _linear(2 * _HEADS * HEAD_DIM, hidden),
-        f"{prefix}k_proj.weight": _linear(_KV_HEADS * HEAD_DIM, hidden),
-        f"{prefix}v_proj.weight": _linear(_KV_HEADS * HEAD_DIM, hidden),
-        f"{prefix}o_proj.weight": _linear(hidden, _HEADS * HEAD_DIM),
+        f"{prefix}q_proj.weight": _linear(2 * heads * HEAD_DIM, hidden),
+        f"{prefix}k_proj.weight": _linear(kv_heads * HEAD_DIM, hidden),
+        f"{prefix}v_proj.weight": _linear(kv_heads * HEAD_DIM, hidden),
+        f"{prefix}o_proj.weight": _linear(hidden, heads * HEAD_DIM),
         f"{prefix}q_norm.weight": _norm(HEAD_DIM),
         f"{prefix}k_norm.weight": _norm(HEAD_DIM),
     }
 
 
-def _gdn(prefix: str, hidden: int) -> Weights:
-    keys, values = _GDN_KEY_HEADS * GDN_DIM, _GDN_VALUE_HEADS * GDN_DIM
+def _gdn(prefix: str, text: dict[str, Any]) -> Weights:
+    hidden, heads = text["hidden_size"], text["linear_num_value_heads"]
+    keys, values = text["linear_num_key_heads"] * GDN_DIM, heads * GDN_DIM
     channels = 2 * keys + values
     # Time steps from 1e-3 to 1e-1 through the inverse of softplus, as in the initialization of these models.
-    step = mx.exp(mx.random.uniform(math.log(1e-3), math.log(1e-1), (_GDN_VALUE_HEADS,)))
+    step = mx.exp(mx.random.uniform(math.log(1e-3), math.log(1e-1), (heads,)))
     return {
         f"{prefix}in_proj_qkv.weight": _linear(channels, hidden),
         f"{prefix}in_proj_z.weight": _linear(values, hidden),
-        f"{prefix}in_proj_b.weight": _linear(_GDN_VALUE_HEADS, hidden),
-        f"{prefix}in_proj_a.weight": _linear(_GDN_VALUE_HEADS, hidden),
+        f"{prefix}in_proj_b.weight": _linear(heads, hidden),
+        f"{prefix}in_proj_a.weight": _linear(heads, hidden),
         f"{prefix}conv1d.weight": _linear(1, _KERNEL, channels),
-        f"{prefix}A_log": mx.log(mx.random.uniform(1.0, 16.0, (_GDN_VALUE_HEADS,))),
+        f"{prefix}A_log": mx.log(mx.random.uniform(1.0, 16.0, (heads,))),
         f"{prefix}dt_bias": step + mx.log(-mx.expm1(-step)),
         f"{prefix}norm.weight": mx.random.uniform(0.5, 1.5, (GDN_DIM,)),
         f"{prefix}out_proj.weight": _linear(hidden, values),
@@ -272,7 +275,7 @@ def _head(text: dict[str, Any]) -> Weights:
         "mtp.norm.weight": _norm(hidden),
         "mtp.pre_fc_norm_embedding.weight": _norm(hidden),
         "mtp.pre_fc_norm_hidden.weight": _norm(hidden),
-        **_attention("mtp.layers.0.self_attn.", hidden),
+        **_attention("mtp.layers.0.self_attn.", text),
         **_mlp_and_norms("mtp.layers.0.", text),
     }
 

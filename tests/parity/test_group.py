@@ -1,0 +1,139 @@
+"""A group of processes computes what one process computes: the shares of the layers, and the sums over the members."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.cut import Cut
+from mtp.checkpoint.format.parts import read_part
+from proto.errors import SpanError
+from tests.support.checkpoints.checkpoints import write_checkpoint
+from tests.support.stages.chain import random_tokens
+from tests.support.stages.group_run import Work, answer, answer_in_group
+
+HEADS = (
+    ("num_attention_heads", 12),
+    ("num_key_value_heads", 6),
+    ("linear_num_value_heads", 24),
+    ("linear_num_key_heads", 12),
+    ("intermediate_size", 384),
+    ("moe_intermediate_size", 96),
+    ("shared_expert_intermediate_size", 48),
+)
+"""Fields that groups of 2, 3 and 4 can cut. Four members share the six heads of keys and values unevenly, so two
+numbers of them are tried."""
+
+
+def checkpoint_for(path: Path, kind: str, *, kv_heads: int = 6, **options: Any) -> Path:
+    """Write a checkpoint of `kind`: dense, moe or next."""
+    unused = {"dense": ("moe_", "shared_"), "moe": ("intermediate",), "next": ("intermediate",)}
+    fields = [
+        (name, kv_heads if name == "num_key_value_heads" else value)
+        for name, value in HEADS
+        if not name.startswith(unused[kind])
+    ]
+    return write_checkpoint(
+        path,
+        moe=kind != "dense",
+        qwen3_next=kind == "next",
+        fields=tuple(fields),
+        layers=4,
+        tie=False,
+        vocab=240,
+        **options,
+    )
+
+
+PROMPTS = tuple(tuple(random_tokens(40, seed)) for seed in range(2))
+
+
+def small(prompts: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(token % 239 for token in prompt) for prompt in prompts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "kv_heads", "temperature"),
+    [
+        ("dense", 2, 6, 0.0),
+        ("moe", 2, 2, 0.8),
+        pytest.param("dense", 3, 3, 0.8, marks=pytest.mark.thorough),
+        pytest.param("moe", 4, 2, 0.0, marks=pytest.mark.thorough),
+        pytest.param("next", 2, 6, 0.8, marks=pytest.mark.thorough),
+        pytest.param("dense", 4, 4, 0.0, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_group_gives_the_tokens_of_one_process(
+    tmp_path: Path, kind: str, size: int, kv_heads: int, temperature: float
+) -> None:
+    """Greedy and sampled, with drafts, rejections and chunked prompts, and with fewer K/V heads than members."""
+    path = checkpoint_for(tmp_path, kind, kv_heads=kv_heads)
+    work = Work(str(path), small(PROMPTS), temperature=temperature)
+    expected, found = answer(work), answer_in_group(work, size)
+    assert found.tokens == expected.tokens
+    assert found.accepted == expected.accepted
+
+
+def test_a_member_holds_its_share(tmp_path: Path) -> None:
+    """The memory of a member of two is half of the layers and of lm_head, and all of the embedding."""
+    path = checkpoint_for(tmp_path, "dense")
+    checkpoint = Checkpoint.open(path)
+    whole, share = checkpoint.part_bytes(), checkpoint.cut_for(Cut(0, 2)).part_bytes()
+    assert share["embed"] == whole["embed"]
+    assert share["lm_head"] * 2 == whole["lm_head"]
+    for part in ("layers.0", "layers.3"):
+        assert 0.5 <= share[part] / whole[part] < 0.54
+    loaded = sum(
+        weight.nbytes
+        for part in checkpoint.plans
+        for weight in read_part(checkpoint.cut_for(Cut(1, 2)), part, None).values()
+    )
+    assert loaded == sum(share.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("dense", {}),
+        ("moe", {"fused_experts": False, "fused_mtp_experts": True}),
+        ("next", {}),
+        ("dense", {"layout": "mlx", "quantize": 4}),
+    ],
+)
+def test_the_shares_are_the_whole(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    """Every row and column of a weight belongs to one member, in all layouts of a checkpoint."""
+    checkpoint = Checkpoint.open(checkpoint_for(tmp_path, kind, hidden=128, **options))
+    for part in checkpoint.plans:
+        whole = read_part(checkpoint, part, None)
+        shares = [read_part(checkpoint.cut_for(Cut(rank, 2)), part, None) for rank in range(2)]
+        for name, weight in whole.items():
+            parts = [share[name] for share in shares]
+            if parts[0].shape == weight.shape:
+                assert mx.array_equal(parts[0], weight)
+                assert "norm" in name or name in WHOLE or part in ("embed", "norm"), name
+                continue
+            ours = mx.sort(mx.concatenate([p.reshape(-1).astype(mx.float32) for p in parts]))
+            assert mx.array_equal(ours, mx.sort(weight.reshape(-1).astype(mx.float32))), name
+
+
+WHOLE = {
+    "fc.weight",
+    "mlp.gate.weight",
+    "mlp.shared_expert_gate.weight",
+    "layers.0.mlp.gate.weight",
+    "layers.0.mlp.shared_expert_gate.weight",
+}
+"""The parameters besides norms and the embedding that every member holds."""
+
+
+def test_heads_that_cannot_be_cut_are_named(tmp_path: Path) -> None:
+    """The error has the field, its value and the number of machines."""
+    checkpoint = Checkpoint.open(checkpoint_for(tmp_path, "dense"))
+    with pytest.raises(SpanError, match="5 machines: num_attention_heads is 12"):
+        checkpoint.cut_for(Cut(0, 5))
+    with pytest.raises(SpanError, match="4 machines: num_key_value_heads is 6"):
+        checkpoint.cut_for(Cut(0, 4))

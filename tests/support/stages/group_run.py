@@ -1,0 +1,140 @@
+"""A whole model as one stage of a group of processes over MLX's ring, and the same model in one process.
+
+Every member computes the same frames. The frames follow from the outcomes, which are equal on all members.
+`python -m tests.support.stages.group_run RANK JSON` is one member.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.layers.communicator import ALONE, Communicator
+from mtp.layers.layer import KVFormat
+from proto.frame import Admit, Commit, Frame, Segment
+from proto.params import SamplingParams
+from proto.span import Span
+from worker.engine.group import GroupSpec, join_group
+from worker.engine.stage_engine import StageEngine
+from worker.model.loader import load_stage
+from worker.model.stage import Stage
+from worker.model.verifier import Verifier
+from worker.node.member import free_group_address
+
+SECONDS = 100.0
+"""Seconds. Bound of one run of all members."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The answers to compute: each of `prompts` in turn, with `count` tokens and `drafts` in each window."""
+
+    path: str
+    prompts: Sequence[Sequence[int]]
+    count: int = 16
+    drafts: int = 2
+    temperature: float = 0.0
+    chunk: int = 16
+    exact: bool = False
+    kv_bits: int | None = None
+    hosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The tokens of each answer, how many drafts were accepted, and the bytes of the weights of the layers."""
+
+    tokens: list[list[int]]
+    accepted: int
+    nbytes: int
+
+
+def answer(work: Work, communicator: Communicator = ALONE) -> Answers:
+    """Return the answers of one process, or of one member of a group."""
+    checkpoint = Checkpoint.open(Path(work.path))
+    layers = checkpoint.config.num_layers
+    modules = load_stage(
+        checkpoint, Span(0, layers), first=True, last=True, dtype=None, communicator=communicator
+    )
+    nbytes = mx.get_active_memory()
+    kv_format = KVFormat.of(checkpoint.config.head_dim, work.kv_bits)
+    stage = Stage(modules, kv_format, exact=work.exact)
+    verifier = Verifier(modules, kv_format)
+    engine = StageEngine(stage, epoch=1, first=True, verifier=verifier)
+    answered, accepted = [], 0
+    for number, prompt in enumerate(work.prompts):
+        found, good = _one(engine, work, number, prompt)
+        answered.append(found)
+        accepted += good
+    return Answers(answered, accepted, nbytes)
+
+
+def _one(
+    engine: StageEngine, work: Work, number: int, prompt: Sequence[int]
+) -> tuple[list[int], int]:
+    params = SamplingParams(temperature=work.temperature, seed=number)
+    ops: tuple[Any, ...] = (Admit(number, len(prompt) + 2 * work.count + 8, len(prompt), params),)
+    window, position, tokens, accepted = 0, 0, list[int](), 0
+    drafts: tuple[int, ...] = ()
+    while len(tokens) < work.count:
+        if position < len(prompt):
+            part = tuple(prompt[position : position + work.chunk])
+            ends = position + len(part) == len(prompt)
+            segment = Segment(
+                number, window, position, part, sample=ends, drafts=work.drafts if ends else 0
+            )
+        else:
+            part = (tokens[-1], *drafts)
+            segment = Segment(
+                number, window, position, part, open=True, sample=True, drafts=work.drafts
+            )
+        out = engine.process(Frame(1, engine.frames_done, ops, (segment,)))
+        (outcome,) = out.outcomes
+        ops = (Commit(number, window, outcome.accepted_length),) if segment.open else ()
+        tokens += segment.tokens[1 : outcome.accepted_length] if segment.open else ()
+        accepted += max(0, outcome.accepted_length - 1) if segment.open else 0
+        tokens += [] if outcome.token is None else [outcome.token]
+        position += outcome.accepted_length
+        drafts, window = outcome.drafts, window + 1
+    return tokens[: work.count], accepted
+
+
+def answer_in_group(work: Work, size: int) -> Answers:
+    """Return the answers of the first of `size` processes. All of them are ended before it returns."""
+    hosts = tuple(free_group_address("127.0.0.1") for _ in range(size))
+    asked = json.dumps(asdict(replace(work, hosts=hosts)))
+    command = [sys.executable, "-m", "tests.support.stages.group_run"]
+    with ExitStack() as stack:
+        members = []
+        for rank in range(size):
+            start = subprocess.Popen(
+                [*command, str(rank), asked], stdout=subprocess.PIPE, text=True
+            )
+            members.append(stack.enter_context(start))
+            stack.callback(members[-1].kill)
+        printed = [member.communicate(timeout=SECONDS)[0] for member in members]
+    found = [Answers(**json.loads(text)) for text in printed]
+    assert all(one.tokens == found[0].tokens for one in found), "the members disagree"
+    return found[0]
+
+
+def main() -> None:
+    """Be one member."""
+    work = json.loads(sys.argv[2])
+    hosts = tuple(work.pop("hosts"))
+    spec = GroupSpec(int(sys.argv[1]), hosts)
+    communicator = join_group(spec, exact=work["exact"])
+    print(json.dumps(asdict(answer(Work(**work), communicator))))
+
+
+if __name__ == "__main__":
+    main()
