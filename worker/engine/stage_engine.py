@@ -436,18 +436,18 @@ class StageEngine:
                 for s in segments
             )
             segments = tuple(known)
-        rows = [
-            (before.rows, now.rows) for before, now in zip(frame.segments, segments, strict=True)
-        ]
-        decided = replace(frame, segments=segments)
-        if not frame.tensor or all(before == now for before, now in rows):
-            return decided
+        pairs = [(b.rows, now.rows) for b, now in zip(frame.segments, segments, strict=True)]
+        if not frame.tensor or all(before == now for before, now in pairs):
+            return replace(frame, segments=segments)
         row_bytes, start, kept = len(frame.tensor) // frame.rows, 0, []
-        for before, now in rows:
+        for before, now in pairs:
             kept.append(frame.tensor[start : start + now * row_bytes])
             start += before * row_bytes
-        shape = (decided.rows, *frame.shape[1:])
-        return replace(decided, shape=shape, tensor=b"".join(kept))
+        rows = sum(now for _, now in pairs)
+        if not rows:
+            return replace(frame, segments=segments, dtype="", shape=(), tensor=b"")
+        shape = (rows, *frame.shape[1:])
+        return replace(frame, segments=segments, shape=shape, tensor=b"".join(kept))
 
     # ---- rows
 

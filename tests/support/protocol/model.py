@@ -22,12 +22,14 @@ from coordinator.schedule.request import Finished, GenerationRequest, TokenChunk
 from coordinator.schedule.scheduler import FrameOutcome, Scheduler
 from coordinator.schedule.sequence import Sequence as ScheduledSequence
 from coordinator.schedule.sequence import Window
+from mtp.layers.communicator import ALONE
 from proto.errors import StaleEpochError
-from proto.frame import Admit, Frame, Op
+from proto.frame import Admit, Frame, Op, decode, encode
 from proto.frame_stamps import FrameStamps, StageStep
 from tests.support.protocol.ledger import Ledger
 from tests.support.stages.token_stages import (
     Chooser,
+    Member,
     TruthfulVerifier,
     clone_stage,
     layers_of,
@@ -219,17 +221,23 @@ class World:
     ledger: Ledger = field(default_factory=Ledger)
     crashes: int = 0
     """Maximum number of crashes still to come."""
+    grouped: bool = False
+    """True if each stage is a group of two, whose second member follows the frames of the first."""
+    followers: list[StageEngine] = field(default_factory=list)
 
     @classmethod
-    def start(cls, coordinator: Scheduled, stages: int, crashes: int = 0) -> World:
+    def start(
+        cls, coordinator: Scheduled, stages: int, crashes: int = 0, *, grouped: bool = False
+    ) -> World:
         """Return a world at its beginning."""
-        world = cls(coordinator, [], [], crashes=crashes)
+        world = cls(coordinator, [], [], crashes=crashes, grouped=grouped)
         world._plan(stages, 1)
         return world
 
     def _plan(self, stages: int, epoch: int) -> None:
         self.coordinator.reset(stages, epoch)
-        self.stages = make_stages(stages, epoch)
+        self.stages = make_stages(stages, epoch, Member(0, 2) if self.grouped else ALONE)
+        self.followers = make_stages(stages, epoch, Member(1, 2)) if self.grouped else []
         self.channels = [deque() for _ in range(stages + 1)]
         self.ring = deque()
         self.ledger = Ledger()
@@ -239,6 +247,7 @@ class World:
         """Return a copy whose parts are shared until a step changes them."""
         clone = copy.copy(self)
         clone.stages = list(self.stages)
+        clone.followers = list(self.followers)
         clone.channels = [deque(channel) for channel in self.channels]
         clone.ring = deque(self.ring)
         return clone
@@ -248,7 +257,7 @@ class World:
         return hash(
             (
                 self.coordinator.key(),
-                tuple(map(stage_key, self.stages)),
+                tuple(map(stage_key, (*self.stages, *self.followers))),
                 tuple(tuple(map(_frame_key, channel)) for channel in (*self.channels, self.ring)),
                 self.news,
                 self.ledger.key(),
@@ -271,7 +280,8 @@ class World:
                 yield f"pass {at}", partial(World.pass_on, at=at)
         if self.ring:
             yield "relay", World.relay
-        if len(self.stages) == 1 and len(self.channels[0]) > 1 and self.channels[0][1].continues:
+        ahead = len(self.stages) == 1 and not self.grouped
+        if ahead and len(self.channels[0]) > 1 and self.channels[0][1].continues:
             yield "ahead", World.run_ahead
         for stage, news in product(range(len(self.stages)), self.news):
             if self._matters(stage, news):
@@ -320,12 +330,26 @@ class World:
         stage = self.stages[at] = clone_stage(self.stages[at])
         if isinstance(stage.verifier, TruthfulVerifier):
             stage.verifier.chooser = chooser
+        picked, decided = len(chooser.made), list[Frame]()
+        stage.announce = decided.append if self.grouped else None
         out = stage.process(frame)
+        if self.grouped:
+            self._follow(at, decided[0], out, chooser.made[picked:])
         self.channels[at + 1].append(out)
         if stage.verifier is not None:
             self.ledger = self.ledger.answered(out)
             message = relayed_tokens(out) if len(self.stages) > 1 else None
             self.ring += [] if message is None else [message]
+
+    def _follow(self, at: int, decided: Frame, out: Frame, picks: Sequence[int]) -> None:
+        """Let the second member of a stage run a frame that the first one has decided. Both run the same rows."""
+        follower = self.followers[at] = clone_stage(self.followers[at])
+        if isinstance(follower.verifier, TruthfulVerifier):
+            follower.verifier.chooser = Chooser(picks)
+        followed = follower.process(decode(encode(decided)))
+        assert [s.rows for s in followed.segments] == [s.rows for s in out.segments]
+        assert followed.outcomes == out.outcomes
+        assert followed.tensor == out.tensor
 
     def relay(self, _: Chooser) -> None:
         """Let the first stage receive tokens of the last."""
@@ -372,6 +396,13 @@ class World:
                 assert tokens_of(prefix) == truth(0, prefix.length), tokens_of(prefix)
             self.ledger.check(stage)
             self._check_stale(stage)
+        pairs = zip(self.stages, self.followers, strict=True) if self.grouped else ()
+        for first, other in pairs:
+            # A signal reaches the first member alone. The next header trims the others.
+            assert first.sequences.keys() == other.sequences.keys()
+            for seq_id, sequence in first.sequences.items():
+                held, ours = tokens_of(other.sequences[seq_id]), tokens_of(sequence)
+                assert held[: len(ours)] == ours, (held, ours)
         self._check_stale_results()
         self.coordinator.check(self.stages, at_rest=not any(self.channels))
 
@@ -411,7 +442,7 @@ class World:
         """Assert the contract of an end: all requests have ended, and nothing is left."""
         assert self.coordinator.done(), "requests are left, and no step is possible"
         assert not any(self.channels) and not self.ring
-        for stage in self.stages:
+        for stage in (*self.stages, *self.followers):
             assert not stage.sequences, stage.sequences
             assert list(stage.prefixes) == list(self.stages[0].prefixes)
             assert stage.frames_done == self.stages[0].frames_done

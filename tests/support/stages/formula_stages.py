@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import cast
 from unittest.mock import patch
 
@@ -31,7 +30,6 @@ from worker.cache.sequence_cache import LastStageState, SequenceCache
 from worker.engine import stage_engine
 from worker.engine.backup import StageBackups
 from worker.engine.stage_engine import Budget, StageEngine
-from worker.model.loader import StageModules
 
 RIGHT, OUT_OF = 3, 5
 """Drafts for the first RIGHT of every OUT_OF positions are the target's own."""
@@ -41,9 +39,7 @@ class FormulaStage(TokenStage):
     """A token stage whose two layers stand for all layers of `span`."""
 
     def __init__(self, span: Span) -> None:
-        super().__init__()
-        config = SimpleNamespace(vocab_size=VOCAB, hidden_size=1)
-        self.modules = cast(StageModules, SimpleNamespace(config=config, span=span))
+        super().__init__(span=span)
 
 
 @dataclass

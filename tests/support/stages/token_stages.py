@@ -13,6 +13,7 @@ from typing import cast
 
 import mlx.core as mx
 
+from mtp.layers.communicator import ALONE, Alone, Communicator
 from mtp.layers.kv_cache import PlainKV
 from mtp.layers.layer import LayerCache
 from mtp.layers.reference.gdn import GDNCache
@@ -42,6 +43,9 @@ def truth(seq_id: int, length: int) -> list[int]:
 def first_token(seq_id: int) -> int:
     """Return the first token of a text. Texts have no token in common, so a misplaced one is found."""
     return 20 * (seq_id + 1)
+
+
+TWO_LAYERS = Span(0, 2)
 
 
 class Chooser:
@@ -126,12 +130,20 @@ def layers_of(layers: Sequence[LayerCache]) -> tuple[TokenCache, TokenState]:
     return cache, state
 
 
+class Member(Alone):
+    """The place of a member of a group, which exchanges nothing: tokens are not sums."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
 class TokenStage(Stage):
     """A stage whose hidden states are the tokens: `[rows, 1]`."""
 
-    def __init__(self) -> None:
+    def __init__(self, communicator: Communicator = ALONE, span: Span = TWO_LAYERS) -> None:
         config = SimpleNamespace(vocab_size=VOCAB, hidden_size=1)
-        self.modules = cast(StageModules, SimpleNamespace(config=config, span=Span(0, 2)))
+        modules = SimpleNamespace(config=config, span=span, communicator=communicator)
+        self.modules = cast(StageModules, modules)
 
     def new_sequence(self, admitted: Admit) -> SequenceCache:
         """Return the empty state of a sequence."""
@@ -235,12 +247,12 @@ def _target(seq_id: int, tokens: Sequence[int]) -> int:
     return text[-1] if list(tokens) == text[:-1] else LOST
 
 
-def make_stages(count: int, epoch: int) -> list[StageEngine]:
+def make_stages(count: int, epoch: int, communicator: Communicator = ALONE) -> list[StageEngine]:
     """Return `count` stages of a new plan."""
     last = count - 1
     return [
         StageEngine(
-            TokenStage(),
+            TokenStage(communicator),
             epoch=epoch,
             first=i == 0,
             verifier=TruthfulVerifier(Chooser()) if i == last else None,

@@ -36,10 +36,12 @@ def scheduled(
     mtp: str = "1",
     stop: int | None = None,
     clients: str = "",
+    grouped: bool = False,
 ) -> Walk:
     """Walk the real scheduler with requests of `lengths` tokens, `leaves` leaving clients and `crashes` crashes.
 
-    The text of each sequence stops after `stop` tokens. `clients` has a letter for the client of each request.
+    The text of each sequence stops after `stop` tokens. `clients` has a letter for the client of each request. With
+    `grouped` a group of two holds each stage.
     """
     limits = Limits(64, prefill_chunk=chunk, step_tokens=2 * chunk)
     scheduler = Scheduler(limits, Controller(MtpMode.parse(mtp)))
@@ -53,7 +55,7 @@ def scheduled(
         for i, n in enumerate(lengths)
     )
     coordinator = Scheduled(scheduler, requests, leaves, room)
-    return explore(World.start(coordinator, stages, crashes), MAX_STATES)
+    return explore(World.start(coordinator, stages, crashes, grouped=grouped), MAX_STATES)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +71,25 @@ def test_the_scheduler_over_stages(
     assert walk.met["submit"] and walk.met["pass"]
     assert stages == 1 or walk.met["News"]
     assert (walk.met["leave"] > 0, walk.met["crash,"] > 0) == (leaves > 0, crashes > 0)
+
+
+@pytest.mark.parametrize(
+    ("stages", "lengths", "leaves", "crashes", "mtp"),
+    [
+        (1, (3, 2), 1, 0, "1"),
+        (2, (3, 2), 1, 0, "1"),
+        (2, (4,), 1, 1, "filled"),
+        (1, (4,), 1, 1, "off"),
+        (2, (4,), 1, 0, "off"),
+    ],
+)
+def test_the_members_of_a_group_run_the_same_rows(
+    stages: int, lengths: tuple[int, ...], leaves: int, crashes: int, mtp: str
+) -> None:
+    """Signals reach the first member of a group at any time, and the other members run what it has decided."""
+    walk = scheduled(stages, lengths, leaves=leaves, crashes=crashes, mtp=mtp, grouped=True)
+    print(walk)
+    assert walk.met["pass"] and (walk.met["News"] or stages == 1)
 
 
 @pytest.mark.parametrize(
