@@ -7,6 +7,7 @@ import json
 import logging
 from collections import Counter
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ from rich.markup import escape
 from coordinator.cli.options import ModelArgument, ModelOption, model_or_builtin
 from coordinator.cli.trust_commands import StateOption
 from coordinator.doctor.checks import Finding, Verdict
-from coordinator.doctor.diagnosis import Diagnosis, DoctorOptions
+from coordinator.doctor.diagnosis import Diagnosis
 from coordinator.doctor.step import forget_trials
 from coordinator.pipeline.worker_client import ConnectionPolicy
 from coordinator.trust.cluster_trust import ClusterTrust
@@ -71,9 +72,11 @@ def doctor(
     checkpoint = Checkpoint.open(resolve_model(model_or_builtin(argument, option)))
     trust = None if insecure else ClusterTrust.open(state_dir(state), create=False)
     policy = ConnectionPolicy(trust.trust if trust else None, insecure)
-    options = DoctorOptions(checkpoint, tuple(worker or ()), not no_mdns, full, policy)
     console = Console(emoji=False, stderr=as_json, quiet=as_json)
-    findings = asyncio.run(Diagnosis(options, lambda finding: show(console, finding)).run())
+    diagnosis = Diagnosis(
+        checkpoint, partial(show, console), tuple(worker or ()), not no_mdns, full, policy
+    )
+    findings = asyncio.run(diagnosis.run())
     counts = Counter(finding.verdict for finding in findings)
     if as_json:
         typer.echo(json.dumps(json_report(findings), indent=2))

@@ -42,32 +42,14 @@ DISPATCHES = 512
 """Operations of the chain that measures a dispatch."""
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """The kernels of a graph by the name of their operation, and all launches. Joining n arrays launches n."""
-
-    names: Counter[str]
-    launches: int
-
-    @property
-    def total(self) -> int:
-        """The number of kernels."""
-        return self.names.total()
-
-
-def kernels_of(arrays: Sequence[mx.array]) -> Kernels:
-    """Return the kernels that compute lazy `arrays`. Fused operations and compiled functions count as one."""
+def kernels_of(arrays: Sequence[mx.array]) -> Counter[str]:
+    """Return the kernels that compute lazy `arrays`, by operation. Fused operations and compiled functions are one."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "graph.dot"
         mx.export_to_dot(str(path), *arrays)
         text = path.read_text()
-    names: Counter[str] = Counter()
-    launches = 0
-    for node, name in re.findall(r'\{ (\d+) \[label ="([^"]*)", shape=rectangle\]', text):
-        if name not in VIEWS:
-            names[name] += 1
-            launches += text.count(f"-> {node}\n") if name == "Concatenate" else 1
-    return Kernels(names, launches)
+    names = re.findall(r'\{ \d+ \[label ="([^"]*)", shape=rectangle\]', text)
+    return Counter(name for name in names if name not in VIEWS)
 
 
 BuildStep = Callable[[], list[mx.array]]
@@ -121,7 +103,7 @@ def measure_steps(build: BuildStep) -> StepFigures:
         arrays = build()
         moment = time.perf_counter()
         if number == WARM_STEPS - 1:
-            kernels = kernels_of(arrays).total
+            kernels = kernels_of(arrays).total()
         mx.eval(arrays)
         if number >= WARM_STEPS:
             built.append(moment - started)
