@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator.api.model_catalog import Catalog
-from coordinator.cli.options import ModelArgument, ModelOption, required_model
+from coordinator.cli.options import JsonOption, ModelArgument, ModelOption, required_model
 from coordinator.cli.trust_commands import StateOption
 from coordinator.schedule.local_generator import missing_head_tensors, repair_hint
 from coordinator.serve.server import CONVERTED
@@ -47,7 +47,7 @@ from proto.terminal.progress import byte_bar, format_size
 def inspect(
     argument: ModelArgument = None,
     option: ModelOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show a checkpoint's layers, sizes, quantization and MTP head.
 

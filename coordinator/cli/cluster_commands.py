@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli.client import DEFAULT_URL, KeyOption, UrlOption, call, server_url
-from coordinator.cli.options import complete_model
+from coordinator.cli.options import JsonOption, complete_model
 from coordinator.status.cluster_status import ClusterStatus, LoadReport, NodeStatus
 from mtp.device import unlike_machines
 from proto.errors import DeadlineError, NotReadyError, ProtocolError, UsageError
@@ -38,9 +38,7 @@ _COLOURS = {
 def status(
     url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and exit.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show a cluster: nodes, layers, memory, health, tokens a second, acceptance. The page shows it live.
 

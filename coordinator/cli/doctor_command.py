@@ -15,7 +15,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from coordinator.cli.options import ModelArgument, ModelOption, model_or_builtin
+from coordinator.cli.options import (
+    JsonOption,
+    ModelArgument,
+    ModelOption,
+    NoMdnsOption,
+    WorkersOption,
+    model_or_builtin,
+)
 from coordinator.cli.trust_commands import StateOption
 from coordinator.doctor.checks import Finding, Verdict
 from coordinator.doctor.diagnosis import Diagnosis
@@ -37,15 +44,8 @@ SIGNS = {
 def doctor(
     argument: ModelArgument = None,
     option: ModelOption = None,
-    worker: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="HOST:PORT", help="A worker to check besides those mDNS finds; repeatable."
-        ),
-    ] = None,
-    no_mdns: Annotated[
-        bool, typer.Option("--no-mdns", help="Check only the workers named by --worker.")
-    ] = False,
+    worker: WorkersOption = None,
+    no_mdns: NoMdnsOption = False,
     full: Annotated[
         bool, typer.Option("--full", help="Take minutes: longer texts, more depths, a pause.")
     ] = False,
@@ -56,9 +56,7 @@ def doctor(
         bool, typer.Option("--insecure", help="Connect to workers without encryption.")
     ] = False,
     state: StateOption = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, for a bug report.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check this machine, its kernels and its workers, and print advice.
 

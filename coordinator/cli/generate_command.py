@@ -18,6 +18,7 @@ from coordinator.cli.options import (
     DraftVocabOption,
     DtypeOption,
     ExactOption,
+    JsonOption,
     KvBitsOption,
     MtpOption,
 )
@@ -277,7 +278,7 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="End the text before this string; repeatable.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Generate text from one prompt in this process, without workers.
 
@@ -366,10 +367,7 @@ async def _run(
     request: GenerationRequest,
     answer: PrintedAnswer,
 ) -> None:
-    """Load, and generate until the text ends.
-
-    After Ctrl-C `answer` has the text so far, and the reason `cancelled`.
-    """
+    """Load, and generate until the text ends. After Ctrl-C `answer` has the text so far, and the reason `cancelled`."""
     async with AsyncExitStack() as stack:
         with byte_bar("loading") as on_progress:
             loop = await stack.enter_async_context(engine(on_progress=on_progress))

@@ -20,6 +20,8 @@ from coordinator.cli.options import (
     ModelArgument,
     ModelOption,
     MtpOption,
+    NoMdnsOption,
+    WorkersOption,
     model_or_builtin,
 )
 from coordinator.cli.trust_commands import StateOption
@@ -48,12 +50,7 @@ def serve(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port for HTTP; 0 chooses a free one.")
     ] = 8080,
-    worker: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="HOST:PORT", help="A worker to use besides those mDNS finds; repeatable."
-        ),
-    ] = None,
+    worker: WorkersOption = None,
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Wait for this many workers before the first plan.")
     ] = None,
@@ -80,9 +77,7 @@ def serve(
     single_node: Annotated[
         bool, typer.Option("--single-node", help="Use no worker: serve in this process.")
     ] = False,
-    no_mdns: Annotated[
-        bool, typer.Option("--no-mdns", help="Use only the workers named by --worker.")
-    ] = False,
+    no_mdns: NoMdnsOption = False,
     dtype: DtypeOption = None,
     mtp: MtpOption = "auto",
     kv_bits: KvBitsOption = None,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
@@ -78,11 +78,7 @@ def check_versions() -> Finding:
     """Report the versions of the system and of the packages that decide the arithmetic."""
     system = f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else platform.platform()
     values: dict[str, str] = {"system": system, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            values[package] = version(package)
-        except PackageNotFoundError:
-            values[package] = "not installed"
+    values |= {package: version(package) for package in PACKAGES}
     figure = ", ".join(f"{name} {value}" for name, value in values.items()).removeprefix("system ")
     verdict, advice = Verdict.OK, ""
     release = platform.mac_ver()[0].partition(".")[0]

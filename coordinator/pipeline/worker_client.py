@@ -272,9 +272,8 @@ class WorkerClient:
 
     async def check_reachable(self, timeout: float) -> None:
         """Open and close another connection to the worker. Raises DeadlineError if there is none within `timeout`."""
-        options = (
-            ("grpc.use_local_subchannel_pool", 1),
-        )  # otherwise gRPC uses the open connection
+        # Otherwise gRPC uses the open connection.
+        options = (("grpc.use_local_subchannel_pool", 1),)
         try:
             async with (
                 asyncio.timeout(timeout),
@@ -447,10 +446,7 @@ class WorkerClient:
         return reply
 
     async def read_backup(self, epoch: int, seq_id: int, limit: int) -> ReceivedStates:
-        """Return the newest backup of a sequence.
-
-        Raises ProtocolError for a backup of more than `limit` bytes.
-        """
+        """Return the newest backup of a sequence. Raises ProtocolError for a backup of more than `limit` bytes."""
         request = pb.BackupRequest(coordinator=self.me, epoch=epoch, seq_id=seq_id)
         stream = self._stub.ReadBackup(request, timeout=BACKUP_SECONDS)
         joiner, length, began = PieceJoiner(limit), 0, time.monotonic()

@@ -367,10 +367,7 @@ class Scheduler:
         return [] if shape is None or shape.depth else going
 
     def _fill(self, decoding: int) -> int:
-        """Return how many windows a sequence may have in flight.
-
-        It is one while prompts keep the stages busy.
-        """
+        """Return how many windows a sequence may have in flight. It is one while prompts keep the stages busy."""
         if decoding < len(self.running):
             return 1
         return windows_per_sequence(self.capacity, self.stages, decoding)

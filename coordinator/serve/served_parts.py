@@ -280,10 +280,6 @@ class ServedParts:
         scheduler = self.loop.scheduler
         return len(scheduler.running) + len(scheduler.waiting)
 
-    def end_pages(self) -> None:
-        """End the event streams of open pages."""
-        self.app.state.live_feed.close()
-
     async def close(self, error: ClusterError | None = None) -> None:
         """End all answers with `error`. Without it stored answers continue at the next start."""
         if error is None:

@@ -89,16 +89,10 @@ class ProcessTrace:
         return CoordinatorStep if self.stage == COORDINATOR else StageStep
 
 
-def process_trace(
-    name: str,
-    stage: int,
-    stamps: Sequence[FrameStamps],
-    clock: ClockOffset | None = None,
-) -> ProcessTrace:
-    """Return the trace of a process, with its times in the coordinator's clock."""
-    clock = clock or ClockOffset()
-    frames = (clock.align_times(s.epoch, s.number, s.rows, s.times) for s in stamps if s.epoch)
-    return ProcessTrace(name, stage, clock, tuple(frames))
+def process_trace(name: str, stage: int, stamps: Sequence[FrameStamps]) -> ProcessTrace:
+    """Return the trace of a process with the coordinator's clock."""
+    frames = (FrameTimes(s.epoch, s.number, s.rows, tuple(s.times)) for s in stamps if s.epoch)
+    return ProcessTrace(name, stage, ClockOffset(), tuple(frames))
 
 
 class Phase(NamedTuple):

@@ -25,7 +25,7 @@ from coordinator.trust.registry import Registry
 from proto import cluster_pb2 as pb
 from proto.announcement import join_address
 from proto.errors import ClusterError, NotReadyError, ProtocolError, UsageError
-from proto.rpc.listener import BackgroundTasks
+from proto.rpc.listener import BackgroundTasks, bind_listener
 from proto.state_dir import write_private
 from proto.trust.certificates import (
     NodeIdentity,
@@ -112,13 +112,8 @@ class JoinServer:
     @contextlib.asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[int]:
         """Serve joins while the block runs, and yield the port. Raises UsageError if it is not available."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            listener = socket.create_server((host, port), family=family, backlog=MAX_OPEN)
-        except OSError as error:
-            raise UsageError(
-                f"--listen {host}:{port}: {error.strerror or error}. Choose another address or port"
-            ) from error
+        listener = bind_listener(f"--listen {join_address(host, port)}", host, port)
+        listener.listen(MAX_OPEN)
         listener.setblocking(False)
         self._tasks.spawn(self._accept(listener))
         try:
