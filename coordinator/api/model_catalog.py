@@ -94,9 +94,8 @@ def quantization_text(checkpoint: Checkpoint) -> str:
 def count_parameters(checkpoint: Checkpoint) -> int:
     """Return the number of weights before quantization, as the headers of the stored tensors describe them."""
     bits = (checkpoint.config.quantization or {}).get("bits", 32)
-    stored = {
-        name for plan in checkpoint.plans.values() for s in plan.values() for name in s.tensors
-    }
+    plans = checkpoint.plans.values()
+    stored = {name for plan in plans for source in plan.values() for name in source.tensors}
     infos = [
         checkpoint.tensors[name]
         for name in stored

@@ -258,9 +258,8 @@ class Tool(Body):
 
     def for_template(self) -> Json:
         """Return the tool as chat templates read it, without hints."""
-        return template_tool(
-            self.function.name, self.function.description, self.function.parameters
-        )
+        function = self.function
+        return template_tool(function.name, function.description, function.parameters)
 
 
 class ChatBody(GenerationBody):

@@ -86,9 +86,7 @@ def encode_prompt(
         try:
             chat = tokenizer.chat_prompt([{"role": "user", "content": text}])
         except RequestError as error:
-            raise UsageError(
-                f"{error}. Use --raw to continue the prompt without a template"
-            ) from error
+            raise UsageError(f"{error}. Use --raw to continue it without a template") from error
         tokens, thinking = chat.tokens, chat.thinking
     if not tokens:
         raise UsageError("the prompt is empty")

@@ -44,9 +44,7 @@ WorkersOption = Annotated[
     list[str] | None,
     typer.Option(metavar="HOST:PORT", help="A worker besides those mDNS finds; repeatable."),
 ]
-NoMdnsOption = Annotated[
-    bool, typer.Option("--no-mdns", help="Use only the workers named by --worker.")
-]
+NoMdnsOption = Annotated[bool, typer.Option("--no-mdns", help="Use only those of --worker.")]
 
 
 def complete_model(incomplete: str) -> list[str]:

@@ -147,9 +147,7 @@ def serve(
     ] = False,
     kernels: Annotated[
         Kernels,
-        typer.Option(
-            help="Kernels of this project, MLX's operations, or on a Mac the faster ones."
-        ),
+        typer.Option(help="This project's kernels, MLX's operations, or on a Mac the faster ones."),
     ] = Kernels.auto,
     no_wired_memory: Annotated[
         bool,
@@ -220,9 +218,7 @@ def serve(
     if single_node and (worker or nodes):
         raise UsageError("--single-node uses no worker. Leave out --worker and --nodes")
     if alone_ok and nodes is None:
-        raise UsageError(
-            "--alone-ok needs --nodes. Without --nodes, serving alone is allowed anyway"
-        )
+        raise UsageError("--alone-ok needs --nodes. Without it, serving alone is allowed")
     if any(not key.strip() for key in api_key or ()):
         raise UsageError("--api-key: an empty key would let everybody in")
     if not api_key and API_KEY in os.environ:

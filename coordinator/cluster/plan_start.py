@@ -87,9 +87,8 @@ class PlanStart:
         label = f"loading layers on {len(self.plan.stages)} workers"
         workers = await self._load_stages(label, room, self.plan.epoch)
         spans = [stage.span for stage in self.plan.stages]
-        pipeline = RemotePipeline(
-            workers, self.plan.epoch, room, self._options.failure_timeout, spans
-        )
+        timeout = self._options.failure_timeout
+        pipeline = RemotePipeline(workers, self.plan.epoch, room, timeout, spans)
         pipeline.frame_limits = FrameLimits.joint(self._frame_limits)
         ids = [self._members[worker.address].worker_id for worker in workers]
         try:

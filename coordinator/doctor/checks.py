@@ -124,9 +124,8 @@ def check_memory() -> Finding:
     if large:
         names = ", ".join(f"{name} {format_size(size)}" for name, size in large)
         advice.append(f"Other programs hold much memory: {names}.")
-    figure = (
-        f"{format_size(total)}, a worker may use {format_size(limit)}, swap {format_size(swap)}"
-    )
+    size, usable, swapped = map(format_size, (total, limit, swap))
+    figure = f"{size}, a worker may use {usable}, swap {swapped}"
     return judged("memory", figure, " ".join(advice), values)
 
 
@@ -136,9 +135,8 @@ def check_power(output: CommandOutput = command_output) -> Finding:
         return Finding("power", Verdict.SKIP, "only on macOS")
     drawn = re.search(r"drawing from '([^']+)'", output("pmset", "-g", "batt"))
     source = drawn[1] if drawn else "unknown source"
-    section = re.search(
-        rf"^{source}:\n((?: .*\n?)*)", output("pmset", "-g", "custom"), re.MULTILINE
-    )
+    custom = output("pmset", "-g", "custom")
+    section = re.search(rf"^{source}:\n((?: .*\n?)*)", custom, re.MULTILINE)
     found = re.findall(r"^ +(\w+) +(\d+)", section[1] if section else "", re.MULTILINE)
     settings = {name: int(value) for name, value in found}
     minutes = settings.get("sleep", 0)
@@ -223,9 +221,9 @@ def check_gdn(config: ModelConfig, dtype: mx.Dtype) -> Finding:
 
     def run(steps: slice, state: mx.array = first, *, kernel: bool = True) -> list[mx.array]:
         """Return the outputs and the state after the tokens of `steps`."""
-        own = [x[:, steps] for x in rows]
+        q, k, v, a, b = (x[:, steps] for x in rows)
         update = gated_delta.gated_delta_update
-        return list(update(*own, a_log, dt_bias, state, use_kernel=kernel))
+        return list(update(q, k, v, a, b, a_log, dt_bias, state, use_kernel=kernel))
 
     window, reference = run(slice(GDN_WINDOW)), run(slice(GDN_WINDOW), kernel=False)
     difference = max(
@@ -364,14 +362,9 @@ def _unreachable(candidate: Candidate, error: ClusterError | None) -> Finding:
 def check_equal_versions(own: str, workers: Mapping[str, str]) -> Finding:
     """Compare the versions of the programs of each worker, which decide the arithmetic, with `own`."""
     other = {name: version or "unknown" for name, version in workers.items() if version != own}
-    figure = f"{own}, here and in all workers"
-    advice = ""
-    if other:
-        figure = "; ".join(
-            [f"{own} here", *(f"{name}: {version}" for name, version in other.items())]
-        )
-        advice = (
-            "Install the same release on every machine, with its pinned packages. Other versions of MLX round "
-            "differently."
-        )
-    return judged("versions of the workers", figure, advice, {"own": own, "others": other})
+    values = {"own": own, "others": other}
+    if not other:
+        return judged("versions of the workers", f"{own}, here and in all workers", "", values)
+    figure = "; ".join([f"{own} here", *(f"{name}: {found}" for name, found in other.items())])
+    advice = "Install the same release on all machines, with its pinned packages. Other versions of MLX round differently."
+    return judged("versions of the workers", figure, advice, values)

@@ -378,9 +378,8 @@ class WorkerClient:
         try:
             yield
         except TimeoutError:
-            raise DeadlineError(
-                f"{self.address} {silence} for {LOAD_SILENCE_SECONDS:g} s"
-            ) from None
+            late = f"{self.address} {silence} for {LOAD_SILENCE_SECONDS:g} s"
+            raise DeadlineError(late) from None
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INTERNAL:  # gRPC's code for a failed write
                 raise self._connection_lost() from error
@@ -549,9 +548,8 @@ class WorkerClient:
             raise self._translate(error) from error
 
     def _translate(self, error: grpc.aio.AioRpcError) -> ClusterError:
-        return from_status(
-            error.code().name, error.details(), error.trailing_metadata(), self.address
-        )
+        code, trailing = error.code().name, error.trailing_metadata()
+        return from_status(code, error.details(), trailing, self.address)
 
 
 async def _in_time(reading: Coroutine[Any, Any, T], seconds: float) -> T:

@@ -41,9 +41,6 @@ def is_gpu_timeout(message: str) -> bool:
 MAX_FAILURES = 4
 """Consecutive pipeline failures after which the running requests are failed, because one of them may be the cause."""
 
-LONG_PREFILL_SECONDS = 5.0
-"""Seconds. Expected time to the first token from which the log announces it."""
-
 Deliver = Callable[[GenerationEvent], None]
 """The function that takes the events of one request."""
 
@@ -148,13 +145,6 @@ class GenerationLoop(Generator):
             raise NotReadyError(f"this server is not serving: {cause}")
         sequence = self.scheduler.submit(request, self.clock())
         self._listeners[sequence.seq_id] = sequence, deliver
-        expected = self.scheduler.prompts.expected_seconds(len(request.prompt))
-        if expected is not None and expected >= LONG_PREFILL_SECONDS:
-            log.info(
-                "long prompt: the first token is expected in %.0f s",
-                expected,
-                extra={"id": request.request_id, "tokens": len(request.prompt)},
-            )
         log.debug("request queued", extra={"seq_id": sequence.seq_id, "id": request.request_id})
         self._backups.restore_prefix(self.pipeline, sequence, self._send_frames)
         self._send_frames()

@@ -24,27 +24,21 @@ class LatencyLog:
 
     def __init__(self) -> None:
         self.tokens = 0
-        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_FIRST_TOKENS)
-        self._gaps: deque[float] = deque(maxlen=MAX_GAPS)
-
-    def record_first_token(self, now: float, seconds: float) -> None:
-        """Record the time to the first token of an answer."""
-        self._first_tokens.append((now, seconds))
-
-    def record_gap(self, seconds: float) -> None:
-        """Record the time between two deliveries to one client."""
-        self._gaps.append(seconds)
+        self.answers: deque[tuple[float, float]] = deque(maxlen=MAX_FIRST_TOKENS)
+        """The time of the first token of each answer, and the seconds to it."""
+        self.gaps: deque[float] = deque(maxlen=MAX_GAPS)
+        """Seconds between two deliveries to one client."""
 
     def first_tokens(self, now: float) -> list[float]:
         """Return the times to the first token of the last KEPT_SECONDS."""
-        while self._first_tokens and self._first_tokens[0][0] < now - KEPT_SECONDS:
-            self._first_tokens.popleft()
-        return [seconds for _, seconds in self._first_tokens]
+        while self.answers and self.answers[0][0] < now - KEPT_SECONDS:
+            self.answers.popleft()
+        return [seconds for _, seconds in self.answers]
 
     def take_gaps(self) -> list[float]:
         """Return the gaps since the last call."""
-        gaps = list(self._gaps)
-        self._gaps.clear()
+        gaps = list(self.gaps)
+        self.gaps.clear()
         return gaps
 
 
@@ -277,13 +271,12 @@ class EventLog:
 def _node_events(
     before: dict[str, NodeStatus], status: ClusterStatus, at: float
 ) -> list[ClusterEvent]:
-    present = [node for node in status.nodes if node.address is not None]
+    present = (node for node in status.nodes if node.address is not None)
     events = [e for n in present for e in _node_event(before.pop(n.address or "", None), n, at)]
     gone = (node for node in before.values() if node.address is not None)
-    left = [
-        ClusterEvent(at, "leave", f"{node.name} left") for node in gone if node.health != "lost"
+    return events + [
+        ClusterEvent(at, "leave", f"{n.name} left") for n in gone if n.health != "lost"
     ]
-    return events + left
 
 
 def _node_event(old: NodeStatus | None, node: NodeStatus, at: float) -> list[ClusterEvent]:

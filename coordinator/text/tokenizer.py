@@ -231,9 +231,7 @@ class Tokenizer:
         except BaseException as error:
             # A lone surrogate raises TypeError. A panic of the Rust library is no Exception.
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-                raise RequestError(
-                    "text: the tokenizer cannot read it. Send valid Unicode."
-                ) from error
+                raise RequestError("text: not readable. Send valid Unicode.") from error
             raise
 
     def _encode_text(self, text: str, *, add_special_tokens: bool = True) -> tokenizers.Encoding:
@@ -287,10 +285,8 @@ class Tokenizer:
         thinking = False
         if self._wrapper.has_thinking:
             # Only the text the template adds for the answer counts: a message may contain the markers.
-            opening = prompt.removeprefix(history)
-            thinking = opening.rfind(self._wrapper.think_start) > opening.rfind(
-                self._wrapper.think_end
-            )
+            opening, wrapper = prompt.removeprefix(history), self._wrapper
+            thinking = opening.rfind(wrapper.think_start) > opening.rfind(wrapper.think_end)
         encoded = self._encode(prompt, add_special_tokens=False)
         return ChatPrompt(
             tuple(encoded.ids),

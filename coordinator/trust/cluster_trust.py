@@ -87,9 +87,7 @@ FAILURE_SECONDS = 60.0
 REFUSED = "the coordinator refused the token: {}. Get a new one with mtp-coord token create"
 """The answer to a refused token, with the reason."""
 
-UNWRITABLE = (
-    "the coordinator cannot write its registry. Its log has the reason. Try again afterwards"
-)
+UNWRITABLE = "the coordinator cannot write its registry. Its log has the reason. Try again later"
 """The answer while the coordinator cannot keep the machine in its state directory."""
 
 LIMITED = "the coordinator has received too many joins. Try again in a minute"

@@ -230,12 +230,8 @@ class LiveFeed:
     def _new_frames(self) -> list[list[float | str]]:
         """Return the frames since the last message, as `compact_frame` writes them."""
         settled = time.monotonic() - HOLD_SECONDS
-        new = list(
-            takewhile(
-                lambda frame: frame.stages or frame.returned_at <= settled,
-                self.frames.since(self._sent_frame, MAX_FRAMES_SENT),
-            )
-        )
+        found = self.frames.since(self._sent_frame, MAX_FRAMES_SENT)
+        new = list(takewhile(lambda frame: frame.stages or frame.returned_at <= settled, found))
         if new:
             self._sent_frame = new[-1].number
         return _compact_frames(new)
@@ -277,7 +273,7 @@ class LiveFeed:
         """Return the server-sent events of one page. Raises CapacityError beyond MAX_SUBSCRIBERS."""
         if self._is_closed or len(self._subscribers) >= MAX_SUBSCRIBERS:
             raise CapacityError(
-                f"live pages: {MAX_SUBSCRIBERS} are open. Close one.", retry_after=10
+                f"{MAX_SUBSCRIBERS} live pages are open. Close one.", retry_after=10
             )
         self.start()
         return self._stream()

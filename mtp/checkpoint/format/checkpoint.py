@@ -106,9 +106,7 @@ class Checkpoint:
 
         Raises CheckpointError when two tensors would become the same parameter.
         """
-        pairs: dict[str, list[tuple[str, str]]] = {
-            part: [] for part in part_names(config.num_layers)
-        }
+        pairs = {part: list[tuple[str, str]]() for part in part_names(config.num_layers)}
         unknown, ignored = [], []
         for name in sorted(tensors):
             if is_ignored(name):
@@ -159,9 +157,7 @@ class Checkpoint:
         """Return the error for missing tensors, given their stored names."""
         index, files = self.path / INDEX, {info.file for info in self.tensors.values()}
         place = index if index.exists() else files.pop() if len(files) == 1 else self.path
-        what = (
-            f"tensors {join_names(missing)} are" if len(missing) > 1 else f"tensor {missing[0]} is"
-        )
+        what = f"tensors {join_names(missing)} are" if missing[1:] else f"tensor {missing[0]} is"
         return CheckpointError(
             f"{place}: {what} missing. Download the checkpoint again, or convert it again."
         )
@@ -246,9 +242,8 @@ def _read_headers(path: Path) -> dict[Path, Header]:
     If these files have no `mtp.*` tensors, the tensors may come from a file outside the index: a head that was added
     to a finished checkpoint without an update of the index.
     """
-    found = sorted(
-        file for file in path.glob("*.safetensors") if not ADAPTER_FILES.fullmatch(file.name)
-    )
+    files = path.glob("*.safetensors")
+    found = sorted(file for file in files if not ADAPTER_FILES.fullmatch(file.name))
     index = path / INDEX
     if not index.exists():
         if not found:
@@ -258,9 +253,7 @@ def _read_headers(path: Path) -> dict[Path, Header]:
     headers = {}
     for name in sorted(set(weight_map.values())):
         if not (path / name).exists():
-            raise CheckpointError(
-                f"{path}: {name} is missing, and {INDEX} needs it. Download it again."
-            )
+            raise CheckpointError(f"{path}: {name}, which {INDEX} needs, is missing. Download it.")
         headers[path / name] = read_header(path / name)
     for tensor, name in weight_map.items():
         if tensor not in headers[path / name].tensors:

@@ -374,6 +374,4 @@ def _download_one(source: HubRepo, blob: Blob, stop: threading.Event) -> None:
 
 
 def _interrupted(repo: str) -> NotReadyError:
-    return NotReadyError(
-        f"model {repo}: the download was interrupted. The next start continues it."
-    )
+    return NotReadyError(f"model {repo}: the download stopped. The next start continues it.")
