@@ -197,11 +197,7 @@ class TextPart(Body):
     text: str
 
 
-_ROLE_OF_FIELD = {
-    "reasoning_content": "assistant",
-    "tool_calls": "assistant",
-    "tool_call_id": "tool",
-}
+_FIELD_ROLES = {"reasoning_content": "assistant", "tool_calls": "assistant", "tool_call_id": "tool"}
 """The only role whose messages may have the field."""
 
 
@@ -229,7 +225,7 @@ class Message(Body):
     def _fields_fit_the_role(self) -> Message:
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a {self.role} message requires content")
-        for field, role in _ROLE_OF_FIELD.items():
+        for field, role in _FIELD_ROLES.items():
             if getattr(self, field) and self.role != role:
                 raise field_error(field, f"has no effect in a message of the role {self.role}")
         return self

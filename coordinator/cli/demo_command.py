@@ -168,13 +168,8 @@ def _record(line: str) -> dict[str, Any]:
 
 def _complete(client: httpx.Client, console: Console, prompt: str, max_tokens: int) -> None:
     """Stream one completion and print its speed."""
-    body: dict[str, Any] = {
-        "model": "builtin",
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        **SAMPLING,
-    }
-    body["stream_options"] = {"include_usage": True}
+    body: dict[str, Any] = {"model": "builtin", "prompt": prompt, "max_tokens": max_tokens}
+    body |= {**SAMPLING, "stream_options": {"include_usage": True}}
     console.print(prompt, style="bold", end="", markup=False, soft_wrap=True)
     started, first, usage = time.monotonic(), 0.0, None
     for event in stream_events(client, "completions", body):

@@ -178,11 +178,8 @@ class ClusterManager(PipelineSource):
 
     def local_worker_bytes(self) -> int:
         """Return the bytes that watched workers on this machine use. A pipeline of this process leaves them free."""
-        statuses = (
-            client.worker_status
-            for address, client in self.clients.items()
-            if on_this_machine(address)
-        )
+        local = (c for address, c in self.clients.items() if on_this_machine(address))
+        statuses = [client.worker_status for client in local]
         return sum(s.memory_used + s.memory_cached for s in statuses if s is not None)
 
     # ---- PipelineSource

@@ -366,5 +366,5 @@ def check_equal_versions(own: str, workers: Mapping[str, str]) -> Finding:
     if not other:
         return judged("versions of the workers", f"{own}, here and in all workers", "", values)
     figure = "; ".join([f"{own} here", *(f"{name}: {found}" for name, found in other.items())])
-    advice = "Install the same release on all machines, with its pinned packages. Other versions of MLX round differently."
+    advice = "Install the same release everywhere, with its pinned packages. Other versions of MLX round differently."
     return judged("versions of the workers", figure, advice, values)

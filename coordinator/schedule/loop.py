@@ -270,11 +270,8 @@ class GenerationLoop(Generator):
         """Log once when all sequences of the previous plan are computed again."""
         if not self._rebuilding:
             return
-        self._rebuilding = [
-            s
-            for s in self._rebuilding
-            if s.computed_tokens < s.prefill_tokens and s.seq_id in self._listeners
-        ]
+        open_ones = (s for s in self._rebuilding if s.seq_id in self._listeners)
+        self._rebuilding = [s for s in open_ones if s.computed_tokens < s.prefill_tokens]
         if not self._rebuilding:
             log.info("sequences rebuilt", extra={"epoch": self.scheduler.epoch})
 

@@ -87,10 +87,8 @@ class PrefixCache:
 
     def _fits(self, tokens: int) -> bool:
         """Return whether an entry of `tokens` tokens is long enough and fits into the budget."""
-        return (
-            tokens >= SMALLEST_ENTRY
-            and self.capacity.entry_bytes(tokens) <= self.capacity.prefix_bytes
-        )
+        nbytes = self.capacity.entry_bytes(tokens)
+        return tokens >= SMALLEST_ENTRY and nbytes <= self.capacity.prefix_bytes
 
     def add_entry(self, tokens: Tokens) -> tuple[Entry | None, list[int]]:
         """Add an entry for `tokens`. Return it and the numbers of the entries that were dropped to make room.

@@ -179,17 +179,10 @@ class History:
             return None
         first = self._latency.first_tokens(now)
         gaps = self._latency.take_gaps()
-        sample = Sample(
-            at,
-            new_tokens / (now - before),
-            new_accepted / new_drafted if 0 <= new_accepted <= new_drafted > 0 else None,
-            status.running,
-            status.waiting,
-            percentile(first, 0.5),
-            percentile(first, 0.95),
-            percentile(gaps, 0.5),
-            percentile(gaps, 0.95),
-        )
+        rate = new_tokens / (now - before)
+        share = new_accepted / new_drafted if 0 <= new_accepted <= new_drafted > 0 else None
+        latencies = [percentile(times, part) for times in (first, gaps) for part in (0.5, 0.95)]
+        sample = Sample(at, rate, share, status.running, status.waiting, *latencies)
         self.samples.append(sample)
         return sample
 

@@ -194,11 +194,8 @@ class Checkpoint:
         and different weights of the same shape differ. It detects mistakes, not forgery.
         """
         digest = hashlib.sha256()
-        config = [
-            self.config.text_config,
-            self.config.quantization,
-            self.config.tie_word_embeddings,
-        ]
+        own = self.config
+        config = [own.text_config, own.quantization, own.tie_word_embeddings]
         digest.update(json.dumps(config, sort_keys=True).encode())
         names = sorted(self.tensors)
         for name in names:
