@@ -79,9 +79,8 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(json_report(findings), indent=2))
     else:
-        console.print(
-            f"{counts[Verdict.OK]} fine, {counts[Verdict.WARN]} to look at, {counts[Verdict.FAIL]} failed"
-        )
+        fine, warned, failed = (counts[each] for each in (Verdict.OK, Verdict.WARN, Verdict.FAIL))
+        console.print(f"{fine} fine, {warned} to look at, {failed} failed")
     if counts[Verdict.FAIL]:
         raise typer.Exit(1)
 

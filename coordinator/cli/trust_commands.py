@@ -68,11 +68,8 @@ def token(
     registry = Registry(state)
     match action, token_id:
         case "create", None:
-            where = (
-                join_address(*parse_address("--address", address))
-                if address
-                else registry.address()
-            )
+            given = address and join_address(*parse_address("--address", address))
+            where = given or registry.address()
             if not where:
                 raise UsageError(
                     "the address where machines join is unknown. Start mtp-coord serve --listen first, or pass "

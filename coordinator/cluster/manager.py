@@ -383,7 +383,6 @@ class ClusterManager(PipelineSource):
 
     def _suspect_of(self, address: str, fault: pb.Fault) -> str:
         """Return the far end of a failed hop, or else the worker that reports `fault`."""
-        peers = (
-            a for a, m in self.view.members.items() if fault.peer and m.worker_id == fault.peer
-        )
+        members = self.view.members.items() if fault.peer else ()
+        peers = (a for a, m in members if m.worker_id == fault.peer)
         return next(peers, address)

@@ -239,9 +239,7 @@ def check_gdn(config: ModelConfig, dtype: mx.Dtype) -> Finding:
     values = {"difference": difference, "windows_equal": windows, "replay_equal": replay}
     figure = f"differs by {difference:.1e} from the reference"
     if not difference < TOLERANCE:
-        advice = (
-            "mlx-lm's kernel computes garbage here. Install the pinned versions of mlx and mlx-lm."
-        )
+        advice = "mlx-lm's kernel computes garbage. Install the pinned versions of mlx and mlx-lm."
         return Finding("GDN", Verdict.FAIL, figure, advice, values)
     if not (windows and replay):
         advice = "A window is not equal to its single steps, so drafts may change an answer. Use --mtp off."

@@ -149,7 +149,9 @@ def check_step(checkpoint: Checkpoint) -> Finding:
     release_weights()
     figures = {"this project": own, "mlx-lm": stock}
     predicted = {name: reading_seconds + one.kernels * dispatch for name, one in figures.items()}
-    values = {name: asdict(one) | {"predicted": predicted[name]} for name, one in figures.items()}
+    values: dict[str, Any] = {
+        name: asdict(one) | {"predicted": predicted[name]} for name, one in figures.items()
+    }
     figure = (
         f"{own.kernels} kernels ({stock.kernels} in mlx-lm), built in {own.build * 1e3:.2f} ms "
         f"({stock.build * 1e3:.2f}), computed in {own.whole * 1e3:.2f} ms ({stock.whole * 1e3:.2f}). "
@@ -157,9 +159,6 @@ def check_step(checkpoint: Checkpoint) -> Finding:
         f"{dispatch * 1e6:.1f} us and the weights. Layers: {layers}"
     )
     slower = own.whole > 1.1 * stock.whole
-    advice = (
-        "mlx-lm's step is faster here. Please report it with --full --json, and try --kernels mlx."
-    )
-    return judged(
-        "step", figure, advice if slower else "", {"dispatch": dispatch, "layers": layers, **values}
-    )
+    advice = "mlx-lm's step is faster. Please report it with --full --json, and try --kernels mlx."
+    values |= {"dispatch": dispatch, "layers": layers}
+    return judged("step", figure, advice if slower else "", values)

@@ -307,10 +307,8 @@ class RemotePipeline(Pipeline):
     def _parts(self, states: Sequence[LayerState]) -> list[list[LayerState]]:
         """Return the states of each stage. The last stage also gets that of the MTP head."""
         ends = [*(span.end for span in self.spans[:-1]), self.spans[-1].end + 1]
-        return [
-            [state for state in states if span.start <= state.layer < end]
-            for span, end in zip(self.spans, ends, strict=True)
-        ]
+        bounds = [(span.start, end) for span, end in zip(self.spans, ends, strict=True)]
+        return [[one for one in states if start <= one.layer < end] for start, end in bounds]
 
     # ---- signals
 

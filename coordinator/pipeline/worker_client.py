@@ -419,12 +419,9 @@ class WorkerClient:
         since = max(0, since_ns + clock.offset_ns)
         request = pb.TraceRequest(coordinator=self.me, with_frames=True, since_ns=since)
         reply: pb.TraceReport = await self._call(self._stub.ReportTrace, request)
-        frames = tuple(
-            clock.align_times(one.epoch, one.number, one.rows, one.times_ns)
-            for one in reply.frames
-            if one.epoch == epoch
-        )
-        return ProcessTrace(f"stage {stage} {self.address}", stage, clock, frames)
+        own = (one for one in reply.frames if one.epoch == epoch)
+        frames = (clock.align_times(f.epoch, f.number, f.rows, f.times_ns) for f in own)
+        return ProcessTrace(f"stage {stage} {self.address}", stage, clock, tuple(frames))
 
     async def _align_clock(self) -> ClockOffset:
         """Return the offset of the worker's clock, measured within the last CLOCK_SECONDS."""

@@ -165,12 +165,8 @@ class Tokenizer:
         self.eos_ids = eos_ids | frozenset(wrapper.eos_token_ids)
         self._bytes = _byte_table(self.backend)
         added = self.backend.get_added_tokens_decoder()
-        markers = (
-            wrapper.think_start_tokens,
-            wrapper.think_end_tokens,
-            wrapper.tool_call_start_tokens,
-            wrapper.tool_call_end_tokens,
-        )
+        reasoning = (wrapper.think_start_tokens, wrapper.think_end_tokens)
+        markers = (*reasoning, wrapper.tool_call_start_tokens, wrapper.tool_call_end_tokens)
         special = frozenset(token for token, entry in added.items() if entry.special)
         self.control_ids = special.difference(*(tokens or () for tokens in markers))
         """The control tokens, which add no text to an answer."""

@@ -211,12 +211,8 @@ class JoinServer:
         while self._failures and self._failures[0][0] < now - FAILURE_SECONDS:
             self._failures.popleft()
         failed = sum(address == peer for _, address in self._failures)
-        return (
-            self._open.total() > MAX_OPEN
-            or self._open[peer] > MAX_OPEN_OF_PEER
-            or len(self._failures) >= MAX_FAILURES
-            or failed >= MAX_FAILURES_OF_PEER
-        )
+        crowded = self._open.total() > MAX_OPEN or self._open[peer] > MAX_OPEN_OF_PEER
+        return crowded or len(self._failures) >= MAX_FAILURES or failed >= MAX_FAILURES_OF_PEER
 
     def _admit(self, request: dict[str, object], session: bytes, peer: str) -> dict[str, str]:
         """Return the certificate for a valid request. Raises AccessError or ProtocolError otherwise."""
