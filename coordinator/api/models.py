@@ -15,7 +15,7 @@ from coordinator.api.model_catalog import ModelLoader
 from coordinator.api.ollama import utc_time
 from coordinator.api.request_body import Body, read_body, require_json
 from coordinator.api.request_fields import HINTS
-from coordinator.api.request_settings import check_model
+from coordinator.api.request_settings import TAG, check_model
 from coordinator.text.calls import Json
 from coordinator.text.tokenizer import ModelInfo
 from proto.errors import NotReadyError
@@ -74,7 +74,7 @@ async def load_model(request: Request) -> Response:
     """Begin to serve another model. `GET` returns the progress."""
     require_json(request)
     body = await read_body(request, LoadBody)
-    report = _loader_of(request).start(body.model)
+    report = _loader_of(request).start(body.model.removesuffix(TAG))
     return JSONResponse(asdict(report), status_code=202)
 
 
