@@ -71,9 +71,8 @@ class ServedModel:
 
         def plan(members: Sequence[Member], epoch: int) -> Plan:
             speeds = _speeds(members)
-            nodes = [
-                NodeSpec(m.address, m.memory_limit, speeds[m.address], m.pinned) for m in members
-            ]
+            facts = ((m.address, m.memory_limit, speeds[m.address], m.pinned) for m in members)
+            nodes = [NodeSpec(*each) for each in facts]
             return make_plan(self.costs, nodes, workload=workload, epoch=epoch)
 
         return plan
