@@ -473,11 +473,8 @@ def _internal_request(api: Api, body: ResponsesBody, history: list[Item]) -> Cha
 
 def _names(body: ResponsesBody) -> dict[str, Json]:
     """Return the fields that name a function of a namespace in an output item, by the name that the model sees."""
-    return {
-        name: {"name": tool.name, "namespace": namespace}
-        for name, (namespace, tool) in body.functions.items()
-        if namespace
-    }
+    found = ((name, *function) for name, function in body.functions.items())
+    return {name: {"name": tool.name, "namespace": space} for name, space, tool in found if space}
 
 
 def _repeated_fields(body: ResponsesBody) -> Json:

@@ -84,7 +84,9 @@ def check_model(api: Api, name: str | None) -> None:
             "/v1/models/load.",
             param="model",
         )
-    raise UnknownModelError(f"model: {name!r} is not served. Use {api.model.id!r}.", param="model")
+    raise UnknownModelError(
+        f"model: {name!r} is not served here. Use {api.model.id!r}.", param="model"
+    )
 
 
 def stops_of(api: Api, settings: GenerationSettings) -> tuple[frozenset[int], tuple[str, ...]]:

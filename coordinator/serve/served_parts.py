@@ -247,9 +247,8 @@ class ServedParts:
         scheduler = Scheduler(limits, Controller(model.mode), model.vocabulary)
         waiting_for = manager.describe_gathering if manager else str
         self.loop = GenerationLoop(source, scheduler, describe_wait=waiting_for)
-        status = LiveStatus(
-            self.loop, manager, model.name, model.local.status, model_status(model.checkpoint)
-        )
+        facts, alone = model_status(model.checkpoint), model.local.status
+        status = LiveStatus(self.loop, manager, model.name, alone, facts)
         api = Api(
             self.loop,
             model.tokenizer,

@@ -235,8 +235,8 @@ class EventLog:
             self._failed_at = at
             self._lost, self._rebuilding_since = [], None
         if self._failed_at is not None:
-            lost = [n.name for n in status.nodes if n.health == "lost" and n.name not in self._lost]
-            self._lost += lost
+            lost = (n.name for n in status.nodes if n.health == "lost")
+            self._lost += [name for name in lost if name not in self._lost]
         if not status.ready or (status.epoch == before.epoch and before.ready):
             return []
         machines = sum(bool(node.span) for node in status.nodes)

@@ -219,7 +219,9 @@ async def first_message(requests: AsyncIterator[M]) -> M:
         async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
             return await anext(requests)
     except TimeoutError:
-        raise DeadlineError(f"the stream sent nothing within {FIRST_MESSAGE_SECONDS:g} s") from None
+        raise DeadlineError(
+            f"the stream sent no message within {FIRST_MESSAGE_SECONDS:g} s"
+        ) from None
     except StopAsyncIteration:
         raise ProtocolError("the stream ended before its first message") from None
 

@@ -250,7 +250,9 @@ def _read_headers(path: Path) -> dict[Path, Header]:
     headers = {}
     for name in sorted(set(weight_map.values())):
         if not (path / name).exists():
-            raise CheckpointError(f"{path}: {name}, which {INDEX} needs, is missing. Download it.")
+            raise CheckpointError(
+                f"{path}: {name} is missing, and {INDEX} needs it. Download it again."
+            )
         headers[path / name] = read_header(path / name)
     for tensor, name in weight_map.items():
         if tensor not in headers[path / name].tensors:
