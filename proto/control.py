@@ -53,10 +53,8 @@ def check_signal(signal: pb.Signal) -> None:
     if kind == "hello":
         hello = signal.hello
         check_version(hello.protocol_version)
-        if (
-            not 0 < len(hello.coordinator.id) <= _MAX_NAME
-            or len(hello.coordinator.name) > _MAX_NAME
-        ):
+        me = hello.coordinator
+        if not 0 < len(me.id) <= _MAX_NAME or len(me.name) > _MAX_NAME:
             raise ProtocolError(f"hello: coordinator id and name have 1 to {_MAX_NAME} characters")
         _within("status_interval_ms", hello.status_interval_ms, 1, MAX_STATUS_INTERVAL_MS)
     elif kind in ("rollback", "cancel"):

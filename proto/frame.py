@@ -157,10 +157,8 @@ def op_from_wire(wire: Any) -> Op:
     if not isinstance(kind, str) or kind not in _OPERATIONS:
         raise ProtocolError("operation of an unknown kind")
     operation = _OPERATIONS[kind]
-    if len(values) != len(operation.__match_args__):
-        raise ProtocolError(
-            f"{kind} takes {len(operation.__match_args__)} values, got {len(values)}"
-        )
+    if len(values) != (count := len(operation.__match_args__)):
+        raise ProtocolError(f"{kind} takes {count} values, got {len(values)}")
     if operation is Admit:
         values[3] = SamplingParams.from_wire(values[3])
     return operation(*values)
@@ -304,9 +302,8 @@ def _outcome_from_wire(wire: Any) -> Outcome:
 
 def _logprob_from_wire(wire: Any) -> TokenLogprob:
     token, logprob, top = check_row(wire, "logprob", 3)
-    pairs = [
-        check_row(pair, "alternative", 2) for pair in check_list(top, "alternatives", MAX_LOGPROBS)
-    ]
+    found = check_list(top, "alternatives", MAX_LOGPROBS)
+    pairs = (check_row(pair, "alternative", 2) for pair in found)
     return TokenLogprob(token, logprob, tuple((one, p) for one, p in pairs))
 
 

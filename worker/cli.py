@@ -58,9 +58,7 @@ def worker(
     ] = f"127.0.0.1:{DEFAULT_PORT}",
     data_port: Annotated[
         int,
-        typer.Option(
-            min=0, max=65535, help="Port for frames, for a firewall.  [default: any free one]"
-        ),
+        typer.Option(min=0, max=65535, help="Port for frames, for a firewall.  [default: any]"),
     ] = 0,
     name: Annotated[
         str | None,
@@ -74,9 +72,7 @@ def worker(
     ] = None,
     kernels: Annotated[
         Kernels,
-        typer.Option(
-            help="Kernels of this project, MLX's operations, or on a Mac the faster ones."
-        ),
+        typer.Option(help="This project's kernels, MLX's operations, or on a Mac the faster ones."),
     ] = Kernels.auto,
     no_wired_memory: Annotated[
         bool,

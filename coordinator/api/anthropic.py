@@ -11,7 +11,14 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from coordinator.api.choice import AnswerEvent, ChoiceEnd, GeneratedAnswer, chat_answer, new_id
+from coordinator.api.choice import (
+    AnswerEvent,
+    ChoiceEnd,
+    GeneratedAnswer,
+    GeneratedCall,
+    chat_answer,
+    new_id,
+)
 from coordinator.api.context import Api, api_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_event
 from coordinator.api.errors import field_error, message_of, status_of
@@ -354,6 +361,10 @@ def _message(error: Exception) -> str:
     )
 
 
+def _tool_use(call: GeneratedCall, arguments: Any) -> Json:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+
+
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -379,10 +390,7 @@ class MessageWriter(AnswerWriter):
         if text := "".join(choice.content):
             content.append({"type": "text", "text": text})
         for call in choice.complete_calls:
-            arguments = json.loads(call.arguments)
-            content.append(
-                {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
-            )
+            content.append(_tool_use(call, json.loads(call.arguments)))
         return {**self._message(content), **self._stop(), "usage": self._usage()}
 
     def opening(self) -> bytes:
@@ -408,11 +416,9 @@ class MessageWriter(AnswerWriter):
             case Reasoning(text):
                 opened = self._open({"type": "thinking", "thinking": "", "signature": ""})
                 delta = {"type": "thinking_delta", "thinking": text}
-            case CallStart(name):
+            case CallStart():
                 assert event.call is not None
-                return self._open(
-                    {"type": "tool_use", "id": event.call.id, "name": name, "input": {}}
-                )
+                return self._open(_tool_use(event.call, {}))
             case CallArguments(text):
                 opened = b""
                 delta = {"type": "input_json_delta", "partial_json": text}

@@ -216,17 +216,11 @@ class Choice:
             events += self._read_piece(self._text.add(token))
             if self._text.stopped or (self._one_call and self.complete_calls):
                 return events + self._end("stop")
-            if self._exceeds_budget():
+            budget, parser = self._reasoning_budget, self._parser
+            reasoning = parser is not None and parser.reasoning
+            if budget is not None and reasoning and self.reasoning_tokens >= budget:
                 return events + self._close_reasoning()
         return events
-
-    def _exceeds_budget(self) -> bool:
-        return (
-            self._reasoning_budget is not None
-            and self._parser is not None
-            and self._parser.reasoning
-            and self.reasoning_tokens >= self._reasoning_budget
-        )
 
     def _close_reasoning(self) -> list[AnswerEvent]:
         """Close the reasoning in the text, and continue from a prompt that holds the tokens so far and its end marker.
@@ -245,9 +239,8 @@ class Choice:
         room = self.request.max_tokens - len(added)
         if room < 1:
             return events + self._end("length")
-        self._continuation = replace(
-            self.request, prompt=self.request.prompt + added, max_tokens=room
-        )
+        prompt = self.request.prompt + added
+        self._continuation = replace(self.request, prompt=prompt, max_tokens=room)
         return events
 
     def _end(self, reason: EndReason) -> list[AnswerEvent]:

@@ -269,9 +269,8 @@ class Delivery:
         first = await self.first_event(min(QUEUE_SECONDS, self._keep_alive))
         if first is None and self._queue.position is None:
             first = await self.first_event(self._keep_alive)
-        return AnswerStream(
-            self.chunks(first), self._answer.id, self.close, self._writer.media_type
-        )
+        chunks, kind = self.chunks(first), self._writer.media_type
+        return AnswerStream(chunks, self._answer.id, self.close, kind)
 
     async def first_event(self, seconds: float) -> IndexedEvent:
         """Return the first event, or None after `seconds`. The engine rejects a request at once, which raises."""

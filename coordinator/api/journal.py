@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgpack
 
@@ -144,16 +144,12 @@ class Database:
 
     def find(self, answer_id: str) -> Record | None:
         """Return the record with this id and its tokens, or None."""
-        found = self._connection.execute(
-            "SELECT content FROM answers WHERE id = ?", (answer_id,)
-        ).fetchone()
-        return None if found is None else self._with_tokens(_unpack(found[0]))
+        found = self._rows("SELECT content FROM answers WHERE id = ?", answer_id)
+        return self._with_tokens(_unpack(found[0][0])) if found else None
 
     def unfinished(self) -> list[Record]:
         """Return the answers that have not ended, the oldest first."""
-        rows = self._connection.execute(
-            "SELECT content FROM answers WHERE NOT ended ORDER BY created, rowid"
-        ).fetchall()
+        rows = self._rows("SELECT content FROM answers WHERE NOT ended ORDER BY created, rowid")
         return [self._with_tokens(_unpack(content)) for (content,) in rows]
 
     def delete(self, answer_id: str) -> None:
@@ -165,15 +161,13 @@ class Database:
     def delete_old(self, retention: Retention) -> None:
         """Delete the answers that exceed the retention: by age, and the oldest ended ones by size."""
         oldest = int(time.time() - retention.seconds)
-        old = self._connection.execute(
-            "SELECT id FROM answers WHERE ended AND created < ?", (oldest,)
-        ).fetchall()
+        old = self._rows("SELECT id FROM answers WHERE ended AND created < ?", oldest)
         # The sum runs from the newest answer to the older ones.
-        large = self._connection.execute(
+        large = self._rows(
             "SELECT id FROM (SELECT id, sum(size) OVER (ORDER BY created DESC, rowid DESC) AS total FROM answers"
             " WHERE ended) WHERE total > ?",
-            (retention.nbytes,),
-        ).fetchall()
+            retention.nbytes,
+        )
         for (answer_id,) in {*old, *large}:
             self.delete(answer_id)
 
@@ -181,12 +175,13 @@ class Database:
         """Close the file."""
         self._connection.close()
 
+    def _rows(self, query: str, *values: object) -> list[Any]:
+        return self._connection.execute(query, values).fetchall()
+
     def _with_tokens(self, record: Record) -> Record:
-        rows = self._connection.execute(
-            "SELECT first, tokens FROM tokens WHERE id = ? ORDER BY first", (record.id,)
-        ).fetchall()
+        query = "SELECT first, tokens FROM tokens WHERE id = ? ORDER BY first"
         tokens: list[int] = []
-        for first, content in rows:
+        for first, content in self._rows(query, record.id):
             if first != len(tokens):
                 break
             tokens += struct.unpack(f"<{len(content) // 4}I", content)

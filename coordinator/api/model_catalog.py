@@ -94,14 +94,11 @@ def quantization_text(checkpoint: Checkpoint) -> str:
 def count_parameters(checkpoint: Checkpoint) -> int:
     """Return the number of weights before quantization, as the headers of the stored tensors describe them."""
     bits = (checkpoint.config.quantization or {}).get("bits", 32)
-    stored = {
-        name for plan in checkpoint.plans.values() for s in plan.values() for name in s.tensors
-    }
-    infos = [
-        checkpoint.tensors[name]
-        for name in stored
-        if name in checkpoint.tensors and not name.endswith((".scales", ".biases", "_scale_inv"))
-    ]
+    plans = checkpoint.plans.values()
+    stored = {name for plan in plans for source in plan.values() for name in source.tensors}
+    scales = (".scales", ".biases", "_scale_inv")
+    names = (name for name in stored & checkpoint.tensors.keys() if not name.endswith(scales))
+    infos = [checkpoint.tensors[name] for name in names]
     # A packed weight has several values in each unsigned integer.
     return sum(i.nbytes * 8 // bits if i.dtype == "U32" else math.prod(i.shape) for i in infos)
 

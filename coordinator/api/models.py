@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from datetime import UTC, datetime
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -13,9 +12,10 @@ from starlette.responses import JSONResponse, Response
 from coordinator.api.context import Api, api_of
 from coordinator.api.errors import ModelNotLoadedError
 from coordinator.api.model_catalog import ModelLoader
+from coordinator.api.ollama import utc_time
 from coordinator.api.request_body import Body, read_body, require_json
 from coordinator.api.request_fields import HINTS
-from coordinator.api.request_settings import check_model
+from coordinator.api.request_settings import TAG, check_model
 from coordinator.text.calls import Json
 from coordinator.text.tokenizer import ModelInfo
 from proto.errors import NotReadyError
@@ -28,12 +28,11 @@ def wants_anthropic_format(request: Request) -> bool:
 
 def anthropic_model(entry: Json) -> Json:
     """Return a model of OpenAI's list in Anthropic's format. Clients show `display_name` and order by `created_at`."""
-    created = datetime.fromtimestamp(entry["created"], UTC).isoformat()
     return {
         "type": "model",
         "id": entry["id"],
         "display_name": entry["id"],
-        "created_at": created.replace("+00:00", "Z"),
+        "created_at": utc_time(entry["created"]),
         "max_input_tokens": entry["max_model_len"],
         "max_tokens": entry["max_model_len"],
         "loaded": entry["loaded"],
@@ -75,7 +74,7 @@ async def load_model(request: Request) -> Response:
     """Begin to serve another model. `GET` returns the progress."""
     require_json(request)
     body = await read_body(request, LoadBody)
-    report = _loader_of(request).start(body.model)
+    report = _loader_of(request).start(body.model.removesuffix(TAG))
     return JSONResponse(asdict(report), status_code=202)
 
 

@@ -127,10 +127,8 @@ class Message(Body):
         if self.tool_call_id:
             turn["tool_call_id"] = self.tool_call_id
         if self.tool_calls:
-            turn["tool_calls"] = [
-                template_call(call.id or str(number), call.function.name, call.function.arguments)
-                for number, call in enumerate(self.tool_calls)
-            ]
+            calls = [(c.id or str(n), c.function) for n, c in enumerate(self.tool_calls)]
+            turn["tool_calls"] = [template_call(i, f.name, f.arguments) for i, f in calls]
         return turn
 
 
@@ -298,13 +296,9 @@ async def _chat_answer(
         thinking, budget = reasoning_of(body.think)
     else:
         thinking, budget = body.think, None
+    settings, output = body.settings(prompt_field), body.output
     chat = ChatRequest(
-        messages=messages,
-        settings=body.settings(prompt_field),
-        tools=tools,
-        thinking=thinking,
-        reasoning_budget=budget,
-        output=body.output,
+        messages, settings, tools, thinking=thinking, reasoning_budget=budget, output=output
     )
     return await chat_answer(api, chat, new_id("chat-"))
 

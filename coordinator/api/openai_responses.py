@@ -314,12 +314,9 @@ def _assistant(items: Iterable[Item], markers: tuple[str, str]) -> list[Json]:
     if not items:
         return []
     text = "".join(_text(item.content) for item in items if isinstance(item, MessageItem))
-    calls = [
-        (item.call_id, full_name(item.namespace, item.name), item.arguments)
-        for item in items
-        if isinstance(item, CallItem)
-    ]
-    turn = call_message(text, calls, markers)
+    calls = [item for item in items if isinstance(item, CallItem)]
+    named = [(c.call_id, full_name(c.namespace, c.name), c.arguments) for c in calls]
+    turn = call_message(text, named, markers)
     thoughts = [_text(i.content or ()) for i in items if isinstance(i, ReasoningItem)]
     if any(thoughts):
         turn["reasoning_content"] = "\n".join(thoughts)
@@ -370,10 +367,8 @@ async def delete_response(request: Request, response_id: str) -> Response:
 async def list_input_items(request: Request, response_id: str) -> Response:
     """List the input items of a stored response on one page, the newest first unless `order` is `asc`."""
     record, _ = await stored_of(request).find(request, response_id)
-    items = [
-        {"id": f"in_{response_id[5:]}{number}", **item}
-        for number, item in enumerate(record.history["input"])
-    ]
+    sent = enumerate(record.history["input"])
+    items = [{"id": f"in_{response_id[5:]}{number}", **item} for number, item in sent]
     if request.query_params.get("order", "desc") == "desc":
         items.reverse()
     first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
@@ -458,10 +453,8 @@ async def _referenced_item(request: Request, reference: ReferenceItem) -> Item:
 
 def _internal_request(api: Api, body: ResponsesBody, history: list[Item]) -> ChatRequest:
     thinking, budget = reasoning_of(body.reasoning.effort if body.reasoning else None)
-    tools = [
-        template_tool(name, tool.description, tool.parameters)
-        for name, (_, tool) in body.functions.items()
-    ]
+    found = body.functions.items()
+    tools = [template_tool(name, tool.description, tool.parameters) for name, (_, tool) in found]
     return ChatRequest(
         messages=template_messages(body.instructions, history, api.tokenizer.tool_markers),
         settings=body.sampling_settings(
@@ -480,11 +473,8 @@ def _internal_request(api: Api, body: ResponsesBody, history: list[Item]) -> Cha
 
 def _names(body: ResponsesBody) -> dict[str, Json]:
     """Return the fields that name a function of a namespace in an output item, by the name that the model sees."""
-    return {
-        name: {"name": tool.name, "namespace": namespace}
-        for name, (namespace, tool) in body.functions.items()
-        if namespace
-    }
+    found = ((name, *function) for name, function in body.functions.items())
+    return {name: {"name": tool.name, "namespace": space} for name, space, tool in found if space}
 
 
 def _repeated_fields(body: ResponsesBody) -> Json:

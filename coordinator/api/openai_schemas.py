@@ -197,11 +197,7 @@ class TextPart(Body):
     text: str
 
 
-_ROLE_OF_FIELD = {
-    "reasoning_content": "assistant",
-    "tool_calls": "assistant",
-    "tool_call_id": "tool",
-}
+_FIELD_ROLES = {"reasoning_content": "assistant", "tool_calls": "assistant", "tool_call_id": "tool"}
 """The only role whose messages may have the field."""
 
 
@@ -229,7 +225,7 @@ class Message(Body):
     def _fields_fit_the_role(self) -> Message:
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a {self.role} message requires content")
-        for field, role in _ROLE_OF_FIELD.items():
+        for field, role in _FIELD_ROLES.items():
             if getattr(self, field) and self.role != role:
                 raise field_error(field, f"has no effect in a message of the role {self.role}")
         return self
@@ -258,9 +254,8 @@ class Tool(Body):
 
     def for_template(self) -> Json:
         """Return the tool as chat templates read it, without hints."""
-        return template_tool(
-            self.function.name, self.function.description, self.function.parameters
-        )
+        function = self.function
+        return template_tool(function.name, function.description, function.parameters)
 
 
 class ChatBody(GenerationBody):

@@ -23,7 +23,7 @@ open_router = APIRouter()
 router = APIRouter()
 
 
-@open_router.get("/health")
+@open_router.api_route("/health", methods=["GET", "HEAD"])
 async def health() -> Response:
     """Answer 200 while the process runs, also before it serves: see /ready."""
     return JSONResponse({"status": "ok"})

@@ -263,9 +263,7 @@ async def read_body(request: Request, kind: type[B]) -> B:
                 408, f"request body: not complete after {options.body_seconds:g} s. Send it faster."
             ) from None
         except ClientDisconnect:
-            raise HTTPException(
-                400, "request body: the client disconnected while sending"
-            ) from None
+            raise HTTPException(400, "request body: the client disconnected") from None
 
         request.state.notes = FieldNotes()
         parse = partial(parse_body, kind, content, request.state.notes)

@@ -249,9 +249,8 @@ class StoredAnswer:
         self._status = status
         if last:
             self.log.append(last)
-        self.record = replace(
-            self.record, ended=True, result=self.writer.result(status), events=self.log.events
-        )
+        result, events = self.writer.result(status), self.log.events
+        self.record = replace(self.record, ended=True, result=result, events=events)
         self._journal.save(self.record)
         self.log.end()
         self._on_end()

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator.api.model_catalog import Catalog
-from coordinator.cli.options import ModelArgument, ModelOption, required_model
+from coordinator.cli.options import JsonOption, ModelArgument, ModelOption, required_model
 from coordinator.cli.trust_commands import StateOption
 from coordinator.schedule.local_generator import missing_head_tensors, repair_hint
 from coordinator.serve.server import CONVERTED
@@ -47,7 +47,7 @@ from proto.terminal.progress import byte_bar, format_size
 def inspect(
     argument: ModelArgument = None,
     option: ModelOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show a checkpoint's layers, sizes, quantization and MTP head.
 
@@ -120,22 +120,19 @@ def _summary(model: str, facts: dict[str, Any]) -> Table:
     )
     table.add_row("parameters", f"{facts['parameters']:,}")
     table.add_row("context", f"{facts['max_positions']:,} tokens")
-    table.add_row(
-        "stored as", ", ".join(f"{d} {format_size(n)}" for d, n in facts["dtypes"].items())
-    )
+    stored = (f"{dtype} {format_size(n)}" for dtype, n in facts["dtypes"].items())
+    table.add_row("stored as", ", ".join(stored))
     table.add_row("quantization", _quantization(facts["quantization"]))
     for part, packed in facts["packed"].items():
-        counts = (
-            f"{n} {'' if bits == 'unquantized' else 'at '}{bits}" for bits, n in packed.items()
-        )
+        named = ((n, how if how == "unquantized" else f"at {how}") for how, n in packed.items())
+        counts = (f"{n} {how}" for n, how in named)
         table.add_row(f"  {part}", ", ".join(counts))
     table.add_row("norms", _NORMS[facts["norms"]])
     table.add_row("MTP head", _mtp(facts["mtp"]))
     table.add_row("embedding", format_size(sizes["embed"]))
     table.add_row("a layer", _range(sizes["layers"]))
-    table.add_row(
-        "lm_head", "tied" if facts["tie_word_embeddings"] else format_size(sizes["lm_head"])
-    )
+    tied = facts["tie_word_embeddings"]
+    table.add_row("lm_head", "tied" if tied else format_size(sizes["lm_head"]))
     table.add_row("MTP", format_size(sizes["mtp"]))
     table.add_row("all parts", format_size(sizes["total"]))
     if sizes["vision"]:
@@ -201,9 +198,7 @@ def convert(
         ),
     ],
     mlx_path: Annotated[Path, typer.Option(help="New directory to write.")] = Path("mlx_model"),
-    quantize: Annotated[
-        bool, typer.Option("-q", "--quantize", help="Quantize the weights.")
-    ] = False,
+    quantize: Annotated[bool, typer.Option("-q", "--quantize", help="Quantize weights.")] = False,
     q_bits: Annotated[int | None, typer.Option(help="Bits per weight.  [default: 4]")] = None,
     q_group_size: Annotated[
         int | None, typer.Option(help="Weights that share a scale.  [default: 64]")

@@ -35,9 +35,7 @@ MAX_REPLY_BYTES = 4 * 2**20
 """Bytes. Bound on the memory that an answer may take."""
 
 UrlOption = Annotated[str, typer.Option(help="URL of mtp-coord serve.")]
-KeyOption = Annotated[
-    str | None, typer.Option(envvar=API_KEY, help="One of the server's API keys.")
-]
+KeyOption = Annotated[str | None, typer.Option(envvar=API_KEY, help="An API key of the server.")]
 
 
 def server_url(url: str) -> str:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli.client import DEFAULT_URL, KeyOption, UrlOption, call, server_url
-from coordinator.cli.options import complete_model
+from coordinator.cli.options import JsonOption, complete_model
 from coordinator.status.cluster_status import ClusterStatus, LoadReport, NodeStatus
 from mtp.device import unlike_machines
 from proto.errors import DeadlineError, NotReadyError, ProtocolError, UsageError
@@ -38,9 +38,7 @@ _COLOURS = {
 def status(
     url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and exit.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show a cluster: nodes, layers, memory, health, tokens a second, acceptance. The page shows it live.
 
@@ -202,9 +200,7 @@ def load(
     if report.phase == "failed":
         raise NotReadyError(f"the model was not changed: {report.error}")
     if report.running:
-        raise DeadlineError(
-            f"no result after {LOAD_SECONDS:g} s. The server goes on with the change"
-        )
+        raise DeadlineError(f"no result after {LOAD_SECONDS:g} s. The server continues it")
     typer.echo(f"{report.model} serves")
 
 
@@ -226,9 +222,8 @@ def replan(url: UrlOption = DEFAULT_URL, api_key: KeyOption = None) -> None:
         status = parse(fetch(url, api_key))
         if status.replans > before.replans and (status.ready or status.phase == "without a plan"):
             nodes = ", ".join(f"{node.name} {node.span}" for node in status.nodes if node.span)
-            typer.echo(
-                f"{status.replan_result}. Layers: {nodes}" if nodes else status.replan_result
-            )
+            layers = f". Layers: {nodes}" if nodes else ""
+            typer.echo(f"{status.replan_result}{layers}")
             return
         time.sleep(POLL_SECONDS)
     raise DeadlineError(
@@ -246,9 +241,7 @@ MAX_TRACE_BYTES = 256 * 2**20
 def trace(
     url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
-    seconds: Annotated[
-        float, typer.Option(min=0.1, max=600, help="Seconds before now to show.")
-    ] = 5.0,
+    seconds: Annotated[float, typer.Option(min=0.1, max=600, help="Last seconds to show.")] = 5.0,
     output: Annotated[Path, typer.Option(help="File to write.")] = Path("trace.json"),
 ) -> None:
     """Write the path of every frame of the last seconds to a file.
@@ -273,11 +266,7 @@ def trace(
     except OSError as error:
         raise UsageError(f"--output {output}: {error.strerror}") from error
     if len(table.splitlines()) < 2:  # a header only
-        typer.echo(
-            f"no frame in the last {seconds:g} s: the server was idle. Send it a request first"
-        )
+        typer.echo(f"no frame in the last {seconds:g} s: the server was idle. Send a request first")
         return
     typer.echo(table)
-    typer.echo(
-        f"\n{len(events['traceEvents'])} events in {output}. Open it at https://ui.perfetto.dev"
-    )
+    typer.echo(f"\n{len(events['traceEvents'])} events in {output}. Open it at ui.perfetto.dev")

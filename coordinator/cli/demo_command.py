@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,6 @@ from typing import Annotated, Any
 import httpx
 import typer
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 
 from coordinator.cli.client import API_KEY, stream_events
 from coordinator.cli.cluster_commands import parse, render
@@ -47,10 +46,11 @@ REPLY_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Program:
-    """A running program of the demo, and the file of its JSON log."""
+    """A running program of the demo, the file of its JSON log, and its start in monotonic seconds."""
 
     process: subprocess.Popen[bytes]
     log: Path
+    started: float
 
 
 def demo(
@@ -70,22 +70,21 @@ def demo(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtp-demo-")))
         names = [f"worker-{i + 1}" for i in range(workers)]
-        with _start_bar(console, [*names, "coordinator"]) as ready:
-            options = ["--model", "builtin", "--no-mdns"]
-            started = []
-            for name in names:
-                command = ["--listen", "127.0.0.1:0", "--name", name, *options]
-                log = folder / f"{name}.log"
-                started.append(stack.enter_context(_process(log, "worker.cli", command)))
-            # The coordinator serves as soon as all are there, which on a busy machine takes its time.
-            command = ["serve", *options, "--port", "0", "--mtp", mtp, "--wait", "60"]
-            for program in started:
-                command.append(f"--worker={_wait_for(program, 'worker ready', 'address')}")
-                ready(program.log.stem)
-            process = _process(folder / "coordinator.log", "coordinator.cli", command)
-            coordinator = stack.enter_context(process)
-            url = _wait_for(coordinator, "serving", "url")
-            ready("coordinator")
+        console.print(f"starting {', '.join(names)}, coordinator")
+        options = ["--model", "builtin", "--no-mdns"]
+        started = []
+        for name in names:
+            command = ["--listen", "127.0.0.1:0", "--name", name, *options]
+            log = folder / f"{name}.log"
+            started.append(stack.enter_context(_process(log, "worker.cli", command)))
+        # The coordinator serves as soon as all are there, which on a busy machine takes its time.
+        command = ["serve", *options, "--port", "0", "--mtp", mtp, "--wait", "60"]
+        for program in started:
+            address = _wait_for(program, console, "worker ready", "address")
+            command.append(f"--worker={address}")
+        process = _process(folder / "coordinator.log", "coordinator.cli", command)
+        coordinator = stack.enter_context(process)
+        url = _wait_for(coordinator, console, "serving", "url")
         console.print(f"[dim]serving at {url}[/dim]\n")
         client = stack.enter_context(httpx.Client(base_url=url, timeout=REPLY_SECONDS))
         _complete(client, console, prompt, max_tokens)
@@ -98,20 +97,6 @@ def demo(
 def _leave(number: int, _: object) -> None:
     """Exit as Ctrl-C does, so that the started processes are stopped."""
     sys.exit(128 + number)
-
-
-@contextmanager
-def _start_bar(console: Console, names: list[str]) -> Iterator[Callable[[str], None]]:
-    """Show a bar until all of `names` are ready. Yield a function that prints which of them became ready, and when."""
-    columns = (SpinnerColumn(), *Progress.get_default_columns()[:2], MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
-        task = bar.add_task(f"starting {', '.join(names)}", total=len(names))
-
-        def ready(name: str) -> None:
-            console.print(f"[dim]{name} is ready after {bar.tasks[task].elapsed or 0:.0f} s[/dim]")
-            bar.advance(task)
-
-        yield ready
 
 
 @contextmanager
@@ -139,7 +124,7 @@ def _process(log: Path, module: str, arguments: list[str]) -> Iterator[Program]:
             signal.signal(number, handler)
         for caught in pending[:1]:
             signal.raise_signal(caught)
-        yield Program(process, log)
+        yield Program(process, log, time.monotonic())
     finally:
         process.terminate()
         try:
@@ -149,22 +134,24 @@ def _process(log: Path, module: str, arguments: list[str]) -> Iterator[Program]:
             process.wait(STOP_SECONDS)
 
 
-def _wait_for(program: Program, message: str, field: str) -> str:
-    """Return `field` of the first log record with `message`.
+def _wait_for(program: Program, console: Console, message: str, field: str) -> str:
+    """Return `field` of the first log record with `message`, and print how long the program took.
 
     Raises WorkerLostError if the program ends before, or does not log it within START_SECONDS.
     """
-    name, deadline = program.log.stem, time.monotonic() + START_SECONDS
+    name = program.log.stem
     while True:
+        seconds = time.monotonic() - program.started
         # First, because the log of an ended program is complete.
         status, said = program.process.poll(), program.log.read_text(errors="replace")
         for line in said.splitlines():
             record = _record(line)
             if record.get("message") == message and field in record:
+                console.print(f"[dim]{name} is ready after {seconds:.0f} s[/dim]")
                 return str(record[field])
         if status is not None:
             raise WorkerLostError(f"{name} ended with status {status}: {said[-500:].strip()}")
-        if time.monotonic() > deadline:
+        if seconds > START_SECONDS:
             raise WorkerLostError(
                 f"{name} was not ready after {START_SECONDS:g} s; its log ends with: {said[-500:]}"
             )
@@ -181,13 +168,8 @@ def _record(line: str) -> dict[str, Any]:
 
 def _complete(client: httpx.Client, console: Console, prompt: str, max_tokens: int) -> None:
     """Stream one completion and print its speed."""
-    body: dict[str, Any] = {
-        "model": "builtin",
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        **SAMPLING,
-    }
-    body["stream_options"] = {"include_usage": True}
+    body: dict[str, Any] = {"model": "builtin", "prompt": prompt, "max_tokens": max_tokens}
+    body |= {**SAMPLING, "stream_options": {"include_usage": True}}
     console.print(prompt, style="bold", end="", markup=False, soft_wrap=True)
     started, first, usage = time.monotonic(), 0.0, None
     for event in stream_events(client, "completions", body):

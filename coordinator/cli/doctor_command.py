@@ -7,6 +7,7 @@ import json
 import logging
 from collections import Counter
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,10 +15,17 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from coordinator.cli.options import ModelArgument, ModelOption, model_or_builtin
+from coordinator.cli.options import (
+    JsonOption,
+    ModelArgument,
+    ModelOption,
+    NoMdnsOption,
+    WorkersOption,
+    model_or_builtin,
+)
 from coordinator.cli.trust_commands import StateOption
 from coordinator.doctor.checks import Finding, Verdict
-from coordinator.doctor.diagnosis import Diagnosis, DoctorOptions
+from coordinator.doctor.diagnosis import Diagnosis
 from coordinator.doctor.step import forget_trials
 from coordinator.pipeline.worker_client import ConnectionPolicy
 from coordinator.trust.cluster_trust import ClusterTrust
@@ -36,15 +44,8 @@ SIGNS = {
 def doctor(
     argument: ModelArgument = None,
     option: ModelOption = None,
-    worker: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="HOST:PORT", help="A worker to check besides those mDNS finds; repeatable."
-        ),
-    ] = None,
-    no_mdns: Annotated[
-        bool, typer.Option("--no-mdns", help="Check only the workers named by --worker.")
-    ] = False,
+    worker: WorkersOption = None,
+    no_mdns: NoMdnsOption = False,
     full: Annotated[
         bool, typer.Option("--full", help="Take minutes: longer texts, more depths, a pause.")
     ] = False,
@@ -55,9 +56,7 @@ def doctor(
         bool, typer.Option("--insecure", help="Connect to workers without encryption.")
     ] = False,
     state: StateOption = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, for a bug report.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check this machine, its kernels and its workers, and print advice.
 
@@ -71,16 +70,17 @@ def doctor(
     checkpoint = Checkpoint.open(resolve_model(model_or_builtin(argument, option)))
     trust = None if insecure else ClusterTrust.open(state_dir(state), create=False)
     policy = ConnectionPolicy(trust.trust if trust else None, insecure)
-    options = DoctorOptions(checkpoint, tuple(worker or ()), not no_mdns, full, policy)
     console = Console(emoji=False, stderr=as_json, quiet=as_json)
-    findings = asyncio.run(Diagnosis(options, lambda finding: show(console, finding)).run())
+    diagnosis = Diagnosis(
+        checkpoint, partial(show, console), tuple(worker or ()), not no_mdns, full, policy
+    )
+    findings = asyncio.run(diagnosis.run())
     counts = Counter(finding.verdict for finding in findings)
     if as_json:
         typer.echo(json.dumps(json_report(findings), indent=2))
     else:
-        console.print(
-            f"{counts[Verdict.OK]} fine, {counts[Verdict.WARN]} to look at, {counts[Verdict.FAIL]} failed"
-        )
+        fine, warned, failed = (counts[each] for each in (Verdict.OK, Verdict.WARN, Verdict.FAIL))
+        console.print(f"{fine} fine, {warned} to look at, {failed} failed")
     if counts[Verdict.FAIL]:
         raise typer.Exit(1)
 

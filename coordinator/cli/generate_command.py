@@ -18,6 +18,7 @@ from coordinator.cli.options import (
     DraftVocabOption,
     DtypeOption,
     ExactOption,
+    JsonOption,
     KvBitsOption,
     MtpOption,
 )
@@ -85,9 +86,7 @@ def encode_prompt(
         try:
             chat = tokenizer.chat_prompt([{"role": "user", "content": text}])
         except RequestError as error:
-            raise UsageError(
-                f"{error}. Use --raw to continue the prompt without a template"
-            ) from error
+            raise UsageError(f"{error}. Use --raw to continue it without a template") from error
         tokens, thinking = chat.tokens, chat.thinking
     if not tokens:
         raise UsageError("the prompt is empty")
@@ -277,7 +276,7 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="End the text before this string; repeatable.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Generate text from one prompt in this process, without workers.
 
@@ -366,10 +365,7 @@ async def _run(
     request: GenerationRequest,
     answer: PrintedAnswer,
 ) -> None:
-    """Load, and generate until the text ends.
-
-    After Ctrl-C `answer` has the text so far, and the reason `cancelled`.
-    """
+    """Load, and generate until the text ends. After Ctrl-C `answer` has the text so far, and the reason `cancelled`."""
     async with AsyncExitStack() as stack:
         with byte_bar("loading") as on_progress:
             loop = await stack.enter_async_context(engine(on_progress=on_progress))

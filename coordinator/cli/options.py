@@ -39,6 +39,12 @@ DtypeOption = Annotated[
     typer.Option(help="Compute in this type instead of the stored one."),
 ]
 KvBitsOption = Annotated[Literal["4", "8"] | None, typer.Option(help="Quantize keys and values.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+WorkersOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="HOST:PORT", help="A worker besides those mDNS finds; repeatable."),
+]
+NoMdnsOption = Annotated[bool, typer.Option("--no-mdns", help="Use only those of --worker.")]
 
 
 def complete_model(incomplete: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from coordinator.cli.options import ModelArgument, ModelOption, required_model
+from coordinator.cli.options import JsonOption, ModelArgument, ModelOption, required_model
 from coordinator.planning.capacity import model_costs, plan_capacity, reserve_bytes
 from coordinator.planning.plan import NodeSpec, StagePlan, Workload, make_plan
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -21,17 +21,6 @@ from mtp.checkpoint.hub.remote_checkpoint import open_model
 from proto.errors import UsageError
 from proto.span import Span
 from proto.terminal.progress import format_size, parse_size
-
-
-@dataclass(frozen=True)
-class Question:
-    """The question of the command line about one model."""
-
-    drafts: int
-    sequences: int
-    context: int
-    dtype: str | None
-    kv_bits: int | None
 
 
 def plan(
@@ -61,7 +50,7 @@ def plan(
         str | None, typer.Option(help="float32, float16 or bfloat16 instead of the stored type.")
     ] = None,
     kv_bits: Annotated[int | None, typer.Option(help="4 or 8: keys and values quantized.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show who would hold what, and how fast, without loading. Reads headers only, no weights.
 
@@ -71,14 +60,13 @@ def plan(
     if dtype not in (None, "float32", "float16", "bfloat16") or kv_bits not in (None, 4, 8):
         raise UsageError("--dtype is float32, float16 or bfloat16, and --kv-bits 4 or 8")
     model = required_model(argument, option)
-    question = Question(mtp, sequences, context, dtype, kv_bits)
     specs = given_nodes(node or [], nodes, memory)
     if not specs:
         raise UsageError("no machine to plan for. Name some, as in --nodes 2 --memory 64GB")
     checkpoint = open_model(model)
     if missing := missing_from_backbone(checkpoint):
         raise checkpoint.missing_tensors_error(missing)
-    facts = answer(checkpoint, specs, question)
+    facts = answer(checkpoint, specs, mtp, sequences, context, dtype, kv_bits)
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
     else:
@@ -118,22 +106,25 @@ def parse_node(text: str) -> NodeSpec:
     return spec
 
 
-def answer(checkpoint: Checkpoint, specs: Sequence[NodeSpec], question: Question) -> dict[str, Any]:
+def answer(
+    checkpoint: Checkpoint,
+    specs: Sequence[NodeSpec],
+    drafts: int,
+    sequences: int,
+    context: int,
+    dtype: str | None = None,
+    kv_bits: int | None = None,
+) -> dict[str, Any]:
     """Return the object that --json prints. Sizes are bytes, times are seconds."""
-    costs = model_costs(
-        checkpoint, dtype=question.dtype, kv_bits=question.kv_bits, with_head=question.drafts > 0
-    )
+    costs = model_costs(checkpoint, dtype=dtype, kv_bits=kv_bits, with_head=drafts > 0)
+    longest = checkpoint.config.max_positions
     workload = Workload(
-        kv_tokens=min(question.context, checkpoint.config.max_positions),
-        draft_depth=question.drafts,
-        reserve_bytes=reserve_bytes(costs),
+        kv_tokens=min(context, longest), draft_depth=drafts, reserve_bytes=reserve_bytes(costs)
     )
     found = make_plan(costs, specs, workload=workload)
-    capacity = plan_capacity(
-        costs, found.stages, checkpoint.config.max_positions, question.sequences
-    )
+    capacity = plan_capacity(costs, found.stages, longest, sequences)
     return {
-        "drafts": question.drafts,
+        "drafts": drafts,
         "slowest_seconds": found.slowest_seconds,
         "pass_seconds": found.pass_seconds,
         "capacity": asdict(capacity),

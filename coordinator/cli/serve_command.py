@@ -20,6 +20,8 @@ from coordinator.cli.options import (
     ModelArgument,
     ModelOption,
     MtpOption,
+    NoMdnsOption,
+    WorkersOption,
     model_or_builtin,
 )
 from coordinator.cli.trust_commands import StateOption
@@ -49,12 +51,7 @@ def serve(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port for HTTP; 0 chooses a free one.")
     ] = 8080,
-    worker: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="HOST:PORT", help="A worker to use besides those mDNS finds; repeatable."
-        ),
-    ] = None,
+    worker: WorkersOption = None,
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Wait for this many workers before the first plan.")
     ] = None,
@@ -92,9 +89,7 @@ def serve(
     single_node: Annotated[
         bool, typer.Option("--single-node", help="Use no worker: serve in this process.")
     ] = False,
-    no_mdns: Annotated[
-        bool, typer.Option("--no-mdns", help="Use only the workers named by --worker.")
-    ] = False,
+    no_mdns: NoMdnsOption = False,
     dtype: DtypeOption = None,
     mtp: MtpOption = "auto",
     kv_bits: KvBitsOption = None,
@@ -164,9 +159,7 @@ def serve(
     ] = False,
     kernels: Annotated[
         Kernels,
-        typer.Option(
-            help="Kernels of this project, MLX's operations, or on a Mac the faster ones."
-        ),
+        typer.Option(help="This project's kernels, MLX's operations, or on a Mac the faster ones."),
     ] = Kernels.auto,
     no_wired_memory: Annotated[
         bool,
@@ -237,9 +230,7 @@ def serve(
     if single_node and (worker or nodes):
         raise UsageError("--single-node uses no worker. Leave out --worker and --nodes")
     if alone_ok and nodes is None:
-        raise UsageError(
-            "--alone-ok needs --nodes. Without --nodes, serving alone is allowed anyway"
-        )
+        raise UsageError("--alone-ok needs --nodes. Without it, serving alone is allowed")
     if any(not key.strip() for key in api_key or ()):
         raise UsageError("--api-key: an empty key would let everybody in")
     if not api_key and API_KEY in os.environ:

@@ -52,9 +52,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 def token(
     action: Annotated[str, typer.Argument(help="create, list or revoke.")],
     token_id: Annotated[str | None, typer.Argument(help="The id of the token to revoke.")] = None,
-    ttl: Annotated[
-        str, typer.Option(help="Time for which it is valid, as in 30m, 1h or 2d.")
-    ] = "1h",
+    ttl: Annotated[str, typer.Option(help="Time of its validity, as in 30m, 1h or 2d.")] = "1h",
     uses: Annotated[int, typer.Option(min=1, max=1000, help="Machines that may join by it.")] = 1,
     address: Annotated[
         str | None,
@@ -70,11 +68,8 @@ def token(
     registry = Registry(state)
     match action, token_id:
         case "create", None:
-            where = (
-                join_address(*parse_address("--address", address))
-                if address
-                else registry.address()
-            )
+            given = address and join_address(*parse_address("--address", address))
+            where = given or registry.address()
             if not where:
                 raise UsageError(
                     "the address where machines join is unknown. Start mtp-coord serve --listen first, or pass "
@@ -154,9 +149,7 @@ def key(
     name: Annotated[str | None, typer.Argument(help="The name of the key.")] = None,
     scope: Annotated[
         list[Scope] | None,
-        typer.Option(
-            help="A kind of calls that the key permits; repeatable.  [default: inference]"
-        ),
+        typer.Option(help="Kind of calls that it permits; repeatable.  [default: inference]"),
     ] = None,
     state_dir: StateOption = None,
 ) -> None:

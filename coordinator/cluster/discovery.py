@@ -142,6 +142,8 @@ class Discovery:
         self._resolving: dict[str, asyncio.Task[None]] = {}
         self._browser: asyncio.Task[None] | None = None
         self._warned_full = False
+        self.problem = ""
+        """The error that makes mDNS unavailable, or nothing."""
 
     async def __aenter__(self) -> Self:
         for address in self._static:
@@ -171,7 +173,6 @@ class Discovery:
 
     async def _browse(self) -> None:
         """Browse until cancelled. Start again when multicast fails."""
-        warned = False
         while True:
             try:
                 async with _browsing(self._resolve_change) as zeroconf:
@@ -182,12 +183,12 @@ class Discovery:
                 if sys.platform == "darwin":
                     with contextlib.suppress(OSError):  # no dns-sd
                         await self._browse_by_dns_sd()
-                if not warned:
+                if not self.problem:
+                    self.problem = f"{type(error).__name__}: {error}"
                     log.warning(
                         "mDNS is unavailable. Name workers with --worker HOST:PORT",
-                        extra={"error": f"{type(error).__name__}: {error}"},
+                        extra={"error": self.problem},
                     )
-                warned = True
                 await asyncio.sleep(RESCAN_SECONDS)
 
     async def _browse_by_dns_sd(self) -> None:
@@ -300,9 +301,3 @@ def order_hosts(hosts: Sequence[str], networks: Sequence[ipaddress.IPv4Network])
         return 0 if any(address in network for network in networks) else 1
 
     return sorted(dict.fromkeys(hosts), key=rank)
-
-
-async def collect(discovery: Discovery, seconds: float) -> list[Candidate]:
-    """Wait `seconds` and return the candidates."""
-    await asyncio.sleep(seconds)
-    return discovery.candidates()

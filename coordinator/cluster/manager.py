@@ -178,11 +178,8 @@ class ClusterManager(PipelineSource):
 
     def local_worker_bytes(self) -> int:
         """Return the bytes that watched workers on this machine use. A pipeline of this process leaves them free."""
-        statuses = (
-            client.worker_status
-            for address, client in self.clients.items()
-            if on_this_machine(address)
-        )
+        local = (c for address, c in self.clients.items() if on_this_machine(address))
+        statuses = [client.worker_status for client in local]
         return sum(s.memory_used + s.memory_cached for s in statuses if s is not None)
 
     # ---- PipelineSource
@@ -385,7 +382,6 @@ class ClusterManager(PipelineSource):
 
     def _suspect_of(self, address: str, fault: pb.Fault) -> str:
         """Return the far end of a failed hop, or else the worker that reports `fault`."""
-        peers = (
-            a for a, m in self.view.members.items() if fault.peer and m.worker_id == fault.peer
-        )
+        members = self.view.members.items() if fault.peer else ()
+        peers = (a for a, m in members if m.worker_id == fault.peer)
         return next(peers, address)

@@ -140,9 +140,8 @@ class Membership:
     async def close(self) -> None:
         """Unload all workers and close their clients."""
         await self._background.close()
-        await asyncio.gather(
-            *(self._release(client) for client in self.clients.values()), return_exceptions=True
-        )
+        releases = map(self._release, self.clients.values())
+        await asyncio.gather(*releases, return_exceptions=True)
 
     async def _release(self, client: WorkerClient) -> None:
         """Unload a worker and close its client, also if the worker does not answer in time."""
@@ -224,6 +223,7 @@ class Membership:
         # Workers that announce another cluster are none of this one's concern.
         named = isinstance(error, AccessError) and candidate.announcement is None
         refused = named or any(text in str(error) for text in NO_MEMBERS)
+        known = member and member.state is MemberState.REFUSED and not member.failure_count
         kind, logged = self._last_errors.get(address, (None, -REFUSED_LOG_SECONDS))
         if kind is not type(error) or (refused and self._clock() >= logged + REFUSED_LOG_SECONDS):
             self._last_errors[address] = type(error), self._clock()
@@ -235,12 +235,7 @@ class Membership:
         if refused and (member is None or member.reason != str(error)):
             stranger = member or Member(address, "", printable(candidate.name, MAX_NAME), 0)
             self._apply_event(events.WorkerRefused(stranger, str(error)))
-        elif (
-            not refused
-            and member
-            and member.state is MemberState.REFUSED
-            and not member.failure_count
-        ):
+        elif known and not refused:
             # The refused worker is gone. A worker with failures stays in the view because of its back-off.
             self._apply_event(events.WorkerLeft(address))
 

@@ -99,14 +99,8 @@ class ServedModel:
 
     def capacity(self, plan: Plan) -> Capacity:
         """Return the room of the plan's stages. Raises MemoryLimitError if one sequence does not fit."""
-        context = self.checkpoint.config.max_positions
-        return plan_capacity(
-            self.costs_of(plan.group_size),
-            plan.stages,
-            context,
-            self.max_sequences,
-            self.prefix_cache,
-        )
+        costs, context = self.costs_of(plan.group_size), self.checkpoint.config.max_positions
+        return plan_capacity(costs, plan.stages, context, self.max_sequences, self.prefix_cache)
 
 
 def _speeds(members: Sequence[Member]) -> dict[str, float]:

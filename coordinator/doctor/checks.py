@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
@@ -78,11 +78,7 @@ def check_versions() -> Finding:
     """Report the versions of the system and of the packages that decide the arithmetic."""
     system = f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else platform.platform()
     values: dict[str, str] = {"system": system, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            values[package] = version(package)
-        except PackageNotFoundError:
-            values[package] = "not installed"
+    values |= {package: version(package) for package in PACKAGES}
     figure = ", ".join(f"{name} {value}" for name, value in values.items()).removeprefix("system ")
     verdict, advice = Verdict.OK, ""
     release = platform.mac_ver()[0].partition(".")[0]
@@ -128,9 +124,8 @@ def check_memory() -> Finding:
     if large:
         names = ", ".join(f"{name} {format_size(size)}" for name, size in large)
         advice.append(f"Other programs hold much memory: {names}.")
-    figure = (
-        f"{format_size(total)}, a worker may use {format_size(limit)}, swap {format_size(swap)}"
-    )
+    size, usable, swapped = map(format_size, (total, limit, swap))
+    figure = f"{size}, a worker may use {usable}, swap {swapped}"
     return judged("memory", figure, " ".join(advice), values)
 
 
@@ -140,9 +135,8 @@ def check_power(output: CommandOutput = command_output) -> Finding:
         return Finding("power", Verdict.SKIP, "only on macOS")
     drawn = re.search(r"drawing from '([^']+)'", output("pmset", "-g", "batt"))
     source = drawn[1] if drawn else "unknown source"
-    section = re.search(
-        rf"^{source}:\n((?: .*\n?)*)", output("pmset", "-g", "custom"), re.MULTILINE
-    )
+    custom = output("pmset", "-g", "custom")
+    section = re.search(rf"^{source}:\n((?: .*\n?)*)", custom, re.MULTILINE)
     found = re.findall(r"^ +(\w+) +(\d+)", section[1] if section else "", re.MULTILINE)
     settings = {name: int(value) for name, value in found}
     minutes = settings.get("sleep", 0)
@@ -162,25 +156,14 @@ def check_power(output: CommandOutput = command_output) -> Finding:
 
 
 GIGABYTES_PER_SECOND = {
-    "M1": 68,
-    "M1 Pro": 200,
-    "M1 Max": 400,
-    "M1 Ultra": 800,
-    "M2": 100,
-    "M2 Pro": 200,
-    "M2 Max": 400,
-    "M2 Ultra": 800,
-    "M3": 100,
-    "M3 Pro": 150,
-    "M3 Max": 300,
-    "M3 Ultra": 819,
-    "M4": 120,
-    "M4 Pro": 273,
-    "M4 Max": 410,
-    "M5": 153,
-    "NVIDIA H200": 4800,
+    "M1": {"": 68, "Pro": 200, "Max": 400, "Ultra": 800},
+    "M2": {"": 100, "Pro": 200, "Max": 400, "Ultra": 800},
+    "M3": {"": 100, "Pro": 150, "Max": 300, "Ultra": 819},
+    "M4": {"": 120, "Pro": 273, "Max": 410},
+    "M5": {"": 153},
+    "H200": {"": 4800},
 }
-"""Published figures in GB/s. Of a chip that exists in two variants it is the smaller one's."""
+"""Published figures in GB/s, by chip and variant. Of a variant with two figures it is the smaller one."""
 
 LEAST_SHARE = 0.6
 """Share of the published figure below which something slows the machine down. The probe rounds to 41 %."""
@@ -189,9 +172,8 @@ LEAST_SHARE = 0.6
 def check_bandwidth(chip: str, bytes_per_second: float) -> Finding:
     """Compare the speed of matrix-vector products, which decoding consists of, with the chip's figure."""
     measured = bytes_per_second / 1e9
-    names = sorted(GIGABYTES_PER_SECOND, key=len, reverse=True)
-    name = next((name for name in names if re.search(rf"\b{re.escape(name)}\b", chip)), None)
-    published = GIGABYTES_PER_SECOND[name] if name else None
+    found = re.search(r"\b(M\d|H200)\b(?: (Pro|Max|Ultra))?", chip)
+    published = GIGABYTES_PER_SECOND.get(found[1], {}).get(found[2] or "") if found else None
     values = {"chip": chip, "measured": bytes_per_second, "published": published}
     if published is None:
         figure = f"{chip}: {measured:.3g} GB/s in products of a matrix and a vector"
@@ -235,17 +217,13 @@ GDN_WINDOW, CUT = 5, 3
 
 def check_gdn(config: ModelConfig, dtype: mx.Dtype) -> Finding:
     """Report a GDN kernel that differs from its reference, between widths, or in a replay."""
-    inputs = _gdn_inputs(config, dtype)
+    *rows, a_log, dt_bias, first = _gdn_inputs(config, dtype)
 
-    def run(steps: slice, state: mx.array = inputs[-1], *, kernel: bool = True) -> list[mx.array]:
+    def run(steps: slice, state: mx.array = first, *, kernel: bool = True) -> list[mx.array]:
         """Return the outputs and the state after the tokens of `steps`."""
-        q, k, v, a, b = (x[:, steps] for x in inputs[:5])
-        a_log, dt_bias = inputs[5:7]
-        result = gated_delta.gated_delta_update(
-            q, k, v, a, b, a_log, dt_bias, state, use_kernel=kernel
-        )
-        mx.eval(result)
-        return list(result)
+        q, k, v, a, b = (x[:, steps] for x in rows)
+        update = gated_delta.gated_delta_update
+        return list(update(q, k, v, a, b, a_log, dt_bias, state, use_kernel=kernel))
 
     window, reference = run(slice(GDN_WINDOW)), run(slice(GDN_WINDOW), kernel=False)
     difference = max(
@@ -256,14 +234,12 @@ def check_gdn(config: ModelConfig, dtype: mx.Dtype) -> Finding:
     for i in range(1, GDN_WINDOW):
         single.append(run(slice(i, i + 1), single[-1][1]))
     together = [mx.concatenate([output for output, _ in single], axis=1), single[-1][1]]
-    windows = all(bool(mx.array_equal(a, b)) for a, b in zip(together, window, strict=True))
+    windows = all(map(mx.array_equal, together, window))
     replay = bool(mx.array_equal(single[CUT - 1][1], run(slice(CUT))[1]))
     values = {"difference": difference, "windows_equal": windows, "replay_equal": replay}
     figure = f"differs by {difference:.1e} from the reference"
     if not difference < TOLERANCE:
-        advice = (
-            "mlx-lm's kernel computes garbage here. Install the pinned versions of mlx and mlx-lm."
-        )
+        advice = "mlx-lm's kernel computes garbage. Install the pinned versions of mlx and mlx-lm."
         return Finding("GDN", Verdict.FAIL, figure, advice, values)
     if not (windows and replay):
         advice = "A window is not equal to its single steps, so drafts may change an answer. Use --mtp off."
@@ -384,14 +360,9 @@ def _unreachable(candidate: Candidate, error: ClusterError | None) -> Finding:
 def check_equal_versions(own: str, workers: Mapping[str, str]) -> Finding:
     """Compare the versions of the programs of each worker, which decide the arithmetic, with `own`."""
     other = {name: version or "unknown" for name, version in workers.items() if version != own}
-    figure = f"{own}, here and in all workers"
-    advice = ""
-    if other:
-        figure = "; ".join(
-            [f"{own} here", *(f"{name}: {version}" for name, version in other.items())]
-        )
-        advice = (
-            "Install the same release on every machine, with its pinned packages. Other versions of MLX round "
-            "differently."
-        )
-    return judged("versions of the workers", figure, advice, {"own": own, "others": other})
+    values = {"own": own, "others": other}
+    if not other:
+        return judged("versions of the workers", f"{own}, here and in all workers", "", values)
+    figure = "; ".join([f"{own} here", *(f"{name}: {found}" for name, found in other.items())])
+    advice = "Install the same release everywhere, with its pinned packages. Other versions of MLX round differently."
+    return judged("versions of the workers", figure, advice, values)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from logging import LogRecord, getLogger
 from typing import Any
 
 import mlx.core as mx
 
-from coordinator.cluster.discovery import Discovery, collect
+from coordinator.cluster.discovery import Discovery
 from coordinator.doctor import answer, checks, step
 from coordinator.doctor.checks import Finding, Verdict
-from coordinator.pipeline.worker_client import Candidate, ConnectionPolicy
+from coordinator.pipeline.worker_client import ConnectionPolicy
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.device import this_device
 from proto import cluster_pb2 as pb
@@ -32,30 +30,25 @@ MDNS_SECONDS = 3.0
 """Seconds. Time for workers to answer on the network. A local answer takes about one."""
 
 
-@dataclass(frozen=True)
-class DoctorOptions:
-    """The model to check with, the addresses of workers, and the scope. `policy` decides how to connect to workers."""
+@dataclass
+class Diagnosis:
+    """A run of all checks with one model, of this machine and of the workers at `addresses` or found by mDNS.
+
+    `findings` holds the results, and `report` gets each as soon as it is known. `answers` has the measured answers by
+    their drafts. `policy` decides how to connect to workers.
+    """
 
     checkpoint: Checkpoint
+    report: Callable[[Finding], None]
     addresses: tuple[str, ...] = ()
     mdns: bool = True
     full: bool = False
     policy: ConnectionPolicy = field(default_factory=ConnectionPolicy)
-
-
-class Diagnosis:
-    """A run of all checks. `findings` holds their results, and `report` gets each as soon as it is known."""
-
-    def __init__(self, options: DoctorOptions, report: Callable[[Finding], None]) -> None:
-        self.options = options
-        self.findings: list[Finding] = []
-        self._report = report
-        self._seconds = FULL_CHECK_SECONDS if options.full else CHECK_SECONDS
-        self._answers: dict[int, answer.Answer] = {}
+    findings: list[Finding] = field(default_factory=list)
+    answers: dict[int, answer.Answer] = field(default_factory=dict)
 
     async def run(self) -> list[Finding]:
         """Run the checks of the system, the network, the kernels and the model, and return the findings."""
-        config = self.options.checkpoint.config
         dtype = mx.float32 if this_device().computes_on_host else mx.bfloat16
         await self.check("versions", checks.check_versions)
         await self.check("power", checks.check_power)
@@ -64,7 +57,7 @@ class Diagnosis:
         speed = hardware.measured_bandwidth
         await self.check("bandwidth", lambda: checks.check_bandwidth(hardware.chip(), speed()))
         await self.check("memory", checks.check_memory)
-        await self.check("GDN", checks.check_gdn, config, dtype)
+        await self.check("GDN", checks.check_gdn, self.checkpoint.config, dtype)
         await self.check_model()
         return self.findings
 
@@ -75,12 +68,13 @@ class Diagnosis:
 
         A check that does not wait stays on this thread, because MLX's arrays belong to a thread.
         """
+        seconds = FULL_CHECK_SECONDS if self.full else CHECK_SECONDS
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(seconds):
                 found = check(*arguments)
                 finding = found if isinstance(found, Finding) else await found
         except TimeoutError:
-            text = f"no result within {self._seconds:g} s"
+            text = f"no result within {seconds:g} s"
             finding = Finding(name, Verdict.FAIL, text, "Run it again on an idle machine.")
         except ClusterError as error:
             finding = Finding(name, Verdict.FAIL, str(error), "See the message.")
@@ -89,89 +83,62 @@ class Diagnosis:
             advice = "This check failed itself. Please report it with the output of --json."
             finding = Finding(name, Verdict.FAIL, text, advice)
         self.findings.append(finding)
-        self._report(finding)
+        self.report(finding)
 
     async def _check_network(self) -> None:
-        checkpoint, mdns = self.options.checkpoint, self.options.mdns
-        found, problem = await self._candidates()
-        await self.check("mDNS", checks.check_discovery, found, mdns, problem, MDNS_SECONDS)
-        fingerprint = await asyncio.to_thread(checkpoint.fingerprint) if found else ""
+        seconds = MDNS_SECONDS if self.mdns else 0.0
+        async with Discovery(self.addresses, mdns=self.mdns) as discovery:
+            await asyncio.sleep(seconds)
+            found, problem = discovery.candidates(), discovery.problem
+        await self.check("mDNS", checks.check_discovery, found, self.mdns, problem, seconds)
+        fingerprint = await asyncio.to_thread(self.checkpoint.fingerprint) if found else ""
         model = pb.ModelRef(name="doctor", fingerprint=fingerprint)
         me = pb.Coordinator(id=secrets.token_hex(8), name="mtp-coord doctor")
         versions: dict[str, str] = {}
         for candidate in found:
-            arguments = (candidate, model, me, self.options.policy, versions)
+            arguments = (candidate, model, me, self.policy, versions)
             await self.check(f"worker {candidate.name}", checks.check_worker, *arguments)
         if versions:
             own = hardware.own_version()
             await self.check("versions of the workers", checks.check_equal_versions, own, versions)
             await self.check("Thunderbolt Bridge", checks.check_bridge, len(versions))
 
-    async def _candidates(self) -> tuple[list[Candidate], str]:
-        """Return the named and the announced workers, and the first warning of the mDNS browser."""
-        options = self.options
-        with _warnings_of("coordinator.cluster.discovery") as problems:
-            async with Discovery(options.addresses, mdns=options.mdns) as discovered:
-                seconds = MDNS_SECONDS if options.mdns else 0.0
-                return await collect(discovered, seconds), next(iter(problems), "")
-
     async def check_model(self) -> None:
         """Check the answers of the model with and without drafts and with --exact, and their speed."""
-        checkpoint, full = self.options.checkpoint, self.options.full
-        depths = [1, 2, 4] if full else [2]
+        depths = [1, 2, 4] if self.full else [2]
         await self.check("answer", self._plain_answer)
-        for depth in depths if checkpoint.mtp.complete else []:
+        for depth in depths if self.checkpoint.mtp.complete else []:
             await self.check(f"answer with {depth} drafts", self._drafted_answer, depth)
-        answers = self._answers
+        answers = self.answers
         if 0 not in answers:
             return
-        if full or len({found.tokens for found in answers.values()}) > 1:
+        if self.full or len({found.tokens for found in answers.values()}) > 1:
             await self.check("exact mode", self._exact_answers)
-        if full:
-            await self.check("step", step.check_step, checkpoint)
+        if self.full:
+            await self.check("step", step.check_step, self.checkpoint)
         if 2 in answers:
             await self.check("speed", answer.judge_speed, answers[0], answers[2])
 
     async def _answer(
         self, depth: int, *, pause: bool = False, exact: bool = False
     ) -> answer.Answer:
-        tokens = 200 if self.options.full else 64
-        return await answer.measure_answer(
-            self.options.checkpoint, depth, tokens, pause=pause, exact=exact
-        )
+        tokens = 200 if self.full else 64
+        return await answer.measure_answer(self.checkpoint, depth, tokens, pause=pause, exact=exact)
 
     async def _plain_answer(self) -> Finding:
         """Measure the plain answer, and with --full the cost of a pause."""
-        found = self._answers[0] = await self._answer(0, pause=self.options.full)
-        if self.options.full:
+        found = self.answers[0] = await self._answer(0, pause=self.full)
+        if self.full:
             return answer.judge_restart(found)
         speed = f"{found.tokens_per_second:.1f} tokens/s without drafts"
         return checks.judged("answer", speed, "", {"tokens": len(found.tokens)})
 
     async def _drafted_answer(self, depth: int) -> Finding:
-        self._answers[depth] = await self._answer(depth)
-        return answer.judge_identity(self._answers[0], self._answers[depth])
+        self.answers[depth] = await self._answer(depth)
+        return answer.judge_identity(self.answers[0], self.answers[depth])
 
     async def _exact_answers(self) -> Finding:
         """Measure --exact without drafts, and with two where the model drafts."""
         alone = await self._answer(0, exact=True)
-        windows = await self._answer(2, exact=True) if 2 in self._answers else None
-        return answer.judge_exact(self._answers[0], alone, windows)
-
-
-@contextmanager
-def _warnings_of(name: str) -> Iterator[list[str]]:
-    """Collect the warnings that the logger `name` gets inside the block, instead of printing them."""
-    found: list[str] = []
-    logger = getLogger(name)
-
-    def collect_warning(record: LogRecord) -> bool:
-        """Keep the text of a record, and drop the record."""
-        found.append(f"{record.getMessage()} {getattr(record, 'error', '')}".strip())
-        return False
-
-    logger.addFilter(collect_warning)
-    try:
-        yield found
-    finally:
-        logger.removeFilter(collect_warning)
+        windows = await self._answer(2, exact=True) if 2 in self.answers else None
+        return answer.judge_exact(self.answers[0], alone, windows)

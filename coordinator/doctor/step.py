@@ -42,32 +42,14 @@ DISPATCHES = 512
 """Operations of the chain that measures a dispatch."""
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """The kernels of a graph by the name of their operation, and all launches. Joining n arrays launches n."""
-
-    names: Counter[str]
-    launches: int
-
-    @property
-    def total(self) -> int:
-        """The number of kernels."""
-        return self.names.total()
-
-
-def kernels_of(arrays: Sequence[mx.array]) -> Kernels:
-    """Return the kernels that compute lazy `arrays`. Fused operations and compiled functions count as one."""
+def kernels_of(arrays: Sequence[mx.array]) -> Counter[str]:
+    """Return the kernels that compute lazy `arrays`, by operation. Fused operations and compiled functions are one."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "graph.dot"
         mx.export_to_dot(str(path), *arrays)
         text = path.read_text()
-    names: Counter[str] = Counter()
-    launches = 0
-    for node, name in re.findall(r'\{ (\d+) \[label ="([^"]*)", shape=rectangle\]', text):
-        if name not in VIEWS:
-            names[name] += 1
-            launches += text.count(f"-> {node}\n") if name == "Concatenate" else 1
-    return Kernels(names, launches)
+    names = re.findall(r'\{ \d+ \[label ="([^"]*)", shape=rectangle\]', text)
+    return Counter(name for name in names if name not in VIEWS)
 
 
 BuildStep = Callable[[], list[mx.array]]
@@ -121,7 +103,7 @@ def measure_steps(build: BuildStep) -> StepFigures:
         arrays = build()
         moment = time.perf_counter()
         if number == WARM_STEPS - 1:
-            kernels = kernels_of(arrays).total
+            kernels = kernels_of(arrays).total()
         mx.eval(arrays)
         if number >= WARM_STEPS:
             built.append(moment - started)
@@ -167,7 +149,9 @@ def check_step(checkpoint: Checkpoint) -> Finding:
     release_weights()
     figures = {"this project": own, "mlx-lm": stock}
     predicted = {name: reading_seconds + one.kernels * dispatch for name, one in figures.items()}
-    values = {name: asdict(one) | {"predicted": predicted[name]} for name, one in figures.items()}
+    values: dict[str, Any] = {
+        name: asdict(one) | {"predicted": predicted[name]} for name, one in figures.items()
+    }
     figure = (
         f"{own.kernels} kernels ({stock.kernels} in mlx-lm), built in {own.build * 1e3:.2f} ms "
         f"({stock.build * 1e3:.2f}), computed in {own.whole * 1e3:.2f} ms ({stock.whole * 1e3:.2f}). "
@@ -175,9 +159,6 @@ def check_step(checkpoint: Checkpoint) -> Finding:
         f"{dispatch * 1e6:.1f} us and the weights. Layers: {layers}"
     )
     slower = own.whole > 1.1 * stock.whole
-    advice = (
-        "mlx-lm's step is faster here. Please report it with --full --json, and try --kernels mlx."
-    )
-    return judged(
-        "step", figure, advice if slower else "", {"dispatch": dispatch, "layers": layers, **values}
-    )
+    advice = "mlx-lm's step is faster. Please report it with --full --json, and try --kernels mlx."
+    values |= {"dispatch": dispatch, "layers": layers}
+    return judged("step", figure, advice if slower else "", values)

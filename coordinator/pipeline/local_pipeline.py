@@ -149,16 +149,8 @@ class LocalPipeline(Pipeline):
     def _load(self, on_progress: OnProgress | None) -> None:
         set_limits(self._memory_limit)
         model = self._model
-        loaded = [
-            self.host.load(
-                lambda: model.checkpoint,
-                spec,
-                on_progress,
-                wired=model.wired,
-                kernels=model.kernels,
-            )
-            for spec in model.specs()
-        ]
+        load = partial(self.host.load, wired=model.wired, kernels=model.kernels)
+        loaded = [load(lambda: model.checkpoint, spec, on_progress) for spec in model.specs()]
         self._engines = [self.host.make_engine(stage, self.epoch) for stage in loaded]
         self.layers = "; ".join(one.stage.variants.summary for one in loaded)
 
@@ -233,15 +225,11 @@ class LocalPipeline(Pipeline):
         """Do nothing, for the same reason."""
 
     async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
-        own = process_trace("coordinator", COORDINATOR, self.stamps.since(since_ns))
+        found = [process_trace("coordinator", COORDINATOR, self.stamps.since(since_ns))]
         stamps = self.host.stamps.since(since_ns)
-        return [
-            own,
-            *(
-                process_trace(f"stage {i}", i, [one for one in stamps if one.stage == i])
-                for i in range(self.stages)
-            ),
-        ]
+        for i in range(self.stages):
+            found.append(process_trace(f"stage {i}", i, [one for one in stamps if one.stage == i]))
+        return found
 
     async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
         """Raise NotReadyError: when this process ends, so do its backups."""

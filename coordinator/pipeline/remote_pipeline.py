@@ -324,20 +324,14 @@ class RemotePipeline(Pipeline):
 
     async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
         own = process_trace("coordinator", COORDINATOR, self.stamps.since(since_ns))
-        found = await asyncio.gather(
-            *(
-                worker.collect_trace(stage, self.epoch, since_ns)
-                for stage, worker in enumerate(self.workers)
-            )
-        )
-        return [own, *found]
+        calls = (w.collect_trace(i, self.epoch, since_ns) for i, w in enumerate(self.workers))
+        return [own, *await asyncio.gather(*calls)]
 
     # ---- backups
 
     async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
-        found = await asyncio.gather(
-            *(worker.read_backup(self.epoch, seq_id, limit) for worker in self.workers)
-        )
+        calls = (worker.read_backup(self.epoch, seq_id, limit) for worker in self.workers)
+        found = await asyncio.gather(*calls)
         lengths = {one.tokens for one in found}
         if len(lengths) != 1:
             raise ProtocolError(f"the backups of sequence {seq_id} have {sorted(lengths)} tokens")
@@ -347,20 +341,15 @@ class RemotePipeline(Pipeline):
     async def write_backup(
         self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
     ) -> None:
-        await asyncio.gather(
-            *(
-                worker.write_backup(self.epoch, seq_id, tokens, part)
-                for worker, part in zip(self.workers, self._parts(states), strict=True)
-            )
-        )
+        pairs = zip(self.workers, self._parts(states), strict=True)
+        calls = (worker.write_backup(self.epoch, seq_id, tokens, part) for worker, part in pairs)
+        await asyncio.gather(*calls)
 
     def _parts(self, states: Sequence[LayerState]) -> list[list[LayerState]]:
         """Return the states of each stage. The last stage also gets that of the MTP head."""
         ends = [*(span.end for span in self.spans[:-1]), self.spans[-1].end + 1]
-        return [
-            [state for state in states if span.start <= state.layer < end]
-            for span, end in zip(self.spans, ends, strict=True)
-        ]
+        bounds = [(span.start, end) for span, end in zip(self.spans, ends, strict=True)]
+        return [[one for one in states if start <= one.layer < end] for start, end in bounds]
 
     # ---- signals
 
@@ -392,11 +381,7 @@ def _check_outcomes(frame: Frame) -> None:
     """Raise ProtocolError unless the last stage gave a token for every segment that asked for one."""
     asked = {(s.seq_id, s.window) for s in frame.segments if s.sample and not s.cancelled}
     for outcome in frame.outcomes:
+        no_token = outcome.token is None and not outcome.cancelled
         key = (outcome.seq_id, outcome.window)
-        if (
-            key in asked
-            and outcome.token is None
-            and not outcome.cancelled
-            and outcome.accepted_length
-        ):
+        if key in asked and no_token and outcome.accepted_length:
             raise ProtocolError(f"the last stage gave no token for sequence {outcome.seq_id}")

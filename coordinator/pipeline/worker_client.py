@@ -282,9 +282,8 @@ class WorkerClient:
 
     async def check_reachable(self, timeout: float) -> None:
         """Open and close another connection to the worker. Raises DeadlineError if there is none within `timeout`."""
-        options = (
-            ("grpc.use_local_subchannel_pool", 1),
-        )  # otherwise gRPC uses the open connection
+        # Otherwise gRPC uses the open connection.
+        options = (("grpc.use_local_subchannel_pool", 1),)
         try:
             async with (
                 asyncio.timeout(timeout),
@@ -394,9 +393,8 @@ class WorkerClient:
         try:
             yield
         except TimeoutError:
-            raise DeadlineError(
-                f"{self.address} {silence} for {LOAD_SILENCE_SECONDS:g} s"
-            ) from None
+            late = f"{self.address} {silence} for {LOAD_SILENCE_SECONDS:g} s"
+            raise DeadlineError(late) from None
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INTERNAL:  # gRPC's code for a failed write
                 raise self._connection_lost() from error
@@ -436,12 +434,9 @@ class WorkerClient:
         since = max(0, since_ns + clock.offset_ns)
         request = pb.TraceRequest(coordinator=self.me, with_frames=True, since_ns=since)
         reply: pb.TraceReport = await self._call(self._stub.ReportTrace, request)
-        frames = tuple(
-            clock.align_times(one.epoch, one.number, one.rows, one.times_ns)
-            for one in reply.frames
-            if one.epoch == epoch
-        )
-        return ProcessTrace(f"stage {stage} {self.address}", stage, clock, frames)
+        own = (one for one in reply.frames if one.epoch == epoch)
+        frames = (clock.align_times(f.epoch, f.number, f.rows, f.times_ns) for f in own)
+        return ProcessTrace(f"stage {stage} {self.address}", stage, clock, tuple(frames))
 
     async def _align_clock(self) -> ClockOffset:
         """Return the offset of the worker's clock, measured within the last CLOCK_SECONDS."""
@@ -462,10 +457,7 @@ class WorkerClient:
         return reply
 
     async def read_backup(self, epoch: int, seq_id: int, limit: int) -> ReceivedStates:
-        """Return the newest backup of a sequence.
-
-        Raises ProtocolError for a backup of more than `limit` bytes.
-        """
+        """Return the newest backup of a sequence. Raises ProtocolError for a backup of more than `limit` bytes."""
         request = pb.BackupRequest(coordinator=self.me, epoch=epoch, seq_id=seq_id)
         stream = self._stub.ReadBackup(request, timeout=BACKUP_SECONDS)
         joiner, length, began = PieceJoiner(limit), 0, time.monotonic()
@@ -568,9 +560,8 @@ class WorkerClient:
             raise self._translate(error) from error
 
     def _translate(self, error: grpc.aio.AioRpcError) -> ClusterError:
-        return from_status(
-            error.code().name, error.details(), error.trailing_metadata(), self.address
-        )
+        code, trailing = error.code().name, error.trailing_metadata()
+        return from_status(code, error.details(), trailing, self.address)
 
 
 async def _in_time(reading: Coroutine[Any, Any, T], seconds: float) -> T:

@@ -116,9 +116,8 @@ class BackupTransfer:
                 continue  # its client has left meanwhile
             tokens = backup.tokens
             try:
-                await pipeline.write_backup(
-                    sequence.seq_id, sequence.tokens[:tokens], backup.states
-                )
+                held = sequence.tokens[:tokens]
+                await pipeline.write_backup(sequence.seq_id, held, backup.states)
             except ClusterError as error:
                 log.info("backup not restored", extra={"error": str(error)})
                 return

@@ -71,11 +71,8 @@ class PrefixBackups:
 
     def find_longest(self, prompt: Sequence[int]) -> Backup | None:
         """Return the longest backup that is a proper prefix of `prompt`, and mark it as the most recently used."""
-        found = [
-            tokens
-            for tokens in self.kept
-            if len(tokens) < len(prompt) and tuple(prompt[: len(tokens)]) == tokens
-        ]
+        shorter = (tokens for tokens in self.kept if len(tokens) < len(prompt))
+        found = [tokens for tokens in shorter if tuple(prompt[: len(tokens)]) == tokens]
         if not found:
             return None
         longest = max(found, key=len)

@@ -41,9 +41,6 @@ def is_gpu_timeout(message: str) -> bool:
 MAX_FAILURES = 4
 """Consecutive pipeline failures after which the running requests are failed, because one of them may be the cause."""
 
-LONG_PREFILL_SECONDS = 5.0
-"""Seconds. Expected time to the first token from which the log announces it."""
-
 Deliver = Callable[[GenerationEvent], None]
 """The function that takes the events of one request."""
 
@@ -148,13 +145,6 @@ class GenerationLoop(Generator):
             raise NotReadyError(f"this server is not serving: {cause}")
         sequence = self.scheduler.submit(request, self.clock())
         self._listeners[sequence.seq_id] = sequence, deliver
-        expected = self.scheduler.prompts.expected_seconds(len(request.prompt))
-        if expected is not None and expected >= LONG_PREFILL_SECONDS:
-            log.info(
-                "long prompt: the first token is expected in %.0f s",
-                expected,
-                extra={"id": request.request_id, "tokens": len(request.prompt)},
-            )
         log.debug("request queued", extra={"seq_id": sequence.seq_id, "id": request.request_id})
         self._backups.restore_prefix(self.pipeline, sequence, self._send_frames)
         self._send_frames()
@@ -280,11 +270,8 @@ class GenerationLoop(Generator):
         """Log once when all sequences of the previous plan are computed again."""
         if not self._rebuilding:
             return
-        self._rebuilding = [
-            s
-            for s in self._rebuilding
-            if s.computed_tokens < s.prefill_tokens and s.seq_id in self._listeners
-        ]
+        open_ones = (s for s in self._rebuilding if s.seq_id in self._listeners)
+        self._rebuilding = [s for s in open_ones if s.computed_tokens < s.prefill_tokens]
         if not self._rebuilding:
             log.info("sequences rebuilt", extra={"epoch": self.scheduler.epoch})
 

@@ -82,16 +82,13 @@ class PrefixCache:
         if prompt not in self._recent:
             self._recent.append(prompt)
         held = {len(e.tokens) for e in self.entries.values() if prompt[: len(e.tokens)] == e.tokens}
-        return sorted(
-            p for p in points if start < p < len(prompt) and p not in held and self._fits(p)
-        )
+        inside = (p for p in points - held if start < p < len(prompt))
+        return sorted(p for p in inside if self._fits(p))
 
     def _fits(self, tokens: int) -> bool:
         """Return whether an entry of `tokens` tokens is long enough and fits into the budget."""
-        return (
-            tokens >= SMALLEST_ENTRY
-            and self.capacity.entry_bytes(tokens) <= self.capacity.prefix_bytes
-        )
+        nbytes = self.capacity.entry_bytes(tokens)
+        return tokens >= SMALLEST_ENTRY and nbytes <= self.capacity.prefix_bytes
 
     def add_entry(self, tokens: Tokens) -> tuple[Entry | None, list[int]]:
         """Add an entry for `tokens`. Return it and the numbers of the entries that were dropped to make room.

@@ -367,10 +367,7 @@ class Scheduler:
         return [] if shape is None or shape.depth else going
 
     def _fill(self, decoding: int) -> int:
-        """Return how many windows a sequence may have in flight.
-
-        It is one while prompts keep the stages busy.
-        """
+        """Return how many windows a sequence may have in flight. It is one while prompts keep the stages busy."""
         if decoding < len(self.running):
             return 1
         return windows_per_sequence(self.capacity, self.stages, decoding)
@@ -413,10 +410,8 @@ class Scheduler:
     def _next_chunks(self) -> list[Segment]:
         if len(self.in_flight) > self.stages:
             return []
-        stormy = self.backups.stormy
-        chunks = self.prompts.next_chunks(
-            self.running, self.waiting, self.limits, self.stages, stormy=stormy
-        )
+        running, waiting, stormy = self.running, self.waiting, self.backups.stormy
+        chunks = self.prompts.next_chunks(running, waiting, self.limits, self.stages, stormy=stormy)
         return [self._chunk_segment(sequence, length) for sequence, length in chunks]
 
     def _chunk_segment(self, sequence: Sequence, max_length: int) -> Segment:
@@ -531,9 +526,8 @@ class Scheduler:
         sequence = self.running.get(first.seq_id)
         cost = self._step_costs.measure(frame, record, now, sequence, idle=not self.in_flight)
         if cost is not None:
-            self.controller.record_step_cost(
-                record.decode_rows, first.width, first.drafts, cost, record.fill
-            )
+            rows, fill = record.decode_rows, record.fill
+            self.controller.record_step_cost(rows, first.width, first.drafts, cost, fill)
 
     def _apply_chunk(
         self, sequence: Sequence, segment: Segment, outcome: Outcome, result: FrameOutcome

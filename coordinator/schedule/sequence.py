@@ -417,9 +417,8 @@ class Sequence:
         assert not self.windows_in_flight or self.decoding or self.preempting, self
         assert self.tokens_in_flight <= self.remaining, self
         numbers = [window.number for window in self.windows_in_flight]
-        assert numbers == sorted(set(numbers)) and max(numbers, default=0) <= self.window_count, (
-            self
-        )
+        assert numbers == sorted(set(numbers)), self
+        assert max(numbers, default=0) <= self.window_count, self
         assert all(window.width for window in self.windows_in_flight), self
 
 

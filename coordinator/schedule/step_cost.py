@@ -45,9 +45,8 @@ class StepCostMeter:
         modelled_pass = sum(frame.stage_us) / 1e6
         modelled_cycle = record.micro_batches * max(frame.stage_us) / 1e6
         full = record.micro_batches == self._stages > 1
-        self._record_overheads(
-            record, now, sequence, modelled_pass, modelled_cycle, idle and not full
-        )
+        empty = idle and not full
+        self._record_overheads(record, now, sequence, modelled_pass, modelled_cycle, empty)
         widths = {(s.width, s.drafts) for s in frame.segments}
         if not record.valid_windows or len(widths) > 1 or any(o.cancelled for o in frame.outcomes):
             return None

@@ -291,10 +291,8 @@ class HttpServer(uvicorn.Server):
                 acceptor.start()
             self.servers = []
         else:
-            self.servers = [
-                await loop.create_server(connection, sock=each, backlog=BACKLOG)
-                for each in listeners
-            ]
+            listen = partial(loop.create_server, connection, backlog=BACKLOG)
+            self.servers = [await listen(sock=each) for each in listeners]
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

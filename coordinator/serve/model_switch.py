@@ -170,7 +170,12 @@ class ModelSwitch(ModelLoader):
             self._serves = False
             # After a change that failed both ways, the parts of `before` are closed already. That does no harm.
             await self._end_answers(before, name)
-            await self._start_or_return(before.model, model)
+            try:
+                await self._serve(model)
+            except Exception:
+                log.warning("loading the earlier model again", extra={"model": before.model.name})
+                await self._serve(before.model)
+                raise
         except Exception as error:
             known = isinstance(error, ClusterError)
             log.log(
@@ -194,15 +199,6 @@ class ModelSwitch(ModelLoader):
             problem = await manager.problem_with(served_model(model), model.why_not_alone)
         if problem:
             raise MemoryLimitError(f"the cluster cannot serve {model.name}: {problem}")
-
-    async def _start_or_return(self, before: OpenedModel, model: OpenedModel) -> None:
-        """Serve `model`. If that fails, load the model from before again, and raise."""
-        try:
-            await self._serve(model)
-        except Exception:
-            log.warning("loading the earlier model again", extra={"model": before.name})
-            await self._serve(before)
-            raise
 
     async def _serve(self, model: OpenedModel) -> None:
         """Load `model` on the workers, or in this process if there are none, and publish it."""

@@ -169,23 +169,6 @@ def served_model(model: OpenedModel) -> ServedModel:
     )
 
 
-def local_model(checkpoint: Checkpoint, options: ServeOptions, mode: MtpMode) -> LocalModel:
-    """Return all layers as one stage of this process."""
-    return LocalModel(
-        checkpoint,
-        [Span(0, checkpoint.config.num_layers)],
-        options.dtype,
-        options.kv_bits,
-        with_head=mode.depth != 0,
-        max_sequences=options.max_sequences,
-        prefix_cache=options.prefix_cache,
-        wired=options.wired,
-        kernels=options.kernels,
-        exact=options.exact,
-        draft_vocab=options.draft_vocab,
-    )
-
-
 def why_not_alone(model: LocalModel) -> str:
     """Return why this machine cannot serve the model without workers, or an empty string. Reads headers only."""
     try:
@@ -242,7 +225,20 @@ class OpenedModel:
             nbytes=sum(self.checkpoint.part_bytes().values()),
             parameters=count_parameters(self.checkpoint),
         )
-        self.local = LocalPipelines(local_model(self.checkpoint, options, self.mode))
+        whole = LocalModel(
+            self.checkpoint,
+            [Span(0, config.num_layers)],
+            options.dtype,
+            options.kv_bits,
+            with_head=self.mode.depth != 0,
+            max_sequences=options.max_sequences,
+            prefix_cache=options.prefix_cache,
+            wired=options.wired,
+            kernels=options.kernels,
+            exact=options.exact,
+            draft_vocab=options.draft_vocab,
+        )
+        self.local = LocalPipelines(whole)
         self.why_not_alone = why_not_alone(self.local.model)
 
 
@@ -252,15 +248,12 @@ class ServedParts:
     def __init__(self, model: OpenedModel, source: PipelineSource, lasting: LastingParts) -> None:
         self.model = model
         config, options, manager = model.checkpoint.config, model.options, lasting.manager
-        limits = Limits(
-            config.max_positions, config.vocab_size, prefill_chunk=options.prefill_chunk
-        )
+        limits = Limits(config.max_positions, config.vocab_size, options.prefill_chunk)
         scheduler = Scheduler(limits, Controller(model.mode), model.vocabulary)
         waiting_for = manager.describe_gathering if manager else str
         self.loop = GenerationLoop(source, scheduler, describe_wait=waiting_for)
-        status = LiveStatus(
-            self.loop, manager, model.name, model.local.status, model_status(model.checkpoint)
-        )
+        facts, alone = model_status(model.checkpoint), model.local.status
+        status = LiveStatus(self.loop, manager, model.name, alone, facts)
         api = Api(
             self.loop,
             model.tokenizer,
@@ -284,10 +277,6 @@ class ServedParts:
         """Return the number of answers that run or wait."""
         scheduler = self.loop.scheduler
         return len(scheduler.running) + len(scheduler.waiting)
-
-    def end_pages(self) -> None:
-        """End the event streams of open pages."""
-        self.app.state.live_feed.close()
 
     async def close(self, error: ClusterError | None = None) -> None:
         """End all answers with `error`. Without it stored answers continue at the next start."""

@@ -88,9 +88,7 @@ def http_tls(options: ServeOptions) -> TlsFiles | None:
     if options.tls_cert is not None and options.tls_key is not None:
         for file in (options.tls_cert, options.tls_key):
             if not file.is_file():
-                raise UsageError(
-                    f"{file}: no such file. Give --tls-cert and --tls-key as PEM files"
-                )
+                raise UsageError(f"{file}: no such file. Give --tls-cert and --tls-key in PEM")
         return TlsFiles(options.tls_cert, options.tls_key)
     if options.insecure or is_loopback(options.host):
         return None
@@ -155,9 +153,8 @@ async def serve(options: ServeOptions) -> None:
     Raises UsageError if the port or the state directory is in use, and ClusterError if no first plan is possible or the
     cluster fails.
     """
-    listener = bind_listener(
-        f"--host {options.host} --port {options.port}", options.host, options.port
-    )
+    host, port = options.host, options.port
+    listener = bind_listener(f"--host {host} --port {port}", host, port)
     warn_once_of_shortage(asyncio.get_running_loop())
     # A full collection would read every object of the imported modules and stop all streams for about 0.1 s.
     gc.freeze()
@@ -218,9 +215,8 @@ class _Server:
         self._tls = tls = http_tls(options)
         host, self.port = listener.getsockname()[:2]
         self.url = _url(host, self.port, tls)
-        key_ring = KeyRing(
-            options.state, required=not (options.insecure or is_loopback(options.host))
-        )
+        is_open = options.insecure or is_loopback(options.host)
+        key_ring = KeyRing(options.state, required=not is_open)
         key_ring.admit_owner(_url("127.0.0.1" if host in UNSPECIFIED else host, self.port, tls))
         self.download = ModelDownload(options.model, served_name(options.model))
         self.api_options = ApiOptions(
@@ -229,9 +225,8 @@ class _Server:
             clamp_max_tokens=options.clamp_max_tokens,
             key_ring=key_ring,
         )
-        self.journal = Journal(
-            options.state / "journal" / "answers.db" if options.journal else None
-        )
+        file = options.state / "journal" / "answers.db"
+        self.journal = Journal(file if options.journal else None)
         self.app = HostCheck(
             starting_app(self.download, self.api_options),
             socket.gethostname(),

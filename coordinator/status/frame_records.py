@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from statistics import median, quantiles
 from typing import Any, Literal, NamedTuple
@@ -47,7 +47,7 @@ class ClockOffset:
 
     def align_times(self, epoch: int, number: int, rows: int, times: Iterable[int]) -> FrameTimes:
         """Return the times of a frame in this clock as times of the coordinator's clock."""
-        aligned = tuple(moment - self.offset_ns if moment else 0 for moment in times)
+        aligned = tuple(moment and moment - self.offset_ns for moment in times)
         return FrameTimes(epoch, number, rows, aligned)
 
 
@@ -89,16 +89,10 @@ class ProcessTrace:
         return CoordinatorStep if self.stage == COORDINATOR else StageStep
 
 
-def process_trace(
-    name: str,
-    stage: int,
-    stamps: Sequence[FrameStamps],
-    clock: ClockOffset | None = None,
-) -> ProcessTrace:
-    """Return the trace of a process, with its times in the coordinator's clock."""
-    clock = clock or ClockOffset()
-    frames = (clock.align_times(s.epoch, s.number, s.rows, s.times) for s in stamps if s.epoch)
-    return ProcessTrace(name, stage, clock, tuple(frames))
+def process_trace(name: str, stage: int, stamps: Sequence[FrameStamps]) -> ProcessTrace:
+    """Return the trace of a process with the coordinator's clock."""
+    frames = (FrameTimes(s.epoch, s.number, s.rows, tuple(s.times)) for s in stamps if s.epoch)
+    return ProcessTrace(name, stage, ClockOffset(), tuple(frames))
 
 
 class Phase(NamedTuple):
@@ -218,10 +212,8 @@ def step_table(processes: Sequence[ProcessTrace]) -> str:
 def _row(process: str, phase: str, times: Sequence[int]) -> list[str]:
     if len(times) < 2:
         return []
-    p90 = quantiles(times, n=10)[-1]
-    return [
-        f"{process:<28} {phase:<12} {median(times) / 1e6:>10.3f} {p90 / 1e6:>10.3f} {len(times):>8}"
-    ]
+    middle, p90 = median(times) / 1e6, quantiles(times, n=10)[-1] / 1e6
+    return [f"{process:<28} {phase:<12} {middle:>10.3f} {p90:>10.3f} {len(times):>8}"]
 
 
 Event = dict[str, Any]
@@ -253,11 +245,7 @@ def chrome_trace(processes: Sequence[ProcessTrace]) -> dict[str, Any]:
         kind = "relay" if hop.relay else "hop"
         name, pid = f"{kind} to {hop.name}", hop.receiver + 1
         events += _pair(name, kind, pid, hop.number, hop.start, hop.end, {"frame": hop.number})
-    clocks = {
-        process.name: {"offset_ns": process.clock.offset_ns, "error_ns": process.clock.error_ns}
-        for process in processes
-        if process.stage != COORDINATOR
-    }
+    clocks = {one.name: asdict(one.clock) for one in processes if one.stage != COORDINATOR}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"clocks": clocks}}
 
 
@@ -368,11 +356,9 @@ class FrameRecords:
         kind = _kind_of(frame, speculative=speculative)
         self.count += 1
         key = frame.epoch, frame.number
-        self.records.append(
-            FrameRecord(
-                self.count, key, kind, rows, rows - kept, tokens, sent_at, now, frame.stage_us
-            )
-        )
+        us, wasted = frame.stage_us, rows - kept
+        record = FrameRecord(self.count, key, kind, rows, wasted, tokens, sent_at, now, us)
+        self.records.append(record)
 
     # ---- figures
 
@@ -446,10 +432,8 @@ def _slowest(times: Sequence[float], shares: Sequence[float]) -> int | None:
 
 def stage_spans(processes: Sequence[ProcessTrace]) -> dict[FrameKey, StageSpans]:
     """Return the start and end of each stage's work, in seconds, of the frames that all stages have finished."""
-    stages = sorted(
-        (process for process in processes if process.stage != COORDINATOR),
-        key=lambda process: process.stage,
-    )
+    stages = [process for process in processes if process.stage != COORDINATOR]
+    stages.sort(key=lambda process: process.stage)
     found: dict[FrameKey, list[tuple[float, float]]] = {}
     for place, process in enumerate(stages):
         for frame in process.frames:

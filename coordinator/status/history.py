@@ -24,27 +24,21 @@ class LatencyLog:
 
     def __init__(self) -> None:
         self.tokens = 0
-        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_FIRST_TOKENS)
-        self._gaps: deque[float] = deque(maxlen=MAX_GAPS)
-
-    def record_first_token(self, now: float, seconds: float) -> None:
-        """Record the time to the first token of an answer."""
-        self._first_tokens.append((now, seconds))
-
-    def record_gap(self, seconds: float) -> None:
-        """Record the time between two deliveries to one client."""
-        self._gaps.append(seconds)
+        self.answers: deque[tuple[float, float]] = deque(maxlen=MAX_FIRST_TOKENS)
+        """The time of the first token of each answer, and the seconds to it."""
+        self.gaps: deque[float] = deque(maxlen=MAX_GAPS)
+        """Seconds between two deliveries to one client."""
 
     def first_tokens(self, now: float) -> list[float]:
         """Return the times to the first token of the last KEPT_SECONDS."""
-        while self._first_tokens and self._first_tokens[0][0] < now - KEPT_SECONDS:
-            self._first_tokens.popleft()
-        return [seconds for _, seconds in self._first_tokens]
+        while self.answers and self.answers[0][0] < now - KEPT_SECONDS:
+            self.answers.popleft()
+        return [seconds for _, seconds in self.answers]
 
     def take_gaps(self) -> list[float]:
         """Return the gaps since the last call."""
-        gaps = list(self._gaps)
-        self._gaps.clear()
+        gaps = list(self.gaps)
+        self.gaps.clear()
         return gaps
 
 
@@ -185,17 +179,10 @@ class History:
             return None
         first = self._latency.first_tokens(now)
         gaps = self._latency.take_gaps()
-        sample = Sample(
-            at,
-            new_tokens / (now - before),
-            new_accepted / new_drafted if 0 <= new_accepted <= new_drafted > 0 else None,
-            status.running,
-            status.waiting,
-            percentile(first, 0.5),
-            percentile(first, 0.95),
-            percentile(gaps, 0.5),
-            percentile(gaps, 0.95),
-        )
+        rate = new_tokens / (now - before)
+        share = new_accepted / new_drafted if 0 <= new_accepted <= new_drafted > 0 else None
+        latencies = [percentile(times, part) for times in (first, gaps) for part in (0.5, 0.95)]
+        sample = Sample(at, rate, share, status.running, status.waiting, *latencies)
         self.samples.append(sample)
         return sample
 
@@ -248,8 +235,8 @@ class EventLog:
             self._failed_at = at
             self._lost, self._rebuilding_since = [], None
         if self._failed_at is not None:
-            lost = [n.name for n in status.nodes if n.health == "lost" and n.name not in self._lost]
-            self._lost += lost
+            lost = (n.name for n in status.nodes if n.health == "lost")
+            self._lost += [name for name in lost if name not in self._lost]
         if not status.ready or (status.epoch == before.epoch and before.ready):
             return []
         machines = sum(bool(node.span) for node in status.nodes)
@@ -277,13 +264,12 @@ class EventLog:
 def _node_events(
     before: dict[str, NodeStatus], status: ClusterStatus, at: float
 ) -> list[ClusterEvent]:
-    present = [node for node in status.nodes if node.address is not None]
+    present = (node for node in status.nodes if node.address is not None)
     events = [e for n in present for e in _node_event(before.pop(n.address or "", None), n, at)]
     gone = (node for node in before.values() if node.address is not None)
-    left = [
-        ClusterEvent(at, "leave", f"{node.name} left") for node in gone if node.health != "lost"
+    return events + [
+        ClusterEvent(at, "leave", f"{n.name} left") for n in gone if n.health != "lost"
     ]
-    return events + left
 
 
 def _node_event(old: NodeStatus | None, node: NodeStatus, at: float) -> list[ClusterEvent]:

@@ -111,12 +111,12 @@ class RequestMeter:
         self._record.tokens += count
         if choice in self._last:
             self._metrics.gap.observe(now - self._last[choice])
-            latency.record_gap(now - self._last[choice])
+            latency.gaps.append(now - self._last[choice])
         else:
             if not self._last:
                 self._phases.append(("decode", now))
             self._metrics.first_token.observe(now - self._began)
-            latency.record_first_token(now, now - self._began)
+            latency.answers.append((now, now - self._began))
             if self._record.first_token is None:
                 self._record.first_token = round(now - self._began, 4)
         self._last[choice] = now

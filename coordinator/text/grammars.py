@@ -148,9 +148,8 @@ def _grammar_text(output: OutputFormat) -> str:
         case "regex":
             return str(LLMatcher.grammar_from_regex(output.content))
         case "choice":
-            return str(
-                LLMatcher.grammar_from_lark("start: " + " | ".join(map(_text, output.content)))
-            )
+            choices = " | ".join(map(_text, output.content))
+            return str(LLMatcher.grammar_from_lark(f"start: {choices}"))
 
 
 MAX_CALLS = 16

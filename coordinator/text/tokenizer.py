@@ -165,12 +165,8 @@ class Tokenizer:
         self.eos_ids = eos_ids | frozenset(wrapper.eos_token_ids)
         self._bytes = _byte_table(self.backend)
         added = self.backend.get_added_tokens_decoder()
-        markers = (
-            wrapper.think_start_tokens,
-            wrapper.think_end_tokens,
-            wrapper.tool_call_start_tokens,
-            wrapper.tool_call_end_tokens,
-        )
+        reasoning = (wrapper.think_start_tokens, wrapper.think_end_tokens)
+        markers = (*reasoning, wrapper.tool_call_start_tokens, wrapper.tool_call_end_tokens)
         special = frozenset(token for token, entry in added.items() if entry.special)
         self.control_ids = special.difference(*(tokens or () for tokens in markers))
         """The control tokens, which add no text to an answer."""
@@ -231,9 +227,7 @@ class Tokenizer:
         except BaseException as error:
             # A lone surrogate raises TypeError. A panic of the Rust library is no Exception.
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-                raise RequestError(
-                    "text: the tokenizer cannot read it. Send valid Unicode."
-                ) from error
+                raise RequestError("text: not readable. Send valid Unicode.") from error
             raise
 
     def _encode_text(self, text: str, *, add_special_tokens: bool = True) -> tokenizers.Encoding:
@@ -287,10 +281,8 @@ class Tokenizer:
         thinking = False
         if self._wrapper.has_thinking:
             # Only the text the template adds for the answer counts: a message may contain the markers.
-            opening = prompt.removeprefix(history)
-            thinking = opening.rfind(self._wrapper.think_start) > opening.rfind(
-                self._wrapper.think_end
-            )
+            opening, wrapper = prompt.removeprefix(history), self._wrapper
+            thinking = opening.rfind(wrapper.think_start) > opening.rfind(wrapper.think_end)
         encoded = self._encode(prompt, add_special_tokens=False)
         return ChatPrompt(
             tuple(encoded.ids),

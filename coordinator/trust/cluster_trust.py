@@ -25,7 +25,7 @@ from coordinator.trust.registry import Registry
 from proto import cluster_pb2 as pb
 from proto.announcement import join_address
 from proto.errors import ClusterError, NotReadyError, ProtocolError, UsageError
-from proto.rpc.listener import BackgroundTasks
+from proto.rpc.listener import BackgroundTasks, bind_listener
 from proto.state_dir import write_private
 from proto.trust.certificates import (
     NodeIdentity,
@@ -87,9 +87,7 @@ FAILURE_SECONDS = 60.0
 REFUSED = "the coordinator refused the token: {}. Get a new one with mtp-coord token create"
 """The answer to a refused token, with the reason."""
 
-UNWRITABLE = (
-    "the coordinator cannot write its registry. Its log has the reason. Try again afterwards"
-)
+UNWRITABLE = "the coordinator cannot write its registry. Its log has the reason. Try again later"
 """The answer while the coordinator cannot keep the machine in its state directory."""
 
 LIMITED = "the coordinator has received too many joins. Try again in a minute"
@@ -112,13 +110,8 @@ class JoinServer:
     @contextlib.asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[int]:
         """Serve joins while the block runs, and yield the port. Raises UsageError if it is not available."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            listener = socket.create_server((host, port), family=family, backlog=MAX_OPEN)
-        except OSError as error:
-            raise UsageError(
-                f"--listen {host}:{port}: {error.strerror or error}. Choose another address or port"
-            ) from error
+        listener = bind_listener(f"--listen {join_address(host, port)}", host, port)
+        listener.listen(MAX_OPEN)
         listener.setblocking(False)
         self._tasks.spawn(self._accept(listener))
         try:
@@ -218,12 +211,8 @@ class JoinServer:
         while self._failures and self._failures[0][0] < now - FAILURE_SECONDS:
             self._failures.popleft()
         failed = sum(address == peer for _, address in self._failures)
-        return (
-            self._open.total() > MAX_OPEN
-            or self._open[peer] > MAX_OPEN_OF_PEER
-            or len(self._failures) >= MAX_FAILURES
-            or failed >= MAX_FAILURES_OF_PEER
-        )
+        crowded = self._open.total() > MAX_OPEN or self._open[peer] > MAX_OPEN_OF_PEER
+        return crowded or len(self._failures) >= MAX_FAILURES or failed >= MAX_FAILURES_OF_PEER
 
     def _admit(self, request: dict[str, object], session: bytes, peer: str) -> dict[str, str]:
         """Return the certificate for a valid request. Raises AccessError or ProtocolError otherwise."""

@@ -59,10 +59,8 @@ class KeyRing:
         """Return the keys, read again when the file has changed. Raises UsageError for a damaged file."""
         if (version := self._file.version) != self._version:
             self._keys = [
-                ApiKey(
-                    name, facts["digest"], frozenset(map(Scope, facts["scopes"])), facts["created"]
-                )
-                for name, facts in self._file.read().items()
+                ApiKey(name, one["digest"], frozenset(map(Scope, one["scopes"])), one["created"])
+                for name, one in self._file.read().items()
             ]
             self._version = version
             self.required |= bool(self._keys)
@@ -73,9 +71,7 @@ class KeyRing:
         key, digest = _new_key()
         with self._file.changing() as content:
             if name in content:
-                raise UsageError(
-                    f"a key named {name!r:.80} exists. Revoke it first or choose a name"
-                )
+                raise UsageError(f"a key named {name!r:.80} exists. Revoke it or choose another")
             content[name] = {"digest": digest, "scopes": sorted(scopes), "created": time.time()}
         return key
 

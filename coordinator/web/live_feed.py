@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import asdict
 from itertools import count, takewhile
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
 from coordinator.status.frame_records import CollectTraces, FrameRecord, FrameRecords
@@ -130,6 +131,8 @@ class LiveFeed:
         self._new_samples: list[Sample] = []
         """The samples since the last message."""
         self._subscribers: set[Subscriber] = set()
+        self._admitted: WeakSet[Subscriber] = WeakSet()
+        """The queues of all pages, those included whose first message has not been asked for yet."""
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closed = False
 
@@ -230,12 +233,8 @@ class LiveFeed:
     def _new_frames(self) -> list[list[float | str]]:
         """Return the frames since the last message, as `compact_frame` writes them."""
         settled = time.monotonic() - HOLD_SECONDS
-        new = list(
-            takewhile(
-                lambda frame: frame.stages or frame.returned_at <= settled,
-                self.frames.since(self._sent_frame, MAX_FRAMES_SENT),
-            )
-        )
+        found = self.frames.since(self._sent_frame, MAX_FRAMES_SENT)
+        new = list(takewhile(lambda frame: frame.stages or frame.returned_at <= settled, found))
         if new:
             self._sent_frame = new[-1].number
         return _compact_frames(new)
@@ -275,15 +274,16 @@ class LiveFeed:
 
     def subscribe(self) -> AsyncGenerator[bytes, None]:
         """Return the server-sent events of one page. Raises CapacityError beyond MAX_SUBSCRIBERS."""
-        if self._is_closed or len(self._subscribers) >= MAX_SUBSCRIBERS:
+        if self._is_closed or len(self._admitted) >= MAX_SUBSCRIBERS:
             raise CapacityError(
-                f"live pages: {MAX_SUBSCRIBERS} are open. Close one.", retry_after=10
+                f"{MAX_SUBSCRIBERS} live pages are open. Close one.", retry_after=10
             )
         self.start()
-        return self._stream()
-
-    async def _stream(self) -> AsyncGenerator[bytes, None]:
         queue: Subscriber = asyncio.Queue(QUEUED_MESSAGES)
+        self._admitted.add(queue)
+        return self._stream(queue)
+
+    async def _stream(self, queue: Subscriber) -> AsyncGenerator[bytes, None]:
         self._subscribers.add(queue)
         try:
             yield self._snapshot()

@@ -66,9 +66,9 @@ def load_assets() -> dict[str, Asset]:
     return found
 
 
-def send_asset(request: Request, name: str) -> Response:
-    """Return the file `name`, or 304 if the browser has it. Raises HTTPException 404 for another name."""
-    asset = load_assets().get(name)
+async def send_asset(request: Request) -> Response:
+    """Answer `GET /` or `GET /assets/NAME`, with 304 if the browser has the file. Raises HTTPException 404."""
+    asset = load_assets().get(request.path_params.get("name", "index.html"))
     if asset is None:
         raise HTTPException(404, "page file: not found")
     headers = {**HEADERS, "ETag": asset.etag}
@@ -77,17 +77,7 @@ def send_asset(request: Request, name: str) -> Response:
     return Response(asset.content, media_type=asset.media_type, headers=headers)
 
 
-async def send_page(request: Request) -> Response:
-    """Answer `GET /`."""
-    return send_asset(request, "index.html")
-
-
-async def send_file(request: Request) -> Response:
-    """Answer `GET /assets/NAME`."""
-    return send_asset(request, request.path_params["name"])
-
-
-page_routes = [Route("/", send_page), Route("/assets/{name}", send_file)]
+page_routes = [Route("/", send_asset), Route("/assets/{name}", send_asset)]
 """The routes of the files. They need no API key, because a browser cannot send one when it opens a page."""
 
 router = APIRouter()

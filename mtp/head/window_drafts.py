@@ -161,11 +161,9 @@ class WindowDrafts:
             drawn.append(choose_with_keys(own, params, partial(self._keys, jobs, step)))
             order += rows
         tokens = _joined(drawn)
-        return (
-            tokens
-            if order == sorted(order)
-            else tokens[mx.array(sorted(range(len(order)), key=order.__getitem__))]
-        )
+        if order == sorted(order):
+            return tokens
+        return tokens[mx.array(sorted(range(len(order)), key=order.__getitem__))]
 
     def _keys(self, jobs: Sequence[int], step: int) -> mx.array:
         """Return the keys of the noise of the drafts of one step: uint32 `[len(jobs), 2]`, lazy."""

@@ -66,9 +66,7 @@ class RowRange:
         return tuple(sorted(ends | {size for size in SIZES if self.low <= size <= top}))
 
     def __str__(self) -> str:
-        return (
-            f"{self.low} or more rows" if self.high is None else f"{self.low} to {self.high} rows"
-        )
+        return f"{self.low} or more rows" if not self.high else f"{self.low} to {self.high} rows"
 
 
 EVERY = RowRange(1, None)

@@ -139,9 +139,8 @@ class QuantizedKV(KVRows, QuantizedKVCache):
             own = q[:, :, start : start + tile]
             seen = offset + start + own.shape[2]
             keys, values = (tuple(part[:, :, :seen] for part in parts) for parts in held)
-            mask: Any = (
-                "causal" if own.shape[2] > 1 else None
-            )  # mlx-lm's annotation lacks the string
+            # mlx-lm's annotation lacks the string.
+            mask: Any = "causal" if own.shape[2] > 1 else None
             outputs.append(
                 scaled_dot_product_attention(own, keys, values, cache=self, scale=scale, mask=mask)
             )

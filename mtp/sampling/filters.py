@@ -96,27 +96,22 @@ class History:
     def __init__(self, vocab: int, prompt: int) -> None:
         self.vocab = vocab
         self.prompt = prompt
-        self._tokens: list[int] = []
+        self._count = 0
         self._in_prompt = mx.zeros([vocab], dtype=mx.int32)
         self._in_output = mx.zeros([vocab], dtype=mx.int32)
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return self._count
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens. Raises ProtocolError for one outside the vocabulary."""
         for token in tokens:
             if not 0 <= token < self.vocab:
                 raise ProtocolError(f"token {token} exceeds the vocabulary of {self.vocab} tokens")
-        self._add(tokens, start=len(self), count=1)
-        self._tokens.extend(tokens)
-
-    def truncate(self, length: int) -> None:
-        """Remove all tokens after the first `length`, as a rollback does. Raises ValueError for an invalid length."""
-        if not 0 <= length <= len(self):
-            raise ValueError(f"truncate to {length} of {len(self)} tokens")
-        self._add(self._tokens[length:], start=length, count=-1)
-        del self._tokens[length:]
+        split = max(0, self.prompt - len(self))
+        self._in_prompt = _added(self._in_prompt, tokens[:split])
+        self._in_output = _added(self._in_output, tokens[split:])
+        self._count += len(tokens)
 
     def counts(self, pending: Tokens, rows: int) -> tuple[mx.array, mx.array]:
         """Return the token counts in the past of each row: (in the prompt, in the output), int32 `[rows, vocab]`.
@@ -136,22 +131,14 @@ class History:
             _scattered(self._in_output, rows, tokens, [p for p in pairs if p[1] >= first_output]),
         )
 
-    def _add(self, tokens: Sequence[int], start: int, count: int) -> None:
-        """Add `count` for each of `tokens`, whose positions begin at `start`."""
-        split = max(0, self.prompt - start)
-        self._in_prompt = _added(self._in_prompt, tokens[:split], count)
-        self._in_output = _added(self._in_output, tokens[split:], count)
-
 
 def token_array(tokens: Tokens) -> mx.array:
     """Return `tokens` as int32 `[n]`."""
     return mx.array(tokens if isinstance(tokens, mx.array) else list(tokens), dtype=mx.int32)
 
 
-def _added(counts: mx.array, tokens: Sequence[int], count: int) -> mx.array:
-    if not tokens:
-        return counts
-    return counts.at[token_array(tokens)].add(count)
+def _added(counts: mx.array, tokens: Sequence[int]) -> mx.array:
+    return counts.at[token_array(tokens)].add(1) if tokens else counts
 
 
 def _scattered(

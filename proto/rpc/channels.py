@@ -42,6 +42,10 @@ def peer_identity(connection: ssl.SSLSocket) -> NodeIdentity:
     found = connection.getpeercert() or {}
     names = found.get("subjectAltName", ())
     uris = [str(pair[1]) for pair in names if isinstance(pair, tuple) and pair[0] == "URI"]
+    return _only_identity(uris)
+
+
+def _only_identity(uris: list[str]) -> NodeIdentity:
     if len(uris) != 1:
         raise AccessError("the peer has no certificate of a cluster")
     return NodeIdentity.parse(uris[0])
@@ -55,9 +59,8 @@ def _context(side: int, trust: NodeTrust) -> ssl.SSLContext:
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | ssl.VERIFY_X509_TRUSTED_FIRST
     context.load_verify_locations(cadata=trust.authorities)
     if side == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = (
-            0  # no session is resumed, and the client reads nothing after the handshake
-        )
+        # No session is resumed, and the client reads nothing after the handshake.
+        context.num_tickets = 0
     with tempfile.TemporaryDirectory() as directory:  # the library reads keys from files only
         file = Path(directory) / "node.pem"
         file.touch(0o600)
@@ -135,6 +138,4 @@ def peer_of(context: Any) -> NodeIdentity:
     """
     names = context.auth_context().get(_NAMES, ())
     uris = [name.decode(errors="replace") for name in names if name.startswith(b"mtp://")]
-    if len(uris) != 1:
-        raise AccessError("the peer has no certificate of a cluster")
-    return NodeIdentity.parse(uris[0])
+    return _only_identity(uris)

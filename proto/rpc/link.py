@@ -367,9 +367,7 @@ async def open_connection(
         async with asyncio.timeout(timeout):
             metadata = await call.initial_metadata()
     except TimeoutError:
-        raise DeadlineError(
-            f"opening a stream to {address} timed out after {timeout:g} s"
-        ) from None
+        raise DeadlineError(f"a stream to {address} timed out after {timeout:g} s") from None
     except grpc.aio.AioRpcError as error:
         raise await _status_of(call, address) from error
     if call.done():  # refused: the worker sent a status instead

@@ -245,9 +245,8 @@ def _check_server(certificate: bytes, authorities: str, token: JoinToken) -> Non
     try:
         chain, now = from_pem(authorities), utc_now()
         trusted = [a for a in chain if fingerprint(a) == token.authority]
-        for cross in reversed(
-            chain
-        ):  # after a rotation, the token's authority issued the next one's certificate
+        # After a rotation, the token's authority issued the next one's certificate.
+        for cross in reversed(chain):
             with contextlib.suppress(AccessError):
                 check_issued_by(cross, trusted, now)
                 trusted += [cross] if is_authority(cross) else []

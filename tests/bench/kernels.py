@@ -55,11 +55,11 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{about()}\n{options}\n", flush=True)
     found = measure(options.rounds)
-    print("| sequences x tokens | | kernels a layer | launches a layer | us to build a layer |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| sequences x tokens | | kernels a layer | us to build a layer |")
+    print("| --- | --- | --- | --- |")
     for shape, costs in found.items():
         for name, cost in costs.items():
-            cells = f"{cost.kernels:.2f} | {cost.launches:.2f} | {cost.microseconds:.0f}"
+            cells = f"{cost.kernels:.2f} | {cost.microseconds:.0f}"
             print(f"| {shape} | {name} | {cells} |")
             if options.names:
                 print(f"    {cost.names}")

@@ -157,7 +157,7 @@ def test_the_demo_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert process.returncode == 0, output
     assert waited, output
     assert re.search(r"Chat with it in a browser: http://127\.0\.0\.1:\d+/", output), output
-    assert re.search(r"starting worker-1, .*, coordinator .* [0-3]/4 0:\d\d:\d\d", output), output
+    assert "starting worker-1, worker-2, worker-3, coordinator" in output
     assert re.findall(r"(worker-\d|coordinator) is ready after \d+ s", output) == [
         "worker-1",
         "worker-2",

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from coordinator.cli.plan_command import Question, answer
+from coordinator.cli.plan_command import answer
 from coordinator.planning.plan import NodeSpec
 from tests.support.checkpoints.published import MODELS, Published, converted_headers
 from tests.support.checkpoints.published_formats import FORMATS
@@ -34,8 +34,8 @@ def _memory_row(model: Published) -> str:
 def _largest(model: Published, bits: int | None, machines: int) -> int:
     """Return the bytes of the largest stage on equal machines, as `mtp-coord plan` computes them."""
     nodes = [NodeSpec(f"node-{i}", 2**60) for i in range(machines)]
-    question = Question(1, 1, CONTEXT, None, None)
-    stages: list[dict[str, int]] = answer(converted_headers(model, bits), nodes, question)["stages"]
+    facts = answer(converted_headers(model, bits), nodes, 1, 1, CONTEXT)
+    stages: list[dict[str, int]] = facts["stages"]
     return max(stage["weight_bytes"] + stage["cache_bytes"] for stage in stages)
 
 

@@ -43,11 +43,6 @@ _FORMS: dict[Layout, str] = {"raw": "pt", "mlx": "mlx"}
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 
 
-def copies_dir() -> Path:
-    """Return the directory of all copies. It is next to the hub's cache, on the disk that the user chose for models."""
-    return Path(constants.HF_HOME) / "mtp-cluster"
-
-
 @dataclass(frozen=True)
 class SpanCopy:
     """The copy of one checkpoint in `path`; `config` is the object of its config.json."""
@@ -115,9 +110,8 @@ class SpanCopy:
 
     def writer(self, part: str, entries: Sequence[Entry]) -> ShardWriter:
         """Return the writer of the file of one part."""
-        return ShardWriter(
-            self.path / "parts" / f"{part}.safetensors", entries, _FORMS[self.layout]
-        )
+        file = self.path / "parts" / f"{part}.safetensors"
+        return ShardWriter(file, entries, _FORMS[self.layout])
 
     def checkpoint(self) -> Checkpoint:
         """Return a checkpoint of the complete parts. It has no other parts."""
@@ -130,9 +124,10 @@ class SpanCopy:
 
 
 def _path(fingerprint: str) -> Path:
+    """Return the directory of a copy, next to the hub's cache, on the disk that the user chose for models."""
     if not _FINGERPRINT.fullmatch(fingerprint):
         raise ProtocolError(f"invalid fingerprint {fingerprint!r:.80}")
-    return copies_dir() / fingerprint
+    return Path(constants.HF_HOME) / "mtp-cluster" / fingerprint
 
 
 PROGRESS_SECONDS = 0.5
@@ -184,9 +179,7 @@ def _tensors(offer: pb.WeightsOffer, copy: SpanCopy) -> list[Tensor]:
     for number, offered in enumerate(offer.tensors):
         entry = Entry(offered.name, offered.dtype, tuple(offered.shape))
         if offered.dtype not in STORED_BYTES or entry.nbytes != offered.nbytes:
-            raise ProtocolError(
-                f"the size of tensor {offered.name!r:.120} does not match its shape"
-            )
+            raise ProtocolError(f"the size of tensor {offered.name!r:.120} contradicts its shape")
         info = TensorInfo(
             Path(offered.file), offered.dtype, entry.shape, offered.start, entry.nbytes
         )
@@ -374,9 +367,7 @@ async def provide(
             raise ProtocolError("the coordinator ended the call") from None
         except TimeoutError:
             coming.cancel()
-            raise DeadlineError(
-                f"the coordinator sent no weights for {SILENCE_SECONDS:g} s"
-            ) from None
+            raise DeadlineError(f"the coordinator sent nothing for {SILENCE_SECONDS:g} s") from None
 
     def send_reply(reply: pb.WeightsReply) -> None:
         """Queue a reply, from the thread that fills the copy."""

@@ -242,9 +242,8 @@ class WorkerNode:
             loaded = await self._load_weights(spec, request.model, on_progress)
         self._become(pb.WORKER_STATE_LOADED)
         config = loaded.stage.modules.config
-        frames = FrameLimits.here(
-            sparse=config.num_experts > 0, queries_per_key=config.queries_per_key
-        )
+        sparse = config.num_experts > 0
+        frames = FrameLimits.here(sparse=sparse, queries_per_key=config.queries_per_key)
         return pb.LoadResult(
             weight_bytes=loaded.weight_bytes,
             has_mtp=loaded.stage.modules.head is not None,
@@ -340,12 +339,14 @@ class WorkerNode:
         Raises StaleEpochError for another plan, ProtocolError on another stage, and the errors of opening the link.
         """
         self.renew_lease(request.coordinator)
-        binding = self.binding
-        if binding is None or not binding.bound or request.epoch != binding.place.epoch:
-            raise StaleEpochError(f"no plan of epoch {request.epoch} is bound here")
-        return _connect_reply(
-            await binding.open_ring(request, self.identity.id, self.identity.trust)
-        )
+        binding = self._bound_in(request.epoch)
+        hop = await binding.open_ring(request, self.identity.id, self.identity.trust)
+        return _connect_reply(hop)
+
+    def _bound_in(self, epoch: int) -> Binding:
+        if self.binding is None or not self.binding.bound or epoch != self.binding.place.epoch:
+            raise StaleEpochError(f"no plan of epoch {epoch} is bound here")
+        return self.binding
 
     def _failed(self) -> None:
         self._become(pb.WORKER_STATE_FAILED)
@@ -369,9 +370,7 @@ class WorkerNode:
         Raises StaleEpochError for a stream of another plan, AccessError for a wrong token, and ProtocolError for
         another stage.
         """
-        binding = self.binding
-        if binding is None or not binding.bound or stream.epoch != binding.place.epoch:
-            raise StaleEpochError(f"no plan of epoch {stream.epoch} is bound here")
+        binding = self._bound_in(stream.epoch)
         binding.check_stream(stream)
         return binding
 

@@ -119,9 +119,7 @@ async def worker_trust(
     if token and insecure:
         raise UsageError("--join secures the connections of this worker. Use it without --insecure")
     if insecure and not is_loopback(host):
-        log.warning(
-            "insecure: any machine that reaches this worker can use it, and read its traffic"
-        )
+        log.warning("insecure: any machine that reaches this worker can use it and read its data")
     state = state_dir(given)
     directory = state / _PREFIX
     local = read_text(state / LOCAL_TOKEN)

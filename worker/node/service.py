@@ -104,9 +104,7 @@ class DataPlane:
         """Send to the coordinator the frames that the last stage has processed, until the plan ends."""
         binding = self.node.binding_of(_stream_of(context))
         if not binding.place.last:
-            raise AccessError(
-                f"stage {binding.place.stage} is not the last stage and has no results"
-            )
+            raise AccessError(f"stage {binding.place.stage} is not the last and has no results")
         writer = binding.results = FrameWriter(
             await self._connection(context),
             "the coordinator",
@@ -158,9 +156,8 @@ class WorkerService(pb_grpc.WorkerServicer):
         if identity.pinned is not None:
             info.pinned.CopyFrom(pb.Span(start=identity.pinned.start, end=identity.pinned.end))
         if request.HasField("model"):
-            info.fingerprint = await asyncio.to_thread(
-                identity.models.fingerprint_of, request.model
-            )
+            fingerprint_of = identity.models.fingerprint_of
+            info.fingerprint = await asyncio.to_thread(fingerprint_of, request.model)
         if node.lease is not None:
             info.leased_to.CopyFrom(pb.Coordinator(id=node.lease.id, name=node.lease.name))
         return info

@@ -120,10 +120,8 @@ class HeadAddition:
         if weights is not None and not packed:
             _load(model, weights, self.source)
         if self.quantization:
-            chosen = self.quantization
-            nn.quantize(
-                model, class_predicate=lambda p, _: chosen.get(p.removeprefix("mtp."), False)
-            )
+            chosen = {f"mtp.{path}": how for path, how in self.quantization.items()}
+            nn.quantize(model, class_predicate=lambda path, _: chosen.get(path, False))
         if weights is not None and packed:
             _load(model, weights, self.source)
         parameters = dict(tree_flatten(model.parameters()))
@@ -173,9 +171,7 @@ def plan_head_addition(
             )
     packed = _packed(source)
     if packed and bits is not None:
-        raise UsageError(
-            "--mtp-bits: the head of the source is quantized already. Leave the flag out."
-        )
+        raise UsageError("--mtp-bits: the head is quantized already. Leave the flag out.")
     if not packed:
         _check_shapes(source, mine)
     quantization = packed or _like_backbone(target, bits)

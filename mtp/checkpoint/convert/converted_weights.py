@@ -96,9 +96,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.recipe and (self.quantization is None or self.quantization.mode != "affine"):
-            raise UsageError(
-                f"--quant-predicate {self.recipe} needs --quantize and --q-mode affine"
-            )
+            raise UsageError(f"--quant-predicate {self.recipe} needs -q and --q-mode affine")
 
     @property
     def head_quantization(self) -> Quantization | None:
@@ -211,7 +209,7 @@ def _load(
         inside = "" if part in ("lm_head", "mtp") else "model."
         plain, repacked = read_source_part(checkpoint, part, dtype)
         weights += [
-            (f"{inside}{module_path(part, within)}", weight) for within, weight in plain.items()
+            (f"{inside}{module_path(part, name)}", weight) for name, weight in plain.items()
         ]
         for within, module in repacked.items():
             path = f"{inside}{module_path(part, within)}".removesuffix(".weight")
@@ -272,10 +270,8 @@ def _quantize(
     of_backbone, of_head = settings.quantization, settings.head_quantization
     default = of_backbone or of_head
     if default is None:
-        formats = list(kept.values())
-        usual = max(
-            formats, key=lambda form: (formats.count(form), formats.index(form)), default={}
-        )
+        forms = list(kept.values())
+        usual = max(forms, key=lambda form: (forms.count(form), forms.index(form)), default={})
         return _with_overrides(dict(usual), prefix, kept) if kept else None
     found: dict[str, Any] = default.to_json()
     follows = settings.head_bits is None

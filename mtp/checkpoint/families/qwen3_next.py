@@ -110,9 +110,8 @@ def _scaling(args: TextModelArgs) -> dict[str, Any] | None:
 def _separate(combined: nn.Module, args: TextModelArgs) -> GatedDeltaNet:
     """Return Qwen3.5's GatedDeltaNet with the weights of `combined`."""
     gdn = GatedDeltaNet(args)
-    mx.eval(
-        mx.random.state
-    )  # the unused random weights of `gdn` have advanced the generator lazily
+    # The unused random weights of `gdn` have advanced the generator lazily.
+    mx.eval(mx.random.state)
     for name in ("conv1d", "dt_bias", "A_log", "norm", "out_proj"):
         setattr(gdn, name, combined[name])
     heads, ratio = gdn.num_k_heads, gdn.num_v_heads // gdn.num_k_heads

@@ -107,9 +107,7 @@ class Checkpoint:
 
         Raises CheckpointError when two tensors would become the same parameter.
         """
-        pairs: dict[str, list[tuple[str, str]]] = {
-            part: [] for part in part_names(config.num_layers)
-        }
+        pairs = {part: list[tuple[str, str]]() for part in part_names(config.num_layers)}
         unknown, ignored = [], []
         for name in sorted(tensors):
             if is_ignored(name):
@@ -160,9 +158,7 @@ class Checkpoint:
         """Return the error for missing tensors, given their stored names."""
         index, files = self.path / INDEX, {info.file for info in self.tensors.values()}
         place = index if index.exists() else files.pop() if len(files) == 1 else self.path
-        what = (
-            f"tensors {join_names(missing)} are" if len(missing) > 1 else f"tensor {missing[0]} is"
-        )
+        what = f"tensors {join_names(missing)} are" if missing[1:] else f"tensor {missing[0]} is"
         return CheckpointError(
             f"{place}: {what} missing. Download the checkpoint again, or convert it again."
         )
@@ -211,11 +207,8 @@ class Checkpoint:
         and different weights of the same shape differ. It detects mistakes, not forgery.
         """
         digest = hashlib.sha256()
-        config = [
-            self.config.text_config,
-            self.config.quantization,
-            self.config.tie_word_embeddings,
-        ]
+        own = self.config
+        config = [own.text_config, own.quantization, own.tie_word_embeddings]
         digest.update(json.dumps(config, sort_keys=True).encode())
         names = sorted(self.tensors)
         for name in names:
@@ -259,9 +252,8 @@ def _read_headers(path: Path) -> dict[Path, Header]:
     If these files have no `mtp.*` tensors, the tensors may come from a file outside the index: a head that was added
     to a finished checkpoint without an update of the index.
     """
-    found = sorted(
-        file for file in path.glob("*.safetensors") if not ADAPTER_FILES.fullmatch(file.name)
-    )
+    files = path.glob("*.safetensors")
+    found = sorted(file for file in files if not ADAPTER_FILES.fullmatch(file.name))
     index = path / INDEX
     if not index.exists():
         if not found:

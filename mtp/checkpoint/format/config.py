@@ -25,9 +25,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     try:
         content = file.read_bytes()
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{file}: no such file. Give the directory of a checkpoint."
-        ) from None
+        raise CheckpointError(f"{file}: no such file. Give a checkpoint directory.") from None
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from error
     return parse_json_object(content, str(file))
@@ -201,11 +199,6 @@ class ModelConfig:
         return copy.deepcopy(self.text_config) | tied
 
     @property
-    def gdn_conv_dim(self) -> int:
-        """Channels of the convolution of a GDN layer: those of q, k and v."""
-        return 2 * self.gdn_key_heads * self.gdn_key_dim + self.gdn_value_heads * self.gdn_value_dim
-
-    @property
     def cuts_vocabulary(self) -> bool:
         """True if each member of a group holds its share of lm_head. Otherwise each holds all of it."""
         return self.vocab_size % self.cut.size == 0
@@ -221,8 +214,12 @@ class ModelConfig:
 
     def gdn_bytes_per_sequence(self, itemsize: int) -> int:
         """Return the bytes per sequence in one GDN layer: the convolution state, and the recurrent state in fp32."""
-        conv = (self.gdn_kernel - 1) * self.gdn_conv_dim * itemsize
-        return conv + 4 * self.gdn_value_heads * self.gdn_value_dim * self.gdn_key_dim
+        keys, values = (
+            self.gdn_key_heads * self.gdn_key_dim,
+            self.gdn_value_heads * self.gdn_value_dim,
+        )
+        conv = (self.gdn_kernel - 1) * (2 * keys + values) * itemsize
+        return conv + 4 * values * self.gdn_key_dim
 
 
 class _Reader:
@@ -425,8 +422,6 @@ def _eos_token_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
         if found is not None:
             ids = found if isinstance(found, list) else [found]
             if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-                raise CheckpointError(
-                    f"{path}: eos_token_id {found!r:.60} is not a token id or a list"
-                )
+                raise CheckpointError(f"{path}: eos_token_id {found!r:.60} is no token id or list")
             return tuple(ids)
     return ()

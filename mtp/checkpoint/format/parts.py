@@ -133,11 +133,8 @@ def read_part(checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None) -> dict
     weights: dict[str, mx.array] = {}
     for name, source in checkpoint.plans[part].items():
         stored = [load_tensor(checkpoint, tensor, files) for tensor in source.stored]
-        made = (
-            mx.stack(stored)
-            if source.transform == "stack"
-            else _make(checkpoint, source, stored[0])
-        )
+        stacks = source.transform == "stack"
+        made = mx.stack(stored) if stacks else _make(checkpoint, source, stored[0])
         config = checkpoint.config
         key_dim = config.gdn_key_heads * config.gdn_key_dim
         made = cut_weight(part, name, made, config.cut, key_dim, config.head_dim)
@@ -162,9 +159,8 @@ def load_tensor(checkpoint: Checkpoint, name: str, files: Files) -> mx.array:
         try:
             loaded = mx.load(str(file))
         except (RuntimeError, ValueError) as error:
-            others = [
-                n for n, i in checkpoint.tensors.items() if i.file == file and i.dtype in _UNREAD
-            ]
+            tensors = checkpoint.tensors.items()
+            others = [name for name, i in tensors if i.file == file and i.dtype in _UNREAD]
             raise CheckpointError(
                 f"{file}: MLX cannot read {join_names(others) or 'it'}: {error}. Use the checkpoint that Qwen "
                 "publishes, or convert it again."

@@ -48,11 +48,9 @@ def report(checkpoint: Checkpoint) -> dict[str, Any]:
 def _parameters(checkpoint: Checkpoint) -> int:
     """Count the weights of backbone and head before quantization; a tied lm_head counts once."""
     config = checkpoint.config
-    modules = [
-        config.backbone(),
-        *([MTPHead(config.text_args())] if checkpoint.mtp.complete else []),
-    ]
-    return sum(sum(w.size for w in dict(tree_flatten(m.parameters())).values()) for m in modules)
+    heads = [MTPHead(config.text_args())] if checkpoint.mtp.complete else []
+    modules = [config.backbone(), *heads]
+    return sum(w.size for m in modules for w in dict(tree_flatten(m.parameters())).values())
 
 
 def _bytes(checkpoint: Checkpoint) -> dict[str, Any]:

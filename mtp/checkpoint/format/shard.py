@@ -205,9 +205,8 @@ class PartFile:
         while not self.is_finished():
             try:
                 with self:
-                    if (
-                        self.is_finished()
-                    ):  # another process finished it before this one got the lock
+                    # Another process may have finished it before this one got the lock.
+                    if self.is_finished():
                         self.discard()
                     else:
                         write_rest()

@@ -135,7 +135,7 @@ class HubRepo:
                 with self._get(file, start, end) as response:
                     for piece in response.iter_raw():
                         piece = piece[: end - start]
-                        pauses.reset()
+                        pauses.failures = 0
                         self.received += len(piece)
                         start += len(piece)
                         yield piece
@@ -231,10 +231,6 @@ class _RetryPauses:
 
     def __init__(self, what: str) -> None:
         self.what = what
-        self.failures = 0
-
-    def reset(self) -> None:
-        """Start again with the shortest pause, after received bytes."""
         self.failures = 0
 
     def wait_after(self, error: Exception) -> None:
@@ -374,6 +370,4 @@ def _download_one(source: HubRepo, blob: Blob, stop: threading.Event) -> None:
 
 
 def _interrupted(repo: str) -> NotReadyError:
-    return NotReadyError(
-        f"model {repo}: the download was interrupted. The next start continues it."
-    )
+    return NotReadyError(f"model {repo}: the download stopped. The next start continues it.")

@@ -127,9 +127,7 @@ def _unknown(name: str) -> CheckpointError:
 
 def _download(repo: str, on_progress: OnProgress | None, stop: threading.Event | None) -> Path:
     """Download a repo, and check every file for which the hub has a SHA-256 before downloading config.json."""
-    log.info(
-        "downloading all of the checkpoint", extra={"model": repo, "to": constants.HF_HUB_CACHE}
-    )
+    log.info("downloading the checkpoint", extra={"model": repo, "to": constants.HF_HUB_CACHE})
     small = _snapshot(repo, ignore_patterns=[_LAST, "*.safetensors"])
     with _hub_errors(repo):
         blobs = find_blobs(repo, small.name)

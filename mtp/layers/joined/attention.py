@@ -46,10 +46,8 @@ class JoinedAttention(nn.Module):
         self.heads = attention.num_attention_heads
         self.kv_heads = attention.num_key_value_heads
         dim = attention.head_dim
-        queries, gates = _without_gates(attention.q_proj, self.heads, dim)
-        self.inputs = ColumnLinear.from_modules(
-            [queries, attention.k_proj, attention.v_proj, gates]
-        )
+        q, gates = _without_gates(attention.q_proj, self.heads, dim)
+        self.inputs = ColumnLinear.from_modules([q, attention.k_proj, attention.v_proj, gates])
         self.o_proj = ColumnLinear.from_modules([attention.o_proj])
         norms = [attention.q_norm.weight] * self.heads + [attention.k_norm.weight] * self.kv_heads
         self._scales = mx.stack(norms).astype(mx.float32)

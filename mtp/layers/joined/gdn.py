@@ -70,9 +70,8 @@ class JoinedGDNLayer(GDNLayer):
 
     def _finish(self, out: mx.array, z: mx.array, dtype: mx.Dtype) -> mx.array:
         """Return the output projection of `out [rows, v_heads, v_dim]`, normalized and gated by `z`."""
-        gated = gated_rows(
-            out, z.astype(mx.float32).reshape(out.shape), self._norm, self.net.norm.eps
-        )
+        gate = z.astype(mx.float32).reshape(out.shape)
+        gated = gated_rows(out, gate, self._norm, self.net.norm.eps)
         y: mx.array = self.net.out_proj(gated.reshape(z.shape).astype(dtype))
         return y
 

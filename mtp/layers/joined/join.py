@@ -38,10 +38,8 @@ class Joiner:
     def layer(self, layer: ReferenceLayer) -> Layer:
         """Return `layer` joined where its weights allow it."""
         module: Any = layer.module
-        module.input_layernorm = self.norm(module.input_layernorm, wide=self._widen)
-        module.post_attention_layernorm = self.norm(
-            module.post_attention_layernorm, wide=self._widen
-        )
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            module[name] = self.norm(module[name], wide=self._widen)
         module.mlp = self._joined_products(module.mlp)
         if module.is_linear:
             if can_join_gdn(module.linear_attn):

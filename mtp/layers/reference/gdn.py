@@ -203,9 +203,8 @@ class GDNLayer(Layer):
 
     def _finish(self, out: mx.array, z: mx.array, dtype: mx.Dtype) -> mx.array:
         """Return the output projection of `out [rows, v_heads, v_dim]`, normalized and gated by `z`."""
-        y: mx.array = self.net.out_proj(
-            self.net.norm(out, z.reshape(out.shape)).reshape(z.shape[0], -1)
-        )
+        normed = self.net.norm(out, z.reshape(out.shape))
+        y: mx.array = self.net.out_proj(normed.reshape(z.shape[0], -1))
         return y
 
 

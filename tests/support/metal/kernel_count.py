@@ -7,6 +7,7 @@ one kernel for each fused part. An operation that only names other elements of a
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -156,7 +157,6 @@ class LayerCost:
     """The cost of a layer, the mean of three GDN layers and one of attention."""
 
     kernels: float
-    launches: float
     names: dict[str, float]
     microseconds: float
     """Time in which Python builds a layer."""
@@ -186,12 +186,10 @@ def layer_cost(
             mx.eval(arrays)
         seconds.append(taken[LONG] - taken[SHORT])
     more = LONG - SHORT
-    names = dict(found[LONG].names)
-    for name, number in found[SHORT].names.items():
-        names[name] -= number
+    names = Counter(found[LONG])
+    names.subtract(found[SHORT])
     return LayerCost(
-        (found[LONG].total - found[SHORT].total) / more,
-        (found[LONG].launches - found[SHORT].launches) / more,
+        names.total() / more,
         {name: number / more for name, number in sorted(names.items()) if number},
         sorted(seconds)[len(seconds) // 2] / more * 1e6 if seconds else 0.0,
     )

@@ -359,9 +359,6 @@ def test_history_counts_what_a_list_would() -> None:
     history, plain = History(vocab, prompt), [0] * 0
     rng = np.random.default_rng(0)
     for _ in range(60):
-        if rng.random() < 0.3:
-            plain = plain[: rng.integers(0, len(plain) + 1)]
-            history.truncate(len(plain))
         added = rng.integers(0, vocab, rng.integers(0, 4)).tolist()
         plain += added
         history.extend(added)
@@ -380,8 +377,6 @@ def test_history_refuses_tokens_it_cannot_count() -> None:
         with pytest.raises(ProtocolError, match="vocabulary"):
             history.extend([3, token])
     assert len(history) == 2
-    with pytest.raises(ValueError, match="truncate"):
-        history.truncate(3)
     with pytest.raises(ValueError, match="pending"):
         history.counts([1], rows=3)
 

@@ -129,7 +129,8 @@ async def test_load_needs_the_scope_admin(tmp_path: Any) -> None:
     api, loader = served(key_ring=ring)
     for scope, status in ((Scope.INFERENCE, 403), (Scope.ADMIN, 202)):
         headers = {"Authorization": f"Bearer {keys[scope]}", "Content-Type": "application/json"}
-        reply = await api.post("/v1/models/load", {"model": "owner/big"}, headers=headers)
+        # Clients of Ollama add its tag to every name.
+        reply = await api.post("/v1/models/load", {"model": "owner/big:latest"}, headers=headers)
         assert reply.status_code == status, reply.text
     progress = await api.get("/v1/models/load", headers=headers)
     assert progress.json() == {

@@ -24,6 +24,8 @@ async def test_health_is_the_process_and_ready_is_the_plan() -> None:
     """/health answers 200 while the process runs, /ready only while a plan is serving."""
     api = ApiClient(status=FakeStatus(ready=False))
     assert (await api.get("/health")).status_code == 200
+    async with api.http() as client:
+        assert (await client.head("/health")).status_code == 200
     response = await api.get("/ready")
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) > 0

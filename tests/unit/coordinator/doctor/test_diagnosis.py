@@ -12,7 +12,7 @@ from coordinator.cli.doctor_command import json_report
 from coordinator.doctor import diagnosis
 from coordinator.doctor.answer import Answer
 from coordinator.doctor.checks import Finding, Verdict
-from coordinator.doctor.diagnosis import Diagnosis, DoctorOptions
+from coordinator.doctor.diagnosis import Diagnosis
 from coordinator.schedule.request import GenerationStats
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -41,7 +41,7 @@ async def test_a_check_that_fails_itself_does_not_end_the_run(
     """An error and a deadline of a check become findings, and later checks run."""
     monkeypatch.setattr(diagnosis, "CHECK_SECONDS", 0.1)
     shown: list[Finding] = []
-    run = Diagnosis(DoctorOptions(Checkpoint.open(checkpoint_dir())), shown.append)
+    run = Diagnosis(Checkpoint.open(checkpoint_dir()), shown.append)
     for name, check in (("silent", silent), ("broken", broken), ("refused", refused)):
         await run.check(name, check)
     await run.check("fine", lambda: Finding("fine", Verdict.OK, "1"))
@@ -80,8 +80,7 @@ async def test_a_plain_answer_that_fails_does_not_end_the_run(
         return Answer(depth, (1, 2), GenerationStats(1, 2))
 
     monkeypatch.setattr("coordinator.doctor.answer.measure_answer", measure)
-    options = DoctorOptions(Checkpoint.open(checkpoint_dir()), full=True)
-    run = Diagnosis(options, lambda finding: None)
+    run = Diagnosis(Checkpoint.open(checkpoint_dir()), lambda finding: None, full=True)
     await run.check_model()
     assert run.findings[0].figure == "the plain answer failed"
     assert {finding.verdict for finding in run.findings} == {Verdict.FAIL}

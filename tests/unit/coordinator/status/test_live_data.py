@@ -119,8 +119,8 @@ def test_the_history_has_one_sample_a_second_for_ten_minutes() -> None:
     status = replace(SERVING, drafted_by_position=(0,), accepted_by_position=(0,))
     assert history.record_status(status, 1000.0, 0.0) is None
     latency.tokens += 30
-    latency.record_first_token(0.5, 0.25)
-    latency.record_gap(0.02)
+    latency.answers.append((0.5, 0.25))
+    latency.gaps.append(0.02)
     status = replace(status, drafted_by_position=(10,), accepted_by_position=(7,))
     assert history.record_status(status, 1000.5, 0.5) is None
     sample = history.record_status(status, 1002.0, 2.0)
@@ -136,8 +136,8 @@ def test_the_history_has_one_sample_a_second_for_ten_minutes() -> None:
 def test_old_latencies_leave_the_percentiles() -> None:
     """Times to the first token count for ten minutes."""
     latency = LatencyLog()
-    latency.record_first_token(0.0, 9.0)
-    latency.record_first_token(100.0, 1.0)
+    latency.answers.append((0.0, 9.0))
+    latency.answers.append((100.0, 1.0))
     assert latency.first_tokens(KEPT_SECONDS + 50) == [1.0]
     assert percentile([], 0.5) is None
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0

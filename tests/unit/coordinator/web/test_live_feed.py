@@ -16,6 +16,7 @@ from coordinator.status.frame_records import ProcessTrace
 from coordinator.status.history import SAMPLE_SECONDS, LatencyLog
 from coordinator.web import live_feed
 from coordinator.web.live_feed import HOLD_SECONDS, LiveFeed
+from proto.errors import CapacityError
 from proto.frame import Frame, Outcome, Segment
 
 SECONDS = 20.0
@@ -79,6 +80,18 @@ async def test_pages_that_open_together_share_one_snapshot() -> None:
         feed.publish_changes()
         _, later = parse(await anext(feed.subscribe()))
     assert later["status"]["running"] == 1
+
+
+async def test_pages_that_open_together_keep_the_bound() -> None:
+    """Pages count from their request on. A page that is gone leaves room, also if it never read."""
+    feed = ChangingStatus().feed()
+    streams = [feed.subscribe() for _ in range(live_feed.MAX_SUBSCRIBERS)]
+    with pytest.raises(CapacityError, match="are open"):
+        feed.subscribe()
+    await read(streams[0])
+    await streams.pop(0).aclose()
+    del streams[0]
+    feed.subscribe(), feed.subscribe()
 
 
 async def test_pages_share_one_encoded_message() -> None:
