@@ -95,9 +95,13 @@ class LiveStatus(StatusSource):
             others = [] if self.manager is None else self._members({}, ())
             return (alone, *others)
         plan = self.manager.plan
-        stages = {s.node: (i, s) for i, s in enumerate(plan.stages)} if plan else {}
-        if len(loads) != len(stages):  # no frame of this plan has returned yet
-            loads = (StageLoad(None, 0.0),) * len(stages)
+        stages = (
+            {node: (i, s) for i, s in enumerate(plan.stages) for node in s.nodes} if plan else {}
+        )
+        if len(loads) != len(
+            {number for number, _ in stages.values()}
+        ):  # no frame of this plan has returned yet
+            loads = (StageLoad(None, 0.0),) * len(plan.stages if plan else ())
         return tuple(self._members(stages, loads))
 
     def _members(
@@ -110,14 +114,26 @@ class LiveStatus(StatusSource):
         )
         return [self._member(m, stages.get(m.address), loads) for m in members]
 
+    def _layers(self, member: Member, stage: StagePlan) -> str:
+        """Return how the layers of a worker compute, and its share of them in a group."""
+        assert self.manager is not None
+        layers = self.manager.loads.layers.get(member.address, "")
+        if not stage.members or not layers:
+            return layers
+        share = f"{layers}, share {stage.nodes.index(member.address) + 1} of {len(stage.nodes)}"
+        seconds = self.manager.loads.collectives.get(member.address)
+        return f"{share}, {seconds * 1e6:.0f} us a sum" if seconds else share
+
     def _member(
         self, member: Member, stage: tuple[int, StagePlan] | None, loads: tuple[StageLoad, ...]
     ) -> NodeStatus:
         assert self.manager is not None
         view = self.manager.view
         client = self.manager.clients.get(member.address)
-        worker_status = client.worker_status if client else None
         in_use = stage is not None and member.address in view.serving
+        if client and in_use:
+            client = client.member or client
+        worker_status = client.worker_status if client else None
         load = loads[stage[0]] if stage and in_use else None
         done, total = self.manager.loads.done.get(member.address, (0, 0))
         loading = view.phase is Phase.STARTING and member.address in view.serving
@@ -128,7 +144,7 @@ class LiveStatus(StatusSource):
             name=member.name,
             address=member.address,
             span=str(stage[1].span) if stage and in_use else None,
-            layers=self.manager.loads.layers.get(member.address, "") if in_use else "",
+            layers=self._layers(member, stage[1]) if stage and in_use else "",
             health=_health(member, in_use=in_use, loading=loading),
             detail=_detail(member, view.now),
             memory_used=worker_status.memory_used if worker_status else 0,

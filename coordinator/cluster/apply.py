@@ -33,6 +33,12 @@ def apply(view: View, event: events.Event, now: float) -> View:
                 unprepared="",
             )
             return _enter(_without_preparation(started), Phase.STARTING)
+        case events.GroupMeasured(addresses, seconds):
+            members = {
+                a: replace(m, collective=seconds) if a in addresses else m
+                for a, m in view.members.items()
+            }
+            return replace(view, members=members)
         case events.PlanServing(epoch) if epoch == view.epoch and view.phase is Phase.STARTING:
             served = replace(view, recovering=False, problem="", gathered=0.0, retry_at=0.0)
             return _enter(served, Phase.SERVING)

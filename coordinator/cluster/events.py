@@ -83,6 +83,14 @@ class PreparationFailed:
 
 
 @dataclass(frozen=True)
+class GroupMeasured:
+    """The members of a group at `addresses` have measured that a sum of one row takes `seconds`."""
+
+    addresses: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
 class PlanServing:
     """The plan that was being loaded serves."""
 
@@ -140,6 +148,7 @@ Event = (
     | PlanPreparing
     | PlanPrepared
     | PreparationFailed
+    | GroupMeasured
     | PlanServing
     | PlanFailed
     | ReplanRequested

@@ -67,6 +67,7 @@ class GroupStart:
         client = WorkerClient(address, self._me, worker.trust, worker.node, worker.owner)
         self._hosts[worker.owner] = reply.group_address
         self._clients.append(client)
+        worker.member = client
         client.watch(
             self._timeout,
             lambda status: self._receive_status(client, status),

@@ -266,6 +266,8 @@ class ClusterManager(PipelineSource):
     def _execute(self, action: Action) -> None:
         match action:
             case StartPlan(plan, reason):
+                if plan.reason:
+                    log.info("plan", extra={"epoch": plan.epoch, "reason": plan.reason})
                 if reason:
                     log.info("changing the plan", extra={"epoch": plan.epoch, "reason": reason})
                 members = [self.view.members[address] for address in plan.nodes]
@@ -331,6 +333,7 @@ class ClusterManager(PipelineSource):
         except Exception as error:
             self._apply_event(events.PlanFailed(plan.epoch, *describe_failure(error)))
             return
+        self._record_collectives(plan)
         if self.model.with_head and not start.has_mtp and not self._reported_no_mtp:
             self._reported_no_mtp = True
             log.info("no MTP: the last stage has no head", extra={"worker": plan.stages[-1].node})
@@ -350,6 +353,23 @@ class ClusterManager(PipelineSource):
         level = logging.WARNING if self.options.addresses else logging.INFO
         log.log(level, "serving alone", extra={"epoch": epoch, "reason": self._why_alone()})
         self._install_pipeline(pipeline)
+
+    def _record_collectives(self, plan: Plan) -> None:
+        """Keep what the members of groups have measured, for the next plan."""
+        measured = self.loads.collectives
+        for stage in plan.stages:
+            found = [measured[node] for node in stage.nodes if node in measured]
+            if found:
+                self._apply_event(events.GroupMeasured(stage.nodes, max(found)))
+                share = 2 * len(stage.span) * max(found) / stage.predicted_seconds
+                log.info(
+                    "group",
+                    extra={
+                        "members": len(stage.nodes),
+                        "sum_us": round(max(found) * 1e6),
+                        "sums_over_weights": round(share, 2),
+                    },
+                )
 
     def _install_pipeline(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from coordinator.cluster.discovery import on_this_machine
 from coordinator.cluster.events import PlanPrepared, PreparationFailed
@@ -93,6 +94,8 @@ class PlanStart:
         label = f"loading layers on {len(self.plan.nodes)} workers"
         timeout = self._options.failure_timeout
         stages = [[self._worker(node) for node in stage.nodes] for stage in self.plan.stages]
+        for worker in chain.from_iterable(stages):
+            worker.member = None
         group: GroupStart | None = None
         if self.plan.group_size > 1:
             group = GroupStart(self._options.me, self.plan.epoch, timeout, lease_ms(timeout))

@@ -264,6 +264,8 @@ class WorkerClient:
         owner: str = "",
     ) -> None:
         self.address = address
+        self.member: WorkerClient | None = None
+        """The process that the worker has started for a group, while a plan uses it."""
         self.owner = owner or address
         """Address of the worker that a plan names. A process that it started for a group has its own address."""
         self.me = me

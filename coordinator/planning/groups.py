@@ -7,7 +7,7 @@ of one token, because each of its members reads a share of every layer. It adds 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -15,7 +15,7 @@ from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, Workload, make
 from proto.errors import ClusterError, SpanError, UsageError
 
 MAX_GROUP = 8
-"""Members of a group. mlx-lm's limit for the models of this family is their 8 or 16 heads."""
+"""Members of a group. People own two to eight Macs."""
 
 SUMS_PER_LAYER = 2
 """Sums over the members: after attention or the GatedDeltaNet, and after the MLP."""
@@ -123,27 +123,41 @@ class Planning:
 def choose_plan(planning: Planning, machines: Sequence[Machine], epoch: int) -> Plan:
     """Return the plan that `--parallel` asks for. Raises the errors of `make_plan`, and SpanError for a group.
 
-    With fewer machines than groups need, those that are left serve in smaller groups or as a pipeline.
+    `tensor` takes several smaller groups if the layers cannot be cut for all machines. After the first plan, the
+    machines that are left serve in smaller groups or as a pipeline, so that no answer waits for one that may not
+    return.
     """
     parallel = planning.parallel
     if parallel.auto:
         found = predict_plans(planning, machines, epoch)
         by_latency = planning.prefer is Prefer.latency
-        return min(found, key=lambda p: p.token if by_latency else p.between).plan
-    if parallel.size == 1:
-        return _group_plan(planning, machines, 1, epoch)
-    size = parallel.size or len(machines)
-    error: ClusterError | None = None
-    for smaller in range(min(size, len(machines)), 0, -1):
+        chosen = min(found, key=lambda p: p.token if by_latency else p.between)
+        return replace(chosen.plan, reason=describe(chosen, found))
+    problem: ClusterError | None = None
+    for size, groups in _attempts(parallel, len(machines), is_first=epoch == 1):
         try:
-            return _group_plan(planning, machines, smaller, epoch, parallel.groups)
-        except ClusterError as problem:
-            # The first problem is about the group that the user asked for.
-            error = error or problem
-            if len(machines) >= size and parallel.size:
-                raise
-    assert error is not None
-    raise error
+            return _group_plan(planning, machines, size, epoch, groups)
+        except ClusterError as error:
+            problem = problem or error  # about what the user asked for
+    assert problem is not None
+    raise problem
+
+
+def _attempts(parallel: Parallel, count: int, *, is_first: bool) -> Iterator[tuple[int, int]]:
+    """Yield the sizes and numbers of groups to try for `count` machines, the best first."""
+    size = parallel.size or min(count, MAX_GROUP)
+    yield size, parallel.groups
+    if is_first and parallel.size:
+        return
+    for smaller in range(size, 1 if is_first else 0, -1):
+        yield smaller, 0
+
+
+def describe(chosen: Prediction, found: Sequence[Prediction]) -> str:
+    """Return why a plan was chosen: its predicted speed, and that of the others."""
+    others = [f"{one.text} {1 / one.token:.3g}" for one in found if one is not chosen]
+    text = f"{chosen.text}: {1 / chosen.token:.3g} tokens/s of one stream are predicted"
+    return f"{text} ({', '.join(others)})" if others else text
 
 
 def predict_plans(

@@ -164,11 +164,12 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The stages in order. `unused` names the nodes without a stage."""
+    """The stages in order. `unused` names the nodes without a stage, `reason` says why this plan was chosen."""
 
     epoch: int
     stages: tuple[StagePlan, ...]
     unused: tuple[str, ...] = ()
+    reason: str = ""
 
     def __post_init__(self) -> None:
         ends = [0, *(stage.span.end for stage in self.stages)]

@@ -124,8 +124,8 @@ def make_manager(
     options = model.options
     settings = Settings(
         # Without --nodes the workers named by --worker are expected, but not required.
-        nodes=options.nodes or len(options.workers) or None,
-        nodes_required=options.nodes is not None and not options.alone_ok,
+        nodes=options.nodes or options.parallel.machines or len(options.workers) or None,
+        nodes_required=bool(options.nodes or options.parallel.machines) and not options.alone_ok,
         wait=DEFAULT_WAIT if options.wait is None else options.wait,
         first_wait=math.inf if options.wait is None else options.wait,
         why_not_alone=model.why_not_alone,

@@ -1,0 +1,168 @@
+"""The choice between one machine, a pipeline and groups (DESIGN §8)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from coordinator.planning.groups import (
+    Machine,
+    Parallel,
+    Planning,
+    Prefer,
+    choose_plan,
+    group_machines,
+    predict_plans,
+)
+from coordinator.planning.plan import LayerCost, ModelCosts, NodeSpec, Workload
+from proto.errors import ClusterError, MemoryLimitError, SpanError, UsageError
+from proto.span import Span
+
+LAYERS = 8
+LAYER_BYTES = 2**30
+SECONDS = 10e-3
+"""Seconds of a layer on a machine of speed 1, far above a sum over the default link."""
+
+
+def costs_of(size: int) -> ModelCosts:
+    """Return the costs of a member's share of eight layers with 16 heads."""
+    if 16 % size:
+        raise SpanError(f"the layers cannot be cut for {size} machines")
+    layer = LayerCost(LAYER_BYTES // size, SECONDS / size)
+    return ModelCosts((layer,) * LAYERS)
+
+
+def machines(count: int, **changes: object) -> list[Machine]:
+    """Return equal machines that hold the whole model, with direct links."""
+    found = [
+        Machine(NodeSpec(f"mac-{i}", 2 * LAYERS * LAYER_BYTES), "m4", "10.0.0.1")
+        for i in range(count)
+    ]
+    return [replace(machine, **changes) for machine in found]  # type: ignore[arg-type]
+
+
+def planning(parallel: str, prefer: Prefer = Prefer.latency) -> Planning:
+    return Planning(costs_of, Workload(), Parallel.parse(parallel), prefer)
+
+
+def shape(parallel: str, some: list[Machine], epoch: int = 1) -> tuple[int, int]:
+    """Return the number of stages of the chosen plan and the members of each."""
+    plan = choose_plan(planning(parallel), some, epoch)
+    assert len(set(plan.nodes)) == len(plan.nodes) == len(plan.stages) * plan.group_size
+    return len(plan.stages), plan.group_size
+
+
+@pytest.mark.parametrize(
+    ("parallel", "count", "expected"),
+    [
+        ("pipeline", 3, (3, 1)),
+        ("tensor", 1, (1, 1)),
+        ("tensor", 2, (1, 2)),
+        ("tensor", 4, (1, 4)),
+        ("2x2", 4, (2, 2)),
+        ("1x2", 3, (1, 2)),
+        ("auto", 2, (1, 2)),
+    ],
+)
+def test_machines_form_the_groups_that_are_asked_for(
+    parallel: str, count: int, expected: tuple[int, int]
+) -> None:
+    """`auto` with `--prefer latency` takes a group where reading the weights takes longer than the sums."""
+    assert shape(parallel, machines(count)) == expected
+
+
+def test_auto_refuses_a_slow_link() -> None:
+    """A sum of 5 ms costs more than half of the layers saves, so one machine or a pipeline serves."""
+    assert shape("auto", machines(2, collective=5e-3))[1] == 1
+    assert shape("auto", machines(2, collective=30e-6)) == (1, 2)
+
+
+def test_auto_prefers_what_it_is_told() -> None:
+    """A pipeline has the shortest time between steps of many streams where the sums take a while."""
+    some = machines(4, collective=1e-3)
+    by_latency = choose_plan(planning("auto"), some, 1)
+    by_throughput = choose_plan(planning("auto", Prefer.throughput), some, 1)
+    assert by_latency.group_size > 1
+    assert by_throughput.group_size == 1
+    assert "tokens/s of one stream are predicted" in by_latency.reason
+    assert "a pipeline of 4" in by_latency.reason
+
+
+def test_every_plan_is_predicted() -> None:
+    """The prediction has one machine, the pipeline and each group, with the time of a token and of a first token."""
+    found = {one.text: one for one in predict_plans(planning("auto"), machines(4, collective=1e-4))}
+    assert list(found) == ["one machine", "a pipeline of 4", "2 groups of 2", "a group of 4"]
+    group, alone = found["a group of 4"], found["one machine"]
+    assert group.token == pytest.approx(LAYERS * (SECONDS / 4 + 2e-4))
+    assert alone.token == pytest.approx(LAYERS * SECONDS)
+    assert group.first < alone.first
+
+
+@pytest.mark.parametrize(
+    ("parallel", "some", "error", "text"),
+    [
+        ("tensor", machines(2, direct=""), SpanError, "mac-0, mac-1 has no direct link.*--direct"),
+        ("3x2", machines(4), SpanError, "4 machines make 2 groups of 2 equal ones, 3 are needed"),
+        ("1x3", machines(3), SpanError, "cut for 3 machines"),
+        (
+            "tensor",
+            [*machines(1), *machines(2, kind="m1")[1:]],
+            SpanError,
+            "mac-0: m4; mac-1: m1",
+        ),
+        (
+            "tensor",
+            machines(2, node=NodeSpec("a", LAYER_BYTES, pinned=Span(0, 4))),
+            UsageError,
+            "a has --layers",
+        ),
+        ("tensor", machines(2, node=NodeSpec("a", LAYER_BYTES)), ClusterError, "a"),
+    ],
+)
+def test_machines_that_cannot_be_members_are_named(
+    parallel: str, some: list[Machine], error: type[ClusterError], text: str
+) -> None:
+    """The first plan is what the user asked for, or an error that says what to change."""
+    with pytest.raises(error, match=text):
+        choose_plan(planning(parallel), some, 1)
+
+
+def test_a_member_that_lacks_memory_is_named() -> None:
+    """Each member needs memory for its share, whatever the others have."""
+    small = Machine(NodeSpec("small", 3 * LAYER_BYTES), "m4", "10.0.0.1")
+    with pytest.raises(MemoryLimitError, match="small"):
+        choose_plan(planning("1x2"), [small, *machines(1)], 1)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "left", "expected"),
+    [
+        ("tensor", machines(1), (1, 1)),
+        ("tensor", machines(3), (1, 2)),
+        ("2x2", machines(3), (1, 2)),
+        ("2x2", machines(1), (1, 1)),
+        ("1x2", [*machines(1), *machines(2, kind="m1")[1:]], (2, 1)),
+    ],
+)
+def test_the_machines_that_are_left_serve(
+    parallel: str, left: list[Machine], expected: tuple[int, int]
+) -> None:
+    """After a loss any plan is better than none."""
+    assert shape(parallel, left, epoch=2) == expected
+
+
+def test_groups_are_made_of_equal_machines() -> None:
+    """Machines of one kind with the least memory come together, so that no memory is wasted."""
+    sizes = (64, 16, 64, 16)
+    some = [
+        Machine(NodeSpec(f"{size}-{i}", size * 2**30), "m4", "h") for i, size in enumerate(sizes)
+    ]
+    teams = group_machines(some, 2)
+    assert [[m.node.name for m in team] for team in teams] == [["16-1", "16-3"], ["64-0", "64-2"]]
+
+
+@pytest.mark.parametrize("text", ["", "2", "0x2", "2x0", "2x9", "x", "tensor2", "999x2"])
+def test_other_values_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="write auto, pipeline, tensor, or groups x machines"):
+        Parallel.parse(text)
