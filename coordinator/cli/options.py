@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from coordinator.planning.groups import Prefer
 from mtp.checkpoint.hub.resolve import BUILTIN, local_repos
 from proto.errors import UsageError
 
@@ -33,6 +34,17 @@ MtpOption = Annotated[
     typer.Option(
         help="Drafts a step: auto, off, a number, or filled: several windows of an answer in flight."
     ),
+]
+ParallelOption = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|pipeline|tensor|GxN",
+        help="How machines share the model: its layers one after another, every layer in one group, or G groups of N "
+        "machines. auto takes what --prefer is best with.",
+    ),
+]
+PreferOption = Annotated[
+    Prefer, typer.Option(help="The aim of --parallel auto: one stream, or many of them.")
 ]
 DtypeOption = Annotated[
     Literal["float32", "float16", "bfloat16"] | None,

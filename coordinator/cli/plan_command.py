@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from typing import Annotated, Any
 
 import typer
@@ -12,10 +13,28 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from coordinator.cli.options import JsonOption, ModelArgument, ModelOption, required_model
+from coordinator.cli.options import (
+    JsonOption,
+    ModelArgument,
+    ModelOption,
+    ParallelOption,
+    PreferOption,
+    required_model,
+)
 from coordinator.planning.capacity import model_costs, plan_capacity, reserve_bytes
-from coordinator.planning.plan import NodeSpec, StagePlan, Workload, make_plan
+from coordinator.planning.groups import (
+    DEFAULT_COLLECTIVE,
+    FIRST_TOKENS,
+    Machine,
+    Parallel,
+    Planning,
+    Prefer,
+    choose_plan,
+    predict_plans,
+)
+from coordinator.planning.plan import ModelCosts, NodeSpec, StagePlan, Workload
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.checkpoint.hub.remote_checkpoint import open_model
 from proto.errors import UsageError
@@ -50,12 +69,21 @@ def plan(
         str | None, typer.Option(help="float32, float16 or bfloat16 instead of the stored type.")
     ] = None,
     kv_bits: Annotated[int | None, typer.Option(help="4 or 8: keys and values quantized.")] = None,
+    parallel: ParallelOption = "pipeline",
+    prefer: PreferOption = Prefer.latency,
+    sum_us: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Microseconds of a sum over the machines of a group, by its link."
+        ),
+    ] = DEFAULT_COLLECTIVE * 1e6,
     as_json: JsonOption = False,
 ) -> None:
     """Show who would hold what, and how fast, without loading. Reads headers only, no weights.
 
     The machines are those of --node, and --nodes with --memory. The times are those of reading the active weights at
-    each machine's bandwidth. They are lower bounds that real passes come near.
+    each machine's bandwidth. They are lower bounds that real passes come near. A table compares one machine, a
+    pipeline and groups of machines of equal speed that share every layer.
     """
     if dtype not in (None, "float32", "float16", "bfloat16") or kv_bits not in (None, 4, 8):
         raise UsageError("--dtype is float32, float16 or bfloat16, and --kv-bits 4 or 8")
@@ -66,7 +94,8 @@ def plan(
     checkpoint = open_model(model)
     if missing := missing_from_backbone(checkpoint):
         raise checkpoint.missing_tensors_error(missing)
-    facts = answer(checkpoint, specs, mtp, sequences, context, dtype, kv_bits)
+    choice = Parallel.parse(parallel), prefer, sum_us / 1e6
+    facts = answer(checkpoint, specs, mtp, sequences, context, dtype, kv_bits, choice)
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
     else:
@@ -114,16 +143,26 @@ def answer(
     context: int,
     dtype: str | None = None,
     kv_bits: int | None = None,
+    choice: tuple[Parallel, Prefer, float] = (Parallel(), Prefer.latency, DEFAULT_COLLECTIVE),
 ) -> dict[str, Any]:
     """Return the object that --json prints. Sizes are bytes, times are seconds."""
-    costs = model_costs(checkpoint, dtype=dtype, kv_bits=kv_bits, with_head=drafts > 0)
-    longest = checkpoint.config.max_positions
-    workload = Workload(
-        kv_tokens=min(context, longest), draft_depth=drafts, reserve_bytes=reserve_bytes(costs)
-    )
-    found = make_plan(costs, specs, workload=workload)
-    capacity = plan_capacity(costs, found.stages, longest, sequences)
+
+    @cache
+    def costs_of(size: int) -> ModelCosts:
+        """Return the costs of a member's share."""
+        share = checkpoint.cut_for(Cut(0, size))
+        return model_costs(share, dtype=dtype, kv_bits=kv_bits, with_head=drafts > 0)
+
+    longest, (parallel, prefer, collective) = checkpoint.config.max_positions, choice
+    reserve = reserve_bytes(costs_of(1))
+    workload = Workload(kv_tokens=min(context, longest), draft_depth=drafts, reserve_bytes=reserve)
+    planning = Planning(costs_of, workload, parallel, prefer)
+    machines = [Machine(spec, f"speed {spec.speed:g}", spec.name, collective) for spec in specs]
+    found = choose_plan(planning, machines, 1)
+    capacity = plan_capacity(costs_of(found.group_size), found.stages, longest, sequences)
+    pinned = any(spec.pinned for spec in specs)
     return {
+        "candidates": [] if pinned else _candidates(planning, machines),
         "drafts": drafts,
         "slowest_seconds": found.slowest_seconds,
         "pass_seconds": found.pass_seconds,
@@ -133,10 +172,22 @@ def answer(
     }
 
 
+def _candidates(planning: Planning, machines: Sequence[Machine]) -> list[dict[str, Any]]:
+    return [
+        {
+            "plan": one.text,
+            "tokens_per_second": 1 / one.token,
+            "first_token_seconds": one.first,
+            "weight_bytes": max(stage.weight_bytes for stage in one.plan.stages),
+        }
+        for one in predict_plans(planning, machines)
+    ]
+
+
 def _stage_facts(stage: StagePlan) -> dict[str, Any]:
     ends = [("embedding", stage.first), ("lm_head", stage.last)]
     return {
-        "node": stage.node,
+        "node": " + ".join(stage.nodes),
         "layers": str(stage.span),
         "ends": [name for name, has in ends if has],
         "weight_bytes": stage.weight_bytes,
@@ -174,8 +225,25 @@ def _print(model: str, facts: dict[str, Any]) -> None:
         f"Room for {room['sequences']} requests with {room['kv_tokens']:,} tokens between them, "
         f"and {format_size(room['prefix_bytes'])} of prefixes a stage."
     )
+    if len(facts["candidates"]) > 1:
+        _print_candidates(console, facts["candidates"])
     if facts["unused"]:
         console.print(f"Not used: {escape(', '.join(facts['unused']))}.")
+
+
+def _print_candidates(console: Console, candidates: Sequence[dict[str, Any]]) -> None:
+    table = Table(title="One stream, without drafts", title_justify="left")
+    table.add_column("--parallel")
+    for heading in ("tokens/s", f"first token of {FIRST_TOKENS:,}", "weights of a machine"):
+        table.add_column(heading, justify="right")
+    for one in candidates:
+        table.add_row(
+            one["plan"],
+            f"{one['tokens_per_second']:.3g}",
+            f"{one['first_token_seconds']:.2g} s",
+            format_size(one["weight_bytes"]),
+        )
+    console.print(table)
 
 
 def _milliseconds(seconds: float) -> str:

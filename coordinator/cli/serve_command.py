@@ -21,6 +21,8 @@ from coordinator.cli.options import (
     ModelOption,
     MtpOption,
     NoMdnsOption,
+    ParallelOption,
+    PreferOption,
     WorkersOption,
     model_or_builtin,
 )
@@ -68,17 +70,8 @@ def serve(
         bool,
         typer.Option("--alone-ok", help="Serve with fewer than --nodes, or alone, after --wait."),
     ] = False,
-    parallel: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|pipeline|tensor|GxN",
-            help="How machines share the model: its layers one after another, every layer in one group, or G groups "
-            "of N machines. auto takes what --prefer is best with.",
-        ),
-    ] = "pipeline",
-    prefer: Annotated[
-        Prefer, typer.Option(help="The aim of --parallel auto: one stream, or many of them.")
-    ] = Prefer.latency,
+    parallel: ParallelOption = "pipeline",
+    prefer: PreferOption = Prefer.latency,
     no_auto_replan: Annotated[
         bool,
         typer.Option(
@@ -227,6 +220,16 @@ def serve(
         )
     if insecure:
         log.warning("insecure: HTTP is not encrypted, and any worker on the network is accepted")
+    shared = Parallel.parse(parallel)
+    if exact and (shared.auto or shared.size != 1):
+        raise UsageError(
+            f"--parallel {shared} does not work with --exact: the sums of a group round in another order than one "
+            "machine does. Leave out one of them"
+        )
+    if draft_vocab != "off" and (shared.auto or shared.size != 1):
+        raise UsageError(
+            f"--parallel {shared} does not work with --draft-vocab. Leave out one of them"
+        )
     if single_node and (worker or nodes):
         raise UsageError("--single-node uses no worker. Leave out --worker and --nodes")
     if alone_ok and nodes is None:
@@ -272,7 +275,7 @@ def serve(
         tls_key=tls_key,
         allowed_hosts=tuple(allowed_host or ()),
         journal=not no_journal,
-        parallel=Parallel.parse(parallel),
+        parallel=shared,
         prefer=prefer,
         name=socket.gethostname().partition(".")[0],
     )
