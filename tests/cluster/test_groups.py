@@ -1,0 +1,200 @@
+"""Workers that share every layer give the answers of one process, and survive the loss of a process of a group."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.processes.processes import (
+    Cluster,
+    ending,
+    launch_coordinator,
+    running_cluster,
+    running_workers,
+    serving,
+)
+
+TOKENS = 48
+LONG = 300
+"""Tokens of an answer that a fault interrupts."""
+
+LONGEST_SILENCE = 15.0
+"""Seconds. Goal for an answer whose group lost a process."""
+
+SECONDS = 120.0
+
+MODEL = ("builtin", "--dtype", "float32")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The text of an answer, and the longest time between two pieces of it in seconds."""
+
+    text: str
+    silence: float
+
+
+def ask(url: str, count: int, **fields: object) -> Answer:
+    """Return a streamed completion. Raises AssertionError for an answer that ends with an error."""
+    body = {"prompt": "def fibonacci(n):", "max_tokens": count, "stream": True, "ignore_eos": True}
+    text, silence, last = "", 0.0, time.monotonic()
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json={**body, **fields}, timeout=SECONDS
+    ) as reply:
+        assert reply.status_code == 200, reply.read()
+        for line in reply.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            assert "error" not in chunk, chunk
+            text += chunk["choices"][0]["text"] if chunk["choices"] else ""
+            silence = max(silence, time.monotonic() - last)
+            last = time.monotonic()
+    return Answer(text, silence)
+
+
+SETTINGS = ({"temperature": 0.0}, {"temperature": 0.9, "seed": 7, "top_p": 0.95})
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the answers of one process."""
+    with serving(tmp_path_factory.mktemp("alone"), MODEL[0], [], *MODEL[1:]) as coordinator:
+        return [ask(coordinator.url, LONG, **setting).text for setting in SETTINGS]
+
+
+@contextmanager
+def group(folder: Path, count: int, parallel: str, *flags: str) -> Iterator[Cluster]:
+    """Run `count` workers that share the built-in model."""
+    with running_cluster(
+        folder, MODEL[0], count, *MODEL[1:], "--parallel", parallel, *flags
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with group(tmp_path_factory.mktemp("group"), 2, "tensor") as cluster:
+        yield cluster
+
+
+def members_of(cluster: Cluster) -> list[psutil.Process]:
+    """Return the processes that the workers have started for their group."""
+    return [
+        child
+        for worker in cluster.workers
+        for child in psutil.Process(worker.pid).children()
+        if "--member" in child.cmdline()
+    ]
+
+
+def wait_for_members(cluster: Cluster) -> list[psutil.Process]:
+    """Return the processes of a group that serves, once there are two."""
+    due = time.monotonic() + SECONDS
+    while time.monotonic() < due:
+        found = members_of(cluster)
+        if len(found) == 2 and httpx.get(f"{cluster.url}/ready").status_code == 200:
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"no group serves: {cluster.coordinator.text()[-2000:]}")
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("setting", range(len(SETTINGS)))
+def test_a_group_gives_the_answers_of_one_process(
+    pair: Cluster, expected: list[str], setting: int
+) -> None:
+    """Greedy and sampled, with drafts."""
+    assert len(members_of(pair)) == 2
+    found = ask(pair.url, TOKENS, **SETTINGS[setting])
+    assert expected[setting].startswith(found.text) and found.text
+
+
+def test_the_status_shows_the_shares(pair: Cluster) -> None:
+    """Each worker of a group has its share of all layers, the time of a sum, and the memory of its process."""
+    nodes = httpx.get(f"{pair.url}/status").json()["nodes"]
+    assert [node["span"] for node in nodes] == ["0-7", "0-7"]
+    assert sorted(node["layers"].partition("share ")[2][:6] for node in nodes) == [
+        "1 of 2",
+        "2 of 2",
+    ]
+    assert all(node["layers"].endswith("us a sum") and node["memory_used"] for node in nodes)
+
+
+def kill(process: psutil.Process) -> None:
+    process.kill()
+
+
+def stop(process: psutil.Process) -> None:
+    process.suspend()
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(("member", "fault"), [(0, kill), (1, kill), (0, stop), (1, stop)])
+def test_a_lost_process_changes_no_answer(
+    pair: Cluster, expected: list[str], member: int, fault: Callable[[psutil.Process], None]
+) -> None:
+    """An answer continues token for token in new processes, and the stopped ones are ended."""
+    before = wait_for_members(pair)
+    answers: list[Answer] = []
+    client = threading.Thread(target=lambda: answers.append(ask(pair.url, LONG, **SETTINGS[0])))
+    client.start()
+    time.sleep(1)
+    fault(before[member])
+    client.join(SECONDS)
+    assert answers[0].text == expected[0]
+    assert answers[0].silence < LONGEST_SILENCE
+    psutil.wait_procs(before, timeout=20)
+    assert not [process for process in before if process.is_running()]
+
+
+@pytest.mark.chaos
+def test_a_lost_worker_leaves_the_others_serving(tmp_path: Path, expected: list[str]) -> None:
+    """The rest of a group serves alone, and no process of the group is left after the coordinator ends."""
+    with group(tmp_path, 2, "tensor") as cluster:
+        members = members_of(cluster)
+        answers: list[Answer] = []
+        client = threading.Thread(
+            target=lambda: answers.append(ask(cluster.url, LONG, **SETTINGS[0]))
+        )
+        client.start()
+        time.sleep(1)
+        cluster.workers[1].kill()
+        client.join(SECONDS)
+        assert answers[0].text == expected[0]
+        assert answers[0].silence < LONGEST_SILENCE
+        cluster.coordinator.stop()
+        assert not psutil.wait_procs(members, timeout=20)[1]
+
+
+@pytest.mark.slow
+def test_two_groups_of_two_are_a_pipeline(tmp_path: Path, expected: list[str]) -> None:
+    """Hidden states pass from the first member of a group to the first one of the next, and tokens back."""
+    with group(tmp_path, 4, "2x2") as cluster:
+        assert len(members_of(cluster)) == 4
+        for setting, text in zip(SETTINGS, expected, strict=True):
+            assert text.startswith(ask(cluster.url, TOKENS, **setting).text)
+        os.kill(members_of(cluster)[-1].pid, signal.SIGKILL)
+        assert ask(cluster.url, LONG, **SETTINGS[0]).text == expected[0]
+
+
+def test_a_group_needs_a_declared_link(tmp_path: Path) -> None:
+    """Partial results are not encrypted, so the plan names the flag that declares a direct link."""
+    with running_workers(tmp_path, MODEL[0], 2, "--direct", "") as workers:
+        named = [flag for worker in workers for flag in ("--worker", worker.address)]
+        flags = [*named, "--parallel", "tensor", "--nodes", "2", "--wait", "4"]
+        with ending(launch_coordinator(tmp_path, *MODEL, *flags)) as coordinator:
+            assert coordinator.wait() == 1
+            assert "has no direct link" in coordinator.text()
+            assert "--direct HOST" in coordinator.text()
