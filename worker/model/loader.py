@@ -130,7 +130,7 @@ def load_stage(
     for part in parts:
         check_types(checkpoint, part)
     modules: dict[str, Any] = {part: _build(checkpoint, part, dtype) for part in parts}
-    _read(checkpoint, modules, on_progress)
+    _read(checkpoint, modules, dtype, on_progress)
     return StageModules.of(
         checkpoint.config,
         span,
@@ -140,14 +140,22 @@ def load_stage(
     )
 
 
-def _read(checkpoint: Checkpoint, modules: dict[str, Any], on_progress: OnProgress | None) -> None:
-    """Evaluate the modules' lazy weights, one after another."""
+def _read(
+    checkpoint: Checkpoint,
+    modules: dict[str, Any],
+    dtype: mx.Dtype | None,
+    on_progress: OnProgress | None,
+) -> None:
+    """Evaluate the modules' lazy weights, one after another. A member of a group reads the bytes of its share."""
     sizes = checkpoint.part_bytes()
     total = sum(sizes[part] for part in modules)
     done = 0
-    for part, module in modules.items():
+    for part, checked in modules.items():
         if on_progress:
             on_progress(done, total)
+        is_share = checkpoint.config.cut.size > 1
+        module = _build(checkpoint, part, dtype, shares=True) if is_share else checked
+        modules[part] = module
         for weight in dict(tree_flatten(module.parameters())).values():
             # One at a time, so that the source of one weight is released before the next is read.
             mx.eval(weight)
@@ -157,9 +165,11 @@ def _read(checkpoint: Checkpoint, modules: dict[str, Any], on_progress: OnProgre
         on_progress(done, total)
 
 
-def _build(checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None) -> nn.Module:
-    """Return the module of a part with lazy weights, quantized like its tensors."""
-    weights = read_part(checkpoint, part, dtype)
+def _build(
+    checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None, *, shares: bool = False
+) -> nn.Module:
+    """Return the module of a part with lazy weights, quantized like its tensors. `shares` is that of `read_part`."""
+    weights = read_part(checkpoint, part, dtype, shares=shares)
     module = _quantize(checkpoint, part, part_module(checkpoint.config, part), weights)
     _check(checkpoint, part, module, weights)
     _check_experts(part, module, weights)

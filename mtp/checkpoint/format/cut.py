@@ -9,11 +9,9 @@ and columns, whose results are partial sums.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import mlx.core as mx
 
 from proto.errors import SpanError
 
@@ -76,42 +74,49 @@ def is_cut(part: str, name: str) -> bool:
     return part == "lm_head" or any(pattern.fullmatch(name) for pattern in patterns)
 
 
-def cut_weight(
-    part: str, name: str, weight: mx.array, cut: Cut, key_dim: int, head_dim: int
-) -> mx.array:
-    """Return the share of a whole parameter. `key_dim` are a member's outputs for the keys of a GatedDeltaNet.
+@dataclass(frozen=True)
+class Share:
+    """The share of a parameter: the half-open `ranges` of one axis, which follow each other on the member."""
 
-    `head_dim` is that of attention. Raises SpanError if the parameter cannot be cut, as groups of a quantization that
-    cross the border of two members.
+    axis: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def take(self, whole: Any) -> list[Any]:
+        """Return the ranges of an array of MLX or numpy. None is copied."""
+        before = (slice(None),) * self.axis
+        return [whole[(*before, slice(start, end))] for start, end in self.ranges]
+
+
+def share_of(
+    part: str, name: str, shape: Sequence[int], cut: Cut, key_dim: int, head_dim: int
+) -> Share | None:
+    """Return the share of a whole parameter of `shape`, or None if each member holds all of it.
+
+    `key_dim` are a member's outputs for the keys of a GatedDeltaNet, `head_dim` is that of attention. Raises SpanError
+    if the parameter cannot be cut, as groups of a quantization that cross the border of two members.
     """
     if cut.size == 1 or not is_cut(part, name):
-        return weight
-    if part == "lm_head":
-        return weight if weight.shape[0] % cut.size else _slice(weight, 0, cut)
-    if _KV_ROWS.fullmatch(name):
-        return _heads_of(weight, head_dim, cut)
+        return None
+    if _KV_ROWS.fullmatch(name):  # its own heads, or the one that it shares with its neighbours
+        heads = shape[0] // head_dim
+        first, count = cut.rank * heads // cut.size, max(1, heads // cut.size)
+        return Share(0, ((first * head_dim, (first + count) * head_dim),))
     if _QKV.fullmatch(name):
-        whole = key_dim * cut.size
-        q, k, v = mx.split(weight, [whole, 2 * whole], axis=0)
-        return mx.concatenate([_slice(segment, 0, cut) for segment in (q, k, v)])
-    columns = _COLUMNS.fullmatch(name) is not None
-    axis = -1 if columns or weight.ndim == 1 else -2
-    if weight.shape[axis] % cut.size:
+        keys = key_dim * cut.size
+        segments = ((0, keys), (keys, 2 * keys), (2 * keys, shape[0]))
+        return Share(0, tuple(_part_of(start, end, cut) for start, end in segments))
+    last = _COLUMNS.fullmatch(name) is not None or len(shape) == 1
+    axis = len(shape) - (1 if last else 2)
+    if shape[axis] % cut.size:
+        if part == "lm_head":
+            return None
         raise SpanError(
-            f"{part}.{name} of shape {weight.shape} cannot be cut for {cut.size} machines. Use a group of another "
+            f"{part}.{name} of shape {tuple(shape)} cannot be cut for {cut.size} machines. Use a group of another "
             "size, or a quantization of smaller groups."
         )
-    return _slice(weight, axis, cut)
+    return Share(axis, (_part_of(0, shape[axis], cut),))
 
 
-def _slice(weight: mx.array, axis: int, cut: Cut) -> mx.array:
-    """Return the share of an axis, contiguous, since kernels would copy a view at each call."""
-    return mx.contiguous(mx.split(weight, cut.size, axis=axis)[cut.rank])
-
-
-def _heads_of(weight: mx.array, head_dim: int, cut: Cut) -> mx.array:
-    """Return the K/V heads of a member: its own, or the one that it shares with its neighbours."""
-    heads = weight.shape[0] // head_dim
-    count = max(1, heads // cut.size)
-    first = cut.rank * heads // cut.size
-    return mx.contiguous(weight[first * head_dim : (first + count) * head_dim])
+def _part_of(start: int, end: int, cut: Cut) -> tuple[int, int]:
+    length = (end - start) // cut.size
+    return start + cut.rank * length, start + (cut.rank + 1) * length

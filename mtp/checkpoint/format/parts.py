@@ -9,11 +9,12 @@ from typing import Literal
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
-from mtp.checkpoint.format.cut import cut_weight
+from mtp.checkpoint.format.cut import Share, share_of
 from mtp.checkpoint.format.names import Source, Transform, is_shifted_norm, join_names, module_path
 from mtp.head.drafter import MTPHead
 from proto.errors import CheckpointError
@@ -118,8 +119,12 @@ Files = dict[Path, dict[str, mx.array]]
 """The lazy tensors of opened files."""
 
 
-def read_part(checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None) -> dict[str, mx.array]:
+def read_part(
+    checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None, *, shares: bool = False
+) -> dict[str, mx.array]:
     """Return the lazy parameters of `part` by their name within it.
+
+    With `shares` those of which a member of a group holds a share are read at once, and only the bytes of the share.
 
     Floating parameters are cast to `dtype` (None: as stored), as mlx-lm's converter casts them. Quantization scales
     and biases are cast too; A_log is not. Only the files that hold tensors of the part are opened.
@@ -135,11 +140,35 @@ def read_part(checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None) -> dict
         stored = [load_tensor(checkpoint, tensor, files) for tensor in source.stored]
         stacks = source.transform == "stack"
         made = mx.stack(stored) if stacks else _make(checkpoint, source, stored[0])
-        config = checkpoint.config
-        key_dim = config.gdn_key_heads * config.gdn_key_dim
-        made = cut_weight(part, name, made, config.cut, key_dim, config.head_dim)
+        share = _share_of(checkpoint, part, name, made)
+        if share is not None:
+            as_stored = shares and source.transform == "as stored"
+            pieces = (
+                _read_share(checkpoint, source.stored[0], share) if as_stored else share.take(made)
+            )
+            # Contiguous, since kernels would copy a view at each call.
+            made = mx.contiguous(mx.concatenate(pieces, axis=share.axis))
         weights[name] = made.astype(_dtype(name, stored[0].dtype, dtype))
     return weights
+
+
+def _share_of(checkpoint: Checkpoint, part: str, name: str, made: mx.array) -> Share | None:
+    config = checkpoint.config
+    key_dim = config.gdn_key_heads * config.gdn_key_dim
+    return share_of(part, name, made.shape, config.cut, key_dim, config.head_dim)
+
+
+_NUMPY = {"F32": "f4", "F16": "f2", "BF16": "u2", "U32": "u4", "U8": "u1"}
+"""The types in which numpy reads stored tensors. It has no bfloat16."""
+
+
+def _read_share(checkpoint: Checkpoint, name: str, share: Share) -> list[mx.array]:
+    """Return the pieces of a share of the stored tensor `name`. Reads the pages of the file that have them."""
+    info = checkpoint.tensors[name]
+    kind = np.dtype(_NUMPY[info.dtype]).newbyteorder("<")
+    whole = np.memmap(info.file, kind, "r", offset=info.start, shape=info.shape)
+    pieces = [mx.array(np.ascontiguousarray(piece)) for piece in share.take(whole)]
+    return [piece.view(mx.bfloat16) for piece in pieces] if info.dtype == "BF16" else pieces
 
 
 def _make(checkpoint: Checkpoint, source: Source, stored: mx.array) -> mx.array:
