@@ -176,7 +176,7 @@ def _candidates(planning: Planning, machines: Sequence[Machine]) -> list[dict[st
     return [
         {
             "plan": one.text,
-            "tokens_per_second": 1 / one.token,
+            "token_seconds": one.token,
             "first_token_seconds": one.first,
             "weight_bytes": max(stage.weight_bytes for stage in one.plan.stages),
         }
@@ -239,7 +239,7 @@ def _print_candidates(console: Console, candidates: Sequence[dict[str, Any]]) ->
     for one in candidates:
         table.add_row(
             one["plan"],
-            f"{one['tokens_per_second']:.3g}",
+            f"{1 / one['token_seconds']:.3g}",
             f"{one['first_token_seconds']:.2g} s",
             format_size(one["weight_bytes"]),
         )

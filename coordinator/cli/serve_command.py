@@ -220,16 +220,7 @@ def serve(
         )
     if insecure:
         log.warning("insecure: HTTP is not encrypted, and any worker on the network is accepted")
-    shared = Parallel.parse(parallel)
-    if exact and (shared.auto or shared.size != 1):
-        raise UsageError(
-            f"--parallel {shared} does not work with --exact: the sums of a group round in another order than one "
-            "machine does. Leave out one of them"
-        )
-    if draft_vocab != "off" and (shared.auto or shared.size != 1):
-        raise UsageError(
-            f"--parallel {shared} does not work with --draft-vocab. Leave out one of them"
-        )
+    shared = _checked_parallel(parallel, exact=exact, draft_vocab=draft_vocab)
     if single_node and (worker or nodes):
         raise UsageError("--single-node uses no worker. Leave out --worker and --nodes")
     if alone_ok and nodes is None:
@@ -280,3 +271,20 @@ def serve(
         name=socket.gethostname().partition(".")[0],
     )
     asyncio.run(run_server(options))
+
+
+def _checked_parallel(text: str, *, exact: bool, draft_vocab: str) -> Parallel:
+    """Return the value of --parallel. Raises UsageError for flags that do not work with groups."""
+    found = Parallel.parse(text)
+    if found.size == 1 and not found.auto:
+        return found
+    if exact:
+        raise UsageError(
+            f"--parallel {found} does not work with --exact: the sums of a group round in another order than one "
+            "machine does. Leave out one of them"
+        )
+    if draft_vocab != "off":
+        raise UsageError(
+            f"--parallel {found} does not work with --draft-vocab. Leave out one of them"
+        )
+    return found

@@ -36,7 +36,7 @@ class GroupStart:
         self._timeout = failure_timeout
         self._lease_ms = lease_ms
         self._hosts: dict[str, str] = {}
-        """Where each member accepts the others, by the address of its worker."""
+        """Host and port at which each member accepts the others, by the address of its worker."""
         self._clients: list[WorkerClient] = []
         self._pipeline: RemotePipeline | None = None
         self._background = BackgroundTasks()

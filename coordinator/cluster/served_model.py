@@ -61,7 +61,7 @@ class ServedModel:
     def costs_of(self, size: int) -> ModelCosts:
         """Return the bytes and times of the parts that a member of a group of `size` holds, for the planner.
 
-        Raises SpanError if the layers cannot be cut for so many members.
+        Raises SpanError if the layers cannot be cut for `size` members.
         """
         if size not in self._costs:
             self._costs[size] = model_costs(

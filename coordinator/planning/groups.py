@@ -112,7 +112,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Planning:
-    """What a choice depends on besides the machines. `costs_of(size)` are the costs of a member's share."""
+    """The facts of a choice besides the machines. `costs_of(size)` are the costs of a member's share."""
 
     costs_of: Callable[[int], ModelCosts]
     workload: Workload

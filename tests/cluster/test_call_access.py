@@ -39,6 +39,7 @@ UNARY = {
     "Describe": pb.DescribeRequest(protocol_version=VERSION),
     "Connect": pb.ConnectRequest(coordinator=ME),
     "ConnectRing": pb.RingRequest(coordinator=ME),
+    "StartMember": pb.MemberRequest(coordinator=ME, epoch=1),
     "Unload": pb.UnloadRequest(coordinator=ME),
     "ReportTrace": pb.TraceRequest(),
     "ReportState": pb.StateReportRequest(coordinator=ME),

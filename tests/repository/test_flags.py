@@ -15,6 +15,7 @@ from typer.main import get_command
 import worker.cli
 from coordinator.cli import import_command
 from coordinator.depth.controller import MtpMode
+from coordinator.planning.groups import Parallel, Prefer
 from mtp.checkpoint.hub.resolve import find_model
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.errors import UsageError
@@ -48,8 +49,16 @@ WORKER: Rows = {
         {"host": "0.0.0.0", "port": 7, "name": f"{HOST}-7", "insecure": True},
     ),
     "--join": (["mtp1.token"], {"join": "mtp1.token"}),
-    "--log-level": (["debug"], {"log_level": LogLevel.debug}),
-    "--log-format": (["json"], {"log_format": LogFormat.json}),
+    "--direct": (["10.0.0.1"], {"direct": "10.0.0.1"}),
+    "--member": ([], {"member": True}),
+    "--log-level": (
+        ["debug"],
+        {"log_level": LogLevel.debug, "logs": (LogLevel.debug, LogFormat.text)},
+    ),
+    "--log-format": (
+        ["json"],
+        {"log_format": LogFormat.json, "logs": (LogLevel.info, LogFormat.json)},
+    ),
 }
 
 SERVE: Rows = {
@@ -93,6 +102,11 @@ SERVE: Rows = {
     "--allowed-host": (["chat.example"], {"allowed_hosts": ("chat.example",)}),
     "--state-dir": (["state"], {"state": Path("state")}),
     "--no-journal": ([], {"journal": False}),
+    "--parallel": (
+        ["2x2"],
+        {"parallel": Parallel(groups=2, size=2)},
+    ),
+    "--prefer": (["throughput"], {"prefer": Prefer.throughput}),
     "--no-wired-memory": ([], {"wired": False}),
     "--kernels": (["own"], {"kernels": Kernels.own}),
     "--allow-sleep": ([], {"awake": False}),

@@ -10,7 +10,7 @@ from mtp.checkpoint.families import FAMILIES, NOT_SERVED
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.parts import missing_from_backbone
 from proto.errors import CheckpointError
-from tests.repository.model_tables import format_rows, memory_rows
+from tests.repository.model_tables import format_rows, group_rows, memory_rows
 from tests.support.checkpoints.published import MODELS, Published, converted_headers
 
 LINES = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text().splitlines()
@@ -21,6 +21,11 @@ def test_the_memory_of_each_model_is_that_of_the_planner() -> None:
     rows = memory_rows()
     found = [line for line in LINES if line.startswith("| Qwen") and line.count(" / ") > 2]
     assert found == rows, "python -m tests.repository.model_tables prints the rows"
+
+
+def test_the_speed_of_groups_is_that_of_the_planner() -> None:
+    """Every row of the table of groups is what the planner predicts."""
+    assert [row for row in group_rows() if row not in LINES] == []
 
 
 def test_the_verdict_on_each_format_is_that_of_the_loader() -> None:

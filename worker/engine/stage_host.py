@@ -168,7 +168,7 @@ class LoadedStage:
     stage: Stage
     weight_bytes: int
     collectives: CollectiveFigures | None = None
-    """What a sum over the members of its group takes."""
+    """The times of sums over the members of its group; None for one process."""
 
 
 class StageHost:

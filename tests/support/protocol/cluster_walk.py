@@ -62,7 +62,9 @@ def planner_for(fewest: int, error: Callable[[str], ClusterError] = MemoryLimitE
             raise error(f"{len(members)} workers are too few")
         stages = [SimpleNamespace(node=member.address) for member in members]
         slowest = 1 / len(members)
-        return cast(Plan, SimpleNamespace(epoch=epoch, stages=stages, slowest_seconds=slowest))
+        nodes = tuple(member.address for member in members)
+        facts = {"nodes": nodes, "group_size": 1, "reason": "", "slowest_seconds": slowest}
+        return cast(Plan, SimpleNamespace(epoch=epoch, stages=stages, **facts))
 
     return plan
 

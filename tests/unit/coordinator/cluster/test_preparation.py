@@ -44,14 +44,17 @@ class Cluster:
         }
         self.view = View(Settings(), epoch=EPOCH, members=members, serving=("a", "b"))
         stages = [
-            SimpleNamespace(node=name, span=Span(i, i + 1), first=i == 0, last=i == 2)
+            SimpleNamespace(
+                node=name, nodes=(name,), span=Span(i, i + 1), first=i == 0, last=i == 2
+            )
             for i, name in enumerate(members)
         ]
-        self.plan: Any = SimpleNamespace(epoch=EPOCH + 1, stages=stages)
+        nodes = tuple(members)
+        self.plan: Any = SimpleNamespace(epoch=EPOCH + 1, stages=stages, nodes=nodes, group_size=1)
         self.calls: list[tuple[str, str]] = []
         self.requests: list[pb.LoadRequest] = []
         self.broken, self.error = broken, error or MemoryLimitError("too little memory")
-        clients = {n: SimpleNamespace(address=n, load=self._loader(n)) for n in members}
+        clients = {n: SimpleNamespace(address=n, owner=n, load=self._loader(n)) for n in members}
         self.membership: Any = SimpleNamespace(
             clients=clients, probe=self._probe, check_reachable=self._check_reachable
         )
@@ -158,7 +161,8 @@ async def test_a_worker_that_cannot_be_reached_ends_the_preparation(name: str) -
 
 def test_this_machine_is_in_use_while_it_serves_alone() -> None:
     """Its workers load when the model of this process has gone."""
-    stages = [SimpleNamespace(node=node) for node in ("127.0.0.1:7100", FAR)]
-    plan: Any = SimpleNamespace(stages=stages)
+    plan: Any = SimpleNamespace(nodes=("127.0.0.1:7100", FAR), group_size=1)
     assert workers_in_use(View(Settings()), plan) == {"127.0.0.1:7100"}
     assert workers_in_use(View(Settings(), serving=(FAR,)), plan) == {FAR}
+    group: Any = SimpleNamespace(nodes=("127.0.0.1:7100", FAR), group_size=2)
+    assert workers_in_use(View(Settings()), group) == set(group.nodes)
