@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 from coordinator.pipeline.remote_pipeline import RemotePipeline
@@ -11,6 +12,8 @@ from proto import cluster_pb2 as pb
 from proto.announcement import host_of, join_address
 from proto.errors import ClusterError, NotReadyError, WorkerLostError
 from proto.rpc.listener import BackgroundTasks
+
+log = logging.getLogger(__name__)
 
 RING = "ring"
 NCCL = "nccl"
@@ -102,7 +105,9 @@ class GroupStart:
 
     def _record_loss(self, client: WorkerClient, error: ClusterError) -> None:
         """Fail the plan of a process that is lost. Its worker may be alive."""
+        log.warning("process of a group lost", extra={"address": client.owner, "error": str(error)})
         if self._pipeline is not None:
             self._pipeline.fail_member(client.owner, error)
         else:  # ends the calls that wait for it
+            client.failure = error
             self._background.spawn(client.close())

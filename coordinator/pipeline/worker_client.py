@@ -266,6 +266,8 @@ class WorkerClient:
         self.address = address
         self.member: WorkerClient | None = None
         """The process that the worker has started for a group, while a plan uses it."""
+        self.failure: ClusterError | None = None
+        """Why the client was closed, for the calls that wait for the worker."""
         self.owner = owner or address
         """Address of the worker that a plan names. A process that it started for a group has its own address."""
         self.me = me
@@ -318,9 +320,9 @@ class WorkerClient:
 
     async def load(self, request: pb.LoadRequest, on_progress: OnProgress) -> pb.LoadResult:
         """Load a stage on the worker. Raises DeadlineError without progress, and the worker's error."""
-        stream = self._stub.Load(request)
-        try:
-            with self._errors_of("made no progress loading"):
+        with self._errors_of("made no progress loading"):
+            stream = self._stub.Load(request)
+            try:
                 while True:
                     async with asyncio.timeout(LOAD_SILENCE_SECONDS):
                         message = await stream.read()
@@ -329,8 +331,8 @@ class WorkerClient:
                     if message.WhichOneof("body") == "result":
                         return message.result
                     on_progress(message.progress.done, message.progress.total)
-        finally:
-            stream.cancel()
+            finally:
+                stream.cancel()
 
     async def provide(
         self,
@@ -401,7 +403,7 @@ class WorkerClient:
             if error.code() is grpc.StatusCode.INTERNAL:  # gRPC's code for a failed write
                 raise self._connection_lost() from error
             raise self._translate(error) from error
-        except asyncio.InvalidStateError:  # a write to an ended call
+        except (asyncio.InvalidStateError, grpc.aio.UsageError):  # an ended call or channel
             raise self._connection_lost() from None
         except asyncio.CancelledError:
             # gRPC also raises it in calls of a channel that is closed.
@@ -410,8 +412,9 @@ class WorkerClient:
                 raise
             raise self._connection_lost() from None
 
-    def _connection_lost(self) -> WorkerLostError:
-        return WorkerLostError(f"{self.address} is lost: the connection ended during a call")
+    def _connection_lost(self) -> ClusterError:
+        lost = WorkerLostError(f"{self.address} is lost: the connection ended during a call")
+        return self.failure or lost
 
     async def connect(self, request: pb.ConnectRequest) -> None:
         """Bind the worker's stage into a plan, and keep the figures of its hop in `hop`."""
@@ -560,6 +563,8 @@ class WorkerClient:
             return await method(request, timeout=timeout)
         except grpc.aio.AioRpcError as error:
             raise self._translate(error) from error
+        except grpc.aio.UsageError:  # the channel was closed
+            raise self._connection_lost() from None
 
     def _translate(self, error: grpc.aio.AioRpcError) -> ClusterError:
         code, trailing = error.code().name, error.trailing_metadata()

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,14 +16,19 @@ import httpx
 import psutil
 import pytest
 
+from tests.support.processes.own_address import network_address
 from tests.support.processes.processes import (
     Cluster,
+    as_coordinator,
     ending,
     launch_coordinator,
+    launch_worker,
     running_cluster,
     running_workers,
     serving,
 )
+from tests.support.processes.reserved_port import reserved_port
+from worker.node.process import LOCAL_TOKEN
 
 TOKENS = 48
 LONG = 300
@@ -198,3 +203,25 @@ def test_a_group_needs_a_declared_link(tmp_path: Path) -> None:
             assert coordinator.wait() == 1
             assert "has no direct link" in coordinator.text()
             assert "--direct HOST" in coordinator.text()
+
+
+def test_a_group_of_a_secured_cluster(tmp_path: Path, expected: list[str]) -> None:
+    """The processes of a group have the certificates of their workers, one of which joined by a token."""
+    host = network_address()
+    with ExitStack() as stack:
+        ports = [stack.enter_context(reserved_port(host)) for _ in range(2)]
+        named = [word for port in ports for word in ("--worker", f"{host}:{port}")]
+        state = tmp_path / "a"
+        flags = ["--listen", f"{host}:0", "--state-dir", str(state), "--nodes", "2", *named]
+        process = launch_coordinator(tmp_path, *MODEL, "--parallel", "tensor", *flags)
+        stack.enter_context(ending(process))
+        process.wait_for("machines join here")
+        token = (state / LOCAL_TOKEN).read_text()
+        own = ([str(state)], [str(tmp_path / "b"), "--join", token])
+        for number, (port, words) in enumerate(zip(ports, own, strict=True)):
+            listen = ["--listen", f"{host}:{port}", "--direct", host, "--state-dir", *words]
+            worker = launch_worker(tmp_path, f"mac-{number}", *listen)
+            stack.enter_context(ending(worker))
+        found = ask(as_coordinator(process).url, TOKENS, **SETTINGS[0])
+        assert found.text and expected[0].startswith(found.text)
+        assert len(process.records("group")) == 1

@@ -247,9 +247,8 @@ FIRST_LEASE_SECONDS = 30.0
 
 async def _run_member(options: WorkerOptions) -> None:
     """Serve the stage of a group until the lease ends, in a process that the worker has started."""
-    trust = await worker_trust(
-        options.host, options.name, None, options.state_dir, insecure=options.insecure
-    )
+    directory = state_dir(options.state_dir) / _PREFIX
+    trust = None if options.insecure else NodeTrust.load(directory)  # that of the worker
     models, limit = LocalModels(options.model), options.memory_limit
     own = (options.wired, options.kernels)
     node = WorkerNode(Identity(options.name, None, limit, models, 0.0, trust, *own))
