@@ -107,7 +107,7 @@ async def test_a_format_may_not_take_more_memory(
     [
         (PATTERNS, "cannot be compiled|takes more than"),
         (optional(1000), "max is 2000"),
-        (optional(1600), "to prepare, and the limit is 0.2 s|max is 2000"),
+        (optional(1600), "to prepare, and the limit is 0.2 s|a token takes|max is 2000"),
     ],
 )
 async def test_a_format_that_would_stop_other_streams_is_refused(
