@@ -14,13 +14,14 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
+import psutil
 
 from tests.bench.machine import about
 from tests.chaos.faults import SURVIVOR, Fault, Faults
@@ -38,6 +39,9 @@ WORKERS, CLIENTS = 4, 8
 
 KINDS = ("kill", "stop", "cut", "freeze", "stuck", "restart", "replan")
 """Kinds of faults. `replan` asks the coordinator for a new plan."""
+
+GROUP_KINDS = ("end member", "halt member", "kill", "stop", "cut", "freeze", "restart", "replan")
+"""Kinds of faults with groups: the process of a worker for its group is killed, or stopped and never continued."""
 
 FAULT_SECONDS = (3.5, 5.5)
 """Seconds. Shortest and longest duration of a stop or freeze; both exceed the default failure timeout."""
@@ -159,9 +163,15 @@ class Storm:
     """Faults by the clock, one every `every` seconds. Equal seeds give the same faults."""
 
     def __init__(
-        self, faults: Faults, url: str, seed: int, every: float, workers: int = WORKERS
+        self,
+        faults: Faults,
+        url: str,
+        seed: int,
+        every: float,
+        workers: int = WORKERS,
+        all_kinds: Sequence[str] = KINDS,
     ) -> None:
-        self.workers = workers
+        self.workers, self.all_kinds = workers, all_kinds
         self.faults, self.url, self.every = faults, url, every
         self.counts: Counter[str] = Counter()
         self._chance = random.Random(seed)
@@ -176,7 +186,7 @@ class Storm:
 
     def _inject(self) -> None:
         if not self._kinds:
-            self._kinds = [*KINDS]
+            self._kinds = [*self.all_kinds]
             self._chance.shuffle(self._kinds)
         kind = self._kinds.pop()
         self.counts[kind] += 1
@@ -190,17 +200,28 @@ class Storm:
             headers = {"Content-Type": "application/json"}
             httpx.post(f"{self.url}/replan", headers=headers, timeout=60)
             return
+        if kind in ("end member", "halt member"):
+            for member in members_of(self.faults.team.workers[victim].pid):
+                member.kill() if kind == "end member" else member.suspend()
+            return
         fault = Fault(kind, victim, seconds)
         self.faults.inject(fault)
         time.sleep(0.0 if ends or kind == "cut" else seconds)
         self.faults.repair(fault)
 
 
+def members_of(pid: int) -> list[psutil.Process]:
+    """Return the processes that the worker `pid` has started for its group."""
+    children = psutil.Process(pid).children()
+    return [child for child in children if "--member" in child.cmdline()]
+
+
 @contextmanager
-def coordinating(folder: Path, model: str, team: Team) -> Iterator[Coordinator]:
+def coordinating(folder: Path, model: str, team: Team, parallel: str) -> Iterator[Coordinator]:
     """Run a coordinator with its usual settings over the workers of `team`."""
     flags = [flag for address in team.addresses for flag in ("--worker", address)]
     flags += ["--model", model, "--dtype", "float32", "--nodes", str(len(team.workers))]
+    flags += ["--parallel", parallel]
     with ending(launch_coordinator(folder, *flags)) as process:
         yield as_coordinator(process)
 
@@ -216,6 +237,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=CLIENTS)
     parser.add_argument("--fresh", action="store_true", help="no prompt repeats")
     parser.add_argument("--model", default="builtin")
+    parser.add_argument("--parallel", default="pipeline", help="that of mtp-coord serve")
     parser.add_argument("--logs", type=Path, help="an empty folder for the logs of all processes")
     given = parser.parse_args()
     name = Path(given.model).name
@@ -223,7 +245,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as made,
         running_team(given.logs or Path(made), given.model, given.workers) as team,
-        coordinating(given.logs or Path(made), given.model, team) as coordinator,
+        coordinating(given.logs or Path(made), given.model, team, given.parallel) as coordinator,
     ):
         with ThreadPoolExecutor(given.clients) as pool:
             found = pool.map(lambda question: ask(coordinator.url, name, question), QUESTIONS)
@@ -231,7 +253,8 @@ def main() -> None:
         with loading(coordinator.url, name, wanted, given.clients, fresh=given.fresh) as calm:
             time.sleep(given.calm)
         faults = Faults(team, given.model, coordinator.pid)
-        storm = Storm(faults, coordinator.url, given.seed, given.every, given.workers)
+        kinds = KINDS if given.parallel == "pipeline" else GROUP_KINDS
+        storm = Storm(faults, coordinator.url, given.seed, given.every, given.workers, kinds)
         with loading(coordinator.url, name, wanted, given.clients, fresh=given.fresh) as load:
             storm.run(given.seconds)
         load.ask_again()

@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.chaos.storm import members_of as started_by
 from tests.support.processes.own_address import network_address
 from tests.support.processes.processes import (
     Cluster,
@@ -96,12 +97,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def members_of(cluster: Cluster) -> list[psutil.Process]:
     """Return the processes that the workers have started for their group."""
-    return [
-        child
-        for worker in cluster.workers
-        for child in psutil.Process(worker.pid).children()
-        if "--member" in child.cmdline()
-    ]
+    return [member for worker in cluster.workers for member in started_by(worker.pid)]
 
 
 def wait_for_members(cluster: Cluster) -> list[psutil.Process]:
