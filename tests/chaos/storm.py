@@ -40,8 +40,11 @@ WORKERS, CLIENTS = 4, 8
 KINDS = ("kill", "stop", "cut", "freeze", "stuck", "restart", "replan")
 """Kinds of faults. `replan` asks the coordinator for a new plan."""
 
-GROUP_KINDS = ("end member", "halt member", "kill", "stop", "cut", "freeze", "restart", "replan")
-"""Kinds of faults with groups: the process of a worker for its group is killed, or stopped and never continued."""
+GROUP_KINDS = ("end member", "halt member", "kill", "stop", "restart", "replan")
+"""Kinds of faults with groups: the process of a worker for its group is killed, or stopped and never continued.
+
+No proxy lies before the workers, since it would not lie before these processes.
+"""
 
 FAULT_SECONDS = (3.5, 5.5)
 """Seconds. Shortest and longest duration of a stop or freeze; both exceed the default failure timeout."""
@@ -240,11 +243,13 @@ def main() -> None:
     parser.add_argument("--parallel", default="pipeline", help="that of mtp-coord serve")
     parser.add_argument("--logs", type=Path, help="an empty folder for the logs of all processes")
     given = parser.parse_args()
-    name = Path(given.model).name
+    name, groups = Path(given.model).name, given.parallel != "pipeline"
     print(about())
     with (
         tempfile.TemporaryDirectory() as made,
-        running_team(given.logs or Path(made), given.model, given.workers) as team,
+        running_team(
+            given.logs or Path(made), given.model, given.workers, proxied=not groups
+        ) as team,
         coordinating(given.logs or Path(made), given.model, team, given.parallel) as coordinator,
     ):
         with ThreadPoolExecutor(given.clients) as pool:
@@ -253,7 +258,7 @@ def main() -> None:
         with loading(coordinator.url, name, wanted, given.clients, fresh=given.fresh) as calm:
             time.sleep(given.calm)
         faults = Faults(team, given.model, coordinator.pid)
-        kinds = KINDS if given.parallel == "pipeline" else GROUP_KINDS
+        kinds = GROUP_KINDS if groups else KINDS
         storm = Storm(faults, coordinator.url, given.seed, given.every, given.workers, kinds)
         with loading(coordinator.url, name, wanted, given.clients, fresh=given.fresh) as load:
             storm.run(given.seconds)
