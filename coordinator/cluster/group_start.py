@@ -78,10 +78,11 @@ class GroupStart:
         )
         return client
 
-    def seat(self, members: Sequence[WorkerClient], rank: int) -> pb.Group:
-        """Return the place of one of the `members` of a stage."""
+    def seat(self, members: Sequence[WorkerClient], rank: int, arithmetic: str) -> pb.Group:
+        """Return the place of one of the `members` of a stage, which have equal `arithmetic`."""
         hosts = [self._hosts[member.owner] for member in members]
-        return pb.Group(rank=rank, hosts=hosts, backend=RING)
+        backend = NCCL if arithmetic.startswith("cuda ") else RING
+        return pb.Group(rank=rank, hosts=hosts, backend=backend)
 
     def belong_to(self, pipeline: RemotePipeline) -> None:
         """Report the statuses of the processes to `pipeline`, which closes their clients."""

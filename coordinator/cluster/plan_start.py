@@ -166,7 +166,8 @@ class PlanStart:
                 for rank, worker in enumerate(workers):
                     request = self._request(stage, room, epoch)
                     if group is not None:
-                        request.group.CopyFrom(group.seat(workers, rank))
+                        arithmetic = self._members[stage.node].arithmetic
+                        request.group.CopyFrom(group.seat(workers, rank, arithmetic))
                     load = self._fetch if worker.owner in busy else self._load
                     tasks.append(asyncio.create_task(load(worker, request, show)))
             try:
