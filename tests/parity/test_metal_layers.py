@@ -25,6 +25,7 @@ from tests.support.checkpoints import checkpoints as written
 from tests.support.metal.metal_path import metal_choices, metal_path
 from tests.support.metal.runner import reason_not_to_run
 from tests.support.stages import reference_kernels
+from tests.support.stages.doubled import Doubled
 from worker.cache.sequence_cache import SequenceCache
 from worker.model import choice, kernel_choice
 from worker.model.kernel_choice import KernelChoice, read_trials
@@ -80,6 +81,14 @@ def outputs(stage: Stage) -> mx.array:
     return mx.concatenate(found).astype(mx.float32)
 
 
+def shared_outputs(stage: Stage) -> tuple[mx.array, int]:
+    """Return the outputs of a member of two whose parts are equal, and the number of its sums."""
+    communicator = Doubled()
+    stage.modules.communicator = communicator
+    stage.modules.share()
+    return outputs(stage), communicator.sums
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_layers_compute_what_the_reference_does(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, form: str
@@ -101,6 +110,28 @@ def test_layers_compute_what_the_reference_does(
     # In bfloat16 the reference itself is 9 % away from the same layers in fp32.
     limit = 1e-5 if stage.dtype == mx.float32 else 0.1
     assert (mx.abs(found - expected).mean() <= limit * mx.abs(expected).mean()).item()
+
+
+@pytest.mark.parametrize("form", list(FORMS)[:3])
+def test_the_parts_of_the_members_are_added(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """A layer of a group adds the parts of all members after both of its halves, as the reference does."""
+    options, _ = FORMS[form]
+    options = dict(options)
+    for name, dim in (("GDN_DIM", 128), ("HEAD_DIM", 256)):
+        monkeypatch.setattr(written, name, options.pop(name, dim))
+    path = checkpoints(layers=4, seed=len(form), **options)
+    with metal_path():
+        found, once = shared_outputs(stage_of(path))
+        unchanged = SimpleNamespace(layer=lambda layer: layer)
+        monkeypatch.setattr(choice, "MetalJoiner", lambda *_, **__: unchanged)
+        expected, again = shared_outputs(stage_of(path))
+        alone = outputs(stage_of(path))
+    # Compiled bodies ask for their sums once for each number of rows.
+    assert 8 <= once <= again == 8 * len(WIDTHS)
+    assert (mx.abs(found - expected).mean() <= 0.1 * mx.abs(expected).mean()).item()
+    assert (mx.abs(alone - expected).mean() > 0.2 * mx.abs(expected).mean()).item()
 
 
 def test_an_open_window_keeps_its_own_rows_alone(

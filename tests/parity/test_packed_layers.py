@@ -22,9 +22,11 @@ from mtp.device import DEVICES
 from mtp.layers.cuda.packed_linear import PackedLinear
 from mtp.layers.layer import Hole, KVFormat
 from proto.frame import Admit, Commit, Frame, Op, RestorePrefix, SavePrefix, Segment
+from proto.kernels import Kernels
 from proto.params import SamplingParams
 from proto.span import Span
 from tests.bench.dialled_model import BITS, ModelShape
+from tests.support.stages.doubled import Doubled
 from tests.support.stages.reference_kernels import reference_kernels
 from tests.support.stages.rows_behind_a_hole import rows_behind_a_hole
 from worker.engine.stage_engine import StageEngine
@@ -178,6 +180,29 @@ def test_the_layers_are_packed() -> None:
     assert engine.stage.variants.summary == "4 packed"
     assert isinstance(modules.lm_head, PackedLinear)
     assert modules.head is not None and modules.head.block.kind == "packed"
+
+
+@pytest.mark.parametrize("width", [1, 3, 40])
+def test_the_parts_of_the_members_are_added(width: int) -> None:
+    """A packed layer of a group adds the parts of all members after both of its halves, as the reference does."""
+    rows = mx.random.normal((width, SHAPE.hidden), key=mx.random.key(width)).astype(mx.bfloat16)
+    results = []
+    for kernels, shared in ((Kernels.auto, True), (Kernels.mlx, True), (Kernels.mlx, False)):
+        stage = Stage(modules_of(0, 2), KVFormat(), kernels=kernels)
+        communicator = Doubled()
+        if shared:
+            stage.modules.communicator = communicator
+            stage.modules.share()
+        sequence = stage.new_sequence(Admit(0, 100, 1))
+        for window in range(2):
+            segment = Segment(0, window, window * width, (1,) * width)
+            y = stage.forward(rows, [(sequence, segment)])
+        results.append(y.astype(mx.float32))
+        assert not shared or communicator.sums >= 2 * len(stage.modules.layers)
+    found, expected, alone = results
+    norm = mx.linalg.norm(expected)
+    assert (mx.linalg.norm(found - expected) < 0.05 * norm).item()
+    assert (mx.linalg.norm(alone - expected) > 0.1 * norm).item()
 
 
 @pytest.mark.parametrize("count", [0, 1, 4])
