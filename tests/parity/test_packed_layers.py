@@ -188,14 +188,15 @@ def test_the_parts_of_the_members_are_added(width: int) -> None:
     rows = mx.random.normal((width, SHAPE.hidden), key=mx.random.key(width)).astype(mx.bfloat16)
     results = []
     for kernels, shared in ((Kernels.auto, True), (Kernels.mlx, True), (Kernels.mlx, False)):
-        stage = Stage(modules_of(0, 2), KVFormat(), kernels=kernels)
+        stage = Stage(modules_of(0, SHAPE.layers), KVFormat(), kernels=kernels)
         communicator = Doubled()
         if shared:
             stage.modules.communicator = communicator
             stage.modules.share()
-        sequence = stage.new_sequence(Admit(0, 100, 1))
-        for window in range(2):
-            segment = Segment(0, window, window * width, (1,) * width)
+        sequence = stage.new_sequence(Admit(0, 3 * width, 1))
+        for window in range(3):
+            tokens = (1,) * width
+            segment = Segment(0, window, window * width, tokens, open=window > 0)
             y = stage.forward(rows, [(sequence, segment)])
         results.append(y.astype(mx.float32))
         assert not shared or communicator.sums >= 2 * len(stage.modules.layers)
