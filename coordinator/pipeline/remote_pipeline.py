@@ -24,7 +24,13 @@ from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
 from proto.backup import LayerState, ReceivedStates
 from proto.control import Rollback
-from proto.errors import ClusterError, DeadlineError, ProtocolError, StaleEpochError
+from proto.errors import (
+    ClusterError,
+    DeadlineError,
+    NotReadyError,
+    ProtocolError,
+    StaleEpochError,
+)
 from proto.frame import Frame, decode, encode
 from proto.frame_stamps import CoordinatorStep, StampRing
 from proto.rpc.channels import open_channel
@@ -341,6 +347,10 @@ class RemotePipeline(Pipeline):
     async def write_backup(
         self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
     ) -> None:
+        if not self.makes_backups:  # one of a plan before has whole layers
+            raise NotReadyError(
+                "the members of a group hold shares of layers and restore no backup"
+            )
         pairs = zip(self.workers, self._parts(states), strict=True)
         calls = (worker.write_backup(self.epoch, seq_id, tokens, part) for worker, part in pairs)
         await asyncio.gather(*calls)
