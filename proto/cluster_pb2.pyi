@@ -829,7 +829,6 @@ class LoadResult(_message.Message):
     SHORTEST_CHUNK_FIELD_NUMBER: _builtins.int
     FUSED_WIDTH_FIELD_NUMBER: _builtins.int
     COLLECTIVE_US_FIELD_NUMBER: _builtins.int
-    CHUNK_COLLECTIVE_US_FIELD_NUMBER: _builtins.int
     weight_bytes: _builtins.int
     has_mtp: _builtins.bool
     layers: _builtins.str
@@ -842,8 +841,6 @@ class LoadResult(_message.Message):
     fused_width: _builtins.int
     collective_us: _builtins.float
     """measured: a sum of one row over the members of the group, 0 without one"""
-    chunk_collective_us: _builtins.float
-    """and of the 512 rows of a prompt chunk"""
     def __init__(
         self,
         *,
@@ -854,11 +851,10 @@ class LoadResult(_message.Message):
         shortest_chunk: _builtins.int = ...,
         fused_width: _builtins.int = ...,
         collective_us: _builtins.float = ...,
-        chunk_collective_us: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_collective_us", b"chunk_collective_us", "collective_us", b"collective_us", "fused_width", b"fused_width", "has_mtp", b"has_mtp", "layers", b"layers", "longest_chunk", b"longest_chunk", "shortest_chunk", b"shortest_chunk", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective_us", b"collective_us", "fused_width", b"fused_width", "has_mtp", b"has_mtp", "layers", b"layers", "longest_chunk", b"longest_chunk", "shortest_chunk", b"shortest_chunk", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

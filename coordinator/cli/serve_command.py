@@ -220,10 +220,10 @@ def serve(
         )
     if insecure:
         log.warning("insecure: HTTP is not encrypted, and any worker on the network is accepted")
-    shared = _checked_parallel(parallel, exact=exact, draft_vocab=draft_vocab)
+    shared = _checked_parallel(parallel, exact, draft_vocab, nodes, single_node)
     if single_node and (worker or nodes):
         raise UsageError("--single-node uses no worker. Leave out --worker and --nodes")
-    if alone_ok and nodes is None:
+    if alone_ok and nodes is None and shared.machines is None:
         raise UsageError("--alone-ok needs --nodes. Without it, serving alone is allowed")
     if any(not key.strip() for key in api_key or ()):
         raise UsageError("--api-key: an empty key would let everybody in")
@@ -273,11 +273,21 @@ def serve(
     asyncio.run(run_server(options))
 
 
-def _checked_parallel(text: str, *, exact: bool, draft_vocab: str) -> Parallel:
+def _checked_parallel(
+    text: str, exact: bool, draft_vocab: str, nodes: int | None, single_node: bool
+) -> Parallel:
     """Return the value of --parallel. Raises UsageError for flags that do not work with groups."""
     found = Parallel.parse(text)
     if found.size == 1 and not found.auto:
         return found
+    if single_node:
+        raise UsageError(
+            f"--parallel {found} shares layers between workers. Leave out --single-node"
+        )
+    if nodes is not None and found.machines not in (None, nodes):
+        raise UsageError(
+            f"--parallel {found} needs {found.machines} machines, and --nodes is {nodes}"
+        )
     if exact:
         raise UsageError(
             f"--parallel {found} does not work with --exact: the sums of a group round in another order than one "

@@ -21,11 +21,12 @@ def apply(view: View, event: events.Event, now: float) -> View:
         case events.TimePassed(open_requests):
             members = {a: m.with_failure_forgiven(now) for a, m in view.members.items()}
             return replace(view, members=members, open_requests=open_requests)
-        case events.PlanStarting(epoch, addresses):
+        case events.PlanStarting(epoch, addresses, group_size):
             started = replace(
                 view,
                 epoch=epoch,
                 serving=addresses,
+                group_size=group_size,
                 recovering=view.recovering or view.phase is Phase.SERVING,
                 replan=False,
                 considered=frozenset(),

@@ -160,7 +160,7 @@ def _plan_while_serving(view: View, planner: Planner) -> Action | None:
         except ClusterError as error:
             reason = str(error)
         else:
-            if plan.nodes != view.serving:
+            if not _is_in_force(view, plan):
                 why = f"{leaving[0].name} is leaving" if leaving else "a user asked for it"
                 return _change_to(view, plan, why)
             reason = "it is the best one for the workers that are ready"
@@ -190,7 +190,7 @@ def _plan_with_joined(view: View, planner: Planner) -> Action | None:
     listed = ", ".join(names)
     try:
         plan = planner(usable, view.epoch + 1)
-        if plan.nodes == view.serving:
+        if _is_in_force(view, plan):
             return KeepPlan(f"it is the best one with {listed}")
         action = _change_to(view, plan, f"{listed} joined")
         if not isinstance(action, StartPlan) or not view.open_requests:
@@ -212,6 +212,10 @@ def _change_to(view: View, plan: Plan, reason: str) -> StartPlan | PreparePlan |
     if view.now < view.retry_at:
         return None
     return PreparePlan(plan, reason, ids)
+
+
+def _is_in_force(view: View, plan: Plan) -> bool:
+    return (plan.nodes, plan.group_size) == (view.serving, view.group_size)
 
 
 def _pays(view: View, plan: Plan, planner: Planner) -> bool:

@@ -53,10 +53,14 @@ class WorkerLeft:
 
 @dataclass(frozen=True)
 class PlanStarting:
-    """The plan of `epoch` is being loaded. Empty `addresses` mean that this process serves alone."""
+    """The plan of `epoch` is being loaded. Empty `addresses` mean that this process serves alone.
+
+    `group_size` workers hold each stage together.
+    """
 
     epoch: int
     addresses: tuple[str, ...]
+    group_size: int = 1
 
 
 @dataclass(frozen=True)

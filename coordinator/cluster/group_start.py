@@ -12,8 +12,12 @@ from proto import cluster_pb2 as pb
 from proto.announcement import host_of, join_address
 from proto.errors import ClusterError, NotReadyError, WorkerLostError
 from proto.rpc.listener import BackgroundTasks
+from proto.rpc.status_codes import printable
 
 log = logging.getLogger(__name__)
+
+MAX_FAULT = 300
+"""Characters of the fault message of a process in logs and errors."""
 
 RING = "ring"
 NCCL = "nccl"
@@ -47,18 +51,17 @@ class GroupStart:
     async def start(self, stages: Sequence[Sequence[WorkerClient]]) -> list[list[WorkerClient]]:
         """Start a process on every worker, and return their clients in the same places. Raises GroupError."""
         workers = [worker for members in stages for worker in members]
-        started = await asyncio.gather(
-            *(self._start_one(worker) for worker in workers), return_exceptions=True
-        )
-        for found in started:
-            if isinstance(found, BaseException):
-                await self.close()
-                raise found
-        clients = iter(self._clients_of(started))
+        starts = [asyncio.create_task(self._start_one(worker)) for worker in workers]
+        try:
+            started = await asyncio.gather(*starts)
+        except BaseException:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+            await self.close()
+            raise
+        clients = iter(started)
         return [[next(clients) for _ in members] for members in stages]
-
-    def _clients_of(self, started: Sequence[WorkerClient | BaseException]) -> list[WorkerClient]:
-        return [client for client in started if isinstance(client, WorkerClient)]
 
     async def _start_one(self, worker: WorkerClient) -> WorkerClient:
         request = pb.MemberRequest(coordinator=self._me, epoch=self._epoch, lease_ms=self._lease_ms)
@@ -100,7 +103,8 @@ class GroupStart:
         elif pipeline is None or status.epoch != pipeline.epoch:
             return
         elif status.HasField("fault"):
-            pipeline.fail_member(client.owner, WorkerLostError(status.fault.message[:300]))
+            message = printable(status.fault.message, MAX_FAULT)
+            pipeline.fail_member(client.owner, WorkerLostError(message))
         else:
             pipeline.record_worker_status(client.owner, status)
 

@@ -276,7 +276,7 @@ class ClusterManager(PipelineSource):
                         "machines of the plan round differently, so an answer may depend on the cut",
                         extra={"machines": unlike},
                     )
-                self._begin(plan.epoch, plan.nodes, self._serve(plan))
+                self._begin(plan.epoch, plan.nodes, self._serve(plan), plan.group_size)
             case PreparePlan(plan, reason, workers):
                 self._cancel_preparation()
                 start = PlanStart(plan, self.view, self.model, self.options, self.membership)
@@ -304,11 +304,15 @@ class ClusterManager(PipelineSource):
                     self._waiter.set_exception(NotReadyError(reason))
 
     def _begin(
-        self, epoch: int, addresses: tuple[str, ...], work: Coroutine[Any, Any, None]
+        self,
+        epoch: int,
+        addresses: tuple[str, ...],
+        work: Coroutine[Any, Any, None],
+        group_size: int = 1,
     ) -> None:
         self._stop_plan(StaleEpochError("the cluster is changing its plan"))
         # Applied before `work` starts: this event stops a plan over workers that gives way to this process.
-        self._apply_event(events.PlanStarting(epoch, addresses))
+        self._apply_event(events.PlanStarting(epoch, addresses, group_size))
         self._start = self._background.spawn(work)
 
     async def _prepare(self, start: PlanStart, workers: frozenset[str]) -> None:

@@ -162,6 +162,13 @@ class PlanStart:
         """
         with byte_bar(label, log) as show:
             tasks = []
+            if group is not None:  # members wait for each other when they load
+                requests = [
+                    (worker, self._request(stage, room, epoch))
+                    for stage, workers in zip(self.plan.stages, stages, strict=True)
+                    for worker in workers
+                ]
+                await asyncio.gather(*(self._fetch(w, request, show) for w, request in requests))
             for stage, workers in zip(self.plan.stages, stages, strict=True):
                 for rank, worker in enumerate(workers):
                     request = self._request(stage, room, epoch)

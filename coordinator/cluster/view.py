@@ -159,6 +159,8 @@ class View:
     epoch: int = 0
     members: Mapping[str, Member] = field(default_factory=dict)
     serving: tuple[str, ...] = ()
+    group_size: int = 1
+    """Workers that hold each stage of the plan in force together."""
     open_requests: int = 0
     failed_at: float = -math.inf
     """End of the newest plan that served and failed."""

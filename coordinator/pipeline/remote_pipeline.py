@@ -218,23 +218,21 @@ class RemotePipeline(Pipeline):
     async def _connect_members(self, stage: int) -> None:
         """Bind the members of a group that follow its first one, which sends them its frames."""
         first, *others = self.members[stage]
-        await asyncio.gather(
-            *(
-                member.connect(
-                    pb.ConnectRequest(
-                        coordinator=first.me,
-                        epoch=self.epoch,
-                        stage=stage,
-                        num_stages=self.stages,
-                        plan_token=self._token,
-                        hop_timeout_ms=int(self.hop_timeout * 1000),
-                        previous_node=first.node,
-                        rank=rank,
-                    )
+        for rank, member in enumerate(others, start=1):
+            suspect, self.suspect = self.suspect, member.owner
+            await member.connect(
+                pb.ConnectRequest(
+                    coordinator=first.me,
+                    epoch=self.epoch,
+                    stage=stage,
+                    num_stages=self.stages,
+                    plan_token=self._token,
+                    hop_timeout_ms=int(self.hop_timeout * 1000),
+                    previous_node=first.node,
+                    rank=rank,
                 )
-                for rank, member in enumerate(others, start=1)
             )
-        )
+            self.suspect = suspect
 
     def _binding(self, stage: int) -> StreamBinding:
         return StreamBinding(self.epoch, stage, self.workers[0].me.id, self._token)
@@ -375,6 +373,8 @@ class RemotePipeline(Pipeline):
 
     async def close(self) -> None:
         """Close the streams. Both the source and the loop may call it, in any order."""
+        # The processes of groups end when their clients close, which takes a second at most.
+        await asyncio.gather(*(client.close() for client in self.owned))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
                 if self._reader is not None:
@@ -384,7 +384,6 @@ class RemotePipeline(Pipeline):
                     await self._link.close()
                 if self._channel is not None:
                     await self._channel.close()
-                await asyncio.gather(*(client.close() for client in self.owned))
 
 
 def _check_outcomes(frame: Frame) -> None:

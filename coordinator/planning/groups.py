@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, Workload, make_plan
+from proto.announcement import is_loopback
 from proto.errors import ClusterError, SpanError, UsageError
 
 MAX_GROUP = 8
@@ -61,7 +62,7 @@ class Parallel:
         if text == "tensor":
             return cls(groups=1, size=0)
         found = re.fullmatch(r"(\d{1,2})x(\d{1,2})", text)
-        if found is None or not (int(found[1]) and 1 <= int(found[2]) <= MAX_GROUP):
+        if found is None or not (int(found[1]) and 2 <= int(found[2]) <= MAX_GROUP):
             raise UsageError(
                 f"--parallel {text!r:.20}: write auto, pipeline, tensor, or groups x machines, as in 2x2"
             )
@@ -225,37 +226,45 @@ def _group_plan(
 def group_machines(
     machines: Sequence[Machine], size: int, groups: int = 0
 ) -> list[tuple[Machine, ...]]:
-    """Return groups of `size` equal machines, `groups` of them or as many as there are.
+    """Return groups of `size` equal machines, `groups` of them or as many as there are, the fastest first.
 
-    Raises SpanError for machines that cannot be members, and UsageError for pinned layers.
+    Machines that cannot be members are left out. Raises UsageError or SpanError, naming them, if too few remain.
     """
-    if pinned := [m.node.name for m in machines if m.node.pinned is not None]:
-        raise UsageError(
-            f"{pinned[0]} has --layers, and groups share every layer. Start it without --layers."
-        )
-    if open_links := [m.node.name for m in machines if not m.direct]:
-        raise SpanError(
-            f"{', '.join(open_links)} has no direct link. Members of a group exchange partial results unencrypted: "
-            "start the worker with --direct HOST, the address of a cable between the machines."
-        )
-    kinds: dict[str, list[Machine]] = {}
+    kinds: dict[tuple[str, bool], list[Machine]] = {}
     for machine in machines:
-        kinds.setdefault(machine.kind, []).append(machine)
+        if machine.direct and machine.node.pinned is None:
+            kinds.setdefault((machine.kind, is_loopback(machine.direct)), []).append(machine)
     teams = []
     for alike in kinds.values():
-        in_order = sorted(alike, key=lambda machine: machine.node.memory_limit)
+        in_order = sorted(alike, key=_strength, reverse=True)
         whole = len(in_order) // size * size
         teams += [tuple(in_order[i : i + size]) for i in range(0, whole, size)]
     if len(teams) < max(1, groups):
-        described = "; ".join(
-            f"{', '.join(m.node.name for m in alike)}: {kind or 'unknown'}"
-            for kind, alike in kinds.items()
-        )
-        raise SpanError(
-            f"{len(machines)} machines make {len(teams)} groups of {size} equal ones, {max(1, groups)} are needed "
-            f"({described}). Add equal machines, or choose another --parallel."
-        )
+        raise _too_few(machines, size, max(1, groups), len(teams))
+    teams.sort(key=lambda team: min(map(_strength, team)), reverse=True)
     return teams[: groups or len(teams)]
+
+
+def _strength(machine: Machine) -> tuple[float, int]:
+    return machine.node.speed, machine.node.memory_limit
+
+
+def _too_few(machines: Sequence[Machine], size: int, groups: int, found: int) -> ClusterError:
+    """Return why `machines` make fewer than `groups` groups of `size`."""
+    if pinned := [m.node.name for m in machines if m.node.pinned is not None]:
+        return UsageError(
+            f"{pinned[0]} has --layers, and groups share every layer. Start it without --layers."
+        )
+    if without := [m.node.name for m in machines if not m.direct]:
+        return SpanError(
+            f"{', '.join(without)} has no direct link. Members of a group exchange partial results unencrypted: "
+            "start the worker with --direct HOST, the address of a cable between the machines."
+        )
+    described = "; ".join(f"{m.node.name}: {m.kind or 'unknown'}" for m in machines)
+    return SpanError(
+        f"{len(machines)} machines make {found} groups of {size} equal ones, {groups} are needed "
+        f"({described}). Add equal machines, or choose another --parallel."
+    )
 
 
 def _joint_node(team: Sequence[Machine]) -> NodeSpec:

@@ -138,6 +138,13 @@ WHOLE = {
 """The parameters besides norms and the embedding that every member holds."""
 
 
+def test_members_that_share_a_head_hold_all_of_it(tmp_path: Path) -> None:
+    """With two heads of keys and values each of four members counts and holds one of them."""
+    checkpoint = Checkpoint.open(checkpoint_for(tmp_path, "dense", kv_heads=2)).cut_for(Cut(3, 4))
+    read = sum(weight.nbytes for weight in read_part(checkpoint, "layers.3", None).values())
+    assert checkpoint.part_bytes()["layers.3"] == read
+
+
 def test_heads_that_cannot_be_cut_are_named(tmp_path: Path) -> None:
     """The error has the field, its value and the number of machines."""
     checkpoint = Checkpoint.open(checkpoint_for(tmp_path, "dense"))

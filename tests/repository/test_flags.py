@@ -222,3 +222,20 @@ def test_a_listener_off_loopback_needs_a_key(decide_serve: Decide) -> None:
     with pytest.raises(UsageError, match="mtp-coord key"):
         decide_serve("--host", "0.0.0.0")
     assert decide_serve("--host", "0.0.0.0", "--api-key", "secret")["insecure"] is False
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--exact",), "does not work with --exact"),
+        (("--draft-vocab", "auto"), "does not work with --draft-vocab"),
+        (("--nodes", "3"), "needs 4 machines, and --nodes is 3"),
+        (("--single-node",), "Leave out --single-node"),
+    ],
+)
+def test_groups_refuse_what_they_cannot_do(
+    decide_serve: Decide, flags: tuple[str, ...], words: str
+) -> None:
+    """The error names both flags."""
+    with pytest.raises(UsageError, match=words):
+        decide_serve("--parallel", "2x2", *flags)

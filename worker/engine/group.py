@@ -5,6 +5,7 @@ MLX keeps a backend until its process ends. So a process joins one group, and a 
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import tempfile
@@ -54,7 +55,8 @@ class CollectiveFigures:
 def join_group(spec: GroupSpec, *, exact: bool) -> GroupCommunicator:
     """Join the group and return the communicator. Raises NotReadyError if it cannot be formed.
 
-    Blocks until all members have come. The process can join no other group afterwards.
+    Blocks until all members have come, and ends the process after JOIN_SECONDS. The process can join no other group
+    afterwards.
     """
     os.environ["MLX_RANK"] = str(spec.rank)
     try:
@@ -70,7 +72,12 @@ def join_group(spec: GroupSpec, *, exact: bool) -> GroupCommunicator:
                     "NCCL_HOST_IP": host.strip("[]"),
                     "NCCL_PORT": port,
                 }
-            group = mx.distributed.init(strict=True, backend=spec.backend.value)
+            # MLX holds Python's lock while it waits for the others, so only a thread outside Python can end the wait.
+            faulthandler.dump_traceback_later(JOIN_SECONDS, exit=True)
+            try:
+                group = mx.distributed.init(strict=True, backend=spec.backend.value)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
     except (RuntimeError, ValueError) as error:
         raise NotReadyError(
             f"the group of {', '.join(spec.hosts)} cannot be formed by {spec.backend.value}: {error}"

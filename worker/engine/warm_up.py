@@ -133,6 +133,8 @@ def warm_up(stage: Stage, *, first: bool, last: bool, expect: Callable[[float], 
                 )
             expect(COMPILE_SECONDS)
     except Exception as error:
+        if stage.modules.communicator.size > 1:
+            raise  # the other members of the group wait in a sum of this frame
         log.warning("warm-up ended early", extra={"frames": frames.done, "error": str(error)[:300]})
     del engine
     mx.clear_cache()

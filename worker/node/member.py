@@ -22,9 +22,9 @@ START_SECONDS = 60.0
 """Seconds. Bound of the start of a process, which imports MLX: 2 s on an idle machine."""
 
 STOP_SECONDS = 3.0
-"""Seconds after SIGTERM before a process is killed. SIGKILL can leave wired memory behind on a Mac."""
+"""Seconds after SIGTERM before a process is killed."""
 
-PROGRAM = (sys.executable, "-c", "from worker.cli import main; main()", "--member")
+PROGRAM = (sys.executable, "-P", "-c", "from worker.cli import main; main()", "--member")
 """The command of a member process, to which the flags of its worker are added."""
 
 
@@ -70,7 +70,11 @@ class MemberProcess:
     async def start(cls, flags: tuple[str, ...]) -> MemberProcess:
         """Start a process and wait until it listens. Raises NotReadyError if it does not."""
         process = await asyncio.create_subprocess_exec(
-            *PROGRAM, *flags, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            *PROGRAM,
+            *flags,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C drains the worker, which ends this process afterwards
         )
         assert process.stdout is not None
         try:

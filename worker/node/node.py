@@ -202,6 +202,11 @@ class WorkerNode:
         if epoch < self.epoch:
             raise StaleEpochError(f"epoch {epoch} has ended. This worker is in epoch {self.epoch}")
 
+    async def _wait_for_end(self) -> None:
+        """Wait until the process of an earlier group has ended. A cancelled wait does not cancel its end."""
+        if self._ending is not None:
+            await asyncio.wait({self._ending})
+
     async def start_member(self, request: pb.MemberRequest) -> MemberReady:
         """Start the process for a group's stage, and return where it listens. The stage of this process is dropped.
 
@@ -214,10 +219,10 @@ class WorkerNode:
         self.loaded = None
         self.host.thread.submit(release_weights)
         self._become(pb.WORKER_STATE_IDLE)
-        if self._ending is not None:
-            await self._ending
+        loading = self._loading = object()
+        await self._wait_for_end()
         member = await MemberProcess.start(self.identity.member_flags)
-        if self.epoch != request.epoch:
+        if self._loading is not loading:
             await member.stop()
             raise StaleEpochError(f"plan {request.epoch} ended while its processes were starting")
         self.member = member
@@ -252,7 +257,6 @@ class WorkerNode:
             shortest_chunk=frames.shortest,
             fused_width=frames.fused_width or 0,
             collective_us=1e6 * (loaded.collectives.row if loaded.collectives else 0.0),
-            chunk_collective_us=1e6 * (loaded.collectives.chunk if loaded.collectives else 0.0),
         )
 
     def _become(self, state: pb.WorkerState.ValueType) -> None:
@@ -266,6 +270,7 @@ class WorkerNode:
         self._become(pb.WORKER_STATE_LOADING)
         self.loaded = None  # frees its memory for the new stage
         loading = self._loading = object()
+        await self._wait_for_end()
         thread = self.host.thread
 
         def check() -> None:
@@ -390,8 +395,7 @@ class WorkerNode:
     async def close(self) -> None:
         """End the plan, the process of a group and the engine thread."""
         self.release()
-        if self._ending is not None:
-            await self._ending
+        await self._wait_for_end()
         await self.host.thread.close()
 
 

@@ -64,8 +64,13 @@ class WorkerOptions:
     logs: tuple[str, str] = ("info", "text")
 
     def direct_host(self) -> str:
-        """Return the host of the direct link to other machines, or an empty string without one."""
+        """Return the host of the direct link to other machines, or an empty string without one.
+
+        Raises UsageError for an address of IPv6, which MLX's ring does not take.
+        """
         if self.direct is not None:
+            if ":" in self.direct:
+                raise UsageError(f"--direct {self.direct}: give an IPv4 address or a host name")
             return self.direct
         return self.host if is_loopback(self.host) else thunderbolt_host()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp.checkpoint.format.config import ModelConfig
-from mtp.checkpoint.format.cut import Cut, is_cut
+from mtp.checkpoint.format.cut import Cut, is_cut, is_kv
 from mtp.checkpoint.format.names import (
     ADAPTER_FILES,
     Layout,
@@ -169,16 +169,22 @@ class Checkpoint:
 
     def stored_bytes(self, part: str) -> dict[str, int]:
         """Return the bytes of each stored tensor of a part, or of the share that a member reads."""
-        size = self.config.cut.size
-        if part == "lm_head" and not self.config.cuts_vocabulary:
-            size = 1
         # A dict, because both halves of a fused tensor have the same name.
         return {
-            name: self.tensors[name].nbytes // (size if is_cut(part, parameter) else 1)
+            name: self.tensors[name].nbytes // self._members_of(part, parameter, name)
             for parameter, source in self.plans[part].items()
             for name in source.tensors
             if name in self.tensors
         }
+
+    def _members_of(self, part: str, parameter: str, name: str) -> int:
+        """Return the number of shares of a stored tensor. Members may hold the same head of keys and values."""
+        config = self.config
+        if not is_cut(part, parameter) or (part == "lm_head" and not config.cuts_vocabulary):
+            return 1
+        if is_kv(parameter):
+            return self.tensors[name].shape[0] // config.head_dim // config.num_kv_heads
+        return config.cut.size
 
     def cut_for(self, cut: Cut) -> Checkpoint:
         """Return the checkpoint as one member of a group reads it. Raises SpanError if it cannot be cut."""

@@ -41,6 +41,10 @@ def cut_fields(text: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
     divide.
     """
     fields, size = dict(text), cut.size
+    if fields.get("attention_bias"):
+        raise SpanError(
+            "attention_bias is true, and a group would add the bias once for each member."
+        )
     for name in (*HEADS, *COLUMNS):
         if not (whole := fields.get(name)):
             continue
@@ -74,6 +78,11 @@ def is_cut(part: str, name: str) -> bool:
     return part == "lm_head" or any(pattern.fullmatch(name) for pattern in patterns)
 
 
+def is_kv(name: str) -> bool:
+    """Return whether the parameter `name` projects to keys or values, whose heads members may share."""
+    return _KV_ROWS.fullmatch(name) is not None
+
+
 @dataclass(frozen=True)
 class Share:
     """The share of a parameter: the half-open `ranges` of one axis, which follow each other on the member."""
@@ -81,7 +90,7 @@ class Share:
     axis: int
     ranges: tuple[tuple[int, int], ...]
 
-    def take(self, whole: Any) -> list[Any]:
+    def slice_parameter(self, whole: Any) -> list[Any]:
         """Return the ranges of an array of MLX or numpy. None is copied."""
         before = (slice(None),) * self.axis
         return [whole[(*before, slice(start, end))] for start, end in self.ranges]
@@ -97,7 +106,7 @@ def share_of(
     """
     if cut.size == 1 or not is_cut(part, name):
         return None
-    if _KV_ROWS.fullmatch(name):  # its own heads, or the one that it shares with its neighbours
+    if is_kv(name):  # its own heads, or the one that it shares with its neighbours
         heads = shape[0] // head_dim
         first, count = cut.rank * heads // cut.size, max(1, heads // cut.size)
         return Share(0, ((first * head_dim, (first + count) * head_dim),))

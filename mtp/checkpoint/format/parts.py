@@ -144,7 +144,9 @@ def read_part(
         if share is not None:
             as_stored = shares and source.transform == "as stored"
             pieces = (
-                _read_share(checkpoint, source.stored[0], share) if as_stored else share.take(made)
+                _read_share(checkpoint, source.stored[0], share)
+                if as_stored
+                else share.slice_parameter(made)
             )
             # Contiguous, since kernels would copy a view at each call.
             made = mx.contiguous(mx.concatenate(pieces, axis=share.axis))
@@ -167,7 +169,7 @@ def _read_share(checkpoint: Checkpoint, name: str, share: Share) -> list[mx.arra
     info = checkpoint.tensors[name]
     kind = np.dtype(_NUMPY[info.dtype]).newbyteorder("<")
     whole = np.memmap(info.file, kind, "r", offset=info.start, shape=info.shape)
-    pieces = [mx.array(np.ascontiguousarray(piece)) for piece in share.take(whole)]
+    pieces = [mx.array(np.ascontiguousarray(piece)) for piece in share.slice_parameter(whole)]
     return [piece.view(mx.bfloat16) for piece in pieces] if info.dtype == "BF16" else pieces
 
 

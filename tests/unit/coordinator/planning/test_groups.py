@@ -78,7 +78,7 @@ def test_auto_refuses_a_slow_link() -> None:
     assert shape("auto", machines(2, collective=30e-6)) == (1, 2)
 
 
-def test_auto_prefers_what_it_is_told() -> None:
+def test_auto_has_the_aim_of_prefer() -> None:
     """A pipeline has the shortest time between steps of many streams where the sums take a while."""
     some = machines(4, collective=1e-3)
     by_latency = choose_plan(planning("auto"), some, 1)
@@ -153,16 +153,29 @@ def test_the_machines_that_are_left_serve(
 
 
 def test_groups_are_made_of_equal_machines() -> None:
-    """Machines of one kind with the least memory come together, so that no memory is wasted."""
-    sizes = (64, 16, 64, 16)
+    """Machines of equal memory come together, the largest first. A machine without a partner is left out."""
+    sizes = (64, 16, 64, 16, 16)
     some = [
         Machine(NodeSpec(f"{size}-{i}", size * 2**30), "m4", "h") for i, size in enumerate(sizes)
     ]
     teams = group_machines(some, 2)
-    assert [[m.node.name for m in team] for team in teams] == [["16-1", "16-3"], ["64-0", "64-2"]]
+    assert [[m.node.name for m in team] for team in teams] == [["64-0", "64-2"], ["16-1", "16-3"]]
+    assert group_machines(some, 2, groups=1) == teams[:1]
 
 
-@pytest.mark.parametrize("text", ["", "2", "0x2", "2x0", "2x9", "x", "tensor2", "999x2"])
+@pytest.mark.parametrize("epoch", [1, 2])
+@pytest.mark.parametrize("change", [{"direct": ""}, {"direct": "127.0.0.1"}, {"kind": "m1"}])
+def test_a_machine_that_cannot_be_a_member_is_left_out(
+    epoch: int, change: dict[str, object]
+) -> None:
+    """A worker without a link, or of another kind, that joins groups changes nothing."""
+    (fifth,) = machines(1, node=NodeSpec("fifth", 2 * LAYERS * LAYER_BYTES))
+    some = [*machines(4), replace(fifth, **change)]  # type: ignore[arg-type]
+    plan = choose_plan(planning("2x2"), some, epoch)
+    assert (len(plan.stages), plan.group_size, plan.unused) == (2, 2, ("fifth",))
+
+
+@pytest.mark.parametrize("text", ["", "2", "0x2", "2x0", "2x9", "4x1", "x", "tensor2", "999x2"])
 def test_other_values_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="write auto, pipeline, tensor, or groups x machines"):
         Parallel.parse(text)
