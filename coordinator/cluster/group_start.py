@@ -103,8 +103,8 @@ class GroupStart:
         elif pipeline is None or status.epoch != pipeline.epoch:
             return
         elif status.HasField("fault"):
-            message = printable(status.fault.message, MAX_FAULT)
-            pipeline.fail_member(client.owner, WorkerLostError(message))
+            error = WorkerLostError(printable(status.fault.message, MAX_FAULT))
+            pipeline.fail_member(client.owner, error, status.fault.peer)
         else:
             pipeline.record_worker_status(client.owner, status)
 

@@ -34,6 +34,7 @@ from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Member, Phase, View
 from coordinator.pipeline.pipeline import Pipeline, PipelineSource
 from coordinator.pipeline.worker_client import WorkerClient
+from coordinator.planning.groups import SUMS_PER_LAYER
 from coordinator.planning.plan import Plan
 from mtp.device import Arithmetic, unlike_machines
 from proto import cluster_pb2 as pb
@@ -365,7 +366,8 @@ class ClusterManager(PipelineSource):
             found = [measured[node] for node in stage.nodes if node in measured]
             if found:
                 self._apply_event(events.GroupMeasured(stage.nodes, max(found)))
-                share = 2 * len(stage.span) * max(found) / stage.predicted_seconds
+                weights = stage.predicted_seconds - stage.sum_seconds
+                share = SUMS_PER_LAYER * len(stage.span) * max(found) / weights
                 log.info(
                     "group",
                     extra={

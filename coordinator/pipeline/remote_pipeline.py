@@ -140,6 +140,8 @@ class RemotePipeline(Pipeline):
         self.members = tuple(map(tuple, members))
         self.workers = tuple(workers[0] for workers in members)
         """The first worker of each stage."""
+        self._owners: dict[str, str] = {}
+        """Addresses of workers by their ids."""
         self.owned: tuple[WorkerClient, ...] = ()
         """Clients that end with this plan."""
         self.hop_timeout = hop_timeout
@@ -163,6 +165,7 @@ class RemotePipeline(Pipeline):
         `worker_ids` are by address. Raises the ClusterError of the first refusal. `suspect` is then the worker at the
         far end of the failed hop.
         """
+        self._owners = {worker_id: address for address, worker_id in worker_ids.items()}
         me = self.workers[0].me
         for stage in reversed(range(self.stages)):
             last = stage == self.stages - 1
@@ -259,9 +262,12 @@ class RemotePipeline(Pipeline):
         """Make `receive_frame` raise `error`, unless the pipeline has failed before."""
         self._fail(error, None)
 
-    def fail_member(self, address: str, error: ClusterError) -> None:
-        """Fail because the process of the worker at `address` is lost, or reports that it failed."""
-        self._fail(error, address)
+    def fail_member(self, address: str, error: ClusterError, peer: str = "") -> None:
+        """Fail because the process of the worker at `address` is lost, or reports that it failed.
+
+        `peer` is the id of the worker at the far end of a lost link, which is then the suspect.
+        """
+        self._fail(error, self._owners.get(peer, address))
 
     def _fail(self, error: ClusterError, suspect: str | None) -> None:
         if self._failure is None:

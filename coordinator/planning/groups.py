@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, Workload, make_plan
+from coordinator.planning.plan import (
+    ModelCosts,
+    NodeSpec,
+    Plan,
+    StagePlan,
+    Workload,
+    make_plan,
+)
 from proto.announcement import is_loopback
 from proto.errors import ClusterError, SpanError, UsageError
 
@@ -181,29 +188,24 @@ def predict_plans(
         except ClusterError as error:
             problems.append(error)
         else:
-            found.append(_predict(planning, plan, machines))
+            found.append(_predict(plan))
     if not found:
         raise problems[-1] if problems else UsageError("no node to plan for. Start a worker.")
     return found
 
 
-def _predict(planning: Planning, plan: Plan, machines: Sequence[Machine]) -> Prediction:
-    known = {machine.node.name: machine for machine in machines}
-    size = len(plan.stages[0].nodes)
-    collective = 0.0
-    if size > 1:
-        measured = [known[node].collective for stage in plan.stages for node in stage.nodes]
-        collective = max(DEFAULT_COLLECTIVE if one is None else one for one in measured)
-    layers = sum(len(stage.span) for stage in plan.stages)
-    sums = layers * SUMS_PER_LAYER * collective
-    stages = len(plan.stages)
-    token = plan.pass_seconds + (stages - 1) * HOP_SECONDS + sums
-    chunk = CHUNK_PASSES * plan.slowest_seconds + CHUNK_COLLECTIVES * sums / stages
-    chunks = FIRST_TOKENS // 512
-    between = plan.slowest_seconds + sums / stages
+def _predict(plan: Plan) -> Prediction:
+    stages, size = len(plan.stages), plan.group_size
+    chunk = max(
+        CHUNK_PASSES * (stage.predicted_seconds - stage.sum_seconds)
+        + CHUNK_COLLECTIVES * stage.sum_seconds
+        for stage in plan.stages
+    )
+    first = (FIRST_TOKENS // 512 + stages - 1) * chunk
     kind = {1: "one machine" if stages == 1 else f"a pipeline of {stages}"}.get(size)
     text = kind or (f"a group of {size}" if stages == 1 else f"{stages} groups of {size}")
-    return Prediction(text, plan, token, (chunks + stages - 1) * chunk, between)
+    token = plan.pass_seconds + (stages - 1) * HOP_SECONDS
+    return Prediction(text, plan, token, first, plan.slowest_seconds)
 
 
 def _group_plan(
@@ -216,11 +218,24 @@ def _group_plan(
     teams = group_machines(machines, size, groups)
     nodes = [_joint_node(team) for team in teams]
     found = make_plan(planning.costs_of(size), nodes, workload=planning.workload, epoch=epoch)
-    members = {team[0].node.name: tuple(one.node.name for one in team) for team in teams}
-    used = {name for stage in found.stages for name in members[stage.node]}
+    by_name = {team[0].node.name: team for team in teams}
+    stages = tuple(_shared(stage, by_name[stage.node]) for stage in found.stages)
+    used = {node for stage in stages for node in stage.nodes}
     unused = tuple(m.node.name for m in machines if m.node.name not in used)
-    stages = tuple(replace(stage, members=members[stage.node]) for stage in found.stages)
     return replace(found, stages=stages, unused=unused)
+
+
+def _shared(stage: StagePlan, team: Sequence[Machine]) -> StagePlan:
+    """Return a stage that the machines of `team` hold together, with the time of their sums."""
+    measured = (machine.collective for machine in team)
+    collective = max(DEFAULT_COLLECTIVE if one is None else one for one in measured)
+    seconds = SUMS_PER_LAYER * len(stage.span) * collective
+    return replace(
+        stage,
+        members=tuple(machine.node.name for machine in team),
+        predicted_seconds=stage.predicted_seconds + seconds,
+        sum_seconds=seconds,
+    )
 
 
 def group_machines(

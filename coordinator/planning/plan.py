@@ -138,7 +138,7 @@ class StagePlan:
     """The part of a plan that one node holds. `cache_bytes` counts K/V, states and the reserve.
 
     The nodes of a group hold a stage together. `members` then are all of them, `node` first, and the bytes are those
-    of each.
+    of each. `sum_seconds` is the part of `predicted_seconds` that the sums over the members take.
     """
 
     node: str
@@ -150,6 +150,7 @@ class StagePlan:
     memory_limit: int
     predicted_seconds: float
     members: tuple[str, ...] = ()
+    sum_seconds: float = 0.0
 
     @property
     def nodes(self) -> tuple[str, ...]:
