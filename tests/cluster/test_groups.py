@@ -142,7 +142,15 @@ def stop(process: psutil.Process) -> None:
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize(("member", "fault"), [(0, kill), (1, kill), (0, stop), (1, stop)])
+@pytest.mark.parametrize(
+    ("member", "fault"),
+    [
+        (0, kill),
+        (1, stop),
+        pytest.param(1, kill, marks=pytest.mark.slow),
+        pytest.param(0, stop, marks=pytest.mark.slow),
+    ],
+)
 def test_a_lost_process_changes_no_answer(
     pair: Cluster, expected: list[str], member: int, fault: Callable[[psutil.Process], None]
 ) -> None:
