@@ -95,13 +95,10 @@ class LiveStatus(StatusSource):
             others = [] if self.manager is None else self._members({}, ())
             return (alone, *others)
         plan = self.manager.plan
-        stages = (
-            {node: (i, s) for i, s in enumerate(plan.stages) for node in s.nodes} if plan else {}
-        )
-        if len(loads) != len(
-            {number for number, _ in stages.values()}
-        ):  # no frame of this plan has returned yet
-            loads = (StageLoad(None, 0.0),) * len(plan.stages if plan else ())
+        planned = plan.stages if plan else ()
+        stages = {node: (i, stage) for i, stage in enumerate(planned) for node in stage.nodes}
+        if len(loads) != len(planned):  # no frame of this plan has returned yet
+            loads = (StageLoad(None, 0.0),) * len(planned)
         return tuple(self._members(stages, loads))
 
     def _members(
