@@ -175,8 +175,9 @@ class PlanStart:
                     if group is not None:
                         arithmetic = self._members[stage.node].arithmetic
                         request.group.CopyFrom(group.seat(workers, rank, arithmetic))
-                    load = self._fetch if worker.owner in busy else self._load
-                    tasks.append(asyncio.create_task(load(worker, request, show)))
+                    step = self._load if group is not None else self._fetch_and_load
+                    step = self._fetch if worker.owner in busy else step
+                    tasks.append(asyncio.create_task(step(worker, request, show)))
             try:
                 await asyncio.gather(*tasks)
             finally:
@@ -211,8 +212,13 @@ class PlanStart:
             lease_ms=lease_ms(self._options.failure_timeout),
         )
 
-    async def _load(self, worker: WorkerClient, request: pb.LoadRequest, show: OnProgress) -> None:
+    async def _fetch_and_load(
+        self, worker: WorkerClient, request: pb.LoadRequest, show: OnProgress
+    ) -> None:
         await self._fetch(worker, request, show)
+        await self._load(worker, request, show)
+
+    async def _load(self, worker: WorkerClient, request: pb.LoadRequest, show: OnProgress) -> None:
         try:
             result = await worker.load(request, self._progress_of(worker, show))
             self.loads.layers[worker.owner] = printable(result.layers, MAX_LAYERS)
