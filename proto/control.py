@@ -1,4 +1,4 @@
-"""The checks of signals from the coordinator to a worker.
+"""The checks of signals from the coordinator to a worker, and the backends of groups.
 
 A signal saves time and never changes an outcome (DESIGN §3). A stage may apply it before or after the
 frame that carries the same information, and any number of times, and ends in the same state.
@@ -7,6 +7,7 @@ frame that carries the same information, and any number of times, and ends in th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from proto import cluster_pb2 as pb
 from proto.errors import ProtocolError, VersionError
@@ -80,3 +81,12 @@ def check_version(peer: int) -> None:
 def _within(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise ProtocolError(f"signal: {name} {value} is outside {low} to {high}")
+
+
+class Backend(StrEnum):
+    """MLX's backends for the collectives of a group, in a Load request."""
+
+    ring = "ring"
+    """TCP, on every machine."""
+    nccl = "nccl"
+    """NVIDIA GPUs."""

@@ -10,6 +10,7 @@ from coordinator.pipeline.remote_pipeline import RemotePipeline
 from coordinator.pipeline.worker_client import NOTICE_SHARE, WorkerClient
 from proto import cluster_pb2 as pb
 from proto.announcement import host_of, join_address
+from proto.control import Backend
 from proto.errors import ClusterError, NotReadyError, WorkerLostError
 from proto.rpc.listener import BackgroundTasks
 from proto.rpc.status_codes import printable
@@ -18,10 +19,6 @@ log = logging.getLogger(__name__)
 
 MAX_FAULT = 300
 """Characters of the fault message of a process in logs and errors."""
-
-RING = "ring"
-NCCL = "nccl"
-"""The backends by the names of MLX."""
 
 
 class GroupError(NotReadyError):
@@ -84,8 +81,8 @@ class GroupStart:
     def seat(self, members: Sequence[WorkerClient], rank: int, arithmetic: str) -> pb.Group:
         """Return the place of one of the `members` of a stage, which have equal `arithmetic`."""
         hosts = [self._hosts[member.owner] for member in members]
-        backend = NCCL if arithmetic.startswith("cuda ") else RING
-        return pb.Group(rank=rank, hosts=hosts, backend=backend)
+        backend = Backend.nccl if arithmetic.startswith("cuda ") else Backend.ring
+        return pb.Group(rank=rank, hosts=hosts, backend=backend.value)
 
     def belong_to(self, pipeline: RemotePipeline) -> None:
         """Report the statuses of the processes to `pipeline`, which closes their clients."""

@@ -26,11 +26,12 @@ import mlx.core as mx
 from mtp.checkpoint.format.cut import Cut
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.layer import KVFormat
+from proto.control import Backend
 from proto.frame import Admit, Segment
 from tests.bench.machine import about
 from tests.bench.report import bars, publish
 from tests.support.stages.random_stage import random_stage, wide_config
-from worker.engine.group import Backend, GroupSpec, join_group, measure_collectives
+from worker.engine.group import GroupSpec, join_group, measure_collectives
 from worker.model.stage import Stage
 from worker.node.member import free_group_address
 

@@ -11,24 +11,15 @@ import os
 import tempfile
 import time
 from dataclasses import dataclass
-from enum import StrEnum
 
 import mlx.core as mx
 
 from mtp.layers.communicator import GroupCommunicator
+from proto.control import Backend
 from proto.errors import NotReadyError, UsageError
 
 JOIN_SECONDS = 30.0
 """Seconds. Bound of the wait for the other members, which start at the same time."""
-
-
-class Backend(StrEnum):
-    """MLX's backends for collectives."""
-
-    ring = "ring"
-    """TCP, on every machine."""
-    nccl = "nccl"
-    """NVIDIA GPUs."""
 
 
 @dataclass(frozen=True)

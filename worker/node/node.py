@@ -15,6 +15,7 @@ from functools import partial
 from mtp.device import FrameLimits
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb
+from proto.control import Backend
 from proto.errors import BusyError, NotReadyError, ProtocolError, StaleEpochError, UsageError
 from proto.kernels import Kernels
 from proto.rpc.data_connection import DataTickets, HopFigures, StreamBinding
@@ -23,7 +24,7 @@ from proto.span import Span
 from proto.terminal.progress import OnProgress, byte_bar
 from proto.trust.node_trust import NodeTrust
 from proto.wire import DTYPE_BYTES
-from worker.engine.group import Backend, GroupSpec
+from worker.engine.group import GroupSpec
 from worker.engine.hardware import release_weights
 from worker.engine.stage_engine import Budget
 from worker.engine.stage_host import LoadedStage, StageHost, StageSpec
