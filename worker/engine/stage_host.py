@@ -16,7 +16,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
 from mtp.device import this_device
 from mtp.head.draft_vocabulary import DraftVocabularySize
-from mtp.layers.communicator import ALONE, Communicator
+from mtp.layers.communicator import ALONE, Communicator, GroupCommunicator
 from mtp.layers.layer import KVFormat
 from proto.errors import MemoryLimitError
 from proto.frame import Admit, Frame
@@ -204,9 +204,14 @@ class StageHost:
         expect = self.thread.expect
         expect(PART_SECONDS)
         release_weights()
-        checkpoint = open_checkpoint()
+        joined: GroupCommunicator | None = None
         if spec.group is not None:
-            checkpoint = checkpoint.cut_for(Cut(spec.group.rank, len(spec.group.hosts)))
+            # First, because MLX holds Python's lock until all members have come, and no status is sent meanwhile.
+            expect(JOIN_SECONDS)
+            joined = join_group(spec.group, exact=spec.exact)
+            expect(PART_SECONDS)
+        communicator: Communicator = joined or ALONE
+        checkpoint = open_checkpoint().cut_for(Cut(communicator.rank, communicator.size))
         sizes = checkpoint.part_bytes()
         parts = checkpoint.stage_parts(
             spec.span, first=spec.first, last=spec.last, with_head=spec.mtp
@@ -224,11 +229,9 @@ class StageHost:
             if on_progress is not None:
                 on_progress(done, total)
 
-        communicator: Communicator = ALONE
         collectives = None
-        if spec.group is not None:
-            expect(JOIN_SECONDS)
-            communicator = joined = join_group(spec.group, exact=spec.exact)
+        if joined is not None:
+            expect(JOIN_SECONDS)  # other members may still open the checkpoint
             hidden, dtype = checkpoint.config.hidden_size, DTYPES[spec.dtype or "bfloat16"]
             collectives = measure_collectives(joined, hidden, dtype)
             expect(seconds)
