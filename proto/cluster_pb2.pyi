@@ -714,6 +714,7 @@ class LoadRequest(_message.Message):
     DRAFT_VOCAB_FIELD_NUMBER: _builtins.int
     DRAFT_VOCAB_AUTO_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    SLICES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     first: _builtins.bool
     last: _builtins.bool
@@ -731,6 +732,8 @@ class LoadRequest(_message.Message):
     """lowest tokens that drafts come from; 0 for all words"""
     draft_vocab_auto: _builtins.bool
     """use the part only while it pays"""
+    slices: _builtins.int
+    """of each layer, with exact; 0 and 1 mean whole layers            // unset for a stage of one machine"""
     @_builtins.property
     def coordinator(self) -> Global___Coordinator: ...
     @_builtins.property
@@ -740,9 +743,7 @@ class LoadRequest(_message.Message):
     @_builtins.property
     def limits(self) -> Global___Limits: ...
     @_builtins.property
-    def group(self) -> Global___Group:
-        """unset for a stage of one machine"""
-
+    def group(self) -> Global___Group: ...
     def __init__(
         self,
         *,
@@ -761,10 +762,11 @@ class LoadRequest(_message.Message):
         draft_vocab: _builtins.int = ...,
         draft_vocab_auto: _builtins.bool = ...,
         group: Global___Group | None = ...,
+        slices: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "group", b"group", "limits", b"limits", "model", b"model", "span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "draft_vocab", b"draft_vocab", "draft_vocab_auto", b"draft_vocab_auto", "dtype", b"dtype", "epoch", b"epoch", "exact", b"exact", "first", b"first", "group", b"group", "kv_bits", b"kv_bits", "last", b"last", "lease_ms", b"lease_ms", "limits", b"limits", "model", b"model", "mtp", b"mtp", "span", b"span"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "draft_vocab", b"draft_vocab", "draft_vocab_auto", b"draft_vocab_auto", "dtype", b"dtype", "epoch", b"epoch", "exact", b"exact", "first", b"first", "group", b"group", "kv_bits", b"kv_bits", "last", b"last", "lease_ms", b"lease_ms", "limits", b"limits", "model", b"model", "mtp", b"mtp", "slices", b"slices", "span", b"span"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

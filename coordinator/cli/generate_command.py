@@ -21,6 +21,8 @@ from coordinator.cli.options import (
     JsonOption,
     KvBitsOption,
     MtpOption,
+    SlicesOption,
+    checked_slices,
 )
 from coordinator.depth.controller import MtpMode
 from coordinator.schedule.local_generator import local_generator
@@ -268,6 +270,7 @@ def generate(
     dtype: DtypeOption = None,
     kv_bits: KvBitsOption = None,
     exact: ExactOption = False,
+    slices: SlicesOption = None,
     draft_vocab: DraftVocabOption = "off",
     logprobs: Annotated[
         int | None,
@@ -308,6 +311,7 @@ def generate(
         mtp=mode,
         kv_bits=None if kv_bits is None else int(kv_bits),
         exact=exact,
+        slices=checked_slices(slices, exact),
         draft_vocab=DraftVocabularySize.parse(draft_vocab),
     )
     with naming_flags():

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from coordinator.planning.groups import Prefer
+from coordinator.planning.groups import MAX_GROUP, Parallel, Prefer
 from mtp.checkpoint.hub.resolve import BUILTIN, local_repos
 from proto.errors import UsageError
 
@@ -25,6 +25,15 @@ ExactOption = Annotated[
         "--exact",
         help="Compute every token with the same arithmetic, so that drafts, other requests and the number of equal "
         "machines never change an answer. Costs speed on GPUs, most of it for long prompts.",
+    ),
+]
+SlicesOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=MAX_GROUP,
+        help="With --exact: compute every layer in N slices, so that an answer is the same in groups of any size that "
+        "divides N. The default is the size of the group that --parallel names.",
     ),
 ]
 
@@ -98,3 +107,28 @@ def _named_model(argument: str | None, option: str | None) -> str | None:
     if argument is not None and option is not None:
         raise UsageError(f"name one model, not both {argument!r} and --model {option!r}")
     return argument if option is None else option
+
+
+def checked_slices(
+    slices: int | None, exact: bool, parallel: Parallel | None = None, nodes: int | None = None
+) -> int:
+    """Return the value of --slices. Raises UsageError if it does not suit the flags beside it."""
+    parallel = parallel or Parallel()
+    if not exact:
+        if slices is not None:
+            raise UsageError(
+                f"--slices {slices} is a part of --exact. Add --exact, or leave it out"
+            )
+        return 1
+    size = parallel.size or nodes
+    if slices is None and (size is None or parallel.auto):
+        raise UsageError(
+            f"--parallel {parallel} with --exact needs --slices N: groups of every size that divides N then give the "
+            "same answers"
+        )
+    slices = slices or size or 1
+    if size and slices % size:
+        raise UsageError(
+            f"--slices {slices} cannot be shared by groups of {size}. Use a multiple of {size}"
+        )
+    return slices

@@ -23,7 +23,9 @@ from coordinator.cli.options import (
     NoMdnsOption,
     ParallelOption,
     PreferOption,
+    SlicesOption,
     WorkersOption,
+    checked_slices,
     model_or_builtin,
 )
 from coordinator.cli.trust_commands import StateOption
@@ -87,6 +89,7 @@ def serve(
     mtp: MtpOption = "auto",
     kv_bits: KvBitsOption = None,
     exact: ExactOption = False,
+    slices: SlicesOption = None,
     draft_vocab: DraftVocabOption = "off",
     max_sequences: Annotated[
         int, typer.Option(min=1, max=256, help="Most requests served at once; others queue.")
@@ -220,7 +223,7 @@ def serve(
         )
     if insecure:
         log.warning("insecure: HTTP is not encrypted, and any worker on the network is accepted")
-    shared = _checked_parallel(parallel, exact, draft_vocab, nodes, single_node)
+    shared = _checked_parallel(parallel, draft_vocab, nodes, single_node)
     if single_node and (worker or nodes):
         raise UsageError("--single-node uses no worker. Leave out --worker and --nodes")
     if alone_ok and nodes is None and shared.machines is None:
@@ -246,6 +249,7 @@ def serve(
         mtp=MtpMode.parse(mtp),
         kv_bits=None if kv_bits is None else int(kv_bits),
         exact=exact,
+        slices=checked_slices(slices, exact, shared, nodes),
         draft_vocab=DraftVocabularySize.parse(draft_vocab),
         failure_timeout=failure_timeout,
         max_sequences=max_sequences,
@@ -274,7 +278,7 @@ def serve(
 
 
 def _checked_parallel(
-    text: str, exact: bool, draft_vocab: str, nodes: int | None, single_node: bool
+    text: str, draft_vocab: str, nodes: int | None, single_node: bool
 ) -> Parallel:
     """Return the value of --parallel. Raises UsageError for flags that do not work with groups."""
     found = Parallel.parse(text)
@@ -287,11 +291,6 @@ def _checked_parallel(
     if nodes is not None and found.machines not in (None, nodes):
         raise UsageError(
             f"--parallel {found} needs {found.machines} machines, and --nodes is {nodes}"
-        )
-    if exact:
-        raise UsageError(
-            f"--parallel {found} does not work with --exact: the sums of a group round in another order than one "
-            "machine does. Leave out one of them"
         )
     if draft_vocab != "off":
         raise UsageError(

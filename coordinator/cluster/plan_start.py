@@ -202,6 +202,7 @@ class PlanStart:
             kv_bits=self._model.kv_bits,
             mtp=self._model.with_head,
             exact=self._model.exact,
+            slices=self._model.slices,
             draft_vocab=self._model.draft_vocab.tokens,
             draft_vocab_auto=self._model.draft_vocab.auto,
             limits=pb.Limits(

@@ -32,7 +32,7 @@ class ServedModel:
 
     `ref` identifies the checkpoint to workers. `dtype` None keeps the stored type. `kv_bits` 0 leaves keys and values
     unquantized. With `with_head` the last stage loads the MTP head, if the checkpoint has one. With `exact` an answer
-    has the same bits on any number of equal machines.
+    has the same bits on any number of equal machines, also in groups of a size that divides `slices`.
     """
 
     checkpoint: Checkpoint
@@ -45,6 +45,7 @@ class ServedModel:
     prefix_cache: bool = True
     share_weights: bool = False
     exact: bool = False
+    slices: int = 1
     draft_vocab: DraftVocabularySize = field(default_factory=DraftVocabularySize)
     parallel: Parallel = field(default_factory=Parallel)
     prefer: Prefer = Prefer.latency
@@ -80,7 +81,13 @@ class ServedModel:
             draft_depth=self.draft_depth,
             reserve_bytes=reserve_bytes(self.costs_of(1)),
         )
-        planning = Planning(self.costs_of, workload, self.parallel, self.prefer)
+        planning = Planning(
+            self.costs_of,
+            workload,
+            self.parallel,
+            self.prefer,
+            slices=self.slices if self.exact else None,
+        )
 
         def plan(members: Sequence[Member], epoch: int) -> Plan:
             speeds = _speeds(members)

@@ -70,6 +70,7 @@ class LocalModel:
     wired: bool = True
     kernels: Kernels = Kernels.auto
     exact: bool = False
+    slices: int = 1
     draft_vocab: DraftVocabularySize = field(default_factory=DraftVocabularySize)
 
     def capacity(self, reserved: int = 0) -> Capacity:
@@ -95,7 +96,7 @@ class LocalModel:
         return [
             StageSpec(
                 span, i == 0, i == last, self.dtype, self.kv_bits, self.with_head,
-                self.exact, self.draft_vocab,
+                self.exact, self.slices, self.draft_vocab,
             )
             for i, span in enumerate(self.spans)
         ]  # fmt: skip

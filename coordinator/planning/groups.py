@@ -126,6 +126,8 @@ class Planning:
     workload: Workload
     parallel: Parallel = Parallel()
     prefer: Prefer = Prefer.latency
+    slices: int | None = None
+    """Slices of each layer in exact mode, which every size of a group must divide. None without exact mode."""
 
 
 def choose_plan(planning: Planning, machines: Sequence[Machine], epoch: int) -> Plan:
@@ -212,6 +214,11 @@ def _group_plan(
     planning: Planning, machines: Sequence[Machine], size: int, epoch: int, groups: int = 0
 ) -> Plan:
     """Return the best plan over groups of `size` machines, `groups` of them or as many as there are."""
+    if planning.slices is not None and planning.slices % size:
+        raise SpanError(
+            f"groups of {size} machines cannot share {planning.slices} slices of a layer. Use a multiple of {size} for "
+            "--slices."
+        )
     if size == 1:
         nodes = [machine.node for machine in machines]
         return make_plan(planning.costs_of(1), nodes, workload=planning.workload, epoch=epoch)

@@ -60,6 +60,7 @@ async def local_generator(
     mtp: MtpMode = AUTO,
     kv_bits: int | None = None,
     exact: bool = False,
+    slices: int = 1,
     draft_vocab: DraftVocabularySize | None = None,
     prefix_cache: bool = True,
     limits: Limits | None = None,
@@ -69,10 +70,10 @@ async def local_generator(
     """Load `checkpoint` in `stages` even stages, and serve requests until the block is left.
 
     `dtype` None keeps the stored type, and `kv_bits` 4 or 8 quantizes keys and values. With `exact` a row has the
-    same bits with any rows beside it. `draft_vocab` None drafts from all words. Without `prefix_cache` every prompt is
-    computed from its first token. Requests with a grammar need the packed `vocabulary`. The loading thread calls
-    `on_progress(done, total)` with bytes. Raises SpanError for more stages than layers, UsageError for drafts without a
-    head, and the errors of loading.
+    same bits with any rows beside it, and each layer is computed in `slices`. `draft_vocab` None drafts from all
+    words. Without `prefix_cache` every prompt is computed from its first token. Requests with a grammar need the packed
+    `vocabulary`. The loading thread calls `on_progress(done, total)` with bytes. Raises SpanError for more stages than
+    layers, UsageError for drafts without a head, and the errors of loading.
     """
     mode = effective_mtp_mode(checkpoint, mtp)
     model = LocalModel(
@@ -83,6 +84,7 @@ async def local_generator(
         with_head=mode.depth != 0,
         prefix_cache=prefix_cache,
         exact=exact,
+        slices=slices,
         draft_vocab=draft_vocab or DraftVocabularySize(),
     )
     make = partial(LocalPipelines(model).make, on_progress=on_progress)

@@ -69,6 +69,7 @@ class ServeOptions:
     mtp: MtpMode
     kv_bits: int | None
     exact: bool
+    slices: int
     draft_vocab: DraftVocabularySize
     failure_timeout: float
     max_sequences: int
@@ -163,6 +164,7 @@ def served_model(model: OpenedModel) -> ServedModel:
         prefix_cache=options.prefix_cache,
         share_weights=options.share_weights,
         exact=options.exact,
+        slices=options.slices,
         draft_vocab=options.draft_vocab,
         parallel=options.parallel,
         prefer=options.prefer,
@@ -236,6 +238,7 @@ class OpenedModel:
             wired=options.wired,
             kernels=options.kernels,
             exact=options.exact,
+            slices=options.slices,
             draft_vocab=options.draft_vocab,
         )
         self.local = LocalPipelines(whole)

@@ -30,6 +30,10 @@ class Communicator(ABC):
     def gather(self, x: mx.array) -> mx.array:
         """Return `x [rows, columns]` of all members side by side: `[rows, size * columns]`."""
 
+    @abstractmethod
+    def stack(self, x: mx.array) -> mx.array:
+        """Return `x [n, …]` of all members after each other: `[size * n, …]`."""
+
 
 class Alone(Communicator):
     """One machine that holds the whole stage."""
@@ -40,6 +44,9 @@ class Alone(Communicator):
         return x
 
     def gather(self, x: mx.array) -> mx.array:
+        return x
+
+    def stack(self, x: mx.array) -> mx.array:
         return x
 
 
@@ -66,7 +73,10 @@ class GroupCommunicator(Communicator):
     def gather(self, x: mx.array) -> mx.array:
         return mx.concatenate(self._parts(x), axis=-1)
 
+    def stack(self, x: mx.array) -> mx.array:
+        gathered: mx.array = mx.distributed.all_gather(x, group=self._group)
+        return gathered
+
     def _parts(self, x: mx.array) -> list[mx.array]:
         """Return `x` of each member, in their order."""
-        gathered = mx.distributed.all_gather(x, group=self._group)
-        return [*mx.split(gathered, self.size)]
+        return [*mx.split(self.stack(x), self.size)]

@@ -78,7 +78,10 @@ class Program:
 def program(
     folder: Path, name: str, root: Path, gpu: int | None, module: str, *arguments: str
 ) -> Iterator[Program]:
-    """Run `main` of `module` in the checkout at `root`."""
+    """Run `main` of `module` in the checkout at `root`.
+
+    It starts there: Python looks in the directory of a program given with -c before it looks in PYTHONPATH.
+    """
     log = folder / f"{name}.log"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *_search_path()])}
     if gpu is not None:
@@ -86,7 +89,11 @@ def program(
     start = f"import sys; sys.modules['torch'] = None; from {module} import main; main()"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-c", start, *arguments], stdout=output, stderr=output, env=env
+            [sys.executable, "-c", start, *arguments],
+            stdout=output,
+            stderr=output,
+            env=env,
+            cwd=root,
         )
         try:
             yield Program(process, log)
@@ -335,7 +342,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = options.model or folder / options.shape
+        model = (options.model or folder / options.shape).resolve()
         if not (model / "words.json").exists():
             shape = SHAPES[options.shape]
             cycle = write_dialled_model(model, shape, options.noise, bits=options.bits)
@@ -354,7 +361,7 @@ def main() -> None:
             port = options.port + 10 * number
             gpu = 0 if count and not setup.workers else None
             try:
-                with serving(folder, options.root, model, setup, port, gpu) as url:
+                with serving(folder, options.root.resolve(), model, setup, port, gpu) as url:
                     row = asyncio.run(measure(url, cycle, number, options.rounds))
             except Exception as error:  # the other rows still count
                 print(f"{setup.name}: failed: {error}", flush=True)

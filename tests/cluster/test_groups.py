@@ -229,3 +229,28 @@ def test_a_group_of_a_secured_cluster(tmp_path: Path, expected: list[str]) -> No
         found = ask(as_coordinator(process).url, TOKENS, **SETTINGS[0])
         assert found.text and expected[0].startswith(found.text)
         assert len(process.records("group")) == 1
+
+
+@pytest.mark.slow
+def test_exact_groups_give_the_log_probabilities_of_one_process(tmp_path: Path) -> None:
+    """In 16 bits the tokens and log-probabilities of two workers, and of the one that is left, are those of slices."""
+    for name in ("alone", "whole", "group"):
+        (tmp_path / name).mkdir()
+    model = (MODEL[0], "--dtype", "bfloat16", "--exact")
+    body = {"prompt": "def fibonacci(n):", "max_tokens": 64, "logprobs": 1, "ignore_eos": True}
+
+    def logprobs(url: str) -> dict[str, list[float]]:
+        reply = httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS).json()
+        found: dict[str, list[float]] = reply["choices"][0]["logprobs"]
+        return found
+
+    with serving(tmp_path / "alone", model[0], [], *model[1:], "--slices", "2") as coordinator:
+        alone = logprobs(coordinator.url)
+    with serving(tmp_path / "whole", model[0], [], *model[1:]) as coordinator:
+        assert logprobs(coordinator.url) != alone
+    flags = ("--parallel", "tensor", "--slices", "2")
+    with running_cluster(tmp_path / "group", model[0], 2, *model[1:], *flags) as cluster:
+        assert len(members_of(cluster)) == 2
+        assert logprobs(cluster.url) == alone
+        cluster.workers[1].kill()
+        assert logprobs(cluster.url) == alone

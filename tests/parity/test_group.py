@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,12 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.format.parts import read_part
 from proto.errors import SpanError
+from proto.span import Span
 from tests.support.checkpoints.checkpoints import write_checkpoint
 from tests.support.stages.chain import random_tokens
+from tests.support.stages.doubled import Doubled
 from tests.support.stages.group_run import Work, answer, answer_in_group
+from worker.model.loader import load_stage
 
 HEADS = (
     ("num_attention_heads", 12),
@@ -152,3 +157,40 @@ def test_heads_that_cannot_be_cut_are_named(tmp_path: Path) -> None:
         checkpoint.cut_for(Cut(0, 5))
     with pytest.raises(SpanError, match="4 machines: num_key_value_heads is 6"):
         checkpoint.cut_for(Cut(0, 4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "slices", "kv_heads", "options"),
+    [
+        ("dense", 2, 6, {"dtype": mx.bfloat16, "hidden": 128}),
+        pytest.param("moe", 4, 2, {}, marks=pytest.mark.slow),
+        pytest.param("next", 4, 2, {}, marks=pytest.mark.slow),
+        pytest.param(
+            "dense",
+            2,
+            2,
+            {"layout": "mlx", "quantize": 4, "dtype": mx.bfloat16, "hidden": 256},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_exact_slices_have_the_bits_of_any_group(
+    tmp_path: Path, kind: str, slices: int, kv_heads: int, options: dict[str, Any]
+) -> None:
+    """The logits of one process and of every group are equal bit for bit. Those of whole layers are not."""
+    path = checkpoint_for(tmp_path, kind, kv_heads=kv_heads, **options)
+    work = Work(str(path), small(PROMPTS), drafts=0, exact=True, slices=slices)
+    alone = answer(work)
+    assert alone.digest != answer(replace(work, slices=1)).digest
+    for size in (2, slices) if slices > 2 else (2,):
+        assert answer_in_group(work, size).digest == alone.digest
+
+
+def test_slices_that_members_cannot_share_are_named(tmp_path: Path) -> None:
+    """The error has the number of slices, and that of the machines or the tokens."""
+    checkpoint = Checkpoint.open(checkpoint_for(tmp_path, "dense", kv_heads=1))
+    load = partial(load_stage, checkpoint, Span(0, 4), first=True, last=True, dtype=None)
+    with pytest.raises(SpanError, match="3 slices cannot be shared by 2 machines"):
+        load(communicator=Doubled(), slices=3)
+    with pytest.raises(SpanError, match="7 machines: num_attention_heads is 12"):
+        load(slices=7)

@@ -75,7 +75,8 @@ SERVE: Rows = {
     "--dtype": (["float16"], {"dtype": "float16"}),
     "--mtp": (["3"], {"mtp": MtpMode.parse("3")}),
     "--kv-bits": (["8"], {"kv_bits": 8}),
-    "--exact": ([], {"exact": True}),
+    "--exact": ([], {"exact": True, "slices": 1}),
+    "--slices": (["4", "--exact"], {"exact": True, "slices": 4}),
     "--draft-vocab": (["4096"], {"draft_vocab": DraftVocabularySize(4096)}),
     "--max-sequences": (["5"], {"max_sequences": 5}),
     "--prefill-chunk": (["64"], {"prefill_chunk": 64}),
@@ -227,7 +228,8 @@ def test_a_listener_off_loopback_needs_a_key(decide_serve: Decide) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--exact",), "does not work with --exact"),
+        (("--exact", "--slices", "3"), "Use a multiple of 2"),
+        (("--slices", "2"), "Add --exact"),
         (("--draft-vocab", "auto"), "does not work with --draft-vocab"),
         (("--nodes", "3"), "needs 4 machines, and --nodes is 3"),
         (("--single-node",), "Leave out --single-node"),
@@ -239,3 +241,26 @@ def test_groups_refuse_what_they_cannot_do(
     """The error names both flags."""
     with pytest.raises(UsageError, match=words):
         decide_serve("--parallel", "2x2", *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "slices"),
+    [
+        (("--parallel", "2x2"), 2),
+        (("--parallel", "2x2", "--slices", "4"), 4),
+        (("--parallel", "tensor", "--nodes", "3"), 3),
+        (("--parallel", "auto", "--slices", "4"), 4),
+    ],
+)
+def test_exact_groups_have_slices(
+    decide_serve: Decide, flags: tuple[str, ...], slices: int
+) -> None:
+    """The default is the size of the group that the flags name."""
+    assert decide_serve("--exact", *flags)["slices"] == slices
+
+
+@pytest.mark.parametrize("parallel", ["tensor", "auto"])
+def test_exact_groups_of_any_size_need_slices(decide_serve: Decide, parallel: str) -> None:
+    """The number of machines may change while the cluster serves, and the answers may not."""
+    with pytest.raises(UsageError, match="needs --slices N"):
+        decide_serve("--exact", "--parallel", parallel)

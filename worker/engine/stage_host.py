@@ -145,7 +145,7 @@ class StageSpec:
     """A stage of a plan. `dtype` None keeps the stored types; `kv_bits` None leaves keys and values unquantized.
 
     With `mtp` the last stage has the MTP head, if the checkpoint has one. With `exact` a row has the same bits with any
-    rows beside it. `draft_vocab` is for the last stage.
+    rows beside it, and each layer is computed in `slices`. `draft_vocab` is for the last stage.
     """
 
     span: Span
@@ -155,6 +155,7 @@ class StageSpec:
     kv_bits: int | None = None
     mtp: bool = True
     exact: bool = False
+    slices: int = 1
     draft_vocab: DraftVocabularySize = field(default_factory=DraftVocabularySize)
     group: GroupSpec | None = None
     """The group of processes that hold the stage together; None for one process."""
@@ -211,7 +212,8 @@ class StageHost:
             joined = join_group(spec.group, exact=spec.exact)
             expect(PART_SECONDS)
         communicator: Communicator = joined or ALONE
-        checkpoint = open_checkpoint().cut_for(Cut(communicator.rank, communicator.size))
+        whole = open_checkpoint()
+        checkpoint = whole.cut_for(Cut(communicator.rank, communicator.size))
         sizes = checkpoint.part_bytes()
         parts = checkpoint.stage_parts(
             spec.span, first=spec.first, last=spec.last, with_head=spec.mtp
@@ -236,7 +238,7 @@ class StageHost:
             collectives = measure_collectives(joined, hidden, dtype)
             expect(seconds)
         modules = load_stage(
-            checkpoint,
+            whole,
             spec.span,
             first=spec.first,
             last=spec.last,
@@ -244,6 +246,7 @@ class StageHost:
             with_head=spec.mtp,
             on_progress=report,
             communicator=communicator,
+            slices=spec.slices,
         )
         if spec.last and spec.mtp and modules.head is None and checkpoint.mtp.announced:
             log.warning(

@@ -40,10 +40,11 @@ def choose_variants(
 ) -> Variants:
     """Replace the parts of `modules` by the fastest variants of this device. A stage is built only once from them.
 
-    CUDA kernels compute what they can on NVIDIA GPUs. On Apple GPUs and on Linux' CPUs joined products do, unless the
-    stage is exact, because exact mode probes the products of single layers. All else stays with mlx-lm's modules. With
-    `exact`, a row has the same bits with any rows beside it. `kernels` decides over this project's kernels: those for
-    Apple GPUs are tried against the operations that they replace. Raises UsageError if exact mode is impossible here.
+    CUDA kernels compute what they can on NVIDIA GPUs, but not layers in slices. On Apple GPUs and on Linux' CPUs joined
+    products do, unless the stage is exact, because exact mode probes the products of single layers. All else stays with
+    mlx-lm's modules. With `exact`, a row has the same bits with any rows beside it. `kernels` decides over this
+    project's kernels: those for Apple GPUs are tried against the operations that they replace. Raises UsageError if
+    exact mode is impossible here.
     """
     device = this_device()
     dtype = modules.dtype
@@ -52,7 +53,7 @@ def choose_variants(
     if device.variant == "cuda" and kernels is not Kernels.mlx:
         split_rows = FEW_ROWS
         packer = Packer(dtype, kv_format)
-        if packer.works:
+        if packer.works and modules.slices == 1:
             _pack(modules, packer)
     elif device.variant == "joined" and not exact:
         _join(modules, Joiner(dtype, modules.model_bytes))
@@ -67,6 +68,7 @@ def choose_variants(
     kinds = Counter(layer.kind for layer in modules.layers)
     summary = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     summary += ", exact" if exact else ""
+    summary += f" in {modules.slices} slices" if modules.slices > 1 else ""
     summary += f"; {choice.summary}" if choice.summary else ""
     log.info(
         "layers", extra={"span": str(modules.span), "backend": device.backend, "layers": summary}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ from mtp.head.drafter import MTPHead
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.layer import Layer
 from mtp.layers.reference import REFERENCE, reference_layer
-from proto.errors import CheckpointError, UsageError
+from mtp.layers.reference.slices import SideBySide, SlicedSums, join_layer
+from proto.errors import CheckpointError, SpanError, UsageError
 from proto.span import Span
 from proto.terminal.progress import OnProgress
 from proto.wire import DTYPE_BYTES
@@ -52,6 +53,8 @@ class StageModules:
     """Bytes of the weights of the whole checkpoint."""
     communicator: Communicator = ALONE
     """The members of the group that holds these layers together."""
+    slices: int = 1
+    """Slices of each layer on all members, for exact mode: `mtp.layers.reference.slices`."""
 
     @classmethod
     def of(
@@ -61,6 +64,7 @@ class StageModules:
         parts: Mapping[str, Any],
         model_bytes: int = 0,
         communicator: Communicator = ALONE,
+        slices: int = 1,
     ) -> StageModules:
         """Return the loaded `parts`, by name, as the modules of a stage with reference layers."""
         layers = [parts[f"layers.{layer}"] for layer in span]
@@ -75,6 +79,7 @@ class StageModules:
             head=parts.get("mtp"),
             model_bytes=model_bytes,
             communicator=communicator,
+            slices=slices,
         )
 
     def replace_layers(self, replaced: Callable[[Any], Layer]) -> None:
@@ -89,11 +94,12 @@ class StageModules:
 
     def share(self) -> None:
         """Let the layers, that of the MTP head included, add the partial results of all members."""
-        blocks = [] if self.head is None else [self.head.block]
-        for layer in (*self.layers, *blocks):
-            layer.share(self.communicator)
+        is_stacked = self.slices > self.communicator.size
+        sums = SlicedSums(self.communicator) if is_stacked else self.communicator
+        for layer in self.layers:
+            layer.share(sums)
         if self.head is not None:
-            self.head.block = blocks[0]
+            self.head.block.share(self.communicator)
 
 
 def load_stage(
@@ -106,10 +112,12 @@ def load_stage(
     with_head: bool = True,
     on_progress: OnProgress | None = None,
     communicator: Communicator = ALONE,
+    slices: int = 1,
 ) -> StageModules:
-    """Load a stage: its layers, and whether it is the first and the last of its plan.
+    """Load a stage of the whole `checkpoint`: its layers, and whether it is the first and the last of its plan.
 
-    The layers of a member of a group are its share of them, and `communicator` reaches the other members.
+    The layers of a member of a group are its share of them, and `communicator` reaches the other members. All members
+    together have `slices` slices of each layer, if they are more than the members.
     `dtype` None keeps the stored types. `with_head` says whether a last stage has the MTP head. Names, shapes and types
     of the whole stage are checked before the first weight is read. Then the parts are read one after another, so the
     peak memory stays close to that of the stage. Without the head's tensors the head is None, and `checkpoint.mtp`
@@ -117,6 +125,8 @@ def load_stage(
 
     Raises SpanError, CheckpointError with tensor and file, and UsageError for a dtype that cannot run here.
     """
+    own = _own_slices(checkpoint, communicator, slices)
+    kv_sharers = max(1, own[0].config.cut.size // checkpoint.config.num_kv_heads)
     checkpoint = checkpoint.cut_for(Cut(communicator.rank, communicator.size))
     parts = checkpoint.stage_parts(span, first=first, last=last, with_head=with_head)
     if checkpoint.unknown:
@@ -130,39 +140,76 @@ def load_stage(
     for part in parts:
         check_types(checkpoint, part)
     modules: dict[str, Any] = {part: _build(checkpoint, part, dtype) for part in parts}
-    _read(checkpoint, modules, dtype, on_progress)
+    _read(checkpoint, own, modules, dtype, on_progress, kv_sharers)
     return StageModules.of(
         checkpoint.config,
         span,
         modules,
         model_bytes=sum(checkpoint.part_bytes().values()),
         communicator=communicator,
+        slices=slices,
     )
+
+
+def _own_slices(
+    checkpoint: Checkpoint, communicator: Communicator, slices: int
+) -> list[Checkpoint]:
+    """Return the checkpoint as each slice of this member reads it. Raises SpanError if it cannot be cut."""
+    count, rest = divmod(max(slices, communicator.size), communicator.size)
+    if rest:
+        raise SpanError(
+            f"{slices} slices cannot be shared by {communicator.size} machines. Use a multiple for --slices."
+        )
+    first = communicator.rank * count
+    own = [checkpoint.cut_for(Cut(first + i, count * communicator.size)) for i in range(count)]
+    if slices > 1 and not own[0].config.cuts_vocabulary:
+        raise SpanError(
+            f"the vocabulary of {checkpoint.config.vocab_size} tokens cannot be cut into {slices} slices. Use another "
+            "number for --slices."
+        )
+    return own
 
 
 def _read(
     checkpoint: Checkpoint,
+    slices: Sequence[Checkpoint],
     modules: dict[str, Any],
     dtype: mx.Dtype | None,
     on_progress: OnProgress | None,
+    kv_sharers: int,
 ) -> None:
-    """Evaluate the modules' lazy weights, one after another. A member of a group reads the bytes of its share."""
+    """Evaluate the modules' lazy weights, one after another. A member of a group reads the bytes of its share.
+
+    `kv_sharers` is the number of neighbouring slices that hold the same heads of keys and values.
+    """
     sizes = checkpoint.part_bytes()
     total = sum(sizes[part] for part in modules)
     done = 0
     for part, checked in modules.items():
         if on_progress:
             on_progress(done, total)
-        is_share = checkpoint.config.cut.size > 1
-        module = _build(checkpoint, part, dtype, shares=True) if is_share else checked
-        modules[part] = module
-        for weight in dict(tree_flatten(module.parameters())).values():
-            # One at a time, so that the source of one weight is released before the next is read.
-            mx.eval(weight)
-            mx.clear_cache()
+        sources = slices if _is_sliced(part, slices[0].config) else [checkpoint]
+        whole = sources[0].config.cut.size == 1
+        built = [checked] if whole else [_build(one, part, dtype, shares=True) for one in sources]
+        for module in built:
+            for weight in dict(tree_flatten(module.parameters())).values():
+                # One at a time, so that the source of one weight is released before the next is read.
+                mx.eval(weight)
+                mx.clear_cache()
+        modules[part] = built[0] if len(built) == 1 else _joined(part, built, kv_sharers)
         done += sizes[part]
     if on_progress:
         on_progress(done, total)
+
+
+def _is_sliced(part: str, config: ModelConfig) -> bool:
+    """Return whether a part is computed in slices. The MTP head is not: drafts do not change the answer."""
+    return part.startswith("layers.") or (part == "lm_head" and config.cuts_vocabulary)
+
+
+def _joined(part: str, built: Sequence[Any], kv_sharers: int) -> nn.Module:
+    """Return the slices of a part as one module."""
+    return SideBySide(built) if part == "lm_head" else join_layer(built, kv_sharers)
 
 
 def _build(

@@ -414,8 +414,9 @@ def _unembedding(modules: StageModules) -> Callable[[mx.array], mx.array]:
     if found is None:
         assert modules.embed_tokens is not None, "a tied lm_head needs the embedding beside it"
         found = modules.embed_tokens.as_linear
-    communicator = modules.communicator
-    if communicator.size > 1 and modules.lm_head is not None and modules.config.cuts_vocabulary:
+    communicator, config = modules.communicator, modules.config
+    is_cut = config.cuts_vocabulary and not config.tie_word_embeddings
+    if communicator.size > 1 and modules.lm_head is not None and is_cut:
         return lambda x: communicator.gather(found(x))
     return found
 

@@ -104,6 +104,7 @@ def requested_stage(request: pb.LoadRequest) -> StageSpec:
         kv_bits=request.kv_bits or None,
         mtp=request.mtp,
         exact=request.exact,
+        slices=request.slices or 1,
         draft_vocab=DraftVocabularySize(request.draft_vocab, request.draft_vocab_auto),
         group=_requested_group(request.group) if request.HasField("group") else None,
     )

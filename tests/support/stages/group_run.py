@@ -6,16 +6,18 @@ Every member computes the same frames. The frames follow from the outcomes, whic
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.communicator import ALONE, Communicator
@@ -45,17 +47,22 @@ class Work:
     temperature: float = 0.0
     chunk: int = 16
     exact: bool = False
+    slices: int = 1
     kv_bits: int | None = None
     hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The tokens of each answer, how many drafts were accepted, and the bytes of the weights of the layers."""
+    """The tokens of each answer, how many drafts were accepted, and the bytes of the weights of the layers.
+
+    `digest` is that of the bits of all logits.
+    """
 
     tokens: list[list[int]]
     accepted: int
     nbytes: int
+    digest: str = ""
 
 
 def answer(work: Work, communicator: Communicator = ALONE) -> Answers:
@@ -63,19 +70,40 @@ def answer(work: Work, communicator: Communicator = ALONE) -> Answers:
     checkpoint = Checkpoint.open(Path(work.path))
     layers = checkpoint.config.num_layers
     modules = load_stage(
-        checkpoint, Span(0, layers), first=True, last=True, dtype=None, communicator=communicator
+        checkpoint,
+        Span(0, layers),
+        first=True,
+        last=True,
+        dtype=None,
+        communicator=communicator,
+        slices=work.slices,
     )
     nbytes = mx.get_active_memory()
     kv_format = KVFormat.of(checkpoint.config.head_dim, work.kv_bits)
     stage = Stage(modules, kv_format, exact=work.exact)
     verifier = Verifier(modules, kv_format)
+    digest = hashlib.sha256()
+    verifier.unembed = _digested(verifier.unembed, digest)
     engine = StageEngine(stage, epoch=1, first=True, verifier=verifier)
     answered, accepted = [], 0
     for number, prompt in enumerate(work.prompts):
         found, good = _one(engine, work, number, prompt)
         answered.append(found)
         accepted += good
-    return Answers(answered, accepted, nbytes)
+    return Answers(answered, accepted, nbytes, digest.hexdigest())
+
+
+def _digested(
+    function: Callable[[mx.array], mx.array], digest: hashlib._Hash
+) -> Callable[[mx.array], mx.array]:
+    """Return `function`, whose results are added to `digest`."""
+
+    def call(x: mx.array) -> mx.array:
+        found = function(x)
+        digest.update(np.array(found.view(mx.uint8)).tobytes())
+        return found
+
+    return call
 
 
 def _one(

@@ -179,3 +179,14 @@ def test_a_machine_that_cannot_be_a_member_is_left_out(
 def test_other_values_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="write auto, pipeline, tensor, or groups x machines"):
         Parallel.parse(text)
+
+
+def test_exact_groups_divide_the_slices() -> None:
+    """Three of four machines serve as a group of two in exact mode, and a group of three is refused by name."""
+    exact = replace(planning("tensor"), slices=4)
+    assert choose_plan(exact, machines(4), 1).group_size == 4
+    assert choose_plan(exact, machines(3), 2).group_size == 2
+    with pytest.raises(SpanError, match="groups of 3 machines cannot share 4 slices"):
+        choose_plan(replace(exact, parallel=Parallel.parse("1x3")), machines(3), 1)
+    sizes = {found.plan.group_size for found in predict_plans(exact, machines(4))}
+    assert sizes == {1, 2, 4}
