@@ -56,7 +56,7 @@ test: $(VENV)/.dev ## the tests of every contract, in six minutes on two cores
 	$(PARALLEL) -m smoke $(PROGRAM_TESTS)
 
 test-all: $(VENV)/.dev ## the rest: more cases, and whole programs on loopback
-	$(PARALLEL) -m thorough $(PART_TESTS)
+	$(PARALLEL) -m 'thorough and not slow' $(PART_TESTS)
 	$(PARALLEL) -m 'not slow and not smoke' $(PROGRAM_TESTS)
 
 test-metal: $(VENV)/.dev ## tests of states and engines on the Metal path, whose kernels run on the CPU; needs g++

@@ -182,7 +182,7 @@ def test_the_layers_are_packed() -> None:
     assert modules.head is not None and modules.head.block.kind == "packed"
 
 
-@pytest.mark.parametrize("width", [1, 3, 40])
+@pytest.mark.parametrize("width", [1, 3, pytest.param(40, marks=pytest.mark.slow)])
 def test_the_parts_of_the_members_are_added(width: int) -> None:
     """A packed layer of a group adds the parts of all members after both of its halves, as the reference does."""
     rows = mx.random.normal((width, SHAPE.hidden), key=mx.random.key(width)).astype(mx.bfloat16)

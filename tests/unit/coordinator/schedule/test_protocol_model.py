@@ -77,8 +77,9 @@ def test_the_scheduler_over_stages(
     ("stages", "lengths", "leaves", "crashes", "mtp"),
     [
         (1, (3, 2), 1, 0, "1"),
-        (2, (3, 2), 1, 0, "1"),
-        (2, (4,), 1, 1, "filled"),
+        pytest.param(2, (3, 2), 1, 0, "1", marks=pytest.mark.thorough),
+        (2, (3,), 0, 1, "filled"),
+        pytest.param(2, (4,), 1, 1, "filled", marks=pytest.mark.slow),
         (1, (4,), 1, 1, "off"),
         (2, (4,), 1, 0, "off"),
     ],
