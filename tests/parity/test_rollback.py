@@ -114,7 +114,7 @@ def _open_windows(chain: Chain, rows: list[Row]) -> None:
 
 
 @pytest.mark.parametrize("bits", KV_BITS)
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_every_width_and_accepted_length(
     checkpoints: Checkpoints, count: int, bits: int | None
 ) -> None:
