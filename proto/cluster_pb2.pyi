@@ -642,19 +642,23 @@ class MemberReply(_message.Message):
 
     PORT_FIELD_NUMBER: _builtins.int
     GROUP_ADDRESS_FIELD_NUMBER: _builtins.int
+    RDMA_FIELD_NUMBER: _builtins.int
     port: _builtins.int
     """where the process serves calls, at the host of the worker"""
     group_address: _builtins.str
     """host:port at which the process accepts the other members"""
+    rdma: _builtins.str
+    """RDMA device of its cable to the other member of a pair, empty without one"""
     def __init__(
         self,
         *,
         port: _builtins.int = ...,
         group_address: _builtins.str = ...,
+        rdma: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_address", b"group_address", "port", b"port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_address", b"group_address", "port", b"port", "rdma", b"rdma"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -672,13 +676,18 @@ class Group(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     HOSTS_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
+    RDMA_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """the place of this member, from 0; the first one decides what all compute"""
     backend: _builtins.str
-    """ring, nccl"""
+    """ring, jaccl, nccl"""
     @_builtins.property
     def hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """host:port of each member, where it accepts the others"""
+
+    @_builtins.property
+    def rdma(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """RDMA device of each member, for jaccl"""
 
     def __init__(
         self,
@@ -686,10 +695,11 @@ class Group(_message.Message):
         rank: _builtins.int = ...,
         hosts: _abc.Iterable[_builtins.str] | None = ...,
         backend: _builtins.str = ...,
+        rdma: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "hosts", b"hosts", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "hosts", b"hosts", "rank", b"rank", "rdma", b"rdma"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -88,5 +88,7 @@ class Backend(StrEnum):
 
     ring = "ring"
     """TCP, on every machine."""
+    jaccl = "jaccl"
+    """RDMA over Thunderbolt 5, between two Macs."""
     nccl = "nccl"
     """NVIDIA GPUs."""

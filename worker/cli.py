@@ -117,6 +117,14 @@ def worker(
             "exchange partial results there, unencrypted.  [default: the Thunderbolt bridge]",
         ),
     ] = None,
+    rdma: Annotated[
+        str,
+        typer.Option(
+            metavar="DEVICE",
+            help="RDMA device of the Thunderbolt 5 cable to the other Mac of a group of two, such as rdma_en5. Without "
+            "it the two exchange partial results over TCP.",
+        ),
+    ] = "",
     member: Annotated[
         bool, typer.Option("--member", hidden=True, help="Be the process of a worker for a group.")
     ] = False,
@@ -169,6 +177,7 @@ def worker(
         insecure=insecure,
         join=join,
         direct=direct,
+        rdma=rdma,
         member=member,
         logs=(log_level, log_format),
     )

@@ -29,6 +29,16 @@ class GroupError(NotReadyError):
         self.address = address
 
 
+def choose_backend(arithmetic: str, rdma: Sequence[str]) -> Backend:
+    """Return the backend for machines of equal `arithmetic`, whose RDMA devices are `rdma`; empty without one.
+
+    MLX's jaccl needs the device that leads to each other machine. A machine knows only one, so it joins pairs.
+    """
+    if arithmetic.startswith("cuda "):
+        return Backend.nccl
+    return Backend.jaccl if len(rdma) == 2 and all(rdma) else Backend.ring
+
+
 class GroupStart:
     """The processes of one plan. They end when their clients are closed, because their leases end."""
 
@@ -41,6 +51,8 @@ class GroupStart:
         self._lease_ms = lease_ms
         self._hosts: dict[str, str] = {}
         """Host and port at which each member accepts the others, by the address of its worker."""
+        self._rdma: dict[str, str] = {}
+        """RDMA device of each member that has one, by the address of its worker."""
         self._clients: list[WorkerClient] = []
         self._pipeline: RemotePipeline | None = None
         self._background = BackgroundTasks()
@@ -69,6 +81,7 @@ class GroupStart:
         address = join_address(host_of(worker.address), reply.port)
         client = WorkerClient(address, self._me, worker.trust, worker.node, worker.owner)
         self._hosts[worker.owner] = reply.group_address
+        self._rdma[worker.owner] = reply.rdma
         self._clients.append(client)
         worker.member = client
         client.watch(
@@ -81,8 +94,9 @@ class GroupStart:
     def seat(self, members: Sequence[WorkerClient], rank: int, arithmetic: str) -> pb.Group:
         """Return the place of one of the `members` of a stage, which have equal `arithmetic`."""
         hosts = [self._hosts[member.owner] for member in members]
-        backend = Backend.nccl if arithmetic.startswith("cuda ") else Backend.ring
-        return pb.Group(rank=rank, hosts=hosts, backend=backend.value)
+        rdma = [self._rdma[member.owner] for member in members]
+        backend = choose_backend(arithmetic, rdma)
+        return pb.Group(rank=rank, hosts=hosts, backend=backend.value, rdma=rdma)
 
     def belong_to(self, pipeline: RemotePipeline) -> None:
         """Report the statuses of the processes to `pipeline`, which closes their clients."""

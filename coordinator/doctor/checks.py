@@ -297,6 +297,29 @@ def check_bridge(workers: int, output: CommandOutput = command_output) -> Findin
     return judged("Thunderbolt Bridge", figure, advice if ring else "", values)
 
 
+RDMA_RELEASE = (26, 2)
+"""Release of macOS with RDMA over Thunderbolt 5."""
+
+
+def check_rdma(output: CommandOutput = command_output) -> Finding:
+    """Report the RDMA devices of this Mac's Thunderbolt 5 ports and which of them are connected."""
+    release = tuple(int(part) for part in platform.mac_ver()[0].split(".")[:2] if part.isdigit())
+    if sys.platform != "darwin" or release < RDMA_RELEASE:
+        return Finding("RDMA", Verdict.SKIP, "only on macOS 26.2 and later")
+    names = re.findall(r"^\s*(rdma_\w+)\s", output("ibv_devices"), re.MULTILINE)
+    if not names:
+        figure = "off. `rdma_ctl enable` in macOS Recovery turns it on for Thunderbolt 5"
+        return Finding("RDMA", Verdict.SKIP, figure)
+    active = [n for n in names if "PORT_ACTIVE" in output("ibv_devinfo", "-d", n)]
+    advice = ""
+    if not active:
+        advice = "No cable is connected to another Mac with RDMA. Use Thunderbolt 5 on both sides."
+    elif len(active) > 1:
+        advice = "Use one cable for a pair, and name its device with mtp-worker --rdma."
+    figure = f"{', '.join(active) or 'none'} active of {len(names)}"
+    return judged("RDMA", figure, advice, {"devices": names, "active": active})
+
+
 MAX_VERSION = 100
 """Characters of the versions that a worker reports."""
 

@@ -50,6 +50,7 @@ WORKER: Rows = {
     ),
     "--join": (["mtp1.token"], {"join": "mtp1.token"}),
     "--direct": (["10.0.0.1"], {"direct": "10.0.0.1"}),
+    "--rdma": (["rdma_en5"], {"rdma": "rdma_en5"}),
     "--member": ([], {"member": True}),
     "--log-level": (
         ["debug"],

@@ -8,9 +8,11 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -24,15 +26,35 @@ JOIN_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """The place `rank` in a group. `hosts` are host:port of each member, where it accepts the others."""
+    """The place `rank` in a group. `hosts` are host:port of each member, where it accepts the others.
+
+    `rdma` are the RDMA devices of the members, which jaccl needs.
+    """
 
     rank: int
     hosts: tuple[str, ...]
     backend: Backend = Backend.ring
+    rdma: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.hosts) < 2 or not 0 <= self.rank < len(self.hosts):
             raise UsageError(f"member {self.rank} of a group of {len(self.hosts)} does not exist")
+        if self.backend is Backend.jaccl and not (len(self.hosts) == len(self.rdma) == 2):
+            raise UsageError("jaccl joins two machines, each with its RDMA device")
+
+    def environment(self, file: Path) -> dict[str, str]:
+        """Return the variables with which MLX forms the group, and write what they name to `file`."""
+        host, _, port = self.hosts[0].rpartition(":")
+        rank = {"MLX_RANK": str(self.rank)}
+        if self.backend is Backend.ring:
+            file.write_text(json.dumps([[host] for host in self.hosts]))
+            return rank | {"MLX_HOSTFILE": str(file)}
+        if self.backend is Backend.jaccl:
+            own, other = self.rdma
+            file.write_text(json.dumps([[None, own], [other, None]]))
+            return rank | {"MLX_IBV_DEVICES": str(file), "MLX_JACCL_COORDINATOR": self.hosts[0]}
+        size = str(len(self.hosts))
+        return rank | {"MLX_WORLD_SIZE": size, "NCCL_HOST_IP": host.strip("[]"), "NCCL_PORT": port}
 
 
 @dataclass(frozen=True)
@@ -49,20 +71,9 @@ def join_group(spec: GroupSpec, *, exact: bool) -> GroupCommunicator:
     Blocks until all members have come, and ends the process after JOIN_SECONDS. The process can join no other group
     afterwards.
     """
-    os.environ["MLX_RANK"] = str(spec.rank)
     try:
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            if spec.backend is Backend.ring:
-                json.dump([[host] for host in spec.hosts], file)
-                file.flush()
-                os.environ["MLX_HOSTFILE"] = file.name
-            else:
-                host, _, port = spec.hosts[0].rpartition(":")
-                os.environ |= {
-                    "MLX_WORLD_SIZE": str(len(spec.hosts)),
-                    "NCCL_HOST_IP": host.strip("[]"),
-                    "NCCL_PORT": port,
-                }
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ |= spec.environment(Path(folder) / "group.json")
             # MLX holds Python's lock while it waits for the others, so only a thread outside Python can end the wait.
             faulthandler.dump_traceback_later(JOIN_SECONDS, exit=True)
             try:
@@ -71,13 +82,29 @@ def join_group(spec: GroupSpec, *, exact: bool) -> GroupCommunicator:
                 faulthandler.cancel_dump_traceback_later()
     except (RuntimeError, ValueError) as error:
         raise NotReadyError(
-            f"the group of {', '.join(spec.hosts)} cannot be formed by {spec.backend.value}: {error}"
+            f"the group of {', '.join(spec.hosts)} cannot be formed by {spec.backend.value}: {error}{_advice(error)}"
         ) from error
     if (group.rank(), group.size()) != (spec.rank, len(spec.hosts)):
         raise NotReadyError(
             f"the group has {group.size()} members, {len(spec.hosts)} were expected. Restart the worker."
         )
     return GroupCommunicator(group, exact=exact)
+
+
+_RDMA_ADVICE = {
+    "2": "This Mac has no such RDMA device. Turn RDMA on in macOS Recovery with `rdma_ctl enable`, and see --rdma",
+    "16": "The device has no queue pair left. Restart this Mac",
+    "22": "The port is down or leads to another machine. Compare --rdma on both Macs with `ibv_devinfo`",
+    "60": "The other Mac does not answer on this cable. Compare --rdma on both Macs, and use one cable for the pair",
+}
+"""The advice for the error numbers that users of jaccl report (issues 3467 and 4209 of MLX)."""
+
+
+def _advice(error: Exception) -> str:
+    """Return a sentence for an error of jaccl that has a known cause, or an empty string."""
+    number = re.search(r"\berrno (\d+)", str(error))
+    advice = _RDMA_ADVICE.get(number[1]) if number and "[jaccl]" in str(error) else None
+    return f". {advice}" if advice else ""
 
 
 CHAIN = 32

@@ -34,6 +34,8 @@ class MemberReady:
 
     port: int
     group_address: str
+    rdma: str
+    """RDMA device of the cable to the other member of a pair; empty without one."""
 
 
 def free_group_address(host: str) -> str:
@@ -43,9 +45,9 @@ def free_group_address(host: str) -> str:
         return join_address(host, probe.getsockname()[1])
 
 
-def report_ready(port: int, host: str) -> None:
+def report_ready(port: int, host: str, rdma: str) -> None:
     """Tell the worker where this process listens, and end this process when the worker ends."""
-    ready = MemberReady(port, free_group_address(host))
+    ready = MemberReady(port, free_group_address(host), rdma)
     sys.stdout.write(json.dumps(asdict(ready)) + "\n")
     sys.stdout.flush()
 

@@ -113,7 +113,8 @@ def requested_stage(request: pb.LoadRequest) -> StageSpec:
 def _requested_group(group: pb.Group) -> GroupSpec:
     if group.backend not in list(Backend):
         raise UsageError(f"the backend {group.backend:.20} is unknown: choose {', '.join(Backend)}")
-    return GroupSpec(group.rank, tuple(group.hosts), Backend(group.backend))
+    backend, rdma = Backend(group.backend), tuple(group.rdma)
+    return GroupSpec(group.rank, tuple(group.hosts), backend, rdma)
 
 
 class WorkerNode:

@@ -59,6 +59,7 @@ class WorkerOptions:
     join: str | None = field(default=None, repr=False)  # a secret
     awake: bool = True
     direct: str | None = None
+    rdma: str = ""
     member: bool = False
     """True in the process of a worker for a group, which has the worker's options."""
     logs: tuple[str, str] = ("info", "text")
@@ -85,6 +86,7 @@ class WorkerOptions:
             "--direct",
             self.direct_host(),
         ]
+        flags += ["--rdma", self.rdma] if self.rdma else []
         flags += ["--memory-limit", f"{self.memory_limit}B", "--kernels", self.kernels.value]
         flags += ["--log-level", level, "--log-format", form]
         flags += ["--model", str(self.model)] if self.model else []
@@ -260,7 +262,7 @@ async def _run_member(options: WorkerOptions) -> None:
     async with AsyncExitStack() as stack:
         await node.host.thread.call(partial(set_limits, limit))
         port = await stack.enter_async_context(served(node, options.host))
-        report_ready(port, options.direct_host())
+        report_ready(port, options.direct_host(), options.rdma)
         due = time.monotonic() + FIRST_LEASE_SECONDS
         while not node.released.is_set() and (node.lease is not None or time.monotonic() < due):
             with contextlib.suppress(TimeoutError):

@@ -24,11 +24,14 @@ async def use_an_engine() -> weakref.ref[EngineThread]:
 
 
 async def use_six_engines() -> None:
-    """Assert that six engines, one after the other, need the threads of one."""
+    """Assert that six engines, one after the other, need the threads of one.
+
+    Each with its own would have two more. A thread of a library may begin or end meanwhile, late on a busy machine.
+    """
     await use_an_engine()
     before = psutil.Process().num_threads()
     ended = [await use_an_engine() for _ in range(5)]
-    assert psutil.Process().num_threads() == before
+    assert abs(psutil.Process().num_threads() - before) < len(ended)
     gc.collect()
     assert [one() for one in ended] == [None] * 5
 

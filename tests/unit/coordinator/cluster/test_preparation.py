@@ -65,6 +65,7 @@ class Cluster:
             kv_bits=0,
             with_head=True,
             exact=False,
+            slices=1,
             draft_vocab=DraftVocabularySize(),
             provider=SimpleNamespace(provide_weights=self._provide),
         )

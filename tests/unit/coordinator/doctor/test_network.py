@@ -10,6 +10,7 @@ from coordinator.doctor.checks import (
     Verdict,
     check_bridge,
     check_equal_versions,
+    check_rdma,
     check_worker,
 )
 from coordinator.pipeline.worker_client import Candidate, ConnectionPolicy
@@ -49,6 +50,41 @@ def test_a_bridge_that_may_be_a_ring_is_named(
     finding = check_bridge(workers, output)
     assert finding.verdict is verdict
     assert finding.values["members"] == ["en2", "en3"]
+
+
+@pytest.mark.parametrize(
+    ("release", "listed", "active", "verdict", "words"),
+    [
+        ("26.2", {"rdma_en2", "rdma_en5"}, {"rdma_en5"}, Verdict.OK, "rdma_en5 active of 2"),
+        ("26.3.1", {"rdma_en2", "rdma_en5"}, {"rdma_en2", "rdma_en5"}, Verdict.WARN, "one cable"),
+        ("26.2", {"rdma_en2"}, set(), Verdict.WARN, "No cable"),
+        ("26.2", set(), set(), Verdict.SKIP, "rdma_ctl enable"),
+        ("26.1", {"rdma_en2"}, {"rdma_en2"}, Verdict.SKIP, "macOS 26.2 and later"),
+    ],
+)
+@pytest.mark.usefixtures("mac")
+def test_rdma_devices_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+    release: str,
+    listed: set[str],
+    active: set[str],
+    verdict: Verdict,
+    words: str,
+) -> None:
+    """From outputs in the form that `ibv_devices` and `ibv_devinfo` document."""
+    monkeypatch.setattr("platform.mac_ver", lambda: (release, ("", "", ""), "arm64"))
+    rows = [f"    {name}        \t{0:016x}\n" for name in sorted(listed)]
+    table = "    device          \t   node GUID\n    ------   ----\n" + "".join(rows)
+
+    def output(*command: str) -> str:
+        if command[0] == "ibv_devices":
+            return table
+        state = "PORT_ACTIVE (4)" if command[-1] in active else "PORT_DOWN (1)"
+        return f"hca_id:\t{command[-1]}\n\t\t\tstate:\t\t\t{state}\n"
+
+    finding = check_rdma(output)
+    assert finding.verdict is verdict
+    assert words in f"{finding.figure} {finding.advice}"
 
 
 ME = pb.Coordinator(id="c", name="doctor")
