@@ -339,6 +339,10 @@ class ClusterManager(PipelineSource):
             self._apply_event(events.PlanFailed(plan.epoch, *describe_failure(error)))
             return
         self._record_collectives(plan)
+        if reason := self._why_not_a_group(plan):
+            await pipeline.close()
+            self._apply_event(events.PlanFailed(plan.epoch, reason))
+            return
         if self.model.with_head and not start.has_mtp and not self._reported_no_mtp:
             self._reported_no_mtp = True
             log.info("no MTP: the last stage has no head", extra={"worker": plan.stages[-1].node})
@@ -376,6 +380,18 @@ class ClusterManager(PipelineSource):
                         "sums_over_weights": round(share, 2),
                     },
                 )
+
+    def _why_not_a_group(self, plan: Plan) -> str:
+        """Return why another plan suits the sums that the members of a group have measured, or an empty string."""
+        members = self.view.members
+        nodes = (*plan.nodes, *plan.unused)
+        if plan.group_size == 1 or not members.keys() >= set(nodes):
+            return ""
+        try:
+            found = self._planner([members[node] for node in nodes], plan.epoch)
+        except ClusterError as error:
+            return str(error)
+        return "" if found.group_size == plan.group_size else f"sums were measured. {found.reason}"
 
     def _install_pipeline(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline

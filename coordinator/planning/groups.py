@@ -31,6 +31,9 @@ SUMS_PER_LAYER = 2
 DEFAULT_COLLECTIVE = 300e-6
 """Seconds of a sum over a link that was not measured yet: TCP over a Thunderbolt bridge, by its users' figures."""
 
+SLOWEST_COLLECTIVE = 20e-3
+"""Seconds of a sum above which a group is refused: the 128 sums of a token of 27B then take 2.5 s."""
+
 HOP_SECONDS = 1e-3
 """Seconds. Gap between two stages of a pipeline for one token, as measured on loopback (docs/bench.md)."""
 
@@ -233,10 +236,19 @@ def _group_plan(
 
 
 def _shared(stage: StagePlan, team: Sequence[Machine]) -> StagePlan:
-    """Return a stage that the machines of `team` hold together, with the time of their sums."""
+    """Return a stage that the machines of `team` hold together, with the time of their sums.
+
+    Raises SpanError if a sum over them takes longer than SLOWEST_COLLECTIVE.
+    """
     measured = (machine.collective for machine in team)
     collective = max(DEFAULT_COLLECTIVE if one is None else one for one in measured)
     seconds = SUMS_PER_LAYER * len(stage.span) * collective
+    if collective > SLOWEST_COLLECTIVE:
+        names = ", ".join(machine.node.name for machine in team)
+        raise SpanError(
+            f"the link of {names} is too slow for a group: a sum takes {collective * 1e3:.3g} ms, and those of a token "
+            f"{seconds:.3g} s. Connect the machines by a cable, or leave out --parallel."
+        )
     return replace(
         stage,
         members=tuple(machine.node.name for machine in team),

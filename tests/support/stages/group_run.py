@@ -1,7 +1,7 @@
 """A whole model as one stage of a group of processes over MLX's ring, and the same model in one process.
 
 Every member computes the same frames. The frames follow from the outcomes, which are equal on all members.
-`python -m tests.support.stages.group_run RANK JSON` is one member.
+`python -m tests.support.stages.group_run RANK` is one member, which reads its work from stdin.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ from worker.model.verifier import Verifier
 from worker.node.member import free_group_address
 
 SECONDS = 100.0
-"""Seconds. Bound of one run of all members."""
+"""Seconds. Bound of one run of all members, besides that of long prompts."""
+
+TOKENS_PER_SECOND = 50
+"""Tokens of prompts that members compute at the least, on busy cores."""
 
 
 @dataclass(frozen=True)
@@ -145,11 +148,17 @@ def answer_in_group(work: Work, size: int) -> Answers:
         members = []
         for rank in range(size):
             start = subprocess.Popen(
-                [*command, str(rank), asked], stdout=subprocess.PIPE, text=True
+                [*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
             members.append(stack.enter_context(start))
             stack.callback(members[-1].kill)
-        printed = [member.communicate(timeout=SECONDS)[0] for member in members]
+        for member in members:
+            assert member.stdin is not None
+            with member.stdin:
+                member.stdin.write(asked)
+            member.stdin = None  # closed, so `communicate` does not write to it
+        due = SECONDS + sum(map(len, work.prompts)) / TOKENS_PER_SECOND
+        printed = [member.communicate(timeout=due)[0] for member in members]
     found = [Answers(**json.loads(text)) for text in printed]
     assert all(one.tokens == found[0].tokens for one in found), "the members disagree"
     return found[0]
@@ -157,7 +166,7 @@ def answer_in_group(work: Work, size: int) -> Answers:
 
 def main() -> None:
     """Be one member."""
-    work = json.loads(sys.argv[2])
+    work = json.load(sys.stdin)
     hosts = tuple(work.pop("hosts"))
     spec = GroupSpec(int(sys.argv[1]), hosts)
     communicator = join_group(spec, exact=work["exact"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +14,12 @@ from coordinator.cluster import manager as manager_module
 from coordinator.cluster.events import Event, PlanServing, WorkerJoined, WorkerLost
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.membership import ManagerOptions
-from coordinator.cluster.view import Phase, Settings, View
-from coordinator.planning.plan import Plan
+from coordinator.cluster.plan_start import PlanStart
+from coordinator.cluster.view import Member, Phase, Settings, View
+from coordinator.planning.plan import Plan, StagePlan
 from proto import cluster_pb2 as pb
-from proto.errors import ClusterError, MemoryLimitError, NotReadyError
+from proto.errors import ClusterError, MemoryLimitError, NotReadyError, SpanError
+from proto.span import Span
 from tests.support.protocol.cluster_walk import planner_for, worker
 
 
@@ -109,3 +113,42 @@ async def test_an_unexpected_exception_ends_the_process_once(
         manager.replan()
     (error,) = reported
     assert "OverflowError: int too large" in str(error)
+
+
+@pytest.mark.parametrize("answer", ["too slow", "a pipeline", "a group"])
+async def test_a_group_is_planned_again_with_its_measured_sums(
+    monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    """The members measure their sums when they load. Where these make another plan the best, the group never serves."""
+    closed = []
+
+    async def close() -> None:
+        closed.append(1)
+
+    async def run(self: PlanStart) -> Any:
+        self.loads.collectives.update(a=5e-3, b=7e-3)
+        return SimpleNamespace(epoch=1, close=close)
+
+    def planner(members: Sequence[Member], epoch: int) -> Plan:
+        measured = [member.collective for member in members]
+        if measured != [None, None] and answer == "too slow":
+            raise SpanError(f"the sums take {measured}")
+        single = StagePlan("a", Span(0, 8), True, True, 1, 1, 9, 1.0)
+        pair = replace(single, members=("a", "b"))
+        is_group = measured == [None, None] or answer == "a group"
+        return Plan(epoch, (pair if is_group else single,), reason="pipeline: 9 tokens/s")
+
+    monkeypatch.setattr(PlanStart, "run", run)
+    model: Any = SimpleNamespace(exact=False, with_head=False, planner=lambda: planner)
+    options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings(nodes=2))
+    manager = ClusterManager(model, options, no_pipeline)
+    for name in ("a", "b"):
+        manager._apply_event(WorkerJoined(worker(name)))
+    await asyncio.sleep(0.05)
+    if answer == "a group":
+        assert manager.view.phase is Phase.SERVING and not closed
+    else:
+        assert closed and manager.view.phase is not Phase.SERVING
+        words = {"too slow": "[0.007, 0.007]", "a pipeline": "9 tokens/s"}[answer]
+        assert words in manager.view.problem
+    await manager.close()

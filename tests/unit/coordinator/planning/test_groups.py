@@ -190,3 +190,14 @@ def test_exact_groups_divide_the_slices() -> None:
         choose_plan(replace(exact, parallel=Parallel.parse("1x3")), machines(3), 1)
     sizes = {found.plan.group_size for found in predict_plans(exact, machines(4))}
     assert sizes == {1, 2, 4}
+
+
+def test_a_group_over_a_slow_link_is_refused() -> None:
+    """The error has the machines, the measured sum and the time of a token's sums. Other plans stay possible."""
+    slow = machines(2, collective=50e-3)
+    with pytest.raises(
+        SpanError, match=r"link of .*too slow for a group: a sum takes 50 ms, .* 0\.8 s"
+    ):
+        choose_plan(planning("tensor"), slow, 1)
+    assert shape("tensor", slow, epoch=2) == shape("pipeline", slow)
+    assert shape("auto", slow)[1] == 1
