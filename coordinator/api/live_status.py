@@ -10,6 +10,7 @@ from typing import Any, cast
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.view import Member, MemberState, Phase
 from coordinator.planning.capacity import REFERENCE_BANDWIDTH
+from coordinator.planning.groups import SUMS_PER_LAYER
 from coordinator.planning.plan import StagePlan
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.status.cluster_status import (
@@ -111,15 +112,24 @@ class LiveStatus(StatusSource):
         )
         return [self._member(m, stages.get(m.address), loads) for m in members]
 
-    def _layers(self, member: Member, stage: StagePlan) -> str:
-        """Return how the layers of a worker compute, and its share of them in a group."""
+    def _layers(self, member: Member, stage: StagePlan, load: StageLoad | None) -> str:
+        """Return how the layers of a worker compute, and its share of them in a group.
+
+        The sums of lm_head and of the MTP head are not counted.
+        """
         assert self.manager is not None
         layers = self.manager.loads.layers.get(member.address, "")
         if not stage.members or not layers:
             return layers
         share = f"{layers}, share {stage.nodes.index(member.address) + 1} of {len(stage.nodes)}"
         seconds = self.manager.loads.collectives.get(member.address)
-        return f"{share}, {seconds * 1e6:.0f} us a sum" if seconds else share
+        if not seconds:
+            return share
+        share += f", {seconds * 1e6:.0f} us a sum"
+        if load is None or not load.step_ms:
+            return share
+        sums = SUMS_PER_LAYER * len(stage.span) * seconds
+        return f"{share}, {min(1.0, sums * 1e3 / load.step_ms):.0%} of a step"
 
     def _member(
         self, member: Member, stage: tuple[int, StagePlan] | None, loads: tuple[StageLoad, ...]
@@ -141,7 +151,7 @@ class LiveStatus(StatusSource):
             name=member.name,
             address=member.address,
             span=str(stage[1].span) if stage and in_use else None,
-            layers=self._layers(member, stage[1]) if stage and in_use else "",
+            layers=self._layers(member, stage[1], load) if stage and in_use else "",
             health=_health(member, in_use=in_use, loading=loading),
             detail=_detail(member, view.now),
             memory_used=worker_status.memory_used if worker_status else 0,
