@@ -743,7 +743,7 @@ class LoadRequest(_message.Message):
     draft_vocab_auto: _builtins.bool
     """use the part only while it pays"""
     slices: _builtins.int
-    """of each layer, with exact; 0 and 1 mean whole layers            // unset for a stage of one machine"""
+    """of each layer, with exact; 0 and 1 mean whole layers"""
     @_builtins.property
     def coordinator(self) -> Global___Coordinator: ...
     @_builtins.property
@@ -753,7 +753,9 @@ class LoadRequest(_message.Message):
     @_builtins.property
     def limits(self) -> Global___Limits: ...
     @_builtins.property
-    def group(self) -> Global___Group: ...
+    def group(self) -> Global___Group:
+        """unset for a stage of one machine"""
+
     def __init__(
         self,
         *,

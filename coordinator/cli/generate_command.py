@@ -311,7 +311,7 @@ def generate(
         mtp=mode,
         kv_bits=None if kv_bits is None else int(kv_bits),
         exact=exact,
-        slices=checked_slices(slices, exact),
+        slices=checked_slices(slices, exact, draft_vocab),
         draft_vocab=DraftVocabularySize.parse(draft_vocab),
     )
     with naming_flags():

@@ -110,7 +110,11 @@ def _named_model(argument: str | None, option: str | None) -> str | None:
 
 
 def checked_slices(
-    slices: int | None, exact: bool, parallel: Parallel | None = None, nodes: int | None = None
+    slices: int | None,
+    exact: bool,
+    draft_vocab: str,
+    parallel: Parallel | None = None,
+    nodes: int | None = None,
 ) -> int:
     """Return the value of --slices. Raises UsageError if it does not suit the flags beside it."""
     parallel = parallel or Parallel()
@@ -120,15 +124,17 @@ def checked_slices(
                 f"--slices {slices} is a part of --exact. Add --exact, or leave it out"
             )
         return 1
-    size = parallel.size or nodes
-    if slices is None and (size is None or parallel.auto):
+    size = parallel.size or min(nodes or 0, MAX_GROUP)
+    if slices is None and (not size or parallel.auto):
         raise UsageError(
             f"--parallel {parallel} with --exact needs --slices N: groups of every size that divides N then give the "
             "same answers"
         )
-    slices = slices or size or 1
-    if size and slices % size:
+    slices = slices or size
+    if parallel.size and slices % parallel.size:
         raise UsageError(
             f"--slices {slices} cannot be shared by groups of {size}. Use a multiple of {size}"
         )
+    if slices > 1 and draft_vocab != "off":
+        raise UsageError("--draft-vocab does not work with --slices. Leave out one of them")
     return slices

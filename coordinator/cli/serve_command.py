@@ -249,7 +249,7 @@ def serve(
         mtp=MtpMode.parse(mtp),
         kv_bits=None if kv_bits is None else int(kv_bits),
         exact=exact,
-        slices=checked_slices(slices, exact, shared, nodes),
+        slices=checked_slices(slices, exact, draft_vocab, shared, nodes),
         draft_vocab=DraftVocabularySize.parse(draft_vocab),
         failure_timeout=failure_timeout,
         max_sequences=max_sequences,

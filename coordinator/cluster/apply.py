@@ -43,6 +43,8 @@ def apply(view: View, event: events.Event, now: float) -> View:
         case events.PlanServing(epoch) if epoch == view.epoch and view.phase is Phase.STARTING:
             served = replace(view, recovering=False, problem="", gathered=0.0, retry_at=0.0)
             return _enter(served, Phase.SERVING)
+        case events.PlanFailed(epoch, reason, _, True) if epoch == view.epoch and _has_plan(view):
+            return _end_plan(view, reason)
         case events.PlanFailed(epoch, reason, address) if epoch == view.epoch and _has_plan(view):
             return _with_failed_plan(view, reason, address)
         case events.PlanPreparing(workers):
@@ -54,7 +56,8 @@ def apply(view: View, event: events.Event, now: float) -> View:
         ):
             return _with_failed_preparation(view, reason, address)
         case events.ReplanRequested():
-            return replace(view, replan=_has_plan(view))
+            members = {a: replace(m, collective=None) for a, m in view.members.items()}
+            return replace(view, members=members, replan=_has_plan(view))
         case events.ModelChanged(why_not_alone):
             settings = replace(view.settings, why_not_alone=why_not_alone)
             ended = replace(_end_plan(view, ""), settings=settings, alone_problem="", replan=False)

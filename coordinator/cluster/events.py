@@ -103,11 +103,15 @@ class PlanServing:
 
 @dataclass(frozen=True)
 class PlanFailed:
-    """The plan in force, or the one being loaded, cannot serve. `address` is the worker to leave out, if known."""
+    """The plan in force, or the one being loaded, cannot serve. `address` is the worker to leave out, if known.
+
+    With `learned` the next plan will be another one, so it needs no pause.
+    """
 
     epoch: int
     reason: str
     address: str | None = None
+    learned: bool = False
 
 
 @dataclass(frozen=True)

@@ -341,7 +341,7 @@ class ClusterManager(PipelineSource):
         self._record_collectives(plan)
         if reason := self._why_not_a_group(plan):
             await pipeline.close()
-            self._apply_event(events.PlanFailed(plan.epoch, reason))
+            self._apply_event(events.PlanFailed(plan.epoch, reason, learned=True))
             return
         if self.model.with_head and not start.has_mtp and not self._reported_no_mtp:
             self._reported_no_mtp = True
@@ -391,7 +391,10 @@ class ClusterManager(PipelineSource):
             found = self._planner([members[node] for node in nodes], plan.epoch)
         except ClusterError as error:
             return str(error)
-        return "" if found.group_size == plan.group_size else f"sums were measured. {found.reason}"
+        if found.group_size == plan.group_size:
+            return ""
+        slowest = max(self.loads.collectives.values())
+        return f"a sum over the group takes {slowest * 1e3:.3g} ms. {found.reason or 'The next plan is a pipeline'}"
 
     def _install_pipeline(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline

@@ -81,7 +81,8 @@ class Member:
             self,
             failure_count=before.failure_count,
             backoff_until=before.backoff_until,
-            collective=before.collective,
+            # Another process may have another link.
+            collective=before.collective if before.worker_id == self.worker_id else None,
         )
 
     def with_failure_recorded(self, now: float, first_backoff: float) -> Member:

@@ -311,13 +311,19 @@ def check_rdma(output: CommandOutput = command_output) -> Finding:
         figure = "off. `rdma_ctl enable` in macOS Recovery turns it on for Thunderbolt 5"
         return Finding("RDMA", Verdict.SKIP, figure)
     active = [n for n in names if "PORT_ACTIVE" in output("ibv_devinfo", "-d", n)]
-    advice = ""
+    values = {"devices": names, "active": active}
     if not active:
-        advice = "No cable is connected to another Mac with RDMA. Use Thunderbolt 5 on both sides."
-    elif len(active) > 1:
-        advice = "Use one cable for a pair, and name its device with mtp-worker --rdma."
-    figure = f"{', '.join(active) or 'none'} active of {len(names)}"
-    return judged("RDMA", figure, advice, {"devices": names, "active": active})
+        return Finding("RDMA", Verdict.SKIP, "no cable to another Mac with RDMA", "", values)
+    advice = []
+    if len(active) > 1:
+        advice.append("Use one cable for a pair, and name its device with mtp-worker --rdma.")
+    bridged = re.findall(r"member: (\w+)", output("ifconfig", "bridge0"))
+    if inside := [name for name in active if name.removeprefix("rdma_") in bridged]:
+        advice.append(
+            f"{', '.join(inside)} is in the Thunderbolt Bridge, where RDMA fails. Take the port out of the bridge."
+        )
+    figure = f"{', '.join(active)} active of {len(names)}"
+    return judged("RDMA", figure, " ".join(advice), values)
 
 
 MAX_VERSION = 100

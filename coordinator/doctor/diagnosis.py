@@ -102,7 +102,7 @@ class Diagnosis:
             own = hardware.own_version()
             await self.check("versions of the workers", checks.check_equal_versions, own, versions)
             await self.check("Thunderbolt Bridge", checks.check_bridge, len(versions))
-            await self.check("RDMA", checks.check_rdma)
+        await self.check("RDMA", checks.check_rdma)
 
     async def check_model(self) -> None:
         """Check the answers of the model with and without drafts and with --exact, and their speed."""

@@ -240,8 +240,9 @@ def _shared(stage: StagePlan, team: Sequence[Machine]) -> StagePlan:
 
     Raises SpanError if a sum over them takes longer than SLOWEST_COLLECTIVE.
     """
-    measured = (machine.collective for machine in team)
-    collective = max(DEFAULT_COLLECTIVE if one is None else one for one in measured)
+    measured = [m.collective for m in team if m.collective is not None]
+    # A figure counts for the machines that measured it together.
+    collective = max(measured) if len(measured) == len(team) else DEFAULT_COLLECTIVE
     seconds = SUMS_PER_LAYER * len(stage.span) * collective
     if collective > SLOWEST_COLLECTIVE:
         names = ", ".join(machine.node.name for machine in team)

@@ -204,12 +204,14 @@ class LastingParts:
 class OpenedModel:
     """A model whose files are open: everything that can be known before its weights are read.
 
-    The constructor blocks for the disk. It raises CheckpointError for a model that cannot be served.
+    The constructor blocks for the disk. It raises CheckpointError for a model that cannot be served, and
+    SpanError for one that cannot be cut into slices.
     """
 
     def __init__(self, options: ServeOptions, path: Path) -> None:
         self.options = options
         self.checkpoint = Checkpoint.open(path)
+        self.checkpoint.check_slices(options.slices)
         self.name = served_name(options.model)
         self.mode = effective_mtp_mode(self.checkpoint, options.mtp)
         config = self.checkpoint.config

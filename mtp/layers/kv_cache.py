@@ -31,14 +31,40 @@ class KVRows(LayerCache):
     """Append keys and values, and return all of them. mlx-lm implements it."""
 
     def attend(
-        self, q: mx.array, k: mx.array, v: mx.array, scale: float, queries: int | None
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        scale: float,
+        queries: int | None,
+        slices: int = 1,
     ) -> mx.array:
         """Append `k` and `v [1, kv_heads, width, dim]`. Return the attention of `q [1, heads, width, dim]`.
 
-        `queries` bounds the rows of a call of MLX's attention, where given.
+        `queries` bounds the rows of a call of MLX's attention, where given. Each of `slices` has a call of its own, as
+        kernels of a GPU depend on the number of heads.
         """
-        offset = self.offset
+        offset, count = self.offset, k.shape[1]
         keys, values = self.update_and_fetch(k, v)
+        if slices == 1:
+            return self._attention(q, keys, values, offset, scale, queries)
+        heads, held = q.shape[1] // slices, max(1, count // slices)
+        outputs = []
+        for i in range(slices):
+            first = i * count // slices
+            own = slice(first, first + held)
+            part = q[:, i * heads : (i + 1) * heads]
+            outputs.append(
+                self._attention(
+                    part, _heads(keys, own), _heads(values, own), offset, scale, queries
+                )
+            )
+        return mx.concatenate(outputs, axis=1)
+
+    def _attention(
+        self, q: mx.array, keys: Any, values: Any, offset: int, scale: float, queries: int | None
+    ) -> mx.array:
+        """Return the causal attention of `q` at `offset` to the fetched `keys` and `values`."""
         return tiled_attention(q, keys, values, offset, scale, queries)
 
     def attend_pair(self, q: mx.array, new: mx.array, scale: float) -> mx.array:
@@ -128,11 +154,10 @@ class PlainKV(KVRows, KVCache):
 class QuantizedKV(KVRows, QuantizedKVCache):
     """Keys and values in 4 or 8 bits, each as packed values, scales and biases."""
 
-    def attend(
-        self, q: mx.array, k: mx.array, v: mx.array, scale: float, queries: int | None
+    def _attention(
+        self, q: mx.array, keys: Any, values: Any, offset: int, scale: float, queries: int | None
     ) -> mx.array:
-        offset, width = self.offset, q.shape[2]
-        held = self.update_and_fetch(k, v)
+        width, held = q.shape[2], (keys, values)
         tile = width if queries is None else queries
         outputs = []
         for start in range(0, width, tile):
@@ -160,6 +185,11 @@ class QuantizedKV(KVRows, QuantizedKVCache):
 
     def _empty(self) -> QuantizedKV:
         return QuantizedKV(group_size=self.group_size, bits=self.bits)
+
+
+def _heads(parts: Any, own: slice) -> Any:
+    """Return the heads `own` of fetched keys or values, an array or the three of a quantized one."""
+    return parts[:, own] if isinstance(parts, mx.array) else tuple(part[:, own] for part in parts)
 
 
 def new_kv(kv_format: KVFormat) -> KVRows:

@@ -13,6 +13,8 @@ import pytest
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.format.parts import read_part
+from mtp.layers.kv_cache import new_kv
+from mtp.layers.layer import KVFormat
 from proto.errors import SpanError
 from proto.span import Span
 from tests.support.checkpoints.checkpoints import write_checkpoint
@@ -186,14 +188,52 @@ def test_exact_slices_have_the_bits_of_any_group(
         assert answer_in_group(work, size).digest == alone.digest
 
 
-def test_slices_that_members_cannot_share_are_named(tmp_path: Path) -> None:
-    """The error has the number of slices, and that of the machines or the tokens."""
+def test_slices_that_are_impossible_are_named(tmp_path: Path) -> None:
+    """The error has the number of slices, and that of the machines, the heads or the tokens."""
     checkpoint = Checkpoint.open(checkpoint_for(tmp_path, "dense", kv_heads=1))
     load = partial(load_stage, checkpoint, Span(0, 4), first=True, last=True, dtype=None)
     with pytest.raises(SpanError, match="3 slices cannot be shared by 2 machines"):
         load(communicator=Doubled(), slices=3)
-    with pytest.raises(SpanError, match="7 machines: num_attention_heads is 12"):
+    with pytest.raises(SpanError, match=r"--slices 7: .* num_attention_heads is 12"):
         load(slices=7)
+    config = replace(checkpoint.config, vocab_size=239)
+    with pytest.raises(SpanError, match="--slices 2: the vocabulary of 239 tokens"):
+        replace(checkpoint, config=config).check_slices(2)
+    replace(checkpoint, config=replace(config, tie_word_embeddings=True)).check_slices(2)
+
+
+@pytest.mark.parametrize("slices", [1, 2, 4])
+def test_the_head_of_a_member_adds_the_parts_of_all(tmp_path: Path, slices: int) -> None:
+    """The layer of the MTP head is cut into the members' shares, not into slices, and is shared like the others."""
+    checkpoint = Checkpoint.open(checkpoint_for(tmp_path, "dense", kv_heads=2))
+    group = Doubled()
+    modules = load_stage(
+        checkpoint, Span(0, 4), first=True, last=True, dtype=None, communicator=group, slices=slices
+    )
+    modules.share()
+    assert modules.head is not None
+    assert modules.head.block.communicator is group
+    assert modules.head.block.mlp.communicator is group
+    assert (modules.layers[0].communicator is group) == (slices < 4)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_attention_is_called_for_each_slice(bits: int | None) -> None:
+    """A call has the heads of one slice, as that of a member, also where slices share a head of keys and values."""
+    mx.random.seed(3)
+    q, k, v = (mx.random.normal((1, heads, 5, 64)) for heads in (8, 2, 2))
+    whole = new_kv(KVFormat.of(64, bits)).attend(q, k, v, 0.125, None)
+    for slices in (2, 4):
+        sliced = new_kv(KVFormat.of(64, bits)).attend(q, k, v, 0.125, None, slices)
+        assert mx.allclose(sliced, whole, atol=1e-5)
+        for i in range(slices):
+            held = i * 2 // slices
+            one = slice(held, held + 1)
+            own = slice(i * 8 // slices, (i + 1) * 8 // slices)
+            member = new_kv(KVFormat.of(64, bits)).attend(
+                q[:, own], k[:, one], v[:, one], 0.125, None
+            )
+            assert mx.array_equal(sliced[:, own], member)
 
 
 @pytest.mark.slow

@@ -250,6 +250,7 @@ def test_groups_refuse_what_they_cannot_do(
         (("--parallel", "2x2"), 2),
         (("--parallel", "2x2", "--slices", "4"), 4),
         (("--parallel", "tensor", "--nodes", "3"), 3),
+        (("--parallel", "tensor", "--nodes", "3", "--slices", "4"), 4),
         (("--parallel", "auto", "--slices", "4"), 4),
     ],
 )

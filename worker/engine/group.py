@@ -94,10 +94,10 @@ def join_group(spec: GroupSpec, *, exact: bool) -> GroupCommunicator:
 _RDMA_ADVICE = {
     "2": "This Mac has no such RDMA device. Turn RDMA on in macOS Recovery with `rdma_ctl enable`, and see --rdma",
     "16": "The device has no queue pair left. Restart this Mac",
-    "22": "The port is down or leads to another machine. Compare --rdma on both Macs with `ibv_devinfo`",
+    "22": "Take the port out of the Thunderbolt Bridge, and compare --rdma on both Macs with `ibv_devinfo`",
     "60": "The other Mac does not answer on this cable. Compare --rdma on both Macs, and use one cable for the pair",
 }
-"""The advice for the error numbers that users of jaccl report (issues 3467 and 4209 of MLX)."""
+"""The advice for the error numbers that users of jaccl report (issues 3207, 3467 and 4209 of MLX)."""
 
 
 def _advice(error: Exception) -> str:

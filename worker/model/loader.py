@@ -99,7 +99,9 @@ class StageModules:
         for layer in self.layers:
             layer.share(sums)
         if self.head is not None:
-            self.head.block.share(self.communicator)
+            block = self.head.block
+            block.share(self.communicator)
+            self.head.block = block  # a reference block is made anew by each read
 
 
 def load_stage(
@@ -160,14 +162,10 @@ def _own_slices(
         raise SpanError(
             f"{slices} slices cannot be shared by {communicator.size} machines. Use a multiple for --slices."
         )
+    if slices > 1:
+        checkpoint.check_slices(slices)
     first = communicator.rank * count
-    own = [checkpoint.cut_for(Cut(first + i, count * communicator.size)) for i in range(count)]
-    if slices > 1 and not own[0].config.cuts_vocabulary:
-        raise SpanError(
-            f"the vocabulary of {checkpoint.config.vocab_size} tokens cannot be cut into {slices} slices. Use another "
-            "number for --slices."
-        )
-    return own
+    return [checkpoint.cut_for(Cut(first + i, count * communicator.size)) for i in range(count)]
 
 
 def _read(

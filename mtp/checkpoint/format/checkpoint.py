@@ -32,7 +32,7 @@ from mtp.checkpoint.format.names import (
     with_head_prefix,
 )
 from mtp.checkpoint.format.shard import Header, TensorInfo, read_header
-from proto.errors import CheckpointError
+from proto.errors import CheckpointError, SpanError
 from proto.span import Span
 
 log = logging.getLogger(__name__)
@@ -185,6 +185,19 @@ class Checkpoint:
         if is_kv(parameter):
             return self.tensors[name].shape[0] // config.head_dim // config.num_kv_heads
         return config.cut.size
+
+    def check_slices(self, slices: int) -> None:
+        """Raise SpanError if the layers or the vocabulary of the whole model cannot be cut into `slices`."""
+        try:
+            cut = self.config.cut_for(Cut(0, slices))
+        except SpanError as error:
+            raise SpanError(
+                f"--slices {slices}: {error} --slices has to divide the same numbers."
+            ) from error
+        if not (cut.cuts_vocabulary or cut.tie_word_embeddings):
+            raise SpanError(
+                f"--slices {slices}: the vocabulary of {cut.vocab_size} tokens cannot be cut so. Use another number."
+            )
 
     def cut_for(self, cut: Cut) -> Checkpoint:
         """Return the checkpoint as one member of a group reads it. Raises SpanError if it cannot be cut."""

@@ -31,6 +31,7 @@ class AttentionLayer(Layer):
         self.attention: Any = layer.self_attn
         self.mlp: MLP = PlainMLP(layer.mlp)
         self._queries: int | None = None
+        self._slices: int = getattr(layer.self_attn, "slices", 1)
 
     def new_cache(self, kv_format: KVFormat) -> KVRows:
         return new_kv(kv_format)
@@ -86,7 +87,8 @@ class AttentionLayer(Layer):
                 if holes:
                     out = cache.attend_around(q[one], k[one], v[one], scale, holes[i])
                 else:
-                    out = cache.attend(q[one], k[one], v[one], scale, self._queries)
+                    new = q[one], k[one], v[one]
+                    out = cache.attend(*new, scale, self._queries, self._slices)
                 outputs.append(out.transpose(0, 2, 1, 3).reshape(width, -1))
             start += width * count
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)

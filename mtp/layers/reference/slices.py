@@ -104,6 +104,7 @@ def _join_attention(joined: Any, slices: Sequence[Any], kv_slices: int) -> None:
     for name, modules in (("q_proj", slices), ("k_proj", kv), ("v_proj", kv)):
         joined[name] = SideBySide([module[name] for module in modules])
     joined.o_proj = Partial([module.o_proj for module in slices])
+    joined.slices = len(slices)
     joined.num_attention_heads *= len(slices)
     joined.num_key_value_heads *= len(kv)
 

@@ -80,7 +80,10 @@ def test_jaccl_joins_a_pair(hosts: tuple[str, ...], rdma: tuple[str, ...]) -> No
 @pytest.mark.parametrize(
     ("text", "advice"),
     [
-        ("[jaccl] Changing queue pair to RTR failed with errno 22", "Compare --rdma on both Macs"),
+        (
+            "[jaccl] Changing queue pair to RTR failed with errno 22",
+            "out of the Thunderbolt Bridge",
+        ),
         ("[jaccl] Couldn't open device with errno 2", "rdma_ctl enable"),
         ("[jaccl] connecting failed with errno 60", "does not answer on this cable"),
         ("[ring] connecting failed with errno 60", ""),

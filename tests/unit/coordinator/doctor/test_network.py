@@ -57,7 +57,8 @@ def test_a_bridge_that_may_be_a_ring_is_named(
     [
         ("26.2", {"rdma_en2", "rdma_en5"}, {"rdma_en5"}, Verdict.OK, "rdma_en5 active of 2"),
         ("26.3.1", {"rdma_en2", "rdma_en5"}, {"rdma_en2", "rdma_en5"}, Verdict.WARN, "one cable"),
-        ("26.2", {"rdma_en2"}, set(), Verdict.WARN, "No cable"),
+        ("26.2", {"rdma_en2"}, set(), Verdict.SKIP, "no cable"),
+        ("26.2", {"rdma_en3"}, {"rdma_en3"}, Verdict.WARN, "out of the bridge"),
         ("26.2", set(), set(), Verdict.SKIP, "rdma_ctl enable"),
         ("26.1", {"rdma_en2"}, {"rdma_en2"}, Verdict.SKIP, "macOS 26.2 and later"),
     ],
@@ -79,6 +80,8 @@ def test_rdma_devices_are_named(
     def output(*command: str) -> str:
         if command[0] == "ibv_devices":
             return table
+        if command[0] == "ifconfig":
+            return BRIDGE.replace("en2", "en9")
         state = "PORT_ACTIVE (4)" if command[-1] in active else "PORT_DOWN (1)"
         return f"hca_id:\t{command[-1]}\n\t\t\tstate:\t\t\t{state}\n"
 
