@@ -32,6 +32,8 @@ PARALLEL := $(PYTEST) --numprocesses $(JOBS) --dist loadfile
 
 PART_TESTS := tests/repository tests/unit tests/parity tests/fuzz
 METAL_TESTS := $(patsubst %,tests/parity/test_%.py,rollback run_ahead head engine exact_mode)
+# The files with thorough tests: collecting all of them again takes a while.
+THOROUGH_TESTS = $(sort $(shell grep -rl --include='test_*.py' 'mark\.thorough' $(PART_TESTS)))
 PROGRAM_TESTS := tests/cluster tests/clients tests/chaos tests/browser
 
 BENCHES ?= $(basename $(notdir $(shell grep -l __main__ tests/bench/*.py)))
@@ -56,7 +58,7 @@ test: $(VENV)/.dev ## the tests of every contract, in six minutes on two cores
 	$(PARALLEL) -m smoke $(PROGRAM_TESTS)
 
 test-all: $(VENV)/.dev ## the rest: more cases, and whole programs on loopback
-	$(PARALLEL) -m 'thorough and not slow' $(PART_TESTS)
+	$(PARALLEL) -m 'thorough and not slow' $(THOROUGH_TESTS)
 	$(PARALLEL) -m 'not slow and not smoke' $(PROGRAM_TESTS)
 
 test-metal: $(VENV)/.dev ## tests of states and engines on the Metal path, whose kernels run on the CPU; needs g++

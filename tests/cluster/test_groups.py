@@ -148,8 +148,8 @@ def stop(process: psutil.Process) -> None:
 @pytest.mark.parametrize(
     ("member", "fault"),
     [
-        (0, kill),
         (1, stop),
+        pytest.param(0, kill, marks=pytest.mark.slow),
         pytest.param(1, kill, marks=pytest.mark.slow),
         pytest.param(0, stop, marks=pytest.mark.slow),
     ],
