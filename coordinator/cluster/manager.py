@@ -385,7 +385,7 @@ class ClusterManager(PipelineSource):
         """Return why another plan suits the sums that the members of a group have measured, or an empty string."""
         members = self.view.members
         nodes = (*plan.nodes, *plan.unused)
-        if plan.group_size == 1 or not members.keys() >= set(nodes):
+        if not self.loads.collectives or not members.keys() >= set(nodes):
             return ""
         try:
             found = self._planner([members[node] for node in nodes], plan.epoch)
