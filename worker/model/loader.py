@@ -22,7 +22,7 @@ from mtp.head.drafter import MTPHead
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.layer import Layer
 from mtp.layers.reference import REFERENCE, reference_layer
-from mtp.layers.reference.slices import SideBySide, SlicedSums, join_layer
+from mtp.layers.reference.slices import SlicedOutputs, SlicedSums, join_layer
 from proto.errors import CheckpointError, SpanError, UsageError
 from proto.span import Span
 from proto.terminal.progress import OnProgress
@@ -207,7 +207,7 @@ def _is_sliced(part: str, config: ModelConfig) -> bool:
 
 def _joined(part: str, built: Sequence[Any], kv_sharers: int) -> nn.Module:
     """Return the slices of a part as one module."""
-    return SideBySide(built) if part == "lm_head" else join_layer(built, kv_sharers)
+    return SlicedOutputs(built) if part == "lm_head" else join_layer(built, kv_sharers)
 
 
 def _build(

@@ -41,7 +41,7 @@ class SlicedSums(Communicator):
         return self._group.stack(x)
 
 
-class SideBySide(nn.Module):
+class SlicedOutputs(nn.Module):
     """Slices of a product whose outputs follow each other.
 
     `segments` are the outputs of one slice that are contiguous. Each segment of all slices comes before the next one.
@@ -58,7 +58,7 @@ class SideBySide(nn.Module):
         return self._merge([module(x) for module in self.slices])
 
 
-class Partial(nn.Module):
+class SlicedInputs(nn.Module):
     """Slices of a product whose inputs follow each other."""
 
     def __init__(self, slices: Sequence[nn.Module]) -> None:
@@ -71,7 +71,7 @@ class Partial(nn.Module):
         return mx.stack([module(part) for module, part in zip(self.slices, parts, strict=True)])
 
 
-class PartialMLP(nn.Module):
+class SlicedMLP(nn.Module):
     """Slices of an MLP, dense or of experts."""
 
     def __init__(self, slices: Sequence[nn.Module]) -> None:
@@ -94,7 +94,7 @@ def join_layer(slices: Sequence[DecoderLayer], kv_slices: int) -> DecoderLayer:
         _join_gdn(joined.linear_attn, [layer.linear_attn for layer in slices])
     else:
         _join_attention(joined.self_attn, [layer.self_attn for layer in slices], kv_slices)
-    joined.mlp = PartialMLP(mlps)
+    joined.mlp = SlicedMLP(mlps)
     layer: DecoderLayer = joined
     return layer
 
@@ -102,8 +102,8 @@ def join_layer(slices: Sequence[DecoderLayer], kv_slices: int) -> DecoderLayer:
 def _join_attention(joined: Any, slices: Sequence[Any], kv_slices: int) -> None:
     kv = slices[::kv_slices]
     for name, modules in (("q_proj", slices), ("k_proj", kv), ("v_proj", kv)):
-        joined[name] = SideBySide([module[name] for module in modules])
-    joined.o_proj = Partial([module.o_proj for module in slices])
+        joined[name] = SlicedOutputs([module[name] for module in modules])
+    joined.o_proj = SlicedInputs([module.o_proj for module in slices])
     joined.slices = len(slices)
     joined.num_attention_heads *= len(slices)
     joined.num_key_value_heads *= len(kv)
@@ -114,12 +114,12 @@ def _join_gdn(joined: Any, slices: Sequence[Any]) -> None:
     ends = [joined.key_dim, 2 * joined.key_dim]
     convolutions = [module.conv1d.weight for module in slices]
     joined.conv1d.weight = _in_segments(convolutions, ends, axis=0)
-    joined.in_proj_qkv = SideBySide([module.in_proj_qkv for module in slices], segments)
+    joined.in_proj_qkv = SlicedOutputs([module.in_proj_qkv for module in slices], segments)
     for name in ("in_proj_z", "in_proj_b", "in_proj_a"):
-        joined[name] = SideBySide([module[name] for module in slices])
+        joined[name] = SlicedOutputs([module[name] for module in slices])
     for name in ("A_log", "dt_bias"):
         joined[name] = mx.concatenate([module[name] for module in slices])
-    joined.out_proj = Partial([module.out_proj for module in slices])
+    joined.out_proj = SlicedInputs([module.out_proj for module in slices])
     for name in ("num_v_heads", "num_k_heads", "key_dim", "value_dim", "conv_dim"):
         setattr(joined, name, getattr(joined, name) * len(slices))
     joined.conv1d.groups = joined.conv_dim
