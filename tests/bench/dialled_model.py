@@ -50,6 +50,9 @@ class ModelShape:
     value_heads: int
     mlp: int
     experts: int = 0
+    vocab: int = VOCAB
+    state: int = 128
+    """Width of the keys and values of a GatedDeltaNet head."""
 
     def config(self, bits: int) -> dict[str, Any]:
         """Return config.json, with weights of `bits` bits. lm_head is never tied, because the text depends on it."""
@@ -57,7 +60,7 @@ class ModelShape:
             moe=bool(self.experts),
             layers=self.layers,
             hidden=self.hidden,
-            vocab=VOCAB,
+            vocab=self.vocab,
             tie=False,
             dtype=mx.bfloat16,
         )
@@ -68,8 +71,8 @@ class ModelShape:
             "head_dim": 256,
             "linear_num_value_heads": self.value_heads,
             "linear_num_key_heads": 16,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
+            "linear_key_head_dim": self.state,
+            "linear_value_head_dim": self.state,
             "max_position_embeddings": 32768,
             "eos_token_id": 4095,
         }
@@ -89,12 +92,14 @@ class ModelShape:
         return config | {"quantization": quantization, "quantization_config": quantization}
 
 
+# "toy" and "four" are small. The layers of "four" can be cut for four machines.
 SHAPES = {
     "4B": ModelShape(2560, 32, 16, 4, 32, 9216),
     "9B": ModelShape(4096, 32, 16, 4, 32, 12288),
     "27B": ModelShape(5120, 64, 24, 4, 48, 17408),
     "35B-A3B": ModelShape(2048, 40, 16, 2, 32, 512, experts=256),
     "toy": ModelShape(1024, 4, 4, 2, 16, 2048),
+    "four": ModelShape(256, 4, 8, 4, 16, 512, vocab=4096, state=32),
 }
 
 

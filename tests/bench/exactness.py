@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from coordinator.depth.controller import MtpMode
 from coordinator.schedule.local_generator import local_generator
@@ -48,6 +48,18 @@ LIVE = 0.3
 """Share of their random output that the layers of a written shape keep."""
 
 
+class Compared(Protocol):
+    """What is compared of an answer."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Its tokens."""
+
+    @property
+    def logprobs(self) -> Sequence[object]:
+        """Its log-probabilities, one entry a token."""
+
+
 @dataclass
 class Count:
     """The answers that were compared, and those that differed."""
@@ -58,7 +70,7 @@ class Count:
     answers_with_other_logprobs: int = 0
     first_places: list[int] = field(default_factory=list)
 
-    def compare(self, found: Answered, expected: Answered) -> None:
+    def compare(self, found: Compared, expected: Compared) -> None:
         """Count one answer."""
         self.answers += 1
         self.tokens += len(found.tokens)

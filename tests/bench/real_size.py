@@ -2,9 +2,10 @@
 
     python -m tests.bench.real_size --shape 27B
 
-It writes a checkpoint of the shape (`tests.bench.dialled_model`), starts the programs one after the other and asks
-each the same way: first token of a long prompt, one stream, eight streams. Stock mlx-lm runs in a process of its own
-in between. On machines with two NVIDIA GPUs it also runs two workers, a GPU each.
+It writes a checkpoint of the shape (`tests.bench.dialled_model`) and asks each program the same way: first token of a
+long prompt, one stream, eight streams, sixteen. Stock mlx-lm runs first, in a process of its own. On machines with two
+NVIDIA GPUs there are also two workers with a GPU each, as a pipeline and with `--parallel tensor` as a group. The
+programs of one `--mtp` run at the same time and take turns.
 
 The bound of a step is its weights' bytes over the measured bandwidth. `--root` runs another checkout of this project.
 """
@@ -38,7 +39,10 @@ from tests.bench.report import bars, publish
 LONG, SHORT = 2048, 16
 """Tokens of a prompt."""
 
-STREAMS = 8
+STREAMS = (8, 16)
+
+LENGTHS = (16_000, 30_000)
+"""Tokens of the prompts of `--long`. The last one has an answer of 100 tokens."""
 
 START_SECONDS = 400.0
 """Seconds. Longest wait until a program serves. Kernels that are not on disk yet take minutes to compile."""
@@ -50,16 +54,21 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Setup:
-    """One row of the table: a coordinator with `--mtp mtp`, and workers with a GPU each, or none."""
+    """One row of the table: a coordinator with `--mtp mtp`, and workers with a GPU each, or none.
+
+    `group` is True for workers that share every layer.
+    """
 
     mtp: str
     workers: int = 0
     exact: bool = False
+    group: bool = False
 
     @property
     def name(self) -> str:
         """The row's name."""
         where = f"{self.workers} workers" if self.workers else "one process"
+        where = f"a group of {self.workers}" if self.group else where
         return f"{where}, --mtp {self.mtp}{' --exact' if self.exact else ''}"
 
 
@@ -112,34 +121,29 @@ def _search_path() -> list[str]:
 
 
 @contextmanager
-def serving(
+def started(
     folder: Path, root: Path, model: Path, setup: Setup, port: int, gpu: int | None
-) -> Iterator[str]:
-    """Run what `setup` names. Yield its URL."""
+) -> Iterator[Program]:
+    """Run what `setup` names, with its HTTP port at `port`. Yield the coordinator, which may not serve yet."""
     with ExitStack() as stack:
         flags = ["--nodes", str(setup.workers)] if setup.workers else ["--single-node"]
+        name = re.sub(r"\W+", "-", setup.name)
         for index in range(setup.workers):
-            name, at = f"{setup.mtp}-worker-{index}", f"127.0.0.1:{port + 1 + index}"
-            worker = ["--listen", at, "--model", str(model), "--name", name, "--no-mdns"]
-            worker += ["--state-dir", str(folder / name)]
-            stack.enter_context(program(folder, name, root, index, "worker.cli", *worker))
+            own, at = f"{name}-{index}", f"127.0.0.1:{port + 1 + index}"
+            worker = ["--listen", at, "--model", str(model), "--name", own, "--no-mdns"]
+            worker += ["--state-dir", str(folder / own)]
+            stack.enter_context(program(folder, own, root, index, "worker.cli", *worker))
             flags += ["--worker", at]
-        command = [
-            "serve",
-            str(model),
-            "--mtp",
-            setup.mtp,
-            "--port",
-            str(port),
-            "--no-mdns",
-            *flags,
-            *(["--exact"] if setup.exact else []),
-        ]
-        name = f"{setup.mtp}-{setup.workers}{'-exact' if setup.exact else ''}"
-        server = stack.enter_context(program(folder, name, root, gpu, "coordinator.cli", *command))
-        url = f"http://127.0.0.1:{port}"
-        wait_until_serving(url, server)
-        yield url
+        command = ["serve", str(model), "--mtp", setup.mtp, "--port", str(port), "--no-mdns"]
+        command += flags + (["--exact"] if setup.exact else [])
+        command += ["--parallel", "tensor"] if setup.group else []
+        command += ["--state-dir", str(folder / name)]
+        yield stack.enter_context(program(folder, name, root, gpu, "coordinator.cli", *command))
+
+
+def url_of(port: int) -> str:
+    """Return the URL of the coordinator at `port` of this machine."""
+    return f"http://127.0.0.1:{port}"
 
 
 def wait_until_serving(url: str, server: Program) -> None:
@@ -185,40 +189,75 @@ async def answer(
     return found
 
 
-async def measure(url: str, cycle: Sequence[int], seed: int, rounds: int) -> dict[str, float]:
-    """Return medians: seconds to the first token, tokens a second of one stream and of eight."""
-    drawn = random.Random(seed)
-    firsts, ones, eights = [], [], []
-    right = wrong = 0
-    async with httpx.AsyncClient(timeout=600.0) as client:
+class Asker:
+    """Asks one server for what the table has."""
 
-        def prompt(tokens: int) -> list[int]:
-            """Return random words."""
-            return drawn.choices(cycle, k=tokens)
+    def __init__(self, url: str, cycle: Sequence[int], seed: int) -> None:
+        self.url = url
+        self.cycle = cycle
+        self.drawn = random.Random(seed)
 
-        for number in range(rounds + 1):
-            long = await answer(client, url, prompt(LONG), 4)
-            one = await answer(client, url, prompt(SHORT), 200 if number else 32)
-            many = await asyncio.gather(
-                *(answer(client, url, prompt(SHORT), 100 if number else 16) for _ in range(STREAMS))
-            )
-            if number == 0:
-                continue
-            firsts.append(long["first"] - long["asked"])
-            tokens = one["usage"]["completion_tokens"]
-            ones.append((tokens - 1) / (one["last"] - one["first"]))
-            details = one["usage"].get("completion_tokens_details") or {}
-            right += details.get("accepted_prediction_tokens", 0)
-            wrong += details.get("rejected_prediction_tokens", 0)
-            total = sum(a["usage"]["completion_tokens"] for a in many)
-            eights.append(total / (max(a["last"] for a in many) - min(a["asked"] for a in many)))
-    if right + wrong:
-        print(f"{right} of {right + wrong} drafts right", flush=True)
-    return {
-        "first token, s": statistics.median(firsts),
-        "one stream, tokens/s": statistics.median(ones),
-        "8 streams, tokens/s": statistics.median(eights),
+    def prompt(self, tokens: int) -> list[int]:
+        """Return random words."""
+        return self.drawn.choices(self.cycle, k=tokens)
+
+    async def together(self, count: int, tokens: int) -> float:
+        """Return the tokens a second of `count` answers at once."""
+        async with httpx.AsyncClient(timeout=600.0) as client:
+            asked = (answer(client, self.url, self.prompt(SHORT), tokens) for _ in range(count))
+            many = await asyncio.gather(*asked)
+        total = sum(a["usage"]["completion_tokens"] for a in many)
+        return float(total / (max(a["last"] for a in many) - min(a["asked"] for a in many)))
+
+    async def alone(self, prompt: int, tokens: int) -> tuple[float, float]:
+        """Return the seconds to the first token of a prompt, and the tokens a second after it."""
+        async with httpx.AsyncClient(timeout=600.0) as client:
+            found = await answer(client, self.url, self.prompt(prompt), tokens)
+        after = found["usage"]["completion_tokens"] - 1
+        span = found["last"] - found["first"]
+        return found["first"] - found["asked"], after / span if span else 0.0
+
+    async def warm(self) -> None:
+        """Ask once for all shapes, so that kernels are compiled and costs are known."""
+        await self.alone(LONG, 4)
+        await self.alone(SHORT, 64)
+        for count in STREAMS:
+            await self.together(count, 24)
+
+    async def round(self, tokens: int) -> dict[str, float]:
+        """Return the figures of one round, with answers of `tokens` tokens and of half as many for several."""
+        found = {f"first token of {LONG}, s": (await self.alone(LONG, 4))[0]}
+        found["one stream, tokens/s"] = (await self.alone(SHORT, tokens))[1]
+        for count in STREAMS:
+            found[f"{count} streams, tokens/s"] = await self.together(count, tokens // 2)
+        return found
+
+    async def long(self) -> dict[str, float]:
+        """Return the figures of long prompts."""
+        found: dict[str, float] = {}
+        for length in LENGTHS:
+            first, found[f"one stream at {length}, tokens/s"] = await self.alone(length, 100)
+            found[f"first token of {length}, s"] = first
+        return found
+
+
+def in_turn(askers: dict[str, Asker], options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Return the medians of each server's rounds, which take turns."""
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in askers}
+    for asker in askers.values():
+        asyncio.run(asker.warm())
+    for _ in range(options.rounds):
+        for name, asker in askers.items():
+            rounds[name].append(asyncio.run(asker.round(options.tokens)))
+    found = {
+        name: {column: statistics.median(row[column] for row in rows) for column in rows[0]}
+        for name, rows in rounds.items()
     }
+    for name, asker in askers.items() if options.long else ():
+        found[name] |= asyncio.run(asker.long())
+    for name, row in found.items():
+        print(f"{name}: {row}; rounds {rounds[name]}", flush=True)
+    return found
 
 
 _STOCK_PROGRAM = """
@@ -234,16 +273,17 @@ def run(n, tokens):
     started, times = time.perf_counter(), []
     for _ in generate_step(mx.array(prompt(n)), model, max_tokens=tokens): times.append(time.perf_counter())
     return times[0] - started, (len(times) - 1) / (times[-1] - times[0]) if tokens > 1 else 0.0
-def many(tokens):
+def many(count, tokens):
     started = time.perf_counter()
-    batch_generate(model, tokenizer, [prompt(16) for _ in range(8)], max_tokens=tokens)
-    return 8 * tokens / (time.perf_counter() - started)
-run(16, 32); run(2048, 2); many(16)
+    batch_generate(model, tokenizer, [prompt(16) for _ in range(count)], max_tokens=tokens)
+    return count * tokens / (time.perf_counter() - started)
+run(16, 32); run(2048, 2); many(8, 16); many(16, 16)
 median = lambda values: statistics.median(list(values))
 print(json.dumps({
-    "first token, s": median(run(2048, 2)[0] for _ in range(rounds)),
+    "first token of 2048, s": median(run(2048, 2)[0] for _ in range(rounds)),
     "one stream, tokens/s": median(run(16, 200)[1] for _ in range(rounds)),
-    "8 streams, tokens/s": median(many(100) for _ in range(rounds)),
+    "8 streams, tokens/s": median(many(8, 100) for _ in range(rounds)),
+    "16 streams, tokens/s": median(many(16, 100) for _ in range(rounds)),
 }))
 """
 
@@ -295,16 +335,22 @@ def weight_bytes(model: Path) -> int:
 
 
 def table(found: dict[str, dict[str, float]]) -> str:
-    """Return the figures, each with how many times as good as stock's it is."""
-    columns = list(next(iter(found.values())))
+    """Return the figures, each with how many times as good as the first row's it is."""
+    first, columns = (
+        next(iter(found)),
+        list(dict.fromkeys(c for row in found.values() for c in row)),
+    )
     lines = [f"| | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
     for name, row in found.items():
         cells = []
         for column in columns:
-            ratio = row[column] / found[STOCK][column] if STOCK in found else 1.0
-            better = 1 / ratio if column.endswith(", s") else ratio
-            shown = "" if name == STOCK or STOCK not in found else f" ({better:.2f} x)"
-            cells.append(f"{row[column]:.3g}{shown}")
+            value, base = row.get(column), found[first].get(column)
+            if not value:
+                cells.append("-")
+                continue
+            ratio = value / base if base else 0.0
+            better = 1 / ratio if ratio and column.endswith(", s") else ratio
+            cells.append(f"{value:.3g}" + (f" ({better:.2f} x)" if base and name != first else ""))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -317,11 +363,37 @@ def gpus() -> int:
     return listed.stdout.count("GPU ")
 
 
-def setups(modes: Sequence[str], gpu_count: int, *, exact: bool) -> list[Setup]:
-    """Return the rows that these GPUs allow. With `exact` each row of one process has one with the flag."""
-    one = [Setup(mode) for mode in modes if mode != "filled"]
-    one += [Setup(setup.mtp, exact=True) for setup in one if exact]
-    return one + [Setup(mode, 2) for mode in modes if gpu_count >= 2]
+def setups(mode: str, gpu_count: int, options: argparse.Namespace) -> list[Setup]:
+    """Return the rows of `--mtp mode` that these GPUs allow. A pipeline of one stage cannot be filled."""
+    found = [Setup(mode)] if mode != "filled" else []
+    found += [Setup(mode, exact=True)] if found and options.exact else []
+    pair = gpu_count >= 2 or options.two
+    found += [Setup(mode, 2)] if pair else []
+    grouped = pair and mode != "filled" and options.parallel == "tensor"
+    return found + ([Setup(mode, 2, group=True)] if grouped else [])
+
+
+def measure_mode(
+    mode: str, folder: Path, model: Path, options: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """Start all programs of one `--mtp` and return their figures. One that fails to start is left out."""
+    cycle, count = json.loads((model / "words.json").read_text()), gpus()
+    root = options.root.resolve()
+    found: dict[str, Asker] = {}
+    with ExitStack() as stack:
+        servers = {}
+        for number, setup in enumerate(setups(mode, count, options)):
+            port = options.port + 10 * number
+            gpu = 0 if count and not setup.workers else None
+            server = stack.enter_context(started(folder, root, model, setup, port, gpu))
+            servers[setup.name] = (url_of(port), server)
+        for name, (url, server) in servers.items():
+            try:
+                wait_until_serving(url, server)
+                found[name] = Asker(url, cycle, len(found))
+            except AssertionError as error:  # the other rows still count
+                print(f"{name}: failed: {error}", flush=True)
+        return in_turn(found, options)
 
 
 def main() -> None:
@@ -338,6 +410,10 @@ def main() -> None:
     parser.add_argument("--no-stock", action="store_true")
     parser.add_argument("--bits", type=int, default=BITS, choices=[4, 8, FULL_BITS])
     parser.add_argument("--exact", action="store_true", help="measure one process with --exact too")
+    parser.add_argument("--long", action="store_true", help=f"prompts of {LENGTHS} tokens too")
+    parser.add_argument("--tokens", type=int, default=200, help="of an answer to one stream")
+    parser.add_argument("--parallel", choices=["pipeline", "tensor"], default="pipeline")
+    parser.add_argument("--two", action="store_true", help="two workers without two GPUs")
     parser.add_argument("--port", type=int, default=18400)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -347,27 +423,18 @@ def main() -> None:
             shape = SHAPES[options.shape]
             cycle = write_dialled_model(model, shape, options.noise, bits=options.bits)
             (model / "words.json").write_text(json.dumps(cycle))
-        cycle = json.loads((model / "words.json").read_text())
-        count, speed, read = gpus(), bandwidth(), weight_bytes(model)
+        speed, read = bandwidth(), weight_bytes(model)
         print(f"{about()}\n{options}", flush=True)
-        print(f"{count} GPUs; {speed / 1e12:.2f} TB/s; {read / 1e9:.2f} GB a token", flush=True)
+        print(f"{gpus()} GPUs; {speed / 1e12:.2f} TB/s; {read / 1e9:.2f} GB a token", flush=True)
         print(f"bound of one stream without drafts: {speed / read:.0f} tokens/s\n", flush=True)
         mx.clear_cache()
         found: dict[str, dict[str, float]] = {}
         if not options.no_stock:
+            cycle = json.loads((model / "words.json").read_text())
             found[STOCK] = measure_stock(model, cycle, options.rounds)
             print(f"{STOCK}: {found[STOCK]}", flush=True)
-        for number, setup in enumerate(setups(options.modes, count, exact=options.exact)):
-            port = options.port + 10 * number
-            gpu = 0 if count and not setup.workers else None
-            try:
-                with serving(folder, options.root.resolve(), model, setup, port, gpu) as url:
-                    row = asyncio.run(measure(url, cycle, number, options.rounds))
-            except Exception as error:  # the other rows still count
-                print(f"{setup.name}: failed: {error}", flush=True)
-                continue
-            found[setup.name] = row
-            print(f"{setup.name}: {row}", flush=True)
+        for mode in options.modes:
+            found |= measure_mode(mode, folder, model, options)
         print(f"\n{table(found)}", flush=True)
     publish(
         "real_size",

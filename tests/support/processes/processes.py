@@ -120,14 +120,18 @@ def launch(
     env: Mapping[str, str] | None = None,
     cores: Sequence[int] = (),
     prefix: Sequence[str] = (),
+    before: str = "",
 ) -> Process:
     """Start `main` of `module` with these arguments. The caller stops the process.
 
     `env` is added to this process's environment. `cores` pins the process to these CPUs where the system can. `prefix`
-    is a command that executes the one after it, such as the result of `without_folder`.
+    is a command that executes the one after it, such as the result of `without_folder`. `before` are Python statements
+    that run first.
     """
     log = folder / f"{name}.log"
-    start = f"{WITHOUT_TORCH}; {KEEP_OPEN_FILES}; from {module} import main; main()"
+    start = (
+        f"{WITHOUT_TORCH}; {KEEP_OPEN_FILES}; {before or 'pass'}; from {module} import main; main()"
+    )
     command = [*prefix, sys.executable, "-c", start, *arguments, *LOG_FORMAT]
     if cores:
         command = ["taskset", "-c", ",".join(map(str, cores)), *command]
