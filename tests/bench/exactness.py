@@ -49,7 +49,7 @@ LIVE = 0.3
 
 
 class Compared(Protocol):
-    """What is compared of an answer."""
+    """The parts of an answer that are compared."""
 
     @property
     def tokens(self) -> Sequence[int]:
