@@ -33,7 +33,7 @@ from tests.support.processes.reserved_port import reserved_port
 from worker.node.process import LOCAL_TOKEN
 
 TOKENS = 48
-LONG = 300
+LONG = 160
 """Tokens of an answer that a fault interrupts."""
 
 LONGEST_SILENCE = 15.0
