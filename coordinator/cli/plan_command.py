@@ -156,8 +156,8 @@ def answer(
     longest, (parallel, prefer, collective) = checkpoint.config.max_positions, choice
     reserve = reserve_bytes(costs_of(1))
     workload = Workload(kv_tokens=min(context, longest), draft_depth=drafts, reserve_bytes=reserve)
-    planning = Planning(costs_of, workload, parallel, prefer)
-    machines = [Machine(spec, f"speed {spec.speed:g}", spec.name, collective) for spec in specs]
+    planning = Planning(costs_of, workload, parallel, prefer, collective=collective)
+    machines = [Machine(spec, f"speed {spec.speed:g}", spec.name) for spec in specs]
     found = choose_plan(planning, machines, 1)
     capacity = plan_capacity(costs_of(found.group_size), found.stages, longest, sequences)
     pinned = any(spec.pinned for spec in specs)

@@ -36,7 +36,7 @@ def apply(view: View, event: events.Event, now: float) -> View:
             return _enter(_without_preparation(started), Phase.STARTING)
         case events.GroupMeasured(addresses, seconds):
             members = {
-                a: replace(m, collective=seconds) if a in addresses else m
+                a: m.with_collective(addresses, seconds) if a in addresses else m
                 for a, m in view.members.items()
             }
             return replace(view, members=members)
@@ -56,7 +56,7 @@ def apply(view: View, event: events.Event, now: float) -> View:
         ):
             return _with_failed_preparation(view, reason, address)
         case events.ReplanRequested():
-            members = {a: replace(m, collective=None) for a, m in view.members.items()}
+            members = {a: replace(m, collectives={}) for a, m in view.members.items()}
             return replace(view, members=members, replan=_has_plan(view))
         case events.ModelChanged(why_not_alone):
             settings = replace(view.settings, why_not_alone=why_not_alone)

@@ -96,7 +96,7 @@ class ServedModel:
                     NodeSpec(m.address, m.memory_limit, speeds[m.address], m.pinned),
                     kind=m.arithmetic,
                     direct=m.direct,
-                    collective=m.collective,
+                    collectives=m.collectives,
                 )
                 for m in members
             ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -63,8 +63,8 @@ class Member:
     """Versions of the worker's programs, as it reports them."""
     direct: str = ""
     """Host of the machine's direct link to other machines, over which a group may exchange partial results."""
-    collective: float | None = None
-    """Seconds of a sum of one row over its last group, as measured. None before a group."""
+    collectives: Mapping[frozenset[str], float] = field(default_factory=dict)
+    """Measured seconds of a sum of one row, by the addresses of the group."""
 
     def usable(self, now: float) -> bool:
         """Return whether a plan may use this worker at `now`."""
@@ -82,8 +82,12 @@ class Member:
             failure_count=before.failure_count,
             backoff_until=before.backoff_until,
             # Another process may have another link.
-            collective=before.collective if before.worker_id == self.worker_id else None,
+            collectives=before.collectives if before.worker_id == self.worker_id else {},
         )
+
+    def with_collective(self, addresses: Iterable[str], seconds: float) -> Member:
+        """Return this member with the time of a sum over the group of `addresses`."""
+        return replace(self, collectives={**self.collectives, frozenset(addresses): seconds})
 
     def with_failure_recorded(self, now: float, first_backoff: float) -> Member:
         """Return this member with one failure more.

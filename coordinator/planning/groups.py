@@ -7,8 +7,8 @@ of one token, because each of its members reads a share of every layer. It adds 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from coordinator.planning.plan import (
@@ -96,14 +96,14 @@ class Machine:
     """A machine that may be a member of a group.
 
     `kind` is equal for machines that compute the same bits. `direct` is the host of its direct link to the others;
-    without one it cannot be a member, since partial results are not encrypted. `collective` are the measured seconds
-    of a sum of one row, None before a measurement.
+    without one it cannot be a member, since partial results are not encrypted. `collectives` are the measured seconds
+    of a sum of one row, by the names of the group that has measured them.
     """
 
     node: NodeSpec
     kind: str = ""
     direct: str = ""
-    collective: float | None = None
+    collectives: Mapping[frozenset[str], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,8 @@ class Planning:
     prefer: Prefer = Prefer.latency
     slices: int | None = None
     """Slices of each layer in exact mode, which every size of a group must divide. None without exact mode."""
+    collective: float = DEFAULT_COLLECTIVE
+    """Seconds of a sum over a group that has not measured it."""
 
 
 def choose_plan(planning: Planning, machines: Sequence[Machine], epoch: int) -> Plan:
@@ -229,20 +231,24 @@ def _group_plan(
     nodes = [_joint_node(team) for team in teams]
     found = make_plan(planning.costs_of(size), nodes, workload=planning.workload, epoch=epoch)
     by_name = {team[0].node.name: team for team in teams}
-    stages = tuple(_shared(stage, by_name[stage.node]) for stage in found.stages)
+    stages = tuple(
+        _shared(stage, by_name[stage.node], planning.collective) for stage in found.stages
+    )
     used = {node for stage in stages for node in stage.nodes}
     unused = tuple(m.node.name for m in machines if m.node.name not in used)
     return replace(found, stages=stages, unused=unused)
 
 
-def _shared(stage: StagePlan, team: Sequence[Machine]) -> StagePlan:
+def _shared(stage: StagePlan, team: Sequence[Machine], expected: float) -> StagePlan:
     """Return a stage that the machines of `team` hold together, with the time of their sums.
 
-    Raises SpanError if a sum over them takes longer than SLOWEST_COLLECTIVE.
+    A sum takes `expected` seconds before they have measured it together. Raises SpanError if it takes longer than
+    SLOWEST_COLLECTIVE.
     """
-    measured = [m.collective for m in team if m.collective is not None]
-    # A figure counts for the machines that measured it together.
-    collective = max(measured) if len(measured) == len(team) else DEFAULT_COLLECTIVE
+    together = frozenset(machine.node.name for machine in team)
+    measured = [m.collectives[together] for m in team if together in m.collectives]
+    # A machine that was restarted since may have another link.
+    collective = max(measured) if len(measured) == len(team) else expected
     seconds = SUMS_PER_LAYER * len(stage.span) * collective
     if collective > SLOWEST_COLLECTIVE:
         names = ", ".join(machine.node.name for machine in team)

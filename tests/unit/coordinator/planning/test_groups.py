@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.planning.groups import (
+    DEFAULT_COLLECTIVE,
     Machine,
     Parallel,
     Planning,
@@ -42,8 +43,17 @@ def machines(count: int, **changes: object) -> list[Machine]:
     return [replace(machine, **changes) for machine in found]  # type: ignore[arg-type]
 
 
-def planning(parallel: str, prefer: Prefer = Prefer.latency) -> Planning:
-    return Planning(costs_of, Workload(), Parallel.parse(parallel), prefer)
+def planning(
+    parallel: str, prefer: Prefer = Prefer.latency, collective: float = DEFAULT_COLLECTIVE
+) -> Planning:
+    parsed = Parallel.parse(parallel)
+    return Planning(costs_of, Workload(), parsed, prefer, collective=collective)
+
+
+def measured(some: list[Machine], seconds: float) -> list[Machine]:
+    """Return machines that have measured a sum of `seconds` together."""
+    names = frozenset(machine.node.name for machine in some)
+    return [replace(one, collectives={**one.collectives, names: seconds}) for one in some]
 
 
 def shape(parallel: str, some: list[Machine], epoch: int = 1) -> tuple[int, int]:
@@ -74,15 +84,15 @@ def test_machines_form_the_groups_that_are_asked_for(
 
 def test_auto_refuses_a_slow_link() -> None:
     """A sum of 5 ms costs more than half of the layers saves, so one machine or a pipeline serves."""
-    assert shape("auto", machines(2, collective=5e-3))[1] == 1
-    assert shape("auto", machines(2, collective=30e-6)) == (1, 2)
+    assert shape("auto", measured(machines(2), 5e-3))[1] == 1
+    assert shape("auto", measured(machines(2), 30e-6)) == (1, 2)
 
 
 def test_auto_has_the_aim_of_prefer() -> None:
     """A pipeline has the shortest time between steps of many streams where the sums take a while."""
-    some = machines(4, collective=1e-3)
-    by_latency = choose_plan(planning("auto"), some, 1)
-    by_throughput = choose_plan(planning("auto", Prefer.throughput), some, 1)
+    some = machines(4)
+    by_latency = choose_plan(planning("auto", collective=1e-3), some, 1)
+    by_throughput = choose_plan(planning("auto", Prefer.throughput, 1e-3), some, 1)
     assert by_latency.group_size > 1
     assert by_throughput.group_size == 1
     assert "tokens/s of one stream are predicted" in by_latency.reason
@@ -91,7 +101,7 @@ def test_auto_has_the_aim_of_prefer() -> None:
 
 def test_every_plan_is_predicted() -> None:
     """The prediction has one machine, the pipeline and each group, with the time of a token and of a first token."""
-    found = {one.text: one for one in predict_plans(planning("auto"), machines(4, collective=1e-4))}
+    found = {one.text: one for one in predict_plans(planning("auto", collective=1e-4), machines(4))}
     assert list(found) == ["one machine", "a pipeline of 4", "2 groups of 2", "a group of 4"]
     group, alone = found["a group of 4"], found["one machine"]
     assert group.token == pytest.approx(LAYERS * (SECONDS / 4 + 2e-4))
@@ -194,10 +204,21 @@ def test_exact_groups_divide_the_slices() -> None:
 
 def test_a_group_over_a_slow_link_is_refused() -> None:
     """The error has the machines, the measured sum and the time of a token's sums. Other plans stay possible."""
-    slow = machines(2, collective=50e-3)
+    slow = measured(machines(2), 50e-3)
     with pytest.raises(
         SpanError, match=r"link of .*too slow for a group: a sum takes 50 ms, .* 0\.8 s"
     ):
         choose_plan(planning("tensor"), slow, 1)
     assert shape("tensor", slow, epoch=2) == shape("pipeline", slow)
     assert shape("auto", slow)[1] == 1
+
+
+def test_a_slow_cable_counts_for_its_own_group() -> None:
+    """Two machines on a bad cable are refused, and a group of all, which has not measured a sum yet, is not."""
+    first, second, third, fourth = machines(4)
+    first, second = measured([first, second], 50e-3)
+    some = [first, second, third, fourth]
+    assert shape("tensor", some) == (1, 4)
+    with pytest.raises(SpanError, match="too slow"):
+        choose_plan(planning("2x2"), some, 1)
+    assert shape("tensor", measured(some, 50e-3), epoch=2) == shape("pipeline", some)
