@@ -976,19 +976,23 @@ class ConnectReply(_message.Message):
 
     LINK_US_FIELD_NUMBER: _builtins.int
     LINK_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    HAS_DISK_FIELD_NUMBER: _builtins.int
     link_us: _builtins.float
     """measured time in one direction"""
     link_bytes_per_second: _builtins.float
     """measured"""
+    has_disk: _builtins.bool
+    """the stage keeps prefixes on disk"""
     def __init__(
         self,
         *,
         link_us: _builtins.float = ...,
         link_bytes_per_second: _builtins.float = ...,
+        has_disk: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["link_bytes_per_second", b"link_bytes_per_second", "link_us", b"link_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_disk", b"has_disk", "link_bytes_per_second", b"link_bytes_per_second", "link_us", b"link_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1610,6 +1614,63 @@ class BackupReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BackupReply: _TypeAlias = BackupReply  # noqa: Y015
+
+@_typing.final
+class PrefixRequest(_message.Message):
+    """---- FindPrefix and LoadPrefix"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SEQ_ID_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    seq_id: _builtins.int
+    """of LoadPrefix"""
+    @_builtins.property
+    def coordinator(self) -> Global___Coordinator: ...
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the prompt, or the tokens whose state LoadPrefix reads"""
+
+    def __init__(
+        self,
+        *,
+        coordinator: Global___Coordinator | None = ...,
+        epoch: _builtins.int = ...,
+        seq_id: _builtins.int = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "epoch", b"epoch", "seq_id", b"seq_id", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixRequest: _TypeAlias = PrefixRequest  # noqa: Y015
+
+@_typing.final
+class PrefixReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of FindPrefix: prefixes of the prompt that are on the disk, the longest first"""
+
+    def __init__(
+        self,
+        *,
+        lengths: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lengths", b"lengths"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixReply: _TypeAlias = PrefixReply  # noqa: Y015
 
 @_typing.final
 class TrustUpdate(_message.Message):

@@ -94,6 +94,16 @@ class WorkerStub:
                 request_serializer=proto_dot_cluster__pb2.BackupPiece.SerializeToString,
                 response_deserializer=proto_dot_cluster__pb2.BackupReply.FromString,
                 _registered_method=True)
+        self.FindPrefix = channel.unary_unary(
+                '/mtpcluster.v1.Worker/FindPrefix',
+                request_serializer=proto_dot_cluster__pb2.PrefixRequest.SerializeToString,
+                response_deserializer=proto_dot_cluster__pb2.PrefixReply.FromString,
+                _registered_method=True)
+        self.LoadPrefix = channel.unary_unary(
+                '/mtpcluster.v1.Worker/LoadPrefix',
+                request_serializer=proto_dot_cluster__pb2.PrefixRequest.SerializeToString,
+                response_deserializer=proto_dot_cluster__pb2.PrefixReply.FromString,
+                _registered_method=True)
         self.UpdateTrust = channel.unary_unary(
                 '/mtpcluster.v1.Worker/UpdateTrust',
                 request_serializer=proto_dot_cluster__pb2.TrustUpdate.SerializeToString,
@@ -196,6 +206,20 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindPrefix(self, request, context):
+        """Return how many tokens of a prompt the stage can restore from its disk.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadPrefix(self, request, context):
+        """Read the state after some tokens from the disk. An operation in a later frame restores it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def UpdateTrust(self, request, context):
         """Replace the certificate authorities and the removed nodes that the worker knows, and renew its certificate.
         Secured workers only.
@@ -266,6 +290,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.WriteBackup,
                     request_deserializer=proto_dot_cluster__pb2.BackupPiece.FromString,
                     response_serializer=proto_dot_cluster__pb2.BackupReply.SerializeToString,
+            ),
+            'FindPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindPrefix,
+                    request_deserializer=proto_dot_cluster__pb2.PrefixRequest.FromString,
+                    response_serializer=proto_dot_cluster__pb2.PrefixReply.SerializeToString,
+            ),
+            'LoadPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadPrefix,
+                    request_deserializer=proto_dot_cluster__pb2.PrefixRequest.FromString,
+                    response_serializer=proto_dot_cluster__pb2.PrefixReply.SerializeToString,
             ),
             'UpdateTrust': grpc.unary_unary_rpc_method_handler(
                     servicer.UpdateTrust,
@@ -597,6 +631,60 @@ class Worker:
             '/mtpcluster.v1.Worker/WriteBackup',
             proto_dot_cluster__pb2.BackupPiece.SerializeToString,
             proto_dot_cluster__pb2.BackupReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mtpcluster.v1.Worker/FindPrefix',
+            proto_dot_cluster__pb2.PrefixRequest.SerializeToString,
+            proto_dot_cluster__pb2.PrefixReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mtpcluster.v1.Worker/LoadPrefix',
+            proto_dot_cluster__pb2.PrefixRequest.SerializeToString,
+            proto_dot_cluster__pb2.PrefixReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,6 +13,7 @@ import msgpack
 
 from proto.errors import ProtocolError, VersionError
 from proto.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from proto.prefix_key import KEY_BYTES
 from proto.wire import (
     DTYPE_BYTES,
     MAX_TOKEN,
@@ -101,11 +102,21 @@ class Evict(Operation):
 
 @dataclass(frozen=True, slots=True)
 class SavePrefix(Operation):
-    """The saving of sequence `seq_id`, all of whose windows are committed, as prefix entry `entry`."""
+    """The saving of sequence `seq_id`, all of whose windows are committed, as prefix entry `entry`.
+
+    `key` is the `prefix_key` of its tokens, for prefixes on disk.
+    """
 
     kind: ClassVar[str] = "save"
     seq_id: int
     entry: int
+    key: bytes = b""
+
+    def __post_init__(self) -> None:
+        check_ints((self.seq_id, self.entry), self.__match_args__)
+        check_type(self.key, bytes, "key")
+        if len(self.key) not in (0, KEY_BYTES):
+            raise ProtocolError(f"a prefix key of {len(self.key)} bytes")
 
 
 @dataclass(frozen=True, slots=True)

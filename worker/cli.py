@@ -70,6 +70,13 @@ def worker(
         str | None,
         typer.Option(metavar="SIZE", help="Most memory to use, such as 48GB.  [default: 3/4]"),
     ] = None,
+    prefix_disk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Keep the state of prompts on this machine's disk, such as 100GB, for later ones that begin the same.",
+        ),
+    ] = None,
     kernels: Annotated[
         Kernels,
         typer.Option(help="This project's kernels, MLX's operations, or on a Mac the faster ones."),
@@ -178,6 +185,7 @@ def worker(
         join=join,
         direct=direct,
         rdma=rdma,
+        prefix_disk=parse_size(prefix_disk) if prefix_disk else None,
         member=member,
         logs=(log_level, log_format),
     )

@@ -41,6 +41,7 @@ from proto.errors import UsageError
 from proto.kernels import Kernels
 from proto.state_dir import state_dir as directory_of
 from proto.terminal.logs import LogFormat, LogLevel, configure
+from proto.terminal.progress import parse_size
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,13 @@ def serve(
             "--no-prefix-cache", help="Keep no state of prompts for later ones that begin the same."
         ),
     ] = False,
+    prefix_disk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Keep the state of prompts on disk, such as 100GB, over restarts. Workers have the same flag.",
+        ),
+    ] = None,
     share_weights: Annotated[
         bool,
         typer.Option(
@@ -255,6 +263,7 @@ def serve(
         max_sequences=max_sequences,
         prefill_chunk=prefill_chunk,
         prefix_cache=not no_prefix_cache,
+        prefix_disk=parse_size(prefix_disk) if prefix_disk else None,
         share_weights=share_weights,
         api_keys=tuple(key.strip() for key in api_key or ()),
         allowed_origins=tuple(allowed_origins or ()),

@@ -12,10 +12,11 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import mlx.core as mx
 
-from coordinator.pipeline.pipeline import Pipeline, PipelineSource
+from coordinator.pipeline.pipeline import Pipeline, PipelineSource, longest_common
 from coordinator.planning.capacity import (
     DEFAULT_SEQUENCES,
     Capacity,
@@ -39,6 +40,7 @@ from proto.terminal.progress import OnProgress, byte_bar
 from worker.engine.backup import ReceivedBackup
 from worker.engine.engine_thread import EngineThread
 from worker.engine.hardware import default_memory_limit, own_version, release_weights, set_limits
+from worker.engine.prefix_disk import PrefixDisk, StagePrefixes, disk_in
 from worker.engine.stage_engine import StageEngine, relayed_tokens
 from worker.engine.stage_host import StageHost, StageSpec
 
@@ -109,7 +111,14 @@ class LocalPipeline(Pipeline):
     that does not fit.
     """
 
-    def __init__(self, model: LocalModel, epoch: int = 1, *, reserved: int = 0) -> None:
+    def __init__(
+        self,
+        model: LocalModel,
+        epoch: int = 1,
+        *,
+        reserved: int = 0,
+        disk: PrefixDisk | None = None,
+    ) -> None:
         self.epoch = epoch
         self.stages = len(model.spans)
         self.capacity = model.capacity(reserved)
@@ -122,7 +131,7 @@ class LocalPipeline(Pipeline):
             sparse=config.num_experts > 0, queries_per_key=config.queries_per_key
         )
         self.stamps = StampRing()
-        self.host = StageHost()
+        self.host = StageHost(disk)
         self.thread = self.host.thread
         self._model = model
         self._engines: list[StageEngine] = []
@@ -246,6 +255,22 @@ class LocalPipeline(Pipeline):
         for engine in self._engines:
             await self.thread.call(partial(engine.receive_backup, seq_id, backup))
 
+    @property
+    def has_disk(self) -> bool:
+        return len(self._disks) == self.stages
+
+    async def find_prefix(self, tokens: Sequence[int]) -> int:
+        return longest_common(await asyncio.gather(*(disk.find(tokens) for disk in self._disks)))
+
+    async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
+        for engine, disk in zip(self._engines, self._disks, strict=True):
+            received = await disk.load(tokens)
+            await self.thread.call(partial(engine.receive_backup, seq_id, received))
+
+    @property
+    def _disks(self) -> list[StagePrefixes]:
+        return [engine.disk for engine in self._engines if engine.disk is not None]
+
     def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
         """Do nothing: no worker takes part."""
 
@@ -257,7 +282,7 @@ class LocalPipeline(Pipeline):
         if self._watchdog is not None:
             self._watchdog.cancel()
         self.thread.submit(self._drop_engines)
-        await self.thread.close()
+        await self.host.close()
 
     def _drop_engines(self) -> None:
         """Free the engines on the engine thread."""
@@ -268,8 +293,11 @@ class LocalPipeline(Pipeline):
 class LocalPipelines:
     """A factory of the pipelines of this process. It makes one at a time, because two would need the memory twice."""
 
-    def __init__(self, model: LocalModel) -> None:
+    def __init__(
+        self, model: LocalModel, state: Path | None = None, prefix_disk: int | None = None
+    ) -> None:
         self.model = model
+        self.disk = disk_in(state, prefix_disk)
         self.reserved_bytes: Callable[[], int] = lambda: 0
         """Returns the bytes that workers on this machine use. A pipeline leaves them free."""
         self._last: LocalPipeline | None = None
@@ -296,7 +324,9 @@ class LocalPipelines:
             await self._wait_for_end(self._last.thread)
             self._last = None
             gc.collect()  # frees the weights of reference cycles
-        pipeline = self._last = LocalPipeline(self.model, epoch, reserved=self.reserved_bytes())
+        pipeline = self._last = LocalPipeline(
+            self.model, epoch, reserved=self.reserved_bytes(), disk=self.disk
+        )
         if on_progress is not None:
             await pipeline.start(on_progress)
             return pipeline

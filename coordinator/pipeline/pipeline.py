@@ -35,6 +35,10 @@ class Pipeline(Protocol):
     stamps: StampRing
     """The coordinator's stamps of the newest frames."""
 
+    @property
+    def has_disk(self) -> bool:
+        """True if all stages keep prefixes on disk."""
+
     def send_frame(self, frame: Frame) -> None:
         """Queue a frame for stage 0. `receive_frame` raises the error if sending fails."""
 
@@ -62,6 +66,18 @@ class Pipeline(Protocol):
     ) -> None:
         """Give every stage its part of a backup, for the operation RestoreBackup. Raises ClusterError if one fails."""
 
+    async def find_prefix(self, tokens: Sequence[int]) -> int:
+        """Return the length of the longest proper prefix of `tokens` that all stages have on disk, 0 without one.
+
+        Raises ClusterError if a stage fails.
+        """
+
+    async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """Let every stage read the state after `tokens` from its disk, for the operation RestoreBackup.
+
+        Raises ClusterError if one cannot.
+        """
+
     def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
         """Use the status of a worker of this plan to detect frames that do not move."""
 
@@ -73,6 +89,12 @@ class Pipeline(Protocol):
 
     async def close(self) -> None:
         """Stop using the stages, within seconds."""
+
+
+def longest_common(found: Sequence[Sequence[int]]) -> int:
+    """Return the longest prefix that all stages have, of the lengths that each of them has; 0 without one."""
+    common = set.intersection(*map(set, found)) if found else set[int]()
+    return max(common, default=0)
 
 
 class PipelineSource(Protocol):

@@ -16,7 +16,7 @@ from functools import partial
 import grpc
 import grpc.aio
 
-from coordinator.pipeline.pipeline import Pipeline
+from coordinator.pipeline.pipeline import Pipeline, longest_common
 from coordinator.pipeline.worker_client import NOTICE_SHARE, WorkerClient
 from coordinator.planning.capacity import Capacity
 from coordinator.status.frame_records import COORDINATOR, ProcessTrace, process_trace
@@ -337,7 +337,11 @@ class RemotePipeline(Pipeline):
         calls = (w.collect_trace(i, self.epoch, since_ns) for i, w in enumerate(self.workers))
         return [own, *await asyncio.gather(*calls)]
 
-    # ---- backups
+    # ---- backups and prefixes on disk
+
+    @property
+    def has_disk(self) -> bool:
+        return self.makes_backups and all(worker.has_disk for worker in self.workers)
 
     async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
         calls = (worker.read_backup(self.epoch, seq_id, limit) for worker in self.workers)
@@ -357,6 +361,14 @@ class RemotePipeline(Pipeline):
             )
         pairs = zip(self.workers, self._parts(states), strict=True)
         calls = (worker.write_backup(self.epoch, seq_id, tokens, part) for worker, part in pairs)
+        await asyncio.gather(*calls)
+
+    async def find_prefix(self, tokens: Sequence[int]) -> int:
+        calls = (worker.find_prefix(self.epoch, tokens) for worker in self.workers)
+        return longest_common(await asyncio.gather(*calls))
+
+    async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
+        calls = (worker.load_prefix(self.epoch, seq_id, tokens) for worker in self.workers)
         await asyncio.gather(*calls)
 
     def _parts(self, states: Sequence[LayerState]) -> list[list[LayerState]]:

@@ -226,6 +226,9 @@ MEMBER_SECONDS = 75.0
 LOAD_SILENCE_SECONDS = 120.0
 """Seconds without progress after which a load has failed. One part of a large model takes seconds on a slow disk."""
 
+FIND_SECONDS = 2.0
+"""Seconds. Bounds the search of a prefix on a worker's disk."""
+
 BACKUP_SECONDS = 60.0
 """Seconds. Bounds the transfer of a sequence's state on a stage. 400 MB take 4 s at 1 Gbit/s."""
 
@@ -417,8 +420,9 @@ class WorkerClient:
         return self.failure or lost
 
     async def connect(self, request: pb.ConnectRequest) -> None:
-        """Bind the worker's stage into a plan, and keep the figures of its hop in `hop`."""
-        self.hop = reported_hop(await self._call(self._stub.Connect, request))
+        """Bind the worker's stage into a plan. Keep the figures of its hop in `hop`, and whether it has a disk."""
+        reply: pb.ConnectReply = await self._call(self._stub.Connect, request)
+        self.hop, self.has_disk = reported_hop(reply), reply.has_disk
 
     async def connect_ring(self, request: pb.RingRequest) -> None:
         """Open the link from the worker's stage, the last one, to the first stage of its plan."""
@@ -487,6 +491,17 @@ class WorkerClient:
         )
         pieces = chain([pb.BackupPiece(head=head)], split(states))
         await self._call(self._stub.WriteBackup, iter(pieces), BACKUP_SECONDS)
+
+    async def find_prefix(self, epoch: int, tokens: Sequence[int]) -> list[int]:
+        """Return the lengths of the prefixes of a prompt that are on the worker's disk, the longest first."""
+        request = pb.PrefixRequest(coordinator=self.me, epoch=epoch, tokens=tokens)
+        reply: pb.PrefixReply = await self._call(self._stub.FindPrefix, request, FIND_SECONDS)
+        return list(reply.lengths)
+
+    async def load_prefix(self, epoch: int, seq_id: int, tokens: Sequence[int]) -> None:
+        """Let the worker read the state after `tokens` from its disk."""
+        request = pb.PrefixRequest(coordinator=self.me, epoch=epoch, seq_id=seq_id, tokens=tokens)
+        await self._call(self._stub.LoadPrefix, request, BACKUP_SECONDS)
 
     # ---- signals
 

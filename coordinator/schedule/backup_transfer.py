@@ -7,7 +7,8 @@ import logging
 from collections.abc import Callable
 
 from coordinator.pipeline.pipeline import Pipeline
-from coordinator.schedule.backups import Backup, BackupInFlight, total_bytes
+from coordinator.schedule.backups import MIN_NEW_TOKENS, Backup, BackupInFlight, total_bytes
+from coordinator.schedule.prefix_cache import SMALLEST_ENTRY
 from coordinator.schedule.scheduler import Scheduler
 from coordinator.schedule.sequence import Sequence
 from proto.errors import ClusterError
@@ -18,6 +19,9 @@ log = logging.getLogger(__name__)
 
 LONGEST_RESTORE = 5.0
 """Seconds. Longest expected transfer of a prefix to the stages. A longer one may take more time than to compute it."""
+
+SHORTEST_LOAD = 1.0
+"""Seconds. Time that a disk has at least to load a prefix."""
 
 SHORTEST_TRANSFER = 1e-3
 """Seconds. Lower bound of a measured transfer, whose clock may not advance."""
@@ -57,38 +61,78 @@ class BackupTransfer:
     def restore_prefix(
         self, pipeline: Pipeline | None, sequence: Sequence, then: Callable[[], None]
     ) -> None:
-        """Give the stages the backup of a prefix of a new sequence, if they lack it, and call `then` afterwards.
+        """Give the stages a prefix of a new sequence that they lack, from a backup or from their disks.
 
-        The sequence waits meanwhile. Without a pipeline the next one restores the backup.
+        The sequence waits meanwhile, and `then` is called. Without a pipeline the next one restores the backup.
         """
-        scheduler = self._scheduler
-        backup = scheduler.backups.kept.get(sequence.seq_id)
-        if pipeline is None or backup is None or not pipeline.makes_backups:
+        if pipeline is None:
             return
+        scheduler = self._scheduler
         entry = scheduler.prefixes.find_entry(sequence.tokens)
-        written = sum(one.restoring or one.restorable_tokens > 0 for one in scheduler.waiting)
         held = 0 if entry is None else len(entry.tokens)
-        pays = total_bytes([backup]) <= self._bytes_per_second * LONGEST_RESTORE
-        if pays and backup.tokens > held and written < pipeline.capacity.sequences:
+        backup = scheduler.backups.kept.get(sequence.seq_id)
+        if backup is not None and not (
+            pipeline.makes_backups
+            and backup.tokens > held
+            and total_bytes([backup]) <= self._bytes_per_second * LONGEST_RESTORE
+        ):
+            backup = None
+        searches = pipeline.has_disk and len(sequence.tokens) - held > SMALLEST_ENTRY
+        written = sum(one.restoring or one.restorable_tokens > 0 for one in scheduler.waiting)
+        if (backup or searches) and written < pipeline.capacity.sequences:
             sequence.restoring = True
-            self._background.spawn(self._write_prefix(pipeline, sequence, backup, then))
+            restore = self._restore_prefix(pipeline, sequence, backup, held, then)
+            self._background.spawn(restore)
 
-    async def _write_prefix(
-        self, pipeline: Pipeline, sequence: Sequence, backup: Backup, then: Callable[[], None]
+    async def _restore_prefix(
+        self,
+        pipeline: Pipeline,
+        sequence: Sequence,
+        backup: Backup | None,
+        held: int,
+        then: Callable[[], None],
     ) -> None:
-        scheduler, tokens = self._scheduler, backup.tokens
+        scheduler, tokens = self._scheduler, 0 if backup is None else backup.tokens
+        found = await self._load_prefix(pipeline, sequence, max(tokens, held))
         try:
-            await pipeline.write_backup(sequence.seq_id, sequence.tokens[:tokens], backup.states)
+            if not found and backup is not None:
+                restored = sequence.tokens[:tokens]
+                await pipeline.write_backup(sequence.seq_id, restored, backup.states)
         except ClusterError as error:
             log.debug("prefix not restored", extra={"error": str(error)})
             tokens = 0
+        tokens = found or tokens
         if scheduler.epoch != pipeline.epoch:
             return  # the sequence is part of another plan now
         if sequence in scheduler.waiting:
-            sequence.await_backup(tokens)
+            sequence.await_backup(tokens, from_disk=found > 0)
         elif tokens:  # its client has left
             scheduler.ops.append(Evict(sequence.seq_id))
         then()
+
+    async def _load_prefix(self, pipeline: Pipeline, sequence: Sequence, held: int) -> int:
+        """Let the stages load a prefix of more than `held` tokens from their disks. Return its length, or 0.
+
+        A disk that takes longer than the stages would is not waited for.
+        """
+        if not pipeline.has_disk:
+            return 0
+        started, tokens = self._clock(), sequence.tokens
+        try:
+            found = await pipeline.find_prefix(tokens)
+            if found < held + MIN_NEW_TOKENS:
+                return 0
+            computed = self._scheduler.prompts.expected_seconds(found - held)
+            async with asyncio.timeout(max(SHORTEST_LOAD, computed or LONGEST_RESTORE)):
+                await pipeline.load_prefix(sequence.seq_id, tokens[:found])
+        except (ClusterError, TimeoutError) as error:
+            log.info("prefix not loaded", extra={"error": str(error) or "the disk is too slow"})
+            return 0
+        log.info(
+            "prefix loaded",
+            extra={"tokens": found, "seconds": round(self._clock() - started, 3)},
+        )
+        return found
 
     async def restore(self, pipeline: Pipeline) -> dict[int, int]:
         """Give the stages the backups of the running sequences, the oldest first, until the pipeline fails.
@@ -96,7 +140,7 @@ class BackupTransfer:
         Return the tokens of each backup that all stages have, by sequence.
         """
         restored: dict[int, int] = {}
-        if not self._scheduler.sequences_to_restore():
+        if not self._to_restore(pipeline):
             return restored
         writing = asyncio.create_task(self._write_all(pipeline, restored))
         failing = asyncio.create_task(pipeline.receive_frame())  # no frame is in flight yet
@@ -108,20 +152,30 @@ class BackupTransfer:
             await asyncio.gather(writing, failing, return_exceptions=True)
         return restored
 
+    def _to_restore(self, pipeline: Pipeline) -> list[Sequence]:
+        """Return the sequences that the next plan may continue from a backup or a prefix on disk, the oldest first."""
+        scheduler = self._scheduler
+        if not pipeline.has_disk:
+            return scheduler.sequences_to_restore()
+        open_ones = (*scheduler.running.values(), *scheduler.waiting)
+        return sorted(open_ones, key=lambda sequence: sequence.seq_id)
+
     async def _write_all(self, pipeline: Pipeline, restored: dict[int, int]) -> None:
         scheduler, started = self._scheduler, self._clock()
-        for sequence in scheduler.sequences_to_restore()[: pipeline.capacity.sequences]:
-            backup = scheduler.backups.kept.get(sequence.seq_id)
-            if backup is None:
-                continue  # its client has left meanwhile
-            tokens = backup.tokens
+        for sequence in self._to_restore(pipeline)[: pipeline.capacity.sequences]:
+            backup = scheduler.backups.kept.get(sequence.seq_id, Backup())
+            if tokens := await self._load_prefix(pipeline, sequence, backup.tokens):
+                restored[sequence.seq_id] = tokens
+                continue
+            if not backup.tokens:
+                continue  # none on disk, or its client has left meanwhile
             try:
-                held = sequence.tokens[:tokens]
+                held = sequence.tokens[: backup.tokens]
                 await pipeline.write_backup(sequence.seq_id, held, backup.states)
             except ClusterError as error:
                 log.info("backup not restored", extra={"error": str(error)})
                 return
-            restored[sequence.seq_id] = tokens
+            restored[sequence.seq_id] = backup.tokens
         log.info(
             "backups restored",
             extra={

@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 from coordinator.depth.controller import Controller, MtpMode
 from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines, LocalSource
@@ -63,6 +64,8 @@ async def local_generator(
     slices: int = 1,
     draft_vocab: DraftVocabularySize | None = None,
     prefix_cache: bool = True,
+    state: Path | None = None,
+    prefix_disk: int | None = None,
     limits: Limits | None = None,
     vocabulary: bytes = b"",
     on_progress: OnProgress | None = None,
@@ -71,9 +74,10 @@ async def local_generator(
 
     `dtype` None keeps the stored type, and `kv_bits` 4 or 8 quantizes keys and values. With `exact` a row has the
     same bits with any rows beside it, and each layer is computed in `slices`. `draft_vocab` None drafts from all
-    words. Without `prefix_cache` every prompt is computed from its first token. Requests with a grammar need the packed
-    `vocabulary`. The loading thread calls `on_progress(done, total)` with bytes. Raises SpanError for more stages than
-    layers, UsageError for drafts without a head, and the errors of loading.
+    words. Without `prefix_cache` every prompt is computed from its first token. With `prefix_disk` bytes, prefixes stay
+    in the directory `state`. Requests with a grammar need the packed `vocabulary`. The loading thread calls
+    `on_progress(done, total)` with bytes. Raises SpanError for more stages than layers, UsageError for drafts without a
+    head, and the errors of loading.
     """
     mode = effective_mtp_mode(checkpoint, mtp)
     model = LocalModel(
@@ -87,7 +91,7 @@ async def local_generator(
         slices=slices,
         draft_vocab=draft_vocab or DraftVocabularySize(),
     )
-    make = partial(LocalPipelines(model).make, on_progress=on_progress)
+    make = partial(LocalPipelines(model, state, prefix_disk).make, on_progress=on_progress)
     config = checkpoint.config
     limits = limits or Limits(config.max_positions, config.vocab_size)
     scheduler = Scheduler(limits, Controller(mode), vocabulary)

@@ -51,6 +51,7 @@ from proto.frame import (
     SavePrefix,
     Segment,
 )
+from proto.prefix_key import prefix_key
 
 
 @dataclass
@@ -453,7 +454,8 @@ class Scheduler:
         if sequence.restorable_tokens:
             self.ops.append(RestoreBackup(sequence.seq_id, sequence.restorable_tokens))
             sequence.start_after(sequence.restorable_tokens)
-            if (restored := prompt[: sequence.scheduled_tokens]) in self.backups.prefixes.kept:
+            restored = prompt[: sequence.scheduled_tokens]
+            if sequence.from_disk or restored in self.backups.prefixes.kept:
                 self._save_prefix(sequence, restored)
         elif (entry := self.prefixes.find_entry(prompt)) is not None:
             self.ops.append(RestorePrefix(sequence.seq_id, entry.number))
@@ -469,7 +471,7 @@ class Scheduler:
         entry, dropped = self.prefixes.add_entry(tokens)
         self.ops.extend(DropPrefix(number) for number in dropped)
         if entry is not None:
-            self.ops.append(SavePrefix(sequence.seq_id, entry.number))
+            self.ops.append(SavePrefix(sequence.seq_id, entry.number, prefix_key(tokens)))
             sequence.saved_prefix = len(tokens)
 
     def _queue_backup(self, sequence: Sequence, held: int, frame: int) -> None:

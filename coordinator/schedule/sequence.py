@@ -123,6 +123,8 @@ class Sequence:
     """Tokens of `prefill_tokens` that a prefix entry provided."""
     restorable_tokens: int = 0
     """Tokens of a backup that the stages of the present plan have, until it is restored."""
+    from_disk: bool = False
+    """True if that backup is a prefix from the disks of the stages."""
     expected_prefix: int = 0
     """Tokens of the prefix entry that the stages had for it when it was queued."""
     restoring: bool = False
@@ -268,9 +270,12 @@ class Sequence:
         params = self.request.params
         return Admit(self.seq_id, self.capacity, self.prompt_length, params, vocabulary)
 
-    def await_backup(self, tokens: int) -> None:
-        """Start from the backup of the first `tokens` tokens, which the stages have, when it is admitted."""
-        self.restorable_tokens, self.restoring = tokens, False
+    def await_backup(self, tokens: int, *, from_disk: bool = False) -> None:
+        """Start from the backup of the first `tokens` tokens, which the stages have, when it is admitted.
+
+        `from_disk` says that they have it from their disks.
+        """
+        self.restorable_tokens, self.restoring, self.from_disk = tokens, False, from_disk
 
     def start_after(self, tokens: int) -> None:
         """Continue after the first `tokens` tokens, which the stages restore."""

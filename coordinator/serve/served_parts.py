@@ -75,6 +75,8 @@ class ServeOptions:
     max_sequences: int
     prefill_chunk: int | None
     prefix_cache: bool
+    prefix_disk: int | None
+    """Bytes of prefixes on disk; None keeps none."""
     share_weights: bool
     api_keys: tuple[str, ...] = field(repr=False)  # secrets
     allowed_origins: tuple[str, ...]
@@ -243,7 +245,7 @@ class OpenedModel:
             slices=options.slices,
             draft_vocab=options.draft_vocab,
         )
-        self.local = LocalPipelines(whole)
+        self.local = LocalPipelines(whole, options.state, options.prefix_disk)
         self.why_not_alone = why_not_alone(self.local.model)
 
 

@@ -55,6 +55,7 @@ class EnginePlan:
         self.epoch, self.capacity, self.stages = engines[0].epoch, capacity, len(engines)
         self.suspect: str | None = None
         self.makes_backups = True
+        self.has_disk = False
         self.frame_limits = FrameLimits()
         self.stamps = StampRing()
         self.returned = 0
@@ -201,6 +202,13 @@ class EnginePlan:
             states += part
         assert len(lengths) == 1, f"the backups of a sequence have {lengths} tokens"
         return ReceivedStates(lengths.pop(), states, self._clock.time() - began)
+
+    async def find_prefix(self, tokens: Sequence[int]) -> int:
+        """Return 0: no stage has a disk."""
+        return 0
+
+    async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """Do nothing."""
 
     async def write_backup(
         self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]

@@ -50,8 +50,10 @@ ARROWS: dict[str, set[str]] = {
         "proto",
         "proto.terminal",
         "worker.cache",
+        "worker.disk",
         "worker.model",
     },
+    "worker.disk": {"proto"},
     "worker.fetch": {
         "mtp.checkpoint.format",
         "mtp.checkpoint.hub",

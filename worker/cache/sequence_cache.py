@@ -280,12 +280,25 @@ class LastStageState:
 
 
 @dataclass(frozen=True)
-class PrefixEntry:
-    """The state after `length` tokens. `last_stage` is the state of the last stage besides its layers."""
+class Border:
+    """A prefix of a sequence: its key and its length in tokens."""
 
+    key: bytes
     length: int
+
+
+@dataclass(frozen=True)
+class PrefixEntry:
+    """The state after `border`. `last_stage` is the state of the last stage besides its layers."""
+
+    border: Border
     layers: list[LayerCache]
     last_stage: LastStageState | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prefix."""
+        return self.border.length
 
     def arrays(self) -> Iterator[mx.array]:
         """Yield every array of the entry."""

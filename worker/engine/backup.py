@@ -5,6 +5,7 @@ All code of this module runs on the engine thread.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from proto.errors import NotReadyError, ProtocolError
 from proto.frame import BackUp, RestoreBackup
 from proto.span import Span
 from proto.wire import DTYPE_BYTES
-from worker.cache.sequence_cache import LastStageState, SequenceCache
+from worker.cache.sequence_cache import Border, LastStageState, SequenceCache
 
 _DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in (*DTYPE_BYTES, "uint32")}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -56,10 +57,14 @@ class SequenceBackup:
 
 @dataclass(frozen=True)
 class ReceivedBackup:
-    """The state of a sequence after `tokens`, by layer number. It becomes caches when the sequence is admitted."""
+    """The state of a sequence after `tokens`, by layer number. It becomes caches when the sequence is admitted.
+
+    The states of a layer are bytes of `LayerState`, or arrays of a prefix on disk, whose `border` is known then.
+    """
 
     tokens: tuple[int, ...]
-    layers: dict[int, list[bytes]]
+    layers: Mapping[int, Sequence[bytes | list[mx.array]]]
+    border: Border | None = None
 
 
 class StageBackups:
@@ -113,13 +118,16 @@ class StageBackups:
 
     def restore_backup(
         self, op: RestoreBackup, sequence: SequenceCache, last: LastStageState | None
-    ) -> None:
-        """Fill the empty caches of a sequence. Raises ProtocolError for a missing backup, or one that does not fit."""
+    ) -> Border | None:
+        """Fill the empty caches of a sequence. Return the border of a prefix on disk, None for another backup.
+
+        Raises ProtocolError for a missing backup, or one that does not fit.
+        """
         backup = self.received.pop(op.seq_id, None)
         if backup is None or sequence.stack.length or len(backup.tokens) != op.length:
             raise ProtocolError(f"sequence {op.seq_id} has no backup of {op.length} tokens here")
         sequence.layers = [
-            _restored(empty, [_arrays(data) for data in backup.layers.get(layer, [])], op.length)
+            _restored(empty, [_arrays(state) for state in backup.layers.get(layer, [])], op.length)
             for layer, empty in zip(self.span, sequence.layers, strict=True)
         ]
         sequence.stack.length = op.length
@@ -127,6 +135,7 @@ class StageBackups:
             if last.head is not None and (data := backup.layers.get(self.span.end)):
                 last.head = _head_from_bytes(data[-1], last.head)
             last.append_tokens(backup.tokens)
+        return backup.border
 
 
 def layer_states(backup: SequenceBackup, index: int, limit: int = READ_BYTES) -> list[LayerState]:
@@ -149,7 +158,7 @@ def _layer_state(backup: SequenceBackup, index: int) -> LayerState | None:
         return LayerState(found.layer, found.appends, data)
     if index > len(backup.layers) or backup.head is None:
         return None
-    return LayerState(backup.layers[-1].layer + 1, False, _head_to_bytes(backup.head))
+    return LayerState(backup.layers[-1].layer + 1, False, head_to_bytes(backup.head))
 
 
 def _restored(empty: LayerCache, states: list[list[mx.array]], length: int) -> LayerCache:
@@ -162,7 +171,8 @@ def _restored(empty: LayerCache, states: list[list[mx.array]], length: int) -> L
 # ---- the state of the MTP head
 
 
-def _head_to_bytes(head: HeadState) -> bytes:
+def head_to_bytes(head: HeadState) -> bytes:
+    """Return the state of the MTP head as bytes."""
     data: bytes = msgpack.packb(
         [
             head.cache.offset,
@@ -176,9 +186,11 @@ def _head_to_bytes(head: HeadState) -> bytes:
     return data
 
 
-def _head_from_bytes(data: bytes, empty: HeadState) -> HeadState:
+def _head_from_bytes(data: bytes | list[mx.array], empty: HeadState) -> HeadState:
     """Return the state of the head in `data`. Raises ProtocolError for malformed bytes."""
     try:
+        if not isinstance(data, bytes):
+            raise TypeError("arrays")
         offset, kv, hidden, tokens, newest, successor = _unpack(data)
         arrays = [_from_wire(wire) for wire in kv]
         cache = empty.cache.filled([arrays], offset) if arrays else empty.cache
@@ -192,20 +204,36 @@ def _head_from_bytes(data: bytes, empty: HeadState) -> HeadState:
 # ---- arrays
 
 
+def plain_array(array: mx.array) -> mx.array:
+    """Return `array` as a type that numpy has."""
+    return array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+
+
+def type_name(array: mx.array) -> str:
+    """Return the name of an array's type on the wire and on disk."""
+    return _NAMES[array.dtype]
+
+
 def _to_wire(array: mx.array) -> tuple[str, tuple[int, ...], bytes]:
-    plain = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-    return _NAMES[array.dtype], tuple(array.shape), np.array(plain, copy=False).tobytes()
+    plain = np.array(plain_array(array), copy=False)
+    return type_name(array), tuple(array.shape), plain.tobytes()
 
 
 def _from_wire(wire: Any) -> mx.array:
-    name, shape, data = wire
+    return array_of(*wire)
+
+
+def array_of(name: str, shape: Sequence[int], data: Any) -> mx.array:
+    """Return the array of type `name` in the buffer `data`."""
     dtype = _DTYPES[name]
     plain = "uint16" if dtype == mx.bfloat16 else name
     array = mx.array(np.frombuffer(data, dtype=plain).reshape(shape))
     return array.view(dtype) if dtype == mx.bfloat16 else array
 
 
-def _arrays(data: bytes) -> list[mx.array]:
+def _arrays(data: bytes | list[mx.array]) -> list[mx.array]:
+    if not isinstance(data, bytes):
+        return data
     try:
         return [_from_wire(wire) for wire in _unpack(data)]
     except (ValueError, TypeError, KeyError) as error:

@@ -37,8 +37,15 @@ from proto.frame import (
 )
 from proto.frame_stamps import FrameStamps, StageStep
 from proto.wire import DTYPE_BYTES, MAX_INT
-from worker.cache.sequence_cache import LastStageState, PrefixEntry, SequenceCache, copies_of
+from worker.cache.sequence_cache import (
+    Border,
+    LastStageState,
+    PrefixEntry,
+    SequenceCache,
+    copies_of,
+)
 from worker.engine.backup import ReceivedBackup, StageBackups
+from worker.engine.prefix_disk import SavedPrefix, StagePrefixes
 from worker.model.stage import Run, Stage
 from worker.model.verifier import Verdict, Verifier
 
@@ -188,6 +195,9 @@ class StageEngine:
         self.frames_done = 0
         self.last_finished = 0.0
         """Seconds of `time.perf_counter`. When the newest finished frame was finished."""
+        self.disk: StagePrefixes | None = None
+        self._borders: dict[int, Border] = {}
+        """The newest saved or restored prefix of each sequence."""
         self._saved: list[tuple[int, PrefixEntry]] = []
         """Sequences and prefix entries that the present header saves. Their copies are lazy."""
 
@@ -325,6 +335,7 @@ class StageEngine:
             case Evict():
                 self.sequences.pop(op.seq_id, None)
                 self.backups.forget_sequence(op.seq_id)
+                self._borders.pop(op.seq_id, None)
                 if self.relayed is not None:
                     self.relayed.forget_sequence(op.seq_id)
                 if self.verifier is not None:
@@ -338,7 +349,10 @@ class StageEngine:
             case BackUp():
                 self.backups.make_backup(op, self._sequence(op.seq_id), self._last_state(op))
             case RestoreBackup():
-                self.backups.restore_backup(op, self._sequence(op.seq_id), self._last_state(op))
+                last = self._last_state(op)
+                border = self.backups.restore_backup(op, self._sequence(op.seq_id), last)
+                if border is not None:
+                    self._borders[op.seq_id] = border
 
     def receive_tokens(self, message: Frame) -> None:
         """Keep the tokens that the last stage has relayed. Raises ProtocolError on any other stage than the first."""
@@ -375,10 +389,14 @@ class StageEngine:
         if sequence.stack.windows:
             raise ProtocolError(f"prefix of sequence {op.seq_id} saved while a window is open")
         last_stage = None if self.verifier is None else self.verifier.save(op.seq_id)
-        entry = PrefixEntry(sequence.stack.length, copies_of(sequence.layers), last_stage)
+        border = Border(op.key, sequence.stack.length)
+        entry = PrefixEntry(border, copies_of(sequence.layers), last_stage)
         self._check_prefix(op, entry)
         self.prefixes[op.entry] = entry
         self._saved.append((op.seq_id, entry))
+        if self.disk is not None:
+            self.disk.save_soon(SavedPrefix(entry, self._borders.get(op.seq_id)))
+        self._borders[op.seq_id] = border
 
     def _start_copies(self, frame: Frame) -> list[PrefixEntry]:
         """Copy the saved prefixes of sequences that run in `frame`, which changes them. Return the other entries.
@@ -409,6 +427,7 @@ class StageEngine:
         entry = self.prefixes.get(op.entry)
         if entry is None or sequence.stack.length:
             raise ProtocolError(f"prefix {op.entry} cannot be restored into sequence {op.seq_id}")
+        self._borders[op.seq_id] = entry.border
         sequence.layers = copies_of(entry.layers)
         sequence.stack.length = entry.length
         if self.verifier is not None and entry.last_stage is not None:

@@ -5,6 +5,7 @@ A worker and a coordinator that serves alone use the same host.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from functools import partial
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
-from mtp.device import this_device
+from mtp.device import Arithmetic, this_device
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from mtp.layers.communicator import ALONE, Communicator, GroupCommunicator
 from mtp.layers.layer import KVFormat
@@ -39,6 +40,7 @@ from worker.engine.hardware import (
     warn_of_emulated_bfloat16,
     wire_weights,
 )
+from worker.engine.prefix_disk import PrefixDisk, StagePrefixes, namespace_of
 from worker.engine.stage_engine import BegunFrame, Budget, StageEngine
 from worker.engine.warm_up import warm_up
 from worker.model.loader import DTYPES, load_stage
@@ -168,6 +170,8 @@ class LoadedStage:
     spec: StageSpec
     stage: Stage
     weight_bytes: int
+    prefixes: StagePrefixes | None = None
+    """Its prefixes on disk, None without a folder."""
     collectives: CollectiveFigures | None = None
     """The times of sums over the members of its group; None for one process."""
 
@@ -175,12 +179,15 @@ class LoadedStage:
 class StageHost:
     """The parts of a process that successive plans share. Construct it on the event loop that waits for the thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, disk: PrefixDisk | None = None) -> None:
         self.thread = EngineThread()
+        self.disk = disk
+        """The folder of prefixes on disk, None without one."""
         self.stamps = StampRing()
         """Stamps of the newest frames on the stages."""
         self._deadlines = DeadlineEstimate(this_device().compile_seconds)
         self._trimmer = CacheTrimmer()
+        self._stage_prefixes: list[StagePrefixes] = []
         self._usual = 0.0
         """Seconds that the newest finished frame took."""
         self.thread.on_idle = self._trimmer.clear_if_idle
@@ -262,7 +269,35 @@ class StageHost:
         warn_of_emulated_bfloat16(stage.dtype)
         warm_up(stage, first=spec.first, last=spec.last, expect=expect)
         trim_allocator()
-        return LoadedStage(spec, stage, weight_bytes, collectives)
+        prefixes = self._prefixes(whole, spec, stage, kernels)
+        return LoadedStage(spec, stage, weight_bytes, prefixes, collectives)
+
+    def _prefixes(
+        self, checkpoint: Checkpoint, spec: StageSpec, stage: Stage, kernels: Kernels
+    ) -> StagePrefixes | None:
+        """Return the prefixes of a stage on disk. A share of a group's stage has none."""
+        index = self.disk.open() if self.disk is not None and spec.group is None else None
+        if index is None:
+            return None
+        namespace = namespace_of(
+            checkpoint.fingerprint(),
+            Arithmetic.here(),
+            stage.dtype,
+            spec.kv_bits,
+            spec.exact,
+            spec.slices,
+            kernels,
+        )
+        # The MTP head counts as a layer after the last one.
+        end = spec.span.end + (spec.last and stage.modules.head is not None)
+        prefixes = StagePrefixes(index, namespace, Span(spec.span.start, end), self.thread)
+        self._stage_prefixes.append(prefixes)
+        return prefixes
+
+    async def close(self) -> None:
+        """End the writing of prefixes, and the engine thread."""
+        await asyncio.gather(*(one.close() for one in self._stage_prefixes))
+        await self.thread.close()
 
     def make_engine(
         self, loaded: LoadedStage, epoch: int, budget: Budget | None = None
@@ -272,7 +307,9 @@ class StageHost:
         verifier = (
             Verifier(stage.modules, stage.kv_format, stage.draft_vocab) if spec.last else None
         )
-        return StageEngine(stage, epoch=epoch, first=spec.first, verifier=verifier, budget=budget)
+        engine = StageEngine(stage, epoch=epoch, first=spec.first, verifier=verifier, budget=budget)
+        engine.disk = loaded.prefixes
+        return engine
 
     @contextmanager
     def timed(self, frame: Frame) -> Iterator[None]:

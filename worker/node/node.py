@@ -26,6 +26,7 @@ from proto.trust.node_trust import NodeTrust
 from proto.wire import DTYPE_BYTES
 from worker.engine.group import GroupSpec
 from worker.engine.hardware import release_weights
+from worker.engine.prefix_disk import PrefixDisk
 from worker.engine.stage_engine import Budget
 from worker.engine.stage_host import LoadedStage, StageHost, StageSpec
 from worker.node.binding import Binding, Place, Traffic
@@ -51,6 +52,8 @@ class Identity:
     """The worker's credentials in a cluster; None for a worker whose connections are not secured."""
     wired: bool = True
     kernels: Kernels = Kernels.auto
+    disk: PrefixDisk | None = None
+    """The folder of prefixes on disk, None without one."""
     direct: str = ""
     """Host of this machine at which groups exchange partial results unencrypted; empty without a direct link."""
     member_flags: tuple[str, ...] = ()
@@ -122,7 +125,7 @@ class WorkerNode:
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
-        self.host = StageHost()
+        self.host = StageHost(identity.disk)
         self.traffic = Traffic()
         self.tickets = DataTickets(identity.trust)
         self.state: pb.WorkerState.ValueType = pb.WORKER_STATE_IDLE
@@ -339,7 +342,7 @@ class WorkerNode:
             raise
         self._become(pb.WORKER_STATE_SERVING)
         log.info("connected", extra={"epoch": place.epoch, "stage": place.stage})
-        return _connect_reply(hop)
+        return _connect_reply(hop, has_disk=self.loaded.prefixes is not None)
 
     async def connect_ring(self, request: pb.RingRequest) -> pb.ConnectReply:
         """Open the link from this stage, the last one, to the first stage of its plan.
@@ -399,10 +402,13 @@ class WorkerNode:
         """End the plan, the process of a group and the engine thread."""
         self.release()
         await self._wait_for_end()
-        await self.host.thread.close()
+        await self.host.close()
 
 
-def _connect_reply(hop: HopFigures | None) -> pb.ConnectReply:
+def _connect_reply(hop: HopFigures | None, *, has_disk: bool = False) -> pb.ConnectReply:
     if hop is None:
-        return pb.ConnectReply()
-    return pb.ConnectReply(link_us=hop.seconds * 1e6, link_bytes_per_second=hop.bytes_per_second)
+        return pb.ConnectReply(has_disk=has_disk)
+    speed = hop.bytes_per_second
+    return pb.ConnectReply(
+        link_us=hop.seconds * 1e6, link_bytes_per_second=speed, has_disk=has_disk
+    )

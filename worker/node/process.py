@@ -31,6 +31,7 @@ from proto.terminal.console import keep_awake
 from proto.trust.joining import JoinToken, join
 from proto.trust.node_trust import NodeTrust
 from worker.engine.hardware import measured_bandwidth, set_limits
+from worker.engine.prefix_disk import disk_in
 from worker.node.announce import announced
 from worker.node.local_models import LocalModels
 from worker.node.member import report_ready
@@ -60,6 +61,8 @@ class WorkerOptions:
     awake: bool = True
     direct: str | None = None
     rdma: str = ""
+    prefix_disk: int | None = None
+    """Bytes of prefixes on disk; None keeps none."""
     member: bool = False
     """True in the process of a worker for a group, which has the worker's options."""
     logs: tuple[str, str] = ("info", "text")
@@ -230,6 +233,7 @@ async def run(options: WorkerOptions) -> None:
         models,
         wired=options.wired,
         kernels=options.kernels,
+        disk=disk_in(options.state_dir, options.prefix_disk),
     )
     stopping = asyncio.Event()
     port, token_file = options.port, state_dir(options.state_dir) / LOCAL_TOKEN

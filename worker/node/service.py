@@ -260,6 +260,23 @@ class WorkerService(pb_grpc.WorkerServicer):
         await self.node.host.thread.call(partial(engine.receive_backup, head.seq_id, received))
         return pb.BackupReply()
 
+    async def FindPrefix(self, request: pb.PrefixRequest, context: Context) -> pb.PrefixReply:
+        """Return the lengths of the prefixes of a prompt that are on the disk of this worker."""
+        engine = self._engine(request.coordinator, request.epoch)
+        if engine.disk is None:
+            return pb.PrefixReply()
+        lengths = await engine.disk.find(request.tokens)
+        return pb.PrefixReply(lengths=lengths)
+
+    async def LoadPrefix(self, request: pb.PrefixRequest, context: Context) -> pb.PrefixReply:
+        """Keep the state of a prefix, read from the disk, until a frame restores it."""
+        engine = self._engine(request.coordinator, request.epoch)
+        if engine.disk is None:
+            raise NotReadyError("this worker keeps no prefixes on disk")
+        received = await engine.disk.load(request.tokens)
+        await self.node.host.thread.call(partial(engine.receive_backup, request.seq_id, received))
+        return pb.PrefixReply()
+
     def _engine(self, coordinator: pb.Coordinator, epoch: int) -> StageEngine:
         """Return the engine of plan `epoch`.
 

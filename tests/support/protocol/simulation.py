@@ -114,6 +114,7 @@ class SimulatedPipeline:
     capacity: Capacity = ROOM
     suspect: str | None = None
     makes_backups: bool = False
+    has_disk: bool = False
     frame_limits: FrameLimits = field(default_factory=FrameLimits)
     stamps: StampRing = field(default_factory=StampRing)
 
@@ -194,6 +195,13 @@ class SimulatedPipeline:
         self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
     ) -> None:
         """Do nothing: the stages hold no state."""
+
+    async def find_prefix(self, tokens: Sequence[int]) -> int:
+        """Return 0: no stage has a disk."""
+        return 0
+
+    async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """Do nothing."""
 
     def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
         """Do nothing: no worker takes part."""

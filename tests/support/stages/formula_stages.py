@@ -123,7 +123,7 @@ class TokenBackups(StageBackups):
         if backup is None or sequence.stack.length or len(backup.tokens) != op.length:
             raise ProtocolError(f"sequence {op.seq_id} has no backup of {op.length} tokens here")
         for layer in self.span:
-            parts = [json.loads(data) for data in backup.layers[layer]]
+            parts = [json.loads(cast(bytes, data)) for data in backup.layers[layer]]
             tokens = [token for part in parts for token in part]
             assert tokens == list(backup.tokens), "a backup has other tokens"
         cache, state = layers_of(sequence.layers)

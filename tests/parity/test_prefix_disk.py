@@ -1,0 +1,180 @@
+"""Prefixes on disk give the tokens of computed ones, after a restart, over other cuts, and never those of other models.
+
+Each call of `answers` is a new engine, as after a restart.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.schedule.request import GenerationRequest
+from coordinator.text.tokenizer import Tokenizer
+from mtp.builtin import checkpoint_dir
+from proto.params import SamplingParams
+from tests.bench.texts import held_out_prompts
+from tests.support.checkpoints.checkpoints import convert_checkpoint
+from tests.support.stages.local_run import Answered, run
+from worker.disk.block_file import SUFFIX
+
+COUNT = 8
+LIMIT = 10**9
+
+PARAMS = (SamplingParams(logprobs=0), SamplingParams(temperature=0.9, seed=3, logprobs=0))
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[GenerationRequest]:
+    """Return the turns of a chat, each with the text of the one before, greedy and sampled."""
+    tokenizer = Tokenizer.load(checkpoint_dir())
+    text = [token for one in held_out_prompts(tokenizer, 8) for token in one]
+    turns = [tuple(text[:length]) for length in (150, 190, 230)]
+    return [
+        GenerationRequest(turn, COUNT, params)
+        for turn, params in zip(turns, PARAMS + PARAMS, strict=False)
+    ]
+
+
+def answers(
+    asked: Sequence[GenerationRequest], state: Path | None, **options: Any
+) -> list[Answered]:
+    """Return the answers of a new engine, with a disk if `state` is given."""
+    options = {"path": checkpoint_dir(), "dtype": "float32", "mtp": "1", **options}
+    disk: dict[str, Any] = {} if state is None else {"state": state, "prefix_disk": LIMIT}
+    return run(requests=asked, one_by_one=True, **disk, **options)
+
+
+def compare(found: Sequence[Answered], expected: Sequence[Answered]) -> None:
+    """Check that tokens and log-probabilities are equal."""
+    assert [(a.tokens, a.logprobs) for a in found] == [(a.tokens, a.logprobs) for a in expected]
+
+
+def cached(found: Sequence[Answered]) -> list[int]:
+    """Return the tokens of each prompt that were not computed."""
+    return [one.stats.cached_tokens for one in found]
+
+
+def files(state: Path) -> list[Path]:
+    """Return the blocks in the folder."""
+    return sorted((state / "prefixes").glob(f"*{SUFFIX}"))
+
+
+@pytest.fixture(scope="module")
+def expected(requests: list[GenerationRequest]) -> list[Answered]:
+    """Return the answers without a disk."""
+    return answers(requests, None)
+
+
+def test_a_restart_and_other_cuts_keep_the_prefixes(
+    tmp_path: Path, requests: list[GenerationRequest], expected: list[Answered]
+) -> None:
+    """The last turn starts from the blocks of the one before, on one stage and on two and three others."""
+    compare(answers(requests[:2], tmp_path), expected[:2])
+    assert len(files(tmp_path)) >= 2
+    assert all(os.stat(file).st_mode & 0o077 == 0 for file in files(tmp_path))
+    for stages in (1, 2, 3):
+        found = answers(requests[2:], tmp_path, stages=stages)
+        compare(found, expected[2:])
+        assert cached(found)[0] >= 160, f"{stages} stages"
+
+
+def test_blocks_continue_each_other(
+    tmp_path: Path, requests: list[GenerationRequest], expected: list[Answered]
+) -> None:
+    """A longer prefix writes only what is new, from engine to engine, and is whole afterwards."""
+    for number in range(3):
+        compare(
+            answers(requests[number : number + 1], tmp_path, stages=2),
+            expected[number : number + 1],
+        )
+    again = answers(requests, tmp_path)
+    compare(again, expected)
+    assert all(cached(again))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"kv_bits": 8}, {"dtype": "bfloat16"}, {"exact": True}],
+    ids=["kv bits", "dtype", "exact"],
+)
+def test_another_arithmetic_finds_nothing(
+    tmp_path: Path, requests: list[GenerationRequest], other: dict[str, Any]
+) -> None:
+    """A prefix of other keys and values is never used. The other setting has its own ones."""
+    answers(requests[:1], tmp_path)
+    before = answers(requests[:1], None, **other)
+    found = answers(requests[:1], tmp_path, **other)
+    assert cached(found) == [0]
+    compare(found, before)
+    again = answers(requests[:1], tmp_path, **other)
+    assert cached(again)[0] > 0
+    compare(again, before)
+
+
+def test_another_checkpoint_finds_nothing(
+    tmp_path: Path, requests: list[GenerationRequest]
+) -> None:
+    """The prefixes of a model are not those of another one in its place."""
+    answers(requests[:1], tmp_path)
+    other = convert_checkpoint(checkpoint_dir(), tmp_path / "other", quantize=4)
+    assert cached(answers(requests[:1], tmp_path, path=other)) == [0]
+
+
+@pytest.mark.parametrize("damage", ["a bit", "short", "gone"])
+def test_a_damaged_block_is_computed_again(
+    tmp_path: Path, requests: list[GenerationRequest], expected: list[Answered], damage: str
+) -> None:
+    """The answer is that of a computed prompt, and the block is replaced."""
+    answers(requests[:1], tmp_path)
+    for file in files(tmp_path):
+        data = bytearray(file.read_bytes())
+        if damage == "gone":
+            file.unlink()
+        elif damage == "short":
+            file.write_bytes(data[: len(data) // 2])
+        else:
+            data[-5] ^= 1
+            file.write_bytes(data)
+    found = answers(requests[:1], tmp_path)
+    compare(found, expected[:1])
+    assert cached(found) == [0]
+    assert cached(answers(requests[:1], tmp_path))[0] > 0
+
+
+def test_a_folder_that_fails_costs_no_answer(
+    tmp_path: Path,
+    requests: list[GenerationRequest],
+    expected: list[Answered],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A file in place of the folder is reported once, and answers are computed."""
+    (tmp_path / "prefixes").write_text("not a folder")
+    with caplog.at_level(logging.WARNING):
+        compare(answers(requests[:1], tmp_path), expected[:1])
+    assert "no prefixes on disk" in caplog.text
+
+
+def test_a_full_disk_stops_the_writing(
+    tmp_path: Path,
+    requests: list[GenerationRequest],
+    expected: list[Answered],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The failure is reported, the answer is whole, and no file is left."""
+
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("worker.disk.block_file.os.fsync", fail)
+    with caplog.at_level(logging.WARNING):
+        compare(answers(requests[:2], tmp_path), expected[:2])
+    assert "prefix not written" in caplog.text
+    assert [
+        f.name for f in (tmp_path / "prefixes").iterdir() if not f.name.startswith("index")
+    ] == []

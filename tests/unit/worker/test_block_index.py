@@ -1,0 +1,129 @@
+"""The index of blocks: chains over cuts, the bound of the folder, and folders of other programs."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from proto.prefix_key import prefix_key
+from proto.span import Span
+from worker.disk.block_index import STALE_SECONDS, VERSION, Block, BlockIndex
+
+TOKENS = tuple(range(1000))
+ALL = Span(0, 8)
+
+
+class Folder:
+    """A folder of blocks whose files have one byte."""
+
+    def __init__(self, path: Path, limit: int = 10**6) -> None:
+        self.path = path
+        self.now = 1e9
+        self.index = BlockIndex(path, limit, lambda: self.now)
+
+    def add(self, length: int, start: int = 0, layers: Span = ALL, nbytes: int = 100) -> bool:
+        """Add a block of the first `length` tokens, which continues that of `start`."""
+        self.now += 1
+        key, parent = prefix_key(TOKENS[:length]), prefix_key(TOKENS[:start]) if start else b""
+        file = f"{length}-{layers.start}-{layers.end}.safetensors"
+        (self.path / file).touch()
+        return self.index.add(Block("model", key, layers, start, length, parent, file), nbytes)
+
+    def find(self, layers: Span = ALL, tokens: tuple[int, ...] = TOKENS) -> list[int]:
+        return self.index.find("model", layers, tokens)
+
+    @property
+    def files(self) -> set[str]:
+        return {path.stem for path in self.path.glob("*.safetensors")}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path / "prefixes")
+
+
+def test_any_cut_finds_its_layers(folder: Folder) -> None:
+    """Blocks of one cut serve another one, if together they have all of its layers."""
+    for layers in (Span(0, 3), Span(3, 8)):
+        assert folder.add(128, layers=layers)
+    assert folder.add(256, 128, Span(0, 3))
+    assert folder.find() == [128]
+    assert folder.find(Span(1, 3)) == [256, 128]
+    assert folder.add(256, 0, Span(3, 8))  # another process, which had lost the first 128 tokens
+    for layers in (ALL, Span(2, 5), Span(0, 1)):
+        assert folder.find(layers) == [256, 128]
+    chains = folder.index.chains("model", Span(2, 5), prefix_key(TOKENS[:256]))
+    assert [(chain.layers, [b.length for b in chain.blocks]) for chain in chains] == [
+        (Span(2, 3), [128, 256]),
+        (Span(3, 5), [256]),
+    ]
+
+
+def test_a_prefix_is_proper_and_has_its_own_tokens(folder: Folder) -> None:
+    """The whole prompt is no prefix of itself, and other tokens or another model have none."""
+    assert folder.add(128)
+    assert folder.find(tokens=TOKENS[:128]) == []
+    assert folder.find(tokens=TOKENS[:129]) == [128]
+    assert folder.find(tokens=(7, *TOKENS[1:])) == []
+    assert folder.index.find("another", ALL, TOKENS) == []
+
+
+def test_the_least_recently_used_block_goes_first(folder: Folder) -> None:
+    """A chain is used together, so its end goes before its beginning."""
+    folder.index.limit = 300
+    assert folder.add(128) and folder.add(256, 128) and folder.add(900)
+    folder.now += 1
+    chain = folder.index.chains("model", ALL, prefix_key(TOKENS[:256]))[0]
+    folder.index.touch(chain.blocks)
+    assert folder.add(600)
+    assert folder.files == {"128-0-8", "256-0-8", "600-0-8"}
+    assert folder.add(700)
+    assert folder.files == {"128-0-8", "600-0-8", "700-0-8"}
+    assert folder.index.nbytes <= 300
+    assert folder.find() == [700, 600, 128]
+
+
+def test_a_block_without_its_beginning_is_refused(folder: Folder) -> None:
+    """A block that continues a dropped one, or that exceeds the whole folder, is removed."""
+    assert not folder.add(256, 128)
+    assert not folder.add(256, nbytes=2 * 10**6)
+    assert folder.files == set() and folder.find() == []
+
+
+def test_two_processes_share_a_folder(folder: Folder) -> None:
+    """Each finds what the other has written, and a damaged block is gone for both."""
+    other = BlockIndex(folder.path, 10**6)
+    assert folder.add(128)
+    assert other.find("model", ALL, TOKENS) == [128]
+    other.remove(other.chains("model", ALL, prefix_key(TOKENS[:128]))[0].blocks[0])
+    assert folder.find() == []
+
+
+def test_a_newer_folder_is_not_used(folder: Folder) -> None:
+    """The error has both versions."""
+    folder.index.close()
+    database = sqlite3.connect(folder.path / "index.sqlite")
+    database.execute(f"PRAGMA user_version = {VERSION + 1}")
+    database.close()
+    with pytest.raises(
+        OSError, match=f"of version {VERSION + 1}, and this program knows {VERSION}"
+    ):
+        BlockIndex(folder.path, 10**6)
+
+
+def test_what_a_killed_process_left_is_removed(folder: Folder) -> None:
+    """An old file without an entry goes, and so does an entry without a file. A new file may belong to a writer."""
+    assert folder.add(128) and folder.add(300)
+    for name in ("old.part", "new.part", "old.safetensors"):
+        (folder.path / name).touch()
+    for name in ("old.part", "old.safetensors"):
+        os.utime(folder.path / name, (folder.now - 2 * STALE_SECONDS,) * 2)
+    os.utime(folder.path / "new.part", (folder.now,) * 2)
+    (folder.path / "128-0-8.safetensors").unlink()
+    index = BlockIndex(folder.path, 10**6, lambda: folder.now)
+    assert index.find("model", ALL, TOKENS) == [300]
+    assert {path.name for path in folder.path.iterdir() if "old" in path.name} == set()
+    assert (folder.path / "new.part").exists()

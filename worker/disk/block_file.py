@@ -1,0 +1,186 @@
+"""A block: the states of some layers after a prefix, in one file of safetensors.
+
+A block has tensors named `layer.index`. Its metadata has the checksum of each tensor, and which layers continue the
+block before it. A file is written under a temporary name, synced and renamed, so a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import zlib
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from proto.errors import ProtocolError
+
+SUFFIX = ".safetensors"
+TEMPORARY = ".part"
+"""Ending of a file that is being written."""
+
+HEADER_BYTES = 1024
+"""Bytes of a header before its tensors, for the metadata. Each tensor takes TENSOR_BYTES more."""
+
+TENSOR_BYTES = 256
+
+READERS = 8
+"""Threads that read and check tensors. Both release Python's lock."""
+
+MAX_HEADER = 2**26
+"""Bytes. A longer header is damage."""
+
+_DTYPES = {
+    "bfloat16": ("BF16", 2),
+    "float16": ("F16", 2),
+    "float32": ("F32", 4),
+    "uint32": ("U32", 4),
+    "uint8": ("U8", 1),
+}
+_NAMES = {wire: (name, size) for name, (wire, size) in _DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """The bytes of a tensor. `dtype` is MLX's name for its type."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview | bytearray | bytes
+
+
+@dataclass(frozen=True)
+class LayerTensors:
+    """The tensors of layer number `layer`. With `appends` they continue those of the block before."""
+
+    layer: int
+    appends: bool
+    tensors: list[Tensor]
+
+
+class BlockWriter:
+    """The writing of a block to `path`, layer by layer. Use it as a context: an error removes the temporary file.
+
+    `tensors` bounds the number of tensors, for the room of the header. Raises OSError for a disk that fails.
+    """
+
+    def __init__(self, path: Path, tensors: int) -> None:
+        self.path = path
+        self._temporary = path.with_suffix(TEMPORARY)
+        self._room = HEADER_BYTES + TENSOR_BYTES * tensors
+        self._header: dict[str, Any] = {}
+        self._sums: dict[str, int] = {}
+        self._appends: list[int] = []
+        self._end = 0
+
+    def __enter__(self) -> BlockWriter:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        self._file = open(os.open(self._temporary, flags, 0o600), "wb", buffering=0)
+        self._file.seek(8 + self._room)
+        return self
+
+    def write(self, layer: LayerTensors) -> None:
+        """Append the tensors of a layer."""
+        if layer.appends:
+            self._appends.append(layer.layer)
+        for index, tensor in enumerate(layer.tensors):
+            name, view = f"{layer.layer}.{index}", memoryview(tensor.data).cast("B")
+            self._sums[name] = zlib.crc32(view)
+            place = [self._end, self._end + view.nbytes]
+            kind = _DTYPES[tensor.dtype][0]
+            self._header[name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": place}
+            self._end += view.nbytes
+            while view:
+                view = view[self._file.write(view) :]
+
+    def finish(self) -> int:
+        """Write the header, sync, and rename. Return the bytes of the file."""
+        metadata = {"appends": json.dumps(self._appends), "crc32": json.dumps(self._sums)}
+        header = json.dumps({"__metadata__": metadata, **self._header}).encode()
+        if len(header) > self._room:
+            raise OSError(f"the header of {self.path.name} exceeds its room of {self._room} bytes")
+        self._file.seek(0)
+        self._file.write(struct.pack("<Q", self._room) + header.ljust(self._room))
+        os.fsync(self._file.fileno())
+        os.replace(self._temporary, self.path)
+        return 8 + self._room + self._end
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+class BlockReader:
+    """A block in a file. Raises OSError or ProtocolError for one that is missing, short or damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            try:
+                (length,) = struct.unpack("<Q", file.read(8))
+                if length > MAX_HEADER:
+                    raise ValueError(f"a header of {length} bytes")
+                header: dict[str, Any] = json.loads(file.read(length))
+                metadata = header.pop("__metadata__")
+                self.appends: frozenset[int] = frozenset(json.loads(metadata["appends"]))
+                self._sums: dict[str, int] = json.loads(metadata["crc32"])
+                self._tensors = {name: _place(info, 8 + length) for name, info in header.items()}
+            except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+                raise _damaged(path, error) from error
+
+    def read(self, layers: Collection[int]) -> Iterator[LayerTensors]:
+        """Yield the checked tensors of `layers`, in their order."""
+        names: dict[int, list[str]] = {}
+        for name in self._tensors:
+            layer, _, _ = name.partition(".")
+            if layer.isdecimal() and int(layer) in layers:
+                names.setdefault(int(layer), []).append(name)
+        with self.path.open("rb") as file, ThreadPoolExecutor(READERS) as pool:
+            found = {
+                number: [pool.submit(self._read, file.fileno(), name) for name in _in_order(some)]
+                for number, some in sorted(names.items())
+            }
+            for number, futures in found.items():
+                tensors = [future.result() for future in futures]
+                yield LayerTensors(number, number in self.appends, tensors)
+
+    def _read(self, descriptor: int, name: str) -> Tensor:
+        dtype, shape, start, size = self._tensors[name]
+        data = bytearray(size)
+        view, done = memoryview(data), 0
+        while done < size:
+            count = os.preadv(descriptor, [view[done:]], start + done)
+            if count == 0:
+                raise _damaged(self.path, "it is too short")
+            done += count
+        if zlib.crc32(data) != self._sums.get(name):
+            raise _damaged(self.path, f"another checksum of {name}")
+        return Tensor(dtype, shape, data)
+
+
+def _place(info: dict[str, Any], start: int) -> tuple[str, tuple[int, ...], int, int]:
+    """Return the type, the shape, the place and the size of a tensor. Raises ValueError if they disagree."""
+    dtype, item = _NAMES[info["dtype"]]
+    shape = tuple(map(int, info["shape"]))
+    begin, end = map(int, info["data_offsets"])
+    if begin < 0 or end - begin != item * math.prod(shape):
+        raise ValueError(f"{end - begin} bytes of shape {shape}")
+    return dtype, shape, start + begin, end - begin
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    return sorted(names, key=lambda name: int(name.partition(".")[2]))
+
+
+def _damaged(path: Path, error: object) -> ProtocolError:
+    return ProtocolError(f"{path.name} is damaged: {error}")

@@ -1,0 +1,231 @@
+"""The index of the blocks in a folder: which prefixes they hold, of which layers, and which are dropped first.
+
+Several processes may share a folder. SQLite orders their changes, and a file that another one has dropped is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from proto.prefix_key import prefix_keys
+from proto.span import Span
+from worker.disk.block_file import SUFFIX, TEMPORARY
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+"""Version of the folder. A folder of a newer version is not used."""
+
+BUSY_SECONDS = 2.0
+"""Seconds. Bound of the wait for another process that changes the index."""
+
+STALE_SECONDS = 3600.0
+"""Seconds. A file without an entry that is older was left by a process that was killed, and is removed."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS blocks (
+    namespace TEXT, key BLOB, first INTEGER, last INTEGER, start INTEGER, length INTEGER, parent BLOB,
+    bytes INTEGER, used REAL, file TEXT UNIQUE, PRIMARY KEY (namespace, key, first, last)
+) WITHOUT ROWID
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """The state of the layers `layers` after the prefix `key` of `length` tokens, in `file`.
+
+    The keys and values are those of the tokens from `start` on. The ones before are in a block of the prefix `parent`.
+    `namespace` names the checkpoint and everything else that decides the bits.
+    """
+
+    namespace: str
+    key: bytes
+    layers: Span
+    start: int
+    length: int
+    parent: bytes
+    file: str
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The blocks that have the state of `layers` after a prefix, the first tokens first."""
+
+    layers: Span
+    blocks: tuple[Block, ...]
+
+
+class BlockIndex:
+    """The blocks in `folder`, of at most `limit` bytes. Raises OSError or sqlite3.Error for a folder it cannot use."""
+
+    def __init__(self, folder: Path, limit: int, clock: Callable[[], float] = time.time) -> None:
+        self.folder = folder
+        self.limit = limit
+        self._clock = clock
+        self._lock = threading.Lock()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = folder / "index.sqlite"
+        path.touch(mode=0o600)
+        self._database = sqlite3.connect(
+            path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+        )
+        (found,) = self._database.execute("PRAGMA user_version").fetchone()
+        if found > VERSION:
+            raise OSError(f"{folder} is of version {found}, and this program knows {VERSION}")
+        self._database.execute("PRAGMA journal_mode = WAL")
+        self._database.execute(_SCHEMA)
+        self._database.execute(f"PRAGMA user_version = {VERSION}")
+        self._remove_stale()
+
+    def close(self) -> None:
+        """Close the database."""
+        with self._lock:
+            self._database.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        with self._lock:
+            return self._total()
+
+    def add(self, block: Block, nbytes: int) -> bool:
+        """Add a block whose file is written. Drop those used least recently to make room.
+
+        Return False, and remove the file, if it exceeds the limit or continues a block that is gone.
+        """
+        with self._lock:
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                fits = nbytes <= self.limit and self._continues(block)
+                dropped = self._make_room(nbytes) if fits else [block.file]
+                if fits:
+                    place = (block.namespace, block.key, block.layers.start, block.layers.end)
+                    values = (*place, block.start, block.length, block.parent, nbytes)
+                    insert = "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+                    self._database.execute(insert, (*values, self._clock(), block.file))
+                self._database.execute("COMMIT")
+            except BaseException:
+                self._database.execute("ROLLBACK")
+                raise
+        self._unlink(dropped)
+        return fits
+
+    def find(self, namespace: str, layers: Span, tokens: Sequence[int]) -> list[int]:
+        """Return the lengths of the proper prefixes of `tokens` whose state of all `layers` is here, longest first."""
+        query = "SELECT DISTINCT length, key FROM blocks WHERE namespace = ? AND length < ?"
+        with self._lock:
+            rows = self._database.execute(query, (namespace, len(tokens))).fetchall()
+        known, lengths = set(rows), sorted({length for length, _ in rows})
+        pairs = zip(lengths, prefix_keys(tokens, lengths), strict=True)
+        held = [(length, key) for length, key in pairs if (length, key) in known]
+        found, whole = list[int](), set[bytes]()
+        for length, key in reversed(held):
+            if key not in whole and (chains := self.chains(namespace, layers, key)):
+                # A prefix whose block is in every chain is whole, too.
+                whole |= set.intersection(*({block.key for block in one.blocks} for one in chains))
+            if key in whole:
+                found.append(length)
+        return found
+
+    def chains(self, namespace: str, layers: Span, key: bytes) -> list[Chain]:
+        """Return the chains of prefix `key` that have all of `layers` together, or none if a block is missing.
+
+        A layer may be in several blocks, of different cuts of the model. They all have the same bits.
+        """
+        found: list[Chain] = []
+        start = layers.start
+        with self._lock:
+            while start < layers.end:
+                blocks = self._chain_of(namespace, start, key)
+                if not blocks:
+                    return []
+                end = min(layers.end, *(block.layers.end for block in blocks))
+                found.append(Chain(Span(start, end), tuple(blocks)))
+                start = end
+        return found
+
+    def touch(self, blocks: Iterable[Block]) -> None:
+        """Mark blocks as the most recently used."""
+        now = self._clock()
+        with self._lock:
+            rows = [(now, block.file) for block in blocks]
+            self._database.executemany("UPDATE blocks SET used = ? WHERE file = ?", rows)
+
+    def remove(self, block: Block) -> None:
+        """Remove a damaged block."""
+        with self._lock:
+            self._database.execute("DELETE FROM blocks WHERE file = ?", (block.file,))
+        self._unlink([block.file])
+
+    # ---- with the lock held
+
+    def _chain_of(self, namespace: str, layer: int, key: bytes) -> list[Block]:
+        """Return the blocks of one layer, the first tokens first, or none if one is missing."""
+        query = (
+            "SELECT first, last, start, length, parent, file FROM blocks"
+            " WHERE namespace = ? AND key = ? AND first <= ? AND last > ? ORDER BY start"
+        )
+        chain: list[Block] = []
+        while True:
+            row = self._database.execute(query, (namespace, key, layer, layer)).fetchone()
+            if row is None:
+                return []
+            first, last, start, length, parent, file = row
+            if chain and length != chain[-1].start:
+                return []  # the keys of two prefixes are equal, or the index is damaged
+            chain.append(Block(namespace, key, Span(first, last), start, length, parent, file))
+            if not start:
+                return chain[::-1]
+            key = parent
+
+    def _continues(self, block: Block) -> bool:
+        """Return whether the blocks that `block` continues are here."""
+        layers = block.layers
+        return not block.start or all(
+            self._chain_of(block.namespace, layer, block.parent) for layer in layers
+        )
+
+    def _total(self) -> int:
+        (found,) = self._database.execute("SELECT TOTAL(bytes) FROM blocks").fetchone()
+        return int(found)
+
+    def _make_room(self, nbytes: int) -> list[str]:
+        """Remove the entries used least recently until `nbytes` more fit. Return their files.
+
+        Blocks of one chain are used together. The longest goes first, so that no block lacks the one that it continues.
+        """
+        excess, files = self._total() + nbytes - self.limit, []
+        query = "SELECT bytes, file FROM blocks ORDER BY used, length DESC"
+        for size, file in self._database.execute(query).fetchall() if excess > 0 else ():
+            if excess <= 0:
+                break
+            self._database.execute("DELETE FROM blocks WHERE file = ?", (file,))
+            files.append(file)
+            excess -= size
+        return files
+
+    # ---- files
+
+    def _unlink(self, files: Sequence[str]) -> None:
+        for file in files:
+            (self.folder / file).unlink(missing_ok=True)
+
+    def _remove_stale(self) -> None:
+        """Remove old files that no entry names, and entries whose file is gone."""
+        rows = self._database.execute("SELECT file FROM blocks").fetchall()
+        known = {file for (file,) in rows}
+        here = {p.name for p in self.folder.iterdir() if p.suffix in (SUFFIX, TEMPORARY)}
+        old = self._clock() - STALE_SECONDS
+        for name in here - known:
+            path = self.folder / name
+            if path.stat().st_mtime < old:
+                path.unlink(missing_ok=True)
+        self._database.executemany(
+            "DELETE FROM blocks WHERE file = ?", [(f,) for f in known - here]
+        )

@@ -1,0 +1,293 @@
+"""Prefixes on disk, as a stage writes and reads them: its caches as blocks, and blocks as the backup of a sequence.
+
+A prefix entry that a frame saves is written soon after it, beside the frames: the engine thread copies a few layers at
+a time, and another thread writes them. What the disk cannot take in time is not kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import sqlite3
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from proto.errors import NotReadyError, ProtocolError
+from proto.prefix_key import prefix_key
+from proto.span import Span
+from proto.state_dir import state_dir
+from worker.cache.sequence_cache import Border, PrefixEntry
+from worker.disk.block_file import SUFFIX, BlockReader, BlockWriter, LayerTensors, Tensor
+from worker.disk.block_index import Block, BlockIndex, Chain
+from worker.engine.backup import (
+    READ_BYTES,
+    ReceivedBackup,
+    array_of,
+    head_to_bytes,
+    plain_array,
+    type_name,
+)
+from worker.engine.engine_thread import EngineThread
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Version of the states in blocks. Blocks of another version are never found."""
+
+MOST_QUEUED = 2**31
+"""Bytes of the prefixes that wait to be written, which stay in memory. A disk that is behind loses those after it."""
+
+TENSORS_PER_LAYER = 8
+"""Upper bound, for the room of a header: quantized keys and values have six."""
+
+LAYERS_AT_ONCE = 8
+"""Layers that are read together, so that a prefix is in memory only once while its layers become arrays."""
+
+CLOSE_SECONDS = 2.0
+"""Seconds in which the end of a plan or a process waits for the disk."""
+
+PAUSE_SECONDS = 60.0
+"""Seconds without writes after the disk has failed. It may be full, and users free it."""
+
+DISK_ERRORS = (OSError, sqlite3.Error)
+
+
+@dataclass(frozen=True)
+class SavedPrefix:
+    """An entry to write. `parent` is the newest border of its sequence before it, whose block it continues."""
+
+    entry: PrefixEntry
+    parent: Border | None
+
+
+class PrefixDisk:
+    """The folder of a process. `open` must succeed before its use; a folder that fails is reported and not used."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder = folder
+        self.limit = limit
+        self._index: BlockIndex | None = None
+
+    def open(self) -> BlockIndex | None:
+        """Return the index, or None with a warning if the folder cannot be used."""
+        if self._index is None:
+            try:
+                self._index = BlockIndex(self.folder, self.limit)
+            except DISK_ERRORS as error:
+                log.warning(
+                    "no prefixes on disk", extra={"folder": str(self.folder), "error": str(error)}
+                )
+        return self._index
+
+
+def disk_in(state: Path | None, limit: int | None) -> PrefixDisk | None:
+    """Return the folder in the state directory for prefixes of `limit` bytes, None without a limit."""
+    return None if limit is None else PrefixDisk(state_dir(state) / "prefixes", limit)
+
+
+def namespace_of(*facts: object) -> str:
+    """Return the name of everything besides the tokens that decides the bits of a state."""
+    return hashlib.sha256(json.dumps([FORMAT, *map(str, facts)]).encode()).hexdigest()[:16]
+
+
+@dataclass
+class StagePrefixes:
+    """The prefixes of one stage on disk. `layers` are its layers, and the number after the last one for the MTP head.
+
+    `save_soon` runs on the engine thread, everything else on the event loop.
+    """
+
+    index: BlockIndex
+    namespace: str
+    layers: Span
+    thread: EngineThread
+    _known: set[bytes] = field(default_factory=set)
+    """Prefixes that this process has written, or will."""
+    _queue: deque[SavedPrefix] = field(default_factory=deque)
+    _writer: asyncio.Task[None] | None = None
+    _paused_until: float = 0.0
+    _waiting: int = 0
+    """Bytes of the entries that are not written yet."""
+
+    async def close(self) -> None:
+        """Write what waits, for at most CLOSE_SECONDS. A block that is not complete then is not kept."""
+        if self._writer is not None:
+            if not self.thread.stall:
+                await asyncio.wait({self._writer}, timeout=CLOSE_SECONDS)
+            self._queue.clear()
+            self._writer.cancel()
+            await asyncio.gather(self._writer, return_exceptions=True)
+
+    # ---- writing
+
+    def save_soon(self, saved: SavedPrefix) -> None:
+        """Write a prefix entry beside the next frames, unless it is known or the disk is behind."""
+        known, key = self._known, saved.entry.border.key
+        nbytes = saved.entry.nbytes
+        full = self._waiting > 0 and self._waiting + nbytes > MOST_QUEUED
+        if key in known or full or time.monotonic() < self._paused_until:
+            return
+        known.add(key)
+        self._waiting += nbytes
+        self.thread.post(self._enqueue, saved)
+
+    def _enqueue(self, saved: SavedPrefix) -> None:
+        self._queue.append(saved)
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._write_all(), name="prefix disk")
+
+    async def _write_all(self) -> None:
+        while self._queue:
+            saved = self._queue.popleft()
+            kept = False
+            try:
+                kept = await self._write(saved)
+            except DISK_ERRORS as error:
+                self._paused_until = time.monotonic() + PAUSE_SECONDS
+                log.warning(
+                    "prefix not written", extra={"seconds": PAUSE_SECONDS, "error": str(error)}
+                )
+            if not kept:
+                self._known.discard(saved.entry.border.key)
+            self._waiting -= saved.entry.nbytes
+
+    async def _write(self, saved: SavedPrefix) -> bool:
+        """Write a block, unless the disk has the prefix already. Return whether the disk has it then."""
+        border, parent = saved.entry.border, saved.parent
+        if await self._chains(border.key):
+            return True
+        start = 0  # without the blocks of the parent, this one has all tokens
+        if parent is not None and await self._chains(parent.key):
+            start = parent.length
+        name = f"{self.namespace}-{border.key.hex()}-{self.layers.start}-{self.layers.end}{SUFFIX}"
+        writer = await asyncio.to_thread(
+            BlockWriter, self.index.folder / name, TENSORS_PER_LAYER * len(self.layers)
+        )
+        with writer:
+            done = 0
+            states_from = partial(_entry_states, saved.entry, self.layers, start)
+            while states := await self.thread.call(partial(states_from, done)):
+                done += len(states)
+                await asyncio.to_thread(_write_states, writer, states)
+            size = await asyncio.to_thread(writer.finish)
+        block = Block(
+            self.namespace,
+            border.key,
+            self.layers,
+            start,
+            border.length,
+            parent.key if parent is not None and start else b"",
+            name,
+        )
+        return await asyncio.to_thread(self.index.add, block, size)
+
+    # ---- reading
+
+    async def find(self, tokens: Sequence[int]) -> list[int]:
+        """Return the lengths of the proper prefixes of `tokens` that this stage can load, the longest first."""
+        try:
+            return await asyncio.to_thread(self.index.find, self.namespace, self.layers, tokens)
+        except DISK_ERRORS as error:
+            log.warning("prefixes not found", extra={"error": str(error)})
+            return []
+
+    async def load(self, tokens: Sequence[int]) -> ReceivedBackup:
+        """Return the state after `tokens`. Raises NotReadyError if it is not here any more, or damaged."""
+        key = prefix_key(tokens)
+        try:
+            chains = await self._chains(key)
+            layers: dict[int, list[bytes | list[mx.array]]] = {}
+            for chain in chains:
+                for start in range(chain.layers.start, chain.layers.end, LAYERS_AT_ONCE):
+                    part = Span(start, min(start + LAYERS_AT_ONCE, chain.layers.end))
+                    found = await asyncio.to_thread(self._read, chain, part)
+                    arrays = await self.thread.call(partial(_arrays_of, found))
+                    for layer, state in arrays:
+                        layers.setdefault(layer, []).append(state)
+            blocks = {block.file: block for chain in chains for block in chain.blocks}
+            await asyncio.to_thread(self.index.touch, list(blocks.values()))
+        except DISK_ERRORS as error:
+            raise NotReadyError(f"the prefix cannot be read: {error}") from error
+        if not chains:
+            raise NotReadyError(f"no prefix of {len(tokens)} tokens is on this disk")
+        return ReceivedBackup(tuple(tokens), layers, Border(key, len(tokens)))
+
+    async def _chains(self, key: bytes) -> list[Chain]:
+        """Return the blocks of prefix `key`, or none if one is missing."""
+        return await asyncio.to_thread(self.index.chains, self.namespace, self.layers, key)
+
+    def _read(self, chain: Chain, layers: Span) -> list[LayerTensors]:
+        """Return the tensors of `layers`, the first tokens first. Only the last block has states that do not append.
+
+        Removes a damaged block. Raises OSError for it.
+        """
+        found: list[LayerTensors] = []
+        for block in chain.blocks:
+            try:
+                reader = BlockReader(self.index.folder / block.file)
+                wanted = set(layers)
+                if block is not chain.blocks[-1]:
+                    wanted &= reader.appends
+                found += reader.read(wanted)
+            except (ProtocolError, FileNotFoundError) as error:
+                self.index.remove(block)
+                self._known.discard(block.key)
+                log.warning("damaged prefix removed", extra={"error": str(error)})
+                raise OSError(str(error)) from error
+        return found
+
+
+State = tuple[int, bool, list[tuple[str, tuple[int, ...], Any]]]
+"""A layer, whether it appends, and the type, the shape and the plain array or the bytes of each of its arrays."""
+
+
+def _entry_states(entry: PrefixEntry, layers: Span, start: int, done: int) -> list[State]:
+    """Return the states of an entry from the `done`-th layer on, about READ_BYTES of them. Empty after the last one.
+
+    Runs on the engine thread. The arrays may be unfinished.
+    """
+    states: list[State] = []
+    total = 0
+    while done + len(states) < len(layers) and total < READ_BYTES:
+        place = done + len(states)
+        number = layers.start + place
+        if place == len(entry.layers):
+            head = entry.last_stage.head if entry.last_stage is not None else None
+            data = b"" if head is None else head_to_bytes(head)
+            states.append((number, False, [("uint8", (len(data),), data)]))
+            break
+        appends, arrays = entry.layers[place].backup_arrays(start)
+        plain = [plain_array(array) for array in arrays]
+        mx.async_eval(plain)
+        pairs = zip(arrays, plain, strict=True)
+        named = [(type_name(a), tuple(a.shape), p) for a, p in pairs]
+        states.append((number, appends, named))
+        total += sum(array.nbytes for array in arrays)
+    return states
+
+
+def _arrays_of(found: Sequence[LayerTensors]) -> list[tuple[int, bytes | list[mx.array]]]:
+    """Return the states of layers as arrays, and that of the MTP head as bytes. Runs on the engine thread."""
+    states: list[tuple[int, bytes | list[mx.array]]] = []
+    for one in found:
+        if one.tensors and one.tensors[0].dtype == "uint8":
+            states.append((one.layer, bytes(one.tensors[0].data)))
+        else:
+            arrays = [array_of(t.dtype, t.shape, t.data) for t in one.tensors]
+            states.append((one.layer, arrays))
+    return states
+
+
+def _write_states(writer: BlockWriter, states: Sequence[State]) -> None:
+    for layer, appends, arrays in states:
+        tensors = [Tensor(dtype, shape, memoryview(data)) for dtype, shape, data in arrays]
+        writer.write(LayerTensors(layer, appends, tensors))
