@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 from proto.frame import Frame
 from proto.frame_stamps import FrameStamps
-from tests.support.processes.memory_report import answer_for_memory
 from tests.support.processes.moved_clock import follow_moved_clock
 from tests.support.processes.task_count import answer_for_tasks
 from worker import cli
@@ -45,7 +44,6 @@ def wait_while(name: str) -> None:
 def main() -> None:
     """Run `mtp-worker` with faulty frames and loads."""
     answer_for_tasks()
-    answer_for_memory()
     follow_moved_clock()
     begin = StageEngine.begin
 
