@@ -27,8 +27,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 def test_a_layer_launches_no_more_kernels(models: dict[int, Path], shape: tuple[int, int]) -> None:
     """A 4-bit layer stays at its number of kernels, which is less than that of stock mlx-lm."""
     with counted_kernels():
-        own, stock = (
-            layer_cost(steps, models, *shape, rounds=0) for steps in (OwnSteps, StockSteps)
-        )
+        own, stock = (layer_cost(steps, models, *shape) for steps in (OwnSteps, StockSteps))
     assert own.kernels <= MOST_KERNELS[shape], own.names
     assert stock.kernels == 24.75, stock.names

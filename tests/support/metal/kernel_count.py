@@ -6,7 +6,6 @@ one kernel for each fused part. An operation that only names other elements of a
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -158,8 +157,6 @@ class LayerCost:
 
     kernels: float
     names: dict[str, float]
-    microseconds: float
-    """Time in which Python builds a layer."""
 
 
 def layer_cost(
@@ -167,31 +164,21 @@ def layer_cost(
     paths: dict[int, Path],
     count: int,
     width: int,
-    rounds: int,
 ) -> LayerCost:
     """Return the cost of a layer for windows of `width` tokens of `count` sequences. Runs within `counted_kernels`."""
-    found, seconds = {}, []
-    loops = {layers: steps(path, count, width) for layers, path in paths.items()}
-    for layers, loop in loops.items():
+    found = {}
+    for layers, path in paths.items():
+        loop = steps(path, count, width)
         for _ in range(3):
             arrays = _different(loop.build())
             found[layers] = kernels_of(arrays)
             mx.eval(arrays)
-    for _ in range(rounds):
-        taken = {}
-        for layers, loop in loops.items():
-            started = time.perf_counter()
-            arrays = loop.build()
-            taken[layers] = time.perf_counter() - started
-            mx.eval(arrays)
-        seconds.append(taken[LONG] - taken[SHORT])
     more = LONG - SHORT
     names = Counter(found[LONG])
     names.subtract(found[SHORT])
     return LayerCost(
         names.total() / more,
         {name: number / more for name, number in sorted(names.items()) if number},
-        sorted(seconds)[len(seconds) // 2] / more * 1e6 if seconds else 0.0,
     )
 
 
