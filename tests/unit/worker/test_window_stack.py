@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
-
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from proto.errors import ProtocolError
 from worker.cache.sequence_cache import NOTHING, CommitResult, OpenWindow, WindowStack
-
-STAGES = 3
 
 
 def _open(*widths: int) -> WindowStack:
@@ -87,108 +79,3 @@ def test_a_prompt_chunk_may_not_follow_an_open_window() -> None:
     with pytest.raises(ProtocolError, match="prompt chunk 2 follows open window 1"):
         stack.extend(2, 13, 4, stays_open=False)
     assert stack == _open(3)
-
-
-# ---- replicas
-
-
-@dataclass(frozen=True)
-class Message:
-    """A frame of one sequence: the commits of its header, and a window or None."""
-
-    commits: tuple[tuple[int, int], ...]
-    window: OpenWindow | None
-    right: int
-    cancelled: bool = False
-
-
-class Replicas(RuleBasedStateMachine):
-    """Stages in a row with FIFO order between them, and signals that reach any stage late, twice or never.
-
-    The last stage decides each window when it arrives. The coordinator sends speculative windows until it gets a
-    rejection. It then waits for the windows in flight and continues from the accepted tokens.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stacks = [WindowStack() for _ in range(STAGES)]
-        self.inboxes: list[deque[Message]] = [deque() for _ in range(STAGES)]
-        self.out: deque[OpenWindow] = deque()
-        self.news: list[tuple[int, int]] = []
-        self.due: list[tuple[int, int]] = []
-        self.end = 0
-        self.number = 0
-        self.expects_acceptance = True
-
-    @rule(width=st.integers(1, 5), right=st.integers(0, 5))
-    @precondition(lambda self: self.expects_acceptance and len(self.out) < 5)
-    def send(self, width: int, right: int) -> None:
-        window = OpenWindow(self.number, self.end, width)
-        if not self.out:
-            right = max(right, 1)
-        self._post(window, min(right, width))
-        self.out.append(window)
-        self.end += width
-        self.number += 1
-
-    def _post(self, window: OpenWindow | None, right: int) -> None:
-        self.inboxes[0].append(Message(tuple(self.due), window, right))
-        self.due = []
-
-    @rule(stage=st.integers(0, STAGES - 1))
-    def step(self, stage: int) -> None:
-        if not self.inboxes[stage]:
-            return
-        message, stack = self.inboxes[stage].popleft(), self.stacks[stage]
-        for number, accepted_length in message.commits:
-            stack.commit(number, accepted_length, in_header=True)
-        window = message.window
-        if window is not None and not message.cancelled:
-            if stack.stale:
-                message = Message(message.commits, window, message.right, cancelled=True)
-            else:
-                stack.extend(window.number, window.position, window.width, stays_open=True)
-        if stage + 1 < STAGES:
-            self.inboxes[stage + 1].append(message)
-        elif window is not None:
-            self._judge(window, message)
-
-    def _judge(self, window: OpenWindow, message: Message) -> None:
-        assert self.out.popleft() == window
-        if not message.cancelled:
-            self.stacks[-1].commit(window.number, message.right, in_header=False)
-            self.news.append((window.number, message.right))
-            self.due.append((window.number, message.right))
-            if message.right < window.width:
-                self.end = window.position + message.right
-                self.expects_acceptance = False
-        self.expects_acceptance = self.expects_acceptance or not self.out
-
-    @rule(stage=st.integers(0, STAGES - 1), data=st.data())
-    @precondition(lambda self: bool(self.news))
-    def signal(self, stage: int, data: st.DataObject) -> None:
-        number, accepted_length = data.draw(st.sampled_from(self.news))
-        self.stacks[stage].commit(number, accepted_length, in_header=False)
-
-    @invariant()
-    def each_stack_is_sound(self) -> None:
-        for stack in self.stacks:
-            stack.check()
-
-    def teardown(self) -> None:
-        """After all frames and the last header every stage holds the accepted tokens and no open window."""
-        for _ in range(2):
-            for stage in range(STAGES):
-                while self.inboxes[stage]:
-                    self.step(stage)
-            self._post(None, 0)
-        for stage in range(STAGES):
-            while self.inboxes[stage]:
-                self.step(stage)
-        for stack in self.stacks:
-            assert (stack.length, stack.windows, stack.stale) == (self.end, [], False)
-            assert stack.settled == max((number for number, _ in self.news), default=-1)
-
-
-TestReplicas = Replicas.TestCase
-TestReplicas.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

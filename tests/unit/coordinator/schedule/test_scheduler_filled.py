@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from coordinator.depth.controller import Controller, MtpMode
 from coordinator.depth.step_costs import Shape
@@ -74,25 +72,6 @@ def test_right_speculation_costs_one_frame_a_token() -> None:
     assert stats.accepted == stats.drafted
 
 
-def test_a_misspeculation_is_broadcast_at_once() -> None:
-    """A misspeculation broadcasts a rollback at once.
-
-    It names the first invalidated window, with all its tokens. Those of the windows after it go with it.
-    """
-    drive = driven(4, right=0)  # no draft is ever right
-    drive.scheduler.controller = Fixed(1)
-    drive.submit(PROMPT, tokens=10)
-    drive.run()
-    told = drive.rollbacks
-    widths = {s.window: s.width for f in drive.stage.seen for s in f.segments if s.open}
-    assert told and all(r.trim == widths[r.window] for r in told)
-    for window in told:
-        frame = next(
-            f for f in drive.stage.seen for s in f.segments if s.open and s.window == window.window
-        )
-        assert frame.segments[0].tokens != ()
-
-
 def test_a_prompt_that_comes_empties_the_stages_for_its_chunks() -> None:
     """While a prompt is prefilled, a running stream sends one window at a time."""
     drive = driven(4, right=5)
@@ -134,37 +113,3 @@ def test_a_stop_invalidates_the_windows_in_flight() -> None:
         assert drive.finished(seq).reason == "stop"
         assert any(isinstance(op, Evict) for f in drive.stage.seen for op in f.ops)
         assert not drive.stage.sequences
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_any_order_of_events(data: st.DataObject) -> None:
-    """Streams that start, leave and change the plan in any order keep the text of every remaining one."""
-    stages = data.draw(st.integers(2, 6))
-    make = st.builds(FakeLastStage, right=st.integers(0, 4), out_of=st.just(4))
-    drive = Drive(stages=stages, stage=data.draw(make), mtp="filled")
-    alive: dict[int, tuple[tuple[int, ...], int]] = {}
-    for _ in range(data.draw(st.integers(5, 40))):
-        match data.draw(
-            st.sampled_from(["submit", "send", "send", "back", "back", "leave", "plan"])
-        ):
-            case "submit" if len(alive) < 4:
-                prompt = tuple(data.draw(st.lists(st.integers(0, 90), min_size=1, max_size=9)))
-                count = data.draw(st.integers(1, 15))
-                alive[drive.submit(prompt, tokens=count)] = prompt, count
-            case "send":
-                drive.send()
-            case "back" if drive.stage.in_flight:
-                drive.back()
-            case "leave" if alive:
-                seq = data.draw(st.sampled_from(sorted(alive)))
-                del alive[seq]
-                drive.scheduler.cancel_sequence(seq)
-            case "plan":
-                stage = data.draw(make)
-                stage.epoch = drive.stage.epoch + 1
-                drive.new_plan(stage, data.draw(st.integers(1, 6)))
-    drive.run()
-    for seq, (prompt, count) in alive.items():
-        assert drive.tokens(seq) == plain(prompt, count)
-    assert not drive.stage.sequences
