@@ -22,12 +22,11 @@ from coordinator.cluster import manager
 from coordinator.cluster.apply import apply
 from coordinator.cluster.events import Event
 from coordinator.cluster.membership import ManagerOptions
-from coordinator.cluster.view import MemberState, Phase, Settings, View
+from coordinator.cluster.view import MemberState, Settings, View
 from coordinator.pipeline.worker_client import WorkerClient
 from coordinator.schedule.request import GenerationRequest
 from proto import cluster_pb2 as pb
 from proto.errors import NotReadyError
-from tests.support.checkpoints.checkpoints import write_checkpoint
 from tests.support.processes.in_process_coordinator import (
     DEADLINE,
     TIMEOUT,
@@ -36,7 +35,7 @@ from tests.support.processes.in_process_coordinator import (
     requests,
     running_coordinator,
 )
-from tests.support.processes.processes import as_worker, serving
+from tests.support.processes.processes import serving
 from tests.support.processes.team import Team, running_team
 
 pytestmark = pytest.mark.chaos
@@ -336,30 +335,6 @@ async def test_a_second_coordinator(team: Team, toy: Path) -> None:
         assert (await head.answer(requests(1)[0])).reason == "length"
 
 
-@again_if_slow
-async def test_a_worker_back_with_another_checkpoint(
-    team: Team, toy: Path, tmp_path: Path, wanted: Wanted
-) -> None:
-    """A worker that returns with other weights is refused, and the answers do not change."""
-    first, second = team.addresses
-    other = write_checkpoint(tmp_path / "other", seed=9)
-    async with (
-        running_coordinator(toy, team.addresses) as head,
-        load(head, wanted, requests()) as clients,
-    ):
-        await clients.noticed(team.workers[1].kill, AT_ONCE)
-        launched = team.launch_again(1, other)
-        await head.served_by(first)
-        await clients.end_well()
-        team.workers[1] = await asyncio.to_thread(as_worker, launched)
-        await head.until(lambda: head.state(second) is MemberState.REFUSED, "refused")
-        assert "another checkpoint" in head.view.members[second].reason
-        head.manager.replan()
-        assert (await head.answer(requests(1)[0])).tokens == wanted[FIRST]
-        assert head.view.serving == (first,)
-    await asyncio.to_thread(team.restart, 1, toy)
-
-
 # ---- joining and leaving
 
 
@@ -401,29 +376,6 @@ async def test_a_worker_that_leaves(team: Team, toy: Path, wanted: Wanted) -> No
 
 
 # ---- no plan
-
-
-@again_if_slow
-async def test_requests_wait_for_a_plan(team: Team, toy: Path, wanted: Wanted) -> None:
-    """While no worker is reachable, running answers pause and new requests wait."""
-    async with (
-        running_coordinator(toy, team.addresses) as head,
-        load(head, wanted, requests()) as clients,
-    ):
-
-        def fault() -> None:
-            for proxy in team.proxies:
-                proxy.refuse()
-
-        await clients.noticed(fault, AT_ONCE)
-        late = asyncio.create_task(head.answer(requests(1)[0]))
-        await head.until(lambda: head.view.phase is Phase.GATHERING, "it waits for workers")
-        await asyncio.sleep(1.0)
-        assert head.view.phase is Phase.GATHERING
-        assert not late.done()
-        team.end_faults()
-        await clients.end_well()
-        assert (await late).tokens == wanted[FIRST]
 
 
 @again_if_slow
