@@ -1,10 +1,7 @@
-"""The page with an API key, with many open pages, and after an hour. The app runs in this process."""
+"""The page with an API key, and after an hour. The app runs in this process."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
-import httpx
 from playwright.sync_api import Browser, expect
 
 from coordinator.api.context import ApiOptions
@@ -15,7 +12,8 @@ from tests.support.api.fake_generator import FakeGenerator
 from tests.support.browser.chromium import WatchedPage
 
 KEY = "secret-key"
-TABS = 50
+
+
 HOUR_OF_DELTAS = 4 * 3600
 MOST_GROWTH = 6_000_000
 """Bytes. Bound on the growth of the page's heap over an hour. Its lists hold about 3 MB when they are full."""
@@ -60,21 +58,6 @@ def test_the_page_asks_for_a_key_and_keeps_it(browser: Browser) -> None:
         refused = ("401", "503")  # the app of this test has no catalog of models
         assert [e for e in watched.errors if not any(code in e for code in refused)] == []
         watched.close()
-
-
-def test_fifty_pages_get_the_same_state() -> None:
-    """Fifty open streams each have their snapshot, and a change reaches all of them."""
-    client = ApiClient()
-    with serving(client.app) as url, ExitStack() as stack:
-        limits = httpx.Limits(max_connections=TABS)
-        http = stack.enter_context(httpx.Client(limits=limits, timeout=60))
-        streams = [stack.enter_context(http.stream("GET", f"{url}/v1/events")) for _ in range(TABS)]
-        lines = [stream.iter_lines() for stream in streams]
-        assert {next(line) for line in lines} == {"event: snapshot"}
-        assert client.app.state.live_feed.subscribers == TABS
-        client.status.ready = False
-        for line in lines:
-            assert any(text == "event: delta" for text in line)
 
 
 def test_an_hour_of_messages_leaves_the_page_small(browser: Browser) -> None:

@@ -78,15 +78,6 @@ async def test_a_worker_on_loopback_is_found_and_lost() -> None:
         await gone(discovery, found)
 
 
-async def test_a_worker_that_was_there_first_is_found() -> None:
-    """A worker that was announced before the search is found, because discovery sends queries."""
-    announcement = unique_announcement()
-    async with announced(announcement, "127.0.0.1"):
-        await asyncio.sleep(1.5)
-        async with Discovery() as discovery:
-            assert await known(discovery, announcement.worker_id)
-
-
 async def test_malformed_records_are_passed_over() -> None:
     """Malformed records under our service type are ignored and do not stop the search."""
     failures: list[dict[str, Any]] = []
@@ -124,9 +115,6 @@ async def test_malformed_records_are_passed_over() -> None:
         assert failures == []
     finally:
         await zeroconf.async_close()
-
-
-# ---- workers the user names
 
 
 # ---- no multicast

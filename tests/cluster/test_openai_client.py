@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -33,14 +31,13 @@ class Served:
 
     def __init__(self, generator: FakeGenerator, url: str) -> None:
         self.generator = generator
-        self.url = url
         self.client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60)
 
 
 @pytest.fixture
 def served() -> Iterator[Served]:
     generator = FakeGenerator(tiny_tokenizer(), "hm\n</think>\n\nHello 🎉 there", cached=2)
-    api = ApiClient(generator, options=ApiOptions(api_keys=(KEY,), keep_alive_seconds=0.05))
+    api = ApiClient(generator, options=ApiOptions(api_keys=(KEY,)))
     with serving(api.app) as url:
         case = Served(generator, url)
         with case.client:
@@ -64,19 +61,6 @@ def test_a_whole_chat(served: Served) -> None:
     assert served.generator.requests[0].params.seed == 3
 
 
-def test_a_streamed_chat_with_usage(served: Served) -> None:
-    """Deltas add up to the whole; the last chunk has the usage."""
-    stream = served.client.chat.completions.create(
-        model="tiny", messages=USER, stream=True, stream_options={"include_usage": True}
-    )
-    chunks = list(stream)
-    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
-    assert deltas[0].role == "assistant"
-    assert "".join(delta.content or "" for delta in deltas) == "Hello 🎉 there"
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == len(tiny_tokenizer().encode(served.generator.text))
-
-
 def test_the_clients_own_stream_helper_gathers_tool_calls(served: Served) -> None:
     """The client assembles the whole call from deltas and sends it back."""
     served.generator.text = f"</think>Let me see.\n\n{CALL}"
@@ -97,43 +81,6 @@ def test_the_clients_own_stream_helper_gathers_tool_calls(served: Served) -> Non
 
 def _result(call_id: str) -> dict[str, str]:
     return {"role": "tool", "tool_call_id": call_id, "content": "Sunny"}
-
-
-def test_logprobs_and_several_choices(served: Served) -> None:
-    """The client's own types parse choices and log-probabilities."""
-    answer = served.client.chat.completions.create(
-        model="tiny", messages=USER, n=2, logprobs=True, top_logprobs=2, max_tokens=4
-    )
-    assert [choice.index for choice in answer.choices] == [0, 1]
-    assert answer.choices[0].finish_reason == "length"
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content is not None
-    assert [len(entry.top_logprobs) for entry in logprobs.content] == [2, 2, 2, 2]
-
-
-def test_text_completions_whole_and_streamed(served: Served) -> None:
-    """The client uses the older endpoint, with vLLM's fields in extra_body."""
-    served.generator.text = " Paris. STOP and more"
-    whole = served.client.completions.create(
-        model="tiny", prompt="The capital", stop=" STOP", logprobs=1, extra_body={"top_k": 5}
-    )
-    assert whole.choices[0].text == " Paris."
-    assert whole.choices[0].finish_reason == "stop"
-    assert whole.choices[0].logprobs is not None
-    stream = served.client.completions.create(
-        model="tiny", prompt="The capital", stop=" STOP", stream=True
-    )
-    assert "".join(chunk.choices[0].text for chunk in stream) == " Paris."
-    assert served.generator.requests[0].params.top_k == 5
-
-
-def test_models(served: Served) -> None:
-    """The model is listed and retrieved, and another is not found."""
-    assert [model.id for model in served.client.models.list()] == ["tiny"]
-    assert served.client.models.retrieve("tiny").id == "tiny"
-    with pytest.raises(openai.NotFoundError):
-        served.client.models.retrieve("org/other")
 
 
 def test_errors_are_the_clients_own_exceptions(served: Served) -> None:
@@ -182,22 +129,6 @@ def test_a_client_that_gives_up_waiting_cancels_the_request(served: Served) -> N
     assert _eventually(
         lambda: len(served.generator.cancelled) == len(served.generator.requests) > 0
     )
-
-
-def test_signs_of_life_reach_the_wire_during_a_pause(served: Served) -> None:
-    """The server sends each comment at once: prefill progress in order, and keep-alives while it pauses."""
-    served.generator.hang_after = 0
-    headers = {"Authorization": f"Bearer {KEY}"}
-    body = {"prompt": "Hi", "stream": True}
-    with httpx.stream(
-        "POST", f"{served.url}/v1/completions", json=body, headers=headers, timeout=60
-    ) as response:
-        lines = (line for line in response.iter_lines() if line)
-        # A slow machine may pause between the two as well.
-        seen = list(itertools.islice(lines, 2))
-        while seen[-2:] != [": keep-alive"] * 2 or ": prefill 2/2" not in seen:
-            seen.append(next(lines))
-    assert [line for line in seen if line != ": keep-alive"] == [": prefill 1/2", ": prefill 2/2"]
 
 
 def _eventually(holds: Any, seconds: float = 60.0) -> bool:

@@ -136,9 +136,6 @@ def test_a_second_coordinator_in_a_state_directory(tmp_path: Path) -> None:
         as_coordinator(third)
 
 
-# ---- clusters that cannot be
-
-
 # ---- calls
 
 
