@@ -1,28 +1,28 @@
-"""Stock mlx-lm agrees with the transformers implementation on the raw checkpoints of these tests.
+"""A chain of stages agrees with the transformers implementation on a raw checkpoint that both read.
 
-Both read the same files by their own rules for names, norms and convolutions. Their agreement makes the fixture a
-Qwen3.5 checkpoint, and mlx-lm the reference for all other tests.
+Other tests compare the stages with stock mlx-lm, bit for bit. So the fixture is a Qwen3.5 checkpoint by the rules of
+both for names, norms and convolutions.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.utils import load_model
 
 from tests.conftest import Checkpoints
-
-pytestmark = pytest.mark.thorough
+from tests.support.stages.chain import Chain, Script, random_tokens
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
 transformers = pytest.importorskip("transformers")
 
-TOKENS = [[(7 * i * i + 3 * i) % 250 for i in range(40)]]
-"""A prompt longer than the convolution, the head dimension and a GDN chunk's remainder."""
+LENGTH = 40
+"""Tokens of a prompt that is longer than the convolution, the head dimension and a GDN chunk's remainder."""
 
 _CLASSES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
@@ -52,22 +52,63 @@ def relative_error(ours: np.ndarray[Any, Any], theirs: np.ndarray[Any, Any]) -> 
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
+def chain_logits(chain: Chain, tokens: list[int]) -> np.ndarray[Any, Any]:
+    """Return the logits `[L, vocab]` of a chain at every position of a prompt."""
+    script = Script(0, tokens)
+    rows = []
+    for _ in tokens:
+        chain.send(script.chunk(1), ops=script.due())
+        rows.append(chain.logits[0])
+    return np.array(mx.concatenate(rows))
+
+
+UNNORMALIZED = (("norm_topk_prob", False),)
+"""A field that transformers ignores in Qwen3.5 and follows in Qwen3-Next."""
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        {"tie": False, "shards": 3},
-        {"moe": True},
         {"moe": True, "tie": False},
-        {"moe": True, "tie": False, "qwen3_next": True},
+        {"moe": True, "fields": UNNORMALIZED},
+        {"moe": True, "tie": False, "qwen3_next": True, "fields": (("mlp_only_layers", (0, 3)),)},
+        {"moe": True, "qwen3_next": True, "fields": UNNORMALIZED},
     ],
-    ids=["dense", "dense-untied-sharded", "moe", "moe-untied", "qwen3-next"],
+    ids=[
+        "dense",
+        "experts, untied",
+        "experts, norm_topk_prob",
+        "Qwen3-Next, two dense layers",
+        "Qwen3-Next, norm_topk_prob",
+    ],
 )
-def test_mlx_lm_and_transformers_agree(checkpoints: Checkpoints, options: dict[str, Any]) -> None:
-    """Logits over a prompt differ by at most 1e-4 of the largest, in fp32."""
+def test_a_chain_of_stages_agrees_with_transformers(
+    checkpoints: Checkpoints, options: dict[str, Any]
+) -> None:
+    """Logits at every position of a prompt differ by at most 1e-4 of the largest, in fp32, whole and cut in three."""
     path = checkpoints(**options)
-    model, _ = load_model(path)
-    ours = np.array(model(mx.array(TOKENS)))
-    theirs = transformers_logits(path, TOKENS)
-    assert relative_error(ours, theirs) <= 1e-4
+    tokens = random_tokens(LENGTH)
+    theirs = transformers_logits(path, [tokens])[0]
+    for cuts in ((), (3, 4)):
+        assert relative_error(chain_logits(Chain(path, cuts), tokens), theirs) <= 1e-4
     assert np.abs(theirs).max() > 1, "logits near 0 agree for any model"
+
+
+def test_rope_fields_at_their_old_place_give_transformers_logits(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """A linear `rope_scaling` of an older exporter changes the logits exactly as it does in transformers."""
+    path = tmp_path / "old"
+    shutil.copytree(checkpoints(), path)
+    config = json.loads((path / "config.json").read_text())
+    del config["text_config"]["rope_parameters"]
+    config["text_config"] |= {
+        "rope_theta": 20000.0,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    tokens = random_tokens(LENGTH)
+    theirs = transformers_logits(path, [tokens])[0]
+    assert relative_error(chain_logits(Chain(path), tokens), theirs) <= 1e-4
+    assert relative_error(transformers_logits(checkpoints(), [tokens])[0], theirs) > 1e-3
