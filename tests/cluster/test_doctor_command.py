@@ -11,8 +11,7 @@ from pathlib import Path
 
 from mtp.builtin import checkpoint_dir
 from tests.cluster.conftest import Pool
-from tests.cluster.test_join import joined_cluster
-from tests.support.processes.own_address import network_address
+from tests.cluster.test_join import completion, joined_cluster
 
 SECONDS = 100.0
 
@@ -55,8 +54,14 @@ def test_the_doctor_checks_this_machine_and_every_worker(pool: Pool, tmp_path: P
 
 
 def test_the_doctor_reaches_secured_workers(tmp_path: Path) -> None:
-    """With the cluster's state directory, joined workers are checked over mutual TLS."""
-    with joined_cluster(network_address(), tmp_path) as (_, workers, _):
+    """With the cluster's state directory, joined workers are checked over mutual TLS.
+
+    The commands for two Macs work with loopback addresses: both workers join and serve.
+    """
+    with joined_cluster("127.0.0.1", tmp_path) as (coordinator, workers, _):
+        assert completion(coordinator.url)["choices"][0]["text"]
+        assert len(coordinator.records("machine joined")) == 2
+        assert all(worker.records("connected") for worker in workers)
         addresses = [str(w.wait_for("worker ready")["address"]) for w in workers]
         named = [flag for address in addresses for flag in ("--worker", address)]
         done = doctor("--no-mdns", "--json", "--state-dir", str(tmp_path / "a"), *named)

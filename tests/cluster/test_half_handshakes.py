@@ -8,6 +8,7 @@ import random
 import socket
 import statistics
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc.aio
@@ -23,7 +24,7 @@ from proto.rpc.channels import FIRST_MESSAGE_SECONDS, client_context, open_chann
 from proto.trust.certificates import Role, from_pem, host_name, identity_of
 from proto.trust.node_trust import NodeTrust
 from tests.cluster.test_join import host as host
-from tests.support.processes.processes import ending, launch_worker
+from tests.support.processes.processes import Process, ending, launch_worker
 
 CONNECTIONS = 3000
 """Half handshakes. A configuration for every connection let a worker live for 204 of them."""
@@ -67,18 +68,27 @@ async def describe(address: str, trust: NodeTrust) -> pb.WorkerInfo:
         return answer
 
 
-@pytest.mark.smoke
-async def test_half_handshakes_crash_nothing(host: str, tmp_path: Path) -> None:
-    """A worker that strangers leave in mid-handshake lives, and still answers its coordinator."""
-    cluster = ClusterTrust.open(tmp_path / "state", create=True)
+@contextlib.asynccontextmanager
+async def joined_worker(
+    host: str, folder: Path
+) -> AsyncIterator[tuple[ClusterTrust, Process, str]]:
+    """Run a worker that has joined a cluster. Yield the cluster, the worker and its address. At the end it runs."""
+    cluster = ClusterTrust.open(folder / "state", create=True)
     assert cluster is not None
     async with cluster.listening(host, 0):  # has the token with which a worker of this user joins
         worker = launch_worker(
-            tmp_path, "mac-1", "--listen", f"{host}:0", "--state-dir", str(tmp_path / "state")
+            folder, "mac-1", "--listen", f"{host}:0", "--state-dir", str(folder / "state")
         )
-        await asyncio.to_thread(worker.wait_for, "worker ready")
+        ready = await asyncio.to_thread(worker.wait_for, "worker ready")
     with ending(worker):
-        address = str(worker.wait_for("worker ready")["address"])
+        yield cluster, worker, str(ready["address"])
+        assert worker.running, worker.text()[-2000:]
+
+
+@pytest.mark.smoke
+async def test_half_handshakes_crash_nothing(host: str, tmp_path: Path) -> None:
+    """A worker that strangers leave in mid-handshake lives, and still answers its coordinator."""
+    async with joined_worker(host, tmp_path) as (cluster, worker, address):
         name, _, port = address.rpartition(":")
         await strangers((name, int(port)))
         assert worker.running, worker.text()[-2000:]
@@ -97,15 +107,7 @@ MEMBER_SECONDS = 1.0
 
 async def test_open_half_handshakes_delay_no_member(host: str, tmp_path: Path) -> None:
     """Members connect within a second while strangers hold connections, which end after the deadline."""
-    cluster = ClusterTrust.open(tmp_path / "state", create=True)
-    assert cluster is not None
-    async with cluster.listening(host, 0):
-        worker = launch_worker(
-            tmp_path, "mac-1", "--listen", f"{host}:0", "--state-dir", str(tmp_path / "state")
-        )
-        ready = await asyncio.to_thread(worker.wait_for, "worker ready")
-    with ending(worker):
-        address = str(ready["address"])
+    async with joined_worker(host, tmp_path) as (cluster, _, address):
         name, _, port = address.rpartition(":")
         held = [await asyncio.open_connection(name, int(port)) for _ in range(HELD)]
         for _, writer in held:
@@ -121,7 +123,6 @@ async def test_open_half_handshakes_delay_no_member(host: str, tmp_path: Path) -
         assert ends == [True] * HELD
         for _, writer in held:
             writer.transport.abort()
-        assert worker.running, worker.text()[-2000:]
 
 
 async def end_of(reader: asyncio.StreamReader) -> bool:
@@ -149,16 +150,8 @@ def peer_certificate(address: str, trust: NodeTrust) -> x509.Certificate:
 
 async def test_renewals_lose_no_connection(host: str, tmp_path: Path) -> None:
     """Connections succeed while the certificate of a worker is renewed again and again, and strangers visit."""
-    cluster = ClusterTrust.open(tmp_path / "state", create=True)
-    assert cluster is not None
-    authority, trust = cluster.authority, cluster.trust
-    async with cluster.listening(host, 0):
-        worker = launch_worker(
-            tmp_path, "mac-1", "--listen", f"{host}:0", "--state-dir", str(tmp_path / "state")
-        )
-        ready = await asyncio.to_thread(worker.wait_for, "worker ready")
-    with ending(worker):
-        address = str(ready["address"])
+    async with joined_worker(host, tmp_path) as (cluster, _, address):
+        authority, trust = cluster.authority, cluster.trust
         name, _, port = address.rpartition(":")
         visits = asyncio.create_task(strangers((name, int(port))))
         first = await asyncio.to_thread(peer_certificate, address, trust)
@@ -176,4 +169,3 @@ async def test_renewals_lose_no_connection(host: str, tmp_path: Path) -> None:
                 assert (await describe(address, trust)).name == "mac-1"
         visits.cancel()
         await asyncio.gather(visits, return_exceptions=True)
-        assert worker.running, worker.text()[-2000:]

@@ -153,13 +153,25 @@ def test_machines_join_by_token(host: str, tmp_path: Path) -> None:
     assert (tmp_path / "b" / "worker" / "node.key").stat().st_mode & 0o777 == 0o600
 
 
-def test_two_macs_can_be_tried_on_one_machine(tmp_path: Path) -> None:
-    """The commands for two Macs work with loopback addresses: both workers join, and serve over mutual TLS."""
-    with joined_cluster("127.0.0.1", tmp_path) as (coordinator, workers, _):
-        assert completion(coordinator.url)["choices"][0]["text"]
-        assert len(coordinator.records("machine joined")) == 2
-        assert all(worker.records("connected") for worker in workers)
-        shutil.copytree(tmp_path / "a", tmp_path / "stale", ignore=shutil.ignore_patterns("worker"))
+def test_a_worker_that_starts_first_joins_the_cluster_of_its_machine(tmp_path: Path) -> None:
+    """A worker on loopback without a token waits without TLS, and has it when the coordinator starts.
+
+    The local token of a coordinator that has ended joins nothing, and the worker says what to do.
+    """
+    state = ("--state-dir", str(tmp_path / "a"))
+    first = launch_worker(tmp_path, "first", *state)
+    with ending(first):
+        address = str(first.wait_for("worker ready")["address"])
+        listen = ("--listen", "127.0.0.1:0", *state)
+        serve = launch_coordinator(tmp_path, "--worker", address, "--nodes", "1", *listen)
+        with ending(serve):
+            assert completion(str(serve.wait_for("serving")["url"]).removesuffix("/v1"))["choices"]
+            ready = first.records("worker ready")
+            without_worker = shutil.ignore_patterns("worker")
+            shutil.copytree(tmp_path / "a", tmp_path / "stale", ignore=without_worker)
+        assert [str(r["address"]) for r in ready] == [address] * 2
+        assert first.records("joined")
+        assert serve.records("machine joined")
     alone = launch_worker(tmp_path, "late", "--state-dir", str(tmp_path / "stale"))
     with ending(alone):
         alone.wait_for("worker ready")
@@ -172,22 +184,6 @@ def test_two_macs_can_be_tried_on_one_machine(tmp_path: Path) -> None:
             time.sleep(0.1)
         assert advice in alone.text()
         assert "restart this worker with --join TOKEN, from mtp-coord token create" in alone.text()
-
-
-def test_a_worker_that_starts_first_joins_the_cluster_of_its_machine(tmp_path: Path) -> None:
-    """A worker on loopback without a token waits without TLS, and has it when the coordinator starts."""
-    state = ("--state-dir", str(tmp_path / "a"))
-    first = launch_worker(tmp_path, "first", *state)
-    with ending(first):
-        address = str(first.wait_for("worker ready")["address"])
-        listen = ("--listen", "127.0.0.1:0", *state)
-        serve = launch_coordinator(tmp_path, "--worker", address, "--nodes", "1", *listen)
-        with ending(serve):
-            assert completion(str(serve.wait_for("serving")["url"]).removesuffix("/v1"))["choices"]
-            ready = first.records("worker ready")
-        assert [str(r["address"]) for r in ready] == [address] * 2
-        assert first.records("joined")
-        assert serve.records("machine joined")
 
 
 def _answers(url: str, key: str) -> str:
