@@ -1,4 +1,4 @@
-"""Stored answers and changes of the model over real processes: kill -9, keys, two models."""
+"""Stored answers over real processes: kill -9, and keys."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import json
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -121,88 +119,3 @@ def test_answers_outlive_a_killed_coordinator(pool: Pool, tmp_path: Path, port: 
         assert {record["id"] for record in restored} == {streamed, begun["id"]}
         for answer_id in (begun["id"], streamed):
             assert client.get(f"/v1/responses/{answer_id}", headers=OTHER).status_code == 404
-
-
-def test_a_cluster_changes_its_model(pool: Pool, toy: Path, tmp_path: Path, port: int) -> None:
-    """`load` changes the model of two workers after the open answer; a failed change keeps the model."""
-    models = tmp_path / "models"
-    models.mkdir()
-    (models / "toy").symlink_to(toy)
-    server = start(tmp_path, port, pool(2), "serving")
-    with (
-        ending(server),
-        httpx.Client(base_url=server.url, headers=MINE, timeout=PATIENCE) as client,
-    ):
-        listed = {m["id"]: m["loaded"] for m in client.get("/v1/models").json()["data"]}
-        assert listed == {"builtin": True, "toy": False}
-        asked = {"prompt": "def f(", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
-        body = asked | {"stream": True}
-        with (
-            answers_meanwhile(server.url, asked | {"max_tokens": 4}) as meanwhile,
-            client.stream("POST", "/v1/completions", json=body) as reply,
-        ):
-            lines = reply.iter_lines()
-            next(lines)
-            started = client.post("/v1/models/load", json={"model": "toy"})
-            assert started.status_code == 202, started.text
-            assert list(lines)[-2] == "data: [DONE]", "the open answer finishes"
-            report = wait_until_ready(client, "toy")
-        assert report["error"] == ""
-        # The server refuses requests between the two models, and says why.
-        assert {status for status, _ in meanwhile} <= {200, 503}
-        answering = [model for status, model in meanwhile if status == 200]
-        assert answering == sorted(answering)
-        assert set(answering) == {"builtin", "toy"}
-        nodes = client.get("/status").json()["nodes"]
-        assert sum(node["span"] is not None for node in nodes) == 2
-        reply = client.post("/v1/completions", json=asked | {"model": "builtin"})
-        assert (reply.status_code, reply.json()["error"]["code"]) == (409, "model_not_loaded")
-        assert client.post("/v1/models/load", json={"model": "/etc"}).status_code == 400
-        (models / "broken").mkdir()
-        (models / "broken" / "config.json").write_text("{}")
-        client.post("/v1/models/load", json={"model": "broken"})
-        assert wait_until_ended(client)["phase"] == "failed"
-        assert client.post("/v1/completions", json=asked).json()["model"] == "toy"
-        assert "lease" not in server.text()
-
-
-def wait_until_ended(client: httpx.Client) -> dict[str, Any]:
-    """Return the report of a change of the model that has ended."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        report: dict[str, Any] = client.get("/v1/models/load").json()
-        if report["phase"] in ("ready", "failed"):
-            return report
-        time.sleep(0.1)
-    raise AssertionError("the change of the model did not end")
-
-
-def wait_until_ready(client: httpx.Client, model: str) -> dict[str, Any]:
-    """Wait until a model serves, and return the report of the change."""
-    report = wait_until_ended(client)
-    assert (report["model"], report["phase"]) == (model, "ready"), report
-    return report
-
-
-@contextmanager
-def answers_meanwhile(url: str, body: dict[str, Any]) -> Iterator[list[tuple[int, str]]]:
-    """Send a request again and again. Yield the list of the statuses and models of the answers so far."""
-    found: list[tuple[int, str]] = []
-    stop = threading.Event()
-
-    def ask() -> None:
-        """Send requests until `stop`, and one more."""
-        with httpx.Client(base_url=url, headers=MINE, timeout=PATIENCE) as client:
-            last = False
-            while not last:
-                last = stop.is_set()
-                reply = client.post("/v1/completions", json=body)
-                found.append((reply.status_code, reply.json().get("model", reply.text)))
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        yield found
-    finally:
-        stop.set()
-        thread.join()

@@ -193,26 +193,20 @@ def test_a_stop_token_inside_a_kept_window_ends_the_text(expected: list[Answered
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("bits", [8, 4])
-def test_quantized_keys_and_values_change_nothing_more(bits: int) -> None:
-    """With K/V in 8 or 4 bits, the answer does not depend on drafts, stages or concurrent requests.
+@pytest.mark.parametrize(("weight_bits", "kv_bits"), [(None, 8), (None, 4), (4, None)])
+def test_a_quantization_changes_nothing_more(
+    tmp_path: Path, weight_bits: int | None, kv_bits: int | None
+) -> None:
+    """With quantized weights or K/V, the answer does not depend on drafts, stages or concurrent requests.
 
-    The quantization itself may change the answer.
+    The quantization itself may change the answer. Activations are fp32.
     """
+    path = checkpoint_dir()
+    if weight_bits is not None:
+        path = convert_checkpoint(path, tmp_path, quantize=weight_bits)
     asked = requests(FEW[:1], COUNT)
-    plain = answers(asked, "off", kv_bits=bits, one_by_one=True)
-    found = answers(asked, "2", stages=2, kv_bits=bits)
-    check_same(found, plain)
-    assert accepted(found) > 0
-
-
-@pytest.mark.thorough
-def test_quantized_weights_change_nothing_more(tmp_path: Path) -> None:
-    """With 4-bit weights and fp32 activations, the answer does not depend on drafts, stages or concurrent requests."""
-    path = convert_checkpoint(checkpoint_dir(), tmp_path, quantize=4)
-    asked = requests(FEW[:1], COUNT)
-    plain = answers(asked, "off", path=path, one_by_one=True)
-    found = answers(asked, "2", stages=2, path=path)
+    plain = answers(asked, "off", path=path, kv_bits=kv_bits, one_by_one=True)
+    found = answers(asked, "2", stages=2, path=path, kv_bits=kv_bits)
     check_same(found, plain)
     assert accepted(found) > 0
 

@@ -63,6 +63,14 @@ def stage_of(path: Path, kernels: Kernels = Kernels.own) -> Stage:
     return Stage(modules, KVFormat(), kernels=kernels)
 
 
+def written_as(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, form: str) -> Path:
+    """Write the checkpoint of a form."""
+    options = dict(FORMS[form][0])
+    for name, dim in (("GDN_DIM", 128), ("HEAD_DIM", 256)):
+        monkeypatch.setattr(written, name, options.pop(name, dim))
+    return checkpoints(layers=4, seed=len(form), **options)
+
+
 def outputs(stage: Stage) -> mx.array:
     """Return the hidden vectors of two sequences that run together, one token apart, with a rejection in each."""
     sequences: list[SequenceCache] = [stage.new_sequence(Admit(i, 64, 6)) for i in range(2)]
@@ -94,11 +102,7 @@ def test_layers_compute_what_the_reference_does(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     """Prompts, windows and rejections give the reference's hidden vectors, up to rounding, in every format."""
-    options, kinds = FORMS[form]
-    options = dict(options)
-    for name, dim in (("GDN_DIM", 128), ("HEAD_DIM", 256)):
-        monkeypatch.setattr(written, name, options.pop(name, dim))
-    path = checkpoints(layers=4, seed=len(form), **options)
+    path, kinds = written_as(checkpoints, monkeypatch, form), FORMS[form][1]
     with metal_path():
         stage = stage_of(path)
         expected_kinds = ", ".join(f"{n} {k}" for k, n in sorted(kinds.items()))
@@ -117,11 +121,7 @@ def test_the_parts_of_the_members_are_added(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     """A layer of a group adds the parts of all members after both of its halves, as the reference does."""
-    options, _ = FORMS[form]
-    options = dict(options)
-    for name, dim in (("GDN_DIM", 128), ("HEAD_DIM", 256)):
-        monkeypatch.setattr(written, name, options.pop(name, dim))
-    path = checkpoints(layers=4, seed=len(form), **options)
+    path = written_as(checkpoints, monkeypatch, form)
     with metal_path():
         found, once = shared_outputs(stage_of(path))
         unchanged = SimpleNamespace(layer=lambda layer: layer)

@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.gated_delta import gated_delta_ops, gated_delta_update
 
 from tests.conftest import Checkpoints
 from tests.support.checkpoints import checkpoints as written
@@ -121,33 +120,6 @@ def test_a_pointer_needs_the_space_of_its_target(space: str, size: int) -> None:
     other = {"device": "constant", "constant": "device"}[space]
     with pytest.raises(AddressSpaceError, match=r"const .* float\* from = x"):
         run(source.format(other), x)
-
-
-@pytest.mark.parametrize("heads", [(2, 4), (1, 3)])
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
-def test_mlx_lms_kernel_equals_its_reference(dtype: mx.Dtype, heads: tuple[int, int]) -> None:
-    """mlx-lm's packed kernel of the recurrence computes what its operations compute, and steps equal a window."""
-    mx.random.seed(3)
-    key_heads, value_heads = heads
-    shape = (2, 5, key_heads, 128)
-    q, k = (0.1 * mx.random.normal(shape).astype(dtype) for _ in range(2))
-    v = mx.random.normal((2, 5, value_heads, 128)).astype(dtype)
-    a, b = (mx.random.normal((2, 5, value_heads)).astype(dtype) for _ in range(2))
-    a_log, dt_bias = (mx.zeros((value_heads,)) for _ in range(2))
-    before = 0.1 * mx.random.normal((2, value_heads, 128, 128))
-    count = runs["gated_delta_step_packed_btree"]
-    y, state = gated_delta_update(q, k, v, a, b, a_log, dt_bias, before)
-    assert runs["gated_delta_step_packed_btree"] == count + 1
-    decay = mx.exp(-mx.log1p(mx.exp(a.astype(mx.float32))))
-    expected = gated_delta_ops(q, k, v, decay, mx.sigmoid(b), before)
-    assert mx.allclose(state, expected[1], atol=1e-2)
-    assert mx.allclose(y, expected[0], atol=1e-2)
-    steps, held = [], before
-    for t in range(5):
-        qt, kt, vt, at, bt = (part[:, t : t + 1] for part in (q, k, v, a, b))
-        step, held = gated_delta_update(qt, kt, vt, at, bt, a_log, dt_bias, held)
-        steps.append(step)
-    assert mx.array_equal(mx.concatenate(steps, axis=1), y) and mx.array_equal(held, state)
 
 
 @pytest.mark.parametrize(("dim", "kernel"), [(128, "gated_delta_window"), (32, "gated_delta_step")])

@@ -29,14 +29,6 @@ def test_builtin_and_directories_resolve_to_themselves(tmp_path: Path) -> None:
     assert resolve_model("~") == Path.home()
 
 
-def test_a_cached_repo_is_found_without_the_network(
-    offline: Path, checkpoints: Checkpoints
-) -> None:
-    """A repo in the standard cache resolves without the network."""
-    put_in_cache(offline, checkpoints())
-    assert (resolve_model("someone/some-model") / "config.json").is_file()
-
-
 @pytest.mark.parametrize("left", [["config.json"], ["config.json", "*1-of*", "*index*"]], ids=str)
 def test_a_part_of_a_repo_in_the_cache_is_not_a_model(
     offline: Path, checkpoints: Checkpoints, left: list[str]

@@ -211,30 +211,20 @@ def survivors(scores: mx.array) -> list[set[int]]:
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("top_k", [1, 2, 7, VOCAB - 1])
-def test_top_k_keeps_what_mlx_lm_keeps(top_k: int) -> None:
-    """top_k leaves the k most likely tokens of every row, as in mlx-lm."""
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    [
+        *(("top_k", count) for count in (1, 2, 7, VOCAB - 1)),
+        *(("top_p", share) for share in (0.05, 0.5, 0.9, 0.999)),
+        *(("min_p", share) for share in (0.001, 0.1, 1.0)),
+    ],
+)
+def test_a_filter_keeps_what_mlx_lm_keeps(name: str, bound: float) -> None:
+    """Each filter leaves the same tokens of every row as in mlx-lm."""
     logits = some_logits(4)
-    ours = filtered(logits, replace(PLAIN, top_k=top_k), 0)
-    assert survivors(ours) == survivors(sample_utils.apply_top_k(log_softmax(logits), top_k))
-
-
-@pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
-def test_top_p_keeps_what_mlx_lm_keeps(top_p: float) -> None:
-    """top_p leaves the fewest most likely tokens whose probability reaches p, as in mlx-lm."""
-    logits = some_logits(4)
-    ours = filtered(logits, replace(PLAIN, top_p=top_p), 0)
-    assert survivors(ours) == survivors(sample_utils.apply_top_p(log_softmax(logits), top_p))
-
-
-@pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("min_p", [0.001, 0.1, 1.0])
-def test_min_p_keeps_what_mlx_lm_keeps(min_p: float) -> None:
-    """min_p leaves the tokens at least min_p times as likely as the best, as in mlx-lm."""
-    logits = some_logits(4)
-    ours = filtered(logits, replace(PLAIN, min_p=min_p), 0)
-    assert survivors(ours) == survivors(sample_utils.apply_min_p(log_softmax(logits), min_p))
+    ours = filtered(logits, replace(PLAIN, **{name: bound}), 0)
+    theirs = getattr(sample_utils, f"apply_{name}")(log_softmax(logits), bound)
+    assert survivors(ours) == survivors(theirs)
 
 
 @pytest.mark.usefixtures("eager")

@@ -133,19 +133,6 @@ def test_auto_comes_within_three_percent_of_the_best_fixed_depth(
     assert min(rates) > 0.90, rates
 
 
-@pytest.mark.parametrize("profile", CHANCES)
-def test_speculation_does_not_cost_if_verification_is_expensive(profile: str) -> None:
-    """If plain decoding is best or nearly so, 1,000 tokens lose at most 3 % to it.
-
-    This is the mean of ten runs.
-    """
-    rates = [
-        simulate(auto(), COSTS["dear"], lambda _: CHANCES[profile], 1000, s).tokens_per_second
-        for s in range(10)
-    ]
-    assert sum(rates) / len(rates) > 0.97, rates
-
-
 def test_auto_finds_the_best_depth_despite_hiccups() -> None:
     """With one timing in ten tripled, `auto` spends most of its steps at the best depth or an equal one."""
     run = simulate(auto(), COSTS["cheap"], lambda _: CHANCES["great"], 2000, 3, hiccups=0.1)

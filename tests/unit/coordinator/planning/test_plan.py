@@ -206,26 +206,6 @@ def spans(plan: Plan) -> list[str]:
     return [f"{stage.node} {stage.span}" for stage in plan.stages]
 
 
-def test_the_last_stage_pays_for_lm_head_and_drafts() -> None:
-    """lm_head and depth x draft take time on the last stage, so deeper drafts leave it fewer layers."""
-    model = replace(model_of(12), lm_head_seconds=0.002, draft_seconds=0.001)
-    nodes = [NodeSpec("a", 100 * GB), NodeSpec("b", 100 * GB)]
-    widths = []
-    for depth in (0, 2, 8):
-        plan = make_plan(model, nodes, workload=Workload(draft_depth=depth))
-        widths.append(len(plan.stages[1].span))
-        expected = 0.001 * widths[-1] + 0.002 + 0.001 * depth
-        assert plan.stages[1].predicted_seconds == pytest.approx(expected)
-    assert widths == [5, 4, 1]
-
-
-def test_a_plan_balances_the_times_of_unequal_nodes() -> None:
-    """A node of twice the speed takes twice the layers."""
-    nodes = [NodeSpec("slow", 10 * GB, speed=1.0), NodeSpec("fast", 7 * GB, speed=2.0)]
-    balanced = make_plan(model_of(9), nodes)
-    assert {s.node: len(s.span) for s in balanced.stages} == {"slow": 3, "fast": 6}
-
-
 def test_pinned_layers_stay_and_others_fill_the_gaps() -> None:
     """Pinned nodes stay at their layers, and the other nodes fill the gaps."""
     nodes = [

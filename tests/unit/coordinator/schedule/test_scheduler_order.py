@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.schedule.request import Finished, PrefillProgress
+from coordinator.schedule.request import PrefillProgress
 from proto.errors import CapacityError, ProtocolError, RequestError
-from proto.frame import Admit, Evict
+from proto.frame import Evict
 from tests.support.protocol.scheduler_drive import LIMITS, ROOM, Drive, chunks_of, is_decode
 from tests.support.stages.fake_last_stage import plain
 
@@ -40,26 +40,6 @@ def test_prompts_share_a_frame_as_whole_chunks() -> None:
     frames = [drive.send(), drive.send()]
     found = [[(s.seq_id, s.width) for s in frame.segments] for frame in frames if frame is not None]
     assert found == [[(0, 3), (1, 3)], [(2, 3)]]
-
-
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_streams_do_not_stall_behind_a_long_prompt(stages: int) -> None:
-    """Between two windows of a running stream at most one chunk per stage is sent, and one more."""
-    drive = Drive(stages)
-    running = drive.submit(tokens=400)
-    for _ in range(3):
-        drive.fill()
-        drive.back()
-    start = len(drive.stage.seen)
-    drive.submit(range(200), tokens=1)
-    while not drive.events[1] or not isinstance(drive.events[1][-1], Finished):
-        drive.fill()
-        drive.back()
-    kinds = [is_decode(f) for f in drive.stage.seen[start:] if f.segments]
-    assert kinds.count(False) == 50
-    longest = max(len(run) for run in "".join("d" if k else "p" for k in kinds).split("d"))
-    assert longest <= stages + 1
-    drive.scheduler.cancel_sequence(running)
 
 
 @pytest.mark.parametrize(("sequences", "stages"), [(4, 4), (8, 4), (5, 2), (3, 2), (7, 3)])
@@ -142,19 +122,6 @@ def test_never_more_micro_batches_than_stages() -> None:
 
 
 # ---- cancellation
-
-
-def test_cancelled_while_waiting() -> None:
-    """A cancelled waiting sequence never reaches a stage."""
-    drive = Drive(room=replace(ROOM, sequences=1))
-    first, second = drive.submit(), drive.submit()
-    drive.fill()
-    drive.scheduler.cancel_sequence(second)
-    drive.run()
-    assert drive.tokens(first) == plain((1, 2, 3), 20)
-    assert not drive.events[second]
-    admitted = [op.seq_id for f in drive.stage.seen for op in f.ops if isinstance(op, Admit)]
-    assert admitted == [first]
 
 
 @pytest.mark.parametrize("prompt", [3, 30], ids=["decoding", "prefilling"])
