@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -195,7 +195,7 @@ def test_a_stop_token_inside_a_kept_window_ends_the_text(expected: list[Answered
 @pytest.mark.thorough
 @pytest.mark.parametrize(("weight_bits", "kv_bits"), [(None, 8), (None, 4), (4, None)])
 def test_a_quantization_changes_nothing_more(
-    tmp_path: Path, weight_bits: int | None, kv_bits: int | None
+    tmp_path: Path, weight_bits: Literal[4] | None, kv_bits: int | None
 ) -> None:
     """With quantized weights or K/V, the answer does not depend on drafts, stages or concurrent requests.
 

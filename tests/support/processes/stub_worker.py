@@ -17,35 +17,6 @@ from proto.frame import VERSION
 SERVICE = "mtpcluster.v1.Worker"
 
 
-@contextmanager
-def stub_worker(name: str, *, version: int = VERSION, fingerprint: str = "") -> Iterator[str]:
-    """Run a stub worker called `name` and give its address."""
-    info = pb.WorkerInfo(
-        protocol_version=version,
-        worker_id=name,
-        name=name,
-        hardware=pb.Hardware(memory_limit=2**40, bytes_per_second=1e11),
-        model="another-model",
-        fingerprint=fingerprint,
-        state=pb.WORKER_STATE_IDLE,
-    )
-    with ThreadPoolExecutor(2) as threads:
-        server = grpc.server(threads)
-        describe = grpc.unary_unary_rpc_method_handler(
-            lambda request, context: info,
-            request_deserializer=pb.DescribeRequest.FromString,
-            response_serializer=pb.WorkerInfo.SerializeToString,
-        )
-        service = grpc.method_handlers_generic_handler(SERVICE, {"Describe": describe})
-        server.add_generic_rpc_handlers((service,))
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        try:
-            yield f"127.0.0.1:{port}"
-        finally:
-            server.stop(0).wait()
-
-
 def _open_gate() -> threading.Event:
     gate = threading.Event()
     gate.set()
@@ -67,20 +38,23 @@ class StubMember:
     """Describe calls wait for it."""
     may_report: threading.Event = field(default_factory=_open_gate)
     """The first status waits for it."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Fields of the description that differ from those of the usual one."""
 
     def describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.WorkerInfo:
         """Return the description, with the fingerprint if the request names the checkpoint of this worker."""
         self.described += 1
         self.may_answer.wait(GATE_SECONDS)
         known = request.model.fingerprint == self.fingerprint
-        return pb.WorkerInfo(
-            protocol_version=VERSION,
-            worker_id=self.name,
-            name=self.name,
-            hardware=pb.Hardware(memory_limit=2**40, bytes_per_second=1e11),
-            fingerprint=self.fingerprint if known else "",
-            state=pb.WORKER_STATE_IDLE,
-        )
+        usual: dict[str, Any] = {
+            "protocol_version": VERSION,
+            "worker_id": self.name,
+            "name": self.name,
+            "hardware": pb.Hardware(memory_limit=2**40, bytes_per_second=2e11),
+            "fingerprint": self.fingerprint if known else "",
+            "state": pb.WORKER_STATE_IDLE,
+        }
+        return pb.WorkerInfo(**usual | self.fields)
 
     def signals(
         self, requests: Iterator[pb.Signal], context: grpc.ServicerContext

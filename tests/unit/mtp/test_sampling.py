@@ -219,7 +219,7 @@ def survivors(scores: mx.array) -> list[set[int]]:
         *(("min_p", share) for share in (0.001, 0.1, 1.0)),
     ],
 )
-def test_a_filter_keeps_what_mlx_lm_keeps(name: str, bound: float) -> None:
+def test_a_filter_keeps_what_mlx_lm_keeps(name: str, bound: Any) -> None:
     """Each filter leaves the same tokens of every row as in mlx-lm."""
     logits = some_logits(4)
     ours = filtered(logits, replace(PLAIN, **{name: bound}), 0)

@@ -16,7 +16,7 @@ from coordinator.doctor.checks import (
 from coordinator.pipeline.worker_client import Candidate, ConnectionPolicy
 from proto import cluster_pb2 as pb
 from proto.frame import VERSION
-from tests.support.processes.stub_worker import stub_worker
+from tests.support.processes.stub_worker import StubMember, stub_members
 
 BRIDGE = """bridge0: flags=8863<UP,BROADCAST,SMART,RUNNING,SIMPLEX,MULTICAST> mtu 1500
 \tmember: en2 flags=3<LEARNING,DISCOVER>
@@ -103,15 +103,16 @@ async def ask(address: str) -> Any:
 
 async def test_another_release_and_another_checkpoint_are_named() -> None:
     """A worker of another release fails, and one with another checkpoint warns."""
-    with stub_worker("old", version=VERSION + 1) as address:
-        versions, finding = await ask(address)
+    old = StubMember("old", "", fields={"protocol_version": VERSION + 1})
+    other = StubMember("other", "", fields={"model": "another-model", "fingerprint": "0" * 64})
+    with stub_members(old, other):
+        versions, finding = await ask(old.address)
         assert not versions
         assert (finding.verdict, "same release" in finding.advice) == (Verdict.FAIL, True)
-    with stub_worker("other", fingerprint="0" * 64) as address:
-        versions, finding = await ask(address)
+        versions, finding = await ask(other.address)
         assert list(versions) == ["other"]
         assert (finding.verdict, "another checkpoint" in finding.advice) == (Verdict.WARN, True)
-    versions, finding = await ask(address)
+    versions, finding = await ask(old.address)
     assert not versions
     assert "No worker listens there" in finding.advice
 
