@@ -10,11 +10,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mtp.checkpoint.convert.add_head import plan_head_addition
 from mtp.checkpoint.convert.convert import convert
 from mtp.checkpoint.convert.converted_weights import Quantization, Settings
 from mtp.checkpoint.convert.foreign import open_source
-from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import CheckpointError
 from tests.support.checkpoints.checkpoints import write_checkpoint
 
@@ -108,23 +106,6 @@ def test_a_conversion_equals_that_of_the_dequantized_weights(
     assert ours.keys() == expected.keys()
     assert any("mtp." in name for name in ours)
     assert [name for name in ours if not mx.array_equal(ours[name], expected[name])] == []
-
-
-def test_a_head_in_fp8_is_added(tmp_path: Path) -> None:
-    """`add-mtp` dequantizes the head of an FP8 checkpoint, and asks for its scales too."""
-    fp8, plain = fp8_pair(tmp_path)
-    for name, source in (("one", fp8), ("two", plain)):
-        target = write_checkpoint(
-            tmp_path / name, layers=4, layout="mlx", mtp=False, dtype=mx.bfloat16
-        )
-        head = open_source(source)
-        addition = plan_head_addition(Checkpoint.open(target), head)
-        assert any(needed.endswith("_scale_inv") for needed in addition.needed) == (source == fp8)
-        addition.write(head)
-    one, two = (mx.load(str(tmp_path / name / "mtp.safetensors")) for name in ("one", "two"))
-    assert isinstance(one, dict) and isinstance(two, dict)
-    assert one.keys() == two.keys()
-    assert all(mx.array_equal(one[name], two[name]) for name in one)
 
 
 @pytest.mark.parametrize(

@@ -60,17 +60,25 @@ def test_flags_that_ask_for_the_same_format_keep_the_bits(tmp_path: Path) -> Non
     assert embedding in asked and embedding not in kept
 
 
-def test_the_head_of_a_packed_checkpoint_is_added(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["AWQ", "FP8 in blocks"])
+def test_the_head_of_a_packed_checkpoint_is_added(tmp_path: Path, form: str) -> None:
     """`add-mtp` dequantizes the head, whatever its format, and packs it like the model."""
-    source = write_foreign(tmp_path / "source", "AWQ")
+    source = write_foreign(tmp_path / "source", form)
     command("convert", "--hf-path", source, "--mlx-path", tmp_path / "model", "-q")
-    (tmp_path / "model" / "mtp.safetensors").unlink()
+    head = tmp_path / "model" / "mtp.safetensors"
+    converted = mx.load(str(head))
+    head.unlink()
     index = tmp_path / "model" / "model.safetensors.index.json"
     index.unlink()
     command("add-mtp", "--mlx-path", tmp_path / "model", "--hf-path", source)
     checkpoint = Checkpoint.open(tmp_path / "model")
     assert checkpoint.mtp.complete
-    assert "language_model.mtp.layers.0.mlp.up_proj.scales" in checkpoint.tensors
+    added = mx.load(str(head))
+    assert isinstance(converted, dict) and isinstance(added, dict)
+    assert "language_model.mtp.layers.0.mlp.up_proj.scales" in added
+    if form != "AWQ":  # a conversion keeps its codes
+        assert added.keys() == converted.keys()
+        assert all(mx.array_equal(added[name], converted[name]) for name in added)
 
 
 @pytest.mark.parametrize("program", ["serve", "generate", "plan", "inspect"])

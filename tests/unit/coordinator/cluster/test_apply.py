@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from coordinator.cluster.apply import apply
@@ -26,7 +24,6 @@ from coordinator.cluster.view import (
     LONGEST_BACKOFF,
     STABLE_SECONDS,
     Member,
-    MemberState,
     Phase,
     Settings,
     View,
@@ -150,14 +147,3 @@ def test_waiting_is_counted_over_plans_that_do_not_start(view: View) -> None:
     assert view.waited == 4.0
     assert after(view, PlanStarting(3, ("a",)), PlanServing(3)).waited == 0.0
     assert after(view, GatheringFailed("no plan"), GatheringRestarted()).waited == 0.0
-
-
-def test_times_come_with_events_only() -> None:
-    """Equal events at equal times give equal views, and the earlier view does not change."""
-    start = View(Settings())
-    kept = replace(start)
-    assert after(start, WorkerJoined(worker("a")), seconds=1.0) == after(
-        start, WorkerJoined(worker("a")), seconds=1.0
-    )
-    assert start == kept
-    assert member(after(start, WorkerJoined(worker("a")))).state is MemberState.READY

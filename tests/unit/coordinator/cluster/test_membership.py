@@ -101,19 +101,6 @@ async def test_workers_inside_and_outside_the_cluster_are_not_mixed(joined_first
     assert refused.reason.endswith("with --join TOKEN, from mtp-coord token create")
 
 
-async def test_a_name_is_shown_without_control_characters_and_cut(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A name of megabytes or with terminal codes does not reach the log."""
-    members = Members()
-    await members.admit(report(name="evil\x1b[31m\n" + "x" * 10**6, worker_id=""))
-    (record,) = caplog.records
-    assert len(str(vars(record))) < 5_000
-    name = members.view.members["a:7000"].name
-    assert name.startswith("evil [31m x")
-    assert len(name) <= 64
-
-
 class Members:
     """A membership whose events change a view, as in the manager."""
 

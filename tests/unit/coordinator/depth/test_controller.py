@@ -191,14 +191,6 @@ def test_a_first_impression_of_plain_decoding_is_corrected() -> None:
     assert run.share(0, 200, 2000) > 0.9
 
 
-def test_the_same_observations_lead_to_the_same_choices() -> None:
-    """Only recorded results and costs decide. There is no clock and no random number."""
-    runs = [
-        simulate(auto(), COSTS["middling"], lambda _: CHANCES["steady"], 1000, 5) for _ in range(2)
-    ]
-    assert runs[0] == runs[1]
-
-
 def test_a_hot_chip_is_measured_again() -> None:
     """Costs of a cold chip do not last: once wide windows cost more, the best depth is in use again.
 

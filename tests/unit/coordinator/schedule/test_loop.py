@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
@@ -178,28 +177,6 @@ def test_a_finished_request_gets_its_end_although_the_frame_breaks_the_loop() ->
         return found
 
     assert all(isinstance(event, Finished) for event in run_virtually(last_events()))
-
-
-@pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
-def test_an_idle_loop_checks_the_scheduler_at_debug_level(
-    level: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """At debug level the loop asserts the scheduler's invariants when the pipeline is empty, otherwise never."""
-
-    async def serve_and_idle() -> None:
-        scheduler = Scheduler(Limits(100), Controller(MtpMode(1)))
-        loop = GenerationLoop(Failing([]), scheduler, asyncio.get_running_loop().time)
-        await loop.start()
-        assert [event async for event in generate(loop, GenerationRequest(PROMPT, 10))]
-        await asyncio.sleep(1)  # until the last frame, which evicts the sequence, has returned
-        await loop.close()
-
-    with (
-        caplog.at_level(level, "coordinator.schedule.loop"),
-        patch.object(Scheduler, "check", autospec=True) as check,
-    ):
-        run_virtually(serve_and_idle())
-    assert bool(check.called) == (level == logging.DEBUG)
 
 
 def test_a_status_shows_the_requests_and_the_plan() -> None:

@@ -92,13 +92,22 @@ async def reach(app: App, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("sent", [b"", REQUEST[:20], b"\x16\x03\x01\x02\x00"])
+@pytest.mark.parametrize(
+    ("sent", "tls"),
+    [
+        (b"", False),
+        (REQUEST[:20], False),
+        (b"\x16\x03\x01\x02\x00", False),
+        (b"\x16\x03\x01\x02\x00\x01\x00", True),
+    ],
+    ids=["nothing", "half a head", "TLS without TLS", "half a handshake"],
+)
 async def test_a_connection_without_a_request_ends(
-    monkeypatch: pytest.MonkeyPatch, sent: bytes
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sent: bytes, tls: bool
 ) -> None:
-    """A client that sends nothing, or an incomplete head, loses its connection after HEAD_SECONDS."""
-    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.2)
-    async with listening(App()) as port:
+    """A client that sends nothing, or an incomplete head or handshake, loses its connection after a deadline."""
+    monkeypatch.setattr(http_server, "HANDSHAKE_SECONDS" if tls else "HEAD_SECONDS", 0.2)
+    async with listening(App(), tmp_path if tls else None) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(sent)
         async with asyncio.timeout(PATIENCE):
@@ -119,20 +128,6 @@ async def test_a_slow_head_keeps_no_connection_open(monkeypatch: pytest.MonkeyPa
                 await asyncio.sleep(0.05)
                 await writer.drain()
         assert time.monotonic() < began + PATIENCE
-        writer.close()
-
-
-async def test_a_handshake_that_does_not_go_on_ends(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A client that begins a TLS handshake and sends nothing more loses its connection."""
-    monkeypatch.setattr(http_server, "HANDSHAKE_SECONDS", 0.2)
-    async with listening(App(), tmp_path) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"\x16\x03\x01\x02\x00\x01\x00")
-        async with asyncio.timeout(PATIENCE):
-            with contextlib.suppress(ConnectionError):
-                await reader.read()
         writer.close()
 
 
