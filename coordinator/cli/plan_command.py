@@ -21,7 +21,7 @@ from coordinator.cli.options import (
     PreferOption,
     required_model,
 )
-from coordinator.planning.capacity import model_costs, plan_capacity, reserve_bytes
+from coordinator.planning.capacity import Capacity, model_costs, plan_capacity, reserve_bytes
 from coordinator.planning.groups import (
     DEFAULT_COLLECTIVE,
     FIRST_TOKENS,
@@ -32,7 +32,7 @@ from coordinator.planning.groups import (
     choose_plan,
     predict_plans,
 )
-from coordinator.planning.plan import ModelCosts, NodeSpec, StagePlan, Workload
+from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, StagePlan, Workload
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.format.parts import missing_from_backbone
@@ -102,6 +102,13 @@ def plan(
         _print(model, facts)
 
 
+SESSION_TOKENS = 30_000
+"""Tokens of a session of a coding agent."""
+
+DISK_BYTES = 10**11
+"""Bytes of the disk for which sessions are counted."""
+
+
 def given_nodes(texts: Sequence[str], count: int | None, memory: str | None) -> list[NodeSpec]:
     """Return the machines of --node and --nodes. Raises UsageError."""
     if (count is None) != (memory is None):
@@ -147,19 +154,30 @@ def answer(
 ) -> dict[str, Any]:
     """Return the object that --json prints. Sizes are bytes, times are seconds."""
 
-    @cache
-    def costs_of(size: int) -> ModelCosts:
-        """Return the costs of a member's share."""
-        share = checkpoint.cut_for(Cut(0, size))
-        return model_costs(share, dtype=dtype, kv_bits=kv_bits, with_head=drafts > 0)
-
-    longest, (parallel, prefer, collective) = checkpoint.config.max_positions, choice
-    reserve = reserve_bytes(costs_of(1))
-    workload = Workload(kv_tokens=min(context, longest), draft_depth=drafts, reserve_bytes=reserve)
-    planning = Planning(costs_of, workload, parallel, prefer, collective=collective)
     machines = [Machine(spec, f"speed {spec.speed:g}", spec.name) for spec in specs]
-    found = choose_plan(planning, machines, 1)
-    capacity = plan_capacity(costs_of(found.group_size), found.stages, longest, sequences)
+    longest = checkpoint.config.max_positions
+
+    def planned(bits: int | None) -> tuple[Planning, Plan, Capacity]:
+        """Return the plan with keys and values of `bits` bits."""
+
+        @cache
+        def costs_of(size: int) -> ModelCosts:
+            """Return the costs of a member's share."""
+            share = checkpoint.cut_for(Cut(0, size))
+            return model_costs(share, dtype=dtype, kv_bits=bits, with_head=drafts > 0)
+
+        parallel, prefer, collective = choice
+        reserve = reserve_bytes(costs_of(1))
+        workload = Workload(
+            kv_tokens=min(context, longest), draft_depth=drafts, reserve_bytes=reserve
+        )
+        planning = Planning(costs_of, workload, parallel, prefer, collective=collective)
+        found = choose_plan(planning, machines, 1)
+        room = plan_capacity(costs_of(found.group_size), found.stages, longest, sequences)
+        return planning, found, room
+
+    planning, found, capacity = planned(kv_bits)
+    session = min(SESSION_TOKENS, longest)
     pinned = any(spec.pinned for spec in specs)
     return {
         "candidates": [] if pinned else _candidates(planning, machines),
@@ -167,9 +185,20 @@ def answer(
         "slowest_seconds": found.slowest_seconds,
         "pass_seconds": found.pass_seconds,
         "capacity": asdict(capacity),
+        "session_tokens": session,
+        "sessions": {
+            str(bits or ""): _sessions(capacity if bits == kv_bits else planned(bits)[2], session)
+            for bits in dict.fromkeys((kv_bits, 8, 4))
+        },
         "unused": list(found.unused),
         "stages": [_stage_facts(stage) for stage in found.stages],
     }
+
+
+def _sessions(capacity: Capacity, tokens: int) -> dict[str, int]:
+    """Return how many sessions of `tokens` tokens stay warm in memory, and in DISK_BYTES of each machine's disk."""
+    nbytes = capacity.entry_bytes(tokens)
+    return {"memory": capacity.prefix_bytes // nbytes, "disk": DISK_BYTES // nbytes}
 
 
 def _candidates(planning: Planning, machines: Sequence[Machine]) -> list[dict[str, Any]]:
@@ -225,10 +254,20 @@ def _print(model: str, facts: dict[str, Any]) -> None:
         f"Room for {room['sequences']} requests with {room['kv_tokens']:,} tokens between them, "
         f"and {format_size(room['prefix_bytes'])} of prefixes a stage."
     )
+    _print_sessions(console, facts)
     if len(facts["candidates"]) > 1:
         _print_candidates(console, facts["candidates"])
     if facts["unused"]:
         console.print(f"Not used: {escape(', '.join(facts['unused']))}.")
+
+
+def _print_sessions(console: Console, facts: dict[str, Any]) -> None:
+    (_, own), *others = facts["sessions"].items()
+    quantized = ", ".join(f"{found['memory']} with --kv-bits {bits}" for bits, found in others)
+    console.print(
+        f"Sessions of {facts['session_tokens']:,} tokens that stay warm: {own['memory']} in memory "
+        f"({quantized}), and {own['disk']} in --prefix-disk {format_size(DISK_BYTES)} on each machine."
+    )
 
 
 def _print_candidates(console: Console, candidates: Sequence[dict[str, Any]]) -> None:

@@ -71,7 +71,8 @@ class BlockWriter:
 
     def __init__(self, path: Path, tensors: int) -> None:
         self.path = path
-        self._temporary = path.with_suffix(TEMPORARY)
+        # Another process may write the same block.
+        self._temporary = path.with_name(f"{path.stem}-{os.getpid()}{TEMPORARY}")
         self._room = HEADER_BYTES + TENSOR_BYTES * tensors
         self._header: dict[str, Any] = {}
         self._sums: dict[str, int] = {}

@@ -110,8 +110,8 @@ class StagePrefixes:
     namespace: str
     layers: Span
     thread: EngineThread
-    _known: set[bytes] = field(default_factory=set)
-    """Prefixes that this process has written, or will."""
+    _queued: set[bytes] = field(default_factory=set)
+    """Prefixes that wait to be written."""
     _queue: deque[SavedPrefix] = field(default_factory=deque)
     _writer: asyncio.Task[None] | None = None
     _paused_until: float = 0.0
@@ -131,16 +131,15 @@ class StagePrefixes:
 
     def save_soon(self, saved: SavedPrefix) -> None:
         """Write a prefix entry beside the next frames, unless it is known or the disk is behind."""
-        known, key = self._known, saved.entry.border.key
-        nbytes = saved.entry.nbytes
-        full = self._waiting > 0 and self._waiting + nbytes > MOST_QUEUED
-        if key in known or full or time.monotonic() < self._paused_until:
-            return
-        known.add(key)
-        self._waiting += nbytes
         self.thread.post(self._enqueue, saved)
 
     def _enqueue(self, saved: SavedPrefix) -> None:
+        key, nbytes = saved.entry.border.key, saved.entry.nbytes
+        full = self._waiting > 0 and self._waiting + nbytes > MOST_QUEUED
+        if key in self._queued or full or time.monotonic() < self._paused_until:
+            return
+        self._queued.add(key)
+        self._waiting += nbytes
         self._queue.append(saved)
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write_all(), name="prefix disk")
@@ -148,23 +147,23 @@ class StagePrefixes:
     async def _write_all(self) -> None:
         while self._queue:
             saved = self._queue.popleft()
-            kept = False
             try:
-                kept = await self._write(saved)
+                await self._write(saved)
             except DISK_ERRORS as error:
                 self._paused_until = time.monotonic() + PAUSE_SECONDS
                 log.warning(
                     "prefix not written", extra={"seconds": PAUSE_SECONDS, "error": str(error)}
                 )
-            if not kept:
-                self._known.discard(saved.entry.border.key)
+            except Exception:  # a bug here costs this prefix, and not the next ones
+                log.exception("prefix not written")
+            self._queued.discard(saved.entry.border.key)
             self._waiting -= saved.entry.nbytes
 
-    async def _write(self, saved: SavedPrefix) -> bool:
-        """Write a block, unless the disk has the prefix already. Return whether the disk has it then."""
+    async def _write(self, saved: SavedPrefix) -> None:
+        """Write a block, unless the disk has the prefix already."""
         border, parent = saved.entry.border, saved.parent
         if await self._chains(border.key):
-            return True
+            return
         start = 0  # without the blocks of the parent, this one has all tokens
         if parent is not None and await self._chains(parent.key):
             start = parent.length
@@ -188,7 +187,7 @@ class StagePrefixes:
             parent.key if parent is not None and start else b"",
             name,
         )
-        return await asyncio.to_thread(self.index.add, block, size)
+        await asyncio.to_thread(self.index.add, block, size)
 
     # ---- reading
 
@@ -240,7 +239,6 @@ class StagePrefixes:
                 found += reader.read(wanted)
             except (ProtocolError, FileNotFoundError) as error:
                 self.index.remove(block)
-                self._known.discard(block.key)
                 log.warning("damaged prefix removed", extra={"error": str(error)})
                 raise OSError(str(error)) from error
         return found
