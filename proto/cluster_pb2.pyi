@@ -1617,7 +1617,10 @@ Global___BackupReply: _TypeAlias = BackupReply  # noqa: Y015
 
 @_typing.final
 class PrefixRequest(_message.Message):
-    """---- FindPrefix and LoadPrefix"""
+    """---- FindPrefix and LoadPrefix
+
+    The first message has everything. The tokens go on in the messages after it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

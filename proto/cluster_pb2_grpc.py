@@ -94,12 +94,12 @@ class WorkerStub:
                 request_serializer=proto_dot_cluster__pb2.BackupPiece.SerializeToString,
                 response_deserializer=proto_dot_cluster__pb2.BackupReply.FromString,
                 _registered_method=True)
-        self.FindPrefix = channel.unary_unary(
+        self.FindPrefix = channel.stream_unary(
                 '/mtpcluster.v1.Worker/FindPrefix',
                 request_serializer=proto_dot_cluster__pb2.PrefixRequest.SerializeToString,
                 response_deserializer=proto_dot_cluster__pb2.PrefixReply.FromString,
                 _registered_method=True)
-        self.LoadPrefix = channel.unary_unary(
+        self.LoadPrefix = channel.stream_unary(
                 '/mtpcluster.v1.Worker/LoadPrefix',
                 request_serializer=proto_dot_cluster__pb2.PrefixRequest.SerializeToString,
                 response_deserializer=proto_dot_cluster__pb2.PrefixReply.FromString,
@@ -206,14 +206,14 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def FindPrefix(self, request, context):
+    def FindPrefix(self, request_iterator, context):
         """Return how many tokens of a prompt the stage can restore from its disk.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def LoadPrefix(self, request, context):
+    def LoadPrefix(self, request_iterator, context):
         """Read the state after some tokens from the disk. An operation in a later frame restores it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -291,12 +291,12 @@ def add_WorkerServicer_to_server(servicer, server):
                     request_deserializer=proto_dot_cluster__pb2.BackupPiece.FromString,
                     response_serializer=proto_dot_cluster__pb2.BackupReply.SerializeToString,
             ),
-            'FindPrefix': grpc.unary_unary_rpc_method_handler(
+            'FindPrefix': grpc.stream_unary_rpc_method_handler(
                     servicer.FindPrefix,
                     request_deserializer=proto_dot_cluster__pb2.PrefixRequest.FromString,
                     response_serializer=proto_dot_cluster__pb2.PrefixReply.SerializeToString,
             ),
-            'LoadPrefix': grpc.unary_unary_rpc_method_handler(
+            'LoadPrefix': grpc.stream_unary_rpc_method_handler(
                     servicer.LoadPrefix,
                     request_deserializer=proto_dot_cluster__pb2.PrefixRequest.FromString,
                     response_serializer=proto_dot_cluster__pb2.PrefixReply.SerializeToString,
@@ -642,7 +642,7 @@ class Worker:
             _registered_method=True)
 
     @staticmethod
-    def FindPrefix(request,
+    def FindPrefix(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -652,8 +652,8 @@ class Worker:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_unary(
+            request_iterator,
             target,
             '/mtpcluster.v1.Worker/FindPrefix',
             proto_dot_cluster__pb2.PrefixRequest.SerializeToString,
@@ -669,7 +669,7 @@ class Worker:
             _registered_method=True)
 
     @staticmethod
-    def LoadPrefix(request,
+    def LoadPrefix(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -679,8 +679,8 @@ class Worker:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_unary(
+            request_iterator,
             target,
             '/mtpcluster.v1.Worker/LoadPrefix',
             proto_dot_cluster__pb2.PrefixRequest.SerializeToString,

@@ -77,9 +77,9 @@ class WorkerStub:
     """Return the newest backup of a sequence, which an operation in a frame has made."""
     WriteBackup: _grpc.StreamUnaryMultiCallable[_cluster_pb2.BackupPiece, _cluster_pb2.BackupReply]
     """Give the stage the state of a sequence up to some token. An operation in a later frame restores it."""
-    FindPrefix: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.PrefixRequest, _cluster_pb2.PrefixReply]
+    FindPrefix: _grpc.StreamUnaryMultiCallable[_cluster_pb2.PrefixRequest, _cluster_pb2.PrefixReply]
     """Return how many tokens of a prompt the stage can restore from its disk."""
-    LoadPrefix: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.PrefixRequest, _cluster_pb2.PrefixReply]
+    LoadPrefix: _grpc.StreamUnaryMultiCallable[_cluster_pb2.PrefixRequest, _cluster_pb2.PrefixReply]
     """Read the state after some tokens from the disk. An operation in a later frame restores it."""
     UpdateTrust: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.TrustUpdate, _cluster_pb2.TrustReply]
     """Replace the certificate authorities and the removed nodes that the worker knows, and renew its certificate.
@@ -127,9 +127,9 @@ class WorkerAsyncStub(WorkerStub):
     """Return the newest backup of a sequence, which an operation in a frame has made."""
     WriteBackup: _aio.StreamUnaryMultiCallable[_cluster_pb2.BackupPiece, _cluster_pb2.BackupReply]  # type: ignore[assignment]
     """Give the stage the state of a sequence up to some token. An operation in a later frame restores it."""
-    FindPrefix: _aio.UnaryUnaryMultiCallable[_cluster_pb2.PrefixRequest, _cluster_pb2.PrefixReply]  # type: ignore[assignment]
+    FindPrefix: _aio.StreamUnaryMultiCallable[_cluster_pb2.PrefixRequest, _cluster_pb2.PrefixReply]  # type: ignore[assignment]
     """Return how many tokens of a prompt the stage can restore from its disk."""
-    LoadPrefix: _aio.UnaryUnaryMultiCallable[_cluster_pb2.PrefixRequest, _cluster_pb2.PrefixReply]  # type: ignore[assignment]
+    LoadPrefix: _aio.StreamUnaryMultiCallable[_cluster_pb2.PrefixRequest, _cluster_pb2.PrefixReply]  # type: ignore[assignment]
     """Read the state after some tokens from the disk. An operation in a later frame restores it."""
     UpdateTrust: _aio.UnaryUnaryMultiCallable[_cluster_pb2.TrustUpdate, _cluster_pb2.TrustReply]  # type: ignore[assignment]
     """Replace the certificate authorities and the removed nodes that the worker knows, and renew its certificate.
@@ -250,7 +250,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def FindPrefix(
         self,
-        request: _cluster_pb2.PrefixRequest,
+        request_iterator: _MaybeAsyncIterator[_cluster_pb2.PrefixRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.PrefixReply, _abc.Awaitable[_cluster_pb2.PrefixReply]]:
         """Return how many tokens of a prompt the stage can restore from its disk."""
@@ -258,7 +258,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def LoadPrefix(
         self,
-        request: _cluster_pb2.PrefixRequest,
+        request_iterator: _MaybeAsyncIterator[_cluster_pb2.PrefixRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.PrefixReply, _abc.Awaitable[_cluster_pb2.PrefixReply]]:
         """Read the state after some tokens from the disk. An operation in a later frame restores it."""

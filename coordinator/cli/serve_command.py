@@ -236,6 +236,8 @@ def serve(
         raise UsageError("--single-node uses no worker. Leave out --worker and --nodes")
     if alone_ok and nodes is None and shared.machines is None:
         raise UsageError("--alone-ok needs --nodes. Without it, serving alone is allowed")
+    if prefix_disk and no_prefix_cache:
+        raise UsageError("--prefix-disk keeps prefixes on disk. Leave out --no-prefix-cache")
     if any(not key.strip() for key in api_key or ()):
         raise UsageError("--api-key: an empty key would let everybody in")
     if not api_key and API_KEY in os.environ:

@@ -226,6 +226,9 @@ MEMBER_SECONDS = 75.0
 LOAD_SILENCE_SECONDS = 120.0
 """Seconds without progress after which a load has failed. One part of a large model takes seconds on a slow disk."""
 
+TOKENS_AT_ONCE = 2**14
+"""Tokens of a message about a prefix."""
+
 FIND_SECONDS = 2.0
 """Seconds. Bounds the search of a prefix on a worker's disk."""
 
@@ -494,14 +497,24 @@ class WorkerClient:
 
     async def find_prefix(self, epoch: int, tokens: Sequence[int]) -> list[int]:
         """Return the lengths of the prefixes of a prompt that are on the worker's disk, the longest first."""
-        request = pb.PrefixRequest(coordinator=self.me, epoch=epoch, tokens=tokens)
-        reply: pb.PrefixReply = await self._call(self._stub.FindPrefix, request, FIND_SECONDS)
+        requests = self._prefix_requests(epoch, 0, tokens)
+        reply: pb.PrefixReply = await self._call(self._stub.FindPrefix, requests, FIND_SECONDS)
         return list(reply.lengths)
 
     async def load_prefix(self, epoch: int, seq_id: int, tokens: Sequence[int]) -> None:
         """Let the worker read the state after `tokens` from its disk."""
-        request = pb.PrefixRequest(coordinator=self.me, epoch=epoch, seq_id=seq_id, tokens=tokens)
-        await self._call(self._stub.LoadPrefix, request, BACKUP_SECONDS)
+        requests = self._prefix_requests(epoch, seq_id, tokens)
+        await self._call(self._stub.LoadPrefix, requests, BACKUP_SECONDS)
+
+    def _prefix_requests(
+        self, epoch: int, seq_id: int, tokens: Sequence[int]
+    ) -> Iterator[pb.PrefixRequest]:
+        """Yield the messages of a call about `tokens`."""
+        yield pb.PrefixRequest(
+            coordinator=self.me, epoch=epoch, seq_id=seq_id, tokens=tokens[:TOKENS_AT_ONCE]
+        )
+        for start in range(TOKENS_AT_ONCE, len(tokens), TOKENS_AT_ONCE):
+            yield pb.PrefixRequest(tokens=tokens[start : start + TOKENS_AT_ONCE])
 
     # ---- signals
 

@@ -44,7 +44,9 @@ UNARY = {
     "ReportTrace": pb.TraceRequest(),
     "ReportState": pb.StateReportRequest(coordinator=ME),
 }
-CONTROL = (*UNARY, "UpdateTrust", "Load", "Provide", "Signals", "ReadBackup", "WriteBackup")
+CONTROL = (
+    *UNARY, "UpdateTrust", "Load", "Provide", "Signals", "ReadBackup", "WriteBackup", "FindPrefix", "LoadPrefix",
+)  # fmt: skip
 METHODS = (*CONTROL, FRAMES, RESULTS)
 REFUSED = {"UNAVAILABLE", "PERMISSION_DENIED", "UNAUTHENTICATED"}
 
@@ -101,6 +103,8 @@ async def call(
             elif method == "WriteBackup":
                 head = pb.BackupPiece(head=pb.BackupHead(coordinator=ME, epoch=1))
                 await stub.WriteBackup(iter([head]))
+            elif method in ("FindPrefix", "LoadPrefix"):
+                await getattr(stub, method)(iter([pb.PrefixRequest(coordinator=ME, epoch=1)]))
             elif method == "Provide":
                 await _first(stub.Provide(), pb.Weights(offer=pb.WeightsOffer(coordinator=ME)))
             elif method == "Signals":

@@ -30,6 +30,7 @@ from proto.rpc.link import FrameReader, FrameWriter
 from proto.rpc.listener import MAX_TRANSFERS, first_message
 from worker.engine import hardware
 from worker.engine.backup import ReceivedBackup, layer_states
+from worker.engine.prefix_disk import StagePrefixes
 from worker.engine.stage_engine import StageEngine
 from worker.fetch.fill import provide
 from worker.node.access import CallGuard
@@ -260,22 +261,39 @@ class WorkerService(pb_grpc.WorkerServicer):
         await self.node.host.thread.call(partial(engine.receive_backup, head.seq_id, received))
         return pb.BackupReply()
 
-    async def FindPrefix(self, request: pb.PrefixRequest, context: Context) -> pb.PrefixReply:
+    async def FindPrefix(
+        self, requests: AsyncIterator[pb.PrefixRequest], context: Context
+    ) -> pb.PrefixReply:
         """Return the lengths of the prefixes of a prompt that are on the disk of this worker."""
-        engine = self._engine(request.coordinator, request.epoch)
-        if engine.disk is None:
-            return pb.PrefixReply()
-        lengths = await engine.disk.find(request.tokens)
-        return pb.PrefixReply(lengths=lengths)
+        _, disk, _, tokens = await self._prefix_call(requests)
+        return pb.PrefixReply(lengths=await disk.find(tokens))
 
-    async def LoadPrefix(self, request: pb.PrefixRequest, context: Context) -> pb.PrefixReply:
+    async def LoadPrefix(
+        self, requests: AsyncIterator[pb.PrefixRequest], context: Context
+    ) -> pb.PrefixReply:
         """Keep the state of a prefix, read from the disk, until a frame restores it."""
-        engine = self._engine(request.coordinator, request.epoch)
+        engine, disk, seq_id, tokens = await self._prefix_call(requests)
+        received = await disk.load(tokens)
+        await self.node.host.thread.call(partial(engine.receive_backup, seq_id, received))
+        return pb.PrefixReply()
+
+    async def _prefix_call(
+        self, requests: AsyncIterator[pb.PrefixRequest]
+    ) -> tuple[StageEngine, StagePrefixes, int, list[int]]:
+        """Return the engine, its disk, and the sequence and tokens of a call.
+
+        Raises NotReadyError without a disk, and ProtocolError for more tokens than the model's context.
+        """
+        first = await first_message(requests)
+        engine = self._engine(first.coordinator, first.epoch)
         if engine.disk is None:
             raise NotReadyError("this worker keeps no prefixes on disk")
-        received = await engine.disk.load(request.tokens)
-        await self.node.host.thread.call(partial(engine.receive_backup, request.seq_id, received))
-        return pb.PrefixReply()
+        tokens, longest = list(first.tokens), engine.stage.modules.config.max_positions
+        async for request in requests:
+            tokens += request.tokens
+            if len(tokens) > longest:
+                raise ProtocolError(f"{len(tokens)} tokens of a context of {longest}")
+        return engine, engine.disk, first.seq_id, tokens
 
     def _engine(self, coordinator: pb.Coordinator, epoch: int) -> StageEngine:
         """Return the engine of plan `epoch`.

@@ -1,0 +1,54 @@
+"""Prompts on disk in whole programs: they outlive killed workers, and serve another number of them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from coordinator.text.tokenizer import Tokenizer
+from mtp.builtin import checkpoint_dir
+from tests.bench.texts import held_out_prompts
+from tests.support.processes.processes import Cluster, running_cluster
+
+FLAGS = ("--prefix-disk", "1GB")
+WRITE_SECONDS = 20.0
+
+
+def ask(url: str, prompt: list[int]) -> tuple[list[int], int]:
+    """Return the tokens of an answer, and how many tokens of the prompt were known."""
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0).json()
+    usage = reply["usage"]["prompt_tokens_details"]
+    return reply["choices"][0]["token_ids"], usage["cached_tokens"]
+
+
+def wait_for_blocks(cluster: Cluster, state: Path) -> None:
+    """Wait until each worker has written a block."""
+    due = time.monotonic() + WRITE_SECONDS
+    while len([*(state / "prefixes").glob("*.safetensors")]) < len(cluster.workers):
+        assert time.monotonic() < due, [worker.text()[-500:] for worker in cluster.workers]
+        time.sleep(0.05)
+
+
+def test_other_workers_start_from_the_prefixes_of_killed_ones(tmp_path: Path) -> None:
+    """Two workers are killed, and three with other cuts answer the same prompt from the blocks, with equal tokens."""
+    texts = held_out_prompts(Tokenizer.load(checkpoint_dir()), 8)
+    prompt = [token for text in texts for token in text][:400]
+    state = tmp_path / "state"
+    flags = ("--state-dir", str(state), *FLAGS)
+    found = []
+    for count in (2, 3):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        with running_cluster(folder, "builtin", count, worker_flags=flags) as cluster:
+            found.append(ask(cluster.url, prompt))
+            wait_for_blocks(cluster, state)
+            for worker in cluster.workers:
+                worker.kill()
+    (cold, unknown), (warm, known) = found
+    assert unknown == 0 and known >= 352
+    assert warm == cold
