@@ -236,8 +236,6 @@ def serve(
         raise UsageError("--single-node uses no worker. Leave out --worker and --nodes")
     if alone_ok and nodes is None and shared.machines is None:
         raise UsageError("--alone-ok needs --nodes. Without it, serving alone is allowed")
-    if prefix_disk and no_prefix_cache:
-        raise UsageError("--prefix-disk keeps prefixes on disk. Leave out --no-prefix-cache")
     if any(not key.strip() for key in api_key or ()):
         raise UsageError("--api-key: an empty key would let everybody in")
     if not api_key and API_KEY in os.environ:
@@ -265,7 +263,7 @@ def serve(
         max_sequences=max_sequences,
         prefill_chunk=prefill_chunk,
         prefix_cache=not no_prefix_cache,
-        prefix_disk=parse_size(prefix_disk) if prefix_disk else None,
+        prefix_disk=_disk_bytes(prefix_disk, no_prefix_cache),
         share_weights=share_weights,
         api_keys=tuple(key.strip() for key in api_key or ()),
         allowed_origins=tuple(allowed_origins or ()),
@@ -286,6 +284,13 @@ def serve(
         name=socket.gethostname().partition(".")[0],
     )
     asyncio.run(run_server(options))
+
+
+def _disk_bytes(size: str | None, no_prefix_cache: bool) -> int | None:
+    """Return the bytes of --prefix-disk. Raises UsageError without prefixes to keep."""
+    if size is not None and no_prefix_cache:
+        raise UsageError("--prefix-disk keeps prefixes on disk. Leave out --no-prefix-cache")
+    return None if size is None else parse_size(size)
 
 
 def _checked_parallel(
