@@ -340,8 +340,13 @@ class RemotePipeline(Pipeline):
     # ---- backups and prefixes on disk
 
     @property
+    def _all_workers(self) -> list[WorkerClient]:
+        """The workers of all stages, with all members of groups."""
+        return [worker for members in self.members for worker in members]
+
+    @property
     def has_disk(self) -> bool:
-        return self.makes_backups and all(worker.has_disk for worker in self.workers)
+        return all(worker.has_disk for worker in self._all_workers)
 
     async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
         calls = (worker.read_backup(self.epoch, seq_id, limit) for worker in self.workers)
@@ -364,11 +369,11 @@ class RemotePipeline(Pipeline):
         await asyncio.gather(*calls)
 
     async def find_prefix(self, tokens: Sequence[int]) -> int:
-        calls = (worker.find_prefix(self.epoch, tokens) for worker in self.workers)
+        calls = (worker.find_prefix(self.epoch, tokens) for worker in self._all_workers)
         return longest_common(await asyncio.gather(*calls))
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
-        calls = (worker.load_prefix(self.epoch, seq_id, tokens) for worker in self.workers)
+        calls = (worker.load_prefix(self.epoch, seq_id, tokens) for worker in self._all_workers)
         await asyncio.gather(*calls)
 
     def _parts(self, states: Sequence[LayerState]) -> list[list[LayerState]]:

@@ -289,6 +289,8 @@ class WorkerClient:
         """Monotonic seconds until which `_clock` is used."""
         self.hop: HopFigures | None = None
         """Figures of the hop to the next stage, or from the last stage to the coordinator. None before a plan."""
+        self.has_disk = False
+        """True if the worker keeps the prefixes of its present stage on disk."""
 
     async def check_reachable(self, timeout: float) -> None:
         """Open and close another connection to the worker. Raises DeadlineError if there is none within `timeout`."""

@@ -21,7 +21,7 @@ LONGEST_RESTORE = 5.0
 """Seconds. Longest expected transfer of a prefix to the stages. A longer one may take more time than to compute it."""
 
 SHORTEST_LOAD = 1.0
-"""Seconds. Time that a disk has at least to load a prefix."""
+"""Seconds. Time that a disk has to find a prefix, and at least to load it."""
 
 SHORTEST_TRANSFER = 1e-3
 """Seconds. Lower bound of a measured transfer, whose clock may not advance."""
@@ -119,7 +119,8 @@ class BackupTransfer:
             return 0
         started, tokens = self._clock(), sequence.tokens
         try:
-            found = await pipeline.find_prefix(tokens)
+            async with asyncio.timeout(SHORTEST_LOAD):
+                found = await pipeline.find_prefix(tokens)
             if found < held + MIN_NEW_TOKENS:
                 return 0
             computed = self._scheduler.prompts.expected_seconds(found - held)

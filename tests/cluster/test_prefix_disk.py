@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
@@ -34,11 +35,15 @@ def wait_for_blocks(cluster: Cluster, state: Path) -> None:
         time.sleep(0.05)
 
 
+def long_prompt() -> list[int]:
+    """Return a prompt of 400 tokens."""
+    texts = held_out_prompts(Tokenizer.load(checkpoint_dir()), 8)
+    return [token for text in texts for token in text][:400]
+
+
 def test_other_workers_start_from_the_prefixes_of_killed_ones(tmp_path: Path) -> None:
     """Two workers are killed, and three with other cuts answer the same prompt from the blocks, with equal tokens."""
-    texts = held_out_prompts(Tokenizer.load(checkpoint_dir()), 8)
-    prompt = [token for text in texts for token in text][:400]
-    state = tmp_path / "state"
+    prompt, state = long_prompt(), tmp_path / "state"
     flags = ("--state-dir", str(state), *FLAGS)
     found = []
     for count in (2, 3):
@@ -52,3 +57,20 @@ def test_other_workers_start_from_the_prefixes_of_killed_ones(tmp_path: Path) ->
     (cold, unknown), (warm, known) = found
     assert unknown == 0 and known >= 352
     assert warm == cold
+
+
+@pytest.mark.slow
+def test_a_group_keeps_the_prefixes_of_its_shares(tmp_path: Path) -> None:
+    """Each member reads the block of its share after a restart, and another number of machines finds none."""
+    prompt, state = long_prompt(), tmp_path / "state"
+    flags = ("--state-dir", str(state), *FLAGS)
+    found = []
+    for number, parallel in enumerate(("tensor", "tensor", "pipeline")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        group = ("--parallel", parallel, "--dtype", "float32")
+        with running_cluster(folder, "builtin", 2, *group, worker_flags=flags) as cluster:
+            found.append(ask(cluster.url, prompt))
+            wait_for_blocks(cluster, state)
+    assert [known > 0 for _, known in found] == [False, True, False]
+    assert found[0][0] == found[1][0] == found[2][0]

@@ -275,8 +275,8 @@ class StageHost:
     def _prefixes(
         self, checkpoint: Checkpoint, spec: StageSpec, stage: Stage, kernels: Kernels
     ) -> StagePrefixes | None:
-        """Return the prefixes of a stage on disk. A share of a group's stage has none."""
-        index = self.disk.open() if self.disk is not None and spec.group is None else None
+        """Return the prefixes of a stage on disk, which for a member of a group are those of its share."""
+        index = self.disk.open() if self.disk is not None else None
         if index is None:
             return None
         namespace = namespace_of(
@@ -287,6 +287,7 @@ class StageHost:
             spec.exact,
             spec.slices,
             kernels,
+            *(() if spec.group is None else (spec.group.rank, len(spec.group.hosts))),
         )
         # The MTP head counts as a layer after the last one.
         end = spec.span.end + (spec.last and stage.modules.head is not None)

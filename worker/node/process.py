@@ -91,6 +91,7 @@ class WorkerOptions:
         ]
         flags += ["--rdma", self.rdma] if self.rdma else []
         flags += ["--memory-limit", f"{self.memory_limit}B", "--kernels", self.kernels.value]
+        flags += ["--prefix-disk", f"{self.prefix_disk}B"] if self.prefix_disk else []
         flags += ["--log-level", level, "--log-format", form]
         flags += ["--model", str(self.model)] if self.model else []
         flags += ["--state-dir", str(self.state_dir)] if self.state_dir else []
@@ -261,7 +262,7 @@ async def _run_member(options: WorkerOptions) -> None:
     directory = state_dir(options.state_dir) / _PREFIX
     trust = None if options.insecure else NodeTrust.load(directory)  # that of the worker
     models, limit = LocalModels(options.model), options.memory_limit
-    own = (options.wired, options.kernels)
+    own = (options.wired, options.kernels, disk_in(options.state_dir, options.prefix_disk))
     node = WorkerNode(Identity(options.name, None, limit, models, 0.0, trust, *own))
     async with AsyncExitStack() as stack:
         await node.host.thread.call(partial(set_limits, limit))

@@ -1,0 +1,102 @@
+"""Prefixes on the disks of stages: a prompt starts from one, and does not wait for a disk that is stuck."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from coordinator.depth.controller import Controller, MtpMode
+from coordinator.pipeline.pipeline import longest_common
+from coordinator.planning.capacity import Capacity
+from coordinator.schedule.loop import GenerationLoop
+from coordinator.schedule.prompts import Limits
+from coordinator.schedule.request import GenerationRequest, TokenChunk, generate
+from coordinator.schedule.scheduler import Scheduler
+from proto.backup import LayerState
+from proto.errors import NotReadyError
+from proto.frame import Frame, SavePrefix
+from proto.prefix_key import prefix_key
+from tests.support.protocol.simulation import OnePipeline, SimulatedPipeline, Timing, run_virtually
+from tests.support.stages.fake_last_stage import FakeLastStage, plain
+
+ROOM = Capacity(sequences=2, kv_tokens=10_000, prefix_bytes=2**20, token_bytes=1)
+PROMPT = tuple(range(400))
+STORED = 320
+"""Tokens of the prompt that the disks have."""
+
+STUCK = 1000.0
+"""Seconds of a disk that does not answer."""
+
+
+@dataclass
+class DiskPipeline(SimulatedPipeline):
+    """A simulated pipeline whose stages have STORED tokens on disk, or fail in the way that `disk` names."""
+
+    disk: str = "good"
+    loaded: int = 0
+
+    async def find_prefix(self, tokens: Sequence[int]) -> int:
+        """Return the length of the stored prefix."""
+        await asyncio.sleep(STUCK if self.disk == "search is stuck" else 0.001)
+        return STORED if len(tokens) > STORED else 0
+
+    async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """Give the stages the state after `tokens`."""
+        await asyncio.sleep(STUCK if self.disk == "load is stuck" else 0.001)
+        if self.disk == "damaged":
+            raise NotReadyError("the prefix cannot be read")
+        self.loaded += 1
+        state = LayerState(0, False, json.dumps(list(tokens)).encode())
+        self.last.receive_backup(seq_id, [state])
+
+
+async def answer(disk: str, count: int = 1) -> tuple[list[int], float, DiskPipeline]:
+    """Return the tokens of the last of `count` equal requests, the seconds until its first token, and the pipeline."""
+    clock = asyncio.get_running_loop().time
+    pipeline = DiskPipeline(Timing(2), FakeLastStage(1), 1, ROOM, has_disk=disk != "", disk=disk)
+    scheduler = Scheduler(Limits(context=4096), Controller(MtpMode(0)))
+    loop = GenerationLoop(OnePipeline(pipeline), scheduler, clock)
+    await loop.start()
+    tokens, first = list[int](), 0.0
+    for _ in range(count):
+        tokens, started = [], clock()
+        async for event in generate(loop, GenerationRequest(PROMPT, 20)):
+            if isinstance(event, TokenChunk):
+                first = clock() - started if not tokens else first
+                tokens += event.tokens
+    await loop.close()
+    return tokens, first, pipeline
+
+
+def positions(frames: Sequence[Frame]) -> list[int]:
+    return [segment.position for frame in frames for segment in frame.segments]
+
+
+def test_a_prompt_starts_from_the_disk() -> None:
+    """The stages compute only what is new, and save the prefix in memory for the next request."""
+    tokens, _, pipeline = run_virtually(answer("good", 2))
+    assert tokens == plain(PROMPT, 20)
+    assert min(positions(pipeline.last.seen)) == STORED
+    assert pipeline.loaded == 1, "the second request finds the entry in memory"
+    saved = [op for frame in pipeline.last.seen for op in frame.ops if isinstance(op, SavePrefix)]
+    assert prefix_key(PROMPT[:STORED]) in {op.key for op in saved}
+
+
+@pytest.mark.parametrize("kind", ["damaged", "load is stuck", "search is stuck"])
+def test_a_bad_disk_costs_no_answer(kind: str) -> None:
+    """The prompt is computed. It waits for a search for a second at most, and for a load of unknown speed for five."""
+    tokens, first, _ = run_virtually(answer(kind))
+    without, usual, _ = run_virtually(answer(""))
+    assert tokens == without == plain(PROMPT, 20)
+    assert first - usual < {"damaged": 0.1, "load is stuck": 6.5, "search is stuck": 1.5}[kind]
+
+
+def test_all_stages_must_have_a_prefix() -> None:
+    """The longest prefix is one that each stage can load."""
+    assert longest_common([[300, 200, 100], [400, 200, 100]]) == 200
+    assert longest_common([[300], []]) == 0
+    assert longest_common([]) == 0
