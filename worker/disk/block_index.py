@@ -102,9 +102,14 @@ class BlockIndex:
         with self._lock:
             self._database.execute("BEGIN IMMEDIATE")
             try:
+                dropped = list[str]()
+                if nbytes <= self.limit and self._continues(block):
+                    dropped = self._make_room(nbytes)
+                # What it continues may have been dropped to make room.
                 fits = nbytes <= self.limit and self._continues(block)
-                dropped = self._make_room(nbytes) if fits else [block.file]
-                if fits:
+                if not fits:
+                    dropped.append(block.file)
+                else:
                     place = (block.namespace, block.key, block.layers.start, block.layers.end)
                     values = (*place, block.start, block.length, block.parent, nbytes)
                     insert = "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -138,24 +143,13 @@ class BlockIndex:
 
         A layer may be in several blocks, of different cuts of the model. They all have the same bits.
         """
-        found: list[Chain] = []
-        start = layers.start
         with self._lock:
-            while start < layers.end:
-                blocks = self._chain_of(namespace, start, key)
-                if not blocks:
-                    return []
-                end = min(layers.end, *(block.layers.end for block in blocks))
-                found.append(Chain(Span(start, end), tuple(blocks)))
-                start = end
-        return found
+            return self._chains(namespace, layers, key)
 
     def touch(self, blocks: Iterable[Block]) -> None:
         """Mark blocks as the most recently used."""
-        now = self._clock()
         with self._lock:
-            rows = [(now, block.file) for block in blocks]
-            self._database.executemany("UPDATE blocks SET used = ? WHERE file = ?", rows)
+            self._touch(blocks)
 
     def remove(self, block: Block) -> None:
         """Remove a damaged block."""
@@ -164,6 +158,22 @@ class BlockIndex:
         self._unlink([block.file])
 
     # ---- with the lock held
+
+    def _touch(self, blocks: Iterable[Block]) -> None:
+        rows = [(self._clock(), file) for file in {block.file for block in blocks}]
+        self._database.executemany("UPDATE blocks SET used = ? WHERE file = ?", rows)
+
+    def _chains(self, namespace: str, layers: Span, key: bytes) -> list[Chain]:
+        found: list[Chain] = []
+        start = layers.start
+        while start < layers.end:
+            blocks = self._chain_of(namespace, start, key)
+            if not blocks:
+                return []
+            end = min(layers.end, *(block.layers.end for block in blocks))
+            found.append(Chain(Span(start, end), tuple(blocks)))
+            start = end
+        return found
 
     def _chain_of(self, namespace: str, layer: int, key: bytes) -> list[Block]:
         """Return the blocks of one layer, the first tokens first, or none if one is missing."""
@@ -185,11 +195,12 @@ class BlockIndex:
             key = parent
 
     def _continues(self, block: Block) -> bool:
-        """Return whether the blocks that `block` continues are here."""
-        layers = block.layers
-        return not block.start or all(
-            self._chain_of(block.namespace, layer, block.parent) for layer in layers
-        )
+        """Return whether the blocks that `block` continues are here, and mark them as used with it."""
+        if not block.start:
+            return True
+        chains = self._chains(block.namespace, block.layers, block.parent)
+        self._touch(one for chain in chains for one in chain.blocks)
+        return bool(chains)
 
     def _total(self) -> int:
         (found,) = self._database.execute("SELECT TOTAL(bytes) FROM blocks").fetchone()

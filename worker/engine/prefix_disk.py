@@ -212,8 +212,8 @@ class StagePrefixes:
                     arrays = await self.thread.call(partial(_arrays_of, found))
                     for layer, state in arrays:
                         layers.setdefault(layer, []).append(state)
-            blocks = {block.file: block for chain in chains for block in chain.blocks}
-            await asyncio.to_thread(self.index.touch, list(blocks.values()))
+            blocks = [block for chain in chains for block in chain.blocks]
+            await asyncio.to_thread(self.index.touch, blocks)
         except DISK_ERRORS as error:
             raise NotReadyError(f"the prefix cannot be read: {error}") from error
         if not chains:

@@ -86,6 +86,16 @@ def test_the_least_recently_used_block_goes_first(folder: Folder) -> None:
     assert folder.find() == [700, 600, 128]
 
 
+def test_a_block_keeps_what_it_continues(folder: Folder) -> None:
+    """The beginning counts as used with the block, and a block whose beginning must go for it is refused."""
+    folder.index.limit = 300
+    assert folder.add(128) and folder.add(900) and folder.add(256, 128)
+    assert folder.add(300, 256)
+    assert folder.files == {"128-0-8", "256-0-8", "300-0-8"}
+    assert not folder.add(400, 300)
+    assert folder.find()[-1] == 128 and "400-0-8" not in folder.files
+
+
 def test_a_block_without_its_beginning_is_refused(folder: Folder) -> None:
     """A block that continues a dropped one, or that exceeds the whole folder, is removed."""
     assert not folder.add(256, 128)
