@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 
 from coordinator.pipeline.pipeline import Pipeline
@@ -23,6 +24,9 @@ LONGEST_RESTORE = 5.0
 SHORTEST_LOAD = 1.0
 """Seconds. Time that a disk has to find a prefix, and at least to load it."""
 
+DISK_PAUSE = 60.0
+"""Seconds without loads after a disk was too slow, so that it does not delay every prompt and every open answer."""
+
 SHORTEST_TRANSFER = 1e-3
 """Seconds. Lower bound of a measured transfer, whose clock may not advance."""
 
@@ -36,6 +40,8 @@ class BackupTransfer:
         self._background = BackgroundTasks()
         self._bytes_per_second = 0.0
         """Speed of the newest transfer."""
+        self._no_disk_until = -math.inf
+        """Time before which no disk is asked, because one was stuck."""
 
     def read_soon(self, pipeline: Pipeline, made: BackupInFlight) -> None:
         """Start to read a backup that the stages have made."""
@@ -106,7 +112,7 @@ class BackupTransfer:
             return  # the sequence is part of another plan now
         if sequence in scheduler.waiting:
             sequence.await_backup(tokens, from_disk=found > 0)
-        elif tokens:  # its client has left
+        elif tokens or pipeline.has_disk:  # its client has left, and some stages may have loaded
             scheduler.ops.append(Evict(sequence.seq_id))
         then()
 
@@ -115,9 +121,9 @@ class BackupTransfer:
 
         A disk that takes longer than the stages would is not waited for.
         """
-        if not pipeline.has_disk:
-            return 0
         started, tokens = self._clock(), sequence.tokens
+        if not pipeline.has_disk or started < self._no_disk_until:
+            return 0
         try:
             async with asyncio.timeout(SHORTEST_LOAD):
                 found = await pipeline.find_prefix(tokens)
@@ -126,8 +132,12 @@ class BackupTransfer:
             computed = self._scheduler.prompts.expected_seconds(found - held)
             async with asyncio.timeout(max(SHORTEST_LOAD, computed or LONGEST_RESTORE)):
                 await pipeline.load_prefix(sequence.seq_id, tokens[:found])
-        except (ClusterError, TimeoutError) as error:
-            log.info("prefix not loaded", extra={"error": str(error) or "the disk is too slow"})
+        except TimeoutError:
+            self._no_disk_until = self._clock() + DISK_PAUSE
+            log.warning("prefix not loaded: the disk is too slow", extra={"seconds": DISK_PAUSE})
+            return 0
+        except ClusterError as error:
+            log.info("prefix not loaded", extra={"error": str(error)})
             return 0
         log.info(
             "prefix loaded",

@@ -54,17 +54,17 @@ class DiskPipeline(SimulatedPipeline):
         self.last.receive_backup(seq_id, [state])
 
 
-async def answer(disk: str, count: int = 1) -> tuple[list[int], float, DiskPipeline]:
-    """Return the tokens of the last of `count` equal requests, the seconds until its first token, and the pipeline."""
+async def answer(disk: str, *prompts: tuple[int, ...]) -> tuple[list[int], float, DiskPipeline]:
+    """Return the tokens of the last of some requests, the seconds until its first token, and the pipeline."""
     clock = asyncio.get_running_loop().time
     pipeline = DiskPipeline(Timing(2), FakeLastStage(1), 1, ROOM, has_disk=disk != "", disk=disk)
     scheduler = Scheduler(Limits(context=4096), Controller(MtpMode(0)))
     loop = GenerationLoop(OnePipeline(pipeline), scheduler, clock)
     await loop.start()
     tokens, first = list[int](), 0.0
-    for _ in range(count):
+    for prompt in prompts or (PROMPT,):
         tokens, started = [], clock()
-        async for event in generate(loop, GenerationRequest(PROMPT, 20)):
+        async for event in generate(loop, GenerationRequest(prompt, 20)):
             if isinstance(event, TokenChunk):
                 first = clock() - started if not tokens else first
                 tokens += event.tokens
@@ -78,7 +78,7 @@ def positions(frames: Sequence[Frame]) -> list[int]:
 
 def test_a_prompt_starts_from_the_disk() -> None:
     """The stages compute only what is new, and save the prefix in memory for the next request."""
-    tokens, _, pipeline = run_virtually(answer("good", 2))
+    tokens, _, pipeline = run_virtually(answer("good", PROMPT, PROMPT))
     assert tokens == plain(PROMPT, 20)
     assert min(positions(pipeline.last.seen)) == STORED
     assert pipeline.loaded == 1, "the second request finds the entry in memory"
@@ -92,6 +92,9 @@ def test_a_bad_disk_costs_no_answer(kind: str) -> None:
     tokens, first, _ = run_virtually(answer(kind))
     without, usual, _ = run_virtually(answer(""))
     assert tokens == without == plain(PROMPT, 20)
+    if "stuck" in kind:
+        _, again, _ = run_virtually(answer(kind, PROMPT, PROMPT[::-1]))
+        assert again - usual < 0.1, "the next request does not wait for it"
     assert first - usual < {"damaged": 0.1, "load is stuck": 6.5, "search is stuck": 1.5}[kind]
 
 
