@@ -83,17 +83,6 @@ class BlockIndex:
         self._database.execute(f"PRAGMA user_version = {VERSION}")
         self._remove_stale()
 
-    def close(self) -> None:
-        """Close the database."""
-        with self._lock:
-            self._database.close()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        with self._lock:
-            return self._total()
-
     def add(self, block: Block, nbytes: int) -> bool:
         """Add a block whose file is written. Drop those used least recently to make room.
 
