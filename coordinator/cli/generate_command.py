@@ -21,10 +21,12 @@ from coordinator.cli.options import (
     JsonOption,
     KvBitsOption,
     MtpOption,
+    NgramOption,
     SlicesOption,
     checked_slices,
 )
 from coordinator.depth.controller import MtpMode
+from coordinator.depth.ngrams import NgramMode
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.request import (
@@ -266,6 +268,7 @@ def generate(
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     mtp: MtpOption = "auto",
+    ngram: NgramOption = NgramMode.auto,
     stages: Annotated[int, typer.Option(min=1, help="Cut the model into this many stages.")] = 1,
     dtype: DtypeOption = None,
     kv_bits: KvBitsOption = None,
@@ -309,6 +312,7 @@ def generate(
         stages=stages,
         dtype=dtype,
         mtp=mode,
+        ngram=ngram,
         kv_bits=None if kv_bits is None else int(kv_bits),
         exact=exact,
         slices=checked_slices(slices, exact, draft_vocab),

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from coordinator.depth.ngrams import NgramMode
 from coordinator.planning.groups import MAX_GROUP, Parallel, Prefer
 from mtp.checkpoint.hub.resolve import BUILTIN, local_repos
 from proto.errors import UsageError
@@ -42,6 +43,12 @@ MtpOption = Annotated[
     str,
     typer.Option(
         help="Drafts a step: auto, off, a number, or filled: several windows of an answer in flight."
+    ),
+]
+NgramOption = Annotated[
+    NgramMode,
+    typer.Option(
+        help="Drafts from the text itself, which continue an earlier place of the newest tokens, where they pay."
     ),
 ]
 ParallelOption = Annotated[

@@ -20,6 +20,7 @@ from coordinator.cli.options import (
     ModelArgument,
     ModelOption,
     MtpOption,
+    NgramOption,
     NoMdnsOption,
     ParallelOption,
     PreferOption,
@@ -30,6 +31,7 @@ from coordinator.cli.options import (
 )
 from coordinator.cli.trust_commands import StateOption
 from coordinator.depth.controller import MtpMode
+from coordinator.depth.ngrams import NgramMode
 from coordinator.planning.capacity import DEFAULT_SEQUENCES
 from coordinator.planning.groups import Parallel, Prefer
 from coordinator.serve.served_parts import DEFAULT_WAIT, ServeOptions
@@ -88,6 +90,7 @@ def serve(
     no_mdns: NoMdnsOption = False,
     dtype: DtypeOption = None,
     mtp: MtpOption = "auto",
+    ngram: NgramOption = NgramMode.auto,
     kv_bits: KvBitsOption = None,
     exact: ExactOption = False,
     slices: SlicesOption = None,
@@ -255,6 +258,7 @@ def serve(
         mdns=not no_mdns,
         dtype=dtype,
         mtp=MtpMode.parse(mtp),
+        ngram=ngram,
         kv_bits=None if kv_bits is None else int(kv_bits),
         exact=exact,
         slices=checked_slices(slices, exact, draft_vocab, shared, nodes),

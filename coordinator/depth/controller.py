@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
+from coordinator.depth.ngrams import (
+    MOST_DRAFTS,
+    MatchAcceptance,
+    MatchResults,
+    NgramMatcher,
+    NgramMode,
+)
 from coordinator.depth.search import AcceptanceEstimate, DraftResult, Search, SearchReport
 from coordinator.depth.step_costs import Shape, StepCost
 from proto.errors import UsageError
@@ -56,19 +64,31 @@ FILLED_WIDTHS = (1, 2, 3, 4, 6, 8)
 """Tokens. Widths of windows in a filled pipeline. Widths between them differ too little to measure them."""
 
 
+MATCHED_WIDTHS = (2, 3, 4, 6, 8, 12, 16)
+"""Tokens. Widths of windows whose drafts come from the text."""
+
+MATCHED_ROWS = 64
+"""Rows of a step, at most, if each of its sequences has a match."""
+
+
 class Controller:
     """The choice of each step's shape, for any number of sequences that step together.
 
     One controller serves a whole process. All sequences share one acceptance estimate, because acceptance depends on
-    the text. Costs are separate for 1, 2, 3-4, 5-8, … sequences a step.
+    the text. Costs are separate for 1, 2, 3-4, 5-8, … sequences a step. With `ngram` windows may take their drafts
+    from the text, in every mode, where the measured costs and the acceptance of matches say that it pays.
     """
 
-    def __init__(self, mode: MtpMode, max_depth: int = AUTO_DEPTH) -> None:
+    def __init__(
+        self, mode: MtpMode, max_depth: int = AUTO_DEPTH, ngram: NgramMode = NgramMode.off
+    ) -> None:
         self.mode = mode
+        self.ngram = ngram
         self.fused_width: int | None = None
         """Width of the widest windows with fused attention. Wider ones are expected to cost more, until measured."""
         self.max_depth = max_depth
         self.acceptance = AcceptanceEstimate()
+        self.match_acceptance = MatchAcceptance()
         self._searches: dict[tuple[int, int], Search] = {}
 
     def choose_shape(self, sequences: int = 1, fill: int = 1) -> Shape:
@@ -82,20 +102,49 @@ class Controller:
             return Shape(1)
         return self._search(sequences, fill).choose_shape()
 
+    def new_matcher(self) -> NgramMatcher | None:
+        """Return a matcher for a new text, or None if the text is not searched."""
+        return None if self.ngram is NgramMode.off else NgramMatcher()
+
+    def matched_shape(
+        self, matcher: NgramMatcher, sequences: int = 1, fill: int = 1
+    ) -> Shape | None:
+        """Return the shape of the next window of a sequence with the drafts of its match, or None without them.
+
+        The arguments are those of `choose_shape`. A single sequence is asked for with `fill` above 1.
+        """
+        if matcher.match is None:
+            return None
+        estimate = self.match_acceptance.estimate_of(matcher.match.length)
+        shapes = matched_shapes(sequences, fill)
+        return self._search(sequences, fill).matched_shape(estimate, shapes, sequences)
+
+    def record_match(self, found: MatchResults) -> None:
+        """Record the results of the drafts of a match."""
+        self.match_acceptance.record_results(found)
+
     def record_drafts(self, results: Iterable[DraftResult]) -> None:
-        """Record the results of a window's drafts. Do not call it for invalidated windows."""
+        """Record the results of a window's drafts. Do not call it for invalidated windows, nor for those of a match."""
         self.acceptance.record_drafts(results)
 
     def record_step_cost(
-        self, sequences: int, width: int, drafted: int, cost: StepCost, fill: int = 1
+        self,
+        sequences: int,
+        width: int,
+        drafted: int,
+        cost: StepCost,
+        fill: int = 1,
+        matched: Shape | None = None,
     ) -> None:
         """Record the cost of a step that verified windows of `width` tokens and drafted `drafted` tokens for each.
 
         Do not call it for steps with prompt tokens or with windows of different widths. A step between two shapes,
-        which verified for one and drafted for the other, is ignored.
+        which verified for one and drafted for the other, is ignored. `matched` is the shape of those of its windows
+        whose drafts come from the text. The others may then have any width.
         """
-        if self.mode.depth is None and (fill > 1 or not self.mode.filled):
-            self._search(sequences, fill).record_step_cost(width, drafted, cost)
+        searched = self.mode.depth is None and (fill > 1 or not self.mode.filled)
+        if searched or self.ngram is NgramMode.auto:
+            self._search(sequences, fill).record_step_cost(width, drafted, cost, matched)
 
     def forget_costs(self) -> None:
         """Forget all costs, because other machines or other cuts serve from now on. Keep the acceptance."""
@@ -103,7 +152,7 @@ class Controller:
 
     def report(self) -> tuple[SearchReport, ...]:
         """Return the shapes that the controller compares, for status pages. It is empty unless in `auto`."""
-        if self.mode.filled:
+        if self.mode.filled or self.mode.depth is not None:
             return ()
         found = []
         for (bits, fill), search in sorted(self._searches.items()):
@@ -116,9 +165,10 @@ class Controller:
         key = ((sequences - 1).bit_length(), fill)
         if key not in self._searches:
             deepest = None if self.mode.filled else self.max_depth
-            self._searches[key] = Search(
-                self.acceptance, shapes_to_compare(fill, deepest), self.fused_width
-            )
+            shapes = shapes_to_compare(fill, deepest)
+            if self.mode.depth is not None:
+                shapes = [Shape(self.mode.depth + 1)]
+            self._searches[key] = Search(self.acceptance, shapes, self.fused_width)
         return self._searches[key]
 
 
@@ -130,3 +180,12 @@ def shapes_to_compare(fill: int, max_depth: int | None) -> list[Shape]:
     blocks = [] if max_depth is None else [Shape(depth + 1) for depth in range(max_depth + 1)]
     filled = [Shape(w, f) for f in range(fill, 1, -1) for w in FILLED_WIDTHS]
     return blocks + [shape for shape in filled if shape.depth <= FILLED_DEPTH] or [Shape(1)]
+
+
+@lru_cache(maxsize=64)
+def matched_shapes(sequences: int, fill: int) -> tuple[Shape, ...]:
+    """Return the shapes of windows with the drafts of a match: blocks, and filled pipelines of up to `fill` windows."""
+    widest = max(MATCHED_WIDTHS[0], min(MOST_DRAFTS + 1, MATCHED_ROWS // sequences))
+    blocks = [Shape(width, matched=True) for width in MATCHED_WIDTHS if width <= widest]
+    filled = [Shape(w, f, matched=True) for f in range(fill, 1, -1) for w in FILLED_WIDTHS]
+    return (*blocks, *(shape for shape in filled if shape.ahead <= MOST_DRAFTS))

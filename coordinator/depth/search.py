@@ -234,10 +234,20 @@ class Search:
         self._tries: dict[Shape, int] = {}
         """Probes of each shape since the last change of shape."""
         self._probe_began = 0
+        self._matched: dict[AcceptanceEstimate, tuple[int, Shape | None]] = {}
+        """The questions about matches of each class, and the choice for them."""
         self._start_probe(self.current)
 
-    def record_step_cost(self, width: int, drafted: int, cost: StepCost) -> None:
-        """Record the cost of a step that verified windows of `width` tokens and drafted `drafted` tokens for each."""
+    def record_step_cost(
+        self, width: int, drafted: int, cost: StepCost, matched: Shape | None = None
+    ) -> None:
+        """Record the cost of a step that verified windows of `width` tokens and drafted `drafted` tokens for each.
+
+        `matched` is the shape of those of its windows whose drafts come from the text.
+        """
+        if matched is not None:
+            self.costs.record_cost(matched, cost)
+            return
         fill = (drafted + 1) // width
         shape = Shape(width, fill)
         if fill and shape.depth == drafted:
@@ -263,6 +273,48 @@ class Search:
             return self.current
         self._start_probe(candidate)
         return candidate
+
+    def matched_shape(
+        self, estimate: AcceptanceEstimate, shapes: Sequence[Shape], sequences: int
+    ) -> Shape | None:
+        """Return the best of `shapes` for a match with this acceptance, or None if the head or no draft is better.
+
+        `sequences` step together, and one of them has the match. A choice holds for EVALUATION_STEPS questions.
+        """
+        questions, shape = self._matched.get(estimate, (0, None))
+        if questions % EVALUATION_STEPS == 0:
+            shape = self._best_matched(estimate, shapes, sequences)
+        self._matched[estimate] = questions + 1, shape
+        return shape
+
+    def _best_matched(
+        self, estimate: AcceptanceEstimate, shapes: Sequence[Shape], sequences: int
+    ) -> Shape | None:
+        """Return the best of `shapes`, whose first use measures it, or None before the present shape is measured."""
+        if not self.costs.is_measured(self.current):
+            return None
+        chances = estimate.by_position(max(shape.ahead for shape in shapes))
+        best = max(shapes, key=lambda s: self._matched_value(s, chances, sequences))
+        if self._matched_value(best, chances, sequences) <= self._value(self.current) + SWITCH_GAIN:
+            return None
+        if not (self.costs.is_measured(best) or self.costs.is_measuring(best)):
+            self.costs.start_measurement(best)
+        return best
+
+    def _matched_value(self, shape: Shape, chances: Sequence[float], sequences: int) -> float:
+        """Return the logarithm of tokens per second of a sequence, on the scale of `_value`.
+
+        The other sequences of the step yield what they yield without the match. No drafts follow a rejected window, so
+        the step after it yields one token.
+        """
+        chances = chances[: shape.ahead]
+        if shape.fill > 1:
+            return self._run_value(shape, chances)
+        usual = self._tokens(self.current) if self.current.fill == 1 else 1.0
+        lost = (1 - math.prod(chances)) * (usual - 1)
+        tokens = max(expected_accepted_length(chances) - lost, 1e-9)
+        mean = (tokens + (sequences - 1) * usual) / sequences
+        return math.log(mean) - self.costs.relative_cost(shape)
 
     def report(self) -> tuple[ShapeReport, ...]:
         """Return the state of plain decoding and of every shape that was measured."""
@@ -290,17 +342,20 @@ class Search:
         return expected_run(chances, shape.width).tokens
 
     def _value(self, shape: Shape, chances: Sequence[float] | None = None) -> float:
-        """Return the logarithm of tokens per second, up to a constant.
-
-        A filled pipeline is valued over a run between two misspeculations. A pass goes by until the first window
-        returns, and an interval for each further window.
-        """
+        """Return the logarithm of tokens per second, up to a constant."""
         if chances is None:
             chances = self.acceptance.by_position(shape.depth)
         chances = chances[: shape.depth]
-        cost = self.costs.relative_cost(shape)
         if shape.fill == 1:
-            return math.log(expected_accepted_length(chances)) - cost
+            return math.log(expected_accepted_length(chances)) - self.costs.relative_cost(shape)
+        return self._run_value(shape, chances)
+
+    def _run_value(self, shape: Shape, chances: Sequence[float]) -> float:
+        """Return the value of a filled pipeline over a run between two misspeculations.
+
+        A pass goes by until the first window returns, and an interval for each further window.
+        """
+        cost = self.costs.relative_cost(shape)
         run = expected_run(chances, shape.width)
         passes = 1 + (run.windows - 1) * self.costs.interval_share(shape)
         return math.log(run.tokens / passes) - cost

@@ -13,16 +13,22 @@ class Shape:
     """Windows of `width` tokens, up to `fill` of them in flight.
 
     With `fill` 1 a window takes all drafts (a block). With `fill` > 1 the pipeline is filled: all windows but the
-    first are speculative.
+    first are speculative. With `matched` the drafts come from the text, and none are requested.
     """
 
     width: int = 1
     fill: int = 1
+    matched: bool = False
+
+    @property
+    def ahead(self) -> int:
+        """Drafts of a chain: enough for the newest window in flight when the oldest one is accepted whole."""
+        return self.width * self.fill - 1
 
     @property
     def depth(self) -> int:
-        """Drafts to request with a window: enough for the newest window in flight when this one is accepted whole."""
-        return self.width * self.fill - 1
+        """Drafts to request with a window."""
+        return 0 if self.matched else self.ahead
 
 
 @dataclass(frozen=True)

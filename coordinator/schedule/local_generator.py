@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from coordinator.depth.controller import Controller, MtpMode
+from coordinator.depth.ngrams import NgramMode
 from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines, LocalSource
 from coordinator.planning.capacity import even_spans
 from coordinator.schedule.loop import GenerationLoop
@@ -59,6 +60,7 @@ async def local_generator(
     stages: int = 1,
     dtype: str | None = None,
     mtp: MtpMode = AUTO,
+    ngram: NgramMode = NgramMode.off,
     kv_bits: int | None = None,
     exact: bool = False,
     slices: int = 1,
@@ -94,7 +96,7 @@ async def local_generator(
     make = partial(LocalPipelines(model, state, prefix_disk).make, on_progress=on_progress)
     config = checkpoint.config
     limits = limits or Limits(config.max_positions, config.vocab_size)
-    scheduler = Scheduler(limits, Controller(mode), vocabulary)
+    scheduler = Scheduler(limits, Controller(mode, ngram=ngram), vocabulary)
     loop = GenerationLoop(LocalSource(make), scheduler)
     try:
         await loop.start()

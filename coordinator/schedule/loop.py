@@ -113,6 +113,8 @@ class GenerationLoop(Generator):
             kv_limit=scheduler.capacity.kv_tokens,
             tokens_per_second=frames.tokens_per_second(now),
             drafted_by_position=tuple(frames.drafts.drafted),
+            ngram_drafted=sum(frames.matched.drafted),
+            ngram_accepted=sum(frames.matched.accepted),
             accepted_by_position=tuple(frames.drafts.accepted),
             prefilling=tuple(
                 PrefillStatus(
@@ -207,6 +209,7 @@ class GenerationLoop(Generator):
                 speculative=sent is not None and sent.speculative,
                 tokens=outcome.token_count,
                 draft_results=outcome.draft_results,
+                matched_results=outcome.matched_results,
             )
         finally:  # the scheduler has applied these outcomes and will not return them again
             self._deliver_events(outcome)

@@ -58,13 +58,15 @@ from proto.prefix_key import prefix_key
 class FrameOutcome:
     """Events for clients, by `seq_id`; rollbacks for workers; results of drafts in the order of their chains.
 
-    `now` is the time of the frame's return. `backup` is the backup that it has made, for the coordinator to read.
+    `draft_results` are those of the head's drafts, `matched_results` those of matches of the text. `now` is the time of
+    the frame's return. `backup` is the backup that it has made, for the coordinator to read.
     """
 
     now: float
     events: list[tuple[int, GenerationEvent]] = field(default_factory=list)
     rollbacks: list[Rollback] = field(default_factory=list)
     draft_results: list[DraftResult] = field(default_factory=list)
+    matched_results: list[DraftResult] = field(default_factory=list)
     backup: BackupInFlight | None = None
 
     def add_tokens(self, seq_id: int, chunk: TokenChunk) -> None:
@@ -232,7 +234,7 @@ class Scheduler:
         served = self.capacity.sequences
         places = self.capacity.queue + max(0, served - len(self.running))
         check_queue(self.waiting, places, request.client, served)
-        sequence = Sequence(self._next_seq, request, now)
+        sequence = Sequence(self._next_seq, request, now, matcher=self.controller.new_matcher())
         self._next_seq += 1
         self.backups.start_from_prefix(sequence)
         self._queue_sequence(sequence)
@@ -334,9 +336,14 @@ class Scheduler:
         if not chosen and all_decode:
             chosen = self._next_to_run_ahead(decoding, filled=filled)
             record.follows = next((s.newest_frame for s in chosen if s.windows_in_flight), None)
+        if not filled:
+            shapes = [self._matched_shape(sequence, len(chosen)) or shape for sequence in chosen]
+        else:
+            shapes = [shape] * len(chosen)
+        relay = all_decode and self.stages > 1
         segments = [
-            self._window_segment(sequence, shape, record, relay=all_decode and self.stages > 1)
-            for sequence in chosen
+            self._window_segment(sequence, own, record, relay=relay)
+            for sequence, own in zip(chosen, shapes, strict=True)
         ]
         if chosen:
             self._shape = None
@@ -344,7 +351,19 @@ class Scheduler:
             record.micro_batches = min(len(decoding), self.stages)
             record.fill = self._fill(len(decoding))
             record.speculative = len(chosen[0].windows_in_flight) > 1 and not record.continues
+            pairs = zip(shapes, segments, strict=True)
+            whole = [own for own, s in pairs if own.matched and s.width == own.width]
+            record.matched = max(whole, key=lambda own: own.width, default=None)
         return segments
+
+    def _matched_shape(self, sequence: Sequence, count: int, fill: int = 1) -> Shape | None:
+        """Return the shape of a window of `sequence` with drafts from its text, or None if they do not pay.
+
+        `count` sequences step together, each with up to `fill` windows in flight.
+        """
+        if sequence.matcher is None:
+            return None
+        return self.controller.matched_shape(sequence.matcher, count, fill)
 
     def _next_shape(self, count: int) -> Shape:
         """Return the shape of the next micro-batch of `count` sequences. It is chosen once."""
@@ -365,7 +384,10 @@ class Scheduler:
         if not going:
             return []
         shape = going[0].shape if filled else self._next_shape(len(going))
-        return [] if shape is None or shape.depth else going
+        if shape is None or shape.ahead:
+            return []
+        fill = self._fill(len(decoding)) if filled else 1
+        return [] if any(self._matched_shape(s, len(going), fill) for s in going) else going
 
     def _fill(self, decoding: int) -> int:
         """Return how many windows a sequence may have in flight. It is one while prompts keep the stages busy."""
@@ -378,7 +400,10 @@ class Scheduler:
         for sequence in decoding:
             if sequence.shape is None:
                 fill = self._fill(len(decoding))
-                sequence.shape = self.controller.choose_shape(1, fill)
+                matched = self._matched_shape(sequence, 1, fill)
+                sequence.shape = matched or self.controller.choose_shape(1, fill)
+            if sequence.shape.matched:
+                sequence.draft_from_match(sequence.shape)
             if sequence.windows_in_flight and sequence.seq_id == self.backups.due:
                 continue  # a backup needs a moment without open windows
             if sequence.can_send_window(sequence.shape):
@@ -393,6 +418,8 @@ class Scheduler:
         position = len(sequence.tokens) - 1 + sequence.tokens_in_flight
         if not sequence.windows_in_flight:
             self._queue_backup(sequence, position, self.next_number)
+        if shape.matched:
+            sequence.draft_from_match(shape)
         window = sequence.next_window(shape, record, relay=relay)
         # The sequence moves to the end, so the next micro-batch takes other sequences first.
         self.running[sequence.seq_id] = self.running.pop(sequence.seq_id)
@@ -528,8 +555,8 @@ class Scheduler:
         sequence = self.running.get(first.seq_id)
         cost = self._step_costs.measure(frame, record, now, sequence, idle=not self.in_flight)
         if cost is not None:
-            rows, fill = record.decode_rows, record.fill
-            self.controller.record_step_cost(rows, first.width, first.drafts, cost, fill)
+            rows, shape = record.decode_rows, (first.width, first.drafts)
+            self.controller.record_step_cost(rows, *shape, cost, record.fill, record.matched)
 
     def _apply_chunk(
         self, sequence: Sequence, segment: Segment, outcome: Outcome, result: FrameOutcome
@@ -545,7 +572,8 @@ class Scheduler:
             tokens = sequence.apply_first_token(outcome)
             chunk = TokenChunk(tokens, outcome.logprobs[: len(tokens)])
             result.add_tokens(sequence.seq_id, chunk)
-            self._finish(sequence, segment, outcome, result)
+        self._follow_text(sequence)
+        self._finish(sequence, segment, outcome, result)
 
     def _apply_window(
         self, sequence: Sequence, segment: Segment, outcome: Outcome, result: FrameOutcome
@@ -557,8 +585,12 @@ class Scheduler:
         sequence.window_returned_at = result.now
         sequence.window_frame = in_flight[0].frame.number
         window_outcome = sequence.apply_outcome(outcome)
-        result.draft_results += window_outcome.draft_results
-        self.controller.record_drafts(window_outcome.draft_results)
+        if window_outcome.matched:
+            result.matched_results += window_outcome.draft_results
+        else:
+            result.draft_results += window_outcome.draft_results
+            self.controller.record_drafts(window_outcome.draft_results)
+        self._follow_text(sequence)
         for window in window_outcome.invalidated:
             window.frame.valid_windows -= 1
         if window_outcome.rollback is not None:
@@ -569,6 +601,14 @@ class Scheduler:
         chunk = TokenChunk(tokens, logprobs, drafted, window_outcome.accepted)
         result.add_tokens(sequence.seq_id, chunk)
         self._finish(sequence, segment, outcome, result)
+
+    def _follow_text(self, sequence: Sequence) -> None:
+        """Find the match of the newest tokens, and learn from the one before."""
+        if sequence.matcher is None:
+            return
+        found = sequence.matcher.follow(sequence.tokens)
+        if found is not None:
+            self.controller.record_match(found)
 
     def _finish(
         self, sequence: Sequence, segment: Segment, outcome: Outcome, result: FrameOutcome

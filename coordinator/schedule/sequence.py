@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
+from coordinator.depth.ngrams import NgramMatcher
 from coordinator.depth.search import DraftCounts, DraftResult
 from coordinator.depth.step_costs import Shape
 from coordinator.schedule.request import FinishReason, GenerationRequest, GenerationStats
@@ -35,6 +36,8 @@ class FrameInFlight:
     returned: bool = False
     speculative: bool = False
     """The frame carries a window that was sent before the previous window of its sequence returned."""
+    matched: Shape | None = None
+    """The shape of its windows whose drafts come from the text, the widest of several."""
 
     @property
     def continues(self) -> bool:
@@ -54,7 +57,8 @@ class Window:
     `first` is the position of its first token in the chain of drafts: 0 for the confirmed token, i for the i-th
     draft. A window with `first` > 0 is speculative: it builds on the unverified windows before it. A window that
     `continues` has one token, which is unknown until the window before it returns. `drafts` are requested after it. The
-    last stage relays the token after a window that `relays` to the first stage.
+    last stage relays the token after a window that `relays` to the first stage. The tokens of a `matched` window come
+    from the text.
     """
 
     number: int
@@ -65,6 +69,7 @@ class Window:
     drafts: int = 0
     continues: bool = False
     relays: bool = False
+    matched: bool = False
 
     @property
     def width(self) -> int:
@@ -88,13 +93,14 @@ class WindowOutcome:
     """The consequences of a returned window.
 
     `tokens` are final. `invalidated` are the windows in flight that build on a rejected token. `rollback` is None if
-    no token leaves the end of the sequence.
+    no token leaves the end of the sequence. The drafts of a `matched` window come from the text.
     """
 
     tokens: tuple[int, ...]
     invalidated: tuple[Window, ...]
     rollback: Rollback | None
     draft_results: tuple[DraftResult, ...]
+    matched: bool = False
 
     @property
     def accepted(self) -> int:
@@ -144,7 +150,9 @@ class Sequence:
     saved_prefix: int = 0
     """Tokens of the newest prefix entry saved from this sequence."""
     drafts: tuple[int, ...] = ()
-    """Drafts of the MTP head for the tokens after `tokens`."""
+    """Drafts for the tokens after `tokens`: those of the MTP head, or of a match of the text."""
+    matcher: NgramMatcher | None = None
+    """Finds matches in `tokens`; None if they are not searched."""
     windows_in_flight: deque[Window] = field(default_factory=deque)
     """The windows in flight that are not invalidated, oldest first."""
     shape: Shape | None = None
@@ -244,6 +252,16 @@ class Sequence:
             len(self.drafts), self.remaining - 1
         )
 
+    def draft_from_match(self, shape: Shape) -> None:
+        """Take the drafts of the match of the text for windows of `shape`.
+
+        There are none while windows in flight have other tokens.
+        """
+        assert self.matcher is not None, "a shape is matched only with a matcher"
+        drafts = self._drafts_before_stop(self.matcher.drafts[: shape.ahead])
+        sent = [token for window in self.windows_in_flight for token in window.tokens][1:]
+        self.drafts = drafts if list(drafts[: len(sent)]) == sent else ()
+
     def next_window(self, shape: Shape, frame: FrameInFlight, *, relay: bool = False) -> Window:
         """Put the next window in flight: the confirmed token and drafts, after the windows already in flight.
 
@@ -261,7 +279,8 @@ class Sequence:
         first = self.tokens_in_flight
         width = shape.width if shape.fill > 1 else len(chain)
         tokens = chain[first : first + width]
-        window = Window(number, first, tokens, frame, depth, relays=relay and width == 1)
+        relay = relay and width == 1
+        window = Window(number, first, tokens, frame, depth, relays=relay, matched=shape.matched)
         self.windows_in_flight.append(window)
         return window
 
@@ -320,7 +339,7 @@ class Sequence:
             self.shape = None  # else the windows in flight return before the shape changes
         self.draft_counts.record_drafts(draft_results)
         rollback = Rollback(self.seq_id, self.commit.window, trim) if trim else None
-        return WindowOutcome(tokens, invalidated, rollback, draft_results)
+        return WindowOutcome(tokens, invalidated, rollback, draft_results, window.matched)
 
     def _classify(self, window: Window, outcome: Outcome) -> WindowResult:
         if outcome.accepted_length < len(window.tokens):

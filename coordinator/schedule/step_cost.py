@@ -48,7 +48,9 @@ class StepCostMeter:
         empty = idle and not full
         self._record_overheads(record, now, sequence, modelled_pass, modelled_cycle, empty)
         widths = {(s.width, s.drafts) for s in frame.segments}
-        if not record.valid_windows or len(widths) > 1 or any(o.cancelled for o in frame.outcomes):
+        if not record.valid_windows or any(o.cancelled for o in frame.outcomes):
+            return None
+        if len(widths) > 1 and record.matched is None:
             return None
         stages = tuple(us / 1e6 for us in frame.stage_us)
         interval = now - sequence.window_returned_at

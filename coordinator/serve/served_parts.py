@@ -19,6 +19,7 @@ from coordinator.cluster.membership import ManagerOptions
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Settings
 from coordinator.depth.controller import Controller, MtpMode
+from coordinator.depth.ngrams import NgramMode
 from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines
 from coordinator.pipeline.pipeline import PipelineSource
 from coordinator.pipeline.worker_client import ConnectionPolicy
@@ -67,6 +68,7 @@ class ServeOptions:
     mdns: bool
     dtype: str | None
     mtp: MtpMode
+    ngram: NgramMode
     kv_bits: int | None
     exact: bool
     slices: int
@@ -256,7 +258,7 @@ class ServedParts:
         self.model = model
         config, options, manager = model.checkpoint.config, model.options, lasting.manager
         limits = Limits(config.max_positions, config.vocab_size, options.prefill_chunk)
-        scheduler = Scheduler(limits, Controller(model.mode), model.vocabulary)
+        scheduler = Scheduler(limits, Controller(model.mode, ngram=options.ngram), model.vocabulary)
         waiting_for = manager.describe_gathering if manager else str
         self.loop = GenerationLoop(source, scheduler, describe_wait=waiting_for)
         facts, alone = model_status(model.checkpoint), model.local.status

@@ -131,6 +131,8 @@ class ClusterStatus:
     tokens_per_second: float = 0.0
     drafted_by_position: tuple[int, ...] = ()
     accepted_by_position: tuple[int, ...] = ()
+    ngram_drafted: int = 0
+    ngram_accepted: int = 0
     prefilling: tuple[PrefillStatus, ...] = ()
     recoveries: int = 0
     uptime_seconds: float = 0.0

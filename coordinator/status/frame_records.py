@@ -334,6 +334,8 @@ class FrameRecords:
     count: int = 0
     """Records since the start."""
     drafts: DraftCounts = field(default_factory=DraftCounts)
+    matched: DraftCounts = field(default_factory=DraftCounts)
+    """The counts of drafts from the text."""
 
     def record_frame(
         self,
@@ -344,9 +346,11 @@ class FrameRecords:
         speculative: bool = False,
         tokens: int = 0,
         draft_results: Iterable[DraftResult] = (),
+        matched_results: Sequence[DraftResult] = (),
     ) -> None:
         """Record a returned frame. `speculative` says that its windows were sent on unverified ones."""
         self.drafts.record_drafts(draft_results)
+        self.matched.record_drafts(matched_results)
         _log_frame(frame)
         if not frame.segments:  # only operations, such as the end of a sequence
             return

@@ -195,6 +195,11 @@ def _drafts(status: ClusterStatus) -> Iterator[Metric]:
         for position, count in enumerate(counts, start=1):
             family.add_metric([str(position)], count)
         yield family
+    for name, text, count in (
+        ("mtp_ngram_drafts", "Drafts from the text.", status.ngram_drafted),
+        ("mtp_accepted_ngram_drafts", "Accepted drafts from the text.", status.ngram_accepted),
+    ):
+        yield CounterMetricFamily(name, text, value=count)
 
 
 def _node_gauges(nodes: tuple[NodeStatus, ...]) -> Iterator[Metric]:

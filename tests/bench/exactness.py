@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import tempfile
@@ -34,6 +35,7 @@ from tests.bench.dialled_model import FULL_BITS, NOISE, SHAPES, write_dialled_mo
 from tests.bench.machine import about
 from tests.bench.texts import held_out_prompts
 from tests.support.checkpoints.checkpoints import convert_checkpoint
+from tests.support.stages.eager_matches import EagerMatches
 from tests.support.stages.local_run import Answered, answer
 
 MODES = ("1", "2", "4", "auto", "off")
@@ -154,25 +156,34 @@ async def measure(
     common: dict[str, Any] = {"exact": options.exact}
     if options.dtype:
         common["dtype"] = options.dtype
-    count = max(4, int(options.tokens / (0.75 * options.length * 1.25 * len(options.modes))))
+    count = max(
+        4,
+        int(
+            options.tokens
+            / (0.75 * options.length * 1.25 * len(options.modes) * len(options.stages))
+        ),
+    )
     requests = list(random_requests(prompts, options.length, count, rng))
     started = time.perf_counter()
     async with local_generator(checkpoint, mtp=MtpMode(0), prefix_cache=False, **common) as loop:
         expected = await answers_alone(loop, requests, rng)
     print(f"{len(requests)} answers alone: {time.perf_counter() - started:.0f} s", flush=True)
     rows: dict[str, Any] = {}
-    for mode in options.modes:
+    for mode, stages in itertools.product(options.modes, options.stages):
         started, total = time.perf_counter(), Count()
         order = rng.sample(range(len(requests)), len(requests))
-        async with local_generator(checkpoint, mtp=MtpMode.parse(mode), **common) as loop:
+        parsed = MtpMode.parse(mode)
+        async with local_generator(checkpoint, mtp=parsed, stages=stages, **common) as loop:
+            if options.ngrams:
+                loop.scheduler.controller = EagerMatches(parsed)
             asked = [requests[i] for i in order]
             found = await answers_together(loop, asked, rng, options.kills)
-            recoveries = loop.recoveries
+            recoveries, matched = loop.recoveries, loop.status().ngram_accepted
         for i, one in zip(order, found, strict=True):
             total.compare(one, expected[i])
-        rows[mode] = vars(total) | {"recoveries": recoveries}
+        rows[f"{mode}, {stages}"] = vars(total) | {"recoveries": recoveries, "matched": matched}
         print(
-            f"| {mode} | {total.answers} | {total.tokens} | {total.answers_with_other_tokens} | "
+            f"| {mode} | {stages} | {matched} | {total.answers} | {total.tokens} | {total.answers_with_other_tokens} | "
             f"{total.answers_with_other_logprobs} | {recoveries} | {time.perf_counter() - started:.0f} s |",
             flush=True,
         )
@@ -211,6 +222,8 @@ def main() -> None:
         "--kills", type=int, default=2, help="failures of the pipeline for each --mtp"
     )
     parser.add_argument("--modes", nargs="+", default=list(MODES))
+    parser.add_argument("--stages", type=int, nargs="+", default=[1])
+    parser.add_argument("--ngrams", action="store_true", help="draft from every match of the text")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -218,9 +231,10 @@ def main() -> None:
         f"{about()}; {options.model} {options.quantize or ''} {options.dtype or ''} exact={options.exact}"
     )
     print(
-        "| --mtp | answers | tokens | other tokens | other log-probabilities | recoveries | time |"
+        "| --mtp | stages | accepted n-gram drafts | answers | tokens | other tokens | other log-probabilities"
+        " | recoveries | time |"
     )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| --- " * 9 + "|")
     with tempfile.TemporaryDirectory() as folder:
         path, prompts = model_of(options, Path(folder))
         rows = asyncio.run(measure(path, prompts, options))

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from coordinator.depth.controller import Controller, MtpMode
+from coordinator.depth.ngrams import NgramMode
 from coordinator.pipeline.pipeline import Pipeline
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
@@ -180,7 +181,10 @@ class Study:
         """Begin a coordinator with one of the modes."""
         scheduler = Scheduler(
             Limits(context=1024, prefill_chunk=16, step_tokens=32),
-            Controller(MtpMode.parse(self.chance.choice(MODES))),
+            Controller(
+                MtpMode.parse(self.chance.choice(MODES)),
+                ngram=self.chance.choice(tuple(NgramMode)),
+            ),
         )
         self.loop = GenerationLoop(self.plans, scheduler, self.clock)
         await self.loop.start()

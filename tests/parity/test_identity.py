@@ -116,6 +116,23 @@ def test_drafts_stages_and_concurrency_change_nothing(
         assert accepted(found) > 0, "no draft was accepted, so the test compared nothing"
 
 
+@pytest.mark.parametrize(
+    ("mtp", "stages"),
+    [
+        ("2", 1),
+        *(pytest.param(m, s, marks=pytest.mark.thorough) for m, s in (("off", 2), ("filled", 4))),
+    ],
+)
+def test_drafts_from_the_text_change_nothing(mtp: str, stages: int) -> None:
+    """Prompts that repeat themselves have matches, and the answers are those without them."""
+    repeated = [f"{prompt} {prompt}" for prompt in FEW]
+    asked = requests(repeated, COUNT)
+    plain = answers(asked, "off", one_by_one=True)
+    found = answers(asked, mtp, stages, one_by_one=mtp == "filled", ngrams=True)
+    check_same(found, plain)
+    assert accepted(found) > 0, "no draft was accepted, so the test compared nothing"
+
+
 class RandomDepth(Controller):
     """A controller that draws a random depth for every micro-batch and records it."""
 

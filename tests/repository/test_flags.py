@@ -15,6 +15,7 @@ from typer.main import get_command
 import worker.cli
 from coordinator.cli import import_command
 from coordinator.depth.controller import MtpMode
+from coordinator.depth.ngrams import NgramMode
 from coordinator.planning.groups import Parallel, Prefer
 from mtp.checkpoint.hub.resolve import find_model
 from mtp.head.draft_vocabulary import DraftVocabularySize
@@ -76,6 +77,7 @@ SERVE: Rows = {
     "--no-mdns": ([], {"mdns": False}),
     "--dtype": (["float16"], {"dtype": "float16"}),
     "--mtp": (["3"], {"mtp": MtpMode.parse("3")}),
+    "--ngram": (["off"], {"ngram": NgramMode.off}),
     "--kv-bits": (["8"], {"kv_bits": 8}),
     "--exact": ([], {"exact": True, "slices": 1}),
     "--slices": (["4", "--exact"], {"exact": True, "slices": 4}),

@@ -76,6 +76,7 @@ export class SpeedView {
     const chosen = (status.mtp_choices ?? []).filter((one) => one.shapes.length > 1).map(choice);
     this.mtp.replaceChildren(
       h("p", { class: "hint lead" }, DRAFTS), h("p", { class: "lead" }, modeLine(status.mtp)),
+      status.ngram_drafted ? h("p", { class: "hint" }, `Drafts from the text: ${share(status.ngram_accepted / status.ngram_drafted)} of ${count(status.ngram_drafted)} accepted.`) : "",
       ...lines.map((line) => h("p", { class: "hint" }, line)),
       rows.length ? h("table", { class: "plain" }, h("caption", { class: "hidden" }, "Drafts accepted, by position"), h("thead", {}, h("tr", {}, ["Position", "Accepted", "", "Drafts"].map((t, i) => h(t ? "th" : "td", t ? { scope: "col", class: i === 1 || i === 3 ? "number" : "" } : {}, t)))), h("tbody", {}, rows)) : "",
       chosen.length ? h("div", { class: "choices" }, chosen) : "");

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from coordinator.depth.controller import Controller, MtpMode
+from coordinator.depth.ngrams import NgramMode
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.backups import BackupInFlight
 from coordinator.schedule.prompts import Limits
@@ -32,9 +33,10 @@ class Drive:
         stage: FakeLastStage | None = None,
         *,
         mtp: str | None = None,
+        ngram: NgramMode = NgramMode.off,
     ) -> None:
         mode = MtpMode(depth) if mtp is None else MtpMode.parse(mtp)
-        self.scheduler = Scheduler(limits, Controller(mode))
+        self.scheduler = Scheduler(limits, Controller(mode, ngram=ngram))
         self.now = 0.0
         self.frame_seconds = 1.0
         """Seconds from one returned frame to the next."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from proto.backup import LayerState
@@ -71,6 +71,8 @@ class FakeLastStage:
         self.epoch = epoch
         self.right, self.out_of = right, out_of
         self.stage_us = stage_us
+        self.next_token: Callable[[Sequence[int], int], int] = target
+        """The model: the token after a text, for a seed."""
         self.sequences: dict[int, FakeSequence] = {}
         self.prefixes: dict[int, tuple[int, ...]] = {}
         self.backups: dict[int, tuple[int, LayerState]] = {}
@@ -159,7 +161,7 @@ class FakeLastStage:
         held.stack.extend(*where, stays_open=segment.open)
         tokens = segment.tokens
         if segment.continues:
-            tokens = (target(held.tokens, held.admitted.params.seed),)
+            tokens = (self.next_token(held.tokens, held.admitted.params.seed),)
         held.tokens += tokens
         assert len(held.tokens) <= held.admitted.capacity
         if not segment.sample:
@@ -170,7 +172,7 @@ class FakeLastStage:
             held.stack.commit(segment.window, accepted_length, in_header=False)
         if not accepted_length:
             return Outcome(segment.seq_id, segment.window, 0)
-        token = target(held.tokens, held.admitted.params.seed)
+        token = self.next_token(held.tokens, held.admitted.params.seed)
         return Outcome(
             segment.seq_id,
             segment.window,
@@ -186,7 +188,9 @@ class FakeLastStage:
         accepted_length = 0
         while accepted_length < segment.width:
             before = held.tokens[: segment.position + accepted_length]
-            if segment.tokens[accepted_length] != target(before, held.admitted.params.seed):
+            if segment.tokens[accepted_length] != self.next_token(
+                before, held.admitted.params.seed
+            ):
                 break
             accepted_length += 1
         return accepted_length
@@ -194,7 +198,7 @@ class FakeLastStage:
     def _drafts(self, tokens: list[int], count: int, seed: int) -> tuple[int, ...]:
         drafts: list[int] = []
         for _ in range(count):
-            right = target([*tokens, *drafts], seed)
+            right = self.next_token([*tokens, *drafts], seed)
             miss = (len(tokens) + len(drafts)) % self.out_of >= self.right
             drafts.append((right + miss) % VOCAB)
         return tuple(drafts)
@@ -220,5 +224,5 @@ class LuckyLastStage(FakeLastStage):
         for _ in range(count):
             text = [*tokens, *drafts]
             lucky = random.Random(repr((text, seed))).random() < self.chance
-            drafts.append((target(text, seed) + (not lucky)) % VOCAB)
+            drafts.append((self.next_token(text, seed) + (not lucky)) % VOCAB)
         return tuple(drafts)

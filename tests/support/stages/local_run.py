@@ -21,6 +21,7 @@ from coordinator.schedule.request import (
 )
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.frame import TokenLogprob
+from tests.support.stages.eager_matches import EagerMatches
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,20 @@ def run(
     *,
     mtp: str = "off",
     one_by_one: bool = False,
+    ngrams: bool = False,
     **options: Any,
 ) -> list[Answered]:
-    """Return the answers of a fresh engine over the checkpoint at `path`. `options` go to `local_generator`."""
+    """Return the answers of a fresh engine over the checkpoint at `path`. `options` go to `local_generator`.
+
+    With `ngrams` every match of a text makes drafts.
+    """
 
     async def main() -> list[Answered]:
         """Run the requests on a local engine."""
         mode = MtpMode.parse(mtp)
         async with local_generator(Checkpoint.open(path), mtp=mode, **options) as loop:
+            if ngrams:
+                loop.scheduler.controller = EagerMatches(mode)
             if one_by_one:
                 return [await answer(loop, request) for request in requests]
             return await answer_all(loop, requests)

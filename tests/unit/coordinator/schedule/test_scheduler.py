@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.depth.controller import Controller, MtpMode
-from coordinator.depth.step_costs import StepCost
+from coordinator.depth.step_costs import Shape, StepCost
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk
@@ -314,7 +314,13 @@ class Listener(Controller):
         self.drafts.append(list(drafts))
 
     def record_step_cost(
-        self, sequences: int, width: int, drafted: int, cost: StepCost, fill: int = 1
+        self,
+        sequences: int,
+        width: int,
+        drafted: int,
+        cost: StepCost,
+        fill: int = 1,
+        matched: Shape | None = None,
     ) -> None:
         """Append the step."""
         self.steps.append((sequences, width, drafted, cost.seconds))

@@ -1,0 +1,68 @@
+"""Windows whose drafts come from the text, in the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from coordinator.depth.ngrams import NgramMode
+from tests.support.protocol.scheduler_drive import Drive, is_decode
+from tests.support.stages.fake_last_stage import VOCAB, FakeLastStage
+
+PERIOD = 13
+PROMPT = tuple(range(1, PERIOD + 1)) * 2
+
+
+def edited(tokens: Sequence[int], seed: int) -> int:
+    """Return the token PERIOD places before, with a change now and then."""
+    return (tokens[-PERIOD] + (len(tokens) % 50 == 0) + seed) % VOCAB
+
+
+def decoded(count: int) -> list[int]:
+    """Return the text of `count` tokens after PROMPT."""
+    tokens = list(PROMPT)
+    for _ in range(count):
+        tokens.append(edited(tokens, 0))
+    return tokens[len(PROMPT) :]
+
+
+def run(stages: int, mtp: str, ngram: NgramMode, streams: int = 1) -> tuple[Drive, list[int]]:
+    """Return a drive after answers of 150 tokens, and their sequences."""
+    stage = FakeLastStage(stage_us=100)
+    stage.next_token = edited
+    drive = Drive(stages, stage=stage, mtp=mtp, ngram=ngram)
+    sequences = [drive.submit(PROMPT, tokens=150) for _ in range(streams)]
+    drive.run()
+    return drive, sequences
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("mtp", ["off", "2", "auto", "filled"])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_a_text_that_repeats_takes_fewer_passes(stages: int, mtp: str, streams: int) -> None:
+    """The tokens are those without n-grams, and the passes are fewer."""
+    drive, sequences = run(stages, mtp, NgramMode.auto, streams)
+    before, _ = run(stages, mtp, NgramMode.off, streams)
+    for seq_id in sequences:
+        assert drive.tokens(seq_id) == decoded(150)
+    passes, usual = (sum(map(is_decode, one.stage.seen)) for one in (drive, before))
+    assert passes < usual / 1.5
+
+
+def test_no_drafts_are_requested_beside_a_match() -> None:
+    """The head computes nothing for windows that take their drafts from the text."""
+    drive, _ = run(1, "2", NgramMode.auto)
+    wide = [s for frame in drive.stage.seen for s in frame.segments if s.open and s.width > 3]
+    assert wide and not any(segment.drafts for segment in wide)
+
+
+def test_a_match_stops_before_a_stop_token() -> None:
+    """A window never carries a stop token, so the text ends where it ends without drafts."""
+    stage = FakeLastStage()
+    stage.next_token = edited
+    drive = Drive(stage=stage, mtp="off", ngram=NgramMode.auto)
+    seq_id = drive.submit(PROMPT * 2, tokens=100, stop=(8,))
+    drive.run()
+    assert drive.tokens(seq_id) == decoded(100)[: decoded(100).index(8)]
+    assert not any(8 in s.tokens for f in drive.stage.seen for s in f.segments if s.open)
