@@ -187,19 +187,17 @@ def _cluster_gauges(status: ClusterStatus) -> Iterator[Metric]:
 
 
 def _drafts(status: ClusterStatus) -> Iterator[Metric]:
-    for name, text, counts in (
-        ("mtp_drafts", "Drafts by position.", status.drafted_by_position),
-        ("mtp_accepted_drafts", "Accepted drafts by position.", status.accepted_by_position),
+    of_head, of_text = status.drafted_by_position, status.ngram_drafted
+    accepted, of_text_accepted = status.accepted_by_position, status.ngram_accepted
+    for name, text, counts, ngrams in (
+        ("mtp_drafts", "Drafts by position, or from the text.", of_head, of_text),
+        ("mtp_accepted_drafts", "Accepted drafts, likewise.", accepted, of_text_accepted),
     ):
         family = CounterMetricFamily(name, text, labels=["position"])
         for position, count in enumerate(counts, start=1):
             family.add_metric([str(position)], count)
+        family.add_metric(["text"], ngrams)
         yield family
-    for name, text, count in (
-        ("mtp_ngram_drafts", "Drafts from the text.", status.ngram_drafted),
-        ("mtp_accepted_ngram_drafts", "Accepted drafts from the text.", status.ngram_accepted),
-    ):
-        yield CounterMetricFamily(name, text, value=count)
 
 
 def _node_gauges(nodes: tuple[NodeStatus, ...]) -> Iterator[Metric]:

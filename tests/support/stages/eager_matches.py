@@ -1,4 +1,4 @@
-"""A controller that drafts from every match, whatever it costs: machines whose rows are dear would never do so."""
+"""A controller that drafts from every match at any cost: machines whose rows are dear would never do so."""
 
 from __future__ import annotations
 
