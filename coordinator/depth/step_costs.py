@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
@@ -169,36 +170,34 @@ class StepCosts:
         for shape, logarithm in self._relative.items():
             cost = max(math.exp(logarithm) - draft * shape.depth, 1e-9)
             known[shape.width] = min(cost, known.get(shape.width, cost))
-        if width in known:
-            return known[width]
-        below = [w for w in sorted(known) if w < width]
-        above = [w for w in sorted(known) if w > width]
-        if not below:
-            return known[above[0]]
-        last = below[-1]
-        if above:
-            slope = (known[above[0]] - known[last]) / (above[0] - last)
-        elif len(below) > 1:
-            slope = max(0.0, known[last] - known[below[-2]]) / (last - below[-2]) / 2
-        else:
-            slope = 0.0
-        return known[last] + slope * (width - last)
+        return _cost_at(width, known)
 
     def _draft_cost(self) -> float:
         """Return the cost of one draft over the level: 0 until two shapes show it.
 
         A further row takes about the same time on every stage, and a draft only on the last one. So drafts took what
-        the last stage gained over the others. A single stage shows rows and drafts together, as rows.
+        the last stage gained over the others. A single stage shows rows and drafts together, as rows, unless rows are
+        known from windows that request no draft.
         """
         known = self._stage_costs()
         if not known:
-            return 0.0
+            return self._draft_cost_over_rows()
         first, last = min(known, key=lambda s: s.depth), max(known, key=lambda s: s.depth)
         if first.depth == last.depth:
             return 0.0
         before, after = known[first], known[last]
         gained = (after.last - before.last) - (after.others - before.others)
         return max(0.0, gained / (last.depth - first.depth))
+
+    def _draft_cost_over_rows(self) -> float:
+        """Return what a draft adds to windows without drafts, at the widest window with drafts; 0 if unknown."""
+        plain = {s.width: math.exp(c) for s, c in self._relative.items() if not s.depth}
+        drafted = [s for s in self._relative if s.depth and s.fill == 1]
+        if len(plain) < 2 or not drafted:
+            return 0.0
+        widest = max(drafted, key=lambda s: s.width)
+        cost = math.exp(self._relative[widest]) - _cost_at(widest.width, plain)
+        return max(0.0, cost / widest.depth)
 
     def _slowest_stage(self, shape: Shape) -> float:
         """Return the cost of the slowest stage at `shape` over the level, from the nearest measured shape."""
@@ -286,6 +285,27 @@ class _Shares:
             self.stages = len(cost.stages)
             self.others = _average(self.others, max(cost.stages[:-1]) / seconds)
             self.last = _average(self.last, cost.stages[-1] / seconds)
+
+
+def _cost_at(width: int, known: Mapping[int, float]) -> float:
+    """Return the cost of `width` tokens from the `known` widths around it.
+
+    Beyond the widest of them, each further token costs at least half of what the last one did.
+    """
+    if width in known:
+        return known[width]
+    below = [w for w in sorted(known) if w < width]
+    above = [w for w in sorted(known) if w > width]
+    if not below:
+        return known[above[0]]
+    last = below[-1]
+    if above:
+        slope = (known[above[0]] - known[last]) / (above[0] - last)
+    elif len(below) > 1:
+        slope = max(0.0, known[last] - known[below[-2]]) / (last - below[-2]) / 2
+    else:
+        slope = 0.0
+    return known[last] + slope * (width - last)
 
 
 def _average(before: float | None, sample: float, samples: int = SHARE_STEPS) -> float:

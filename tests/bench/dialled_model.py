@@ -104,11 +104,17 @@ SHAPES = {
 
 
 def write_dialled_model(
-    path: Path, shape: ModelShape, noise: float = NOISE, *, live: float = 0.0, bits: int = BITS
+    path: Path,
+    shape: ModelShape,
+    noise: float = NOISE,
+    *,
+    live: float = 0.0,
+    bits: int = BITS,
+    cycle: list[int] | None = None,
 ) -> list[int]:
-    """Write the checkpoint to `path`. Return the tokens that prompts may use.
+    """Write the checkpoint to `path`. Return the tokens that prompts may use, the words of the cycle.
 
-    `live` is the share of their random output that mixers and MLPs keep, so that rounding in them reaches the text.
+    `cycle` None takes the words of the built-in tokenizer. `live` is the share of their random output that mixers and MLPs keep, so that rounding in them reaches the text.
     """
     config = shape.config(bits)
     parsed = ModelConfig.parse(Path("config.json"), config)
@@ -117,7 +123,7 @@ def write_dialled_model(
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [4095]}))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(checkpoint_dir() / name, path)
-    cycle = sorted(words(Tokenizer.load(path)))
+    cycle = cycle or sorted(words(Tokenizer.load(path)))
     mx.random.seed(1)
     shards = _Shards(path)
     embedding: dict[str, mx.array] = {}

@@ -34,6 +34,11 @@ from tests.bench.report import bars, publish
 
 CONTEXT = 32768
 
+EOS = 4095
+
+MOST_WORDS = 20_000
+"""Words of the cycle of a large vocabulary. Nothing decodes them."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -142,7 +147,11 @@ def main() -> None:
     print(about(), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         path = options.model or Path(folder) / "model"
-        cycle = write_dialled_model(path, SHAPES[options.shape], options.noise, bits=options.bits)
+        shape = SHAPES[options.shape]
+        cycle = list(range(min(shape.vocab, MOST_WORDS)))
+        cycle = [token for token in cycle if token != EOS]
+        assert options.tokens < len(cycle), "a longer text repeats itself"
+        write_dialled_model(path, shape, options.noise, bits=options.bits, cycle=cycle)
         table: dict[str, dict[str, float]] = {}
         for stages in options.stages:
             table |= asyncio.run(measure(path, cycle, stages, options))

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,10 +18,12 @@ from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from proto.params import SamplingParams
+from proto.span import Span
 from tests.bench.texts import held_out_prompts
 from tests.support.checkpoints.checkpoints import convert_checkpoint
 from tests.support.stages.local_run import Answered, run
 from worker.disk.block_file import SUFFIX
+from worker.engine.prefix_disk import WRITE_SHARE, StagePrefixes
 
 COUNT = 8
 LIMIT = 10**9
@@ -47,6 +50,28 @@ def answers(
     options = {"path": checkpoint_dir(), "dtype": "float32", "mtp": "1", **options}
     disk: dict[str, Any] = {} if state is None else {"state": state, "prefix_disk": LIMIT}
     return run(requests=asked, one_by_one=True, **disk, **options)
+
+
+class Engine:
+    """An engine thread whose work goes on, or has ended."""
+
+    def __init__(self, *, busy: bool) -> None:
+        self._busy, self._us = busy, 0
+
+    @property
+    def busy_us(self) -> int:
+        """Microseconds of work."""
+        self._us += self._busy
+        return self._us
+
+
+@pytest.mark.parametrize(("busy", "least", "most"), [(True, 0.19, 10.0), (False, 0.0, 0.19)])
+async def test_writing_leaves_the_machine_to_frames(busy: bool, least: float, most: float) -> None:
+    """Writing takes WRITE_SHARE of the time while frames come, and all of it when none does."""
+    prefixes = StagePrefixes(cast(Any, None), "", Span(0, 1), cast(Any, Engine(busy=busy)))
+    started = time.monotonic()
+    await prefixes._rest(0.2 * WRITE_SHARE)
+    assert least < time.monotonic() - started < most
 
 
 def compare(found: Sequence[Answered], expected: Sequence[Answered]) -> None:

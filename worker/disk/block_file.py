@@ -11,12 +11,14 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import mlx.core as mx
 
 from proto.errors import ProtocolError
 
@@ -30,7 +32,10 @@ HEADER_BYTES = 1024
 TENSOR_BYTES = 256
 
 READERS = 8
-"""Threads that read and check tensors. Both release Python's lock."""
+"""Threads that check tensors. To read and to sum release Python's lock."""
+
+CHECK_BYTES = 2**22
+"""Bytes that a thread reads at once."""
 
 MAX_HEADER = 2**26
 """Bytes. A longer header is damage."""
@@ -42,7 +47,7 @@ _DTYPES = {
     "uint32": ("U32", 4),
     "uint8": ("U8", 1),
 }
-_NAMES = {wire: (name, size) for name, (wire, size) in _DTYPES.items()}
+_ITEM_BYTES = dict(_DTYPES.values())
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Tensor:
 
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview | bytearray | bytes
+    data: memoryview | bytes
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,14 @@ class LayerTensors:
     layer: int
     appends: bool
     tensors: list[Tensor]
+
+
+@dataclass(frozen=True)
+class LayerArrays:
+    """The arrays of layer number `layer` in a block."""
+
+    layer: int
+    arrays: list[mx.array]
 
 
 class BlockWriter:
@@ -136,51 +149,69 @@ class BlockReader:
                 self.appends: frozenset[int] = frozenset(json.loads(metadata["appends"]))
                 self._sums: dict[str, int] = json.loads(metadata["crc32"])
                 self._tensors = {name: _place(info, 8 + length) for name, info in header.items()}
+                self._names = _by_layer(header)
             except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
                 raise _damaged(path, error) from error
 
-    def read(self, layers: Collection[int]) -> Iterator[LayerTensors]:
-        """Yield the checked tensors of `layers`, in their order."""
-        names: dict[int, list[str]] = {}
-        for name in self._tensors:
-            layer, _, _ = name.partition(".")
-            if layer.isdecimal() and int(layer) in layers:
-                names.setdefault(int(layer), []).append(name)
-        with self.path.open("rb") as file, ThreadPoolExecutor(READERS) as pool:
-            found = {
-                number: [pool.submit(self._read, file.fileno(), name) for name in _in_order(some)]
-                for number, some in sorted(names.items())
-            }
-            for number, futures in found.items():
-                tensors = [future.result() for future in futures]
-                yield LayerTensors(number, number in self.appends, tensors)
+    def check(self, layers: Collection[int]) -> None:
+        """Read the tensors of `layers` and compare their checksums. Afterwards the system has them in memory.
 
-    def _read(self, descriptor: int, name: str) -> Tensor:
-        dtype, shape, start, size = self._tensors[name]
-        data = bytearray(size)
-        view, done = memoryview(data), 0
+        Raises ProtocolError for a damaged one.
+        """
+        with self.path.open("rb") as file, ThreadPoolExecutor(READERS) as pool:
+            checks = [
+                pool.submit(self._check, file.fileno(), name)
+                for layer in layers
+                for name in self._names.get(layer, ())
+            ]
+            for one in checks:
+                one.result()
+
+    def load(self, layers: Iterable[int]) -> list[LayerArrays]:
+        """Return the tensors of checked `layers` as MLX's arrays, evaluated. Runs on the thread that computes.
+
+        Raises OSError if the file is gone.
+        """
+        try:
+            tensors = mx.load(str(self.path))
+        except (RuntimeError, ValueError) as error:  # another process has dropped the file
+            raise OSError(str(error)) from error
+        assert isinstance(tensors, dict)
+        found = [
+            LayerArrays(layer, [tensors[name] for name in self._names[layer]])
+            for layer in layers
+            if layer in self._names
+        ]
+        mx.eval([one.arrays for one in found])
+        return found
+
+    def _check(self, descriptor: int, name: str) -> None:
+        start, size = self._tensors[name]
+        buffer, checksum, done = memoryview(bytearray(min(size, CHECK_BYTES))), 0, 0
         while done < size:
-            count = os.preadv(descriptor, [view[done:]], start + done)
+            count = os.preadv(descriptor, [buffer[: size - done]], start + done)
             if count == 0:
                 raise _damaged(self.path, "it is too short")
+            checksum = zlib.crc32(buffer[:count], checksum)
             done += count
-        if zlib.crc32(data) != self._sums.get(name):
+        if checksum != self._sums.get(name):
             raise _damaged(self.path, f"another checksum of {name}")
-        return Tensor(dtype, shape, data)
 
 
-def _place(info: dict[str, Any], start: int) -> tuple[str, tuple[int, ...], int, int]:
-    """Return the type, the shape, the place and the size of a tensor. Raises ValueError if they disagree."""
-    dtype, item = _NAMES[info["dtype"]]
-    shape = tuple(map(int, info["shape"]))
+def _place(info: dict[str, Any], start: int) -> tuple[int, int]:
+    """Return the place and the size of a tensor. Raises ValueError if they do not fit its shape."""
     begin, end = map(int, info["data_offsets"])
-    if begin < 0 or end - begin != item * math.prod(shape):
-        raise ValueError(f"{end - begin} bytes of shape {shape}")
-    return dtype, shape, start + begin, end - begin
+    if begin < 0 or end - begin != _ITEM_BYTES[info["dtype"]] * math.prod(map(int, info["shape"])):
+        raise ValueError(f"{end - begin} bytes of shape {info['shape']}")
+    return start + begin, end - begin
 
 
-def _in_order(names: Iterable[str]) -> list[str]:
-    return sorted(names, key=lambda name: int(name.partition(".")[2]))
+def _by_layer(names: Iterable[str]) -> dict[int, list[str]]:
+    """Return the names `layer.index` of each layer, in their order. Raises ValueError for other names."""
+    found: dict[int, list[str]] = {}
+    for layer, index in sorted(tuple(map(int, name.split(".", 1))) for name in names):
+        found.setdefault(layer, []).append(f"{layer}.{index}")
+    return found
 
 
 def _damaged(path: Path, error: object) -> ProtocolError:

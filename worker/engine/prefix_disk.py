@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from proto.errors import NotReadyError, ProtocolError
 from proto.prefix_key import prefix_key
@@ -31,7 +32,6 @@ from worker.disk.block_index import Block, BlockIndex, Chain
 from worker.engine.backup import (
     READ_BYTES,
     ReceivedBackup,
-    array_of,
     head_to_bytes,
     plain_array,
     type_name,
@@ -49,11 +49,17 @@ MOST_QUEUED = 2**31
 TENSORS_PER_LAYER = 8
 """Upper bound, for the room of a header: quantized keys and values have six."""
 
-LAYERS_AT_ONCE = 8
-"""Layers that are read together, so that a prefix is in memory only once while its layers become arrays."""
+LAYERS_AT_ONCE = 4
+"""Layers that the engine thread loads at once, before the next frame may run."""
 
 CLOSE_SECONDS = 2.0
 """Seconds in which the end of a plan or a process waits for the disk."""
+
+WRITE_SHARE = 0.02
+"""Share of time that writing may take while frames come. It copies from the device, which slows them meanwhile."""
+
+IDLE_SECONDS = 0.05
+"""Seconds without frames after which writing goes on at full speed."""
 
 PAUSE_SECONDS = 60.0
 """Seconds without writes after the disk has failed. It may be full, and users free it."""
@@ -174,9 +180,12 @@ class StagePrefixes:
         with writer:
             done = 0
             states_from = partial(_entry_states, saved.entry, self.layers, start)
+            started = time.monotonic()
             while states := await self.thread.call(partial(states_from, done)):
                 done += len(states)
                 await asyncio.to_thread(_write_states, writer, states)
+                await self._rest(time.monotonic() - started)
+                started = time.monotonic()
             size = await asyncio.to_thread(writer.finish)
         block = Block(
             self.namespace,
@@ -188,6 +197,15 @@ class StagePrefixes:
             name,
         )
         await asyncio.to_thread(self.index.add, block, size)
+
+    async def _rest(self, worked: float) -> None:
+        """Let frames have the machine after `worked` seconds of writing, until none came for IDLE_SECONDS."""
+        end = time.monotonic() + worked * (1 / WRITE_SHARE - 1)
+        while time.monotonic() < end:
+            busy = self.thread.busy_us
+            await asyncio.sleep(IDLE_SECONDS)
+            if self.thread.busy_us == busy:
+                return
 
     # ---- reading
 
@@ -206,11 +224,10 @@ class StagePrefixes:
             chains = await self._chains(key)
             layers: dict[int, list[bytes | list[mx.array]]] = {}
             for chain in chains:
+                readers = await asyncio.to_thread(self._checked, chain)
                 for start in range(chain.layers.start, chain.layers.end, LAYERS_AT_ONCE):
                     part = Span(start, min(start + LAYERS_AT_ONCE, chain.layers.end))
-                    found = await asyncio.to_thread(self._read, chain, part)
-                    arrays = await self.thread.call(partial(_arrays_of, found))
-                    for layer, state in arrays:
+                    for layer, state in await self.thread.call(partial(_load, readers, part)):
                         layers.setdefault(layer, []).append(state)
             blocks = [block for chain in chains for block in chain.blocks]
             await asyncio.to_thread(self.index.touch, blocks)
@@ -224,25 +241,29 @@ class StagePrefixes:
         """Return the blocks of prefix `key`, or none if one is missing."""
         return await asyncio.to_thread(self.index.chains, self.namespace, self.layers, key)
 
-    def _read(self, chain: Chain, layers: Span) -> list[LayerTensors]:
-        """Return the tensors of `layers`, the first tokens first. Only the last block has states that do not append.
+    def _checked(self, chain: Chain) -> list[_Part]:
+        """Return the readers of a chain's blocks, the first tokens first, whose layers are not damaged.
 
-        Removes a damaged block. Raises OSError for it.
+        Only the last block has states that do not append. Removes a damaged block, and raises OSError for it.
         """
-        found: list[LayerTensors] = []
+        found: list[_Part] = []
         for block in chain.blocks:
             try:
                 reader = BlockReader(self.index.folder / block.file)
-                wanted = set(layers)
+                wanted = set(chain.layers)
                 if block is not chain.blocks[-1]:
                     wanted &= reader.appends
-                found += reader.read(wanted)
+                reader.check(wanted)
             except (ProtocolError, FileNotFoundError) as error:
                 self.index.remove(block)
                 log.warning("damaged prefix removed", extra={"error": str(error)})
                 raise OSError(str(error)) from error
+            found.append((reader, wanted))
         return found
 
+
+_Part = tuple[BlockReader, set[int]]
+"""A block, and the layers that are wanted from it."""
 
 State = tuple[int, bool, list[tuple[str, tuple[int, ...], Any]]]
 """A layer, whether it appends, and the type, the shape and the plain array or the bytes of each of its arrays."""
@@ -273,15 +294,15 @@ def _entry_states(entry: PrefixEntry, layers: Span, start: int, done: int) -> li
     return states
 
 
-def _arrays_of(found: Sequence[LayerTensors]) -> list[tuple[int, bytes | list[mx.array]]]:
-    """Return the states of layers as arrays, and that of the MTP head as bytes. Runs on the engine thread."""
+def _load(parts: Sequence[_Part], layers: Span) -> list[tuple[int, bytes | list[mx.array]]]:
+    """Return the states of `layers` as arrays, and that of the MTP head as bytes. Runs on the engine thread."""
     states: list[tuple[int, bytes | list[mx.array]]] = []
-    for one in found:
-        if one.tensors and one.tensors[0].dtype == "uint8":
-            states.append((one.layer, bytes(one.tensors[0].data)))
-        else:
-            arrays = [array_of(t.dtype, t.shape, t.data) for t in one.tensors]
-            states.append((one.layer, arrays))
+    for reader, wanted in parts:
+        for one in reader.load(layer for layer in layers if layer in wanted):
+            if one.arrays and one.arrays[0].dtype == mx.uint8:
+                states.append((one.layer, np.array(one.arrays[0]).tobytes()))
+            else:
+                states.append((one.layer, one.arrays))
     return states
 
 
