@@ -114,7 +114,8 @@ def write_dialled_model(
 ) -> list[int]:
     """Write the checkpoint to `path`. Return the tokens that prompts may use, the words of the cycle.
 
-    `cycle` None takes the words of the built-in tokenizer. `live` is the share of their random output that mixers and MLPs keep, so that rounding in them reaches the text.
+    `cycle` None takes the words of the built-in tokenizer. `live` is the share of their random output that mixers and
+    MLPs keep, so that rounding in them reaches the text.
     """
     config = shape.config(bits)
     parsed = ModelConfig.parse(Path("config.json"), config)

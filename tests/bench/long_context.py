@@ -53,7 +53,7 @@ ROWS: dict[str, tuple[str, ...]] = {
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of loopback that nobody uses now."""
+    """Return ports of loopback that no program uses now."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
