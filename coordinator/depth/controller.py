@@ -64,6 +64,9 @@ FILLED_WIDTHS = (1, 2, 3, 4, 6, 8)
 """Tokens. Widths of windows in a filled pipeline. Widths between them differ too little to measure them."""
 
 
+LENGTH_STEP = 4096
+"""Tokens of the shortest texts. Costs are separate for texts up to this length, twice as long, four times as long, …"""
+
 MATCHED_WIDTHS = (2, 3, 4, 6, 8, 12, 16)
 """Tokens. Widths of windows whose drafts come from the text."""
 
@@ -75,8 +78,10 @@ class Controller:
     """The choice of each step's shape, for any number of sequences that step together.
 
     One controller serves a whole process. All sequences share one acceptance estimate, because acceptance depends on
-    the text. Costs are separate for 1, 2, 3-4, 5-8, … sequences a step. With `ngram` windows may take their drafts
-    from the text, in every mode, where the measured costs and the acceptance of matches say that it pays.
+    the text. Costs are separate for 1, 2, 3-4, 5-8, … sequences a step, and by the length of their texts, because
+    attention to a long text costs time. A new length begins with the costs of the nearest one. With `ngram` windows
+    may take their drafts from the text, in every mode, where measured costs and the acceptance of matches say that it
+    pays.
     """
 
     def __init__(
@@ -89,25 +94,28 @@ class Controller:
         self.max_depth = max_depth
         self.acceptance = AcceptanceEstimate()
         self.match_acceptance = MatchAcceptance()
-        self._searches: dict[tuple[int, int], Search] = {}
+        self._searches: dict[tuple[int, int], dict[int, Search]] = {}
+        """By the class of the number of sequences and the fill, and then by the class of the length."""
+        self._newest: dict[tuple[int, int], Search] = {}
+        """The search of the length in use."""
 
-    def choose_shape(self, sequences: int = 1, fill: int = 1) -> Shape:
+    def choose_shape(self, sequences: int = 1, fill: int = 1, tokens: int = 0) -> Shape:
         """Return the shape of the next window of `sequences` sequences that step together. Call it once a step.
 
-        Each of the sequences may have up to `fill` windows in flight.
+        Each of the sequences may have up to `fill` windows in flight. Their texts have about `tokens` tokens.
         """
         if self.mode.depth is not None:
             return Shape(self.mode.depth + 1)
         if self.mode.filled and fill == 1:
             return Shape(1)
-        return self._search(sequences, fill).choose_shape()
+        return self._search(sequences, fill, tokens).choose_shape()
 
     def new_matcher(self) -> NgramMatcher | None:
         """Return a matcher for a new text, or None if the text is not searched."""
         return None if self.ngram is NgramMode.off else NgramMatcher()
 
     def matched_shape(
-        self, matcher: NgramMatcher, sequences: int = 1, fill: int = 1
+        self, matcher: NgramMatcher, sequences: int = 1, fill: int = 1, tokens: int = 0
     ) -> Shape | None:
         """Return the shape of the next window of a sequence with the drafts of its match, or None without them.
 
@@ -117,7 +125,8 @@ class Controller:
             return None
         estimate = self.match_acceptance.estimate_of(matcher.match.length)
         shapes = matched_shapes(sequences, fill)
-        return self._search(sequences, fill).matched_shape(estimate, shapes, sequences)
+        search = self._search(sequences, fill, tokens)
+        return search.matched_shape(estimate, shapes, sequences)
 
     def record_match(self, found: MatchResults) -> None:
         """Record the results of the drafts of a match."""
@@ -135,6 +144,7 @@ class Controller:
         cost: StepCost,
         fill: int = 1,
         matched: Shape | None = None,
+        tokens: int = 0,
     ) -> None:
         """Record the cost of a step that verified windows of `width` tokens and drafted `drafted` tokens for each.
 
@@ -144,32 +154,41 @@ class Controller:
         """
         searched = self.mode.depth is None and (fill > 1 or not self.mode.filled)
         if searched or self.ngram is NgramMode.auto:
-            self._search(sequences, fill).record_step_cost(width, drafted, cost, matched)
+            search = self._search(sequences, fill, tokens)
+            search.record_step_cost(width, drafted, cost, matched)
 
     def forget_costs(self) -> None:
         """Forget all costs, because other machines or other cuts serve from now on. Keep the acceptance."""
         self._searches.clear()
+        self._newest.clear()
 
     def report(self) -> tuple[SearchReport, ...]:
         """Return the shapes that the controller compares, for status pages. It is empty unless in `auto`."""
         if self.mode.filled or self.mode.depth is not None:
             return ()
         found = []
-        for (bits, fill), search in sorted(self._searches.items()):
+        for (bits, fill), search in sorted(self._newest.items()):
             seconds = search.costs.step_seconds(Shape(1))
             speed = 1 / seconds if seconds else None
             found.append(SearchReport(2**bits, fill, search.report(), speed))
         return tuple(found)
 
-    def _search(self, sequences: int, fill: int) -> Search:
+    def _search(self, sequences: int, fill: int, tokens: int) -> Search:
         key = ((sequences - 1).bit_length(), fill)
-        if key not in self._searches:
+        by_length = self._searches.setdefault(key, {})
+        length = (tokens // LENGTH_STEP).bit_length()
+        if length not in by_length:
+            nearest = min(by_length, key=lambda known: abs(known - length), default=None)
             deepest = None if self.mode.filled else self.max_depth
             shapes = shapes_to_compare(fill, deepest)
             if self.mode.depth is not None:
                 shapes = [Shape(self.mode.depth + 1)]
-            self._searches[key] = Search(self.acceptance, shapes, self.fused_width)
-        return self._searches[key]
+            search = Search(self.acceptance, shapes, self.fused_width)
+            if nearest is not None:
+                search.start_from(by_length[nearest])
+            by_length[length] = search
+        self._newest[key] = by_length[length]
+        return by_length[length]
 
 
 def shapes_to_compare(fill: int, max_depth: int | None) -> list[Shape]:

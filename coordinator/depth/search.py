@@ -238,6 +238,13 @@ class Search:
         """The questions about matches of each class, and the choice for them."""
         self._start_probe(self.current)
 
+    def start_from(self, other: Search) -> None:
+        """Begin with the costs and the shape of `other`, and measure that shape anew."""
+        self.costs = other.costs.copy()
+        self.current = other.current
+        self._last_probed = dict.fromkeys(other._last_probed, 0)
+        self._start_probe(self.current)
+
     def record_step_cost(
         self, width: int, drafted: int, cost: StepCost, matched: Shape | None = None
     ) -> None:

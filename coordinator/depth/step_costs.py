@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 
@@ -96,6 +96,15 @@ class StepCosts:
         self._fresh: dict[Shape, list[float]] = {}
         self._recent: deque[float] = deque(maxlen=LEVEL_SAMPLES)
         self._shares: dict[Shape, _Shares] = {}
+
+    def copy(self) -> StepCosts:
+        """Return independent costs with the same estimates, which further samples refine as if they were new."""
+        copied = StepCosts(self._fused_width)
+        copied._relative = dict(self._relative)
+        copied._samples = dict.fromkeys(self._samples, FIRST_SAMPLES)
+        copied._recent = self._recent.copy()
+        copied._shares = {shape: replace(shares) for shape, shares in self._shares.items()}
+        return copied
 
     @property
     def widest(self) -> int:

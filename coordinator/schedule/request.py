@@ -65,8 +65,8 @@ class TokenChunk:
 class GenerationStats:
     """The cost of one request. Times are in seconds.
 
-    `drafted_by_position[i]` drafts at position i + 1 have a result, and `accepted_by_position[i]` of them were
-    accepted. Drafts after the end of the text are not counted.
+    `drafted_by_position[i]` drafts of the head at position i + 1 have a result, and `accepted_by_position[i]` of them
+    were accepted. `ngram_drafted` drafts came from the text. Drafts after the end of the text are not counted.
     """
 
     prompt_tokens: int
@@ -77,16 +77,18 @@ class GenerationStats:
     accepted_by_position: tuple[int, ...] = ()
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    ngram_drafted: int = 0
+    ngram_accepted: int = 0
 
     @property
     def drafted(self) -> int:
-        """Drafts at all positions."""
-        return sum(self.drafted_by_position)
+        """Drafts of the head at all positions, and from the text."""
+        return sum(self.drafted_by_position) + self.ngram_drafted
 
     @property
     def accepted(self) -> int:
-        """Accepted drafts at all positions."""
-        return sum(self.accepted_by_position)
+        """Accepted drafts."""
+        return sum(self.accepted_by_position) + self.ngram_accepted
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,11 @@ def may_run_ahead(capacity: Capacity, stages: int, running: Collection[Sequence]
     return copied <= capacity.kv_tokens - sum(sequence.capacity for sequence in running)
 
 
+def mean_length(sequences: Row[Sequence]) -> int:
+    """Return the mean number of tokens of some sequences."""
+    return sum(len(sequence.tokens) for sequence in sequences) // len(sequences)
+
+
 def sequences_to_run_ahead(decoding: Row[Sequence], stages: int) -> list[Sequence]:
     """Return the sequences of the next frame that continues one in flight, or none.
 
@@ -332,12 +337,12 @@ class Scheduler:
         elif in_flight < self.stages:
             ready = [s for s in decoding if not s.windows_in_flight]
             chosen = ready[: -(-len(decoding) // self.stages)]
-            shape = self._next_shape(len(chosen)) if chosen else shape
+            shape = self._next_shape(chosen) if chosen else shape
         if not chosen and all_decode:
             chosen = self._next_to_run_ahead(decoding, filled=filled)
             record.follows = next((s.newest_frame for s in chosen if s.windows_in_flight), None)
         if not filled:
-            shapes = [self._matched_shape(sequence, len(chosen)) or shape for sequence in chosen]
+            shapes = [self._matched_shape(sequence, chosen) or shape for sequence in chosen]
         else:
             shapes = [shape] * len(chosen)
         relay = all_decode and self.stages > 1
@@ -356,19 +361,23 @@ class Scheduler:
             record.matched = max(whole, key=lambda own: own.width, default=None)
         return segments
 
-    def _matched_shape(self, sequence: Sequence, count: int, fill: int = 1) -> Shape | None:
+    def _matched_shape(
+        self, sequence: Sequence, chosen: Row[Sequence], fill: int = 1
+    ) -> Shape | None:
         """Return the shape of a window of `sequence` with drafts from its text, or None if they do not pay.
 
-        `count` sequences step together, each with up to `fill` windows in flight.
+        The sequences `chosen` step together, each with up to `fill` windows in flight.
         """
         if sequence.matcher is None:
             return None
-        return self.controller.matched_shape(sequence.matcher, count, fill)
+        count, tokens = len(chosen), mean_length(chosen)
+        return self.controller.matched_shape(sequence.matcher, count, fill, tokens)
 
-    def _next_shape(self, count: int) -> Shape:
-        """Return the shape of the next micro-batch of `count` sequences. It is chosen once."""
+    def _next_shape(self, chosen: Row[Sequence]) -> Shape:
+        """Return the shape of the next micro-batch, of the sequences `chosen`. It is chosen once."""
+        count, tokens = len(chosen), mean_length(chosen)
         if self._shape is None:
-            self._shape = self.controller.choose_shape(count)
+            self._shape = self.controller.choose_shape(count, tokens=tokens)
         return self._shape
 
     def _next_to_run_ahead(self, decoding: list[Sequence], *, filled: bool) -> list[Sequence]:
@@ -383,11 +392,11 @@ class Scheduler:
         going = sequences_to_run_ahead(decoding, self.stages)
         if not going:
             return []
-        shape = going[0].shape if filled else self._next_shape(len(going))
+        shape = going[0].shape if filled else self._next_shape(going)
         if shape is None or shape.ahead:
             return []
         fill = self._fill(len(decoding)) if filled else 1
-        return [] if any(self._matched_shape(s, len(going), fill) for s in going) else going
+        return [] if any(self._matched_shape(s, going, fill) for s in going) else going
 
     def _fill(self, decoding: int) -> int:
         """Return how many windows a sequence may have in flight. It is one while prompts keep the stages busy."""
@@ -400,8 +409,9 @@ class Scheduler:
         for sequence in decoding:
             if sequence.shape is None:
                 fill = self._fill(len(decoding))
-                matched = self._matched_shape(sequence, 1, fill)
-                sequence.shape = matched or self.controller.choose_shape(1, fill)
+                matched = self._matched_shape(sequence, [sequence], fill)
+                tokens = len(sequence.tokens)
+                sequence.shape = matched or self.controller.choose_shape(1, fill, tokens)
             if sequence.shape.matched:
                 sequence.draft_from_match(sequence.shape)
             if sequence.windows_in_flight and sequence.seq_id == self.backups.due:
@@ -466,7 +476,8 @@ class Scheduler:
     def _first_depth(self, sequence: Sequence) -> int:
         """Return the number of drafts to request with the first token, so that speculative windows start at once."""
         decoding = 1 + sum(1 for s in self.running.values() if s.decoding)
-        return self.controller.choose_shape(1, self._fill(decoding)).depth
+        tokens = len(sequence.tokens)
+        return self.controller.choose_shape(1, self._fill(decoding), tokens).depth
 
     # ---- operations of the next header
 
@@ -555,8 +566,15 @@ class Scheduler:
         sequence = self.running.get(first.seq_id)
         cost = self._step_costs.measure(frame, record, now, sequence, idle=not self.in_flight)
         if cost is not None:
-            rows, shape = record.decode_rows, (first.width, first.drafts)
-            self.controller.record_step_cost(rows, *shape, cost, record.fill, record.matched)
+            self.controller.record_step_cost(
+                record.decode_rows,
+                first.width,
+                first.drafts,
+                cost,
+                record.fill,
+                record.matched,
+                tokens=sum(s.position for s in frame.segments) // len(frame.segments),
+            )
 
     def _apply_chunk(
         self, sequence: Sequence, segment: Segment, outcome: Outcome, result: FrameOutcome

@@ -160,6 +160,8 @@ class Sequence:
     finished: FinishReason | None = None
     windows_returned: int = 0
     draft_counts: DraftCounts = field(default_factory=DraftCounts)
+    """Drafts of the head. `matched_counts` are those from the text."""
+    matched_counts: DraftCounts = field(default_factory=DraftCounts)
     scheduled_at: float = 0.0
     """Seconds. When it left the queue for the first time."""
     first_token_at: float = 0.0
@@ -337,7 +339,8 @@ class Sequence:
             self.windows_in_flight.clear()
         if followed or not self.windows_in_flight or self.shape is None or self.shape.fill > 1:
             self.shape = None  # else the windows in flight return before the shape changes
-        self.draft_counts.record_drafts(draft_results)
+        counts = self.matched_counts if window.matched else self.draft_counts
+        counts.record_drafts(draft_results)
         rollback = Rollback(self.seq_id, self.commit.window, trim) if trim else None
         return WindowOutcome(tokens, invalidated, rollback, draft_results, window.matched)
 
@@ -427,6 +430,8 @@ class Sequence:
             windows=self.windows_returned,
             drafted_by_position=tuple(self.draft_counts.drafted),
             accepted_by_position=tuple(self.draft_counts.accepted),
+            ngram_drafted=sum(self.matched_counts.drafted),
+            ngram_accepted=sum(self.matched_counts.accepted),
             prefill_seconds=first - self.arrived_at,
             decode_seconds=now - first,
         )

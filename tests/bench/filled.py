@@ -34,7 +34,7 @@ class FixedShape(Controller):
         super().__init__(MtpMode(depth=shape.depth))
         self.shape = shape
 
-    def choose_shape(self, sequences: int = 1, fill: int = 1) -> Shape:
+    def choose_shape(self, sequences: int = 1, fill: int = 1, tokens: int = 0) -> Shape:
         """Return the fixed shape."""
         return self.shape
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import pytest
 
 from coordinator.depth.controller import Controller, MtpMode
+from coordinator.depth.ngrams import NgramMode
 from coordinator.depth.step_costs import Shape
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest
@@ -136,11 +137,11 @@ def test_drafts_from_the_text_change_nothing(mtp: str, stages: int) -> None:
 class RandomDepth(Controller):
     """A controller that draws a random depth for every micro-batch and records it."""
 
-    def __init__(self, mode: MtpMode) -> None:
-        super().__init__(mode)
+    def __init__(self, mode: MtpMode, ngram: NgramMode) -> None:
+        super().__init__(mode, ngram=ngram)
         self.chance = random.Random(7)
 
-    def choose_shape(self, sequences: int = 1, fill: int = 1) -> Shape:
+    def choose_shape(self, sequences: int = 1, fill: int = 1, tokens: int = 0) -> Shape:
         shape = Shape(1 + self.chance.randrange(5))
         DEPTHS.append(shape.depth)
         return shape

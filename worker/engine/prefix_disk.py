@@ -124,11 +124,13 @@ class StagePrefixes:
     _queue: deque[SavedPrefix] = field(default_factory=deque)
     _writer: asyncio.Task[None] | None = None
     _paused_until: float = 0.0
+    _closing: bool = False
     _waiting: int = 0
     """Bytes of the entries that are not written yet."""
 
     async def close(self) -> None:
         """Write what waits, for at most CLOSE_SECONDS. A block that is not complete then is not kept."""
+        self._closing = True
         if self._writer is not None:
             if not self.thread.stall:
                 await asyncio.wait({self._writer}, timeout=CLOSE_SECONDS)
@@ -203,7 +205,7 @@ class StagePrefixes:
     async def _rest(self, worked: float) -> None:
         """Let frames have the machine after `worked` seconds of writing, until none came for IDLE_SECONDS."""
         end = time.monotonic() + worked * (1 / WRITE_SHARE - 1)
-        while time.monotonic() < end:
+        while time.monotonic() < end and not self._closing:
             busy = self.thread.busy_us
             await asyncio.sleep(IDLE_SECONDS)
             if self.thread.busy_us == busy:

@@ -15,7 +15,7 @@ class EagerMatches(Controller):
         self._turn = 0
 
     def matched_shape(
-        self, matcher: NgramMatcher, sequences: int = 1, fill: int = 1
+        self, matcher: NgramMatcher, sequences: int = 1, fill: int = 1, tokens: int = 0
     ) -> Shape | None:
         """Return the next shape, if there is a match."""
         if matcher.match is None:

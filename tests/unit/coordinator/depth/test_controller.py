@@ -282,3 +282,31 @@ def test_the_report_shows_what_the_choice_rests_on() -> None:
     assert two.speed == pytest.approx(two.tokens / two.cost)
     assert [shape.chosen for shape in search.shapes] == [False, False, True]
     assert Controller(MtpMode(depth=2)).report() == ()
+
+
+def test_costs_are_learned_by_length() -> None:
+    """A long text begins with the costs of a shorter one, and learns its own: here further rows are dear there.
+
+    The short text keeps its costs.
+    """
+    controller = auto()
+    chances = (0.9,) * AUTO_DEPTH
+
+    def steps(count: int, tokens: int, row: float) -> list[int]:
+        """Return the depths of `count` steps whose rows cost `row` each."""
+        chosen = []
+        for _ in range(count):
+            shape = controller.choose_shape(tokens=tokens)
+            cost = step(1 + row * (shape.width - 1))
+            controller.record_step_cost(1, shape.width, shape.depth, cost, tokens=tokens)
+            controller.record_drafts(
+                [DraftResult(i + 1, c > 0.5) for i, c in enumerate(chances[: shape.depth])]
+            )
+            chosen.append(shape.depth)
+        return chosen
+
+    short = steps(300, 100, 0.02)[-1]
+    assert short > 2
+    long = steps(400, 30_000, 1.5)
+    assert long[0] == short and long[-1] == 0
+    assert steps(1, 100, 0.02) == [short]

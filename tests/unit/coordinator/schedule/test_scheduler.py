@@ -321,6 +321,7 @@ class Listener(Controller):
         cost: StepCost,
         fill: int = 1,
         matched: Shape | None = None,
+        tokens: int = 0,
     ) -> None:
         """Append the step."""
         self.steps.append((sequences, width, drafted, cost.seconds))

@@ -30,7 +30,7 @@ class Fixed(Controller):
         super().__init__(MtpMode.parse("filled"))
         self.width = width
 
-    def choose_shape(self, sequences: int = 1, fill: int = 1) -> Shape:
+    def choose_shape(self, sequences: int = 1, fill: int = 1, tokens: int = 0) -> Shape:
         """Return windows of the fixed width."""
         return Shape(self.width, fill)
 
