@@ -185,10 +185,13 @@ class StagePrefixes:
         with writer:
             done = 0
             states_from = partial(_entry_states, saved.entry, self.layers, start)
-            while states := await self.thread.call(partial(states_from, done)):
+            while True:
+                states = await self.thread.call(partial(states_from, done))
                 done += len(states)
                 started = time.monotonic()
                 await asyncio.to_thread(_write_states, writer, states)
+                if done == len(self.layers):
+                    break
                 await self._rest(time.monotonic() - started)
             size = await asyncio.to_thread(writer.finish)
         block = Block(
@@ -274,7 +277,7 @@ State = tuple[int, bool, list[tuple[str, tuple[int, ...], Any]]]
 
 
 def _entry_states(entry: PrefixEntry, layers: Span, start: int, done: int) -> list[State]:
-    """Return the states of an entry from the `done`-th layer on, about READ_BYTES of them. Empty after the last one.
+    """Return the states of an entry from the `done`-th layer on, about READ_BYTES of them.
 
     Runs on the engine thread. The arrays may be unfinished.
     """
