@@ -34,7 +34,7 @@ from proto.errors import WorkerLostError
 from proto.frame import TokenLogprob
 
 DRAFTED, SAMPLED = "d", "s"
-"""Origins of a token: an accepted draft of the MTP head, or the model's own choice after the drafts."""
+"""Origins of a token: an accepted draft, or the model's own choice after the drafts."""
 
 EndReason = Literal["stop", "length", "tool_calls"]
 

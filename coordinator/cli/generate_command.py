@@ -221,9 +221,10 @@ def _figures(figures: dict[str, Any], reason: str) -> str:
     """Return the figures as lines for people."""
     drafts = "none"
     if figures["drafted"]:
-        by_position = " ".join(f"{p:.0%}" for p in figures["acceptance_by_position"])
+        shares = " ".join(f"{p:.0%}" for p in figures["acceptance_by_position"])
+        by_position = f", the head's by position {shares}" if shares else ""
         drafts = (
-            f"{figures['accepted']} of {figures['drafted']} accepted, by position {by_position}; "
+            f"{figures['accepted']} of {figures['drafted']} accepted{by_position}; "
             f"{figures['tokens_per_window']:.2f} tokens a window"
         )
     return (

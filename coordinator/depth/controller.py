@@ -65,13 +65,13 @@ FILLED_WIDTHS = (1, 2, 3, 4, 6, 8)
 
 
 LENGTH_STEP = 4096
-"""Tokens of the shortest texts. Costs are separate for texts up to this length, twice as long, four times as long, …"""
+"""Tokens. Costs are separate for shorter texts, and for those up to twice this length, four times, and so on."""
 
 MATCHED_WIDTHS = (2, 3, 4, 6, 8, 12, 16)
 """Tokens. Widths of windows whose drafts come from the text."""
 
 MATCHED_ROWS = 64
-"""Rows of a step, at most, if each of its sequences has a match."""
+"""Rows of a step if each of its sequences has a match. Many sequences have two rows each."""
 
 
 class Controller:

@@ -1,7 +1,8 @@
 """Drafts from the text itself: the tokens that followed an earlier place with the same newest tokens.
 
 An answer that edits a file repeats most of it. There a match of some tokens foretells many more, and costs no pass of
-the head. `NgramMatcher` is prompt lookup decoding (Saxena 2023) with the longest match. The chains of places are those
+the head. `NgramMatcher` is prompt lookup decoding (Saxena 2023) with the longest match of the newest places, which is
+kept while its drafts are right. The chains of places are those
 of LZ77: each n-gram knows its newest place, and each place the one before it.
 """
 
@@ -24,8 +25,8 @@ LONGEST_MATCH = 32
 MOST_PLACES = 8
 """Earlier places to compare, the newest first."""
 
-MOST_NEW = 8192
-"""Tokens that one call adds to the index, which take 5 ms. A long prompt that was not computed takes several calls."""
+MOST_NEW = 2048
+"""Tokens that one call adds to the index, which take a millisecond. A known prompt takes several calls."""
 
 MOST_DRAFTS = 15
 """Drafts of a match: with the confirmed token they are 16 rows, as many as a filled pipeline has in flight."""

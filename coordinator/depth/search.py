@@ -234,16 +234,19 @@ class Search:
         self._tries: dict[Shape, int] = {}
         """Probes of each shape since the last change of shape."""
         self._probe_began = 0
-        self._matched: dict[AcceptanceEstimate, tuple[int, Shape | None]] = {}
-        """The questions about matches of each class, and the choice for them."""
+        self._matched: dict[tuple[AcceptanceEstimate, int], tuple[int, Shape | None]] = {}
+        """The questions about matches of each class and number of sequences, and the choice for them."""
         self._start_probe(self.current)
 
     def start_from(self, other: Search) -> None:
-        """Begin with the costs and the shape of `other`, and measure that shape anew."""
-        self.costs = other.costs.copy()
+        """Begin with the costs and the shape of `other`. The steps of that shape show the new level of all costs."""
         self.current = other.current
-        self._last_probed = dict.fromkeys(other._last_probed, 0)
-        self._start_probe(self.current)
+        if other.costs.is_measured(other.current):
+            self.costs = other.costs.copy(other.current)
+            self._last_probed = dict.fromkeys(other._last_probed, 0)
+            self._probe = None
+        else:
+            self._start_probe(self.current)
 
     def record_step_cost(
         self, width: int, drafted: int, cost: StepCost, matched: Shape | None = None
@@ -286,25 +289,38 @@ class Search:
     ) -> Shape | None:
         """Return the best of `shapes` for a match with this acceptance, or None if the head or no draft is better.
 
-        `sequences` step together, and one of them has the match. A choice holds for EVALUATION_STEPS questions.
+        `sequences` step together, and one of them has the match. A choice holds for EVALUATION_STEPS questions. There
+        is none while another shape is probed.
         """
-        questions, shape = self._matched.get(estimate, (0, None))
+        if self._probe not in (None, self.current):
+            return None
+        questions, shape = self._matched.get((estimate, sequences), (0, None))
         if questions % EVALUATION_STEPS == 0:
-            shape = self._best_matched(estimate, shapes, sequences)
-        self._matched[estimate] = questions + 1, shape
+            again = questions % LAST_INTERVAL == 0
+            shape = self._best_matched(estimate, shapes, sequences, again=again)
+        self._matched[estimate, sequences] = questions + 1, shape
         return shape
 
     def _best_matched(
-        self, estimate: AcceptanceEstimate, shapes: Sequence[Shape], sequences: int
+        self,
+        estimate: AcceptanceEstimate,
+        shapes: Sequence[Shape],
+        sequences: int,
+        *,
+        again: bool,
     ) -> Shape | None:
-        """Return the best of `shapes`, whose first use measures it, or None before the present shape is measured."""
+        """Return the best of `shapes`, whose first use measures it, or None before the present shape is measured.
+
+        With `again` it is measured also if it would pay only at a cost a little below its estimate.
+        """
         if not self.costs.is_measured(self.current):
             return None
         chances = estimate.by_position(max(shape.ahead for shape in shapes))
         best = max(shapes, key=lambda s: self._matched_value(s, chances, sequences))
-        if self._matched_value(best, chances, sequences) <= self._value(self.current) + SWITCH_GAIN:
+        value = self._matched_value(best, chances, sequences) + (COST_DOUBT if again else 0.0)
+        if value <= self._value(self.current) + SWITCH_GAIN:
             return None
-        if not (self.costs.is_measured(best) or self.costs.is_measuring(best)):
+        if again or not (self.costs.is_measured(best) or self.costs.is_measuring(best)):
             self.costs.start_measurement(best)
         return best
 

@@ -97,11 +97,14 @@ class StepCosts:
         self._recent: deque[float] = deque(maxlen=LEVEL_SAMPLES)
         self._shares: dict[Shape, _Shares] = {}
 
-    def copy(self) -> StepCosts:
-        """Return independent costs with the same estimates, which further samples refine as if they were new."""
+    def copy(self, settled: Shape) -> StepCosts:
+        """Return independent costs with the same estimates.
+
+        Further samples of `settled` move the level, and those of other shapes refine their costs as if they were new.
+        """
         copied = StepCosts(self._fused_width)
         copied._relative = dict(self._relative)
-        copied._samples = dict.fromkeys(self._samples, FIRST_SAMPLES)
+        copied._samples = dict.fromkeys(self._samples, FIRST_SAMPLES) | {settled: SETTLED_SAMPLES}
         copied._recent = self._recent.copy()
         copied._shares = {shape: replace(shares) for shape, shares in self._shares.items()}
         return copied

@@ -337,14 +337,10 @@ class Scheduler:
         elif in_flight < self.stages:
             ready = [s for s in decoding if not s.windows_in_flight]
             chosen = ready[: -(-len(decoding) // self.stages)]
-            shape = self._next_shape(chosen) if chosen else shape
         if not chosen and all_decode:
             chosen = self._next_to_run_ahead(decoding, filled=filled)
             record.follows = next((s.newest_frame for s in chosen if s.windows_in_flight), None)
-        if not filled:
-            shapes = [self._matched_shape(sequence, chosen) or shape for sequence in chosen]
-        else:
-            shapes = [shape] * len(chosen)
+        shapes = [shape] * len(chosen) if filled else self._next_shapes(chosen)
         relay = all_decode and self.stages > 1
         segments = [
             self._window_segment(sequence, own, record, relay=relay)
@@ -361,6 +357,14 @@ class Scheduler:
             record.matched = max(whole, key=lambda own: own.width, default=None)
         return segments
 
+    def _next_shapes(self, chosen: Row[Sequence]) -> list[Shape]:
+        """Return the shape of each window of the next micro-batch. The head's is chosen only if one of them has it."""
+        matched = [self._matched_shape(sequence, chosen) for sequence in chosen]
+        if all(matched):
+            return [shape for shape in matched if shape is not None]
+        usual = self._next_shape(chosen)
+        return [shape or usual for shape in matched]
+
     def _matched_shape(
         self, sequence: Sequence, chosen: Row[Sequence], fill: int = 1
     ) -> Shape | None:
@@ -368,7 +372,7 @@ class Scheduler:
 
         The sequences `chosen` step together, each with up to `fill` windows in flight.
         """
-        if sequence.matcher is None:
+        if sequence.matcher is None or not sequence.has_match:
             return None
         count, tokens = len(chosen), mean_length(chosen)
         return self.controller.matched_shape(sequence.matcher, count, fill, tokens)

@@ -254,6 +254,19 @@ class Sequence:
             len(self.drafts), self.remaining - 1
         )
 
+    @property
+    def has_match(self) -> bool:
+        """The text has a match whose drafts can be sent: no stop token comes first, and windows in flight agree."""
+        found = None if self.matcher is None else self.matcher.match
+        if self.matcher is None or found is None:
+            return False
+        drafts, sent = self.matcher.drafts, self._sent_drafts()
+        return drafts[0] not in self.request.stop_tokens and drafts[: len(sent)] == sent
+
+    def _sent_drafts(self) -> tuple[int, ...]:
+        """Return the drafts in flight, after the confirmed token."""
+        return tuple(token for window in self.windows_in_flight for token in window.tokens)[1:]
+
     def draft_from_match(self, shape: Shape) -> None:
         """Take the drafts of the match of the text for windows of `shape`.
 
@@ -261,8 +274,8 @@ class Sequence:
         """
         assert self.matcher is not None, "a shape is matched only with a matcher"
         drafts = self._drafts_before_stop(self.matcher.drafts[: shape.ahead])
-        sent = [token for window in self.windows_in_flight for token in window.tokens][1:]
-        self.drafts = drafts if list(drafts[: len(sent)]) == sent else ()
+        sent = self._sent_drafts()
+        self.drafts = drafts if drafts[: len(sent)] == sent else ()
 
     def next_window(self, shape: Shape, frame: FrameInFlight, *, relay: bool = False) -> Window:
         """Put the next window in flight: the confirmed token and drafts, after the windows already in flight.
@@ -368,14 +381,12 @@ class Sequence:
         ]
         if ended:
             return tuple(results)
+        following = [w for w in self.windows_in_flight if w.matched == window.matched]
         if result is WindowResult.ACCEPTED:
-            following = list(self.windows_in_flight)[:1]
-            results += [DraftResult(w.first, True) for w in following if w.first]
+            results += [DraftResult(w.first, True) for w in following[:1] if w.first]
         else:
             results += [
-                DraftResult(w.first + i, False)
-                for w in self.windows_in_flight
-                for i in range(len(w.tokens))
+                DraftResult(w.first + i, False) for w in following for i in range(len(w.tokens))
             ]
         return tuple(results)
 

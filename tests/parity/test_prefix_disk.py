@@ -65,7 +65,7 @@ class Engine:
         return self._us
 
 
-@pytest.mark.parametrize(("busy", "least", "most"), [(True, 0.19, 10.0), (False, 0.0, 0.19)])
+@pytest.mark.parametrize(("busy", "least", "most"), [(True, 0.165, 10.0), (False, 0.0, 0.165)])
 async def test_writing_leaves_the_machine_to_frames(busy: bool, least: float, most: float) -> None:
     """Writing takes WRITE_SHARE of the time while frames come, and all of it when none does."""
     prefixes = StagePrefixes(cast(Any, None), "", Span(0, 1), cast(Any, Engine(busy=busy)))

@@ -32,9 +32,9 @@ HEADER_BYTES = 1024
 TENSOR_BYTES = 256
 
 READERS = 8
-"""Threads that check tensors. To read and to sum release Python's lock."""
+"""Threads that read and check tensors. Both release Python's lock."""
 
-CHECK_BYTES = 2**22
+READ_BYTES = 2**22
 """Bytes that a thread reads at once."""
 
 MAX_HEADER = 2**26
@@ -153,49 +153,63 @@ class BlockReader:
             except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
                 raise _damaged(path, error) from error
 
-    def check(self, layers: Collection[int]) -> None:
-        """Read the tensors of `layers` and compare their checksums. Afterwards the system has them in memory.
+    def nbytes(self, layer: int) -> int:
+        """Return the bytes of the tensors of `layer`, 0 if it has none here."""
+        return sum(self._tensors[name][1] for name in self._names.get(layer, ()))
 
-        Raises ProtocolError for a damaged one.
+    def read_ahead(self, layers: Collection[int]) -> None:
+        """Let the system read the tensors of `layers`, so that `load` seldom waits for the disk.
+
+        Raises ProtocolError for a file that is too short.
         """
         with self.path.open("rb") as file, ThreadPoolExecutor(READERS) as pool:
-            checks = [
-                pool.submit(self._check, file.fileno(), name)
-                for layer in layers
-                for name in self._names.get(layer, ())
+            places = [
+                self._tensors[name] for layer in layers for name in self._names.get(layer, ())
             ]
-            for one in checks:
+            for one in [pool.submit(self._read, file.fileno(), *place) for place in places]:
                 one.result()
 
     def load(self, layers: Iterable[int]) -> list[LayerArrays]:
-        """Return the tensors of checked `layers` as MLX's arrays, evaluated. Runs on the thread that computes.
+        """Return the tensors of `layers` as MLX's arrays, evaluated. Runs on the thread that computes.
 
-        Raises OSError if the file is gone.
+        Raises ProtocolError for other bytes than those that were written, or for a file that another process dropped.
         """
         try:
             tensors = mx.load(str(self.path))
-        except (RuntimeError, ValueError) as error:  # another process has dropped the file
-            raise OSError(str(error)) from error
-        assert isinstance(tensors, dict)
-        found = [
-            LayerArrays(layer, [tensors[name] for name in self._names[layer]])
-            for layer in layers
-            if layer in self._names
-        ]
-        mx.eval([one.arrays for one in found])
-        return found
+            assert isinstance(tensors, dict)
+            found = {
+                layer: {name: tensors[name] for name in self._names[layer]}
+                for layer in layers
+                if layer in self._names
+            }
+            plain = {
+                name: array.view(mx.uint8)
+                for some in found.values()
+                for name, array in some.items()
+                if array.size
+            }
+            mx.eval(plain, found)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise _damaged(self.path, error) from error
+        with ThreadPoolExecutor(READERS) as pool:
+            views: dict[str, Any] = dict(plain)  # arrays have the buffer protocol
+            sums = dict(zip(views, pool.map(_checksum, views.values()), strict=True))
+        for name, checksum in sums.items():
+            if checksum != self._sums.get(name):
+                raise _damaged(self.path, f"another checksum of {name}")
+        return [LayerArrays(layer, list(some.values())) for layer, some in found.items()]
 
-    def _check(self, descriptor: int, name: str) -> None:
-        start, size = self._tensors[name]
-        buffer, checksum, done = memoryview(bytearray(min(size, CHECK_BYTES))), 0, 0
+    def _read(self, descriptor: int, start: int, size: int) -> None:
+        buffer, done = memoryview(bytearray(min(size, READ_BYTES))), 0
         while done < size:
             count = os.preadv(descriptor, [buffer[: size - done]], start + done)
             if count == 0:
                 raise _damaged(self.path, "it is too short")
-            checksum = zlib.crc32(buffer[:count], checksum)
             done += count
-        if checksum != self._sums.get(name):
-            raise _damaged(self.path, f"another checksum of {name}")
+
+
+def _checksum(array: Any) -> int:
+    return zlib.crc32(memoryview(array).cast("B"))
 
 
 def _place(info: dict[str, Any], start: int) -> tuple[int, int]:

@@ -13,7 +13,8 @@ import logging
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -49,8 +50,11 @@ MOST_QUEUED = 2**31
 TENSORS_PER_LAYER = 8
 """Upper bound, for the room of a header: quantized keys and values have six."""
 
-LAYERS_AT_ONCE = 4
-"""Layers that the engine thread loads at once, before the next frame may run."""
+LOAD_BYTES = 2**27
+"""Bytes that the engine thread loads at once, before the next frame may run; at least a layer."""
+
+LOAD_SECONDS = 20.0
+"""Seconds. Deadline of that load. The system has read the file before, and may have dropped it again."""
 
 CLOSE_SECONDS = 2.0
 """Seconds in which the end of a plan or a process waits for the disk."""
@@ -210,7 +214,7 @@ class StagePrefixes:
         end = time.monotonic() + worked * (1 / WRITE_SHARE - 1)
         while time.monotonic() < end and not self._closing:
             busy = self.thread.busy_us
-            await asyncio.sleep(IDLE_SECONDS)
+            await asyncio.sleep(min(IDLE_SECONDS, end - time.monotonic()))
             if self.thread.busy_us == busy:
                 return
 
@@ -231,10 +235,9 @@ class StagePrefixes:
             chains = await self._chains(key)
             layers: dict[int, list[bytes | list[mx.array]]] = {}
             for chain in chains:
-                readers = await asyncio.to_thread(self._checked, chain)
-                for start in range(chain.layers.start, chain.layers.end, LAYERS_AT_ONCE):
-                    part = Span(start, min(start + LAYERS_AT_ONCE, chain.layers.end))
-                    for layer, state in await self.thread.call(partial(_load, readers, part)):
+                parts = await asyncio.to_thread(self._parts_of, chain)
+                for some in _together(parts, chain.layers):
+                    for layer, state in await self.thread.call(partial(self._load, parts, some)):
                         layers.setdefault(layer, []).append(state)
             blocks = [block for chain in chains for block in chain.blocks]
             await asyncio.to_thread(self.index.touch, blocks)
@@ -248,29 +251,67 @@ class StagePrefixes:
         """Return the blocks of prefix `key`, or none if one is missing."""
         return await asyncio.to_thread(self.index.chains, self.namespace, self.layers, key)
 
-    def _checked(self, chain: Chain) -> list[_Part]:
-        """Return the readers of a chain's blocks, the first tokens first, whose layers are not damaged.
+    def _parts_of(self, chain: Chain) -> list[_Part]:
+        """Return the blocks of a chain, the first tokens first, after the system has read the layers that are wanted.
 
-        Only the last block has states that do not append. Removes a damaged block, and raises OSError for it.
+        Only the last block has states that do not append.
         """
         found: list[_Part] = []
         for block in chain.blocks:
-            try:
+            with self._removing(block):
                 reader = BlockReader(self.index.folder / block.file)
                 wanted = set(chain.layers)
                 if block is not chain.blocks[-1]:
                     wanted &= reader.appends
-                reader.check(wanted)
-            except (ProtocolError, FileNotFoundError) as error:
-                self.index.remove(block)
-                log.warning("damaged prefix removed", extra={"error": str(error)})
-                raise OSError(str(error)) from error
-            found.append((reader, wanted))
+                reader.read_ahead(wanted)
+            found.append(_Part(block, reader, wanted))
         return found
 
+    def _load(
+        self, parts: Sequence[_Part], layers: Span
+    ) -> list[tuple[int, bytes | list[mx.array]]]:
+        """Return the states of `layers` as arrays, and that of the MTP head as bytes. Runs on the engine thread."""
+        self.thread.expect(LOAD_SECONDS)
+        states: list[tuple[int, bytes | list[mx.array]]] = []
+        for part in parts:
+            with self._removing(part.block):
+                loaded = part.reader.load([layer for layer in layers if layer in part.wanted])
+            for one in loaded:
+                if one.arrays and one.arrays[0].dtype == mx.uint8:
+                    states.append((one.layer, np.array(one.arrays[0]).tobytes()))
+                else:
+                    states.append((one.layer, one.arrays))
+        return states
 
-_Part = tuple[BlockReader, set[int]]
-"""A block, and the layers that are wanted from it."""
+    @contextmanager
+    def _removing(self, block: Block) -> Iterator[None]:
+        """Remove `block` if the context finds it damaged or gone, and raise OSError."""
+        try:
+            yield
+        except (ProtocolError, FileNotFoundError) as error:
+            self.index.remove(block)
+            log.warning("damaged prefix removed", extra={"error": str(error)})
+            raise OSError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A block of a chain, and the layers that are wanted from it."""
+
+    block: Block
+    reader: BlockReader
+    wanted: set[int]
+
+
+def _together(parts: Sequence[_Part], layers: Span) -> Iterator[Span]:
+    """Yield the layers in spans of about LOAD_BYTES."""
+    start, total = layers.start, 0
+    for layer in layers:
+        total += sum(part.reader.nbytes(layer) for part in parts if layer in part.wanted)
+        if total >= LOAD_BYTES or layer == layers.end - 1:
+            yield Span(start, layer + 1)
+            start, total = layer + 1, 0
+
 
 State = tuple[int, bool, list[tuple[str, tuple[int, ...], Any]]]
 """A layer, whether it appends, and the type, the shape and the plain array or the bytes of each of its arrays."""
@@ -298,18 +339,6 @@ def _entry_states(entry: PrefixEntry, layers: Span, start: int, done: int) -> li
         named = [(type_name(a), tuple(a.shape), p) for a, p in pairs]
         states.append((number, appends, named))
         total += sum(array.nbytes for array in arrays)
-    return states
-
-
-def _load(parts: Sequence[_Part], layers: Span) -> list[tuple[int, bytes | list[mx.array]]]:
-    """Return the states of `layers` as arrays, and that of the MTP head as bytes. Runs on the engine thread."""
-    states: list[tuple[int, bytes | list[mx.array]]] = []
-    for reader, wanted in parts:
-        for one in reader.load(layer for layer in layers if layer in wanted):
-            if one.arrays and one.arrays[0].dtype == mx.uint8:
-                states.append((one.layer, np.array(one.arrays[0]).tobytes()))
-            else:
-                states.append((one.layer, one.arrays))
     return states
 
 

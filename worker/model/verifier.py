@@ -154,6 +154,8 @@ class Verdict:
                 token = UnconfirmedToken(segment.window, state.expected, rows, outcome.token)
                 state.unconfirmed.append(token)
             else:
+                # The coordinator sends this window when it knows the tokens before it, so they are confirmed.
+                state.commit(segment.window - 1, accepted_length=1)
                 tokens = segment.tokens[: outcome.accepted_length]
                 state.append_tokens(tokens)
                 if self.drafter is not None:
