@@ -105,6 +105,27 @@ def test_a_stage_that_runs_ahead_chooses_the_same_tokens(
     assert all(map(mx.array_equal, states[0].head.waiting_hidden, states[1].head.waiting_hidden))
 
 
+def test_known_tokens_after_a_window_that_continues_keep_their_order(
+    checkpoints: Checkpoints,
+) -> None:
+    """A window with drafts from the text may follow before the header commits the one that continued."""
+    path = checkpoints(layers=4)
+    plain, begun = ahead(path, SamplingParams(), 3)
+    expected = in_turn(path, SamplingParams(), 6)
+    plain.finish(begun)
+    known = tuple(expected.tokens[3:5])
+    window = Segment(0, 4, len(PROMPT) + 3, known, open=True, sample=True)
+    plain.finish(plain.begin([Commit(0, 2, 1)], [window]))
+    assert plain.tokens[-1] == expected.tokens[5]
+    state = plain.chain.verifier.states[0]
+    assert state.tokens == [*PROMPT, *expected.tokens[:5]]
+    assert state.head is not None
+    assert (
+        state.head.waiting_tokens
+        == [*PROMPT[1:], *expected.tokens[:6]][-len(state.head.waiting_tokens) :]
+    )
+
+
 @pytest.mark.parametrize("finished", [False, True], ids=["before it finishes", "after"])
 def test_a_window_after_the_end_of_the_text_leaves_nothing(
     checkpoints: Checkpoints, finished: bool
