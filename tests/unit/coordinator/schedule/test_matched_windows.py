@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Row
 
 import pytest
 
-from coordinator.depth.ngrams import NgramMode
+from coordinator.depth.ngrams import NgramMatcher, NgramMode
+from coordinator.schedule.request import GenerationRequest
+from coordinator.schedule.sequence import Sequence
 from tests.support.protocol.scheduler_drive import Drive, is_decode
 from tests.support.stages.fake_last_stage import VOCAB, FakeLastStage
 
@@ -14,7 +16,7 @@ PERIOD = 13
 PROMPT = tuple(range(1, PERIOD + 1)) * 2
 
 
-def edited(tokens: Sequence[int], seed: int) -> int:
+def edited(tokens: Row[int], seed: int) -> int:
     """Return the token PERIOD places before, with a change now and then."""
     return (tokens[-PERIOD] + (len(tokens) % 50 == 0) + seed) % VOCAB
 
@@ -66,3 +68,14 @@ def test_a_match_stops_before_a_stop_token() -> None:
     drive.run()
     assert drive.tokens(seq_id) == decoded(100)[: decoded(100).index(8)]
     assert not any(8 in s.tokens for f in drive.stage.seen for s in f.segments if s.open)
+
+
+@pytest.mark.parametrize(("stop", "usable"), [(8, False), (9, True)])
+def test_a_match_that_begins_with_a_stop_token_is_not_used(stop: int, usable: bool) -> None:
+    """It has no draft to send, so the head drafts."""
+    text = (1, 2, 3, 4, 8, 9, 5, 1, 2, 3, 4)
+    request = GenerationRequest(text, 10, stop_tokens=frozenset({stop}))
+    sequence = Sequence(0, request, 0.0, matcher=NgramMatcher())
+    assert sequence.matcher is not None and not sequence.has_match
+    sequence.matcher.follow(sequence.tokens)
+    assert sequence.matcher.drafts[0] == 8 and sequence.has_match is usable
