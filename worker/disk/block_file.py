@@ -68,14 +68,6 @@ class LayerTensors:
     tensors: list[Tensor]
 
 
-@dataclass(frozen=True)
-class LayerArrays:
-    """The arrays of layer number `layer` in a block."""
-
-    layer: int
-    arrays: list[mx.array]
-
-
 class BlockWriter:
     """The writing of a block to `path`, layer by layer. Use it as a context: an error removes the temporary file.
 
@@ -169,8 +161,8 @@ class BlockReader:
             for one in [pool.submit(self._read, file.fileno(), *place) for place in places]:
                 one.result()
 
-    def load(self, layers: Iterable[int]) -> list[LayerArrays]:
-        """Return the tensors of `layers` as MLX's arrays, evaluated. Runs on the thread that computes.
+    def load(self, layers: Iterable[int]) -> dict[int, list[mx.array]]:
+        """Return the tensors of each of `layers` as MLX's arrays, evaluated. Runs on the thread that computes.
 
         Raises ProtocolError for other bytes than those that were written, or for a file that another process dropped.
         """
@@ -197,7 +189,7 @@ class BlockReader:
         for name, checksum in sums.items():
             if checksum != self._sums.get(name):
                 raise _damaged(self.path, f"another checksum of {name}")
-        return [LayerArrays(layer, list(some.values())) for layer, some in found.items()]
+        return {layer: list(some.values()) for layer, some in found.items()}
 
     def _read(self, descriptor: int, start: int, size: int) -> None:
         buffer, done = memoryview(bytearray(min(size, READ_BYTES))), 0

@@ -276,11 +276,11 @@ class StagePrefixes:
         for part in parts:
             with self._removing(part.block):
                 loaded = part.reader.load([layer for layer in layers if layer in part.wanted])
-            for one in loaded:
-                if one.arrays and one.arrays[0].dtype == mx.uint8:
-                    states.append((one.layer, np.array(one.arrays[0]).tobytes()))
+            for layer, arrays in loaded.items():
+                if arrays and arrays[0].dtype == mx.uint8:
+                    states.append((layer, np.array(arrays[0]).tobytes()))
                 else:
-                    states.append((one.layer, one.arrays))
+                    states.append((layer, arrays))
         return states
 
     @contextmanager
