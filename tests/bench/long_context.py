@@ -63,9 +63,12 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def serving(
-    folder: Path, model: Path, state: Path, workers: Sequence[Path], *flags: str
+    folder: Path, model: Path, state: Path, workers: Sequence[Path], gpu: int, *flags: str
 ) -> Iterator[str]:
-    """Serve `model` alone, or over a worker for each state directory of `workers`. Yield the URL."""
+    """Serve `model` alone, or over a worker for each state directory of `workers`. Yield the URL.
+
+    All of them share one GPU.
+    """
     ports = free_ports(1 + len(workers))
     with ExitStack() as stack:
         where = ["--nodes", str(len(workers))] if workers else ["--single-node"]
@@ -73,12 +76,12 @@ def serving(
             at = f"127.0.0.1:{ports[1 + index]}"
             worker = ["--listen", at, "--model", str(model), "--no-mdns", "--state-dir", str(own)]
             name = f"worker-{ports[1 + index]}"
-            stack.enter_context(program(folder, name, ROOT, 0, "worker.cli", *worker, *DISK))
+            stack.enter_context(program(folder, name, ROOT, gpu, "worker.cli", *worker, *DISK))
             where += ["--worker", at]
         command = ["serve", str(model), "--port", str(ports[0]), "--no-mdns", *where]
         command += ["--state-dir", str(state), *flags]
         name = f"server-{ports[0]}"
-        server = stack.enter_context(program(folder, name, ROOT, 0, "coordinator.cli", *command))
+        server = stack.enter_context(program(folder, name, ROOT, gpu, "coordinator.cli", *command))
         wait_until_serving(url_of(ports[0]), server)
         yield url_of(ports[0])
 
@@ -126,7 +129,7 @@ def measure(
     table: dict[str, dict[str, float]] = {}
     for name in options.rows:
         flags, state = ROWS[name], folder / name.replace(", ", "-").replace(" ", "-")
-        with serving(folder, model, state, (), *flags) as url:
+        with serving(folder, model, state, (), options.gpu, *flags) as url:
             row = by_length(url, cycle, options.lengths, len(table))
             if DISK[0] in flags:
                 drawn = random.Random(99)
@@ -141,7 +144,7 @@ def measure(
             for copy in other:
                 shutil.copytree(state, copy)
             for again, workers in (("started again", ()), ("two workers", other)):
-                with serving(folder, model, state, workers, *flags) as url:
+                with serving(folder, model, state, workers, options.gpu, *flags) as url:
                     ask(url, cycle[:100], 4)
                     turn = [*prompt, *random.Random(7).choices(cycle, k=TURN)]
                     table[f"{name}, {again}"] = found = warm(url, prompt, turn)
@@ -163,6 +166,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--bits", type=int, default=BITS)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--gpu", type=int, default=0, help="the number of the GPU")
     parser.add_argument("--model", type=Path, help="a folder to keep the checkpoint in")
     options = parser.parse_args()
     print(about(), flush=True)

@@ -1,7 +1,7 @@
 """Prefixes on disk, as a stage writes and reads them: its caches as blocks, and blocks as the backup of a sequence.
 
 A prefix entry that a frame saves is written soon after it, beside the frames: the engine thread copies a few layers at
-a time, and another thread writes them. What the disk cannot take in time is not kept.
+a time, and another thread writes them. An entry that leaves memory before its turn is not written.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import logging
 import sqlite3
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,9 +45,6 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 """Version of the states in blocks. Blocks of another version are never found."""
 
-MOST_QUEUED = 2**31
-"""Bytes of the prefixes that wait to be written, which stay in memory. A disk that is behind loses those after it."""
-
 TENSORS_PER_LAYER = 8
 """Upper bound, for the room of a header: quantized keys and values have six."""
 
@@ -76,9 +74,13 @@ DISK_ERRORS = (OSError, sqlite3.Error)
 
 @dataclass(frozen=True)
 class SavedPrefix:
-    """An entry to write. `parent` is the newest border of its sequence before it, whose block it continues."""
+    """An entry to write. `parent` is the newest border of its sequence before it, whose block it continues.
 
-    entry: PrefixEntry
+    The queue holds no entry in memory: the stage does, within its budget.
+    """
+
+    entry: weakref.ref[PrefixEntry]
+    border: Border
     parent: Border | None
 
 
@@ -129,8 +131,6 @@ class StagePrefixes:
     _writer: asyncio.Task[None] | None = None
     _paused_until: float = 0.0
     _closing: bool = False
-    _waiting: int = 0
-    """Bytes of the entries that are not written yet."""
 
     async def close(self) -> None:
         """Write what waits, for at most CLOSE_SECONDS. A block that is not complete then is not kept."""
@@ -144,17 +144,17 @@ class StagePrefixes:
 
     # ---- writing
 
-    def save_soon(self, saved: SavedPrefix) -> None:
-        """Write a prefix entry beside the next frames, unless it is known or the disk is behind."""
-        self.thread.post(self._enqueue, saved)
+    def save_soon(self, entry: PrefixEntry, parent: Border | None) -> None:
+        """Write a prefix entry beside the next frames, unless it is known.
+
+        `parent` is the newest border of its sequence before it.
+        """
+        self.thread.post(self._enqueue, SavedPrefix(weakref.ref(entry), entry.border, parent))
 
     def _enqueue(self, saved: SavedPrefix) -> None:
-        key, nbytes = saved.entry.border.key, saved.entry.nbytes
-        full = self._waiting > 0 and self._waiting + nbytes > MOST_QUEUED
-        if key in self._queued or full or time.monotonic() < self._paused_until:
+        if saved.border.key in self._queued or time.monotonic() < self._paused_until:
             return
-        self._queued.add(key)
-        self._waiting += nbytes
+        self._queued.add(saved.border.key)
         self._queue.append(saved)
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write_all(), name="prefix disk")
@@ -171,13 +171,12 @@ class StagePrefixes:
                 )
             except Exception:  # a bug here costs this prefix, and not the next ones
                 log.exception("prefix not written")
-            self._queued.discard(saved.entry.border.key)
-            self._waiting -= saved.entry.nbytes
+            self._queued.discard(saved.border.key)
 
     async def _write(self, saved: SavedPrefix) -> None:
-        """Write a block, unless the disk has the prefix already."""
-        border, parent = saved.entry.border, saved.parent
-        if await self._chains(border.key):
+        """Write a block, unless the disk has the prefix already or memory has it no more."""
+        border, parent, entry = saved.border, saved.parent, saved.entry()
+        if entry is None or await self._chains(border.key):
             return
         start = 0  # without the blocks of the parent, this one has all tokens
         if parent is not None and await self._chains(parent.key):
@@ -188,7 +187,7 @@ class StagePrefixes:
         )
         with writer:
             done = 0
-            states_from = partial(_entry_states, saved.entry, self.layers, start)
+            states_from = partial(_entry_states, entry, self.layers, start)
             while True:
                 states = await self.thread.call(partial(states_from, done))
                 done += len(states)

@@ -45,7 +45,7 @@ from worker.cache.sequence_cache import (
     copies_of,
 )
 from worker.engine.backup import ReceivedBackup, StageBackups
-from worker.engine.prefix_disk import SavedPrefix, StagePrefixes
+from worker.engine.prefix_disk import StagePrefixes
 from worker.model.stage import Run, Stage
 from worker.model.verifier import Verdict, Verifier
 
@@ -395,7 +395,7 @@ class StageEngine:
         self.prefixes[op.entry] = entry
         self._saved.append((op.seq_id, entry))
         if self.disk is not None:
-            self.disk.save_soon(SavedPrefix(entry, self._borders.get(op.seq_id)))
+            self.disk.save_soon(entry, self._borders.get(op.seq_id))
         self._borders[op.seq_id] = border
 
     def _start_copies(self, frame: Frame) -> list[PrefixEntry]:
