@@ -29,12 +29,15 @@ JOBS ?= 2
 # Hypothesis's profile "ci" draws the same examples every time. Without it, pytest draws new ones.
 PYTEST := $(BIN)/python -m pytest --hypothesis-profile ci
 PARALLEL := $(PYTEST) --numprocesses $(JOBS) --dist loadfile
+# Whole programs wait for deadlines a fifth of their time, so one more runs than there are cores. The longest test is in
+# the first folder, and would otherwise run alone at the end.
+PROGRAMS := $(PYTEST) --numprocesses $(shell expr $(JOBS) + 1) --dist loadfile --no-loadscope-reorder
 
 PART_TESTS := tests/repository tests/unit tests/parity tests/fuzz
 METAL_TESTS := $(patsubst %,tests/parity/test_%.py,rollback run_ahead head engine exact_mode)
 # The files with thorough tests: collecting all of them again takes a while.
 THOROUGH_TESTS = $(sort $(shell grep -rl --include='test_*.py' 'mark\.thorough' $(PART_TESTS)))
-PROGRAM_TESTS := tests/cluster tests/clients tests/chaos tests/browser
+PROGRAM_TESTS := tests/chaos tests/cluster tests/clients tests/browser
 
 BENCHES ?= $(basename $(notdir $(shell grep -l __main__ tests/bench/*.py)))
 
@@ -55,11 +58,11 @@ demo: $(VENV)/.runtime ## three workers and a coordinator on this machine, one p
 
 test: $(VENV)/.dev ## the tests of every contract, in six minutes on two cores
 	$(PARALLEL) -m 'not slow and not thorough' $(PART_TESTS)
-	$(PARALLEL) -m smoke $(PROGRAM_TESTS)
+	$(PROGRAMS) -m smoke $(PROGRAM_TESTS)
 
 test-all: $(VENV)/.dev ## the rest: more cases, and whole programs on loopback
 	$(PARALLEL) -m 'thorough and not slow' $(THOROUGH_TESTS)
-	$(PARALLEL) -m 'not slow and not smoke' $(PROGRAM_TESTS)
+	$(PROGRAMS) -m 'not slow and not smoke' $(PROGRAM_TESTS)
 
 test-metal: $(VENV)/.dev ## tests of states and engines on the Metal path, whose kernels run on the CPU; needs g++
 	$(PARALLEL) --dist load -p tests.support.metal.plugin -m 'not slow and not thorough' $(METAL_TESTS)

@@ -39,8 +39,8 @@ TURN = 300
 
 DISK = ("--prefix-disk", "60GB")
 
-SETTLE_SECONDS = 4.0
-"""Seconds after an answer until its blocks are on disk."""
+QUIET_SECONDS, MOST_QUIET_SECONDS = 2.0, 60.0
+"""Seconds without a new byte after which all blocks are on disk, and the bound of that wait."""
 
 ROWS: dict[str, tuple[str, ...]] = {
     "plain": ("--mtp", "off"),
@@ -113,6 +113,18 @@ def by_length(
     return row
 
 
+def wait_until_quiet(state: Path) -> float:
+    """Return the seconds until the folder `state` stopped growing."""
+    started = newest = time.monotonic()
+    size = -1
+    while time.monotonic() < min(newest + QUIET_SECONDS, started + MOST_QUIET_SECONDS):
+        found = sum(path.stat().st_size for path in state.rglob("*") if path.is_file())
+        if found != size:
+            size, newest = found, time.monotonic()
+        time.sleep(0.1)
+    return newest - started
+
+
 def warm(url: str, prompt: Sequence[int], turn: Sequence[int]) -> dict[str, float]:
     """Return the first tokens of a known prompt and of the turn after it, with the tokens that were known."""
     row: dict[str, float] = {}
@@ -136,7 +148,7 @@ def measure(
                 prompt = drawn.choices(cycle, k=options.lengths[-1])
                 row["cold, s"], _, _ = ask(url, prompt, 4)
                 row |= warm(url, prompt, [*prompt, *drawn.choices(cycle, k=TURN)])
-                time.sleep(SETTLE_SECONDS)
+                row["on disk after, s"] = wait_until_quiet(state)
         table[name] = row
         print(f"{name}: {rounded(row)}", flush=True)
         if DISK[0] in flags:
