@@ -12,6 +12,7 @@ from typing import Any, ClassVar, get_args
 import msgpack
 
 from proto.errors import ProtocolError, VersionError
+from proto.images import ImageSpan, check_images
 from proto.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from proto.prefix_key import KEY_BYTES
 from proto.wire import (
@@ -54,7 +55,7 @@ class Admit(Operation):
 
     The first `prompt` tokens are the user's. Presence and frequency penalties do not count them, and grammars do not
     read them. `vocabulary` is the tokenizer's vocabulary, packed. The first sequence of an epoch that has a grammar
-    brings it, because the last stage has no tokenizer.
+    brings it, because the last stage has no tokenizer. `images` are those of the prompt, in order.
     """
 
     kind: ClassVar[str] = "admit"
@@ -63,15 +64,19 @@ class Admit(Operation):
     prompt: int
     params: SamplingParams = field(default_factory=SamplingParams)
     vocabulary: bytes = b""
+    images: tuple[ImageSpan, ...] = ()
 
     def __post_init__(self) -> None:
         check_ints((self.seq_id, self.capacity, self.prompt), self.__match_args__)
         check_type(self.vocabulary, bytes, "vocabulary")
+        if self.images:
+            check_images(self.images, self.prompt)
 
     def to_wire(self) -> tuple[Any, ...]:
         """Return the row that msgpack encodes."""
         numbers = self.seq_id, self.capacity, self.prompt
-        return self.kind, *numbers, self.params.to_wire(), self.vocabulary
+        images = pack_tokens(tuple(n for i in self.images for n in (i.start, i.rows, i.columns)))
+        return self.kind, *numbers, self.params.to_wire(), self.vocabulary, images
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +177,15 @@ def op_from_wire(wire: Any) -> Op:
         raise ProtocolError(f"{kind} takes {count} values, got {len(values)}")
     if operation is Admit:
         values[3] = SamplingParams.from_wire(values[3])
+        values[5] = _images_from_wire(values[5])
     return operation(*values)
+
+
+def _images_from_wire(packed: Any) -> tuple[ImageSpan, ...]:
+    numbers = unpack_tokens(packed, "images")
+    if len(numbers) % 3:
+        raise ProtocolError("an image has a start, rows and columns")
+    return tuple(ImageSpan(*numbers[i : i + 3]) for i in range(0, len(numbers), 3))
 
 
 MAX_DRAFTS = 32
@@ -370,6 +383,8 @@ A call holds Python's lock from its start to its end.
 @dataclass(frozen=True, slots=True)
 class Frame:
     """A header and, between stages, the hidden states of its rows: `[rows, hidden_size]`.
+
+    On the way to the first stage a frame has a tensor if some of its tokens are images: their rows, and zeros for text.
 
     `number` grows by one with each frame of an epoch, so a stage detects a gap or a swap. `stage_us`
     collects the compute time of each stage in microseconds. The last stage fills `outcomes`, in the

@@ -22,6 +22,7 @@ from coordinator.api.choice import (
 from coordinator.api.context import Api, api_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_event
 from coordinator.api.errors import field_error, message_of, status_of
+from coordinator.api.image_parts import ImageBlock, prompt_of, text_of, with_images
 from coordinator.api.openai_schemas import SamplingBody
 from coordinator.api.request_body import Body, Many, read_body
 from coordinator.api.request_settings import (
@@ -29,7 +30,6 @@ from coordinator.api.request_settings import (
     ChatRequest,
     GenerationSettings,
     check_model,
-    render_chat,
     template_call,
     template_tool,
     with_system_first,
@@ -74,12 +74,12 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Many[TextBlock] | None = None
+    content: str | Many[TextBlock | ImageBlock] | None = None
     is_error: bool | None = None
 
 
 Block = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
     Field(discriminator="type"),
 ]
 
@@ -101,7 +101,7 @@ class Message(Body):
     @model_validator(mode="after")
     def _blocks_fit_the_role(self) -> Message:
         allowed = {
-            "user": (TextBlock, ToolResultBlock),
+            "user": (TextBlock, ImageBlock, ToolResultBlock),
             "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
             "system": (TextBlock,),
         }
@@ -301,7 +301,7 @@ def _turns(message: Message) -> Iterator[Json]:
             else:
                 texts.append(block)
         if texts:
-            yield {"role": "user", "content": _text(texts)}
+            yield with_images({"role": "user", "content": _text(texts)}, texts)
 
 
 def _assistant(blocks: list[Block]) -> Json:
@@ -320,11 +320,12 @@ def _tool_result(block: ToolResultBlock) -> Json:
     text = content if isinstance(content, str) else _text(content)
     if block.is_error:
         text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+    turn = {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+    return with_images(turn, content)
 
 
 def _text(blocks: Iterable[Block]) -> str:
-    return "".join(block.text for block in blocks if isinstance(block, TextBlock))
+    return text_of(block for block in blocks if isinstance(block, TextBlock | ImageBlock))
 
 
 _TYPES = {
@@ -487,7 +488,7 @@ async def count_tokens(request: Request) -> Response:
     api = api_of(request)
     body = await read_body(request, PromptBody)
     check_model(api, body.model)
-    prompt = await render_chat(api, internal_request(body))
+    prompt, _ = await prompt_of(api, internal_request(body))
     return JSONResponse({"input_tokens": len(prompt.tokens)})
 
 

@@ -11,11 +11,11 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 from coordinator.api.context import Api
+from coordinator.api.image_parts import prompt_of
 from coordinator.api.request_settings import (
     ChatRequest,
     GenerationSettings,
     grammar_fields,
-    render_chat,
     requests_of,
     stops_of,
 )
@@ -385,13 +385,13 @@ async def chat_answer(
 
     `restored` is the engine's request of an answer that an earlier process began.
     """
-    prompt = await render_chat(api, chat)
+    prompt, images = await prompt_of(api, chat)
     stop_tokens, stop = stops_of(api, chat.settings)
-    requests = [restored] if restored else []
+    requests = [replace(restored, images=images)] if restored else []
     if restored is None:
         forced = await grammar_fields(api, chat, thinking=prompt.thinking)
         requests = [
-            replace(request, turn=prompt.turn, continued=prompt.continued)
+            replace(request, turn=prompt.turn, continued=prompt.continued, images=images)
             for request in requests_of(
                 api, chat.settings, [prompt.tokens], answer_id, stop_tokens, forced
             )

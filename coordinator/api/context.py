@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 from starlette.requests import Request
 
 from coordinator.api.model_catalog import ModelFacts, ModelLoader
+from coordinator.images.encoder import ImageEncoder
 from coordinator.schedule.request import Generator
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.metrics import Metrics
@@ -98,6 +99,10 @@ class ApiOptions:
     max_body_bytes: int = 16 * 2**20
     body_seconds: float = 30.0
     clamp_max_tokens: bool = False
+    max_images: int = 16
+    """Images of one request."""
+    fetch_images: bool = False
+    """Load images by their addresses, from public servers."""
     key_ring: KeyRing | None = None
     """The named keys. Once there was one, every request requires one of them or one of `api_keys`."""
 
@@ -124,6 +129,7 @@ class Api:
     large_work: LargeWork = field(default_factory=LargeWork)
     vocabulary: bytes = b""
     """The packed vocabulary of the tokenizer, if it is known already."""
+    images: ImageEncoder = field(default_factory=ImageEncoder)
 
     async def loadable_models(self) -> list[ModelFacts]:
         """Return the other models on this machine that can be served."""

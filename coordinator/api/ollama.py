@@ -26,6 +26,7 @@ from coordinator.api.choice import (
 from coordinator.api.context import Api, api_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, json_line, serve_answer
 from coordinator.api.errors import field_error, message_of
+from coordinator.api.image_parts import IMAGE_TEXT, data_url
 from coordinator.api.model_catalog import ModelFacts
 from coordinator.api.openai_schemas import SamplingBody
 from coordinator.api.request_body import Body, Many, read_body
@@ -116,10 +117,14 @@ class Message(Body):
     tool_calls: Many[MessageCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
+    images: Many[str] | None = None
 
     def for_template(self) -> Json:
         """Return the message as chat templates read it."""
-        turn: Json = {"role": self.role, "content": self.content or ""}
+        images = self.images or ()
+        turn: Json = {"role": self.role, "content": IMAGE_TEXT * len(images) + (self.content or "")}
+        if images:
+            turn["images"] = [data_url(image) for image in images]
         if self.thinking:
             turn["reasoning_content"] = self.thinking
         if self.tool_name:
@@ -159,6 +164,7 @@ class GenerateBody(ModelBody):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
+    images: Many[str] | None = None
 
 
 class ShowBody(Body):
@@ -281,8 +287,8 @@ async def generate(request: Request) -> Response:
             settings = body.settings("prompt")
             answer = await text_answer(api, settings, [tokens], new_id("gen-"), output=body.output)
         else:
-            turns = [("system", body.system), ("user", prompt)]
-            messages = [{"role": role, "content": text} for role, text in turns if text]
+            messages = [{"role": "system", "content": body.system}] if body.system else []
+            messages.append(Message(role="user", content=prompt, images=body.images).for_template())
             answer = await _chat_answer(api, body, messages, "prompt")
         return _prepared(answer, body)
 

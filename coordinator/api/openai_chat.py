@@ -22,6 +22,7 @@ from coordinator.api.choice import (
 from coordinator.api.context import Api
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_data
 from coordinator.api.errors import error_body
+from coordinator.api.image_parts import with_images
 from coordinator.api.openai_schemas import (
     ChatBody,
     CompletionBody,
@@ -85,7 +86,7 @@ def template_message(message: Message, markers: tuple[str, str]) -> Json:
     for name in ("name", "reasoning_content", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             turn[name] = value
-    return turn
+    return with_images(turn, message.content or ())
 
 
 @router.post("/v1/completions")

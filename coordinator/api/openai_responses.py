@@ -16,6 +16,7 @@ from coordinator.api.choice import ID_LENGTH, GeneratedAnswer, chat_answer, new_
 from coordinator.api.context import Api, api_of
 from coordinator.api.delivery import PreparedAnswer
 from coordinator.api.errors import field_error
+from coordinator.api.image_parts import InputImagePart, text_of, with_images
 from coordinator.api.journal import Record
 from coordinator.api.openai_schemas import SamplingBody
 from coordinator.api.request_body import (
@@ -211,7 +212,7 @@ class MessageItem(Body):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Many[TextPart]
+    content: str | Many[TextPart | InputImagePart]
     id: str | None = None
     status: Status | None = None
     phase: str | None = None
@@ -234,7 +235,7 @@ class CallOutputItem(Body):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Many[TextPart]
+    output: str | Many[TextPart | InputImagePart]
     id: str | None = None
     status: Status | None = None
 
@@ -296,10 +297,11 @@ def template_messages(
         pending = []
         if isinstance(item, CallOutputItem):
             output = _text(item.output)
-            turns.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+            turn = {"role": "tool", "tool_call_id": item.call_id, "content": output}
+            turns.append(with_images(turn, item.output))
         elif isinstance(item, MessageItem):
             role = "system" if item.role == "developer" else item.role
-            turns.append({"role": role, "content": _text(item.content)})
+            turns.append(with_images({"role": role, "content": _text(item.content)}, item.content))
     return with_system_first([*turns, *_assistant(pending, markers)])
 
 
@@ -323,8 +325,8 @@ def _assistant(items: Iterable[Item], markers: tuple[str, str]) -> list[Json]:
     return [turn]
 
 
-def _text(content: str | Iterable[TextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _text(content: str | Iterable[TextPart | InputImagePart]) -> str:
+    return content if isinstance(content, str) else text_of(content)
 
 
 router = APIRouter()

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from coordinator.api.errors import field_error
+from coordinator.api.image_parts import ImageUrlPart, text_of
 from coordinator.api.request_body import (
     Body,
     Label,
@@ -211,8 +212,8 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
         Annotated[
-            str | Many[TextPart],
-            shape("a string or a list of text parts. This model reads text only."),
+            str | Many[TextPart | ImageUrlPart],
+            shape("a string or a list of text and image_url parts"),
         ]
         | None
     ) = None
@@ -234,7 +235,7 @@ class Message(Body):
     def text(self) -> str:
         """The content as one text."""
         content = self.content or ""
-        return content if isinstance(content, str) else "".join(part.text for part in content)
+        return content if isinstance(content, str) else text_of(content)
 
 
 class Function(Body):

@@ -40,6 +40,7 @@ from coordinator.trust.key_ring import KeyRing
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.announcement import is_loopback, parse_address
 from proto.errors import UsageError
+from proto.images import MAX_IMAGES
 from proto.kernels import Kernels
 from proto.state_dir import state_dir as directory_of
 from proto.terminal.logs import LogFormat, LogLevel, configure
@@ -119,6 +120,16 @@ def serve(
             help="Keep the state of prompts on disk, such as 100GB, over restarts. Workers have the same flag.",
         ),
     ] = None,
+    max_images: Annotated[
+        int, typer.Option(min=0, max=MAX_IMAGES, help="Most images of one request.")
+    ] = 16,
+    fetch_images: Annotated[
+        bool,
+        typer.Option(
+            "--fetch-images",
+            help="Load images that requests name by an address, from public servers. Without it requests carry them.",
+        ),
+    ] = False,
     share_weights: Annotated[
         bool,
         typer.Option(
@@ -268,6 +279,8 @@ def serve(
         prefill_chunk=prefill_chunk,
         prefix_cache=not no_prefix_cache,
         prefix_disk=_disk_bytes(prefix_disk, no_prefix_cache),
+        max_images=max_images,
+        fetch_images=fetch_images,
         share_weights=share_weights,
         api_keys=tuple(key.strip() for key in api_key or ()),
         allowed_origins=tuple(allowed_origins or ()),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from coordinator.depth.search import AcceptanceEstimate, DraftResult
+from proto.images import FIRST_IMAGE_TOKEN
 
 GRAM = 4
 """Tokens. Shortest match: in code, three tokens repeat everywhere."""
@@ -82,6 +83,8 @@ class NgramMatcher:
             self.match = self._find_match(text)
         self._seen = len(text)
         self.drafts = () if self.match is None else _copied(text, self.match.follower)
+        if max(self.drafts, default=0) >= FIRST_IMAGE_TOKEN:
+            self.match, self.drafts = None, ()  # the model never says the tokens of an image
         return found
 
     def _results(self, added: Sequence[int]) -> MatchResults | None:

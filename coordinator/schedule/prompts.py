@@ -14,6 +14,7 @@ from coordinator.schedule.sequence import Sequence
 from mtp.device import FrameLimits
 from proto.errors import CapacityError, RequestError
 from proto.frame import Frame
+from proto.images import without_images
 
 PIPELINED_CHUNKS = 8
 """Chunks. Minimum number of chunks of a prompt whose chunks stay above the shortest.
@@ -77,7 +78,7 @@ def check_request(request: GenerationRequest, context: int, vocab: int, kv_token
         raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
     if request.max_tokens < 1:
         raise RequestError("max_tokens is at least 1", param="max_tokens")
-    if not all(0 <= token < vocab for token in request.prompt):
+    if not all(0 <= token < vocab for token in without_images(request.prompt, 0)):
         raise RequestError(f"a token is outside the vocabulary of {vocab}", param="prompt")
     if any(token >= vocab for token in request.params.logit_bias):
         raise RequestError(

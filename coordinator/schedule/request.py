@@ -8,9 +8,25 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from proto.frame import TokenLogprob
+from proto.images import ImageSpan
 from proto.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, eq=False)
+class PromptImage:
+    """An image of a prompt and its rows for the first stage: `dtype [rows x columns, hidden]` as bytes."""
+
+    span: ImageSpan
+    dtype: str
+    data: memoryview | bytes
+
+    def row_bytes(self, start: int, end: int) -> memoryview:
+        """Return the rows of the prompt's tokens from `start` to `end`."""
+        size = len(self.data) // (self.span.end - self.span.start)
+        first = self.span.start
+        return memoryview(self.data)[(start - first) * size : (end - first) * size]
 
 
 @dataclass(frozen=True)
@@ -21,7 +37,8 @@ class GenerationRequest:
     the prefix cache and change no token. `turn` is the number of prompt tokens with which the conversation's next turn
     begins, 0 if unknown. `continued` says whether a later prompt may begin with this prompt and its answer.
     `emitted` are the first tokens of the answer, which an earlier process emitted. They count towards `max_tokens` and
-    are not emitted again. Requests of one `client` share its part of the queue and of the pipeline.
+    are not emitted again. Requests of one `client` share its part of the queue and of the pipeline. The tokens of
+    `images` are ids above every vocabulary.
     """
 
     prompt: tuple[int, ...]
@@ -33,6 +50,7 @@ class GenerationRequest:
     continued: bool = True
     emitted: tuple[int, ...] = ()
     client: str = ""
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True)

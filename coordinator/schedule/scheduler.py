@@ -52,6 +52,7 @@ from proto.frame import (
     Segment,
 )
 from proto.prefix_key import prefix_key
+from proto.wire import DTYPE_BYTES
 
 
 @dataclass
@@ -284,6 +285,7 @@ class Scheduler:
         if not segments and not self.ops:
             return None
         frame = Frame(self.epoch, self.next_number, tuple(self.ops), tuple(segments))
+        frame = self._with_image_rows(frame)
         self.ops.clear()
         self.next_number += 1
         self.in_flight.append(record)
@@ -465,7 +467,7 @@ class Scheduler:
         if boundaries and start == boundaries[0]:
             self._save_prefix(sequence, tuple(sequence.tokens[: boundaries.pop(0)]))
         end = boundaries[0] if boundaries else sequence.prefill_tokens
-        sequence.scheduled_tokens = min(end, start + max_length)
+        sequence.scheduled_tokens = sequence.chunk_end(start, min(end, start + max_length))
         last = not sequence.prefilling
         drafts = min(self._first_depth(sequence), max(0, sequence.remaining - 2)) if last else 0
         return Segment(
@@ -476,6 +478,25 @@ class Scheduler:
             sample=last,
             drafts=drafts,
         )
+
+    def _with_image_rows(self, frame: Frame) -> Frame:
+        """Return `frame` with the rows of its images, if it has some. The rows of text are zeros."""
+        images = [
+            None if segment.open else self.running[segment.seq_id].image_at(segment.position)
+            for segment in frame.segments
+        ]
+        found = next((image for image in images if image is not None), None)
+        if found is None:
+            return frame
+        size = len(found.row_bytes(found.span.start, found.span.start + 1))
+        parts = [
+            bytes(size * segment.rows)
+            if image is None
+            else image.row_bytes(segment.position, segment.position + segment.width)
+            for segment, image in zip(frame.segments, images, strict=True)
+        ]
+        shape = (frame.rows, size // DTYPE_BYTES[found.dtype])
+        return frame.with_tensor(found.dtype, shape, b"".join(parts))
 
     def _first_depth(self, sequence: Sequence) -> int:
         """Return the number of drafts to request with the first token, so that speculative windows start at once."""

@@ -9,9 +9,15 @@ from enum import Enum, auto
 from coordinator.depth.ngrams import NgramMatcher
 from coordinator.depth.search import DraftCounts, DraftResult
 from coordinator.depth.step_costs import Shape
-from coordinator.schedule.request import FinishReason, GenerationRequest, GenerationStats
+from coordinator.schedule.request import (
+    FinishReason,
+    GenerationRequest,
+    GenerationStats,
+    PromptImage,
+)
 from proto.control import Rollback
 from proto.frame import Admit, Commit, Outcome
+from proto.images import ImageSpan, next_border
 
 
 @dataclass(eq=False)
@@ -301,8 +307,26 @@ class Sequence:
 
     def admit_op(self, vocabulary: bytes = b"") -> Admit:
         """Return the operation that creates the sequence on the stages."""
-        params = self.request.params
-        return Admit(self.seq_id, self.capacity, self.prompt_length, params, vocabulary)
+        params, images = self.request.params, self.spans
+        return Admit(self.seq_id, self.capacity, self.prompt_length, params, vocabulary, images)
+
+    @property
+    def spans(self) -> tuple[ImageSpan, ...]:
+        """The images of the prompt."""
+        return tuple(image.span for image in self.request.images)
+
+    def chunk_end(self, start: int, end: int) -> int:
+        """Return where a chunk from `start` to `end` at most ends: it has rows of one image, or text only.
+
+        The arithmetic of text then does not depend on images beside it.
+        """
+        border = next_border(self.spans, start)
+        return end if border is None else min(end, border)
+
+    def image_at(self, position: int) -> PromptImage | None:
+        """Return the image whose rows are at `position`, or None."""
+        found = (i for i in self.request.images if i.span.start <= position < i.span.end)
+        return next(found, None)
 
     def await_backup(self, tokens: int, *, from_disk: bool = False) -> None:
         """Start from the backup of the first `tokens` tokens, which the stages have, when it is admitted.

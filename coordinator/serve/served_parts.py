@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import mlx.core as mx
+
 from coordinator.api.app import create_app
 from coordinator.api.context import Api, ApiOptions
 from coordinator.api.journal import Journal
@@ -20,6 +22,7 @@ from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Settings
 from coordinator.depth.controller import Controller, MtpMode
 from coordinator.depth.ngrams import NgramMode
+from coordinator.images.encoder import ImageEncoder
 from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines
 from coordinator.pipeline.pipeline import PipelineSource
 from coordinator.pipeline.worker_client import ConnectionPolicy
@@ -98,6 +101,8 @@ class ServeOptions:
     allowed_hosts: tuple[str, ...] = ()
     parallel: Parallel = field(default_factory=Parallel)
     prefer: Prefer = Prefer.latency
+    max_images: int = 16
+    fetch_images: bool = False
     journal: bool = True
     """Keep stored answers in the state directory."""
 
@@ -247,6 +252,8 @@ class OpenedModel:
             slices=options.slices,
             draft_vocab=options.draft_vocab,
         )
+        dtype = getattr(mx, options.dtype) if options.dtype else None
+        self.images = ImageEncoder(self.checkpoint, dtype)
         self.local = LocalPipelines(whole, options.state, options.prefix_disk)
         self.why_not_alone = why_not_alone(self.local.model)
 
@@ -274,6 +281,7 @@ class ServedParts:
             lasting.switch,
             lasting.invite,
             vocabulary=model.vocabulary,
+            images=model.images,
         )
         self.app = create_app(api, self.loop.frames, lasting.journal)
         self.stored_answers: StoredAnswers = self.app.state.stored_answers
@@ -295,3 +303,4 @@ class ServedParts:
             await self.stored_answers.fail_all(error)
         await self.loop.close("the server is shutting down" if error is None else error.public)
         self.app.state.api.compiler.close()
+        await self.model.images.close()

@@ -223,6 +223,8 @@ class _Server:
             options.api_keys,
             options.allowed_origins,
             clamp_max_tokens=options.clamp_max_tokens,
+            max_images=options.max_images,
+            fetch_images=options.fetch_images,
             key_ring=key_ring,
         )
         file = options.state / "journal" / "answers.db"

@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from mtp.device import fuses_prompts, this_device
 from mtp.layers.layer import Hole, KVFormat, LayerCache
+from mtp.layers.turns import image_turns
 from proto.errors import ProtocolError
+from proto.images import ImageLayout
 
 SCORE_BYTES = 128 * 2**20
 """Bytes. Bound of the scores of one tile. MLX's fused kernels for heads of 256 take few queries; for more it holds
@@ -25,10 +28,22 @@ class KVRows(LayerCache):
     keys: Any
     values: Any
     offset: int
+    layout: ImageLayout | None = None
+    """The images of the sequence. Its owner sets it; a copy has none."""
     trim: Callable[[int], int]
     """Remove the last tokens. mlx-lm implements it."""
     update_and_fetch: Callable[[mx.array, mx.array], tuple[Any, Any]]
     """Append keys and values, and return all of them. mlx-lm implements it."""
+
+    @property
+    def position(self) -> int:
+        """The position of the next row, if it is text."""
+        return self.offset + (0 if self.layout is None else self.layout.shift(self.offset))
+
+    def image_turns(self, rope: nn.RoPE, width: int) -> mx.array | None:
+        """Return the turns of the next `width` rows, fp32 `[width, 2, half]`, or None if all of them are text."""
+        layout = self.layout
+        return None if layout is None else image_turns(rope, layout, self.offset, width)
 
     def attend(
         self,

@@ -14,6 +14,7 @@ import mlx.nn as nn
 
 from mtp.layers.communicator import ALONE, Communicator
 from proto.errors import ProtocolError
+from proto.images import ImageLayout
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ class LayerCache(ABC):
 
     kv_nbytes: int = 0
     """Bytes of keys and values, which grow with the sequence."""
+    layout: ImageLayout | None
+    """The images of the sequence, which only attention reads."""
 
     @abstractmethod
     def apply_commit(self, whole: int, cut: int | None, trim: int) -> None:

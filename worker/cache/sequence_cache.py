@@ -25,6 +25,7 @@ from mtp.sampling.filters import History
 from mtp.sampling.grammar import GrammarState
 from proto.errors import ProtocolError
 from proto.frame import Admit, Segment
+from proto.images import ImageLayout, without_images
 from proto.params import SamplingParams
 
 
@@ -158,6 +159,8 @@ class SequenceCache:
     admitted: Admit
     layers: list[LayerCache]
     stack: WindowStack = field(default_factory=WindowStack)
+    layout: ImageLayout | None = None
+    """The images of the prompt. Caches learn them before each segment, since copies of prefixes have none."""
 
     def extend(self, segment: Segment) -> None:
         """Register a segment before it runs. The layers append its rows to the caches themselves.
@@ -170,6 +173,9 @@ class SequenceCache:
                 f" tokens of sequence {segment.seq_id}"
             )
         self.stack.extend(segment.window, segment.position, segment.width, stays_open=segment.open)
+        if self.layout is not None:
+            for cache in self.layers:
+                cache.layout = self.layout
 
     def commit(self, window: int, accepted_length: int, *, in_header: bool) -> CommitResult:
         """Apply a commit to the window stack and to the cache of every layer."""
@@ -244,6 +250,8 @@ class LastStageState:
     unconfirmed: list[UnconfirmedToken] = field(default_factory=list)
     """Tokens of windows that continue and whose commit has not arrived."""
     grammar: GrammarState | None = None
+    image_token: int = 0
+    """The word that stands for a row of an image, for the head and for penalties."""
 
     def answer_with(self, tokens: Sequence[int]) -> list[int]:
         """Return the answer, which begins after the prompt: the verified tokens and then `tokens`."""
@@ -259,8 +267,13 @@ class LastStageState:
         """Bytes of the head's state."""
         return 0 if self.head is None else sum(a.nbytes for a in self.head.arrays())
 
+    def words_of(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Return `tokens` with a word for each row of an image."""
+        return without_images(tokens, self.image_token) if self.admitted.images else tokens
+
     def append_tokens(self, tokens: Sequence[int]) -> None:
         """Append verified tokens to the sequence and to its history."""
+        tokens = self.words_of(tokens)
         if self.history is not None:
             self.history.extend(tokens)
         self.tokens.extend(tokens)

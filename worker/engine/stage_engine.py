@@ -36,6 +36,7 @@ from proto.frame import (
     Segment,
 )
 from proto.frame_stamps import FrameStamps, StageStep
+from proto.images import FIRST_IMAGE_TOKEN, without_images
 from proto.wire import DTYPE_BYTES, MAX_INT
 from worker.cache.sequence_cache import (
     Border,
@@ -317,8 +318,9 @@ class StageEngine:
         for segment in frame.segments:
             if segment.seq_id in seen:
                 raise ProtocolError(f"sequence {segment.seq_id} has two segments in one frame")
-            if segment.tokens and max(segment.tokens) >= vocab:
-                raise ProtocolError(f"token {max(segment.tokens)}: the vocabulary has {vocab}")
+            words = segment.tokens if segment.open else without_images(segment.tokens, 0)
+            if words and max(words) >= vocab:
+                raise ProtocolError(f"token {max(words)}: the vocabulary has {vocab}")
             seen.add(segment.seq_id)
 
     def _apply(self, op: Op) -> None:
@@ -476,7 +478,7 @@ class StageEngine:
         if ahead and self.relayed is not None:
             relayed = [(self.relayed.token_of(s),) if s.continues else s.tokens for s in segments]
             return mx.array([token for tokens in relayed for token in tokens], mx.uint32)
-        known = [token for segment in segments for token in segment.tokens]
+        known = [t for segment in segments for t in without_images(segment.tokens, 0)]
         if not ahead or self.verifier is None:
             return mx.array(known, mx.uint32)
         chosen = self.verifier.next_tokens(ahead)
@@ -496,8 +498,19 @@ class StageEngine:
 
     def _rows(self, frame: Frame, segments: tuple[Segment, ...]) -> mx.array:
         """Return the rows to run: embedded tokens on the first stage, otherwise the tensor without stale segments."""
-        if self.first:
-            return self.stage.embed(self._tokens([s for s in segments if not s.cancelled]))
+        if not self.first:
+            return self._received_rows(frame, segments)
+        running = [s for s in segments if not s.cancelled]
+        x = self.stage.embed(self._tokens(running))
+        tokens = [token for segment in running if not segment.open for token in segment.tokens]
+        if max(tokens, default=0) < FIRST_IMAGE_TOKEN:
+            return x
+        flags = [t >= FIRST_IMAGE_TOKEN for s in running for t in s.tokens or (0,) * s.width]
+        images = self._received_rows(frame, segments)
+        return mx.where(mx.array(flags)[:, None], images.astype(x.dtype), x)
+
+    def _received_rows(self, frame: Frame, segments: tuple[Segment, ...]) -> mx.array:
+        """Return the rows of the frame's tensor that run. Raises ProtocolError for another shape."""
         hidden = self.stage.modules.config.hidden_size
         if frame.shape != (frame.rows, hidden):
             raise ProtocolError(f"hidden states {frame.shape}, expected {(frame.rows, hidden)}")

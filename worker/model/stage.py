@@ -11,6 +11,7 @@ from mtp.device import this_device
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Segment
+from proto.images import ImageLayout
 from proto.kernels import Kernels
 from worker.cache.sequence_cache import SequenceCache
 from worker.model.choice import choose_variants
@@ -53,7 +54,9 @@ class Stage:
     def new_sequence(self, admitted: Admit) -> SequenceCache:
         """Return the empty caches of an admitted sequence."""
         caches = [layer.new_cache(self.kv_format) for layer in self.modules.layers]
-        return SequenceCache(admitted, caches)
+        images, sections = admitted.images, self.modules.config.image_sections
+        layout = ImageLayout(images, sections) if images else None
+        return SequenceCache(admitted, caches, layout=layout)
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Return the embeddings of `tokens [rows]`: `[rows, hidden]`. First stage only."""

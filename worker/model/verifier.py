@@ -33,6 +33,7 @@ from mtp.sampling.grammar import GrammarState
 from proto.errors import ProtocolError
 from proto.frame import Admit, Commit, Outcome, Segment, TokenLogprob
 from proto.frame_stamps import FrameStamps, StageStep
+from proto.images import ImageLayout
 from worker.cache.sequence_cache import ChosenToken, LastStageState, UnconfirmedToken
 from worker.model.loader import StageModules
 from worker.model.stage import Run
@@ -156,7 +157,7 @@ class Verdict:
             else:
                 # The coordinator sends this window when it knows the tokens before it, so they are confirmed.
                 state.commit(segment.window - 1, accepted_length=1)
-                tokens = segment.tokens[: outcome.accepted_length]
+                tokens = state.words_of(segment.tokens[: outcome.accepted_length])
                 state.append_tokens(tokens)
                 if self.drafter is not None:
                     self.drafter.record_tokens(tokens, chosen=segment.open)
@@ -231,6 +232,7 @@ class Verifier:
         self.norm = modules.norm
         self.vocab = modules.config.vocab_size
         self.exempt = modules.config.eos_token_ids
+        self.config = modules.config
         self.unembed = _unembedding(modules)
         self.drafter: Drafter | None = None
         if modules.head is not None:
@@ -257,7 +259,9 @@ class Verifier:
         grammar = GrammarState.make(op.params, self.vocabulary)
         # The vocabulary may have megabytes, so the state does not include it.
         admitted = replace(op, vocabulary=b"") if op.vocabulary else op
-        self.states[op.seq_id] = LastStageState(admitted, head, history=history, grammar=grammar)
+        self.states[op.seq_id] = LastStageState(
+            admitted, head, history=history, grammar=grammar, image_token=self.config.image_token
+        )
 
     def evict(self, seq_id: int) -> None:
         """Remove the state of a sequence, if there is one."""
@@ -315,6 +319,9 @@ class Verifier:
             state = self.states[segment.seq_id]
             if segment.continues and state.params.needs_host:
                 raise ProtocolError(f"sequence {segment.seq_id} cannot continue by itself")
+            if state.admitted.images and state.head is not None:
+                images = ImageLayout(state.admitted.images, self.config.image_sections)
+                state.head.cache.layout = images
             verified.append(VerifiedRun(segment, state, start))
             start += segment.width
         return verified

@@ -131,6 +131,10 @@ class ModelConfig:
     head_only: bool = False
     cut: Cut = WHOLE
     """The share of the layers that these fields describe."""
+    vision: dict[str, Any] | None = field(default=None, repr=False, hash=False)
+    """The raw `vision_config`, None for a model of text."""
+    image_token: int = 0
+    """The token that chat templates write for an image."""
 
     @classmethod
     def load(cls, path: Path) -> ModelConfig:
@@ -192,6 +196,12 @@ class ModelConfig:
     def engine_layer(self, layer: nn.Module) -> nn.Module:
         """Return a loaded `layer` with the modules that the engine runs."""
         return self.family.engine_layer(self._text(), layer)
+
+    @property
+    def image_sections(self) -> tuple[int, int, int]:
+        """The pairs of a head that turn by the time, height and width of an image's rows."""
+        time, height, width = self.text_config["rope_parameters"].get("mrope_section", (11, 11, 10))
+        return time, height, width
 
     def _text(self) -> dict[str, Any]:
         """Return a copy of `text_config`, since mlx-lm modifies its input."""
@@ -264,6 +274,8 @@ class _Reader:
             text_config=self.text,
             foreign=self._foreign(),
             head_only=head_only,
+            vision=self._vision(),
+            image_token=self._image_token(),
         )
         if config.gdn_value_heads % config.gdn_key_heads:
             raise self._error(
@@ -306,6 +318,9 @@ class _Reader:
         rope = self.text.get("rope_parameters")
         if not isinstance(rope, dict) or not isinstance(rope.get("rope_theta"), int | float):
             raise self._error("rope_parameters has no rope_theta. Download config.json again.")
+        sections = rope.get("mrope_section", [0, 0, 0])
+        if not isinstance(sections, list) or [type(n) for n in sections] != [int] * 3:
+            raise self._error(f"mrope_section is {sections!r:.60}. It must be three integers.")
 
     def _layer_kinds(self, layers: int) -> tuple[LayerKind, ...]:
         """Return the kind of each layer. mlx-lm derives the kinds from the interval, so layer_types must agree."""
@@ -321,6 +336,18 @@ class _Reader:
                 "full_attention_interval may be missing, or num_hidden_layers edited."
             )
         return tuple(kinds)
+
+    def _vision(self) -> dict[str, Any] | None:
+        found = self.config.get("vision_config")
+        if found is not None and not isinstance(found, dict):
+            raise self._error(f"vision_config is {found!r:.60}. It must be an object.")
+        return found
+
+    def _image_token(self) -> int:
+        found = self.config.get("image_token_id", 0)
+        if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+            raise self._error(f"image_token_id is {found!r:.60}. It must be a token id.")
+        return found
 
     def _tied(self) -> bool:
         tied = self.text.get("tie_word_embeddings", self.config.get("tie_word_embeddings", False))

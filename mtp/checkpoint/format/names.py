@@ -119,6 +119,13 @@ def local_name(stored: str) -> str | None:
     return with_head_name(stored)
 
 
+def vision_name(stored: str) -> str | None:
+    """Return the name of a tensor within the vision part, such as `blocks.0.norm1.weight`, or None for others."""
+    found = (prefix for prefix in _VISION if stored.startswith(prefix))
+    prefix = next(found, None)
+    return None if prefix is None else stored.removeprefix(prefix)
+
+
 def is_ignored(stored: str) -> bool:
     """Return whether a stored tensor can be left out without changing results."""
     return _IGNORED.fullmatch(stored) is not None

@@ -25,6 +25,7 @@ from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import Exact, Hole, KVFormat, Layer, PlainMLP
 from mtp.layers.pair_kv import PairKV
 from mtp.layers.prepare_rows import HEAD_DIM, AttentionShape, can_prepare, constants_of
+from mtp.layers.turns import KernelTurns
 
 MOST_GROUPED = 16
 """Query heads for each K/V head that the kernel holds in registers."""
@@ -56,6 +57,7 @@ class PackedAttentionLayer(Layer):
         self.mlp: PackedMLP | PlainMLP = PlainMLP(layer.mlp) if mlp is None else mlp
         self.shape = shape_of(attention)
         self.constants = constants_of(attention)
+        self.rope = attention.rope
         self.scale = mx.array([attention.scale])
         self.qkv = joined([attention.q_proj, attention.k_proj, attention.v_proj])
         self.out = joined([attention.o_proj])
@@ -85,7 +87,9 @@ class PackedAttentionLayer(Layer):
         qkv, out, eps = self.qkv, self.out, self.norm.eps
         for cache, width in zip(caches, widths, strict=True):
             cache.reserve(width, self.shape.kv_heads, HEAD_DIM, x.dtype)
-        groups = _row_arrays(tuple(widths), tuple((c.offset, c.room) for c in caches))
+        turns = KernelTurns.of(self.rope, caches, widths)
+        ends = tuple((cache.offset, cache.room) for cache in caches)
+        groups = _row_arrays(tuple(widths), ends, turns.starts)
         if holes:
             groups = _around(groups, holes)
         few = x.shape[0] <= FEW_ROWS
@@ -96,6 +100,7 @@ class PackedAttentionLayer(Layer):
         else:
             rows = qkv(self.norm(x))
             q, new = prepare_rows(self.shape, rows, _places(groups), self.constants)
+        q, new = turns.turn_new(q, new)
         pairs, start = [], 0
         for cache, width in zip(caches, widths, strict=True):
             own = new if len(caches) == 1 else new[:, :, start : start + width]
@@ -205,18 +210,23 @@ def _places(groups: Sequence[RowArrays]) -> mx.array:
 
 @lru_cache(maxsize=16)
 def _row_arrays(
-    widths: tuple[int, ...], ends: tuple[tuple[int, int], ...]
+    widths: tuple[int, ...], ends: tuple[tuple[int, int], ...], starts: tuple[int | None, ...]
 ) -> tuple[RowArrays, ...]:
     """Return the arrays of every group of `SLOTS` sequences. `ends` are offset and room of each sequence.
+
+    `starts` are those of `KernelTurns`.
 
     All attention layers of a frame share them.
     """
     groups = []
     for first in range(0, len(widths), SLOTS):
-        slots = list(zip(widths[first : first + SLOTS], ends[first : first + SLOTS], strict=True))
+        some = slice(first, first + SLOTS)
+        slots = list(zip(widths[some], ends[some], strict=True))
         rows = [(slot, at + i) for slot, (width, (at, _)) in enumerate(slots) for i in range(width)]
         caps = [room for _, (_, room) in slots] + [0] * (SLOTS - len(slots))
         spans = [(index, 0, 0) for _, index in rows]
+        turned = KernelTurns(starts[some], None).places(widths[some])
+        rows = [(slot, place) for (slot, _), place in zip(rows, turned, strict=True)]
         groups.append(RowArrays(*(mx.array(a, dtype=mx.int32) for a in (rows, spans, caps))))
     return tuple(groups)
 

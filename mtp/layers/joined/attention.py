@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,9 +13,7 @@ from mtp.layers.joined.products import ColumnLinear, can_store_columns, scaled_r
 from mtp.layers.kv_cache import KVRows
 from mtp.layers.layer import Hole
 from mtp.layers.reference.attention import AttentionLayer, Projected
-
-FIRST_POSITIONS = 4096
-"""Positions. Length of the first table of RoPE, which doubles as texts grow."""
+from mtp.layers.turns import turn, turn_table
 
 
 def can_join_attention(attention: Qwen3NextAttention, *, widen: bool) -> bool:
@@ -69,7 +66,7 @@ class JoinedAttention(nn.Module):
         first, second = self._ends
         rows = x.shape[0]
         qk = scaled_rows(y[:, :first].reshape(rows, -1, self._dim), self._scales, self._eps)
-        qk = _turned_rows(qk, turns).astype(self.dtype)
+        qk = turn(qk, turns).astype(self.dtype)
         values = y[:, first:second].reshape(rows, -1, self._dim).astype(self.dtype)
         return qk[:, : self.heads], qk[:, self.heads :], values, y[:, second:]
 
@@ -88,14 +85,13 @@ class JoinedAttentionLayer(AttentionLayer):
     ) -> Projected:
         """Return the projections of the norm of `x [rows, hidden]`, queries and keys normalized and turned."""
         moved = mx.concatenate([hole.count for hole in holes]) if holes else None
-        offsets = [cache.offset for cache in caches]
         projected: Projected = self.attention.project(
-            self.norm(x), turns_of(self.attention.rope, offsets, widths, moved)
+            self.norm(x), turns_of(self.attention.rope, caches, widths, moved)
         )
         return projected
 
     def _turned(
-        self, q: mx.array, k: mx.array, offsets: Sequence[int], holes: Sequence[Hole]
+        self, q: mx.array, k: mx.array, caches: Sequence[KVRows], holes: Sequence[Hole]
     ) -> tuple[mx.array, mx.array]:
         """Return `q` and `k`, which are turned already."""
         return q, k
@@ -113,44 +109,21 @@ def _without_gates(projection: nn.Linear, heads: int, dim: int) -> tuple[nn.Line
     return parts[0], parts[1]
 
 
-def _turned_rows(x: mx.array, turns: mx.array) -> mx.array:
-    """Return `x [rows, heads, dim]` after RoPE by `turns [rows, 2, half]`."""
-    half = turns.shape[-1]
-    first, second = _rotated(x[..., :half], x[..., half : 2 * half], turns[:, :1], turns[:, 1:])
-    parts = [first, second] if x.shape[-1] == 2 * half else [first, second, x[..., 2 * half :]]
-    return mx.concatenate(parts, axis=-1)
-
-
-@partial(mx.compile, shapeless=True)
-def _rotated(a: mx.array, b: mx.array, cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array]:
-    return a * cos - b * sin, a * sin + b * cos
-
-
 def turns_of(
-    rope: nn.RoPE, offsets: Sequence[int], widths: Sequence[int], moved: mx.array | None = None
+    rope: nn.RoPE, caches: Sequence[KVRows], widths: Sequence[int], moved: mx.array | None = None
 ) -> mx.array:
-    """Return cosines and sines of rows, where sequence i owns `widths[i]` rows from position `offsets[i]` on.
+    """Return cosines and sines of rows, where sequence i owns `widths[i]` rows after those in `caches[i]`.
 
     With `moved`, int32 `[n]`, every sequence has one row, and row i is `moved[i]` positions earlier. Returns fp32
     `[rows, 2, half]`.
     """
-    end = max(offset + width for offset, width in zip(offsets, widths, strict=True))
-    length = FIRST_POSITIONS
-    while length < end:
-        length *= 2
-    table = _table(rope.dims, rope.base, rope.scale, length)
+    starts = [cache.position for cache in caches]
+    end = max(start + width for start, width in zip(starts, widths, strict=True))
+    table = turn_table(rope, end)
     if moved is not None:
-        return table[mx.array(list(offsets), dtype=mx.int32) - moved]
-    parts = [table[at : at + width] for at, width in zip(offsets, widths, strict=True)]
+        return table[mx.array(starts, dtype=mx.int32) - moved]
+    parts = []
+    for cache, start, width in zip(caches, starts, widths, strict=True):
+        image = cache.image_turns(rope, width)
+        parts.append(table[start : start + width] if image is None else image)
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
-
-
-@lru_cache(maxsize=4)
-def _table(dims: int, base: float, scale: float, length: int) -> mx.array:
-    """Return cosine and sine of each position and pair: MLX's RoPE of (1, 0)."""
-    shape = (1, 1, length, dims // 2)
-    unit = mx.concatenate([mx.ones(shape), mx.zeros(shape)], axis=-1)
-    turned = mx.fast.rope(unit, dims, traditional=False, base=base, scale=scale, offset=0)
-    table = mx.contiguous(turned.reshape(length, 2, dims // 2))
-    mx.eval(table)
-    return table

@@ -33,6 +33,7 @@ from mtp.layers.prepare_rows import (
     run_prepare,
 )
 from mtp.layers.reference.attention import AttentionLayer, Projected
+from mtp.layers.turns import KernelTurns
 
 Projections = tuple[JoinedLinear, JoinedLinear]
 """The input projections of a layer as one, and its output projection."""
@@ -147,11 +148,15 @@ class PreparedAttentionLayer(JoinedAttentionLayer):
         stay_open: Sequence[bool] = (),
         holes: Sequence[Hole] = (),
     ) -> mx.array:
-        ends, places = _places(tuple(widths), tuple(cache.offset for cache in caches))
+        turns = KernelTurns.of(self.attention.rope, caches, widths)
+        ends, places = _places(tuple(widths), turns.starts)
         if holes:
             places = places - mx.concatenate([hole.count for hole in holes])[:, None]
         run = self._prepare if x.shape[0] <= COMPILED_ROWS else _prepare
         q, new, gate = run(self._shape, x, *self._arrays, places)
+        if turns.turns is not None:
+            rows_first, new = turns.turn_new(q[0].transpose(1, 0, 2), new)
+            q = rows_first.transpose(1, 0, 2)[None]
         queries, rows = mx.split(q, ends, axis=2), mx.split(new, ends, axis=2)
         scale = self.attention.scale
         if holes:
@@ -169,14 +174,12 @@ class PreparedAttentionLayer(JoinedAttentionLayer):
 
 
 @lru_cache(maxsize=16)
-def _places(widths: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[list[int], mx.array]:
+def _places(widths: tuple[int, ...], starts: tuple[int | None, ...]) -> tuple[list[int], mx.array]:
     """Return where sequences end, but for the last, and every row's position twice. All layers of a frame share them.
 
     The kernel reads the second column.
     """
-    found = [
-        (p, p) for offset, n in zip(offsets, widths, strict=True) for p in range(offset, offset + n)
-    ]
+    found = [(place, place) for place in KernelTurns(starts, None).places(widths)]
     return list(accumulate(widths[:-1])), mx.array(found, dtype=mx.int32)
 
 

@@ -15,6 +15,7 @@ from mlx_lm.models.qwen3_5 import DecoderLayer
 
 from mtp.layers.kv_cache import KVRows, new_kv
 from mtp.layers.layer import MLP, REFERENCE, Exact, Hole, KVFormat, Layer, PlainMLP
+from mtp.layers.turns import turn
 
 Projected = tuple[mx.array, mx.array, mx.array, mx.array]
 """Queries, keys and values `[rows, heads, dim]`, and the gates `[rows, …]`."""
@@ -81,7 +82,7 @@ class AttentionLayer(Layer):
                 t[own].reshape(count, width, *t.shape[1:]).transpose(0, 2, 1, 3)
                 for t in (q_rows, keys, values)
             )
-            q, k = self._turned(q, k, [cache.offset for cache in group], holes)
+            q, k = self._turned(q, k, group, holes)
             for i, cache in enumerate(group):
                 one = slice(i, i + 1)
                 if holes:
@@ -106,19 +107,45 @@ class AttentionLayer(Layer):
         return attention.q_norm(q_rows), keys, attention.v_proj(x).reshape(kv_shape), gate
 
     def _turned(
-        self, q: mx.array, k: mx.array, offsets: Sequence[int], holes: Sequence[Hole]
+        self, q: mx.array, k: mx.array, caches: Sequence[KVRows], holes: Sequence[Hole]
     ) -> tuple[mx.array, mx.array]:
-        """Return `q` and `k [n, heads, width, dim]` after RoPE, sequence i from `offsets[i]` on.
+        """Return `q` and `k [n, heads, width, dim]` after RoPE, sequence i after the rows in `caches[i]`.
 
         With `holes` they have the positions without these.
         """
         rope = self.attention.rope
-        if len(offsets) == 1 and not holes:
-            return rope(q, offset=offsets[0]), rope(k, offset=offsets[0])
-        starts = mx.array(list(offsets), dtype=mx.int32)
+        images = [cache.image_turns(rope, q.shape[2]) for cache in caches]
+        if any(turns is not None for turns in images):
+            return self._turned_apart(q, k, caches, images)
+        if len(caches) == 1 and not holes:
+            position = caches[0].position
+            return rope(q, offset=position), rope(k, offset=position)
+        starts = mx.array([cache.position for cache in caches], dtype=mx.int32)
         if holes:
             starts = starts - mx.concatenate([hole.count for hole in holes])
         return rope(q, offset=starts), rope(k, offset=starts)
+
+    def _turned_apart(
+        self,
+        q: mx.array,
+        k: mx.array,
+        caches: Sequence[KVRows],
+        images: Sequence[mx.array | None],
+    ) -> tuple[mx.array, mx.array]:
+        """Return what `_turned` does, sequence by sequence. Some have rows of images."""
+        parts = []
+        for i, (cache, turns) in enumerate(zip(caches, images, strict=True)):
+            one = slice(i, i + 1)
+            if turns is None:
+                parts.append(self._turned(q[one], k[one], [cache], ()))
+            else:
+                parts.append((_turned_heads(q[one], turns), _turned_heads(k[one], turns)))
+        return mx.concatenate([q for q, _ in parts]), mx.concatenate([k for _, k in parts])
+
+
+def _turned_heads(x: mx.array, turns: mx.array) -> mx.array:
+    """Return `x [1, heads, width, dim]` after RoPE by `turns [width, 2, half]`."""
+    return turn(x[0].transpose(1, 0, 2), turns).transpose(1, 0, 2)[None]
 
 
 def _runs_of(widths: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 TEXT = (
@@ -33,7 +34,11 @@ TEMPLATE = """\
 
 
 def write_tokenizer(
-    folder: Path, *, template: str | None = TEMPLATE, special_markers: bool = False
+    folder: Path,
+    *,
+    template: str | None = TEMPLATE,
+    special_markers: bool = False,
+    vision: bool = False,
 ) -> Path:
     """Write tokenizer.json and its companion files into the existing `folder`. Return `folder`."""
     tokenizer = Tokenizer(models.BPE())
@@ -48,6 +53,8 @@ def write_tokenizer(
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in CONTROL])
     markers = [AddedToken(t, special=special_markers, normalized=False) for t in MARKERS]
     (tokenizer.add_special_tokens if special_markers else tokenizer.add_tokens)(markers)
+    if vision:
+        tokenizer.add_special_tokens([AddedToken(t, special=True) for t in VISION])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "Qwen2Tokenizer",

@@ -1,0 +1,190 @@
+"""Images in the messages of all dialects, and their place in the prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from coordinator.api.context import Api
+from coordinator.api.request_body import Body
+from coordinator.api.request_settings import ChatRequest, render_chat
+from coordinator.images.encoder import EncodedImage
+from coordinator.images.fetch import fetch_image
+from coordinator.schedule.request import PromptImage
+from coordinator.text.calls import Json
+from coordinator.text.tokenizer import ChatPrompt
+from proto.errors import RequestError
+from proto.images import ImageSpan
+
+IMAGE_WORD = "<|image_pad|>"
+
+IMAGE_TEXT = f"<|vision_start|>{IMAGE_WORD}<|vision_end|>"
+"""An image as Qwen's chat templates write it."""
+
+
+class _Image(Body):
+    """A part of a message that is an image."""
+
+    text: ClassVar[str] = IMAGE_TEXT
+
+    @property
+    def url(self) -> str:
+        """The image as a URL, `data:` for one in the request."""
+        raise NotImplementedError
+
+
+class ImageAddress(Body):
+    """OpenAI's object with the URL. `detail` is a hint."""
+
+    url: str
+
+
+class ImageUrlPart(_Image):
+    """An image in a message of OpenAI's chat."""
+
+    type: Literal["image_url"]
+    image_url: ImageAddress | str
+
+    @property
+    def url(self) -> str:
+        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+
+
+class InputImagePart(_Image):
+    """An image in a message of OpenAI's Responses."""
+
+    type: Literal["input_image"]
+    image_url: str
+
+    @property
+    def url(self) -> str:
+        return self.image_url
+
+
+class Base64Source(Body):
+    """The bytes of Anthropic's image."""
+
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class UrlSource(Body):
+    """The address of Anthropic's image."""
+
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(_Image):
+    """An image in a message or in the result of a tool, of Anthropic."""
+
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+
+    @property
+    def url(self) -> str:
+        source = self.source
+        return source.url if isinstance(source, UrlSource) else data_url(source.data)
+
+
+def data_url(content: str) -> str:
+    """Return the URL of an image in Base64. Its type is read from its bytes."""
+    return f"data:;base64,{content}"
+
+
+def with_images(turn: Json, parts: Any) -> Json:
+    """Return a message as chat templates read it, with the URLs of the images among `parts`, if there are any."""
+    urls = [part.url for part in parts if isinstance(part, _Image)]
+    return {**turn, "images": urls} if urls else turn
+
+
+async def prompt_of(api: Api, chat: ChatRequest) -> tuple[ChatPrompt, tuple[PromptImage, ...]]:
+    """Render the conversation, and put the tokens of its images in their places.
+
+    Raises RequestError, naming the client's field, for an image that cannot be read, or if the template rejects the
+    messages.
+    """
+    param = chat.settings.client_name("prompt")
+    urls = [url for message in chat.messages for url in message.get("images", ())]
+    if not urls:
+        return await render_chat(api, chat), ()
+    if len(urls) > api.options.max_images:
+        raise RequestError(
+            f"{param}: {len(urls)} images, limit {api.options.max_images}. Send fewer, or raise --max-images.",
+            param=param,
+        )
+    files = [await _read(api, url, param) for url in urls]
+    encoded = await api.images.encode(files, param)
+    plain = [{k: v for k, v in message.items() if k != "images"} for message in chat.messages]
+    prompt = await render_chat(api, replace(chat, messages=plain))
+    return placed(prompt, encoded, api.tokenizer.control_id(IMAGE_WORD), param)
+
+
+def placed(
+    prompt: ChatPrompt, encoded: Sequence[EncodedImage], word: int | None, param: str
+) -> tuple[ChatPrompt, tuple[PromptImage, ...]]:
+    """Return `prompt` with the tokens of an image in the place of each token `word`, and the images."""
+    places = [index for index, token in enumerate(prompt.tokens) if token == word]
+    if len(places) != len(encoded):
+        raise RequestError(
+            f"{param}: the text contains {IMAGE_WORD}, which stands for an image. Remove it.",
+            param=param,
+        )
+    tokens: list[int] = []
+    images: list[PromptImage] = []
+    turn, done = prompt.turn, 0
+    for place, image in zip(places, encoded, strict=True):
+        tokens += prompt.tokens[done:place]
+        span = ImageSpan(len(tokens), image.rows, image.columns)
+        images.append(PromptImage(span, image.dtype, image.data))
+        tokens += image.tokens
+        turn += len(image.tokens) - 1 if place < prompt.turn else 0
+        done = place + 1
+    tokens += prompt.tokens[done:]
+    return replace(prompt, tokens=tuple(tokens), turn=turn), tuple(images)
+
+
+async def _read(api: Api, url: str, param: str) -> bytes:
+    """Return the bytes of an image. Raises RequestError for a URL that is not allowed or not readable."""
+    scheme, _, rest = url.partition(":")
+    if scheme == "data":
+        return await asyncio.to_thread(_decoded, rest, param)
+    if scheme not in ("http", "https"):
+        raise RequestError(
+            f"{param}: an image is a data URL, data:image/png;base64,…, not {url!r:.40}",
+            param=param,
+        )
+    if not api.options.fetch_images:
+        raise RequestError(
+            f"{param}: this server loads no images from other servers. Send a data URL, or start it with "
+            "--fetch-images.",
+            param=param,
+        )
+    return await fetch_image(url, param)
+
+
+def _decoded(rest: str, param: str) -> bytes:
+    head, comma, content = rest.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise RequestError(
+            f"{param}: the data URL of an image is not in Base64. Send data:image/png;base64,…",
+            param=param,
+        )
+    try:
+        return base64.b64decode(content, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(
+            f"{param}: the Base64 of an image is invalid. Send it again.", param=param
+        ) from error
+
+
+def text_of(parts: Iterable[Any]) -> str:
+    """Return the text of the parts of a message, images included."""
+    return "".join(part.text for part in parts)

@@ -1,0 +1,75 @@
+"""Images from other servers, for `--fetch-images`. A client must not reach this network's machines through it."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from urllib.parse import urljoin, urlsplit
+
+import httpx
+
+from proto.errors import RequestError
+
+FETCH_SECONDS = 15.0
+"""Seconds. Bound of one image, with its redirects."""
+
+MAX_FETCHED_BYTES = 20 * 2**20
+
+MAX_REDIRECTS = 3
+
+
+async def fetch_image(url: str, param: str) -> bytes:
+    """Return what `url` names. Raises RequestError, with the field `param`, for an address or an answer not allowed."""
+    try:
+        async with asyncio.timeout(FETCH_SECONDS):
+            for _ in range(MAX_REDIRECTS + 1):
+                found = await _fetch_once(url)
+                if isinstance(found, bytes):
+                    return found
+                url = urljoin(url, found)
+        problem = f"more than {MAX_REDIRECTS} redirects"
+    except TimeoutError:
+        problem = f"no answer within {FETCH_SECONDS:g} s"
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+        problem = str(error) or type(error).__name__
+    raise RequestError(
+        f"{param}: the image {url!r:.100} cannot be loaded: {problem:.200}", param=param
+    )
+
+
+async def _fetch_once(url: str) -> bytes | str:
+    """Return the body, or the address of a redirect. The connection goes to the address that was checked."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("not an http address")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    address = await _public_address(parts.hostname, port)
+    host = f"[{address}]" if ":" in address else address
+    target = httpx.URL(url).copy_with(host=host.strip("[]"))
+    headers = {"Host": parts.netloc.rpartition("@")[2]}
+    async with (
+        httpx.AsyncClient(timeout=FETCH_SECONDS, trust_env=False) as client,
+        client.stream(
+            "GET", target, headers=headers, extensions={"sni_hostname": parts.hostname}
+        ) as answer,
+    ):
+        if answer.is_redirect:
+            return answer.headers.get("location", "")
+        answer.raise_for_status()
+        content = bytearray()
+        async for chunk in answer.aiter_bytes():
+            content += chunk
+            if len(content) > MAX_FETCHED_BYTES:
+                raise ValueError(f"more than {MAX_FETCHED_BYTES} bytes")
+        return bytes(content)
+
+
+async def _public_address(host: str, port: int) -> str:
+    """Return an address of `host`. Raises ValueError if one of them is not on the public Internet."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = [str(address[0]) for *_, address in found]
+    if not addresses or not all(ipaddress.ip_address(a).is_global for a in addresses):
+        raise ValueError(f"{host} is no address of the public Internet")
+    return addresses[0]

@@ -1,0 +1,1 @@
+"""The vision tower: images to rows that stand in a prompt among the embeddings of words."""

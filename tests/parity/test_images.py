@@ -1,0 +1,123 @@
+"""Images: the tower and whole answers agree with transformers, and no cut, draft or failure changes a token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator.api.image_parts import IMAGE_TEXT, IMAGE_WORD, placed
+from coordinator.depth.controller import MtpMode
+from coordinator.images.encoder import EncodedImage, ImageEncoder
+from coordinator.images.pixels import PatchReader
+from coordinator.schedule.local_generator import local_generator
+from coordinator.schedule.request import Finished, GenerationRequest, TokenChunk, generate
+from coordinator.text.tokenizer import ChatPrompt, Tokenizer
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from proto.images import without_images
+from proto.params import SamplingParams
+from tests.support.checkpoints.vision import file_of, picture, write_vision_checkpoint
+
+COUNT = 24
+"""Tokens of an answer."""
+
+Array = np.ndarray[Any, Any]
+
+SIZES = [(40, 40), (100, 60), (16, 200), (300, 250)]
+"""Width and height of the images."""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint with a tower."""
+    return write_vision_checkpoint(tmp_path_factory.mktemp("vision"))
+
+
+FILES = [file_of(picture(*size, seed=i)) for i, size in enumerate(SIZES)]
+
+
+def encoded(path: Path, files: list[bytes]) -> list[EncodedImage]:
+    """Return the rows of image files."""
+
+    async def run() -> list[EncodedImage]:
+        encoder = ImageEncoder(Checkpoint.open(path), None)
+        try:
+            return await encoder.encode(files, "messages")
+        finally:
+            await encoder.close()
+
+    return asyncio.run(run())
+
+
+def request_of(
+    path: Path, images: list[EncodedImage], text: str = "Hello world"
+) -> GenerationRequest:
+    """Return a request with all images between words."""
+    tokenizer = Tokenizer.load(path)
+    tokens = tokenizer.encode(
+        "".join(f"{text}{IMAGE_TEXT}" for _ in images) + f"{text}, how are you?"
+    )
+    prompt = ChatPrompt(tokens, thinking=False, turn=0, continued=True)
+    prompt, placed_images = placed(prompt, images, tokenizer.control_id(IMAGE_WORD), "messages")
+    return GenerationRequest(
+        prompt.tokens, COUNT, SamplingParams(temperature=0.0), images=placed_images
+    )
+
+
+def answers(
+    path: Path, requests: list[GenerationRequest], stages: int = 1, mtp: str = "off", **options: Any
+) -> list[list[int]]:
+    """Return the tokens of the answers, all asked at once."""
+
+    async def run() -> list[list[int]]:
+        generator = local_generator(
+            Checkpoint.open(path), stages=stages, mtp=MtpMode.parse(mtp), **options
+        )
+        async with generator as loop:
+            return list(await asyncio.gather(*(tokens_of(loop, each) for each in requests)))
+
+    async def tokens_of(loop: Any, request: GenerationRequest) -> list[int]:
+        found: list[int] = []
+        async for event in generate(loop, request):
+            if isinstance(event, TokenChunk):
+                found += event.tokens
+            elif isinstance(event, Finished):
+                assert event.error is None, event.error
+        return found
+
+    return asyncio.run(run())
+
+
+def theirs(path: Path, files: list[bytes], prompt: Sequence[int], answer: list[int]) -> Array:
+    """Return transformers' logits `[len(answer), vocab]` for the places of an answer."""
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
+    reader = PatchReader(path, 8, 2, 2)
+    patches = [reader.read(data, "image") for data in files]
+    word = model.config.image_token_id
+    ids = torch.tensor([[*without_images(prompt, word), *answer]])
+    with torch.no_grad():
+        found = model(
+            input_ids=ids,
+            pixel_values=torch.tensor(np.concatenate([p.values for p in patches])),
+            image_grid_thw=torch.tensor([[1, p.height, p.width] for p in patches]),
+            mm_token_type_ids=(ids == word).int(),
+        )
+    return np.asarray(found.logits[0, len(prompt) - 1 : -1].numpy())
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_answers_are_those_of_transformers(path: Path, count: int) -> None:
+    """The tokens of an answer to text with images equal those of transformers, for any cut and any drafts."""
+    files = FILES[-count:]
+    request = request_of(path, encoded(path, files))
+    answer = answers(path, [request])[0]
+    logits = theirs(path, files, request.prompt, answer)
+    assert logits.argmax(-1).tolist() == answer
+    for stages, mtp in ((2, "2"), (4, "filled"), (1, "auto")):
+        assert answers(path, [request], stages, mtp) == [answer]
