@@ -250,12 +250,6 @@ def serve(
         raise UsageError("--single-node uses no worker. Leave out --worker and --nodes")
     if alone_ok and nodes is None and shared.machines is None:
         raise UsageError("--alone-ok needs --nodes. Without it, serving alone is allowed")
-    if any(not key.strip() for key in api_key or ()):
-        raise UsageError("--api-key: an empty key would let everybody in")
-    if not api_key and API_KEY in os.environ:
-        raise UsageError(
-            f"{API_KEY} is set and empty, which would let everybody in: unset it, or give a key"
-        )
     options = ServeOptions(
         model=model_or_builtin(argument, model),
         host=host,
@@ -282,7 +276,7 @@ def serve(
         max_images=max_images,
         fetch_images=fetch_images,
         share_weights=share_weights,
-        api_keys=tuple(key.strip() for key in api_key or ()),
+        api_keys=_checked_keys(api_key),
         allowed_origins=tuple(allowed_origins or ()),
         served_names=tuple(served_model_name or ()),
         clamp_max_tokens=clamp_max_tokens,
@@ -308,6 +302,17 @@ def _disk_bytes(size: str | None, no_prefix_cache: bool) -> int | None:
     if size is not None and no_prefix_cache:
         raise UsageError("--prefix-disk keeps prefixes on disk. Leave out --no-prefix-cache")
     return None if size is None else parse_size(size)
+
+
+def _checked_keys(api_key: list[str] | None) -> tuple[str, ...]:
+    """Return the values of --api-key. Raises UsageError for an empty one."""
+    if any(not key.strip() for key in api_key or ()):
+        raise UsageError("--api-key: an empty key would let everybody in")
+    if not api_key and API_KEY in os.environ:
+        raise UsageError(
+            f"{API_KEY} is set and empty, which would let everybody in: unset it, or give a key"
+        )
+    return tuple(key.strip() for key in api_key or ())
 
 
 def _checked_parallel(

@@ -52,8 +52,8 @@ class EncodedImage:
 class ImageEncoder:
     """The images of one checkpoint. Its methods run on the event loop."""
 
-    def __init__(self, checkpoint: Checkpoint | None = None, dtype: mx.Dtype | None = None) -> None:
-        """Prepare the tower of `checkpoint`, in `dtype` or as it is stored. Without one there are no images.
+    def __init__(self, checkpoint: Checkpoint | None = None, dtype: str | None = None) -> None:
+        """Prepare the tower of `checkpoint`, in the type `dtype` or as stored. Without one there are no images.
 
         Raises CheckpointError for a config that is not supported.
         """
@@ -127,7 +127,8 @@ class ImageEncoder:
         """Return the rows of an image. Runs on the thread."""
         if self._tower is None:
             assert self.checkpoint is not None, "there is a reader"
-            self._tower = load_tower(self.checkpoint, self.dtype)
+            chosen: mx.Dtype | None = getattr(mx, self.dtype) if self.dtype else None
+            self._tower = load_tower(self.checkpoint, chosen)
         rows = self._tower.rows(patches.values, patches.height, patches.width)
         self.towers_run += 1
         dtype, _, data = to_bytes(rows)

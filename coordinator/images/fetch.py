@@ -55,7 +55,7 @@ async def _fetch_once(url: str) -> bytes | str:
         ) as answer,
     ):
         if answer.is_redirect:
-            return answer.headers.get("location", "")
+            return str(answer.headers.get("location", ""))
         answer.raise_for_status()
         content = bytearray()
         async for chunk in answer.aiter_bytes():

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import mlx.core as mx
-
 from coordinator.api.app import create_app
 from coordinator.api.context import Api, ApiOptions
 from coordinator.api.journal import Journal
@@ -252,8 +250,7 @@ class OpenedModel:
             slices=options.slices,
             draft_vocab=options.draft_vocab,
         )
-        dtype = getattr(mx, options.dtype) if options.dtype else None
-        self.images = ImageEncoder(self.checkpoint, dtype)
+        self.images = ImageEncoder(self.checkpoint, options.dtype)
         self.local = LocalPipelines(whole, options.state, options.prefix_disk)
         self.why_not_alone = why_not_alone(self.local.model)
 

@@ -58,9 +58,8 @@ class VisionConfig:
                     f"{source}: vision_config.{name} is {value!r:.60}. It must be a positive integer."
                 )
         rope = fields.get("rope_parameters") or {}
-        config = cls(
-            *(fields[name] for name in names), theta=float(rope.get("rope_theta", ROPE_THETA))
-        )
+        theta = float(rope.get("rope_theta", ROPE_THETA))
+        config = cls(**{name: fields[name] for name in names}, theta=theta)
         head, side = (
             config.hidden_size // config.num_heads,
             round(config.num_position_embeddings**0.5),

@@ -86,6 +86,8 @@ SERVE: Rows = {
     "--prefill-chunk": (["64"], {"prefill_chunk": 64}),
     "--no-prefix-cache": ([], {"prefix_cache": False}),
     "--prefix-disk": (["3GB"], {"prefix_disk": 3 * 10**9}),
+    "--max-images": (["3"], {"max_images": 3}),
+    "--fetch-images": ([], {"fetch_images": True}),
     "--share-weights": ([], {"share_weights": True}),
     "--failure-timeout": (["9"], {"failure_timeout": 9.0}),
     "--api-key": (["one", "--api-key", " two "], {"api_keys": ("one", "two")}),

@@ -40,6 +40,7 @@ ARROWS: dict[str, set[str]] = {
     "mtp.layers.metal": {"mtp.layers", "mtp.layers.reference"},
     "mtp.layers.reference": {"mtp", "mtp.layers"},
     "mtp.sampling": {"proto"},
+    "mtp.vision": {"mtp.checkpoint.format", "mtp.layers", "proto"},
     "worker": {"mtp.checkpoint.hub", "proto", "proto.terminal", "worker.engine", "worker.node"},
     "worker.cache": {"mtp.head", "mtp.layers", "mtp.sampling", "proto"},
     "worker.engine": {
@@ -91,6 +92,7 @@ ARROWS: dict[str, set[str]] = {
     "coordinator": set(),
     "coordinator.api": {
         "coordinator.cluster",
+        "coordinator.images",
         "coordinator.planning",
         "coordinator.schedule",
         "coordinator.status",
@@ -147,6 +149,7 @@ ARROWS: dict[str, set[str]] = {
         "worker.engine",
         "worker.model",
     },
+    "coordinator.images": {"mtp.checkpoint.format", "mtp.vision", "proto", "worker.engine"},
     "coordinator.pipeline": {
         "coordinator.planning",
         "coordinator.status",
@@ -183,6 +186,7 @@ ARROWS: dict[str, set[str]] = {
         "coordinator.api",
         "coordinator.cluster",
         "coordinator.depth",
+        "coordinator.images",
         "coordinator.pipeline",
         "coordinator.planning",
         "coordinator.schedule",
@@ -206,6 +210,7 @@ ARROWS: dict[str, set[str]] = {
 
 COMPOSITION_ROOTS = {
     "coordinator.doctor.step",
+    "coordinator.images.encoder",
     "coordinator.pipeline.local_pipeline",
     "coordinator.doctor.checks",
     "coordinator.doctor.diagnosis",
@@ -213,8 +218,8 @@ COMPOSITION_ROOTS = {
 """The modules of `coordinator` that import `worker`: they run stages in this process, or measure this machine."""
 
 FLOORS = (
-    {"coordinator.depth", "coordinator.planning", "coordinator.text", "coordinator.trust"},
-    {"coordinator.status"},
+    {"coordinator.depth", "coordinator.images", "coordinator.planning", "coordinator.text"},
+    {"coordinator.status", "coordinator.trust"},
     {"coordinator.pipeline", "coordinator.web"},
     {"coordinator.cluster", "coordinator.schedule"},
     {"coordinator.api", "coordinator.doctor"},
@@ -241,6 +246,7 @@ WIRES_OF: dict[str, set[str]] = {
     "coordinator.api": {"fastapi", "starlette"},
     "coordinator.cli": {"httpx", "socket", "ssl", "urllib"},
     "coordinator.cluster": {"socket", "zeroconf"},
+    "coordinator.images": {"httpx", "socket", "urllib"},
     "coordinator.pipeline": {"grpc"},
     "coordinator.serve": {"socket", "ssl", "starlette", "uvicorn"},
     "coordinator.text": {"socket"},
