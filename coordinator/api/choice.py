@@ -349,6 +349,12 @@ class GeneratedAnswer:
         return sum(len(choice.request.prompt) for choice in self.choices[:: self.settings.n])
 
     @property
+    def image_tokens(self) -> int:
+        """Prompt tokens of images."""
+        requests = [choice.request for choice in self.choices[:: self.settings.n]]
+        return sum(i.span.end - i.span.start for each in requests for i in each.images)
+
+    @property
     def cached_tokens(self) -> int:
         """Prompt tokens that the prefix cache had."""
         return sum(choice.cached for choice in self.choices[:: self.settings.n])

@@ -127,11 +127,12 @@ def usage_of(answer: GeneratedAnswer) -> Json:
         "accepted_prediction_tokens": accepted,
         "rejected_prediction_tokens": sum(c.drafted for c in answer.choices) - accepted,
     }
+    images = {"image_tokens": answer.image_tokens} if answer.image_tokens else {}
     return {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": completion,
         "total_tokens": answer.prompt_tokens + completion,
-        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens} | images,
         "completion_tokens_details": details,
     }
 

@@ -167,6 +167,8 @@ def _check_neutral(name: str, value: Any) -> None:
     if value in (*NEUTRAL[name], "", [], {}):
         return
     if name in ("images", "audio"):
-        raise field_error(name, f"this model reads text only. Omit the {name}.")
+        raise field_error(
+            name, "not supported here. Send images as parts of the content, and no audio."
+        )
     values = "".join(f" or send {json.dumps(each)}" for each in NEUTRAL[name][:1])
     raise field_error(name, f"{value!r:.40} is not supported. Omit the field{values}.")

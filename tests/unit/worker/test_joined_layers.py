@@ -13,6 +13,7 @@ from mlx_lm.models.gated_delta import gated_delta_update
 from mlx_lm.models.qwen3_5 import DecoderLayer, TextModelArgs
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.layers import turns
 from mtp.layers.joined import attention, join
 from mtp.layers.joined.join import Joiner
 from mtp.layers.joined.products import ColumnLinear, JoinedMLP, RowNorm
@@ -106,7 +107,7 @@ def test_a_joined_attention_layer_has_the_bits_of_the_reference(
     monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     """Outputs are equal over frames of several widths, and for rows behind a hole."""
-    monkeypatch.setattr(attention, "FIRST_POSITIONS", first)
+    monkeypatch.setattr(turns, "FIRST_POSITIONS", first)
     found = []
     for layer in (reference_layer(layer_of(linear=False)), joined(layer_of(linear=False))):
         caches = [layer.new_cache(KVFormat()) for _ in WIDTHS]

@@ -107,8 +107,8 @@ async def test_anthropics_shell_is_a_function() -> None:
         ),
         (
             "/v1/messages",
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "messages[0].content[0]: type 'image' is not supported. Send one of 'text'",
+            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+            "messages[0].content[0]: type 'document' is not supported. Send one of 'text'",
         ),
         (
             "/v1/chat/completions",
