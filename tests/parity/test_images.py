@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,17 @@ def request_of(
     )
 
 
+async def tokens_of(loop: Any, request: GenerationRequest) -> list[int]:
+    """Return the tokens of one answer."""
+    found: list[int] = []
+    async for event in generate(loop, request):
+        if isinstance(event, TokenChunk):
+            found += event.tokens
+        elif isinstance(event, Finished):
+            assert event.error is None, event.error
+    return found
+
+
 def answers(
     path: Path, requests: list[GenerationRequest], stages: int = 1, mtp: str = "off", **options: Any
 ) -> list[list[int]]:
@@ -79,15 +91,6 @@ def answers(
         )
         async with generator as loop:
             return list(await asyncio.gather(*(tokens_of(loop, each) for each in requests)))
-
-    async def tokens_of(loop: Any, request: GenerationRequest) -> list[int]:
-        found: list[int] = []
-        async for event in generate(loop, request):
-            if isinstance(event, TokenChunk):
-                found += event.tokens
-            elif isinstance(event, Finished):
-                assert event.error is None, event.error
-        return found
 
     return asyncio.run(run())
 
@@ -121,3 +124,38 @@ def test_answers_are_those_of_transformers(path: Path, count: int) -> None:
     assert logits.argmax(-1).tolist() == answer
     for stages, mtp in ((2, "2"), (4, "filled"), (1, "auto")):
         assert answers(path, [request], stages, mtp) == [answer]
+
+
+def test_a_later_turn_reads_no_image_again(path: Path) -> None:
+    """The same images have the same rows and tokens without the tower, and another image shares no token."""
+
+    async def run() -> tuple[list[EncodedImage], int]:
+        encoder = ImageEncoder(Checkpoint.open(path), None)
+        found = [*await encoder.encode(FILES[:2], "m"), *await encoder.encode(FILES[:2], "m")]
+        await encoder.close()
+        return found, encoder.towers_run
+
+    (first, other, again, _), count = asyncio.run(run())
+    assert count == 2
+    assert first is again
+    assert not set(first.tokens) & set(other.tokens)
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_bits": 8}, {"exact": True}], ids=str)
+def test_prefixes_keep_images(path: Path, options: dict[str, Any]) -> None:
+    """A prompt that begins with a known image gives the tokens of a cold one, beside another image and text."""
+    images = encoded(path, FILES[1:])
+    long = "The capital of France is Paris. " * 12
+    first = request_of(path, images[:2], long)
+    second = replace(first, prompt=(*first.prompt, *first.prompt[:40]))
+    other = request_of(path, [images[2], images[1]], long)
+    cold = [answers(path, [r], prefix_cache=False, **options)[0] for r in (first, second, other)]
+
+    async def warm() -> list[list[int]]:
+        generator = local_generator(
+            Checkpoint.open(path), stages=2, mtp=MtpMode.parse("2"), **options
+        )
+        async with generator as loop:
+            return [await tokens_of(loop, request) for request in (first, second, other, first)]
+
+    assert asyncio.run(warm()) == [*cold, cold[0]]
