@@ -18,6 +18,7 @@ from mtp.layers.metal import attention, gdn, join, trial
 from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.prepare_rows import AttentionShape
 from proto.frame import Admit, Segment
+from proto.images import ImageSpan
 from proto.kernels import Kernels
 from proto.span import Span
 from tests.conftest import Checkpoints
@@ -72,8 +73,13 @@ def written_as(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, form: 
 
 
 def outputs(stage: Stage) -> mx.array:
-    """Return the hidden vectors of two sequences that run together, one token apart, with a rejection in each."""
-    sequences: list[SequenceCache] = [stage.new_sequence(Admit(i, 64, 6)) for i in range(2)]
+    """Return the hidden vectors of two sequences that run together, one token apart, with a rejection in each.
+
+    The second one has the rows of an image in its prompt.
+    """
+    sequences: list[SequenceCache] = [
+        stage.new_sequence(Admit(i, 64, 6, images=(ImageSpan(1, 2, 2),) * i)) for i in range(2)
+    ]
     found = []
     for number, width in enumerate(WIDTHS):
         runs = []

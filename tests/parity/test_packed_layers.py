@@ -22,6 +22,7 @@ from mtp.device import DEVICES
 from mtp.layers.cuda.packed_linear import PackedLinear
 from mtp.layers.layer import Hole, KVFormat
 from proto.frame import Admit, Commit, Frame, Op, RestorePrefix, SavePrefix, Segment
+from proto.images import ImageSpan
 from proto.kernels import Kernels
 from proto.params import SamplingParams
 from proto.span import Span
@@ -184,7 +185,10 @@ def test_the_layers_are_packed() -> None:
 
 @pytest.mark.parametrize("width", [1, 3, pytest.param(40, marks=pytest.mark.slow)])
 def test_the_parts_of_the_members_are_added(width: int) -> None:
-    """A packed layer of a group adds the parts of all members after both of its halves, as the reference does."""
+    """A packed layer of a group adds the parts of all members after both of its halves, as the reference does.
+
+    Rows of an image turn by its rows and columns.
+    """
     rows = mx.random.normal((width, SHAPE.hidden), key=mx.random.key(width)).astype(mx.bfloat16)
     results = []
     for kernels, shared in ((Kernels.auto, True), (Kernels.mlx, True), (Kernels.mlx, False)):
@@ -193,7 +197,8 @@ def test_the_parts_of_the_members_are_added(width: int) -> None:
         if shared:
             stage.modules.communicator = communicator
             stage.modules.share()
-        sequence = stage.new_sequence(Admit(0, 3 * width, 1))
+        image = ImageSpan(0, 1, width)
+        sequence = stage.new_sequence(Admit(0, 3 * width, width, images=(image,)))
         for window in range(3):
             tokens = (1,) * width
             segment = Segment(0, window, window * width, tokens, open=window > 0)

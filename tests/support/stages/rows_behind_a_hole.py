@@ -8,9 +8,13 @@ from typing import Any
 import mlx.core as mx
 
 from mtp.layers.layer import Hole, KVFormat
+from proto.images import ImageLayout, ImageSpan
 
 LENGTH = 62
 """Rows before. Those behind them are in the next split of the keys."""
+
+LAYOUT = ImageLayout((ImageSpan(3, 4, 5),), (11, 11, 10))
+"""An image among the rows before."""
 
 
 def rows_behind_a_hole(
@@ -25,6 +29,8 @@ def rows_behind_a_hole(
     row = mx.random.normal((1, width), key=mx.random.key(2)).astype(mx.bfloat16)
     holed = [attention.new_cache(KVFormat()) for _ in range(sequences)]
     plain = attention.new_cache(KVFormat())
+    for cache in (*holed, plain):
+        cache.layout = LAYOUT
     for cache in holed:
         attention.add(x, [cache], [LENGTH])
     attention.add(x[: LENGTH - count], [plain], [LENGTH - count])
