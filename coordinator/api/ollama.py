@@ -364,6 +364,7 @@ async def show(request: Request) -> Response:
     capabilities = ["completion"]
     capabilities += ["tools"] if api.tokenizer.has_tools else []
     capabilities += ["thinking"] if api.tokenizer.reasoning_end else []
+    capabilities += ["vision"] if api.images.reads_images else []
     family = api.model.family
     return JSONResponse(
         {

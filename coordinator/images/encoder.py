@@ -75,6 +75,11 @@ class ImageEncoder:
             sizes = config.patch_size, config.temporal_patch_size, config.spatial_merge_size
             self._reader = PatchReader(checkpoint.path, *sizes)
 
+    @property
+    def reads_images(self) -> bool:
+        """True if the checkpoint has a tower."""
+        return self._reader is not None
+
     async def encode(self, images: Sequence[bytes], param: str) -> list[EncodedImage]:
         """Return the rows of image files. Raises RequestError, with the field `param`, for one that is not readable.
 

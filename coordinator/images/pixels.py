@@ -90,13 +90,13 @@ def _decoded(data: bytes, name: str) -> Image.Image:
             warnings.simplefilter("ignore")
             image = Image.open(io.BytesIO(data), formats=FORMATS)
             if image.width * image.height > MAX_PIXELS:
-                raise RequestError(
-                    f"{name}: {image.width} x {image.height} pixels exceed {MAX_PIXELS}. Send a smaller image."
-                )
+                raise Image.DecompressionBombError
             upright = ImageOps.exif_transpose(image)
             return _rgb(upright)
-    except RequestError:
-        raise
+    except Image.DecompressionBombError as error:
+        raise RequestError(
+            f"{name}: more than {MAX_PIXELS} pixels. Send a smaller image."
+        ) from error
     except UnidentifiedImageError as error:
         raise RequestError(f"{name}: not an image. Send one of {', '.join(FORMATS)}.") from error
     except Exception as error:  # a damaged file raises errors of many kinds
