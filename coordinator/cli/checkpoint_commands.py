@@ -136,7 +136,7 @@ def _summary(model: str, facts: dict[str, Any]) -> Table:
     table.add_row("MTP", format_size(sizes["mtp"]))
     table.add_row("all parts", format_size(sizes["total"]))
     if sizes["vision"]:
-        table.add_row("vision", f"{format_size(sizes['vision'])}, not used")
+        table.add_row("vision", format_size(sizes["vision"]))
     if missing := facts["missing_tensors"]:
         table.add_row(
             "incomplete", f"[red]{_tensors(missing)} missing: {escape(join_names(missing))}[/red]"
@@ -219,8 +219,11 @@ def convert(
     mtp_dtype: Annotated[
         FloatType | None, typer.Option(help="Type of the head's.  [default: as --dtype]")
     ] = None,
+    keep_vision: Annotated[
+        bool, typer.Option("--keep-vision/--drop-vision", help="Keep the part that reads images.")
+    ] = True,
 ) -> None:
-    """Convert a checkpoint for MLX, and keep its MTP head.
+    """Convert a checkpoint for MLX, and keep its MTP head and its vision part.
 
     The output works here and in mlx-lm, which ignores the head. Converting needs the memory of the largest layer's
     experts, not of the model. After an interruption, the same command continues.
@@ -241,6 +244,7 @@ def convert(
         dtype=dtype,
         head_bits=mtp_bits,
         head_dtype=mtp_dtype,
+        vision=keep_vision,
     )
     source = open_source(resolve_model(hf_path))
     with byte_bar("converting") as on_progress:

@@ -37,6 +37,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.checkpoint.hub.remote_checkpoint import open_model
+from mtp.vision.tower import tower_bytes
 from proto.errors import UsageError
 from proto.span import Span
 from proto.terminal.progress import format_size, parse_size
@@ -191,6 +192,7 @@ def answer(
             for bits in dict.fromkeys((kv_bits, 8, 4))
         },
         "unused": list(found.unused),
+        "vision_bytes": tower_bytes(checkpoint),
         "stages": [_stage_facts(stage) for stage in found.stages],
     }
 
@@ -257,6 +259,9 @@ def _print(model: str, facts: dict[str, Any]) -> None:
     _print_sessions(console, facts)
     if len(facts["candidates"]) > 1:
         _print_candidates(console, facts["candidates"])
+    if facts["vision_bytes"]:
+        size = format_size(facts["vision_bytes"])
+        console.print(f"Images: the coordinator's machine reads them with {size} more.")
     if facts["unused"]:
         console.print(f"Not used: {escape(', '.join(facts['unused']))}.")
 

@@ -28,6 +28,7 @@ from coordinator.status.frame_records import COORDINATOR, ProcessTrace, process_
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.device import FrameLimits
 from mtp.head.draft_vocabulary import DraftVocabularySize
+from mtp.vision.tower import tower_bytes
 from proto import cluster_pb2 as pb
 from proto.backup import LayerState, ReceivedStates
 from proto.control import Rollback
@@ -76,7 +77,7 @@ class LocalModel:
     draft_vocab: DraftVocabularySize = field(default_factory=DraftVocabularySize)
 
     def capacity(self, reserved: int = 0) -> Capacity:
-        """Return what fits into this machine's memory less `reserved` bytes.
+        """Return what fits into this machine's memory less `reserved` bytes and those of the vision tower.
 
         Raises MemoryLimitError if not even one sequence fits.
         """
@@ -86,7 +87,7 @@ class LocalModel:
         return whole_model_capacity(
             costs,
             "this machine",
-            default_memory_limit() - reserved,
+            default_memory_limit() - reserved - tower_bytes(self.checkpoint),
             self.checkpoint.config.max_positions,
             self.max_sequences,
             self.prefix_cache,

@@ -24,6 +24,9 @@ from proto.errors import CheckpointError
 SCORE_BYTES = 64 * 2**20
 """Bytes. Bound of the attention scores of one step: those of 16,384 patches and 16 heads would take 17 GB in fp32."""
 
+PATCHES = "patch_embed.proj.weight"
+"""The convolution of the patches `[hidden, channels, times, height, width]`. mlx-vlm stores the channels last."""
+
 ROPE_THETA = 10000.0
 """Base of the rotary positions, where the config has none."""
 
@@ -235,7 +238,9 @@ def has_tower(checkpoint: Checkpoint) -> bool:
 
 
 def tower_bytes(checkpoint: Checkpoint) -> int:
-    """Return the stored bytes of the tower."""
+    """Return the stored bytes of the tower, 0 without one."""
+    if not has_tower(checkpoint):
+        return 0
     return sum(checkpoint.tensors[name].nbytes for name in _stored_names(checkpoint).values())
 
 
@@ -245,10 +250,9 @@ def load_tower(checkpoint: Checkpoint, dtype: mx.Dtype | None) -> VisionTower:
     assert config.vision is not None, "the checkpoint has a tower"
     source = checkpoint.path / "config.json"
     tower = VisionTower(VisionConfig.parse(source, config.vision, config.hidden_size))
-    weights = _read(checkpoint, config.quantization or {})
-    patch = "patch_embed.proj.weight"
-    if patch in weights:
-        weights[patch] = _flat_patches(weights[patch], tower.config)
+    weights = tower_weights(checkpoint)
+    if PATCHES in weights:
+        weights[PATCHES] = _flat_patches(weights[PATCHES], tower.config)
     try:
         tower.load_weights(list(weights.items()), strict=True)
     except ValueError as error:
@@ -268,8 +272,9 @@ def _stored_names(checkpoint: Checkpoint) -> dict[str, str]:
     return {own: name for own, name in pairs if own is not None}
 
 
-def _read(checkpoint: Checkpoint, quantization: dict[str, Any]) -> dict[str, mx.array]:
-    """Return the weights by name. Those that mlx-vlm has quantized are plain again."""
+def tower_weights(checkpoint: Checkpoint) -> dict[str, mx.array]:
+    """Return the lazy weights by name, as they are stored. Those that mlx-vlm has quantized are plain again."""
+    quantization = checkpoint.config.quantization or {}
     by_file = defaultdict[Path, dict[str, str]](dict)
     for own, name in _stored_names(checkpoint).items():
         by_file[checkpoint.tensors[name].file][own] = name
@@ -287,7 +292,7 @@ def _read(checkpoint: Checkpoint, quantization: dict[str, Any]) -> dict[str, mx.
 
 
 def _flat_patches(weight: mx.array, config: VisionConfig) -> mx.array:
-    """Return the convolution of the patches as a product. mlx-vlm stores the channels last, transformers first."""
+    """Return the convolution of the patches as a product."""
     if weight.ndim == 5 and weight.shape[1] != config.in_channels:
         weight = weight.transpose(0, 4, 1, 2, 3)
     return weight.reshape(weight.shape[0], -1)

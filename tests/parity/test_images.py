@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from mlx_lm.utils import load_model
 
 from coordinator.api.image_parts import IMAGE_TEXT, IMAGE_WORD, placed
 from coordinator.depth.controller import MtpMode
@@ -18,7 +21,10 @@ from coordinator.images.pixels import PatchReader
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.request import Finished, GenerationRequest, TokenChunk, generate
 from coordinator.text.tokenizer import ChatPrompt, Tokenizer
+from mtp.checkpoint.convert.convert import convert
+from mtp.checkpoint.convert.converted_weights import Quantization, Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from proto.errors import RequestError
 from proto.images import without_images
 from proto.params import SamplingParams
 from tests.support.checkpoints.vision import file_of, picture, write_vision_checkpoint
@@ -159,3 +165,38 @@ def test_prefixes_keep_images(path: Path, options: dict[str, Any]) -> None:
             return [await tokens_of(loop, request) for request in (first, second, other, first)]
 
     assert asyncio.run(warm()) == [*cold, cold[0]]
+
+
+def test_a_conversion_keeps_the_tower(path: Path, tmp_path: Path) -> None:
+    """A conversion in 4 bits reads images with the same rows, and one without the vision part refuses them."""
+    four, text = tmp_path / "four", tmp_path / "text"
+    convert(Checkpoint.open(path), four, Settings(Quantization.of(4, None)))
+    convert(Checkpoint.open(path), text, Settings(vision=False))
+    assert encoded(four, FILES[:2]) == encoded(path, FILES[:2])
+    assert load_model(four)[0].layers, "mlx-lm leaves the vision part out"
+    with pytest.raises(RequestError, match="no vision part"):
+        encoded(text, FILES[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_many_answers(path: Path) -> None:
+    """20,000 tokens of answers to images and text, greedy and sampled, eight at once, for every cut and draft."""
+    chance = random.Random(5)
+    images = encoded(path, [file_of(picture(w, h, seed=w + h)) for w, h in SIZES * 2])
+    requests = []
+    for number in range(40):
+        chosen = chance.sample(images, chance.randint(1, 3))
+        text = chance.choice(["Hello world", "The capital of France is Paris. " * 9])
+        params = SamplingParams(temperature=chance.choice([0.0, 0.8]), seed=number, top_p=0.9)
+        requests.append(replace(request_of(path, chosen, text), params=params, max_tokens=42))
+    expected = [answers(path, [request], prefix_cache=False)[0] for request in requests]
+    compared = 0
+    for stages, mtp in product((1, 2, 4), ("off", "2", "filled", "auto")):
+        if (stages, mtp) == (1, "filled"):
+            continue
+        for first in range(0, len(requests), 8):
+            some = slice(first, first + 8)
+            assert answers(path, requests[some], stages, mtp) == expected[some]
+            compared += sum(map(len, expected[some]))
+    assert compared >= 18_000

@@ -49,7 +49,7 @@ _NOT_BESIDE = (
     INDEX,
     "*preprocessor_config.json",
 )
-"""The files that are copied: those of the tokenizer, not those that describe weights or images."""
+"""The files that are copied: those of the tokenizer, not those that describe weights. PROCESSOR follows the tower."""
 
 
 def cut_shards(groups: Sequence[Group], limit: int) -> list[list[Group]]:
@@ -128,6 +128,9 @@ def save_config(path: Path, config: dict[str, Any]) -> None:
     replace_text(path / "config.json", json.dumps(dict(sorted(config.items())), indent=2))
 
 
+VISION_FILE, PROCESSOR = "model-vision.safetensors", "preprocessor_config.json"
+"""The file of the vision part, by a name that mlx-lm and mlx-vlm read, and that of the image processor."""
+
 JOURNAL = "conversion.json"
 """The file that describes an unfinished conversion."""
 
@@ -170,6 +173,9 @@ def convert(
     for file in (file for pattern in _BESIDE for file in source.path.glob(pattern)):
         if not any(file.match(name) for name in _NOT_BESIDE):
             replace_bytes(path / file.name, file.read_bytes())
+    processor = source.path / PROCESSOR
+    if weights.has_vision and processor.is_file():
+        replace_bytes(path / PROCESSOR, processor.read_bytes())
     save_config(path, _config(source, weights))
     (path / JOURNAL).unlink()
     return ConversionResult(path, nbytes, resumed, source.mtp.complete, dtypes, ways)
@@ -210,6 +216,8 @@ def _write(
     files = dict(zip(shard_names(len(shards)), shards, strict=True))
     if weights.head:
         files[HEAD_FILE] = weights.head
+    if weights.vision:
+        files[VISION_FILE] = weights.vision
     writers = {name: shard_writer(path / name, groups) for name, groups in files.items()}
     dtypes = {entry.dtype for writer in writers.values() for entry in writer.entries}
     total = sum(writer.nbytes for writer in writers.values())
@@ -224,7 +232,11 @@ def _write(
         on_progress(done, total)
 
     on_progress(done, total)
-    weights.backbone, weights.head = [], []  # release each group after it is written
+    weights.backbone, weights.head, weights.vision = (
+        [],
+        [],
+        [],
+    )  # release each group after it is written
     for name, groups in files.items():
         if name not in finished:
             write_shard(writers[name], groups, on_group)
@@ -234,9 +246,11 @@ def _write(
 
 
 def _config(source: Checkpoint, weights: ConvertedWeights) -> dict[str, Any]:
-    """Return the source's config.json without the vision part, updated for the head and the quantization."""
+    """Return the source's config.json, updated for the head, the quantization and a vision part that is left out."""
     config: dict[str, Any] = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
-    for key in ("_name_or_path", "vision_config", "quantization_config", "compression_config"):
+    if not weights.has_vision:
+        config.pop("vision_config", None)
+    for key in ("_name_or_path", "quantization_config", "compression_config"):
         config.pop(key, None)
     text = config.get("text_config", config)
     for key in ("quantization_config", "compression_config"):

@@ -7,7 +7,7 @@ lazy weights are known at once. Evaluating a weight reads its tensor and packs i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal, cast
 
@@ -22,6 +22,7 @@ from mtp.checkpoint.format.names import module_path
 from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.checkpoint.format.shard import Entry
 from mtp.head.drafter import MTPHead
+from mtp.vision.tower import PATCHES, has_tower, tower_weights
 from proto.errors import CheckpointError, UsageError
 from proto.wire import STORED_NAMES
 
@@ -85,7 +86,8 @@ class Settings:
     """The settings of a conversion.
 
     With `quantization` None the backbone is not quantized. With `dtype` None each tensor keeps its own type. With
-    `head_bits` and `head_dtype` None the head has the settings of the backbone.
+    `head_bits` and `head_dtype` None the head has the settings of the backbone. `vision` keeps the vision part, which
+    is not quantized.
     """
 
     quantization: Quantization | None = None
@@ -93,6 +95,7 @@ class Settings:
     dtype: FloatType | None = None
     head_bits: HeadBits | None = None
     head_dtype: FloatType | None = None
+    vision: bool = True
 
     def __post_init__(self) -> None:
         if self.recipe and (self.quantization is None or self.quantization.mode != "affine"):
@@ -144,11 +147,16 @@ class Group:
 
 @dataclass
 class ConvertedWeights:
-    """The groups of `backbone` and `head` in writing order, and the `quantization` object of config.json or None."""
+    """The groups of `backbone`, `head` and `vision` in writing order, and the `quantization` object or None."""
 
     backbone: list[Group]
     head: list[Group]
+    vision: list[Group]
     quantization: dict[str, Any] | None
+    has_vision: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.has_vision = bool(self.vision)  # the groups are released as they are written
 
 
 def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeights:
@@ -182,12 +190,26 @@ def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeig
     parameters = {prefix + name: weight for name, weight in parameters.items()}
     backbone = {n: w for n, w in parameters.items() if not n.startswith(f"{prefix}mtp.")}
     head = {n: w for n, w in parameters.items() if n not in backbone}
-    groups = ConvertedWeights(group_parameters(backbone), group_parameters(head), found)
+    vision = _vision(checkpoint, settings) if settings.vision and has_tower(checkpoint) else {}
+    groups = ConvertedWeights(
+        group_parameters(backbone), group_parameters(head), group_parameters(vision), found
+    )
     for group in groups.backbone + groups.head:
         path = group.entries[0].name.rpartition(".")[0].removeprefix(prefix)
         if path in packed:
             group.way = _way(group, packed[path])
     return groups
+
+
+def _vision(checkpoint: Checkpoint, settings: Settings) -> dict[str, mx.array]:
+    """Return the vision part under mlx-vlm's names, which mlx-lm leaves out."""
+    weights = tower_weights(checkpoint)
+    patches = weights.get(PATCHES)
+    if patches is not None and patches.ndim == 5 and checkpoint.layout == "raw":
+        weights[PATCHES] = patches.transpose(0, 2, 3, 4, 1)
+    dtype: mx.Dtype | None = getattr(mx, settings.dtype) if settings.dtype else None
+    named = {f"vision_tower.{name}": weight for name, weight in sorted(weights.items())}
+    return {name: w if dtype is None else w.astype(dtype) for name, w in named.items()}
 
 
 def _load(

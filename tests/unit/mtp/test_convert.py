@@ -147,7 +147,7 @@ def test_config_says_what_is_there(tmp_path: Path) -> None:
     (source / "config.json").write_text(json.dumps(config | {"vision_config": {"depth": 3}}))
     (source / "preprocessor_config.json").write_text("{}")
     (source / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    out = converted(source, tmp_path / "out")
+    out = converted(source, tmp_path / "out", Settings(vision=False))
     config["text_config"]["mtp_num_hidden_layers"] = 0
     assert json.loads((out / "config.json").read_text()) == config
     assert not Checkpoint.open(out).mtp.announced
