@@ -36,6 +36,7 @@ from coordinator.trust.cluster_trust import Invitation
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import snapshot_of
 from mtp.head.draft_vocabulary import DraftVocabularySize
+from mtp.vision.tower import tower_bytes
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, MemoryLimitError
 from proto.kernels import Kernels
@@ -118,6 +119,7 @@ def model_status(checkpoint: Checkpoint) -> ModelStatus:
         context=config.max_positions,
         quantization=quantization_text(checkpoint),
         weight_bytes=sum(checkpoint.part_bytes().values()),
+        vision_bytes=tower_bytes(checkpoint),
     )
 
 

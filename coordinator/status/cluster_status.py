@@ -85,7 +85,8 @@ class NodeStatus:
 class ModelStatus:
     """The served model. `layers` has one letter per layer: `g` for GDN, `a` for attention.
 
-    `quantization` is a short text such as `4-bit`, or empty. `context` is in tokens.
+    `quantization` is a short text such as `4-bit`, or empty. `context` is in tokens. `vision_bytes` are those of the
+    part that reads images, 0 for a model of text.
     """
 
     layers: str
@@ -93,6 +94,7 @@ class ModelStatus:
     context: int
     quantization: str = ""
     weight_bytes: int = 0
+    vision_bytes: int = 0
 
 
 @dataclass(frozen=True)

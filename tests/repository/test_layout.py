@@ -204,6 +204,7 @@ ARROWS: dict[str, set[str]] = {
         "mtp.checkpoint.format",
         "mtp.checkpoint.hub",
         "mtp.head",
+        "mtp.vision",
         "proto",
         "proto.rpc",
         "proto.terminal",

@@ -1,5 +1,6 @@
 // The chat: conversations at the side, answers with their figures, the composer.
 
+import { Attachments, picture } from "./attachments.js";
 import { callAdmin, loadModel, sentence, whyNoAdmin } from "./admin.js";
 import { figuresOf, streamAnswer } from "./completion.js";
 import { Conversations } from "./conversations.js";
@@ -32,6 +33,7 @@ export class ChatView {
     this.send = h("button", { class: "primary", type: "submit" }, "Send");
     this.model = h("select", { name: "model", "aria-label": "Model", onchange: () => this.changeModel() });
     this.modelNote = h("p", { class: "hint", role: "status" });
+    this.attachments = new Attachments((problem) => setText(this.modelNote, problem));
     this.sidebar = h("aside", { class: "sidebar", "aria-label": "Conversations" },
       h("button", { class: "wide", onclick: () => this.startNew() }, "New chat"), this.list,
       h("p", { class: "hint" }, "Conversations stay in this browser."));
@@ -40,14 +42,16 @@ export class ChatView {
       h("div", { class: "chat" }, this.sidebar,
         h("div", { class: "thread" }, this.messages, this.announcement,
           h("form", { class: "composer", novalidate: true, onsubmit: (event) => { event.preventDefault(); this.submit(); } },
-            this.modelNote, h("div", { class: "options" }, this.model, this.parameters.button, h("label", { class: "check" }, this.tint, "Show drafts")), h("div", { class: "compose-row" }, this.input, this.send))),
+            this.modelNote, this.attachments.strip, this.attachments.file, h("div", { class: "options" }, this.model, this.attachments.button, this.parameters.button, h("label", { class: "check" }, this.tint, "Show drafts")), h("div", { class: "compose-row" }, this.input, this.send))),
         this.parameters.element));
+    this.attachments.listen(root);
     this.drawList();
     this.drawMessages();
   }
 
   update() {
-    const { model } = this.live.status;
+    const { model, architecture } = this.live.status;
+    this.attachments.setAllowed(Boolean(architecture?.vision_bytes));
     if (model === this.served) return;
     this.served = model;
     this.listModels();
@@ -141,7 +145,8 @@ export class ChatView {
   }
 
   drawQuestion(message) {
-    const element = h("article", { class: "message user" }, h("h3", { class: "hidden" }, "You"), h("div", { class: "bubble" }, message.content),
+    const element = h("article", { class: "message user" }, h("h3", { class: "hidden" }, "You"),
+      message.images?.length && h("div", { class: "attachments" }, message.images.map(picture)), h("div", { class: "bubble" }, message.content),
       h("div", { class: "actions" }, h("button", { class: "quiet", "aria-label": "Edit this message", onclick: () => this.edit(message, element) }, "Edit")));
     return element;
   }
@@ -157,7 +162,7 @@ export class ChatView {
       if (!content || this.running || !this.parameters.isValid()) return;
       const { messages } = this.current;
       messages.length = messages.indexOf(message);
-      this.say(content);
+      this.say(content, message.images);
     };
     input.addEventListener("keydown", (event) => {
       if (event.key === "Escape") cancel();
@@ -205,15 +210,15 @@ export class ChatView {
     if (!content || !this.parameters.isValid()) return;
     this.input.value = "";
     this.fitInput();
-    this.say(content);
+    this.say(content, this.attachments.take());
   }
 
-  // Sends a question of the user.
-  say(content) {
+  // Sends a question of the user, with the URLs of its images.
+  say(content, images = []) {
     if (this.running || !this.parameters.isValid()) return;
     const { messages } = this.current;
     if (!messages.length) this.current.title = content.length > TITLE ? `${content.slice(0, TITLE)}…` : content;
-    messages.push({ role: "user", content });
+    messages.push({ role: "user", content, ...(images.length ? { images } : {}) });
     this.answer();
   }
 

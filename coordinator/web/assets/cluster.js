@@ -143,6 +143,7 @@ function planLine(status, stages) {
     parts.push(plural(model.layers.length, "layer"), `${count(model.context)} tokens of context`);
     if (model.weight_bytes) parts.push(bytes(model.weight_bytes));
     if (model.quantization) parts.push(model.quantization);
+    if (model.vision_bytes) parts.push("reads images");
   }
   return parts.join(" · ");
 }

@@ -1,5 +1,6 @@
 // The settings of the chat, kept in this browser. An empty field leaves the choice to the coordinator.
 
+import { contentOf } from "./attachments.js";
 import { h, setText } from "./dom.js";
 
 const NAME = "mtp-parameters";
@@ -74,7 +75,7 @@ export class Parameters {
   // The request body. A random seed is chosen here, so that the page can show it.
   body(messages) {
     const { system, thinking, tools, ...numbers } = this.values;
-    const turns = messages.filter((message) => message.content || message.role === "user").map(({ role, content }) => ({ role, content }));
+    const turns = messages.filter((message) => message.content || message.role === "user").map((message) => ({ role: message.role, content: contentOf(message) }));
     return {
       ...numbers,
       seed: numbers.seed ?? crypto.getRandomValues(new Uint32Array(1))[0],

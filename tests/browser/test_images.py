@@ -1,0 +1,80 @@
+"""Images in the page's chat: by file, drop and paste, kept over a reload, and hidden for a model of text."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, ViewportSize, expect
+
+from mtp.builtin import checkpoint_dir
+from tests.support.browser.chromium import WatchedPage
+from tests.support.checkpoints.vision import file_of, picture, write_vision_checkpoint
+from tests.support.processes.processes import Coordinator, serving
+
+DESK = ViewportSize(width=1280, height=860)
+
+GIVE = """([type, content]) => {
+    const bytes = Uint8Array.from(atob(content), (c) => c.charCodeAt(0));
+    const data = new DataTransfer();
+    data.items.add(new File([bytes], "image.png", { type: "image/png" }));
+    const target = document.querySelector("#chat-input");
+    const event = type === "drop"
+        ? new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true })
+        : new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true });
+    target.dispatchEvent(event);
+}"""
+
+
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+    """Serve a model with a tower alone."""
+    folder = tmp_path_factory.mktemp("images")
+    model = write_vision_checkpoint(folder / "model")
+    with serving(folder, model, ()) as found:
+        yield found
+
+
+def test_the_chat_takes_and_shows_images(browser: Browser, coordinator: Coordinator) -> None:
+    """A file, a drop and a paste become images of the question, which the answer and a reload keep."""
+    watched = WatchedPage.open(browser, coordinator.url, viewport=DESK)
+    page = watched.page
+    watched.show("chat")
+    expect(page.get_by_role("button", name="Add image")).to_be_visible()
+    files = [file_of(picture(300 + i, 200, seed=i)) for i in range(4)]
+    buffer = {"name": "a.png", "mimeType": "image/png", "buffer": files[0]}
+    page.set_input_files(".composer input[type=file]", buffer)  # type: ignore[arg-type]
+    waiting = page.locator(".composer .attachments img")
+    expect(waiting).to_have_count(1)
+    for i, kind in enumerate(("drop", "paste"), 1):
+        page.evaluate(GIVE, [kind, base64.b64encode(files[i]).decode()])
+        expect(waiting).to_have_count(1 + i)
+    page.get_by_role("button", name="Remove image 3").click()
+    expect(waiting).to_have_count(2)
+    text = {"name": "a.txt", "mimeType": "text/plain", "buffer": b"hello"}
+    page.set_input_files(".composer input[type=file]", text)  # type: ignore[arg-type]
+    expect(page.locator(".composer .hint").first).to_contain_text("no image")
+    watched.ask("Hello world")
+    assert "error" not in (page.locator(".answer-figures").last.inner_html())
+    expect(page.locator(".message.user .attachments img")).to_have_count(2)
+    expect(waiting).to_have_count(0)
+    page.reload()
+    watched.show("chat")
+    expect(page.locator(".message.user .attachments img")).to_have_count(2)
+    errors = watched.errors
+    watched.close()
+    assert errors == []
+
+
+def test_a_model_of_text_takes_no_image(
+    browser: Browser, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The button is hidden where the model has no vision part."""
+    folder = tmp_path_factory.mktemp("text")
+    with serving(folder, checkpoint_dir(), ()) as found:
+        watched = WatchedPage.open(browser, found.url, viewport=DESK)
+        watched.show("chat")
+        expect(watched.page.locator("#chat-input")).to_be_visible()
+        expect(watched.page.get_by_role("button", name="Add image")).to_be_hidden()
+        watched.close()
