@@ -16,7 +16,8 @@ from PIL import Image
 from playwright.sync_api import Browser
 
 from tests.support.browser.chromium import WatchedPage, running_browser
-from tests.support.processes.processes import running_cluster
+from tests.support.checkpoints.vision import write_vision_checkpoint
+from tests.support.processes.processes import running_cluster, serving
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "images"
 COLOURS = 200
@@ -84,8 +85,13 @@ def take(browser: Browser, url: str, name: str, view: str, scheme: str, width: i
         watched.show("models")
     watched.show(view)
     page.wait_for_timeout(4000)
+    save(watched, name)
+
+
+def save(watched: WatchedPage, name: str) -> None:
+    """Write what the page shows, and close it."""
     path = FOLDER / f"page-{name}.png"
-    page.screenshot(path=path)
+    watched.page.screenshot(path=path)
     watched.close()
     Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
     print(f"{path.name}: {path.stat().st_size // 1000} kB")
@@ -111,11 +117,30 @@ def take_chats(browser: Browser, folder: Path) -> None:
         take(browser, cluster.url, "phone-chat", "chat", "dark", 390)
 
 
+def take_image_chat(browser: Browser, folder: Path) -> None:
+    """Write the picture of a chat with an image. The model has random weights, so its answer is noise."""
+    model = write_vision_checkpoint(folder / "model")
+    size = {"width": 1180, "height": 620}
+    with serving(folder, model, ()) as found:
+        watched = WatchedPage.open(browser, found.url, viewport=size, device_scale_factor=2)
+        watched.show("chat")
+        watched.page.click(".settings")
+        watched.page.fill("input[name=max_tokens]", "24")
+        watched.page.keyboard.press("Escape")
+        files = [FOLDER / "page-phone.png", FOLDER / "page-speed.png"]
+        watched.page.set_input_files(".composer input[type=file]", files[:1])
+        watched.ask("What does this page show?")
+        watched.page.set_input_files(".composer input[type=file]", files[1:])
+        watched.page.fill("#chat-input", "And this one?")
+        watched.page.wait_for_timeout(1000)
+        save(watched, "chat-image")
+
+
 def main() -> None:
     """Write all pictures."""
     FOLDER.mkdir(exist_ok=True)
     with running_browser() as browser:
-        for write in (take_views, take_chats):
+        for write in (take_views, take_chats, take_image_chat):
             with TemporaryDirectory() as folder:
                 write(browser, Path(folder))
 
