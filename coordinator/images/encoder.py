@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import logging
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import mlx.core as mx
 from coordinator.images.pixels import Patches, PatchReader
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.vision.tower import VisionConfig, VisionTower, has_tower, load_tower
-from proto.errors import CapacityError, RequestError
+from proto.errors import CapacityError, NotReadyError, RequestError
 from proto.images import image_tokens
 from worker.engine.engine_thread import EngineThread
 from worker.engine.stage_engine import to_bytes
@@ -28,6 +29,12 @@ log = logging.getLogger(__name__)
 
 KEPT_BYTES = 512 * 2**20
 """Bytes. Bound of the rows of recent images, so that the next turn of a chat needs no tower."""
+
+MOST_BYTES = 2**32
+"""Bytes. Bound of the rows of all images that requests hold. An image of 16 million pixels has 170 MB in a 27B."""
+
+ENCODE_SECONDS = 300.0
+"""Seconds. Deadline of one image with its place in the queue. 16 million pixels take minutes on a slow machine."""
 
 MOST_WAITING = 64
 """Images that wait for the tower or are in it."""
@@ -46,7 +53,7 @@ class EncodedImage:
     rows: int
     columns: int
     dtype: str
-    data: bytes
+    data: memoryview
 
 
 class ImageEncoder:
@@ -61,6 +68,8 @@ class ImageEncoder:
         self.dtype = dtype
         self.towers_run = 0
         """Images that the tower has computed."""
+        self._held: weakref.WeakValueDictionary[bytes, memoryview] = weakref.WeakValueDictionary()
+        """The rows that requests or `_kept` refer to."""
         self._kept: OrderedDict[bytes, EncodedImage] = OrderedDict()
         self._lock = asyncio.Lock()
         self._waiting = 0
@@ -83,16 +92,20 @@ class ImageEncoder:
     async def encode(self, images: Sequence[bytes], param: str) -> list[EncodedImage]:
         """Return the rows of image files. Raises RequestError, with the field `param`, for one that is not readable.
 
-        Raises CapacityError if too many images wait.
+        Raises CapacityError if too many images wait or are in use.
         """
-        if self._waiting + len(images) > MOST_WAITING:
+        in_use = sum(len(data) for data in self._held.values())
+        if self._waiting + len(images) > MOST_WAITING or in_use > MOST_BYTES:
             raise CapacityError("too many images wait for the model.", retry_after=RETRY_SECONDS)
         self._waiting += len(images)
         try:
-            return [
-                await self._encode_one(data, f"{param}: image {number}")
-                for number, data in enumerate(images, 1)
-            ]
+            async with asyncio.timeout(ENCODE_SECONDS * max(1, len(images))):
+                return [
+                    await self._encode_one(data, f"{param}: image {number}")
+                    for number, data in enumerate(images, 1)
+                ]
+        except TimeoutError as error:
+            raise NotReadyError(f"{param}: the images were not read in time.") from error
         except RequestError as error:
             error.param = error.param or param
             raise
@@ -140,7 +153,7 @@ class ImageEncoder:
         merge = self._tower.config.spatial_merge_size
         tokens = image_tokens(digest, rows.shape[0])
         height, width = patches.height // merge, patches.width // merge
-        return EncodedImage(tokens, height, width, dtype, bytes(data))
+        return EncodedImage(tokens, height, width, dtype, memoryview(bytes(data)))
 
     def _find(self, digest: bytes) -> EncodedImage | None:
         found = self._kept.get(digest)
@@ -150,5 +163,6 @@ class ImageEncoder:
 
     def _keep(self, digest: bytes, encoded: EncodedImage) -> None:
         self._kept[digest] = encoded
+        self._held[digest] = encoded.data
         while len(self._kept) > 1 and sum(len(e.data) for e in self._kept.values()) > KEPT_BYTES:
             self._kept.popitem(last=False)

@@ -65,11 +65,16 @@ async def _fetch_once(url: str) -> bytes | str:
         return bytes(content)
 
 
+def is_public(address: str) -> bool:
+    """Return whether an IP address is on the public Internet."""
+    return ipaddress.ip_address(address).is_global
+
+
 async def _public_address(host: str, port: int) -> str:
     """Return an address of `host`. Raises ValueError if one of them is not on the public Internet."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [str(address[0]) for *_, address in found]
-    if not addresses or not all(ipaddress.ip_address(a).is_global for a in addresses):
+    if not addresses or not all(is_public(each) for each in addresses):
         raise ValueError(f"{host} is no address of the public Internet")
     return addresses[0]

@@ -20,13 +20,13 @@ class PromptImage:
 
     span: ImageSpan
     dtype: str
-    data: memoryview | bytes
+    data: memoryview
 
     def row_bytes(self, start: int, end: int) -> memoryview:
         """Return the rows of the prompt's tokens from `start` to `end`."""
         size = len(self.data) // (self.span.end - self.span.start)
         first = self.span.start
-        return memoryview(self.data)[(start - first) * size : (end - first) * size]
+        return self.data[(start - first) * size : (end - first) * size]
 
 
 @dataclass(frozen=True)
