@@ -52,7 +52,7 @@ def test_steps_are_numbered_and_name_a_function(section: str) -> None:
 def test_the_walks_are_there() -> None:
     """A request of ten to fifteen steps in at most 20 files, then the other walks."""
     titles = [section.partition("\n")[0] for section in SECTIONS]
-    others = ["A relayed token", "A rollback", "A recovery", "A load", "A group"]
+    others = ["A relayed token", "A rollback", "A recovery", "A load", "A group", "An image"]
     assert titles == ["A request", *others]
     assert 10 <= len(re.findall(r"^\d+\. ", SECTIONS[0], re.MULTILINE)) <= 15
     assert len({file for file, _ in STEP.findall(SECTIONS[0])}) <= 20

@@ -1,1 +1,1 @@
-"""Unit tests of `coordinator/cli`."""
+"""Unit tests of `coordinator/images`."""
