@@ -213,7 +213,7 @@ class Message(Body):
     content: (
         Annotated[
             str | Many[TextPart | ImageUrlPart],
-            shape("a string or a list of text and image_url parts"),
+            shape("a string or a list of text and image_url parts. Video and audio are not read"),
         ]
         | None
     ) = None

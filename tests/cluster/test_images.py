@@ -153,7 +153,7 @@ def test_a_bad_file_is_a_clear_error(cluster: Cluster, data: bytes, problem: str
         ([{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}], "--fetch-images"),
         ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "data URL"),
         ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,%%"}}], "Base64"),
-        ([{"type": "video_url", "video_url": {"url": "x"}}], "image_url"),
+        ([{"type": "video_url", "video_url": {"url": "x"}}], "Video"),
         (parts_of(*[FILE] * 5), "5 images, limit 4"),
         ([*parts_of(FILE), {"type": "text", "text": "<|image_pad|>"}], "Remove it"),
     ],

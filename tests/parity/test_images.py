@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from coordinator.text.tokenizer import ChatPrompt, Tokenizer
 from mtp.checkpoint.convert.convert import convert
 from mtp.checkpoint.convert.converted_weights import Quantization, Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.vision.tower import load_tower, tower_weights
 from proto.errors import RequestError
+from proto.frame import TokenLogprob
 from proto.images import without_images
 from proto.params import SamplingParams
 from tests.support.checkpoints.vision import file_of, picture, write_vision_checkpoint
@@ -75,30 +77,49 @@ def request_of(
     )
 
 
-async def tokens_of(loop: Any, request: GenerationRequest) -> list[int]:
-    """Return the tokens of one answer."""
-    found: list[int] = []
+@dataclass(frozen=True)
+class Asked:
+    """The tokens of an answer, their log-probabilities, and the known tokens of its prompt."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprob]
+    cached: int
+
+
+async def ask(loop: Any, request: GenerationRequest) -> Asked:
+    """Ask once."""
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob] = []
     async for event in generate(loop, request):
         if isinstance(event, TokenChunk):
-            found += event.tokens
+            tokens += event.tokens
+            logprobs += event.logprobs
         elif isinstance(event, Finished):
             assert event.error is None, event.error
-    return found
+            cached = event.stats.cached_tokens
+    return Asked(tokens, logprobs, cached)
+
+
+def asked(
+    path: Path, requests: list[GenerationRequest], stages: int = 1, mtp: str = "off", **options: Any
+) -> list[Asked]:
+    """Return the answers, all asked at once."""
+
+    async def run() -> list[Asked]:
+        generator = local_generator(
+            Checkpoint.open(path), stages=stages, mtp=MtpMode.parse(mtp), **options
+        )
+        async with generator as loop:
+            return list(await asyncio.gather(*(ask(loop, each) for each in requests)))
+
+    return asyncio.run(run())
 
 
 def answers(
     path: Path, requests: list[GenerationRequest], stages: int = 1, mtp: str = "off", **options: Any
 ) -> list[list[int]]:
-    """Return the tokens of the answers, all asked at once."""
-
-    async def run() -> list[list[int]]:
-        generator = local_generator(
-            Checkpoint.open(path), stages=stages, mtp=MtpMode.parse(mtp), **options
-        )
-        async with generator as loop:
-            return list(await asyncio.gather(*(tokens_of(loop, each) for each in requests)))
-
-    return asyncio.run(run())
+    """Return the tokens of the answers."""
+    return [one.tokens for one in asked(path, requests, stages, mtp, **options)]
 
 
 def theirs(path: Path, files: list[bytes], prompt: Sequence[int], answer: list[int]) -> Array:
@@ -128,8 +149,37 @@ def test_answers_are_those_of_transformers(path: Path, count: int) -> None:
     answer = answers(path, [request])[0]
     logits = theirs(path, files, request.prompt, answer)
     assert logits.argmax(-1).tolist() == answer
+    shifted = logits - logits.max(-1, keepdims=True)
+    expected = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    params = replace(request.params, logprobs=5)
+    found = asked(path, [replace(request, params=params)], 4)[0].logprobs
+    for row, one in zip(expected, found, strict=True):
+        for token, logprob in ((one.token, one.logprob), *one.top):
+            assert abs(row[token] - logprob) <= 1e-4 * np.ptp(row)
     for stages, mtp in ((2, "2"), (4, "filled"), (1, "auto")):
         assert answers(path, [request], stages, mtp) == [answer]
+
+
+@pytest.mark.parametrize("size", [(2, 2), (4, 6), (10, 8), (2, 20), (30, 34)], ids=str)
+def test_the_tower_is_that_of_transformers(path: Path, size: tuple[int, int]) -> None:
+    """The rows of an image of any shape differ by rounding only."""
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
+    modeling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    checkpoint = Checkpoint.open(path)
+    assert checkpoint.config.vision is not None
+    theirs = modeling.Qwen3_5VisionModel(
+        modeling.Qwen3_5VisionConfig(**checkpoint.config.vision)
+    ).eval()
+    weights = {n: torch.tensor(np.array(w)) for n, w in tower_weights(checkpoint).items()}
+    theirs.load_state_dict(weights)
+    tower = load_tower(checkpoint, None)
+    count = size[0] * size[1]
+    patches = np.random.default_rng(1).normal(size=(count, tower.config.patch_values))
+    with torch.no_grad():
+        grid = torch.tensor([[1, *size]])
+        expected = theirs(torch.tensor(patches, dtype=torch.float32), grid).pooler_output.numpy()
+    found = np.array(tower.rows(patches.astype(np.float32), *size))
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 def test_a_later_turn_reads_no_image_again(path: Path) -> None:
@@ -157,14 +207,19 @@ def test_prefixes_keep_images(path: Path, options: dict[str, Any]) -> None:
     other = request_of(path, [images[2], images[1]], long)
     cold = [answers(path, [r], prefix_cache=False, **options)[0] for r in (first, second, other)]
 
-    async def warm() -> list[list[int]]:
+    async def warm() -> list[Asked]:
         generator = local_generator(
             Checkpoint.open(path), stages=2, mtp=MtpMode.parse("2"), **options
         )
         async with generator as loop:
-            return [await tokens_of(loop, request) for request in (first, second, other, first)]
+            return [await ask(loop, request) for request in (first, second, other, first)]
 
-    assert asyncio.run(warm()) == [*cold, cold[0]]
+    found = asyncio.run(warm())
+    assert [one.tokens for one in found] == [*cold, cold[0]]
+    known = [one.cached for one in found]
+    assert known[0] == 0
+    assert known[2] < known[3]
+    assert known[3] > 100
 
 
 def test_a_conversion_keeps_the_tower(path: Path, tmp_path: Path) -> None:
