@@ -200,7 +200,7 @@ def test_a_later_turn_reads_no_image_again(path: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"kv_bits": 8}, {"exact": True}], ids=str)
 def test_prefixes_keep_images(path: Path, options: dict[str, Any]) -> None:
     """A prompt that begins with a known image gives the tokens of a cold one, beside another image and text."""
-    images = encoded(path, FILES[1:])
+    images = encoded(path, [*FILES[1:3], file_of(picture(*SIZES[1], seed=99))])
     long = "The capital of France is Paris. " * 12
     first = request_of(path, images[:2], long)
     second = replace(first, prompt=(*first.prompt, *first.prompt[:40]))
