@@ -32,6 +32,7 @@ from coordinator.cli.options import (
 from coordinator.cli.trust_commands import StateOption
 from coordinator.depth.controller import MtpMode
 from coordinator.depth.ngrams import NgramMode
+from coordinator.images.encoder import VisionMode
 from coordinator.planning.capacity import DEFAULT_SEQUENCES
 from coordinator.planning.groups import Parallel, Prefer
 from coordinator.serve.served_parts import DEFAULT_WAIT, ServeOptions
@@ -120,6 +121,12 @@ def serve(
             help="Keep the state of prompts on disk, such as 100GB, over restarts. Workers have the same flag.",
         ),
     ] = None,
+    vision: Annotated[
+        VisionMode,
+        typer.Option(
+            help="Read the part for images when the first one comes, at the start, or never."
+        ),
+    ] = VisionMode.auto,
     max_images: Annotated[
         int, typer.Option(min=0, max=MAX_IMAGES, help="Most images of one request.")
     ] = 16,
@@ -273,6 +280,7 @@ def serve(
         prefill_chunk=prefill_chunk,
         prefix_cache=not no_prefix_cache,
         prefix_disk=_disk_bytes(prefix_disk, no_prefix_cache),
+        vision=vision,
         max_images=max_images,
         fetch_images=fetch_images,
         share_weights=share_weights,

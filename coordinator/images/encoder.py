@@ -13,6 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 
 import mlx.core as mx
@@ -43,6 +44,14 @@ RETRY_SECONDS = 10.0
 """Seconds after which a client may send images again."""
 
 NO_IMAGES = "this model reads text only: its checkpoint has no vision part. Send text."
+
+
+class VisionMode(StrEnum):
+    """The value of `--vision`: read the tower when the first image comes, at the start, or never."""
+
+    auto = "auto"
+    always = "always"
+    off = "off"
 
 
 @dataclass(frozen=True)
@@ -112,6 +121,11 @@ class ImageEncoder:
         finally:
             self._waiting -= len(images)
 
+    async def load(self) -> None:
+        """Read the tower now, if there is one."""
+        if self._reader is not None:
+            await self._own_thread().call(self._loaded_tower)
+
     async def close(self) -> None:
         """End the thread."""
         if self._thread is not None:
@@ -128,9 +142,7 @@ class ImageEncoder:
                 return kept
             patches = await asyncio.to_thread(self._reader.read, data, name)
             started = time.monotonic()
-            if self._thread is None:
-                self._thread = EngineThread()
-            encoded = await self._thread.call(partial(self._compute, patches, digest))
+            encoded = await self._own_thread().call(partial(self._compute, patches, digest))
             log.info(
                 "image read",
                 extra={
@@ -141,16 +153,26 @@ class ImageEncoder:
         self._keep(digest, encoded)
         return encoded
 
-    def _compute(self, patches: Patches, digest: bytes) -> EncodedImage:
-        """Return the rows of an image. Runs on the thread."""
+    def _own_thread(self) -> EngineThread:
+        if self._thread is None:
+            self._thread = EngineThread()
+        return self._thread
+
+    def _loaded_tower(self) -> VisionTower:
+        """Return the tower, which the first call reads. Runs on the thread."""
         if self._tower is None:
             assert self.checkpoint is not None, "there is a reader"
             chosen: mx.Dtype | None = getattr(mx, self.dtype) if self.dtype else None
             self._tower = load_tower(self.checkpoint, chosen)
-        rows = self._tower.rows(patches.values, patches.height, patches.width)
+        return self._tower
+
+    def _compute(self, patches: Patches, digest: bytes) -> EncodedImage:
+        """Return the rows of an image. Runs on the thread."""
+        tower = self._loaded_tower()
+        rows = tower.rows(patches.values, patches.height, patches.width)
         self.towers_run += 1
         dtype, _, data = to_bytes(rows)
-        merge = self._tower.config.spatial_merge_size
+        merge = tower.config.spatial_merge_size
         tokens = image_tokens(digest, rows.shape[0])
         height, width = patches.height // merge, patches.width // merge
         return EncodedImage(tokens, height, width, dtype, memoryview(bytes(data)))

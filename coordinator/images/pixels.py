@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from mtp.checkpoint.format.config import read_json_object
 from proto.errors import CheckpointError, RequestError
@@ -53,6 +52,9 @@ class PatchReader:
 
     def __init__(self, checkpoint: Path, patch: int, temporal: int, merge: int) -> None:
         """Read preprocessor_config.json in the folder `checkpoint`. Raises CheckpointError for invalid values."""
+        # Servers of text start without it: importing it takes more than a second.
+        from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pil
+
         file = checkpoint / "preprocessor_config.json"
         stored = read_json_object(file) if file.is_file() else {}
         fields = _DEFAULTS | {name: value for name, value in stored.items() if name in _FIELDS}
@@ -64,7 +66,7 @@ class PatchReader:
         self.settings = json.dumps([fields, sizes], sort_keys=True).encode()
         """The settings on which the patches depend."""
         try:
-            self._processor = Qwen2VLImageProcessorPil(**fields, **sizes)
+            self._processor = pil.Qwen2VLImageProcessorPil(**fields, **sizes)
         except (TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{file}: not readable: {error!s:.200}. Download it again."

@@ -75,6 +75,8 @@ class LocalModel:
     exact: bool = False
     slices: int = 1
     draft_vocab: DraftVocabularySize = field(default_factory=DraftVocabularySize)
+    vision: bool = False
+    """True if the vision tower takes memory beside the layers."""
 
     def capacity(self, reserved: int = 0) -> Capacity:
         """Return what fits into this machine's memory less `reserved` bytes and those of the vision tower.
@@ -84,10 +86,11 @@ class LocalModel:
         costs = model_costs(
             self.checkpoint, dtype=self.dtype, kv_bits=self.kv_bits, with_head=self.with_head
         )
+        vision = tower_bytes(self.checkpoint) if self.vision else 0
         return whole_model_capacity(
             costs,
             "this machine",
-            default_memory_limit() - reserved - tower_bytes(self.checkpoint),
+            default_memory_limit() - reserved - vision,
             self.checkpoint.config.max_positions,
             self.max_sequences,
             self.prefix_cache,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Settings
 from coordinator.depth.controller import Controller, MtpMode
 from coordinator.depth.ngrams import NgramMode
-from coordinator.images.encoder import ImageEncoder
+from coordinator.images.encoder import ImageEncoder, VisionMode
 from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines
 from coordinator.pipeline.pipeline import PipelineSource
 from coordinator.pipeline.worker_client import ConnectionPolicy
@@ -100,6 +100,7 @@ class ServeOptions:
     allowed_hosts: tuple[str, ...] = ()
     parallel: Parallel = field(default_factory=Parallel)
     prefer: Prefer = Prefer.latency
+    vision: VisionMode = VisionMode.auto
     max_images: int = 16
     fetch_images: bool = False
     journal: bool = True
@@ -251,8 +252,10 @@ class OpenedModel:
             exact=options.exact,
             slices=options.slices,
             draft_vocab=options.draft_vocab,
+            vision=options.vision is not VisionMode.off,
         )
-        self.images = ImageEncoder(self.checkpoint, options.dtype)
+        seen = options.vision is not VisionMode.off
+        self.images = ImageEncoder(self.checkpoint if seen else None, options.dtype)
         self.local = LocalPipelines(whole, options.state, options.prefix_disk)
         self.why_not_alone = why_not_alone(self.local.model)
 
@@ -268,6 +271,8 @@ class ServedParts:
         waiting_for = manager.describe_gathering if manager else str
         self.loop = GenerationLoop(source, scheduler, describe_wait=waiting_for)
         facts, alone = model_status(model.checkpoint), model.local.status
+        if not model.images.reads_images:
+            facts = replace(facts, vision_bytes=0)
         status = LiveStatus(self.loop, manager, model.name, alone, facts)
         api = Api(
             self.loop,
@@ -288,6 +293,8 @@ class ServedParts:
     async def start(self) -> None:
         """Wait for the first plan."""
         await self.loop.start()
+        if self.model.options.vision is VisionMode.always:
+            await self.model.images.load()
 
     def count_answers(self) -> int:
         """Return the number of answers that run or wait."""

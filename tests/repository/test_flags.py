@@ -16,6 +16,7 @@ import worker.cli
 from coordinator.cli import import_command
 from coordinator.depth.controller import MtpMode
 from coordinator.depth.ngrams import NgramMode
+from coordinator.images.encoder import VisionMode
 from coordinator.planning.groups import Parallel, Prefer
 from mtp.checkpoint.hub.resolve import find_model
 from mtp.head.draft_vocabulary import DraftVocabularySize
@@ -86,6 +87,7 @@ SERVE: Rows = {
     "--prefill-chunk": (["64"], {"prefill_chunk": 64}),
     "--no-prefix-cache": ([], {"prefix_cache": False}),
     "--prefix-disk": (["3GB"], {"prefix_disk": 3 * 10**9}),
+    "--vision": (["always"], {"vision": VisionMode.always}),
     "--max-images": (["3"], {"max_images": 3}),
     "--fetch-images": ([], {"fetch_images": True}),
     "--share-weights": ([], {"share_weights": True}),

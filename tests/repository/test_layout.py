@@ -113,6 +113,7 @@ ARROWS: dict[str, set[str]] = {
         "coordinator.api",
         "coordinator.depth",
         "coordinator.doctor",
+        "coordinator.images",
         "coordinator.pipeline",
         "coordinator.planning",
         "coordinator.schedule",
