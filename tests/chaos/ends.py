@@ -24,12 +24,7 @@ import httpx
 from tests.chaos.crash import CRASHES
 from tests.chaos.faults import wait_until
 from tests.chaos.load import QUESTIONS, Answer, ask
-from tests.support.processes.processes import (
-    Process,
-    as_worker,
-    launch_coordinator,
-    launch_worker,
-)
+from tests.support.processes.processes import Process, as_worker, launch_coordinator, launch_worker
 
 WORKERS, CLIENTS = 3, 2
 

@@ -75,11 +75,7 @@ def why_impossible(kind: str) -> str | None:
 
 
 def schedule(
-    seed: int,
-    count: int,
-    workers: int,
-    seconds: tuple[float, float],
-    kinds: Sequence[str] = KINDS,
+    seed: int, count: int, workers: int, seconds: tuple[float, float], kinds: Sequence[str] = KINDS
 ) -> list[Fault]:
     """Return the `count` faults of a run, each `seconds[0]` to `seconds[1]` long. The same seed gives the same faults.
 

@@ -36,14 +36,7 @@ from tests.chaos.faults import (
     wait_until,
     why_impossible,
 )
-from tests.chaos.load import (
-    QUESTIONS,
-    Answer,
-    Clients,
-    Question,
-    ask,
-    clients,
-)
+from tests.chaos.load import QUESTIONS, Answer, Clients, Question, ask, clients
 from tests.chaos.pauses import REPLAN, Injected, episodes, silence_during
 from tests.chaos.report import Report
 from tests.chaos.served_by import pieces_by_workers

@@ -182,8 +182,7 @@ class Study:
         scheduler = Scheduler(
             Limits(context=1024, prefill_chunk=16, step_tokens=32),
             Controller(
-                MtpMode.parse(self.chance.choice(MODES)),
-                ngram=self.chance.choice(tuple(NgramMode)),
+                MtpMode.parse(self.chance.choice(MODES)), ngram=self.chance.choice(tuple(NgramMode))
             ),
         )
         self.loop = GenerationLoop(self.plans, scheduler, self.clock)

@@ -17,11 +17,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import KVFormat
 from proto.backup import LayerState
 from proto.span import Span
-from tests.support.stages.formula_stages import (
-    FormulaStage,
-    TokenBackup,
-    formula_engine,
-)
+from tests.support.stages.formula_stages import FormulaStage, TokenBackup, formula_engine
 from worker.engine.backup import layer_states
 from worker.engine.stage_engine import Budget, StageEngine
 from worker.model.loader import load_stage

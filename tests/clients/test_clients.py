@@ -97,10 +97,7 @@ PYTHON: dict[str, tuple[str, Output]] = {
             "responses": {"RESPONSES_TOOLS": OBJECT},
         },
     ),
-    "litellm": (
-        "openai-2",
-        {"chat": LITELLM, "anthropic": LITELLM, "ollama": LITELLM_OLLAMA},
-    ),
+    "litellm": ("openai-2", {"chat": LITELLM, "anthropic": LITELLM, "ollama": LITELLM_OLLAMA}),
 }
 """The environment of each client in Python, and the output of its program."""
 

@@ -192,11 +192,7 @@ async def test_every_call_by_every_peer(peer: str, tmp_path: Path) -> None:
     """Each call is refused before it has an effect, unless the table of the rules permits it to the peer."""
     async with secured_worker(tmp_path) as worker:
         for method in METHODS:
-            before = (
-                worker.node.lease,
-                worker.node.epoch,
-                worker.node.traffic.received.messages,
-            )
+            before = (worker.node.lease, worker.node.epoch, worker.node.traffic.received.messages)
             async with channel_of(worker, peer) as channel:
                 status = await call(channel, method, authorities=worker.authority.bundle)
                 worker.trust.removed = frozenset({worker.removed})

@@ -207,13 +207,7 @@ async def test_a_worker_that_is_stopped(
     ],
 )
 @again_if_slow
-async def test_a_connection(
-    how: str,
-    between: str,
-    team: Team,
-    toy: Path,
-    wanted: Wanted,
-) -> None:
+async def test_a_connection(how: str, between: str, team: Team, toy: Path, wanted: Wanted) -> None:
     """A cut connection is detected at once, and a silent one after the timeout, also between two workers."""
     async with (
         running_coordinator(toy, team.addresses) as head,

@@ -141,11 +141,7 @@ def test_forced_calls_in_three_dialects(client: openai.OpenAI, cluster: Cluster)
         fixed: Any = {"type": "tool", "name": "weather"}
         for choice in (one, fixed):
             reply = other.messages.create(
-                model="claude-x",
-                messages=USER,
-                max_tokens=80,
-                tools=[tool],
-                tool_choice=choice,
+                model="claude-x", messages=USER, max_tokens=80, tools=[tool], tool_choice=choice
             )
             (block,) = reply.content
             assert block.type == "tool_use"

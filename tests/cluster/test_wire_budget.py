@@ -80,10 +80,7 @@ class Wire:
 
 @pytest.fixture(scope="module", params=["2", "filled", "off"])
 def wire(
-    request: pytest.FixtureRequest,
-    pool: Pool,
-    toy: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, pool: Pool, toy: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Wire:
     """Run one request over three workers with a random model, whose drafts are mostly wrong."""
     folder = tmp_path_factory.mktemp("wire")

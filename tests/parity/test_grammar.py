@@ -85,10 +85,7 @@ def requests() -> list[GenerationRequest]:
         for output in formats():
             for temperature in ((0.0,), (0.9,))[seed]:
                 params = SamplingParams(
-                    temperature=temperature,
-                    seed=seed,
-                    logprobs=0,
-                    grammar=compiled(output),
+                    temperature=temperature, seed=seed, logprobs=0, grammar=compiled(output)
                 )
                 asked.append(
                     GenerationRequest(tokenizer().encode(prompt), 70, params, tokenizer().eos_ids)

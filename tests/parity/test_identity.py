@@ -29,11 +29,7 @@ from tests.support.text.prompts import PROMPTS
 GREEDY = SamplingParams()
 NUCLEUS = SamplingParams(temperature=0.8, top_p=0.95)
 PENALTIES = SamplingParams(
-    temperature=1.0,
-    min_p=0.05,
-    repetition_penalty=1.1,
-    presence_penalty=0.3,
-    frequency_penalty=0.2,
+    temperature=1.0, min_p=0.05, repetition_penalty=1.1, presence_penalty=0.3, frequency_penalty=0.2
 )
 SETTINGS = (GREEDY, NUCLEUS, PENALTIES)
 

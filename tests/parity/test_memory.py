@@ -88,8 +88,7 @@ class MiddleStage:
 
 
 @pytest.mark.parametrize(
-    "windows",
-    [500, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
+    "windows", [500, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
 def test_snapshots_end_with_their_window(checkpoints: Checkpoints, windows: int) -> None:
     """After thousands of windows a stage holds what it held after the first twenty, besides its present state.

@@ -32,10 +32,7 @@ def call_of(message):
 
 called = ask("How is Rome?", tools=[TOOL])
 result = {"type": "tool_result", "tool_use_id": call_of(called).id, "content": "18 degrees"}
-turns = [
-    {"role": "assistant", "content": called.content},
-    {"role": "user", "content": [result]},
-]
+turns = [{"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
 hi = [{"role": "user", "content": "Hi"}]
 with client.messages.stream(model="tiny", max_tokens=200, messages=hi) as stream:
     pieces = "".join(stream.text_stream)

@@ -128,10 +128,7 @@ def claude_code(
         answers: list[Json] = [block]
         if number == 1:
             answers.append({"type": "text", "text": reminder})
-        messages += [
-            {"role": "assistant", "content": said},
-            {"role": "user", "content": answers},
-        ]
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": answers}]
 
 
 def codex(
@@ -185,11 +182,7 @@ def codex(
 
 
 def _message(role: str, text: str) -> Json:
-    return {
-        "type": "message",
-        "role": role,
-        "content": [{"type": "input_text", "text": text}],
-    }
+    return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
 
 
 def _call(call_id: str, arguments: str) -> Json:

@@ -67,11 +67,7 @@ def _main(source: str, out: str, bits: str, shard_bytes: str, files: str) -> Non
     mx.eval(mx.quantize(mx.ones((64, 64))))  # load the library before measuring
     before = psutil.Process().memory_info().rss
     convert(
-        checkpoint,
-        Path(out),
-        settings,
-        on_progress=wait_for_the_end,
-        shard_bytes=int(shard_bytes),
+        checkpoint, Path(out), settings, on_progress=wait_for_the_end, shard_bytes=int(shard_bytes)
     )
     print(json.dumps({"peak": peak_memory() - before}))
 

@@ -160,10 +160,7 @@ class LayerCost:
 
 
 def layer_cost(
-    steps: Callable[[Path, int, int], Steps],
-    paths: dict[int, Path],
-    count: int,
-    width: int,
+    steps: Callable[[Path, int, int], Steps], paths: dict[int, Path], count: int, width: int
 ) -> LayerCost:
     """Return the cost of a layer for windows of `width` tokens of `count` sequences. Runs within `counted_kernels`."""
     found = {}

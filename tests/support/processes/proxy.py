@@ -130,20 +130,14 @@ class Proxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _accept(
-        self,
-        target: tuple[str, int],
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        self, target: tuple[str, int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         task = asyncio.create_task(self._forward(target, reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _forward(
-        self,
-        target: tuple[str, int],
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        self, target: tuple[str, int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         connection = Connection(writer.get_extra_info("peername")[1], [writer])
         if self._closed:

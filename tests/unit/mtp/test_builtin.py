@@ -73,9 +73,7 @@ def loaded() -> Loaded:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("prompts", "least"),
-    [(held_out_prompts, 0.70), (seen_prompts, 0.85)],
-    ids=["held out", "seen"],
+    ("prompts", "least"), [(held_out_prompts, 0.70), (seen_prompts, 0.85)], ids=["held out", "seen"]
 )
 def test_first_drafts_are_mostly_right(prompts: Callable[..., Prompts], least: float) -> None:
     """Greedy decoding of 96 tokens after each of 12 prompts accepts the trained share of first drafts."""

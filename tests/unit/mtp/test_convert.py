@@ -171,10 +171,7 @@ def test_builtin_converts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"layout": "mlx", "quantize": 4}, "is quantized already"),
-    ],
+    ("options", "message"), [({"layout": "mlx", "quantize": 4}, "is quantized already")]
 )
 def test_sources_that_cannot_be_converted(
     checkpoints: Checkpoints, tmp_path: Path, options: dict[str, Any], message: str

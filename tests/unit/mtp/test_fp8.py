@@ -86,11 +86,7 @@ def converted(source: Path, out: Path, settings: Settings) -> dict[str, mx.array
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"moe": True, "fused_experts": False},
-        {"moe": True, "qwen3_next": True},
-    ],
+    [{}, {"moe": True, "fused_experts": False}, {"moe": True, "qwen3_next": True}],
     ids=["dense", "experts one by one", "Qwen3-Next"],
 )
 @pytest.mark.parametrize(
@@ -110,10 +106,7 @@ def test_a_conversion_equals_that_of_the_dequantized_weights(
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"weight_block_size": None}, "do not fit"),
-        ({"weight_block_size": [64, 64]}, "do not fit"),
-    ],
+    [({"weight_block_size": None}, "do not fit"), ({"weight_block_size": [64, 64]}, "do not fit")],
     ids=["no block", "another block"],
 )
 def test_a_wrong_block_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:

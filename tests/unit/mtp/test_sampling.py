@@ -392,10 +392,7 @@ def test_logprobs_are_the_models_own() -> None:
         ({"temperature": 101}, "temperature 101 is outside [0, 100]"),
         ({"temperature": math.inf}, "temperature inf is outside [0, 100]"),
         ({"top_p": 0.0}, "top_p 0 is outside (0, 1]"),
-        (
-            {"seed": 2**64},
-            "seed 18446744073709551616 is outside [0, 18446744073709551615]",
-        ),
+        ({"seed": 2**64}, "seed 18446744073709551616 is outside [0, 18446744073709551615]"),
         ({"logit_bias": {7: -1e9}}, "logit_bias[7] -1e+09 is outside [-100, 100]"),
     ],
 )

@@ -28,9 +28,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
             yield client, server
 
 
-def test_a_hop_has_its_time_and_its_speed(
-    ends: tuple[socket.socket, socket.socket],
-) -> None:
+def test_a_hop_has_its_time_and_its_speed(ends: tuple[socket.socket, socket.socket]) -> None:
     """Both sides finish together, and the next byte after the measurement is the client's own."""
     client, server = ends
     with ThreadPoolExecutor() as pool:

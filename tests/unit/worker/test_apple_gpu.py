@@ -8,11 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mtp import device
-from mtp.device import (
-    FUSED_ROWS,
-    Arithmetic,
-    FrameLimits,
-)
+from mtp.device import FUSED_ROWS, Arithmetic, FrameLimits
 from mtp.layers import kv_cache
 from worker.engine import hardware
 

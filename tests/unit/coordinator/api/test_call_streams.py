@@ -107,11 +107,7 @@ DIALECTS = {
     ),
     "ollama": Dialect(
         "/api/chat",
-        {
-            "model": "tiny",
-            "messages": USER,
-            "tools": [{"type": "function", "function": FUNCTION}],
-        },
+        {"model": "tiny", "messages": USER, "tools": [{"type": "function", "function": FUNCTION}]},
         "num_predict",
         _ollama_pieces,
         lambda whole: [c["function"]["arguments"] for c in whole["message"].get("tool_calls", ())],

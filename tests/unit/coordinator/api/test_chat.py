@@ -46,11 +46,7 @@ async def test_a_whole_answer_has_openais_shape() -> None:
     (choice,) = answer["choices"]
     assert choice == {
         "index": 0,
-        "message": {
-            "role": "assistant",
-            "content": "Hello there",
-            "reasoning_content": "hm",
-        },
+        "message": {"role": "assistant", "content": "Hello there", "reasoning_content": "hm"},
         "logprobs": None,
         "finish_reason": "stop",
     }

@@ -56,10 +56,7 @@ HINTS: list[tuple[dict[str, Any], str]] = [
         {"messages": [USER, {"role": "assistant", "provider_specific_fields": {"a": 1}}, USER]},
         "provider_specific_fields",
     ),
-    (
-        {"messages": [USER, {"role": "assistant", "thinking_blocks": [{}]}, USER]},
-        "thinking_blocks",
-    ),
+    ({"messages": [USER, {"role": "assistant", "thinking_blocks": [{}]}, USER]}, "thinking_blocks"),
     (
         {
             "messages": [
@@ -71,13 +68,7 @@ HINTS: list[tuple[dict[str, Any], str]] = [
         "parsed_arguments",
     ),
     (
-        {
-            "messages": [
-                USER,
-                {"role": "assistant", "content": "{}", "parsed": {"strict": 1}},
-                USER,
-            ]
-        },
+        {"messages": [USER, {"role": "assistant", "content": "{}", "parsed": {"strict": 1}}, USER]},
         "parsed",
     ),
 ]

@@ -12,12 +12,7 @@ import pytest
 from coordinator.api import stored_answers
 from coordinator.api.journal import Journal
 from coordinator.api.request_settings import BUDGETS
-from tests.support.api.api_client import (
-    PATIENCE,
-    ApiClient,
-    DisconnectingClient,
-    tiny_tokenizer,
-)
+from tests.support.api.api_client import PATIENCE, ApiClient, DisconnectingClient, tiny_tokenizer
 from tests.support.api.fake_generator import FakeGenerator
 
 CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"

@@ -35,9 +35,7 @@ async def no_pipeline(epoch: int) -> Any:
     raise MemoryLimitError("this machine serves nothing alone in this test")
 
 
-async def test_closing_causes_no_new_plan(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_closing_causes_no_new_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that ends its stream during the close causes no new plan over the others."""
 
     async def serve(self: ClusterManager, plan: Plan) -> None:

@@ -28,8 +28,7 @@ def drafted(seconds: float, windows: int, tokens: tuple[int, ...] = PLAIN.tokens
 
 
 @pytest.mark.parametrize(
-    ("tokens", "place"),
-    [(PLAIN.tokens, None), ((*PLAIN.tokens[:40], 7, *PLAIN.tokens[41:]), 40)],
+    ("tokens", "place"), [(PLAIN.tokens, None), ((*PLAIN.tokens[:40], 7, *PLAIN.tokens[41:]), 40)]
 )
 def test_the_first_token_that_differs_is_named(tokens: tuple[int, ...], place: int | None) -> None:
     """An answer that drafts change is a warning with the position of the first other token."""

@@ -130,9 +130,7 @@ def brute_force(
 
 @settings(max_examples=150, deadline=None)
 @given(problems())
-def test_as_good_as_trying_everything(
-    problem: tuple[ModelCosts, list[NodeSpec], Workload],
-) -> None:
+def test_as_good_as_trying_everything(problem: tuple[ModelCosts, list[NodeSpec], Workload]) -> None:
     """For up to 5 nodes the plan's value is that of the best of all plans, tie-breaker included.
 
     Where no plan exists, the planner raises.
