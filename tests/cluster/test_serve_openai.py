@@ -10,13 +10,10 @@ import httpx
 import openai
 import pytest
 
-from coordinator.text.tokenizer import Tokenizer
-from mtp.builtin import checkpoint_dir
 from tests.cluster.conftest import Pool
 from tests.support.processes.processes import Coordinator, serving
 
 KEY = "of-this-test-alone"
-CODE = "import os\nimport sys\n\n\ndef find_files(path, suffix):\n    "
 USER: Any = [{"role": "user", "content": "Write a function that adds two numbers."}]
 
 
@@ -38,36 +35,6 @@ def url(coordinator: Coordinator) -> str:
 def client(url: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(checkpoint_dir())
-
-
-@pytest.mark.smoke
-def test_a_stream_adds_up_to_the_whole_answer(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    """Text, finish reason and usage of a completion are the same streamed or whole."""
-    asked: Any = {"model": "builtin", "prompt": CODE, "max_tokens": 40, "temperature": 0.7}
-    whole = client.completions.create(**asked, seed=5)
-    chunks = list(
-        client.completions.create(
-            **asked, seed=5, stream=True, stream_options={"include_usage": True}
-        )
-    )
-    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
-    assert "".join(choice.text for choice in choices) == whole.choices[0].text != ""
-    assert choices[-1].finish_reason == whole.choices[0].finish_reason == "length"
-    texts = [choice.text for choice in choices if choice.text]
-    assert len(texts) > 30, "a token has a chunk of its own, although three share a window"
-    for usage in (whole.usage, chunks[-1].usage):
-        assert usage is not None
-        assert usage.prompt_tokens == len(tokenizer.encode(CODE))
-        assert usage.completion_tokens == 40
-        details = usage.completion_tokens_details
-        assert details is not None
-        assert details.accepted_prediction_tokens
-        assert details.rejected_prediction_tokens is not None
 
 
 @pytest.mark.smoke

@@ -25,7 +25,6 @@ from tests.support.stages.head_reference import Array, HeadReference
 
 PROMPT = 13
 DEPTH = 4
-LENGTH = 40
 TOLERANCE = 1e-4
 """Largest allowed difference over the largest value, fp32 against float64."""
 
@@ -255,39 +254,3 @@ def test_drafts_are_drawn_with_the_noise_and_the_past_of_their_positions(
             at = len(script.known) + i
             assert choose(logits, params, at, history).item() == outcome.drafts[i]
         segment = script.next_window(drafts=DEPTH)
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(logit_bias=FEW, logprobs=2),
-        SamplingParams(**PENALIZED),
-        SamplingParams(temperature=0.9, seed=5, **PENALIZED),
-        SamplingParams(temperature=1.5, seed=9, top_p=0.9, xtc_probability=0.5, **PENALIZED),
-    ],
-    ids=["greedy", "penalized", "sampled", "filtered"],
-)
-def test_text_and_logprobs_do_not_depend_on_depth(
-    checkpoints: Checkpoints, params: SamplingParams
-) -> None:
-    """Tokens and log-probabilities under the coupled rule are bit for bit those of plain decoding, at any depth.
-
-    The requests use penalties and filters that depend on the text so far, accepted drafts included.
-    """
-    path = checkpoints(layers=4)
-    plain = None
-    for depth in (0, 1, 2, 4):
-        chain = Chain(path, (2,))
-        script = Script(0, random_tokens(PROMPT), params)
-        logprobs = [*script.run(chain, script.chunk(PROMPT, drafts=depth)).logprobs]
-        accepted_length = 0
-        while len(script.known) < PROMPT + LENGTH:
-            outcome = script.run(chain, script.next_window(drafts=depth))
-            assert len(outcome.logprobs) == outcome.accepted_length
-            logprobs += outcome.logprobs
-            accepted_length += outcome.accepted_length - 1
-        tokens, logprobs = script.known[: PROMPT + LENGTH], logprobs[:LENGTH]
-        plain = plain or (tokens, logprobs)
-        assert (tokens, logprobs) == plain, depth
-        assert [p.token for p in logprobs] == tokens[PROMPT:]
-        assert accepted_length > 0 or depth == 0

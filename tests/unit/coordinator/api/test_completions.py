@@ -54,9 +54,11 @@ async def test_one_prompt_as_token_ids_is_used_as_it_is() -> None:
 
 
 async def test_a_stream_adds_up_to_the_whole_text() -> None:
-    """A stream has the same text, the finish_reason and [DONE]; comments report the prefill progress."""
+    """A stream has the same text and usage, the finish_reason and [DONE]; comments report the prefill progress."""
     text = "one 🎉 two three"
-    events = await api_saying(text).stream("/v1/completions")
+    asked: Any = {"stream_options": {"include_usage": True}}
+    events = await api_saying(text).stream("/v1/completions", **asked)
+    assert events.data[-1]["usage"] == (await api_saying(text).complete()).json()["usage"]
     entries = [entry for chunk in events.data for entry in chunk["choices"]]
     assert "".join(entry["text"] for entry in entries) == text
     assert events.finish_reasons() == ["stop"]

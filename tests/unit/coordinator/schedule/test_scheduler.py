@@ -25,20 +25,6 @@ from tests.support.stages.fake_last_stage import VOCAB, FakeLastStage, plain
 # ---- one answer
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("depth", [0, 1, 2, 3])
-def test_tokens_are_those_of_plain_decoding(stages: int, depth: int) -> None:
-    """Each request gets its own plain continuation, for any stages, depth and batch."""
-    drive = Drive(stages, depth)
-    prompts = [range(1, 2 + 5 * i) for i in range(5)]
-    ids = [drive.submit(prompt, 17 + i, seed=i) for i, prompt in enumerate(prompts)]
-    drive.run()
-    for i, (seq_id, prompt) in enumerate(zip(ids, prompts, strict=True)):
-        assert drive.tokens(seq_id) == plain(prompt, 17 + i, seed=i)
-        assert drive.finished(seq_id).reason == "length"
-    assert not drive.stage.sequences, "every sequence is evicted"
-
-
 @patch("coordinator.schedule.backups.MIN_NEW_TOKENS", 3)
 @settings(max_examples=150, deadline=None)
 @given(
