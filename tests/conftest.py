@@ -15,6 +15,7 @@ import pytest
 
 from proto.terminal.logs import OURS
 from tests.support.checkpoints.checkpoints import write_checkpoint
+from tests.support.checkpoints.hub import Hub
 
 Checkpoints = Callable[..., Path]
 
@@ -45,6 +46,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
         return written[key]
 
     return get
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """Yield a hub without repos that this process uses, with a cache in the folder `home` of the test."""
+    with Hub() as hub:
+        hub.install(monkeypatch, tmp_path / "home")
+        monkeypatch.setattr("mtp.checkpoint.hub.repo.FIRST_PAUSE", 0.001)
+        yield hub
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.api.context import ApiOptions
 from proto.errors import CapacityError, WorkerLostError
-from tests.support.api.api_client import ApiClient, tiny_tokenizer
+from tests.support.api.api_client import CALL, ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving
 from tests.support.api.fake_generator import FakeGenerator
 
@@ -25,7 +25,6 @@ TOOL: Any = {
     "description": "Tell the weather.",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
-CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
 CACHED: Any = {"cache_control": {"type": "ephemeral"}}
 
 
@@ -41,11 +40,6 @@ class Served:
         asked: Any = {"model": "tiny", "messages": HI, "max_tokens": 100, **fields}
         reply: anthropic.types.Message = self.client.messages.create(**asked)
         return reply
-
-    def prompt(self) -> str:
-        """Return the text of the last prompt."""
-        tokens = self.generator.requests[-1].prompt
-        return b"".join(map(tiny_tokenizer().token_bytes, tokens)).decode()
 
 
 @pytest.fixture
@@ -72,7 +66,7 @@ def test_a_whole_message(served: Served) -> None:
     assert reply.usage.cache_read_input_tokens == 2
     assert reply.usage.output_tokens == len(tiny_tokenizer().encode("Hello 🎉 there"))
     assert (request.params.temperature, request.params.top_k) == (0.5, 7)
-    assert served.prompt().endswith("</think>\n\n")
+    assert served.generator.prompt_text().endswith("</think>\n\n")
 
 
 def test_a_streamed_message_with_thinking(served: Served) -> None:
@@ -125,7 +119,7 @@ def test_a_tool_loop(served: Served) -> None:
     ]
     history = [*HI, {"role": "assistant", "content": final.content}]
     served.ask(messages=[*history, {"role": "user", "content": results}], tools=[TOOL])
-    prompt = served.prompt()
+    prompt = served.generator.prompt_text()
     assert prompt.index("Let me see.") < prompt.index(CALL) < prompt.index("18")
     assert prompt.index("18") < prompt.index("Error: no data") < prompt.index("So?")
 
@@ -137,7 +131,7 @@ def test_one_call_at_a_time_and_none(served: Served) -> None:
     assert len(served.ask(tools=[TOOL], tool_choice=one).content) == 1
     (block,) = served.ask(tools=[TOOL], tool_choice={"type": "none"}).content
     assert block.type == "text"
-    assert "Tell the weather." not in served.prompt()
+    assert "Tell the weather." not in served.generator.prompt_text()
 
 
 def test_the_request_of_a_coding_agent(served: Served) -> None:
@@ -162,7 +156,7 @@ def test_the_request_of_a_coding_agent(served: Served) -> None:
         extra_body={"output_config": {"effort": "medium"}},
     )
     assert reply.type == "message"
-    prompt = served.prompt()
+    prompt = served.generator.prompt_text()
     assert prompt.index("Rule 0.") < prompt.index("Rule 2.") < prompt.index("Be brief.")
     assert "tool_29" in prompt
     assert "<system>\nBe brief.\n</system>" in prompt

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.api.context import ApiOptions
 from proto.errors import CapacityError, WorkerLostError
-from tests.support.api.api_client import ApiClient, tiny_tokenizer
+from tests.support.api.api_client import CALL, ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving
 from tests.support.api.fake_generator import FakeGenerator
 
@@ -22,7 +22,6 @@ TOOL: Any = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}},
 }
-CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
 
 
 class Served:

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from proto.errors import CapacityError, WorkerLostError
-from tests.support.api.api_client import ApiClient, tiny_tokenizer
+from tests.support.api.api_client import CALL, ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving
 from tests.support.api.fake_generator import FakeGenerator
 
@@ -22,7 +22,6 @@ TOOL: Any = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     "strict": False,
 }
-CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
 
 
 class Served:
@@ -35,11 +34,6 @@ class Served:
     def ask(self, **fields: Any) -> Any:
         """Send a request with a short input."""
         return self.client.responses.create(**{"model": "tiny", "input": "Hi", **fields})
-
-    def prompt(self) -> str:
-        """Return the text of the last prompt."""
-        tokens = self.generator.requests[-1].prompt
-        return b"".join(map(tiny_tokenizer().token_bytes, tokens)).decode()
 
 
 @pytest.fixture
@@ -64,7 +58,7 @@ def test_a_whole_response(served: Served) -> None:
     assert reply.usage.input_tokens_details.cached_tokens == 2
     (request,) = served.generator.requests
     assert (request.params.temperature, request.max_tokens) == (0.5, 50)
-    assert "Be kind." in served.prompt()
+    assert "Be kind." in served.generator.prompt_text()
 
 
 def test_a_streamed_response(served: Served) -> None:
@@ -99,19 +93,20 @@ def test_a_tool_loop_with_items_and_with_a_stored_response(served: Served) -> No
     served.generator.text = "</think>Sunny"
     sent_back: Any = [{"role": "user", "content": "Hi"}, *first.output, output]
     assert served.ask(input=sent_back, tools=[TOOL]).output_text == "Sunny"
-    by_items = served.prompt()
+    by_items = served.generator.prompt_text()
     after = served.ask(input=[output], tools=[TOOL], previous_response_id=first.id)
     assert after.output_text == "Sunny"
-    assert served.prompt() == by_items
+    assert served.generator.prompt_text() == by_items
     assert by_items.index("Let me see.") < by_items.index(CALL) < by_items.index("18 degrees")
     items: list[Any] = list(first.output)
     references: Any = [{"type": "item_reference", "id": item.id} for item in items]
     referring: Any = [{"role": "user", "content": "Hi"}, *references, output]
     assert served.ask(input=referring, tools=[TOOL]).output_text == "Sunny"
-    assert served.prompt() == by_items
+    assert served.generator.prompt_text() == by_items
     again = served.ask(input="And now?", previous_response_id=after.id)
     assert again.previous_response_id == after.id
-    assert served.prompt().index("18 degrees") < served.prompt().index("Sunny")
+    prompt = served.generator.prompt_text()
+    assert prompt.index("18 degrees") < prompt.index("Sunny")
 
 
 def test_stored_responses(served: Served) -> None:
@@ -169,7 +164,7 @@ def test_effort_system_messages_and_hints(served: Served) -> None:
         truncation="disabled",
         tools=[{"type": "web_search"}],
     )
-    prompt = served.prompt()
+    prompt = served.generator.prompt_text()
     assert "web_search" not in prompt
     assert prompt.index("Rule 0.") < prompt.index("Rule 1.") < prompt.index("Hi")
     assert "<system>\nRule 2.\n</system>" in prompt

@@ -27,6 +27,9 @@ PATIENCE = 60.0
 
 USER = {"role": "user", "content": "Hi"}
 
+CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+"""The text of a call in the form of Qwen3.5."""
+
 
 @cache
 def tiny_tokenizer() -> Tokenizer:
@@ -140,6 +143,11 @@ class ApiClient:
         response = await self.post(path, {**asked, "stream": True, **body})
         assert response.headers["content-type"].startswith("text/event-stream"), response.text
         return Events.read(response.status_code, response.text)
+
+
+def api_saying(text: str, **options: Any) -> ApiClient:
+    """Return an API whose model answers with `text`. The template of a chat has opened a think block before it."""
+    return ApiClient(FakeGenerator(tiny_tokenizer(), text, **options))
 
 
 class DisconnectingClient:

@@ -51,6 +51,11 @@ class FakeGenerator:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     hanging: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
 
+    def prompt_text(self, index: int = -1) -> str:
+        """Return the text of a prompt, of the last one by default."""
+        prompt = self.requests[index].prompt
+        return b"".join(map(self.tokenizer.token_bytes, prompt)).decode()
+
     def submit(
         self, request: GenerationRequest, deliver: Callable[[GenerationEvent], None]
     ) -> Callable[[], None]:

@@ -21,6 +21,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3_5 import TextModelArgs
 from mlx_lm.utils import load_model, quantize_model, save_config
 
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.parts import read_part
 from mtp.head.drafter import MTPHead
 from tests.support.checkpoints.qwen3_next import next_config, next_weights
 
@@ -168,6 +170,19 @@ def read_tensors(path: Path) -> Weights:
         weights |= loaded
     mx.eval(weights)
     return weights
+
+
+def head_of(checkpoint: Checkpoint) -> Weights:
+    """Return the tensors of the MTP head, as a stage loads them."""
+    weights = read_part(checkpoint, "mtp", None)
+    mx.eval(weights)
+    return weights
+
+
+def assert_same_tensors(found: Weights, expected: Weights) -> None:
+    """Assert that names and bits are equal."""
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not mx.array_equal(found[name], expected[name])] == []
 
 
 def without(path: Path, *names: str) -> Path:

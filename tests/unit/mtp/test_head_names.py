@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,9 @@ from mtp.checkpoint.convert.convert import convert
 from mtp.checkpoint.convert.converted_weights import Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import is_head
-from mtp.checkpoint.format.parts import read_part
 from proto.errors import CheckpointError
 from tests.conftest import Checkpoints
-from tests.support.checkpoints.checkpoints import Weights, read_tensors
-from tests.support.checkpoints.hub import Hub
+from tests.support.checkpoints.checkpoints import assert_same_tensors, head_of, read_tensors
 
 DEEPSEEK = {
     "fc": "eh_proj",
@@ -48,17 +46,6 @@ NAMINGS: dict[str, Callable[[str], str]] = {
     "nextn": _one_layer("nextn.", DEEPSEEK | {"norm": "shared_head_norm"}),
     "below the model": lambda within: f"language_model.mtp.{within}",
 }
-
-
-def head_of(checkpoint: Checkpoint) -> Weights:
-    weights = read_part(checkpoint, "mtp", None)
-    mx.eval(weights)
-    return weights
-
-
-def assert_same(found: Weights, expected: Weights) -> None:
-    assert found.keys() == expected.keys()
-    assert all(mx.array_equal(found[name], expected[name]) for name in expected)
 
 
 def head_alone(path: Path, source: Path, *, prefix: str, metadata: dict[str, str]) -> Path:
@@ -94,7 +81,7 @@ def test_a_head_under_another_name_is_the_same_head(
     found = Checkpoint.open(tmp_path)
     assert found.mtp.complete
     assert found.unknown == ()
-    assert_same(head_of(found), head_of(Checkpoint.open(source)))
+    assert_same_tensors(head_of(found), head_of(Checkpoint.open(source)))
 
 
 def raw_with_prefix(path: Path, checkpoints: Checkpoints) -> Path:
@@ -122,7 +109,7 @@ def test_add_mtp_takes_a_repo_of_a_head_alone(
     target = convert(Checkpoint.open(checkpoints(mtp=False)), tmp_path / "target", Settings()).path
     _add(target, head)
     found, expected = Checkpoint.open(target), Checkpoint.open(checkpoints(layout="mlx"))
-    assert_same(head_of(found), head_of(expected))
+    assert_same_tensors(head_of(found), head_of(expected))
 
 
 def test_a_head_alone_is_no_model(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -132,13 +119,6 @@ def test_a_head_alone_is_no_model(checkpoints: Checkpoints, tmp_path: Path) -> N
     for to_convert in (False, True):
         with pytest.raises(CheckpointError, match=command):
             Checkpoint.open(head, to_convert=to_convert)
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    with Hub() as hub:
-        hub.install(monkeypatch, tmp_path / "home")
-        yield hub
 
 
 def _add(target: Path, source: Path | str) -> None:

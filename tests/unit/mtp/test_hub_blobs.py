@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,11 +24,9 @@ def source(checkpoints: Checkpoints) -> Path:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path) -> Iterator[Hub]:
-    with Hub() as hub:
-        hub.install(monkeypatch, tmp_path / "home")
-        hub.add(REPO, source)
-        yield hub
+def hub(hub: Hub, source: Path) -> Hub:
+    hub.add(REPO, source)
+    return hub
 
 
 def weights(folder: Path) -> dict[str, bytes]:

@@ -24,22 +24,14 @@ REPO = "someone/some-model"
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path / "home"
-
-
-@pytest.fixture
 def source(checkpoints: Checkpoints) -> Path:
     return checkpoints(shards=3)
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, home: Path, source: Path) -> Iterator[Hub]:
-    with Hub() as hub:
-        hub.install(monkeypatch, home)
-        hub.add(REPO, source)
-        monkeypatch.setattr("mtp.checkpoint.hub.repo.FIRST_PAUSE", 0.001)
-        yield hub
+def hub(hub: Hub, source: Path) -> Hub:
+    hub.add(REPO, source)
+    return hub
 
 
 @pytest.fixture
@@ -121,11 +113,13 @@ def test_what_the_standard_cache_has_is_read_there(hub: Hub, repo: HubRepo, sour
     assert hub.requests == []
 
 
-def test_half_a_snapshot_is_not_a_model(hub: Hub, home: Path) -> None:
+def test_half_a_snapshot_is_not_a_model(hub: Hub, tmp_path: Path) -> None:
     """A repo that is incomplete in the cache is downloaded further and not opened."""
     whole = resolve_model(REPO)
     assert find_model(REPO) == whole
-    shutil.rmtree(home / "hub" / "models--someone--some-model" / "trees", ignore_errors=True)
+    shutil.rmtree(
+        tmp_path / "home" / "hub" / "models--someone--some-model" / "trees", ignore_errors=True
+    )
     (whole / FILE).unlink()
     assert find_model(REPO) is None
     hub.sent.clear()

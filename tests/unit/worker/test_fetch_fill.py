@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from proto import cluster_pb2 as pb
 from proto.errors import CheckpointError, ProtocolError
 from proto.span import Span
 from tests.conftest import Checkpoints
+from tests.support.checkpoints.checkpoints import assert_same_tensors
 from tests.support.checkpoints.hub import Hub
 from tests.support.checkpoints.small_disk import ClaimedFreeSpace, small_disk
 from worker.fetch.fill import SpanCopy, StoppedError, fill
@@ -100,13 +101,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[Hub]:
-    with Hub() as hub:
-        hub.install(monkeypatch, home)
-        yield hub
-
-
 def span_bytes(checkpoint: Checkpoint, span: Span) -> int:
     last = span.end == checkpoint.config.num_layers
     parts = checkpoint.stage_parts(span, first=span.start == 0, last=last)
@@ -127,9 +121,9 @@ def assert_loads(coordinator: Coordinator, span: Span) -> None:
     """Check that the fetched parts load as the same stage as the coordinator's copy."""
     copy = SpanCopy.find(coordinator.fingerprint)
     assert copy is not None
-    found, expected = stage(copy.checkpoint(), span), stage(coordinator.provider.checkpoint, span)
-    assert found.keys() == expected.keys()
-    assert all(mx.array_equal(found[name], expected[name]) for name in expected)
+    assert_same_tensors(
+        stage(copy.checkpoint(), span), stage(coordinator.provider.checkpoint, span)
+    )
 
 
 # ---- what is fetched

@@ -15,7 +15,7 @@ from coordinator.schedule.request import (
     PrefillProgress,
     TokenChunk,
 )
-from tests.support.api.api_client import USER, ApiClient, tiny_tokenizer
+from tests.support.api.api_client import CALL, USER, ApiClient, api_saying, tiny_tokenizer
 from tests.support.api.fake_generator import FakeGenerator
 
 TOOL = {
@@ -26,12 +26,6 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
-CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
-
-
-def api_saying(text: str, **options: Any) -> ApiClient:
-    """Return an API whose model answers with `text`. The template has opened a think block before it."""
-    return ApiClient(FakeGenerator(tiny_tokenizer(), text, **options))
 
 
 async def test_a_whole_answer_has_openais_shape() -> None:
@@ -98,8 +92,7 @@ async def test_the_prompt_is_the_rendered_chat() -> None:
         ],
         chat_template_kwargs={"enable_thinking": False},
     )
-    prompt = b"".join(map(tiny_tokenizer().token_bytes, api.generator.requests[0].prompt))
-    assert prompt.decode() == (
+    assert api.generator.prompt_text() == (
         "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nab<|im_end|>\n"
         "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
@@ -196,9 +189,9 @@ async def test_a_conversation_with_calls_is_rendered_with_their_arguments() -> N
     told = {"role": "tool", "tool_call_id": "call_1", "content": "Sunny"}
     response = await api.chat(messages=[USER, said, told], tools=[TOOL])
     assert response.status_code == 200
-    prompt = b"".join(map(tiny_tokenizer().token_bytes, api.generator.requests[0].prompt))
-    assert CALL in prompt.decode()
-    assert "Tell the weather." in prompt.decode()
+    prompt = api.generator.prompt_text(0)
+    assert CALL in prompt
+    assert "Tell the weather." in prompt
 
 
 @pytest.mark.parametrize("window", [1, 3, 50])
@@ -339,8 +332,7 @@ async def test_the_last_message_is_continued() -> None:
         events = await api.stream(**asked, echo=echo)
         assert "".join(events.deltas("content")) == text
     (request, *_) = api.generator.requests
-    prompt = b"".join(map(tiny_tokenizer().token_bytes, request.prompt)).decode()
-    assert prompt.endswith("The answer is")
+    assert api.generator.prompt_text(0).endswith("The answer is")
     before = b"".join(map(tiny_tokenizer().token_bytes, request.prompt[: request.turn])).decode()
     assert before.endswith("<|im_end|>\n"), "the prefix cache may keep the turns before"
     alone = await api.chat(**{**asked, "messages": history[1:]})

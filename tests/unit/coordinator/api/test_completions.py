@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 
 from coordinator.schedule.request import GenerationRequest
-from tests.support.api.api_client import ApiClient, tiny_tokenizer
-from tests.support.api.fake_generator import FakeGenerator
-
-
-def api_saying(text: str, **options: Any) -> ApiClient:
-    return ApiClient(FakeGenerator(tiny_tokenizer(), text, **options))
+from tests.support.api.api_client import api_saying, tiny_tokenizer
 
 
 async def test_a_whole_answer_is_the_text_as_generated() -> None:

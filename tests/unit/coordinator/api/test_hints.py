@@ -7,26 +7,13 @@ from typing import Any
 import pytest
 
 from coordinator.api.request_settings import BUDGETS
-from tests.support.api.api_client import USER, ApiClient, tiny_tokenizer
-from tests.support.api.fake_generator import FakeGenerator
+from tests.support.api.api_client import CALL, USER, ApiClient, api_saying, tiny_tokenizer
 
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}},
 }
-CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
 MARK = {"cache_control": {"type": "ephemeral"}}
-
-
-def api_saying(text: str, **options: Any) -> ApiClient:
-    """Return an API whose model answers with `text`. The template has opened a think block before it."""
-    return ApiClient(FakeGenerator(tiny_tokenizer(), text, **options))
-
-
-def prompt_text(api: ApiClient, index: int = -1) -> str:
-    """Return the text of a prompt that the engine got."""
-    prompt = api.generator.requests[index].prompt
-    return b"".join(map(tiny_tokenizer().token_bytes, prompt)).decode()
 
 
 PARSED_CALL = {
@@ -81,8 +68,8 @@ async def test_a_hint_is_accepted_and_listed(body: dict[str, Any], hint: str) ->
     response = await api.chat(**body)
     assert response.status_code == 200, response.text
     assert hint in (await api.get("/v1/models")).json()["data"][0]["ignored_fields"]
-    assert "strict" not in prompt_text(api)
-    assert "ephemeral" not in prompt_text(api)
+    assert "strict" not in api.generator.prompt_text()
+    assert "ephemeral" not in api.generator.prompt_text()
 
 
 async def test_without_parallel_calls_the_answer_ends_after_the_first_call() -> None:
@@ -107,8 +94,8 @@ async def test_a_call_with_broken_arguments_in_the_history_reaches_the_model_as_
     messages = [USER, {"role": "assistant", "content": None, "tool_calls": calls}, result]
     response = await api.chat(messages=messages, tools=[TOOL])
     assert response.status_code == 200, response.text
-    assert 'weather: {"ci' in prompt_text(api)
-    assert "<function=weather>\n</function>" in prompt_text(api)
+    assert 'weather: {"ci' in api.generator.prompt_text()
+    assert "<function=weather>\n</function>" in api.generator.prompt_text()
 
 
 @pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("low", True), ("high", True)])
@@ -116,7 +103,7 @@ async def test_reasoning_effort_drives_the_templates_switch(effort: str, thinks:
     """`none` closes the think block in the prompt; other levels leave it open."""
     api = api_saying("ok")
     assert (await api.chat(reasoning_effort=effort)).status_code == 200
-    assert prompt_text(api).endswith("<think>\n" if thinks else "</think>\n\n")
+    assert api.generator.prompt_text().endswith("<think>\n" if thinks else "</think>\n\n")
 
 
 @pytest.mark.parametrize("window", [1, 7])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,9 @@ from tests.unit.coordinator.api.test_models import FakeLoader
 
 
 @pytest.fixture
-def catalog(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, checkpoints: Checkpoints
-) -> Iterator[Catalog]:
-    with Hub() as hub:
-        hub.install(monkeypatch, tmp_path / "home")
-        hub.add("Qwen/Qwen3.5-4B", checkpoints())
-        yield Catalog(tmp_path / "models")
+def catalog(hub: Hub, tmp_path: Path, checkpoints: Checkpoints) -> Catalog:
+    hub.add("Qwen/Qwen3.5-4B", checkpoints())
+    return Catalog(tmp_path / "models")
 
 
 @pytest.mark.parametrize(

@@ -266,43 +266,16 @@ def test_a_worker_that_failed_for_a_day_is_back_within_a_minute(fault: str) -> N
     assert view.members["b"].failure_count == 0
 
 
-def test_the_first_plan_waits_for_all_named_workers() -> None:
-    """With one of two workers the plan waits. The second worker starts it at once."""
+@pytest.mark.parametrize("nodes", [2, None])
+def test_the_first_plan_waits_for_other_workers(nodes: int | None) -> None:
+    """The first worker does not get all layers at once. The second of two named workers starts the plan."""
     planner = planner_for(1)
-    one = happen(View(PATIENT), WorkerJoined(worker("a")), planner)
+    one = happen(View(replace(PATIENT, nodes=nodes)), WorkerJoined(worker("a")), planner)
     assert one.actions == ()
-    assert [type(a) for a in happen(one.view, WorkerJoined(worker("b")), planner).actions] == [
-        StartPlan
-    ]
+    two = happen(one.view, WorkerJoined(worker("b")), planner)
+    assert [type(a) for a in two.actions] == ([StartPlan] if nodes else [])
     late = happen(one.view, TimePassed(), planner, after=5.0)
     assert late.view.serving == ("a",)
-
-
-def test_a_discovered_worker_waits_for_others() -> None:
-    """Without a number of workers, the first one found does not get all layers at once."""
-    planner = planner_for(1)
-    one = happen(View(Settings(nodes=None, wait=5.0)), WorkerJoined(worker("a")), planner)
-    assert one.actions == ()
-    assert happen(one.view, TimePassed(), planner, after=5.0).view.serving == ("a",)
-
-
-def test_a_lost_worker_is_planned_around_at_once() -> None:
-    """A plan over the remaining workers starts without a wait."""
-    planner = planner_for(1)
-    view = serving("a", "b", planner=planner)
-    after = happen(view, WorkerLost("b", "silent for 3 s"), planner)
-    assert after.view.serving == ("a",)
-    assert after.view.epoch == view.epoch + 1
-
-
-def test_a_worker_that_is_needed_is_waited_for() -> None:
-    """If both workers are needed, the plan waits for the lost one and uses it when it returns."""
-    planner = planner_for(2)
-    view = happen(serving("a", "b", planner=planner), WorkerLost("b", "silent"), planner).view
-    assert (view.phase, view.recovering) == (Phase.GATHERING, True)
-    view = happen(view, TimePassed(), planner, after=2.0).view
-    assert view.phase is Phase.GATHERING
-    assert happen(view, WorkerJoined(worker("b", process=2)), planner).view.serving == ("a", "b")
 
 
 @pytest.mark.parametrize(

@@ -58,15 +58,43 @@ def scheduled(
     return explore(World.start(coordinator, stages, crashes, grouped=grouped), MAX_STATES)
 
 
+CASES = [
+    (2, (3, 3), 0, 0),
+    (3, (3, 2), 0, 0),
+    (2, (3, 2), 0, 1),
+    (2, (3, 2), 1, 0),
+    (1, (2, 1), 1, 1),
+]
+LONG = [
+    (3, (3, 2), 1, 0),
+    (1, (3, 1), 1, 1),
+    (2, (3, 2), 1, 1),
+    (3, (3, 3), 0, 2),
+    (2, (4, 4), 0, 1),
+]
+FILLED = [(2, (5,), 0, 0), (3, (5,), 0, 0), (2, (5,), 1, 0), (2, (4,), 0, 1), (2, (4, 3), 0, 0)]
+
+
 @pytest.mark.parametrize(
-    ("stages", "lengths", "leaves", "crashes"),
-    [(2, (3, 3), 0, 0), (3, (3, 2), 0, 0), (2, (3, 2), 0, 1), (2, (3, 2), 1, 0), (1, (2, 1), 1, 1)],
+    ("stages", "lengths", "leaves", "crashes", "mtp"),
+    [
+        *((*case, "1") for case in CASES),
+        *((*case, "filled") for case in FILLED),
+        *(
+            pytest.param(*case, "1", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
+            for case in LONG
+        ),
+    ],
 )
 def test_the_scheduler_over_stages(
-    stages: int, lengths: tuple[int, ...], leaves: int, crashes: int
+    stages: int, lengths: tuple[int, ...], leaves: int, crashes: int, mtp: str
 ) -> None:
-    """Pipelined chunked prefill, micro-batches, leaving clients and crashes keep the contract."""
-    walk = scheduled(stages, lengths, leaves=leaves, crashes=crashes)
+    """Pipelined chunked prefill, micro-batches, leaving clients and crashes keep the contract.
+
+    A filled pipeline has a window of one sequence for every stage, and all but the first are speculative.
+    Misspeculations, ends of texts, leaving clients and crashes occur while windows are in flight.
+    """
+    walk = scheduled(stages, lengths, leaves=leaves, crashes=crashes, mtp=mtp)
     print(walk)
     assert walk.met["submit"] and walk.met["pass"]
     assert stages == 1 or walk.met["News"]
@@ -91,23 +119,6 @@ def test_the_members_of_a_group_run_the_same_rows(
     walk = scheduled(stages, lengths, leaves=leaves, crashes=crashes, mtp=mtp, grouped=True)
     print(walk)
     assert walk.met["pass"] and (walk.met["News"] or stages == 1)
-
-
-@pytest.mark.parametrize(
-    ("stages", "lengths", "leaves", "crashes"),
-    [(2, (5,), 0, 0), (3, (5,), 0, 0), (2, (5,), 1, 0), (2, (4,), 0, 1), (2, (4, 3), 0, 0)],
-)
-def test_the_scheduler_fills_the_stages(
-    stages: int, lengths: tuple[int, ...], leaves: int, crashes: int
-) -> None:
-    """The real scheduler with a window of one sequence for every stage keeps the contract.
-
-    All but the first are speculative. Misspeculations, ends of texts, leaving clients and crashes occur while windows
-    are in flight.
-    """
-    walk = scheduled(stages, lengths, leaves=leaves, crashes=crashes, mtp="filled")
-    print(walk)
-    assert walk.met["News"]
 
 
 @pytest.mark.parametrize(
@@ -191,16 +202,3 @@ def test_prefix_entries_are_the_same_everywhere(monkeypatch: pytest.MonkeyPatch)
     walk = scheduled(2, (1, 1), leaves=1, room=room, prompt=3)
     print(walk)
     assert walk.met["leave"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    ("stages", "lengths", "leaves", "crashes"),
-    [(3, (3, 2), 1, 0), (1, (3, 1), 1, 1), (2, (3, 2), 1, 1), (3, (3, 3), 0, 2), (2, (4, 4), 0, 1)],
-)
-def test_the_scheduler_over_stages_at_length(
-    stages: int, lengths: tuple[int, ...], leaves: int, crashes: int
-) -> None:
-    """Larger cases of `test_the_scheduler_over_stages` hold too."""
-    print(scheduled(stages, lengths, leaves=leaves, crashes=crashes))
