@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,17 @@ def trust_of_peer(worker: SecuredWorker, peer: str) -> NodeTrust | None:
             return trust_of(authority, Role.WORKER, worker.previous)
 
 
+@asynccontextmanager
+async def worker_and_channel(folder: Path) -> AsyncIterator[tuple[SecuredWorker, Any]]:
+    """Run a secured worker, and yield it with a channel of the previous stage."""
+    async with (
+        secured_worker(folder) as worker,
+        channel_of(worker, "worker, previous stage") as channel,
+        asyncio.timeout(DEADLINE),
+    ):
+        yield worker, channel
+
+
 async def opened_call(channel: Any) -> tuple[Any, TicketOffer]:
     """Return an accepted call of the previous stage, and its ticket."""
     binding = StreamBinding(1, 1, "sender", TOKEN).to_metadata()
@@ -88,11 +100,7 @@ def is_closed(connection: socket.socket) -> bool:
 )
 async def test_a_stolen_ticket_is_refused(peer: str, tmp_path: Path) -> None:
     """A ticket is worthless without the certificate of the node that it was given to. No frame is read."""
-    async with (
-        secured_worker(tmp_path) as worker,
-        channel_of(worker, "worker, previous stage") as channel,
-        asyncio.timeout(DEADLINE),
-    ):
+    async with worker_and_channel(tmp_path) as (worker, channel):
         call, offer = await opened_call(channel)
         with pytest.raises((WorkerLostError, AccessError, DeadlineError)):
             await dialled(worker, trust_of_peer(worker, peer), offer)
@@ -102,11 +110,7 @@ async def test_a_stolen_ticket_is_refused(peer: str, tmp_path: Path) -> None:
 
 async def test_the_caller_sends_frames_until_it_is_removed(tmp_path: Path) -> None:
     """The node that made the call sends frames over TLS 1.3. Its removal closes the connection within a second."""
-    async with (
-        secured_worker(tmp_path) as worker,
-        channel_of(worker, "worker, previous stage") as channel,
-        asyncio.timeout(DEADLINE),
-    ):
+    async with worker_and_channel(tmp_path) as (worker, channel):
         _, offer = await opened_call(channel)
         trust = trust_of_peer(worker, "worker, previous stage")
         connection, figures = await dialled(worker, trust, offer)
@@ -123,11 +127,7 @@ async def test_the_caller_sends_frames_until_it_is_removed(tmp_path: Path) -> No
 
 async def test_a_ticket_is_valid_once_and_while_its_call_is_open(tmp_path: Path) -> None:
     """Unknown tickets, used tickets and those of ended calls are refused before TLS begins."""
-    async with (
-        secured_worker(tmp_path) as worker,
-        channel_of(worker, "worker, previous stage") as channel,
-        asyncio.timeout(DEADLINE),
-    ):
+    async with worker_and_channel(tmp_path) as (worker, channel):
         trust = trust_of_peer(worker, "worker, previous stage")
         _, used = await opened_call(channel)
         connection, _ = await dialled(worker, trust, used)
@@ -143,11 +143,7 @@ async def test_a_ticket_is_valid_once_and_while_its_call_is_open(tmp_path: Path)
 
 async def test_a_client_refuses_another_node(tmp_path: Path) -> None:
     """A sender expects one node id in the receiver's certificate, and sends nothing to another worker."""
-    async with (
-        secured_worker(tmp_path) as worker,
-        channel_of(worker, "worker, previous stage") as channel,
-        asyncio.timeout(DEADLINE),
-    ):
+    async with worker_and_channel(tmp_path) as (worker, channel):
         _, offer = await opened_call(channel)
         trust = trust_of_peer(worker, "worker, previous stage")
         with pytest.raises(AccessError):

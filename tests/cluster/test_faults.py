@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import httpx
@@ -135,22 +136,28 @@ class Load:
 
 
 @asynccontextmanager
-async def load(
-    head: InProcessCoordinator, wanted: Wanted, asked: list[GenerationRequest]
-) -> AsyncIterator[Load]:
-    """Run clients on a healthy cluster while the block injects a fault."""
-    for request in asked:
-        if repr(request) not in wanted:
-            wanted[repr(request)] = (await head.answer(request)).tokens
-    await head.answers(asked)  # together, so that the engines know frames of this size
-    told = [ReceivedAnswer() for _ in asked]
-    answers = asyncio.gather(*(head.answer(r, t) for r, t in zip(asked, told, strict=True)))
-    try:
-        await head.until(lambda: all(len(t.tokens) >= LOADED for t in told), "tokens for all")
-        yield Load(head, told, answers, [wanted[repr(request)] for request in asked])
-    finally:
-        answers.cancel()
-        await asyncio.gather(answers, return_exceptions=True)
+async def loaded(
+    team: Team,
+    toy: Path,
+    wanted: Wanted,
+    asked: list[GenerationRequest] | None = None,
+    **options: Any,
+) -> AsyncIterator[tuple[InProcessCoordinator, Load]]:
+    """Run a coordinator and clients on a healthy cluster while the block injects a fault."""
+    asked = requests() if asked is None else asked
+    async with running_coordinator(toy, team.addresses, **options) as head:
+        for request in asked:
+            if repr(request) not in wanted:
+                wanted[repr(request)] = (await head.answer(request)).tokens
+        await head.answers(asked)  # together, so that the engines know frames of this size
+        told = [ReceivedAnswer() for _ in asked]
+        answers = asyncio.gather(*(head.answer(r, t) for r, t in zip(asked, told, strict=True)))
+        try:
+            await head.until(lambda: all(len(t.tokens) >= LOADED for t in told), "tokens for all")
+            yield head, Load(head, told, answers, [wanted[repr(request)] for request in asked])
+        finally:
+            answers.cancel()
+            await asyncio.gather(answers, return_exceptions=True)
 
 
 # ---- detection
@@ -160,10 +167,7 @@ async def load(
 async def test_an_engine_that_is_stuck(team: Team, toy: Path, wanted: Wanted) -> None:
     """A worker that answers heartbeats and computes nothing is lost within the timeout, and used again later."""
     first, second = team.addresses
-    async with (
-        running_coordinator(toy, team.addresses, timeout=USUAL) as head,
-        load(head, wanted, requests()) as clients,
-    ):
+    async with loaded(team, toy, wanted, timeout=USUAL) as (head, clients):
         await clients.noticed(lambda: team.set_fault(1, "stuck"), USUAL + SLACK / 2)
         await head.served_by(first)
         await clients.end_well()
@@ -183,10 +187,7 @@ async def test_a_worker_that_is_stopped(
     """After SIGSTOP a worker is lost, and the answers continue from their backups. Continued, it joins again."""
     first, second = team.addresses
     caplog.set_level(logging.INFO)
-    async with (
-        running_coordinator(toy, team.addresses, timeout=USUAL) as head,
-        load(head, wanted, requests()) as clients,
-    ):
+    async with loaded(team, toy, wanted, timeout=USUAL) as (head, clients):
         await clients.noticed(lambda: team.pause(0), USUAL + SLACK / 2)
         await head.served_by(second)
         await clients.end_well()
@@ -209,10 +210,7 @@ async def test_a_worker_that_is_stopped(
 @again_if_slow
 async def test_a_connection(how: str, between: str, team: Team, toy: Path, wanted: Wanted) -> None:
     """A cut connection is detected at once, and a silent one after the timeout, also between two workers."""
-    async with (
-        running_coordinator(toy, team.addresses) as head,
-        load(head, wanted, requests()) as clients,
-    ):
+    async with loaded(team, toy, wanted) as (head, clients):
         before, after = (team.addresses.index(address) for address in head.view.serving)
         opener = team.workers[before].pid if between == "workers" else None
         fault = getattr(team.proxies[after], how)
@@ -237,10 +235,7 @@ def stages_loaded(team: Team) -> list[int]:
 @pytest.mark.slow
 async def test_a_coordinator_that_was_held_up(team: Team, toy: Path, wanted: Wanted) -> None:
     """A coordinator that was blocked for longer than the timeout loses no worker."""
-    async with (
-        running_coordinator(toy, team.addresses) as head,
-        load(head, wanted, requests()) as clients,
-    ):
+    async with loaded(team, toy, wanted) as (head, clients):
         asyncio.get_running_loop().call_soon(time.sleep, 1.5 * TIMEOUT)
         await clients.end_well()
         await asyncio.sleep(0.5)
@@ -290,10 +285,7 @@ async def test_a_worker_that_fails_again_and_again(team: Team, toy: Path, wanted
             back_offs.setdefault(member.failure_count, member.backoff_until - now)
         return after
 
-    async with (
-        running_coordinator(toy, team.addresses) as head,
-        load(head, wanted, requests(2)) as clients,
-    ):
+    async with loaded(team, toy, wanted, requests(2)) as (head, clients):
         with patch.object(manager, "apply", recording):
             team.set_fault(1, "raise")
             await head.until(lambda: 2 in back_offs, "recorded two failures")
@@ -340,10 +332,7 @@ async def test_a_worker_that_joins(team: Team, toy: Path, wanted: Wanted) -> Non
     alone = Settings(
         nodes=1, wait=40.0, recovery_wait=20.0, why_not_alone="it serves nothing alone here"
     )
-    async with (
-        running_coordinator(toy, team.addresses, settings=alone) as head,
-        load(head, wanted, requests()) as clients,
-    ):
+    async with loaded(team, toy, wanted, settings=alone) as (head, clients):
         assert head.view.serving == (first,)
         team.proxies[1].refuse(False)
         await head.until(lambda: head.state(second) is MemberState.READY, "joined")
@@ -356,10 +345,7 @@ async def test_a_worker_that_joins(team: Team, toy: Path, wanted: Wanted) -> Non
 async def test_a_worker_that_leaves(team: Team, toy: Path, wanted: Wanted) -> None:
     """After SIGTERM under load the plan changes, the worker ends with status 0, and no request fails."""
     first, second = team.addresses
-    async with (
-        running_coordinator(toy, team.addresses) as head,
-        load(head, wanted, requests()) as clients,
-    ):
+    async with loaded(team, toy, wanted) as (head, clients):
         leaving = team.workers[1]
         leaving.popen.send_signal(signal.SIGTERM)
         await head.served_by(first)
@@ -380,10 +366,7 @@ async def test_requests_that_no_plan_can_serve_end_with_the_reason(
     settings = Settings(
         nodes=2, wait=40.0, recovery_wait=2.0, why_not_alone="it serves nothing alone here"
     )
-    async with (
-        running_coordinator(toy, team.addresses, settings=settings) as head,
-        load(head, wanted, requests()) as clients,
-    ):
+    async with loaded(team, toy, wanted, settings=settings) as (head, clients):
         for proxy in team.proxies:
             proxy.refuse()
         started = time.monotonic()
@@ -458,10 +441,7 @@ async def test_a_coordinator_killed(team: Team, toy: Path, tmp_path: Path, wante
 
     await asyncio.to_thread(killed)
     team.end_faults()
-    async with (
-        running_coordinator(toy, team.addresses) as head,
-        load(head, wanted, requests()) as clients,
-    ):
+    async with loaded(team, toy, wanted) as (head, clients):
         await clients.end_well()
         assert head.view.epoch == 1
         await head.check_nothing_left()

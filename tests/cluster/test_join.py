@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import calendar
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from proto import cluster_pb2_grpc as pb_grpc
 from proto.frame import VERSION
 from proto.rpc.channels import open_channel
 from proto.state_dir import STATE_DIR
+from proto.trust.certificates import Role
 from proto.trust.joining import JoinToken, new_token
 from tests.support.processes.own_address import network_address
 from tests.support.processes.processes import (
@@ -41,6 +43,7 @@ from tests.support.processes.processes import (
     launch_worker,
 )
 from tests.support.processes.reserved_port import reserved_port
+from tests.support.trust.cluster_ca import make_authority, trust_of
 
 PROMPT = "a secret prompt that nobody else may read"
 WRONG_KEY = "mtp-a-key-that-nobody-created"
@@ -87,33 +90,26 @@ def completion(url: str, key: str = "", context: ssl.SSLContext | None = None) -
 @contextmanager
 def joined_cluster(host: str, folder: Path) -> Iterator[tuple[Any, list[Process], str]]:
     """Run a coordinator with a local worker and a worker that joined by a token. Yield them and the token."""
-    with reserved_port(host) as first, reserved_port(host) as second:
-        yield from _joined_cluster(host, folder, [first, second])
-
-
-def _joined_cluster(
-    host: str, folder: Path, ports: list[int]
-) -> Iterator[tuple[Any, list[Process], str]]:
-    named = [word for port in ports for word in ("--worker", f"{host}:{port}")]
-    listen = ("--listen", f"{host}:0", "--state-dir", str(folder / "a"))
-    process = launch_coordinator(folder, *listen, "--nodes", "2", "--wait", "60", *named)
-    with ending(process):
+    with ExitStack() as stack:
+        ports = [stack.enter_context(reserved_port(host)) for _ in range(2)]
+        named = [word for port in ports for word in ("--worker", f"{host}:{port}")]
+        state = ("--state-dir", str(folder / "a"))
+        listen = ("--listen", f"{host}:0", *state)
+        process = launch_coordinator(folder, *listen, "--nodes", "2", "--wait", "60", *named)
+        stack.enter_context(ending(process))
         join_address(process)
         token = command(folder / "a", "token", "create")
-        local = launch_worker(
-            folder, "mac-1", "--listen", f"{host}:{ports[0]}", "--state-dir", str(folder / "a")
-        )
-        other = launch_worker(
-            folder,
-            "mac-2",
-            "--listen",
-            f"{host}:{ports[1]}",
-            "--state-dir",
-            str(folder / "b"),
-            env={"MTP_JOIN_TOKEN": token},
-        )
-        with ending(local), ending(other):
+        local = launch_worker(folder, "mac-1", "--listen", f"{host}:{ports[0]}", *state)
+        stack.enter_context(ending(local))
+        other = joining_worker(folder, "mac-2", f"{host}:{ports[1]}", folder / "b", token)
+        with ending(other):
             yield as_coordinator(process), [local, other], token
+
+
+def joining_worker(folder: Path, name: str, listen: str, state: Path, token: str) -> Process:
+    """Launch a worker with a token in its environment."""
+    flags = ("--listen", listen, "--state-dir", str(state))
+    return launch_worker(folder, name, *flags, env={"MTP_JOIN_TOKEN": token})
 
 
 def test_machines_join_by_token(host: str, tmp_path: Path) -> None:
@@ -122,15 +118,7 @@ def test_machines_join_by_token(host: str, tmp_path: Path) -> None:
     with joined_cluster(host, tmp_path) as (coordinator, workers, token):
         assert completion(coordinator.url)["choices"][0]["text"]
         assert len(coordinator.records("machine joined")) == 2
-        again = launch_worker(
-            tmp_path,
-            "late",
-            "--listen",
-            f"{host}:0",
-            "--state-dir",
-            str(tmp_path / "c"),
-            env={"MTP_JOIN_TOKEN": token},
-        )
+        again = joining_worker(tmp_path, "late", f"{host}:0", tmp_path / "c", token)
         with ending(again):
             assert again.wait(DEADLINE) == 1
         assert "mtp-coord token create" in again.text()
@@ -241,9 +229,9 @@ def test_a_removed_machine_is_refused_within_a_second(host: str, tmp_path: Path)
         command(tmp_path / "a", "node", "remove", "mac-2")
         removed_at = time.time()
         lost = coordinator.wait_for("worker lost")
-        stamp = time.strptime(lost["time"][:19], "%Y-%m-%dT%H:%M:%S")
         assert lost["error"] == "was removed from the cluster"
-        assert _utc(stamp) - removed_at < 1.0
+        stamp = time.strptime(lost["time"][:19], "%Y-%m-%dT%H:%M:%S")
+        assert calendar.timegm(stamp) - removed_at < 1.0
         coordinator.wait_for("serving", count=1)
         assert completion(coordinator.url)["choices"][0]["text"]
         refused = coordinator.wait_for("no worker")
@@ -255,17 +243,8 @@ def test_a_removed_machine_is_refused_within_a_second(host: str, tmp_path: Path)
         assert workers[1].running
 
 
-def _utc(stamp: time.struct_time) -> float:
-    import calendar
-
-    return float(calendar.timegm(stamp))
-
-
 def test_a_worker_tells_a_false_server_nothing(tmp_path: Path) -> None:
     """A server without the authority of the token gets a TLS handshake and not one byte of the join."""
-    from proto.trust.certificates import Role
-    from tests.support.trust.cluster_ca import make_authority, trust_of
-
     mine, false = make_authority(tmp_path / "a"), make_authority(tmp_path / "b")
     impostor = trust_of(false, Role.COORDINATOR)
     pem = tmp_path / "impostor.pem"
@@ -288,15 +267,7 @@ def test_a_worker_tells_a_false_server_nothing(tmp_path: Path) -> None:
         server.start()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         token = new_token(mine.cluster, mine.fingerprint, address)
-        worker = launch_worker(
-            tmp_path,
-            "w",
-            "--listen",
-            "0.0.0.0:0",
-            "--state-dir",
-            str(tmp_path / "w"),
-            env={"MTP_JOIN_TOKEN": str(token)},
-        )
+        worker = joining_worker(tmp_path, "w", "0.0.0.0:0", tmp_path / "w", str(token))
         with ending(worker):
             assert worker.wait(DEADLINE) == 1
         server.join(DEADLINE)

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,12 +33,29 @@ def url() -> Iterator[str]:
         yield url
 
 
-def run(*arguments: str, columns: int = 120) -> Result:
-    """Run the command on a terminal of `columns` characters."""
+def run(*arguments: str) -> Result:
+    """Run the command on a terminal of 120 characters."""
     app = typer.Typer(add_completion=False)
     app.command("status")(command.status)
-    env = {"COLUMNS": str(columns), "MTP_API_KEY": ""}
-    return CliRunner(env=env).invoke(app, arguments)
+    return CliRunner(env={"COLUMNS": "120", "MTP_API_KEY": ""}).invoke(app, arguments)
+
+
+@contextmanager
+def another_program(host: str, port: int, answer: bytes = b"") -> Iterator[tuple[str, list[bytes]]]:
+    """Run a server that answers one connection. Yield its URL, and what it receives until the end of the block."""
+    received: list[bytes] = []
+    with socket.create_server((host, port)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            received.append(connection.recv(65536))
+            connection.sendall(answer)
+            connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://{host}:{listener.getsockname()[1]}", received
+        thread.join(10)
 
 
 def test_once_shows_the_cluster(url: str) -> None:
@@ -133,37 +151,19 @@ def test_the_owner_of_the_server_needs_no_key(owned: tuple[KeyRing, str]) -> Non
 def test_no_other_program_gets_the_owners_key(owned: tuple[KeyRing, str], host: str) -> None:
     """A program at another port or address, as of another user of this machine, receives no key."""
     _, url = owned
-    received: list[bytes] = []
     port = 0 if host == "127.0.0.1" else int(url.rpartition(":")[2])
-    with socket.create_server((host, port)) as listener:
-
-        def answer() -> None:
-            connection, _ = listener.accept()
-            received.append(connection.recv(65536))
-            connection.close()
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with pytest.raises(NotReadyError):
-            command.fetch(f"http://{host}:{listener.getsockname()[1]}", None)
-        thread.join(10)
+    with another_program(host, port) as (theirs, received), pytest.raises(NotReadyError):
+        command.fetch(theirs, None)
     assert b"GET /status" in received[0]
     assert b"uthorization" not in received[0]
 
 
-def test_another_program_does_not_reach_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_program_does_not_reach_the_terminal() -> None:
     """The bytes of a program that does not speak HTTP are not printed."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-
-        def answer() -> None:
-            connection, _ = listener.accept()
-            connection.sendall(b"SSH-2.0-OpenSSH \x1b[31mred\r\n")
-            connection.close()
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with pytest.raises(NotReadyError, match="no coordinator answers") as raised:
-            command.fetch(f"http://127.0.0.1:{port}", None)
-        thread.join(10)
+    ssh = b"SSH-2.0-OpenSSH \x1b[31mred\r\n"
+    with (
+        another_program("127.0.0.1", 0, ssh) as (theirs, _),
+        pytest.raises(NotReadyError, match="no coordinator answers") as raised,
+    ):
+        command.fetch(theirs, None)
     assert "SSH" not in str(raised.value)

@@ -172,6 +172,23 @@ def read_tensors(path: Path) -> Weights:
     return weights
 
 
+def edit_tensors(path: Path, change: Callable[[Weights], object], form: str = "pt") -> None:
+    """Apply `change` to all tensors of a checkpoint, and write them into one file without an index."""
+    weights = read_tensors(path)
+    for file in path.glob("model*"):
+        file.unlink()
+    change(weights)
+    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": form})
+
+
+def edit_config(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Apply `change` to config.json of a checkpoint."""
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    change(config)
+    file.write_text(json.dumps(config))
+
+
 def head_of(checkpoint: Checkpoint) -> Weights:
     """Return the tensors of the MTP head, as a stage loads them."""
     weights = read_part(checkpoint, "mtp", None)

@@ -110,6 +110,12 @@ class Drive:
         backups.complete_backup(made, tokens, [state])
         backups.end_backup(made, self.backup_seconds, self.now)
 
+    def run_frames(self, count: int) -> None:
+        """Return `count` frames, each after all frames that the scheduler has are sent."""
+        for _ in range(count):
+            self.fill()
+            self.back()
+
     def run(self) -> None:
         """Run until no frame is left to send or to return."""
         self.fill()

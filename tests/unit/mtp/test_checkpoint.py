@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +17,13 @@ from mtp.checkpoint.format.shard import MAX_HEADER_BYTES
 from proto.errors import CheckpointError, SpanError
 from proto.span import Span
 from tests.conftest import Checkpoints
-from tests.support.checkpoints.checkpoints import read_tensors, write_checkpoint
+from tests.support.checkpoints.checkpoints import edit_config, edit_tensors, write_checkpoint
 
 
 @pytest.fixture
 def dense(tmp_path: Path, checkpoints: Checkpoints) -> Path:
     """Return a raw dense checkpoint in three shards that a test may edit."""
     return Path(shutil.copytree(checkpoints(shards=3), tmp_path / "dense"))
-
-
-def _edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Apply `change` to text_config of `path/config.json`."""
-    file = path / "config.json"
-    config = json.loads(file.read_text())
-    change(config["text_config"])
-    file.write_text(json.dumps(config))
-
-
-def _rewrite(path: Path, change: Callable[[dict[str, mx.array]], object], form: str = "pt") -> None:
-    """Apply `change` to all tensors and write them into one file without an index."""
-    weights = read_tensors(path)
-    for file in path.glob("model*"):
-        file.unlink()
-    change(weights)
-    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": form})
 
 
 # ---- config
@@ -83,7 +65,7 @@ def test_a_wrong_field_is_named_with_its_file(
     dense: Path, change: dict[str, Any], message: str
 ) -> None:
     """A field of config.json that is not supported is refused when the checkpoint is opened."""
-    _edit(dense, lambda text: text.update(change))
+    edit_config(dense, lambda config: config["text_config"].update(change))
     with pytest.raises(CheckpointError, match=r"config\.json: .*" + message):
         ModelConfig.load(dense)
 
@@ -175,9 +157,9 @@ def test_without_gdn_layers_the_metadata_tells_the_layout(
         for name in [n for n in weights if "conv1d" in n]:
             del weights[name]
 
-    _rewrite(dense, drop_convolutions, form)
+    edit_tensors(dense, drop_convolutions, form)
     assert Checkpoint.open(dense).layout == layout
-    _rewrite(dense, drop_convolutions, "")
+    edit_tensors(dense, drop_convolutions, "")
     with pytest.raises(CheckpointError, match="the layout is unknown"):
         Checkpoint.open(dense)
 
@@ -185,7 +167,7 @@ def test_without_gdn_layers_the_metadata_tells_the_layout(
 def test_raw_and_converted_layers_in_one_checkpoint_are_refused(dense: Path) -> None:
     """A mix of raw and converted files is refused."""
     name = "model.language_model.layers.1.linear_attn.conv1d.weight"
-    _rewrite(dense, lambda weights: weights.update({name: weights[name].moveaxis(2, 1)}))
+    edit_tensors(dense, lambda weights: weights.update({name: weights[name].moveaxis(2, 1)}))
     with pytest.raises(CheckpointError, match=r"mixed: .* is raw, .*layers\.1.* is converted"):
         Checkpoint.open(dense)
 
@@ -197,7 +179,7 @@ def test_a_head_short_of_one_expert_is_incomplete(tmp_path: Path) -> None:
     """The status lists the stored name of a missing expert."""
     path = write_checkpoint(tmp_path, moe=True, layers=4)
     gone = "mtp.layers.0.mlp.experts.2.up_proj.weight"
-    _rewrite(path, lambda weights: weights.pop(gone))
+    edit_tensors(path, lambda weights: weights.pop(gone))
     status = Checkpoint.open(path).mtp
     assert (status.present, status.complete, status.missing) == (True, False, (gone,))
 
@@ -255,7 +237,8 @@ def test_the_fingerprint_follows_content_and_nothing_else(tmp_path: Path) -> Non
     other = write_checkpoint(tmp_path / "other", layers=4, seed=1)
     assert _fingerprint(one) == _fingerprint(two)
     assert _fingerprint(one) != _fingerprint(other)
-    _edit(two, lambda text: text["rope_parameters"].update(rope_theta=20000.0))
+    rope = {"rope_theta": 20000.0}
+    edit_config(two, lambda config: config["text_config"]["rope_parameters"].update(rope))
     assert _fingerprint(one) != _fingerprint(two)
 
 
@@ -264,7 +247,7 @@ def test_the_fingerprint_sees_one_changed_tensor(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, layers=4)
     before = _fingerprint(path)
     name = "model.language_model.layers.2.mlp.up_proj.weight"
-    _rewrite(path, lambda weights: weights.update({name: weights[name] * 1.001}))
+    edit_tensors(path, lambda weights: weights.update({name: weights[name] * 1.001}))
     assert _fingerprint(path) != before
 
 

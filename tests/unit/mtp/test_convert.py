@@ -18,7 +18,12 @@ from mtp.checkpoint.format.names import local_name
 from mtp.checkpoint.format.parts import read_part
 from proto.errors import CheckpointError
 from tests.conftest import Checkpoints
-from tests.support.checkpoints.checkpoints import Weights, read_tensors, write_checkpoint
+from tests.support.checkpoints.checkpoints import (
+    Weights,
+    edit_tensors,
+    read_tensors,
+    write_checkpoint,
+)
 
 UNUSUAL = (("norm_topk_prob", False), ("mlp_only_layers", (1,)))
 
@@ -200,11 +205,10 @@ def test_sources_with_wrong_tensors(
 ) -> None:
     """A missing or unknown tensor is named, and nothing is written."""
     source = write_checkpoint(tmp_path / "raw")
-    weights = read_tensors(source)
-    weight = weights.pop(renamed)
-    mx.save_safetensors(
-        str(source / "model.safetensors"), weights | ({to: weight} if to else {}), {"format": "pt"}
-    )
+    weight = read_tensors(source)[renamed]
+    edit_tensors(source, lambda weights: weights.pop(renamed))
+    if to:
+        edit_tensors(source, lambda weights: weights.update({to: weight}))
     with pytest.raises(CheckpointError, match=f"(?s){message}"):
         converted(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -14,7 +14,7 @@ from mtp.checkpoint.convert.convert import convert
 from mtp.checkpoint.convert.converted_weights import Quantization, Settings
 from mtp.checkpoint.convert.foreign import open_source
 from proto.errors import CheckpointError
-from tests.support.checkpoints.checkpoints import write_checkpoint
+from tests.support.checkpoints.checkpoints import edit_config, read_tensors, write_checkpoint
 
 pytestmark = pytest.mark.thorough
 
@@ -64,10 +64,8 @@ def fp8_pair(path: Path, **options: Any) -> tuple[Path, Path]:
     for name, tensors in (("fp8", packed), ("plain", plain)):
         shutil.copytree(source, path / name)
         safetensors.save_file(tensors, path / name / "model.safetensors", {"format": "pt"})
-    file = path / "fp8" / "config.json"
-    config = json.loads(file.read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
-    file.write_text(json.dumps(config))
+    packing = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
+    edit_config(path / "fp8", lambda config: config.update(quantization_config=packing))
     return path / "fp8", path / "plain"
 
 
@@ -76,12 +74,7 @@ def converted(source: Path, out: Path, settings: Settings) -> dict[str, mx.array
     convert(open_source(source), out, settings)
     config = json.loads((out / "config.json").read_text())
     assert ("quantization_config" in config) == (settings.quantization is not None)
-    found: dict[str, mx.array] = {}
-    for file in out.glob("*.safetensors"):
-        loaded = mx.load(str(file))
-        assert isinstance(loaded, dict)
-        found |= loaded
-    return found
+    return read_tensors(out)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +105,7 @@ def test_a_conversion_equals_that_of_the_dequantized_weights(
 def test_a_wrong_block_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     """A block size that is missing or does not match the scales is an error, and nothing is converted."""
     fp8, _ = fp8_pair(tmp_path)
-    config = json.loads((fp8 / "config.json").read_text())
-    config["quantization_config"] |= change
-    (fp8 / "config.json").write_text(json.dumps(config))
+    edit_config(fp8, lambda config: config["quantization_config"].update(change))
     with pytest.raises(CheckpointError, match=message):
         convert(open_source(fp8), tmp_path / "out", Settings())
     assert not (tmp_path / "out" / "config.json").exists()

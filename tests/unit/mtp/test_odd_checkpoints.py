@@ -16,7 +16,7 @@ from mtp.checkpoint.convert.converted_weights import Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from proto.errors import CheckpointError
-from tests.support.checkpoints.checkpoints import write_checkpoint
+from tests.support.checkpoints.checkpoints import edit_config, edit_tensors, write_checkpoint
 from tests.support.stages.local_run import run
 
 pytestmark = pytest.mark.thorough
@@ -34,11 +34,7 @@ HARMFUL = (f"{LAYER}.self_attn.k_proj.weight_scale", f"{LAYER}.mlp.up_proj.lora_
 def with_tensors(path: Path, *names: str) -> Path:
     """Write a small checkpoint with the additional tensors `names`."""
     write_checkpoint(path, layers=4)
-    file = path / "model.safetensors"
-    tensors = mx.load(str(file))
-    assert isinstance(tensors, dict)
-    tensors |= {name: mx.full((4,), 3.0) for name in names}
-    mx.save_safetensors(str(file), tensors, {"format": "pt"})
+    edit_tensors(path, lambda tensors: tensors.update({n: mx.full((4,), 3.0) for n in names}))
     return path
 
 
@@ -121,9 +117,6 @@ def test_a_conversion_moves_rope_fields_to_their_present_place(tmp_path: Path) -
 def with_old_rope(path: Path, old: dict[str, Any]) -> Path:
     """Write a small checkpoint whose config has the RoPE fields `old` in place of `rope_parameters`."""
     write_checkpoint(path, layers=4)
-    file = path / "config.json"
-    config = json.loads(file.read_text())
-    del config["text_config"]["rope_parameters"]
-    config["text_config"] |= old
-    file.write_text(json.dumps(config))
+    edit_config(path, lambda config: config["text_config"].pop("rope_parameters"))
+    edit_config(path, lambda config: config["text_config"].update(old))
     return path

@@ -14,20 +14,15 @@ import pytest
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import CheckpointError
 from proto.span import Span
-from tests.support.checkpoints.checkpoints import read_tensors, write_checkpoint
+from tests.support.checkpoints.checkpoints import Weights, edit_tensors, write_checkpoint
 from worker.model.loader import StageModules, load_stage
-
-Weights = dict[str, mx.array]
 
 
 def _damaged(
     path: Path, change: Callable[[Weights], object], **options: Any
 ) -> Callable[[], StageModules]:
     write_checkpoint(path, **options)
-    weights = read_tensors(path)
-    change(weights)
-    form = {"format": {"raw": "pt"}.get(options.get("layout", "raw"), "mlx")}
-    mx.save_safetensors(str(path / "model.safetensors"), weights, form)
+    edit_tensors(path, change, "pt" if options.get("layout", "raw") == "raw" else "mlx")
     layers = Span(0, options.get("layers", 8))
     return lambda: load_stage(Checkpoint.open(path), layers, first=True, last=True, dtype=None)
 

@@ -22,6 +22,7 @@ from proto.span import Span
 from tests.conftest import Checkpoints
 from tests.support.checkpoints.checkpoints import (
     assert_same_tensors,
+    edit_tensors,
     head_of,
     read_tensors,
     write_checkpoint,
@@ -169,9 +170,8 @@ def test_a_head_that_does_not_fit(
 def test_shapes_are_checked_beyond_the_config(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """A source whose config.json contradicts its tensors is refused."""
     source = write_checkpoint(tmp_path / "raw")
-    weights = read_tensors(source)
-    weights["mtp.fc.weight"] = weights["mtp.fc.weight"][:, :64]
-    mx.save_safetensors(str(source / "model.safetensors"), weights, {"format": "pt"})
+    fc = "mtp.fc.weight"
+    edit_tensors(source, lambda weights: weights.update({fc: weights[fc][:, :64]}))
     target = stripped(checkpoints(), tmp_path / "target", Settings())
     with pytest.raises(
         CheckpointError, match=r"mtp\.fc\.weight.*the shape \(64, 64\).*\(64, 128\)"
@@ -184,9 +184,8 @@ def test_a_wrong_head_is_replaced(checkpoints: Checkpoints, tmp_path: Path) -> N
     source = checkpoints()
     target = tmp_path / "target"
     shutil.copytree(checkpoints(layout="mlx", quantize=4, mtp=False), target)
-    weights = read_tensors(target)
     raw = {n: w for n, w in read_tensors(source).items() if is_head(n) and "fc" not in n}
-    mx.save_safetensors(str(target / "model.safetensors"), weights | raw, {"format": "mlx"})
+    edit_tensors(target, lambda weights: weights.update(raw), "mlx")
     with pytest.raises(UsageError, match=r"has a part of an MTP head already\. Use --replace"):
         add(target, source)
     add(target, source, "--replace")

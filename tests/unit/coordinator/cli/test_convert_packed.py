@@ -13,7 +13,7 @@ from mtp.checkpoint.convert.foreign import open_source
 from mtp.checkpoint.format.checkpoint import Checkpoint, model_name
 from mtp.checkpoint.format.config import ModelConfig
 from proto.errors import CheckpointError
-from tests.support.checkpoints.checkpoints import read_tensors
+from tests.support.checkpoints.checkpoints import edit_config, edit_tensors, read_tensors
 from tests.support.checkpoints.foreign import write_foreign
 from worker.node.local_models import LocalModels
 
@@ -127,10 +127,8 @@ def test_the_command_names_the_repo(tmp_path: Path) -> None:
 def test_a_scale_that_changes_results_is_refused(tmp_path: Path, leaf: str) -> None:
     """A packed weight with a further tensor, such as AWQ's scale of the inputs in ModelOpt, is refused by its name."""
     source = write_foreign(tmp_path / "source", "MXFP4")
-    file = source / "model.safetensors"
     extra = "model.language_model.layers.3.self_attn.q_proj." + leaf
-    tensors = read_tensors(source) | {extra: mx.ones((64,), mx.float16)}
-    mx.save_safetensors(str(file), tensors, {"format": "pt"})
+    edit_tensors(source, lambda tensors: tensors.update({extra: mx.ones((64,), mx.float16)}))
     with pytest.raises(CheckpointError, match=leaf):
         command("convert", "--hf-path", source, "--mlx-path", tmp_path / "out")
 
@@ -138,10 +136,8 @@ def test_a_scale_that_changes_results_is_refused(tmp_path: Path, leaf: str) -> N
 def test_a_missing_scale_is_named(tmp_path: Path) -> None:
     """A packed weight without its scales is an incomplete download."""
     source = write_foreign(tmp_path / "source", "AWQ")
-    tensors = read_tensors(source)
     name = "model.language_model.layers.3.self_attn.q_proj.scales"
-    del tensors[name]
-    mx.save_safetensors(str(source / "model.safetensors"), tensors, {"format": "pt"})
+    edit_tensors(source, lambda tensors: tensors.pop(name))
     with pytest.raises(CheckpointError, match=f"tensor {name} is missing"):
         command("convert", "--hf-path", source, "--mlx-path", tmp_path / "out")
 
@@ -186,9 +182,7 @@ def test_a_quantization_that_changes_results_is_refused(
 ) -> None:
     """A quantization that cannot be read is one error that names config.json."""
     source = write_foreign(tmp_path / "source", form)
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] |= change
-    (source / "config.json").write_text(json.dumps(config))
+    edit_config(source, lambda config: config["quantization_config"].update(change))
     with pytest.raises(CheckpointError, match=r"config\.json"):
         open_source(source)
 
@@ -197,8 +191,6 @@ def test_a_quantization_that_changes_results_is_refused(
 def test_fields_without_effect_may_have_any_type(tmp_path: Path, groups: object) -> None:
     """The bits of integers follow from the shapes, so the groups of the config are not needed."""
     source = write_foreign(tmp_path / "source", "W4A16")
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"]["config_groups"] = groups
-    (source / "config.json").write_text(json.dumps(config))
+    edit_config(source, lambda config: config["quantization_config"].update(config_groups=groups))
     command("convert", "--hf-path", source, "--mlx-path", tmp_path / "out")
     assert Checkpoint.open(tmp_path / "out").mtp.complete

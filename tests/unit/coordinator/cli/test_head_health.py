@@ -19,7 +19,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.parts import head_norms
 from proto.errors import UsageError
 from tests.conftest import Checkpoints
-from tests.support.checkpoints.checkpoints import read_tensors
+from tests.support.checkpoints.checkpoints import edit_tensors, read_tensors
 
 pytestmark = pytest.mark.thorough
 
@@ -78,9 +78,10 @@ def test_a_raw_model_with_a_converted_head(tmp_path: Path, good: Path) -> None:
     """A converted head in a raw model is reported, because its norms would be shifted twice."""
     path = tmp_path / "mixed"
     shutil.copytree(checkpoint_dir(), path)
-    weights = read_tensors(path)
-    moved = {n: w + 1 if n.startswith("mtp.") and w.ndim == 1 else w for n, w in weights.items()}
-    mx.save_safetensors(str(path / "model.safetensors"), moved, {"format": "pt"})
+    norms = {
+        n: w + 1 for n, w in read_tensors(path).items() if n.startswith("mtp.") and w.ndim == 1
+    }
+    edit_tensors(path, lambda weights: weights.update(norms))
     assert head_norms(Checkpoint.open(path)) == "shifted twice"
     verdict = examined(path).verdict
     assert verdict.startswith("norms look double-shifted. Download the checkpoint again")
@@ -99,10 +100,8 @@ def test_drafts_without_a_complete_head_are_refused_with_a_repair_hint(
     """`--mtp 2` fails with the repair hint of inspect, with --replace if part of the head is present."""
     path = tmp_path / "lost"
     shutil.copytree(checkpoints(layout="mlx"), path)
-    weights = read_tensors(path)
-    for name in gone or [name for name in weights if name.startswith("mtp.")]:
-        del weights[name]
-    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
+    names = gone or [name for name in read_tensors(path) if name.startswith("mtp.")]
+    edit_tensors(path, lambda weights: [weights.pop(name) for name in names], "mlx")
     with pytest.raises(UsageError) as raised:
         effective_mtp_mode(Checkpoint.open(path), MtpMode(2))
     assert f"{words} {path} --hf-path RAW-CHECKPOINT. Or use --mtp off" in str(raised.value)
@@ -112,8 +111,8 @@ def test_a_raw_model_without_a_head_is_sent_to_add_mtp(tmp_path: Path, good: Pat
     """A fine-tuned model that was saved without its head gets the two commands, and they work."""
     path, out = tmp_path / "tuned", tmp_path / "out"
     shutil.copytree(checkpoint_dir(), path)
-    weights = {n: w for n, w in read_tensors(path).items() if not n.startswith("mtp.")}
-    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "pt"})
+    names = [name for name in read_tensors(path) if name.startswith("mtp.")]
+    edit_tensors(path, lambda weights: [weights.pop(name) for name in names])
     verdict = examined(path).verdict
     assert verdict.startswith(f"head missing. Run mtp-coord convert --hf-path {path} --mlx-path ")
     assert verdict.endswith("mtp-coord add-mtp --mlx-path DIRECTORY --hf-path RAW-CHECKPOINT")

@@ -225,13 +225,9 @@ def test_one_client_never_holds_the_last_place(
     drive = Drive(stages, limits=SAVING, room=room, mtp=mtp)
     drive.frame_seconds = 0.1
     flood = [drive.submit((i, *WORDS), tokens=60, client="flood") for i in range(places + 2)]
-    for _ in range(30):
-        drive.fill()
-        drive.back()
+    drive.run_frames(30)
     other = drive.submit((5, 6), tokens=3, client="other")
-    for _ in range(5 * stages):
-        drive.fill()
-        drive.back()
+    drive.run_frames(5 * stages)
     assert drive.tokens(other)
     drive.run()
     for i, seq_id in enumerate(flood):
@@ -251,9 +247,7 @@ def test_a_client_alone_keeps_all_places() -> None:
     for client in "ab":
         for _ in range(2):
             drive.submit(tokens=20, client=client)
-        for _ in range(4):
-            drive.fill()
-            drive.back()
+        drive.run_frames(4)
     drive.run()
     admitted = [op.seq_id for f in drive.stage.seen for op in f.ops if isinstance(op, Admit)]
     assert len(admitted) == 8 + 1, "b takes one of a's two places, and no other"
@@ -267,9 +261,7 @@ def test_clients_that_share_a_place_take_turns(saved: bool) -> None:
     drive.frame_seconds = 0.1
     drive.scheduler.prompts.record_frame(chunk_frame(100, 5.0))
     ids = [drive.submit((i, *WORDS), tokens=200, client=str(i)) for i in range(2)]
-    for _ in range(150):
-        drive.fill()
-        drive.back()
+    drive.run_frames(150)
     got = [len(drive.tokens(seq_id)) for seq_id in ids]
     assert min(got) > 25
     assert sum(got) > (60 if saved else 100)
@@ -283,13 +275,9 @@ def test_a_client_gets_the_memory_that_one_client_holds() -> None:
     drive = Drive(room=replace(ROOM, kv_tokens=400))
     for _ in range(4):
         drive.submit(tokens=97, client="flood")
-    for _ in range(4):
-        drive.fill()
-        drive.back()
+    drive.run_frames(4)
     other = drive.submit((1, 2), tokens=180, client="other")
-    for _ in range(12):
-        drive.fill()
-        drive.back()
+    drive.run_frames(12)
     assert drive.tokens(other)
     assert sum(s.request.client == "flood" for s in drive.scheduler.running.values()) == 2
     drive.run()
@@ -299,9 +287,7 @@ def test_a_client_that_leaves_costs_no_place() -> None:
     """A sequence that was about to be preempted goes on if the other client leaves."""
     drive = Drive(stages=2, room=TWO)
     ids = [drive.submit((i, 2), tokens=40, client="flood") for i in range(2)]
-    for _ in range(8):
-        drive.fill()
-        drive.back()
+    drive.run_frames(8)
     other = drive.submit(tokens=5, client="other")
     drive.fill()
     assert any(sequence.preempting for sequence in drive.scheduler.running.values())

@@ -336,9 +336,7 @@ def test_a_step_of_a_full_pipeline_costs_a_real_cycle() -> None:
     drive = Drive(stages=2, stage=FakeLastStage(stage_us=5000))
     for i in range(4):
         drive.submit((1, 2, i), tokens=30)
-    for _ in range(12):
-        drive.fill()
-        drive.back()
+    drive.run_frames(12)
     drive.scheduler.controller = listener = Listener(0)
     for step in range(20):
         if step == 10:

@@ -76,9 +76,7 @@ def test_a_prompt_that_comes_empties_the_stages_for_its_chunks() -> None:
     """While a prompt is prefilled, a running stream sends one window at a time."""
     drive = driven(4, right=5)
     first = drive.submit(PROMPT, tokens=60)
-    for _ in range(10):
-        drive.fill()
-        drive.back()
+    drive.run_frames(10)
     drive.submit(range(1, 60), tokens=1)
     seen = len(drive.stage.seen)
     drive.fill()

@@ -51,9 +51,7 @@ def test_micro_batches_fill_the_pipeline_and_share_it(sequences: int, stages: in
     drive = Drive(stages)
     for i in range(sequences):
         drive.submit((1, 2, i), tokens=100)
-    for _ in range(3 * sequences):  # every prompt is through
-        drive.fill()
-        drive.back()
+    drive.run_frames(3 * sequences)  # every prompt is through
     start = len(drive.stage.seen)
     for _ in range(20 * stages):
         drive.fill()
@@ -74,13 +72,9 @@ def test_late_requests_join_full_micro_batches(sequences: int, stages: int) -> N
         drive.submit((1, 2, i), tokens=300)
         drive.fill()
         drive.back()
-    for _ in range(10 * sequences):
-        drive.fill()
-        drive.back()
+    drive.run_frames(10 * sequences)
     start = len(drive.stage.seen)
-    for _ in range(10 * stages):
-        drive.fill()
-        drive.back()
+    drive.run_frames(10 * stages)
     rows = [len(f.segments) for f in drive.stage.seen[start:]]
     assert sum(rows) / len(rows) == sequences / stages
 
@@ -93,13 +87,9 @@ def test_prompts_do_not_wait_for_streams_to_end(stages: int) -> None:
         drive.submit((1, 2, i), tokens=500)
         drive.fill()
         drive.back()
-    for _ in range(30):
-        drive.fill()
-        drive.back()
+    drive.run_frames(30)
     late = drive.submit(range(1, 41), tokens=5)
-    for _ in range(11 * (stages + 2)):
-        drive.fill()
-        drive.back()
+    drive.run_frames(11 * (stages + 2))
     assert drive.tokens(late)
 
 
