@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from proto import cluster_pb2_grpc as pb_grpc
 from proto.params import SamplingParams
 from tests.cluster.conftest import Pool
 from tests.support.processes.processes import Coordinator, running_cluster, serving
+from tests.support.processes.waits import wait_until
 from tests.support.stages.local_run import run
 from tests.support.text.prompts import PROMPTS
 
@@ -155,10 +155,11 @@ def report_state(address: str) -> pb.StateReport:
 
 def assert_nothing_is_held(addresses: Sequence[str]) -> None:
     """Assert that within GONE_SECONDS no worker holds a sequence. Prefixes may stay, equal on all workers."""
-    deadline = time.monotonic() + GONE_SECONDS
-    while left := [s for address in addresses for s in report_state(address).sequences]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    wait_until(
+        lambda: not any(report_state(address).sequences for address in addresses),
+        "no sequence on a worker",
+        GONE_SECONDS,
+    )
     prefixes = [[(p.entry, p.length) for p in report_state(a).prefixes] for a in addresses]
     assert all(held == prefixes[0] for held in prefixes), prefixes
 
@@ -262,10 +263,11 @@ def test_clients_that_disconnect_leave_no_state(
     (expected,) = alone([as_request(stays)], tokenizer)
     assert [said(reply) for reply in replies] == [expected, expected]
     assert_nothing_is_held(workers)
-    deadline = time.monotonic() + GONE_SECONDS
-    while any((found := status_of(url))[what] for what in ("running", "waiting", "kv_tokens")):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
+    wait_until(
+        lambda: not any(map(status_of(url).get, ("running", "waiting", "kv_tokens"))),
+        "no open request",
+        GONE_SECONDS,
+    )
 
 
 # ---- limits
@@ -306,10 +308,7 @@ def test_over_the_queue_comes_429(url: str, workers: list[str]) -> None:
     assert refused.json()["error"]["code"] == "server_full"
     assert int(refused.headers["Retry-After"]) >= 1
     assert_nothing_is_held(workers)
-    deadline = time.monotonic() + GONE_SECONDS
-    while status_of(url)["waiting"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not status_of(url)["waiting"], "an empty queue", GONE_SECONDS)
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from proto.rpc.listener import bind_listener
 from proto.trust.certificates import Role
 from proto.trust.node_trust import NodeTrust
 from tests.cluster.test_call_access import TOKEN, SecuredWorker, channel_of, secured_worker
-from tests.cluster.test_trust_updates import until
+from tests.support.processes.waits import until
 from tests.support.trust.cluster_ca import expired_trust, make_authority, trust_of
 from worker.node.local_models import LocalModels
 from worker.node.node import Identity, WorkerNode

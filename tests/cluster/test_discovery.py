@@ -28,6 +28,7 @@ from proto.span import Span
 from tests.support.processes.mdns_peer import PORT
 from tests.support.processes.network_namespaces import two_machines
 from tests.support.processes.processes import ending, launch
+from tests.support.processes.waits import until
 from worker.node import announce as announce_module
 from worker.node.announce import announced
 
@@ -54,14 +55,6 @@ async def known(discovery: Discovery, worker_id: str, address: str = "127.0.0.1:
             await asyncio.sleep(0.02)
 
 
-async def gone(discovery: Discovery, candidate: Candidate) -> None:
-    """Wait until the worker is not among the candidates any more."""
-    deadline = asyncio.get_running_loop().time() + PATIENCE
-    while candidate in discovery.candidates():
-        assert asyncio.get_running_loop().time() < deadline
-        await asyncio.sleep(0.02)
-
-
 # ---- one process, loopback
 
 
@@ -75,7 +68,7 @@ async def test_a_worker_on_loopback_is_found_and_lost() -> None:
             assert said is not None
             assert (said.name, said.pinned) == (announcement.name, Span(0, 32))
             assert announcement.fingerprint.startswith(said.fingerprint)
-        await gone(discovery, found)
+        await until(lambda: found not in discovery.candidates(), "the end of the worker")
 
 
 async def test_malformed_records_are_passed_over() -> None:

@@ -26,6 +26,7 @@ from tests.support.processes.processes import (
     launch_coordinator,
     launch_worker,
 )
+from tests.support.processes.waits import wait_until
 
 REPO = "someone/some-model"
 
@@ -83,7 +84,7 @@ def test_a_server_waits_for_its_workers_and_uses_late_ones(tmp_path: Path, toy: 
                 as_worker(third)
                 changed = coordinator.wait_for("changing the plan")
                 assert changed["reason"] == "w2 joined"
-                wait_for_spans(coordinator, 3)
+                wait_until(lambda: spans(coordinator) == 3, "three nodes with layers")
                 (loaded, *_) = third.records("stage loaded")
                 assert loaded["time"] < changed["time"], "the plan before serves while it loads"
                 assert not coordinator.records("pipeline failed"), "a wanted change is no failure"
@@ -93,14 +94,6 @@ def spans(coordinator: Coordinator) -> int:
     """Return how many nodes hold layers."""
     status = httpx.get(f"{coordinator.url}/status", timeout=DEADLINE).json()
     return sum(1 for node in status["nodes"] if node["span"])
-
-
-def wait_for_spans(coordinator: Coordinator, count: int) -> None:
-    """Wait until `count` nodes hold layers."""
-    deadline = time.monotonic() + DEADLINE
-    while spans(coordinator) != count:
-        assert time.monotonic() < deadline, f"{spans(coordinator)} nodes hold layers, not {count}"
-        time.sleep(0.1)
 
 
 def test_ctrl_c_counts_the_answers_that_it_ends(tmp_path: Path, toy: Path) -> None:

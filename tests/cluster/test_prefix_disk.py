@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from tests.bench.texts import held_out_prompts
 from tests.support.processes.processes import Cluster, running_cluster
+from tests.support.processes.waits import wait_until
 
 FLAGS = ("--prefix-disk", "1GB")
 WRITE_SECONDS = 20.0
@@ -29,10 +29,9 @@ def ask(url: str, prompt: list[int]) -> tuple[list[int], int]:
 
 def wait_for_blocks(cluster: Cluster, state: Path) -> None:
     """Wait until each worker has written a block."""
-    due = time.monotonic() + WRITE_SECONDS
-    while len([*(state / "prefixes").glob("*.safetensors")]) < len(cluster.workers):
-        assert time.monotonic() < due, [worker.text()[-500:] for worker in cluster.workers]
-        time.sleep(0.05)
+    blocks = (state / "prefixes").glob
+    count = len(cluster.workers)
+    wait_until(lambda: len([*blocks("*.safetensors")]) >= count, "blocks of all", WRITE_SECONDS)
 
 
 def long_prompt() -> list[int]:

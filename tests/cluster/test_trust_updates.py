@@ -18,14 +18,13 @@ from proto import cluster_pb2 as pb
 from proto.rpc.channels import add_port
 from proto.trust.certificates import Role, from_pem, new_id, renewal_time, utc_now
 from proto.trust.node_trust import NodeTrust
+from tests.support.processes.waits import until
 from tests.support.trust.cluster_ca import trust_of
 from worker.node.local_models import LocalModels
 from worker.node.node import Identity, WorkerNode
 from worker.node.service import make_server
 
 pytestmark = pytest.mark.smoke
-
-DEADLINE = 20.0
 
 
 @asynccontextmanager
@@ -58,16 +57,6 @@ async def watched_worker(
         await client.close()
         await server.stop(0)
         await node.close()
-
-
-async def until(condition: object) -> None:
-    """Wait until `condition()` is true."""
-    assert callable(condition)
-    async with asyncio.timeout(DEADLINE):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.02)
 
 
 async def test_an_old_certificate_is_renewed(tmp_path: Path) -> None:

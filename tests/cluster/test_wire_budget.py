@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +16,7 @@ from proto.wire import DTYPE_BYTES
 from tests.cluster.conftest import Pool
 from tests.support.processes.processes import serving
 from tests.support.processes.tap import Message, tapped
+from tests.support.processes.waits import wait_until
 
 STAGES = 3
 HIDDEN, VOCAB = 64, 512
@@ -96,7 +95,7 @@ def wire(
         body = {"prompt": list(range(7, 40)), "max_tokens": 60, "ignore_eos": True, "seed": 1}
         reply = httpx.post(f"{coordinator.url}/v1/completions", json=body, timeout=60)
         usage = reply.json()["usage"]["completion_tokens_details"]
-        _wait_until(lambda: _over(messages[before:]), "the last frame came back")
+        wait_until(lambda: _over(messages[before:]), "the last frame came back")
         _hear_statuses(messages)
         numbered = _by_stage(messages)
         return Wire(
@@ -129,7 +128,7 @@ def _statuses(messages: list[Message], worker: int) -> list[pb.WorkerStatus]:
 def _hear_statuses(messages: list[Message]) -> None:
     """Wait for two more statuses of every worker: the second one began after this call."""
     start = len(messages)
-    _wait_until(
+    wait_until(
         lambda: all(len(_statuses(messages[start:], worker)) >= 2 for worker in range(STAGES)),
         "pulses of all",
     )
@@ -142,13 +141,6 @@ def _over(messages: list[Message]) -> bool:
     hops.append([m for m in messages if m.method == RESULTS and not m.inward])
     told = any(isinstance(op, Evict) for m in hops[0] for op in decode(m.data).ops)
     return told and len({len(hop) for hop in hops}) == 1
-
-
-def _wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: never"
-        time.sleep(0.05)
 
 
 def test_a_step_is_one_message_a_hop(wire: Wire) -> None:

@@ -21,9 +21,7 @@ from coordinator.text.tokenizer import ModelInfo, Tokenizer
 from proto.params import SamplingParams
 from tests.support.api.fake_generator import FakeGenerator, FakeStatus
 from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
-
-PATIENCE = 60.0
-"""Seconds. Limit on waits that end soon on an idle machine; large, because test machines are shared."""
+from tests.support.processes.waits import PATIENCE as PATIENCE
 
 USER = {"role": "user", "content": "Hi"}
 

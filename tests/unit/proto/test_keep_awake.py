@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from proto.terminal.console import keep_awake
-
-DEADLINE = 20.0
+from tests.support.processes.waits import wait_until
 
 
 @pytest.fixture
@@ -30,19 +28,11 @@ def caffeinate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return said
 
 
-def wait_for(file: Path) -> str:
-    """Return the text of a file that another process writes."""
-    deadline = time.monotonic() + DEADLINE
-    while not file.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return file.read_text()
-
-
 def test_caffeinate_runs_while_the_program_serves(caffeinate: Path) -> None:
     """Inside the block `caffeinate` holds an assertion for this process, and it has ended afterwards."""
     with keep_awake():
-        pid, *arguments = wait_for(caffeinate).split()
+        wait_until(caffeinate.exists, "the start of caffeinate")
+        pid, *arguments = caffeinate.read_text().split()
         assert arguments == ["-i", "-s", "-w", str(os.getpid())]
         assert psutil.pid_exists(int(pid))
     assert not psutil.pid_exists(int(pid))

@@ -16,6 +16,7 @@ import pytest
 from mtp import device
 from proto import cluster_pb2 as pb
 from proto.errors import CheckpointError, StaleEpochError
+from tests.support.processes.waits import until
 from worker.engine.stage_host import LoadedStage, StageHost, StageSpec
 from worker.model.stage import Stage
 from worker.node.node import WorkerNode
@@ -154,10 +155,7 @@ def stage_of(node: WorkerNode) -> weakref.ref[Stage]:
 
 async def released(stage: weakref.ref[Stage]) -> None:
     """Wait until nothing holds the stage."""
-    deadline = asyncio.get_running_loop().time() + PATIENCE
-    while gc.collect() >= 0 and stage() is not None:
-        assert asyncio.get_running_loop().time() < deadline, "something still holds the stage"
-        await asyncio.sleep(0.01)
+    await until(lambda: gc.collect() >= 0 and stage() is None, "the release of the stage")
 
 
 async def test_a_load_reports_the_frames_that_suit_its_gpu(

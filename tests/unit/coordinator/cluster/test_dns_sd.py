@@ -13,6 +13,7 @@ from coordinator.cluster import discovery
 from coordinator.cluster.discovery import Discovery, ServiceRecord, parse_zone
 from proto.announcement import Announcement
 from proto.span import Span
+from tests.support.processes.waits import until
 from worker.node import announce
 
 ZONE = r"""Browsing for _mtp-worker._tcp.local.
@@ -52,14 +53,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         return said
 
     return write
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait until `condition` is true. The caller sets the deadline."""
-    while True:
-        if condition():
-            return
-        await asyncio.sleep(0.02)
 
 
 def printing(tmp_path: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from coordinator.cluster.membership import ManagerOptions, Membership
 from coordinator.cluster.view import Member, MemberState, Settings, View
 from proto import cluster_pb2 as pb
 from tests.support.processes.stub_worker import StubMember, stub_members
+from tests.support.processes.waits import until
 
 OLD, NEW = "0" * 64, "1" * 64
 
@@ -57,13 +58,6 @@ class Cluster:
     def state(self, worker: StubMember) -> MemberState | None:
         found = self.view.members.get(worker.address)
         return None if found is None else found.state
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        await asyncio.sleep(0.01)
 
 
 @pytest.fixture

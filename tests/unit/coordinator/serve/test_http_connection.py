@@ -17,6 +17,7 @@ from coordinator.serve.http_server import HttpServer
 from proto.rpc import listener as listeners
 from proto.rpc.listener import bind_listener
 from proto.trust.certificates import Role, key_to_pem
+from tests.support.processes.waits import until
 from tests.support.trust.cluster_ca import make_authority, trust_of
 
 PATIENCE = 30.0
@@ -84,14 +85,6 @@ async def listening(app: App, folder: Path | None = None) -> AsyncIterator[int]:
         await asyncio.sleep(0)
 
 
-async def reach(app: App, count: int) -> None:
-    """Wait until `app` has `count` open requests."""
-    deadline = time.monotonic() + PATIENCE
-    while app.open != count:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-
-
 @pytest.mark.parametrize(
     ("sent", "tls"),
     [
@@ -139,7 +132,7 @@ async def test_an_open_request_has_no_deadline(monkeypatch: pytest.MonkeyPatch) 
     async with listening(app) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(REQUEST)
-        await reach(app, 1)
+        await until(lambda: app.open == 1)
         await asyncio.sleep(0.3)
         app.hold.set()
         async with asyncio.timeout(PATIENCE):
@@ -154,9 +147,9 @@ async def test_a_client_that_does_not_read_is_ended(monkeypatch: pytest.MonkeyPa
     async with listening(app) as port:
         stalled, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
         writer.write(REQUEST)
-        await reach(app, 1)
+        await until(lambda: app.open == 1)
         began = time.monotonic()
-        await reach(app, 0)
+        await until(lambda: app.open == 0)
         assert time.monotonic() > began + 0.1
         stalled.feed_eof()
         writer.close()
@@ -183,7 +176,7 @@ async def test_the_longest_wait_makes_room(monkeypatch: pytest.MonkeyPatch, sent
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         for _, writer in idle:
             writer.write(sent)
-        await reach(app, 3 if sent else 0)
+        await until(lambda: app.open == 3 if sent else 0)
         await asyncio.sleep(0.05)
         busy = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         async with asyncio.timeout(PATIENCE):
@@ -192,7 +185,7 @@ async def test_the_longest_wait_makes_room(monkeypatch: pytest.MonkeyPatch, sent
                     assert await reader.read() == b""
         for _, writer in busy:
             writer.write(REQUEST)
-        await reach(app, 3)
+        await until(lambda: app.open == 3)
         refused, last = await asyncio.open_connection("127.0.0.1", port)
         async with asyncio.timeout(PATIENCE):
             answer = await refused.read()

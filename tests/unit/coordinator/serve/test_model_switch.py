@@ -15,6 +15,7 @@ from coordinator.serve.model_switch import ModelSwitch
 from coordinator.status.cluster_status import LoadReport
 from proto.errors import BusyError, CheckpointError, WorkerLostError
 from tests.support.api.api_client import PATIENCE
+from tests.support.processes.waits import until
 
 
 @dataclass(frozen=True)
@@ -172,11 +173,7 @@ async def test_open_answers_finish_first(host: Host, monkeypatch: pytest.MonkeyP
     switch = switch_of(host)
     host.open_answers = 1
     changing = asyncio.create_task(change(switch, "next-70"))
-    async with asyncio.timeout(PATIENCE):
-        while True:
-            if switch.report.phase == "finishing answers":
-                break
-            await asyncio.sleep(0.001)
+    await until(lambda: switch.report.phase == "finishing answers")
     await asyncio.sleep(0.05)
     assert host.events == ["pause"], "the open answer holds the change back"
     with pytest.raises(BusyError):
@@ -213,11 +210,8 @@ async def test_a_server_that_ends_cancels_the_change(host: Host) -> None:
     switch = switch_of(host)
     host.open_answers = 1
     changing = asyncio.create_task(change(switch, "next-70"))
+    await until(lambda: "pause" in host.events)
     async with asyncio.timeout(PATIENCE):
-        while True:
-            if "pause" in host.events:
-                break
-            await asyncio.sleep(0.001)
         await switch.close()
     changing.cancel()
     assert host.events == ["pause"]
