@@ -23,7 +23,7 @@ import httpx
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from proto.state_dir import STATE_DIR
-from tests.bench.machine import about
+from tests.bench.machine import about, parser_of
 from tests.bench.real_size import answer
 from tests.bench.report import bars, publish
 from tests.bench.texts import held_out_prompts
@@ -113,9 +113,7 @@ def session(folder: Path, model: str, options: argparse.Namespace) -> list[Turn]
 
 def main() -> None:
     """Print the table of turns."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--start", type=int, default=1000, help="tokens of the first turn")

@@ -32,7 +32,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import WorkerLostError
 from proto.params import SamplingParams
 from tests.bench.dialled_model import FULL_BITS, NOISE, SHAPES, write_dialled_model
-from tests.bench.machine import about
+from tests.bench.machine import about, parser_of
 from tests.bench.texts import held_out_prompts
 from tests.support.checkpoints.checkpoints import convert_checkpoint
 from tests.support.stages.eager_matches import EagerMatches
@@ -209,9 +209,7 @@ def model_of(options: argparse.Namespace, folder: Path) -> tuple[Path, list[list
 
 def main() -> None:
     """Print the table, and the facts as JSON with --out."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default=BUILTIN, choices=[BUILTIN, *SHAPES])
     parser.add_argument("--quantize", type=int, choices=[4, 8], help="bits of the weights")
     parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"])

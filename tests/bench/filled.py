@@ -13,13 +13,12 @@ rows. The best fixed choice is found by running each depth, and each width and f
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from coordinator.depth.controller import AUTO_DEPTH, Controller, MtpMode, shapes_to_compare
 from coordinator.depth.step_costs import Shape
-from tests.bench.machine import about
+from tests.bench.machine import about, parser_of
 from tests.bench.report import lines, publish
 from tests.support.protocol.simulation import Simulation, Timing, run_virtually, stream_seconds
 from tests.support.stages.fake_last_stage import LuckyLastStage
@@ -109,7 +108,7 @@ def table(found: Sequence[Found]) -> str:
 
 def main() -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
+    parser = parser_of(__doc__)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--chances", type=float, nargs="+", default=[0.3, 0.6, 0.75, 0.85, 0.95])
     parser.add_argument("--stage-ms", type=float, default=10.0)
@@ -141,10 +140,6 @@ def main() -> None:
             for chance in options.chances
         },
     )
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """A formatter that keeps the lines of the examples."""
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import httpx
 
 from tests.bench.dialled_model import SHAPES
 from tests.bench.exactness import BUILTIN, MOST_TOGETHER, Count, model_of, random_requests
-from tests.bench.machine import about
+from tests.bench.machine import about, parser_of
 from tests.bench.real_size import gpus
 from tests.chaos.storm import members_of
 from tests.support.processes.processes import (
@@ -164,9 +164,7 @@ def measure(
 
 def main() -> None:
     """Print the table, and the facts as JSON with --out."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default=BUILTIN, choices=[BUILTIN, *SHAPES])
     parser.add_argument("--quantize", type=int, choices=[4, 8], help="bits of the weights")
     parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"])

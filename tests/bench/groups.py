@@ -28,7 +28,7 @@ from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.layer import KVFormat
 from proto.control import Backend
 from proto.frame import Admit, Segment
-from tests.bench.machine import about
+from tests.bench.machine import about, parser_of
 from tests.bench.report import bars, publish
 from tests.support.stages.random_stage import random_stage, wide_config
 from worker.engine.group import GroupSpec, join_group, measure_collectives
@@ -135,9 +135,7 @@ def table(sizes: Sequence[int], rows: dict[int, dict[str, float]], layers: int) 
 
 def main() -> None:
     """Measure one process and each group in turn, and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--eighths", type=int, default=8, help="of the width of 27B")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2])

@@ -9,7 +9,6 @@ and hops of the last round. `--trace` writes the trace of that round for https:/
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 from coordinator.cli.client import call
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
-from tests.bench.machine import about
+from tests.bench.machine import about, parser_of
 from tests.bench.report import bars, publish
 from tests.bench.servers import cluster
 from tests.bench.streams import ask
@@ -81,7 +80,7 @@ def measure(rounds: int, tokens: int) -> list[Round]:
 
 def main() -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--trace", type=Path, help="file for the trace of the last round")
@@ -104,10 +103,6 @@ def main() -> None:
         {"options": {"rounds": options.rounds, "tokens": options.tokens}, "medians": medians},
         {"one plain stream, two workers": bars(medians, "ms")},
     )
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """A formatter that keeps the lines of the examples."""
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pathlib import Path
 import httpx
 
 from tests.bench.dialled_model import BITS, SHAPES, write_dialled_model
-from tests.bench.machine import about
+from tests.bench.machine import about, parser_of
 from tests.bench.real_size import ROOT, answer, program, url_of, wait_until_serving
 from tests.bench.report import bars, publish
 
@@ -171,9 +171,7 @@ def rounded(row: dict[str, float]) -> dict[str, float]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="27B")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--bits", type=int, default=BITS)

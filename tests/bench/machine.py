@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import subprocess
@@ -9,6 +10,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
+
+
+def parser_of(page: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help has the lines of `page`."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=page, formatter_class=formatter)
 
 
 def about() -> str:

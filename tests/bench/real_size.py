@@ -33,7 +33,7 @@ import httpx
 import mlx.core as mx
 
 from tests.bench.dialled_model import BITS, FULL_BITS, NOISE, SHAPES, write_dialled_model
-from tests.bench.machine import about
+from tests.bench.machine import about, parser_of
 from tests.bench.report import bars, publish
 
 LONG, SHORT = 2048, 16
@@ -398,9 +398,7 @@ def measure_mode(
 
 def main() -> None:
     """Write the model, measure every setup and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="27B")
     parser.add_argument("--noise", type=float, default=NOISE, help="of the head; 17: .82 right")
     parser.add_argument("--modes", nargs="+", default=["off", "1", "3", "filled", "auto"])

@@ -9,13 +9,12 @@ the work of the coordinator.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tests.bench.machine import about
+from tests.bench.machine import about, parser_of
 from tests.bench.report import lines, publish
 from tests.support.protocol.simulation import (
     Timing,
@@ -97,7 +96,7 @@ def table(found: Sequence[Found]) -> str:
 
 def main() -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
+    parser = parser_of(__doc__)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3, 4, 6, 8, 12, 16])
     parser.add_argument("--stage-ms", type=float, default=10.0)
     parser.add_argument("--hop-ms", type=float, default=1.0)
@@ -136,10 +135,6 @@ def main() -> None:
 
 def _verdict(what: str, missed: list[int]) -> str:
     return f"{what}: " + (f"missed at {missed}" if missed else "reached")
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the examples' lines."""
 
 
 if __name__ == "__main__":

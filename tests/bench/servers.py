@@ -8,7 +8,6 @@ The result is the ratio within a round. MTP is off. The weights are random, whic
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from collections import defaultdict
@@ -21,7 +20,7 @@ import mlx.core as mx
 
 from coordinator.text.tokenizer import Tokenizer
 from tests.bench import stock
-from tests.bench.machine import about
+from tests.bench.machine import about, parser_of
 from tests.bench.random_model import prompt_of, write_random_model
 from tests.bench.report import bars, publish
 from tests.bench.streams import ask, throughput
@@ -195,7 +194,7 @@ def prefix_ratios(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 def main() -> None:
     """Print the tables, publish the figures and check the targets."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=32, help="of an answer")
     parser.add_argument("--hidden", type=int, default=512)
@@ -229,10 +228,6 @@ def main() -> None:
         {figure: bars(ratios[figure], "times as fast as") for figure in TARGETS}
         | {"prefix cache": bars(ratios_by_name, "time ratio")},
     )
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keep the line break of the example."""
 
 
 if __name__ == "__main__":

@@ -20,7 +20,11 @@ KEY = "secret-key"
 USER: Any = [{"role": "user", "content": "Hi"}]
 TOOL: Any = {
     "type": "function",
-    "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}},
+    "function": {
+        "name": "weather",
+        "description": "Tell the weather.",
+        "parameters": {"properties": {"city": {"type": "string"}}},
+    },
 }
 
 
@@ -60,7 +64,7 @@ def test_a_whole_chat(served: Served) -> None:
 
 
 def test_the_clients_own_stream_helper_gathers_tool_calls(served: Served) -> None:
-    """The client assembles the whole call from deltas and sends it back."""
+    """The client assembles the whole call from deltas. Sent back with null fields, it is rendered in the prompt."""
     served.generator.text = f"</think>Let me see.\n\n{CALL}"
     with served.client.chat.completions.stream(model="tiny", messages=USER, tools=[TOOL]) as stream:
         final = stream.get_final_completion()
@@ -75,6 +79,8 @@ def test_the_clients_own_stream_helper_gathers_tool_calls(served: Served) -> Non
     served.generator.text = "</think>Sunny"
     after = served.client.chat.completions.create(model="tiny", messages=messages, tools=[TOOL])
     assert after.choices[0].message.content == "Sunny"
+    assert CALL in served.generator.prompt_text()
+    assert "Tell the weather." in served.generator.prompt_text()
 
 
 def _result(call_id: str) -> dict[str, str]:

@@ -197,9 +197,11 @@ def head_of(checkpoint: Checkpoint) -> Weights:
 
 
 def assert_same_tensors(found: Weights, expected: Weights) -> None:
-    """Assert that names and bits are equal."""
+    """Assert that names, types and bits are equal."""
     assert found.keys() == expected.keys()
-    assert [name for name in found if not mx.array_equal(found[name], expected[name])] == []
+    for name, weight in expected.items():
+        assert found[name].dtype == weight.dtype, name
+        assert mx.array_equal(found[name], weight), name
 
 
 def without(path: Path, *names: str) -> Path:

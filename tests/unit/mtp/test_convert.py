@@ -20,6 +20,7 @@ from proto.errors import CheckpointError
 from tests.conftest import Checkpoints
 from tests.support.checkpoints.checkpoints import (
     Weights,
+    assert_same_tensors,
     edit_tensors,
     read_tensors,
     write_checkpoint,
@@ -59,13 +60,6 @@ def local(weights: Weights) -> Weights:
     return {name: weight for stored, weight in weights.items() if (name := local_name(stored))}
 
 
-def assert_same(found: Weights, expected: Weights) -> None:
-    assert found.keys() == expected.keys()
-    for name, weight in expected.items():
-        assert found[name].dtype == weight.dtype, name
-        assert mx.array_equal(found[name], weight), name
-
-
 @each_source
 def test_unquantized_output_is_the_source_to_the_bit(
     checkpoints: Checkpoints, tmp_path: Path, options: dict[str, Any]
@@ -75,7 +69,7 @@ def test_unquantized_output_is_the_source_to_the_bit(
     out = converted(source, tmp_path / "out")
     assert Checkpoint.open(out).layout == "mlx"
     assert Checkpoint.open(out).mtp.complete
-    assert_same(parameters(out), parameters(source))
+    assert_same_tensors(parameters(out), parameters(source))
     # Unfused experts, which mlx-lm cannot read, convert to the same weights as the fused ones of the same seed.
     original, _ = load_model(checkpoints(**options | {"fused_experts": True}))
     model, _ = load_model(out)
@@ -101,8 +95,8 @@ def test_quantized_output_is_what_mlx_lm_makes(
     settings = Settings(Quantization.of(bits, None))
     out = converted(checkpoints(**options), tmp_path / "out", settings)
     expected = checkpoints(**options, layout="mlx", quantize=bits)
-    assert_same(local(read_tensors(out)), local(read_tensors(expected)))
-    assert_same(parameters(out), parameters(expected))
+    assert_same_tensors(local(read_tensors(out)), local(read_tensors(expected)))
+    assert_same_tensors(parameters(out), parameters(expected))
 
 
 @pytest.mark.parametrize("moe", [False, True])
@@ -127,7 +121,7 @@ def test_an_mlx_source_without_quantization_is_taken(
 ) -> None:
     """Converting a checkpoint in mlx layout does not shift its norms again."""
     source = checkpoints(layout="mlx")
-    assert_same(parameters(converted(source, tmp_path / "out")), parameters(source))
+    assert_same_tensors(parameters(converted(source, tmp_path / "out")), parameters(source))
 
 
 def test_the_head_lies_where_old_mlx_lm_does_not_look(

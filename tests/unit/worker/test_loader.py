@@ -21,7 +21,11 @@ from mtp.layers.reference import ReferenceLayer
 from proto.errors import UsageError
 from proto.span import Span
 from tests.conftest import Checkpoints
-from tests.support.checkpoints.checkpoints import read_tensors, write_checkpoint
+from tests.support.checkpoints.checkpoints import (
+    assert_same_tensors,
+    read_tensors,
+    write_checkpoint,
+)
 from worker.model.loader import StageModules, load_stage
 
 WHOLE = Span(0, 8)
@@ -54,13 +58,6 @@ def _backbone(stage: StageModules) -> Weights:
     return weights
 
 
-def _assert_same(ours: Weights, theirs: Weights) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, weight in theirs.items():
-        assert ours[name].dtype == weight.dtype, name
-        assert mx.array_equal(ours[name], weight), name
-
-
 # ---- the same as mlx-lm
 
 
@@ -88,7 +85,7 @@ def test_a_loaded_stage_holds_what_mlx_lm_holds(
     path = checkpoints(**options)
     stage = _whole(path)
     theirs, _ = load_model(path)
-    _assert_same(_backbone(stage), dict(tree_flatten(theirs.parameters())))
+    assert_same_tensors(_backbone(stage), dict(tree_flatten(theirs.parameters())))
     for ours, reference in zip(stage.layers, theirs.layers, strict=True):
         modules = dict(module_of(ours).named_modules())
         for name, module in reference.named_modules():
@@ -108,7 +105,7 @@ def test_every_span_holds_its_part_of_the_whole(checkpoints: Checkpoints) -> Non
             assert (stage.embed_tokens, stage.norm, stage.lm_head, stage.head) == (None,) * 4
             weights = _backbone(stage)
             assert len(weights) > 0
-            _assert_same(weights, {name: whole[name] for name in weights})
+            assert_same_tensors(weights, {name: whole[name] for name in weights})
 
 
 # ---- the head
@@ -119,7 +116,7 @@ def test_raw_and_converted_heads_are_equal(checkpoints: Checkpoints, moe: bool) 
     """A raw head's norms become stored + 1, and a converted head's norms stay unchanged."""
     raw, converted = checkpoints(moe=moe), checkpoints(moe=moe, layout="mlx")
     head = _weights(_whole(raw).head, "mtp.")
-    _assert_same(head, _weights(_whole(converted).head, "mtp."))
+    assert_same_tensors(head, _weights(_whole(converted).head, "mtp."))
     stored = read_tensors(raw)
     vectors = [name for name, weight in head.items() if weight.ndim == 1]
     assert len(vectors) == 7

@@ -170,30 +170,6 @@ async def test_an_answer_cut_after_a_call_says_that_it_was_cut() -> None:
     assert len(choice["message"]["tool_calls"]) == 1
 
 
-async def test_a_conversation_with_calls_is_rendered_with_their_arguments() -> None:
-    """The template renders an answer that OpenAI's client sent back with null fields, and the tool's result."""
-    api = api_saying("</think>Sunny")
-    said = {
-        "role": "assistant",
-        "content": None,
-        "refusal": None,
-        "annotations": [],
-        "tool_calls": [
-            {
-                "id": "call_1",
-                "type": "function",
-                "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
-            }
-        ],
-    }
-    told = {"role": "tool", "tool_call_id": "call_1", "content": "Sunny"}
-    response = await api.chat(messages=[USER, said, told], tools=[TOOL])
-    assert response.status_code == 200
-    prompt = api.generator.prompt_text(0)
-    assert CALL in prompt
-    assert "Tell the weather." in prompt
-
-
 @pytest.mark.parametrize("window", [1, 3, 50])
 async def test_a_stop_string_ends_the_text_and_the_request(window: int) -> None:
     """The text ends before the stop string, and tokens count up to the one that completed it."""

@@ -240,14 +240,13 @@ CLIENTS: list[tuple[str, dict[str, Any]]] = [
     ),
     (  # vLLM's extra parameters
         "/v1/chat/completions",
-        {
-            "best_of": 1,
-            "use_beam_search": False,
-            "length_penalty": 1.0,
-            "min_tokens": 0,
+        {"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "min_tokens": 0}
+        | {
             "top_k": -1,
+            "skip_special_tokens": True,
+            "spaces_between_special_tokens": True,
+            "bad_words": [],
         }
-        | {"skip_special_tokens": True, "spaces_between_special_tokens": True, "bad_words": []}
         | {"include_stop_str_in_output": False, "truncate_prompt_tokens": None, "echo": False}
         | {"prompt_logprobs": None, "add_generation_prompt": True, "continue_final_message": False}
         | {"add_special_tokens": False, "documents": None, "chat_template": None, "priority": 0}
@@ -258,12 +257,8 @@ CLIENTS: list[tuple[str, dict[str, Any]]] = [
     (  # llama.cpp's page, and LM Studio
         "/v1/chat/completions",
         {"cache_prompt": True, "id_slot": -1, "n_probs": 0, "dynatemp_range": 0, "max_tokens": -1}
-        | {
-            "dynatemp_exponent": 1,
-            "typical_p": 1,
-            "samplers": "edkypmxt",
-            "timings_per_token": True,
-        }
+        | {"dynatemp_exponent": 1, "typical_p": 1, "samplers": "edkypmxt"}
+        | {"timings_per_token": True}
         | {"reasoning_format": "auto", "ttl": 300, "draft_model": "d", "return_progress": True},
     ),
     (  # Open WebUI
@@ -284,15 +279,7 @@ CLIENTS: list[tuple[str, dict[str, Any]]] = [
     ),
     (
         "/api/chat",
-        {
-            "options": {
-                "repeat_last_n": 64,
-                "mirostat": 0,
-                "tfs_z": 1.0,
-                "top_k": -1,
-                "num_ctx": 4096,
-            }
-        }
+        {"options": {"repeat_last_n": 64, "mirostat": 0, "tfs_z": 1, "top_k": -1, "num_ctx": 4096}}
         | {"keep_alive": 0, "messages": [{**USER, "images": []}]},
     ),
     ("/v1/responses", {"truncation": "auto", "top_logprobs": 0, "include": ["x"], "top_k": 5}),

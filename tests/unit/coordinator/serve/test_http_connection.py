@@ -176,7 +176,7 @@ async def test_the_longest_wait_makes_room(monkeypatch: pytest.MonkeyPatch, sent
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         for _, writer in idle:
             writer.write(sent)
-        await until(lambda: app.open == 3 if sent else 0)
+        await until(lambda: app.open == (3 if sent else 0))
         await asyncio.sleep(0.05)
         busy = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         async with asyncio.timeout(PATIENCE):
