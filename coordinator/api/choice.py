@@ -30,7 +30,7 @@ from coordinator.text.calls import CallArguments, CallEnd, CallStart
 from coordinator.text.chat_parser import ChatParser, Content, Part, Reasoning, join_parts
 from coordinator.text.grammars import OutputFormat
 from coordinator.text.tokenizer import Piece, TextStream, Tokenizer
-from proto.errors import WorkerLostError
+from proto.errors import RequestError, WorkerLostError
 from proto.frame import TokenLogprob
 
 DRAFTED, SAMPLED = "d", "s"
@@ -393,7 +393,11 @@ async def chat_answer(
     """
     prompt, images = await prompt_of(api, chat)
     stop_tokens, stop = stops_of(api, chat.settings)
-    requests = [replace(restored, images=images)] if restored else []
+    if restored is not None and images:
+        if restored.prompt[: len(prompt.tokens)] != prompt.tokens:
+            raise RequestError("the images of this answer have changed since it began")
+        restored = replace(restored, images=images)
+    requests = [restored] if restored else []
     if restored is None:
         forced = await grammar_fields(api, chat, thinking=prompt.thinking)
         requests = [

@@ -18,7 +18,7 @@ from coordinator.images.encoder import EncodedImage
 from coordinator.images.fetch import fetch_image
 from coordinator.schedule.request import PromptImage
 from coordinator.text.calls import Json
-from coordinator.text.tokenizer import ChatPrompt
+from coordinator.text.tokenizer import ChatPrompt, ContextLengthError
 from proto.errors import RequestError
 from proto.images import ImageSpan
 
@@ -120,8 +120,21 @@ async def prompt_of(api: Api, chat: ChatRequest) -> tuple[ChatPrompt, tuple[Prom
             f"{param}: {len(urls)} images, limit {api.options.max_images}. Send fewer, or raise --max-images.",
             param=param,
         )
-    files = [await _read(api, url, param) for url in urls]
-    encoded = await api.images.encode(files, param)
+    api.images.check(param)
+    encoded, tokens, limit = list[EncodedImage](), 0, api.model.context_length
+    for number, url in enumerate(urls, 1):
+        name = f"{param}: image {number}" if urls[1:] else f"{param}: the image"
+        found = await api.images.encode(await _read(api, url, param), name)
+        tokens += len(found.tokens)
+        encoded.append(found)
+        if tokens >= limit:
+            raise ContextLengthError(
+                f"{param}: the first {number} images have {tokens} tokens, and the model's context {limit}. Send "
+                "fewer or smaller ones.",
+                tokens,
+                limit,
+                param=param,
+            )
     plain = [{k: v for k, v in message.items() if k != "images"} for message in chat.messages]
     prompt = await render_chat(api, replace(chat, messages=plain))
     return placed(prompt, encoded, api.tokenizer.control_id(IMAGE_WORD), param)
@@ -143,7 +156,7 @@ def placed(
     for place, image in zip(places, encoded, strict=True):
         tokens += prompt.tokens[done:place]
         span = ImageSpan(len(tokens), image.rows, image.columns)
-        images.append(PromptImage(span, image.dtype, image.data))
+        images.append(PromptImage(span, image.dtype, image.data, image))
         tokens += image.tokens
         turn += len(image.tokens) - 1 if place < prompt.turn else 0
         done = place + 1
@@ -154,6 +167,7 @@ def placed(
 async def _read(api: Api, url: str, param: str) -> bytes:
     """Return the bytes of an image. Raises RequestError for a URL that is not allowed or not readable."""
     scheme, _, rest = url.partition(":")
+    scheme = scheme.lower()
     if scheme == "data":
         return await asyncio.to_thread(_decoded, rest, param)
     if scheme not in ("http", "https"):
@@ -178,7 +192,7 @@ def _decoded(rest: str, param: str) -> bytes:
             param=param,
         )
     try:
-        return base64.b64decode(content, validate=True)
+        return base64.b64decode("".join(content.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise RequestError(
             f"{param}: the Base64 of an image is invalid. Send it again.", param=param

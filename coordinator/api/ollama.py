@@ -283,6 +283,8 @@ async def generate(request: Request) -> Response:
     async def prepare(api: Api, request: Request) -> PreparedAnswer:
         """Tokenize the prompt. Raises RequestError, naming the invalid field."""
         if body.raw:
+            if body.images:
+                raise RequestError("images: have no place in a raw prompt", param="images")
             tokens = await api.large_work.run(len(prompt), partial(api.tokenizer.encode, prompt))
             settings = body.settings("prompt")
             answer = await text_answer(api, settings, [tokens], new_id("gen-"), output=body.output)

@@ -301,8 +301,14 @@ def template_messages(
             turns.append(with_images(turn, item.output))
         elif isinstance(item, MessageItem):
             role = "system" if item.role == "developer" else item.role
-            turns.append(with_images({"role": role, "content": _text(item.content)}, item.content))
+            turn = with_images({"role": role, "content": _text(item.content)}, item.content)
+            if role == "system" and "images" in turn:
+                raise RequestError(f"input: {ONLY_USERS}", param="input")
+            turns.append(turn)
     return with_system_first([*turns, *_assistant(pending, markers)])
+
+
+ONLY_USERS = "images are read in messages of the user and in outputs of tools. Move them there."
 
 
 def _is_assistants(item: Item) -> bool:
@@ -315,7 +321,10 @@ def _assistant(items: Iterable[Item], markers: tuple[str, str]) -> list[Json]:
     items = list(items)
     if not items:
         return []
-    text = "".join(_text(item.content) for item in items if isinstance(item, MessageItem))
+    messages = [item for item in items if isinstance(item, MessageItem)]
+    if any(with_images({}, item.content) for item in messages):
+        raise RequestError(f"input: {ONLY_USERS}", param="input")
+    text = "".join(_text(item.content) for item in messages)
     calls = [item for item in items if isinstance(item, CallItem)]
     named = [(c.call_id, full_name(c.namespace, c.name), c.arguments) for c in calls]
     turn = call_message(text, named, markers)

@@ -11,7 +11,6 @@ import logging
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -21,7 +20,7 @@ import mlx.core as mx
 from coordinator.images.pixels import Patches, PatchReader
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.vision.tower import VisionConfig, VisionTower, has_tower, load_tower
-from proto.errors import CapacityError, NotReadyError, RequestError
+from proto.errors import CapacityError, CheckpointError, NotReadyError, RequestError
 from proto.images import image_tokens
 from worker.engine.engine_thread import EngineThread
 from worker.engine.stage_engine import to_bytes
@@ -32,10 +31,10 @@ KEPT_BYTES = 512 * 2**20
 """Bytes. Bound of the rows of recent images, so that the next turn of a chat needs no tower."""
 
 MOST_BYTES = 2**32
-"""Bytes. Bound of the rows of all images that requests hold. An image of 16 million pixels has 170 MB in a 27B."""
+"""Bytes of rows in use from which on no image is computed. One of 16 million pixels has 170 MB in a 27B."""
 
 ENCODE_SECONDS = 300.0
-"""Seconds. Deadline of one image with its place in the queue. 16 million pixels take minutes on a slow machine."""
+"""Seconds. Deadline of a request for one image. The image is computed on, for the next try."""
 
 MOST_WAITING = 64
 """Images that wait for the tower or are in it."""
@@ -43,7 +42,12 @@ MOST_WAITING = 64
 RETRY_SECONDS = 10.0
 """Seconds after which a client may send images again."""
 
-NO_IMAGES = "this model reads text only: its checkpoint has no vision part. Send text."
+PLAIN_ROPE = ("default", "linear")
+"""Types of RoPE whose turns `mtp.layers.turns` computes."""
+
+NO_IMAGES = (
+    "this server reads text only: the checkpoint has no vision part, or --vision is off. Send text."
+)
 
 
 class VisionMode(StrEnum):
@@ -54,7 +58,7 @@ class VisionMode(StrEnum):
     off = "off"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EncodedImage:
     """An image as its token ids, `rows` by `columns` of them, and their rows for the first stage as bytes."""
 
@@ -69,57 +73,77 @@ class ImageEncoder:
     """The images of one checkpoint. Its methods run on the event loop."""
 
     def __init__(self, checkpoint: Checkpoint | None = None, dtype: str | None = None) -> None:
-        """Prepare the tower of `checkpoint`, in the type `dtype` or as stored. Without one there are no images.
-
-        Raises CheckpointError for a config that is not supported.
-        """
+        """Prepare the tower of `checkpoint`, in the type `dtype` or as stored. Without one there are no images."""
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.towers_run = 0
         """Images that the tower has computed."""
-        self._held: weakref.WeakValueDictionary[bytes, memoryview] = weakref.WeakValueDictionary()
-        """The rows that requests or `_kept` refer to."""
+        self._held: weakref.WeakValueDictionary[bytes, EncodedImage] = weakref.WeakValueDictionary()
+        """The images that requests or `_kept` refer to."""
         self._kept: OrderedDict[bytes, EncodedImage] = OrderedDict()
+        self._tasks: dict[bytes, asyncio.Task[EncodedImage]] = {}
+        """The images that are computed or wait for it. A client that leaves, or a deadline, does not end them."""
         self._lock = asyncio.Lock()
-        self._waiting = 0
+        self._closed = False
         self._thread: EngineThread | None = None
         self._tower: VisionTower | None = None
         self._reader: PatchReader | None = None
+        self._refusal = NO_IMAGES
         if checkpoint is not None and has_tower(checkpoint):
-            fields = checkpoint.config.vision
-            assert fields is not None
-            source = checkpoint.path / "config.json"
-            config = VisionConfig.parse(source, fields, checkpoint.config.hidden_size)
-            sizes = config.patch_size, config.temporal_patch_size, config.spatial_merge_size
-            self._reader = PatchReader(checkpoint.path, *sizes)
+            try:
+                self._reader = _reader_of(checkpoint)
+            except CheckpointError as error:  # text is served all the same
+                log.warning("images are refused", extra={"error": str(error)})
+                self._refusal = f"this server reads text only: {error.public}"
 
     @property
     def reads_images(self) -> bool:
-        """True if the checkpoint has a tower."""
+        """True if the checkpoint has a tower that is used."""
         return self._reader is not None
 
-    async def encode(self, images: Sequence[bytes], param: str) -> list[EncodedImage]:
-        """Return the rows of image files. Raises RequestError, with the field `param`, for one that is not readable.
+    def check(self, param: str) -> None:
+        """Raise RequestError, with the field `param`, unless images are read."""
+        if self._reader is None:
+            raise RequestError(f"{param}: {self._refusal}", param=param)
 
-        Raises CapacityError if too many images wait or are in use.
+    async def encode(self, data: bytes, param: str) -> EncodedImage:
+        """Return the rows of an image file. Raises RequestError, with the field `param`, for one that is not readable.
+
+        Raises CapacityError if too many images wait or are in use, and NotReadyError after ENCODE_SECONDS.
         """
-        in_use = sum(len(data) for data in self._held.values())
-        if self._waiting + len(images) > MOST_WAITING or in_use > MOST_BYTES:
-            raise CapacityError("too many images wait for the model.", retry_after=RETRY_SECONDS)
-        self._waiting += len(images)
+        self.check(param)
+        assert self._reader is not None
+        digest = hashlib.sha256(self._reader.settings + data).digest()
+        if (held := self._held.get(digest)) is not None:
+            self._keep(digest, held)
+            return held
+        task = self._tasks.get(digest)
+        if task is None:
+            self._check_room()
+            task = asyncio.create_task(self._run(self._reader, digest, data, param))
+            self._tasks[digest] = task
+            task.add_done_callback(partial(self._forget_task, digest))
         try:
-            async with asyncio.timeout(ENCODE_SECONDS * max(1, len(images))):
-                return [
-                    await self._encode_one(data, f"{param}: image {number}")
-                    for number, data in enumerate(images, 1)
-                ]
+            async with asyncio.timeout(ENCODE_SECONDS):
+                return await asyncio.shield(task)
         except TimeoutError as error:
-            raise NotReadyError(f"{param}: the images were not read in time.") from error
-        except RequestError as error:
-            error.param = error.param or param
+            raise NotReadyError(f"{param}: an image was not read in time.") from error
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise NotReadyError(f"{param}: the server is ending.") from None
             raise
-        finally:
-            self._waiting -= len(images)
+
+    def _check_room(self) -> None:
+        in_use = sum(len(image.data) for image in self._held.values())
+        if len(self._tasks) >= MOST_WAITING or in_use >= MOST_BYTES:
+            raise CapacityError("too many images wait for the model.", retry_after=RETRY_SECONDS)
+        if self._closed:
+            raise NotReadyError("the server is ending.")
+
+    def _forget_task(self, digest: bytes, task: asyncio.Task[EncodedImage]) -> None:
+        del self._tasks[digest]
+        if not task.cancelled():
+            task.exception()  # its requests may have gone
 
     async def load(self) -> None:
         """Read the tower now, if there is one."""
@@ -127,29 +151,23 @@ class ImageEncoder:
             await self._own_thread().call(self._loaded_tower)
 
     async def close(self) -> None:
-        """End the thread."""
+        """End the thread. Images that wait end with NotReadyError."""
+        self._closed = True
+        for task in self._tasks.values():
+            task.cancel()
         if self._thread is not None:
             await self._thread.close()
 
-    async def _encode_one(self, data: bytes, name: str) -> EncodedImage:
-        if self._reader is None:
-            raise RequestError(f"{name}: {NO_IMAGES}")
-        digest = hashlib.sha256(self._reader.settings + data).digest()
-        if (kept := self._find(digest)) is not None:
-            return kept
+    async def _run(
+        self, reader: PatchReader, digest: bytes, data: bytes, param: str
+    ) -> EncodedImage:
         async with self._lock:
-            if (kept := self._find(digest)) is not None:
-                return kept
-            patches = await asyncio.to_thread(self._reader.read, data, name)
+            patches = await asyncio.to_thread(reader.read, data, param)
             started = time.monotonic()
             encoded = await self._own_thread().call(partial(self._compute, patches, digest))
-            log.info(
-                "image read",
-                extra={
-                    "tokens": len(encoded.tokens),
-                    "seconds": round(time.monotonic() - started, 3),
-                },
-            )
+        seconds = round(time.monotonic() - started, 3)
+        log.info("image read", extra={"tokens": len(encoded.tokens), "seconds": seconds})
+        self._held[digest] = encoded
         self._keep(digest, encoded)
         return encoded
 
@@ -177,14 +195,24 @@ class ImageEncoder:
         height, width = patches.height // merge, patches.width // merge
         return EncodedImage(tokens, height, width, dtype, memoryview(bytes(data)))
 
-    def _find(self, digest: bytes) -> EncodedImage | None:
-        found = self._kept.get(digest)
-        if found is not None:
-            self._kept.move_to_end(digest)
-        return found
-
     def _keep(self, digest: bytes, encoded: EncodedImage) -> None:
         self._kept[digest] = encoded
-        self._held[digest] = encoded.data
+        self._kept.move_to_end(digest)
         while len(self._kept) > 1 and sum(len(e.data) for e in self._kept.values()) > KEPT_BYTES:
             self._kept.popitem(last=False)
+
+
+def _reader_of(checkpoint: Checkpoint) -> PatchReader:
+    """Return the reader of the checkpoint's images. Raises CheckpointError for a config that is not supported."""
+    config = checkpoint.config
+    assert config.vision is not None, "the checkpoint has a tower"
+    source = checkpoint.path / "config.json"
+    vision = VisionConfig.parse(source, config.vision, config.hidden_size)
+    rope = config.text_config["rope_parameters"].get("rope_type", "default")
+    if rope not in PLAIN_ROPE:
+        raise CheckpointError(
+            f"{source}: images with rope_type {rope!r:.40} are not supported. Use {' or '.join(PLAIN_ROPE)}.",
+            public=f"images with RoPE of the type {rope!r:.40} are not supported",
+        )
+    sizes = vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size
+    return PatchReader(checkpoint.path, *sizes)

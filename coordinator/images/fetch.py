@@ -47,7 +47,8 @@ async def _fetch_once(url: str) -> bytes | str:
     address = await _public_address(parts.hostname, port)
     host = f"[{address}]" if ":" in address else address
     target = httpx.URL(url).copy_with(host=host.strip("[]"))
-    headers = {"Host": parts.netloc.rpartition("@")[2]}
+    # A compressed body may grow a thousandfold before its size is known.
+    headers = {"Host": parts.netloc.rpartition("@")[2], "Accept-Encoding": "identity"}
     async with (
         httpx.AsyncClient(timeout=FETCH_SECONDS, trust_env=False) as client,
         client.stream(
@@ -58,16 +59,30 @@ async def _fetch_once(url: str) -> bytes | str:
             return str(answer.headers.get("location", ""))
         answer.raise_for_status()
         content = bytearray()
-        async for chunk in answer.aiter_bytes():
+        if answer.headers.get("content-encoding", "identity") != "identity":
+            raise ValueError("a compressed answer")
+        async for chunk in answer.aiter_raw():
             content += chunk
             if len(content) > MAX_FETCHED_BYTES:
                 raise ValueError(f"more than {MAX_FETCHED_BYTES} bytes")
         return bytes(content)
 
 
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_OLD_FORMS = [ipaddress.ip_network(net) for net in ("::/96", "fec0::/10", "2001::/32")]
+"""Addresses of IPv6 that stand for others, or for sites of the past: compatible, site-local and Teredo."""
+
+
 def is_public(address: str) -> bool:
-    """Return whether an IP address is on the public Internet."""
-    return ipaddress.ip_address(address).is_global
+    """Return whether an IP address, and the one of IPv4 within it, is on the public Internet."""
+    found = ipaddress.ip_address(address)
+    inner: list[ipaddress.IPv4Address | ipaddress.IPv6Address | None] = [found]
+    if isinstance(found, ipaddress.IPv6Address):
+        if any(found in net for net in _OLD_FORMS):
+            return False
+        nat64 = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF) if found in _NAT64 else None
+        inner += [found.ipv4_mapped, found.sixtofour, nat64]
+    return all(each.is_global and not each.is_multicast for each in inner if each is not None)
 
 
 async def _public_address(host: str, port: int) -> str:

@@ -80,7 +80,10 @@ class PatchReader:
         image = _decoded(data, name)
         if max(image.size) > LONGEST_RATIO * min(image.size):
             raise RequestError(f"{name}: one side is more than {LONGEST_RATIO} times the other.")
-        found = self._processor.preprocess([image], return_tensors="np")
+        try:
+            found = self._processor.preprocess([image], return_tensors="np")
+        except Exception as error:
+            raise RequestError(f"{name}: cannot be prepared ({type(error).__name__})") from error
         _, height, width = (int(n) for n in found["image_grid_thw"][0])
         return Patches(found["pixel_values"], height, width)
 

@@ -86,7 +86,8 @@ class LocalModel:
         costs = model_costs(
             self.checkpoint, dtype=self.dtype, kv_bits=self.kv_bits, with_head=self.with_head
         )
-        vision = tower_bytes(self.checkpoint) if self.vision else 0
+        # A large image needs about as much for its activations.
+        vision = 2 * tower_bytes(self.checkpoint) if self.vision else 0
         return whole_model_capacity(
             costs,
             "this machine",

@@ -14,7 +14,7 @@ from coordinator.schedule.sequence import Sequence
 from mtp.device import FrameLimits
 from proto.errors import CapacityError, RequestError
 from proto.frame import Frame
-from proto.images import without_images
+from proto.images import FIRST_IMAGE_TOKEN, without_images
 
 PIPELINED_CHUNKS = 8
 """Chunks. Minimum number of chunks of a prompt whose chunks stay above the shortest.
@@ -80,6 +80,9 @@ def check_request(request: GenerationRequest, context: int, vocab: int, kv_token
         raise RequestError("max_tokens is at least 1", param="max_tokens")
     if not all(0 <= token < vocab for token in without_images(request.prompt, 0)):
         raise RequestError(f"a token is outside the vocabulary of {vocab}", param="prompt")
+    rows = [i for i, token in enumerate(request.prompt) if token >= FIRST_IMAGE_TOKEN]
+    if rows != [i for one in request.images for i in range(one.span.start, one.span.end)]:
+        raise RequestError("the tokens of an image are not those of its rows", param="prompt")
     if any(token >= vocab for token in request.params.logit_bias):
         raise RequestError(
             f"a token of logit_bias is outside the vocabulary of {vocab}", param="logit_bias"

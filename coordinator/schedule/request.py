@@ -16,11 +16,15 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True, eq=False)
 class PromptImage:
-    """An image of a prompt and its rows for the first stage: `dtype [rows x columns, hidden]` as bytes."""
+    """An image of a prompt and its rows for the first stage: `dtype [rows x columns, hidden]` as bytes.
+
+    `owner` is what the request keeps in memory with the rows.
+    """
 
     span: ImageSpan
     dtype: str
     data: memoryview
+    owner: object = None
 
     def row_bytes(self, start: int, end: int) -> memoryview:
         """Return the rows of the prompt's tokens from `start` to `end`."""

@@ -476,7 +476,11 @@ class StageEngine:
         """Return the tokens of segments that run, on the first stage: `[rows]`."""
         ahead = [segment for segment in segments if segment.continues]
         if ahead and self.relayed is not None:
-            relayed = [(self.relayed.token_of(s),) if s.continues else s.tokens for s in segments]
+            words = (without_images(s.tokens, 0) for s in segments)
+            relayed = [
+                (self.relayed.token_of(s),) if s.continues else known
+                for s, known in zip(segments, words, strict=True)
+            ]
             return mx.array([token for tokens in relayed for token in tokens], mx.uint32)
         known = [t for segment in segments for t in without_images(segment.tokens, 0)]
         if not ahead or self.verifier is None:

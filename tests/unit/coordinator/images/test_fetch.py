@@ -50,6 +50,11 @@ def moved(place: str) -> bytes:
         "http://[::1]/x",
         "http://10.0.0.1/x",
         "http://169.254.169.254/x",
+        "http://[::ffff:127.0.0.1]/x",
+        "http://[64:ff9b::a9fe:a9fe]/x",
+        "http://[2002:7f00:1::]/x",
+        "http://[ff02::1]/x",
+        "http://localhost/x",
         "http:///x",
     ],
 )
@@ -74,9 +79,10 @@ async def test_a_redirect_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> Non
         (lambda _: moved("/again"), "more than 3 redirects"),
         (lambda _: body(b"", "404 Not Found"), "404"),
         (lambda _: body(b"x" * 2000), "more than 1000 bytes"),
+        (lambda _: body(b"x", head="Content-Encoding: gzip\r\n"), "compressed"),
         (lambda _: b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", "."),
     ],
-    ids=["redirects", "an error", "too long", "cut off"],
+    ids=["redirects", "an error", "too long", "compressed", "cut off"],
 )
 async def test_a_bad_answer_is_a_clear_error(
     monkeypatch: pytest.MonkeyPatch, reply: Reply, problem: str
