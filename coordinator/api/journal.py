@@ -236,13 +236,9 @@ class Journal:
 
     # ---- changes
 
-    def save(self, record: Record) -> None:
-        """Write a record, in place of an earlier one with its id."""
-        self._submit(lambda database: self._save(database, record))
-
-    async def save_now(self, record: Record) -> None:
-        """Write a record like `save`, and return when it is committed."""
-        await self._ask(lambda database: self._save(database, record))
+    def save(self, record: Record) -> Future[None]:
+        """Write a record, in place of an earlier one with its id. The result comes when it is committed."""
+        return self._submit(lambda database: self._save(database, record))
 
     def append_tokens(self, answer_id: str, first: int, tokens: tuple[int, ...]) -> None:
         """Write the next tokens of an answer. `first` is the number of tokens before them."""
@@ -296,7 +292,8 @@ class Journal:
     def _submit(self, run: Callable[[Database], T]) -> Future[T]:
         """Commit the collected tokens and the changes of `run` together, on the thread."""
         if self._cleaning is None:
-            self._delete_old_later()
+            loop = asyncio.get_running_loop()
+            self._cleaning = loop.call_later(RETENTION_SECONDS, self._delete_old)
         tokens, self._tokens = self._tokens, []
         return self._thread.submit(self._commit, tokens, run)
 
@@ -307,13 +304,9 @@ class Journal:
         if self._tokens:
             self._submit(lambda database: None)
 
-    def _delete_old_later(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._cleaning = loop.call_later(RETENTION_SECONDS, self._delete_old)
-
     def _delete_old(self) -> None:
+        self._cleaning = None  # `_submit` plans the next deletion
         self._submit(lambda database: database.delete_old(self._retention))
-        self._delete_old_later()
 
     # ---- the thread
 

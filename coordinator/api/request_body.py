@@ -182,7 +182,9 @@ async def require_key(request: Request) -> None:
     ring = options.key_ring
     if not keys_are_set(options):
         return
-    content = _sent_key(request)
+    scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+    sent = credentials if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    content = sent.strip().encode("latin-1")  # headers are bytes that Starlette decodes as Latin-1
     request.state.owner = hashlib.sha256(b"owner of answers " + content).hexdigest()
     matches = [secrets.compare_digest(content, key.encode()) for key in options.api_keys]
     named = ring.find(content) if ring else None
@@ -196,12 +198,6 @@ async def require_key(request: Request) -> None:
         )
     request.state.key_name = named.name
     ring.check_scope(named, scope_of(request.url.path))
-
-
-def _sent_key(request: Request) -> bytes:
-    scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
-    sent = credentials if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    return sent.strip().encode("latin-1")  # headers are bytes that Starlette decodes as Latin-1
 
 
 def scope_of(path: str) -> Scope:

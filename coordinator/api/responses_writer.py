@@ -24,8 +24,8 @@ EVENTS = {
 class OutputItem:
     """An output item while it is generated. `kind` is its type, `index` its place in the output.
 
-    `status` is `incomplete` for an item that the limit cut off, and for a call that cannot be parsed. `named` has the
-    fields that name the function of a call.
+    `text` is the text or the arguments so far. `status` is `incomplete` for an item that the limit cut off, and for a
+    call that cannot be parsed. `named` has the fields that name the function of a call.
     """
 
     def __init__(self, kind: str, index: int, answer_id: str, call_id: str, named: Json) -> None:
@@ -34,23 +34,9 @@ class OutputItem:
         self.id = f"{PREFIXES[kind]}_{answer_id.partition('_')[2]}{index}"
         self.open = True
         self.status = "in_progress"
+        self.text = ""
         self._call_id = call_id
         self._named = named
-        self._text: list[str] = []
-
-    @property
-    def event(self) -> str:
-        """The prefix of the events about the item's content."""
-        return EVENTS[self.kind]
-
-    @property
-    def text(self) -> str:
-        """The text or the arguments so far."""
-        return "".join(self._text)
-
-    def append(self, text: str) -> None:
-        """Append to the text or the arguments."""
-        self._text.append(text)
 
     def part(self) -> Json | None:
         """Return the content part with the text so far, or None for a tool call."""
@@ -75,7 +61,7 @@ class OutputItem:
         if self.kind == "function_call":
             call = {"call_id": self._call_id, **self._named, "arguments": self.text}
             return item | call
-        item["content"] = [self.part()] if self._text else []
+        item["content"] = [] if self.open else [self.part()]
         own: Json = {"role": "assistant"} if self.kind == "message" else {"summary": []}
         return item | own
 
@@ -98,11 +84,11 @@ class ResponseWriter(AnswerWriter):
     def whole(self) -> Json:
         (choice,) = self._answer.choices
         if choice.reasoning:
-            self._add("reasoning").append("".join(choice.reasoning))
+            self._add("reasoning").text = "".join(choice.reasoning)
         if choice.content or not choice.calls:
-            self._add("message").append("".join(choice.content))
+            self._add("message").text = "".join(choice.content)
         for call in choice.shown_calls:
-            self._add("function_call", call.id, call.name).append(call.arguments)
+            self._add("function_call", call.id, call.name).text = call.arguments
         for item in self._items:
             item.close(complete=item is not self._items[-1] or self._status() == "completed")
         return self._response(self._status())
@@ -153,8 +139,8 @@ class ResponseWriter(AnswerWriter):
                 return self._close(complete=complete)
             case ChoiceEnd(reason):
                 return self._close(complete=reason != "length")
-        item.append(text)
-        return opened + self._part_event(item, "delta", delta=text)
+        item.text += text
+        return opened + self._part_event(item, f"{EVENTS[item.kind]}.delta", delta=text)
 
     def _open(self, kind: str) -> tuple[bytes, OutputItem]:
         """Return the open item of `kind`, after the events that close the previous item and open this one."""
@@ -174,9 +160,9 @@ class ResponseWriter(AnswerWriter):
         added = self._event(
             "response.output_item.added", output_index=item.index, item=item.as_json()
         )
-        if item.part() is None:
+        if (part := item.part()) is None:
             return added
-        return added + self._part_event(item, "added", part={**(item.part() or {}), "text": ""})
+        return added + self._part_event(item, "response.content_part.added", part=part)
 
     def _close(self, *, complete: bool = True) -> bytes:
         if not self._items or not self._items[-1].open:
@@ -185,22 +171,15 @@ class ResponseWriter(AnswerWriter):
         item.close(complete=complete)
         content = b""
         if complete or item.kind != "function_call":  # arguments that were cut off are never done
-            content = self._part_event(item, "done", **item.final_fields())
+            content = self._part_event(item, f"{EVENTS[item.kind]}.done", **item.final_fields())
         if (part := item.part()) is not None:
-            content += self._event(
-                "response.content_part.done",
-                item_id=item.id,
-                output_index=item.index,
-                content_index=0,
-                part=part,
-            )
+            content += self._part_event(item, "response.content_part.done", part=part)
         return content + self._event(
             "response.output_item.done", output_index=item.index, item=item.as_json()
         )
 
-    def _part_event(self, item: OutputItem, stage: str, **fields: object) -> bytes:
-        """Return an event about the content of an item: `added`, `delta` or `done`."""
-        name = "response.content_part.added" if stage == "added" else f"{item.event}.{stage}"
+    def _part_event(self, item: OutputItem, name: str, /, **fields: object) -> bytes:
+        """Return an event about the content of an item."""
         place: Json = {"item_id": item.id, "output_index": item.index}
         if item.part() is not None:
             place["content_index"] = 0

@@ -145,7 +145,8 @@ class StoredAnswer:
         wait = REFUSAL_SECONDS if self.record.background else self._api.options.keep_alive_seconds
         first = await delivery.first_event(wait)
         try:
-            await self._journal.save_now(self.record)  # before the client learns the id
+            # Committed before the client learns the id.
+            await asyncio.wrap_future(self._journal.save(self.record))
         except BaseException:
             delivery.close()
             raise
