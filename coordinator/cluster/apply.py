@@ -35,10 +35,10 @@ def apply(view: View, event: events.Event, now: float) -> View:
             )
             return _enter(_without_preparation(started), Phase.STARTING)
         case events.GroupMeasured(addresses, seconds):
-            members = {
-                a: m.with_collective(addresses, seconds) if a in addresses else m
-                for a, m in view.members.items()
-            }
+            members = dict(view.members)
+            for address in members.keys() & set(addresses):
+                measured = {**members[address].collectives, frozenset(addresses): seconds}
+                members[address] = replace(members[address], collectives=measured)
             return replace(view, members=members)
         case events.PlanServing(epoch) if epoch == view.epoch and view.phase is Phase.STARTING:
             served = replace(view, recovering=False, problem="", gathered=0.0, retry_at=0.0)

@@ -21,12 +21,12 @@ MAX_FAULT = 300
 """Characters of the fault message of a process in logs and errors."""
 
 
-class GroupError(NotReadyError):
-    """A process for a group could not start. `address` is that of its worker."""
+class StartError(NotReadyError):
+    """Failure to start a plan. `suspect` is the address of the worker to leave out, if one is known."""
 
-    def __init__(self, reason: str, address: str) -> None:
+    def __init__(self, reason: str, suspect: str | None) -> None:
         super().__init__(reason)
-        self.address = address
+        self.suspect = suspect
 
 
 def choose_backend(arithmetic: str, rdma: Sequence[str]) -> Backend:
@@ -58,7 +58,7 @@ class GroupStart:
         self._background = BackgroundTasks()
 
     async def start(self, stages: Sequence[Sequence[WorkerClient]]) -> list[list[WorkerClient]]:
-        """Start a process on every worker, and return their clients in the same places. Raises GroupError."""
+        """Start a process on every worker, and return their clients in the same places. Raises StartError."""
         workers = [worker for members in stages for worker in members]
         starts = [asyncio.create_task(self._start_one(worker)) for worker in workers]
         try:
@@ -77,7 +77,7 @@ class GroupStart:
         try:
             reply = await worker.start_member(request)
         except ClusterError as error:
-            raise GroupError(str(error), worker.owner) from error
+            raise StartError(str(error), worker.owner) from error
         address = join_address(host_of(worker.address), reply.port)
         client = WorkerClient(address, self._me, worker.trust, worker.node, worker.owner)
         self._hosts[worker.owner] = reply.group_address

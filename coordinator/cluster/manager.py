@@ -28,6 +28,7 @@ from coordinator.cluster.decide import (
     describe_wait,
 )
 from coordinator.cluster.discovery import on_this_machine
+from coordinator.cluster.group_start import MAX_FAULT
 from coordinator.cluster.membership import ManagerOptions, Membership
 from coordinator.cluster.plan_start import LoadState, PlanStart, describe_failure
 from coordinator.cluster.served_model import ServedModel
@@ -61,9 +62,6 @@ class ReplanLog:
             self.answered += 1
             self.result = result
 
-
-MAX_FAULT = 300
-"""Characters of a worker's fault message in logs and errors."""
 
 CLOSE_SECONDS = 5.0
 """Seconds. Bound on unloading all workers when the coordinator ends."""
@@ -420,13 +418,10 @@ class ClusterManager(PipelineSource):
             return
         if worker_status.HasField("fault"):
             fault = worker_status.fault
+            # The suspect is the far end of a failed hop, or else the worker that reports the fault.
+            members = self.view.members.items() if fault.peer else ()
+            peers = (a for a, m in members if m.worker_id == fault.peer)
             message = printable(fault.message, MAX_FAULT)
-            self._fail_pipeline(pipeline, message, self._suspect_of(address, fault))
+            self._fail_pipeline(pipeline, message, next(peers, address))
         else:
             pipeline.record_worker_status(address, worker_status)
-
-    def _suspect_of(self, address: str, fault: pb.Fault) -> str:
-        """Return the far end of a failed hop, or else the worker that reports `fault`."""
-        members = self.view.members.items() if fault.peer else ()
-        peers = (a for a, m in members if m.worker_id == fault.peer)
-        return next(peers, address)

@@ -10,7 +10,7 @@ from itertools import chain
 
 from coordinator.cluster.discovery import on_this_machine
 from coordinator.cluster.events import PlanPrepared, PreparationFailed
-from coordinator.cluster.group_start import GroupError, GroupStart
+from coordinator.cluster.group_start import GroupStart, StartError
 from coordinator.cluster.membership import ManagerOptions, Membership
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import View
@@ -20,7 +20,7 @@ from coordinator.planning.capacity import Capacity
 from coordinator.planning.plan import Plan, StagePlan
 from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
-from proto.errors import ClusterError, NotReadyError, ProtocolError
+from proto.errors import ClusterError, ProtocolError
 from proto.frame import MAX_FRAME_TOKENS
 from proto.rpc.status_codes import printable
 from proto.terminal.progress import OnProgress, byte_bar
@@ -35,14 +35,6 @@ MAX_COLLECTIVE_US = 1e6
 
 LEASE_TIMEOUTS = 3
 """Failure timeouts without a message after which a worker ends the lease of its coordinator."""
-
-
-class StartError(NotReadyError):
-    """Failure to start a plan. `suspect` is the address of the worker to leave out, if one is known."""
-
-    def __init__(self, reason: str, suspect: str | None) -> None:
-        super().__init__(reason)
-        self.suspect = suspect
 
 
 @dataclass
@@ -101,9 +93,10 @@ class PlanStart:
             group = GroupStart(self._options.me, self.plan.epoch, timeout, lease_ms(timeout))
             try:
                 stages = await group.start(stages)
-            except GroupError as error:
-                await self._membership.probe(error.address)
-                raise StartError(str(error), error.address) from error
+            except StartError as error:
+                if error.suspect is not None:
+                    await self._membership.probe(error.suspect)
+                raise
         try:
             await self._load_stages(label, room, self.plan.epoch, stages, group)
         except BaseException:

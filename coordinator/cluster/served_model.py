@@ -49,15 +49,12 @@ class ServedModel:
     draft_vocab: DraftVocabularySize = field(default_factory=DraftVocabularySize)
     parallel: Parallel = field(default_factory=Parallel)
     prefer: Prefer = Prefer.latency
+    _costs: dict[int, ModelCosts] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def provider(self) -> WeightProvider:
         """Source of weights for workers that lack the checkpoint's files."""
         return WeightProvider(self.checkpoint, self.ref, self.share_weights)
-
-    @cached_property
-    def _costs(self) -> dict[int, ModelCosts]:
-        return {}
 
     def costs_of(self, size: int) -> ModelCosts:
         """Return the bytes and times of the parts that a member of a group of `size` holds, for the planner.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -84,10 +84,6 @@ class Member:
             # Another process may have another link.
             collectives=before.collectives if before.worker_id == self.worker_id else {},
         )
-
-    def with_collective(self, addresses: Iterable[str], seconds: float) -> Member:
-        """Return this member with the time of a sum over the group of `addresses`."""
-        return replace(self, collectives={**self.collectives, frozenset(addresses): seconds})
 
     def with_failure_recorded(self, now: float, first_backoff: float) -> Member:
         """Return this member with one failure more.

@@ -228,7 +228,15 @@ def _group_plan(
         nodes = [machine.node for machine in machines]
         return make_plan(planning.costs_of(1), nodes, workload=planning.workload, epoch=epoch)
     teams = group_machines(machines, size, groups)
-    nodes = [_joint_node(team) for team in teams]
+    # One node for each group: its members hold a share each, and the slowest one sets the speed.
+    nodes = [
+        NodeSpec(
+            team[0].node.name,
+            min(machine.node.memory_limit for machine in team),
+            min(machine.node.speed for machine in team),
+        )
+        for team in teams
+    ]
     found = make_plan(planning.costs_of(size), nodes, workload=planning.workload, epoch=epoch)
     by_name = {team[0].node.name: team for team in teams}
     stages = tuple(
@@ -305,13 +313,4 @@ def _too_few(machines: Sequence[Machine], size: int, groups: int, found: int) ->
     return SpanError(
         f"{len(machines)} machines make {found} groups of {size} equal ones, {groups} are needed "
         f"({described}). Add equal machines, or choose another --parallel."
-    )
-
-
-def _joint_node(team: Sequence[Machine]) -> NodeSpec:
-    """Return a group as one node: each member holds a share, and the slowest one sets the speed."""
-    return NodeSpec(
-        team[0].node.name,
-        min(machine.node.memory_limit for machine in team),
-        min(machine.node.speed for machine in team),
     )

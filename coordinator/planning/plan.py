@@ -41,7 +41,10 @@ def check_pinned_layers(
                 f"both {nodes[a][0]} ({pinned[a]}) and {nodes[b][0]} ({pinned[b]}) are pinned to "
                 f"{_layers(both)}: change --layers of one"
             )
-    gaps = _gaps([pinned[v] for v in in_order], num_layers)
+    ends = [0, *(pinned[v].end for v in in_order)]
+    starts = [*(pinned[v].start for v in in_order), num_layers]
+    pairs = zip(ends, starts, strict=True)
+    gaps = [Span(end, start) for end, start in pairs if end < start]
     free = len(nodes) - len(pinned)
     if len(gaps) > free:
         held = ", ".join(f"{nodes[v][0]} {pinned[v]}" for v in in_order)
@@ -51,13 +54,6 @@ def check_pinned_layers(
             f"{'; ' + others if free else ''}: change --layers, or add a worker without it"
         )
     return pinned
-
-
-def _gaps(spans: Sequence[Span], num_layers: int) -> list[Span]:
-    """Return the layers that `spans`, sorted and disjoint, do not cover."""
-    ends = [0, *(span.end for span in spans)]
-    starts = [*(span.start for span in spans), num_layers]
-    return [Span(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
 def _layers(span: Span) -> str:
@@ -211,7 +207,11 @@ def make_plan(
     MemoryLimitError when no cut fits, with the bytes missing on each node. Raises UsageError when there is no node or
     two nodes share a name.
     """
-    check_nodes(nodes)
+    names = [node.name for node in nodes]
+    if not names:
+        raise UsageError("no node to plan for. Start a worker, or name one with --node.")
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UsageError(f"two nodes are named {sorted(twice)[0]}. Give each node its own --name.")
     pinned = check_pinned_layers([(n.name, n.pinned) for n in nodes], len(model.layers))
     costs = _Costs(model, workload or Workload())
     seconds = np.stack([costs.seconds(node) for node in nodes])
@@ -224,15 +224,6 @@ def make_plan(
         stages=tuple(costs.stage(nodes[v], Span(start, end)) for v, start, end in runs),
         unused=tuple(node.name for v, node in enumerate(nodes) if v not in used),
     )
-
-
-def check_nodes(nodes: Sequence[NodeSpec]) -> None:
-    """Raise UsageError unless there is a node and the names of all nodes differ."""
-    names = [node.name for node in nodes]
-    if not names:
-        raise UsageError("no node to plan for. Start a worker, or name one with --node.")
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise UsageError(f"two nodes are named {sorted(twice)[0]}. Give each node its own --name.")
 
 
 class _Costs:
