@@ -90,9 +90,9 @@ def _new_app(api: Api, routers: Sequence[APIRouter], frames: FrameRecords | None
     # No generated pages: they would load scripts from other sites.
     app = FastAPI(title="mtp-cluster", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.api, metrics = api, api.metrics
-    app.state.live_feed = LiveFeed(
-        api.status, metrics.latency, metrics.clock, frames, metrics.request_log
-    )
+    frames = frames or FrameRecords()
+    feed = LiveFeed(api.status, metrics.latency, metrics.clock, frames, metrics.request_log)
+    app.state.live_feed = feed
     for router in routers:
         app.include_router(router, dependencies=[Depends(require_key)])
     app.include_router(operations.open_router)

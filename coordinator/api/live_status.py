@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from coordinator.cluster.manager import ClusterManager
@@ -29,27 +29,22 @@ async def trace_report(loop: GenerationLoop, seconds: float) -> dict[str, Any]:
     return {"trace": chrome_trace(processes), "table": step_table(processes)}
 
 
+@dataclass(eq=False)
 class LiveStatus(StatusSource):
     """The status of a server.
 
     `manager` is None in single-node mode. `alone()` returns the status of this process while it serves alone.
     """
 
-    def __init__(
-        self,
-        loop: GenerationLoop,
-        manager: ClusterManager | None,
-        model: str,
-        alone: Callable[[], NodeStatus],
-        architecture: ModelStatus | None = None,
-    ) -> None:
-        self.loop = loop
-        self.architecture = architecture
-        self.alone = alone
-        self.manager = manager
-        self.model = model
-        self._started = loop.clock()
-        self._epoch_offset = time.time() - (manager.clock() if manager else 0.0)
+    loop: GenerationLoop
+    manager: ClusterManager | None
+    model: str
+    alone: Callable[[], NodeStatus]
+    architecture: ModelStatus | None = None
+
+    def __post_init__(self) -> None:
+        self._started = self.loop.clock()
+        self._epoch_offset = time.time() - (self.manager.clock() if self.manager else 0.0)
 
     def status(self) -> ClusterStatus:
         loop = self.loop.status()

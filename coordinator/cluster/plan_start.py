@@ -52,28 +52,22 @@ class LoadState:
         return sum(d for d, _ in self.done.values()), sum(t for _, t in self.done.values())
 
 
+@dataclass(eq=False)
 class PlanStart:
     """One start of `plan` over the workers of `view`."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        view: View,
-        model: ServedModel,
-        options: ManagerOptions,
-        membership: Membership,
-    ) -> None:
-        self.plan = plan
-        self.loads = LoadState()
-        self.has_mtp = False
-        """True once the last stage has loaded an MTP head."""
-        self._members = view.members
-        self._present_epoch = view.epoch
-        self.busy = workers_in_use(view, plan)
+    plan: Plan
+    view: View
+    model: ServedModel
+    options: ManagerOptions
+    membership: Membership
+    loads: LoadState = field(default_factory=LoadState)
+    has_mtp: bool = False
+    """True once the last stage has loaded an MTP head."""
+
+    def __post_init__(self) -> None:
+        self.busy = workers_in_use(self.view, self.plan)
         """Addresses of the workers that load when the plan in force has ended."""
-        self._model = model
-        self._options = options
-        self._membership = membership
         self._frame_limits: list[FrameLimits] = []
         """Limits of the workers that have loaded."""
 
@@ -82,20 +76,20 @@ class PlanStart:
 
         Raises StartError. A worker that no longer answers has been recorded as lost by then.
         """
-        room = self._model.capacity(self.plan)
+        room = self.model.capacity(self.plan)
         label = f"loading layers on {len(self.plan.nodes)} workers"
-        timeout = self._options.failure_timeout
+        timeout = self.options.failure_timeout
         stages = [[self._worker(node) for node in stage.nodes] for stage in self.plan.stages]
         for worker in chain.from_iterable(stages):
             worker.member = None
         group: GroupStart | None = None
         if self.plan.group_size > 1:
-            group = GroupStart(self._options.me, self.plan.epoch, timeout, lease_ms(timeout))
+            group = GroupStart(self.options.me, self.plan.epoch, timeout, lease_ms(timeout))
             try:
                 stages = await group.start(stages)
             except StartError as error:
                 if error.suspect is not None:
-                    await self._membership.probe(error.suspect)
+                    await self.membership.probe(error.suspect)
                 raise
         try:
             await self._load_stages(label, room, self.plan.epoch, stages, group)
@@ -108,12 +102,12 @@ class PlanStart:
         if group is not None:
             group.belong_to(pipeline)
         pipeline.frame_limits = FrameLimits.joint(self._frame_limits)
-        ids = {node: self._members[node].worker_id for node in self.plan.nodes}
+        ids = {node: self.view.members[node].worker_id for node in self.plan.nodes}
         try:
             await pipeline.open(ids)
         except ClusterError as error:
             await pipeline.close()
-            await asyncio.gather(*(self._membership.probe(node) for node in self.plan.nodes))
+            await asyncio.gather(*(self.membership.probe(node) for node in self.plan.nodes))
             # If all workers are alive, the far end of the hop that failed is the suspect.
             raise StartError(str(error), pipeline.suspect) from error
         except BaseException:
@@ -130,10 +124,10 @@ class PlanStart:
         """
         try:
             await asyncio.gather(*(self._reach(node) for node in self.plan.nodes))
-            room = self._model.capacity(self.plan)
+            room = self.model.capacity(self.plan)
             label = "loading layers for the next plan"
             stages = [[self._worker(node) for node in stage.nodes] for stage in self.plan.stages]
-            await self._load_stages(label, room, self._present_epoch, stages, busy=self.busy)
+            await self._load_stages(label, room, self.view.epoch, stages, busy=self.busy)
         except Exception as error:
             reason, suspect = describe_failure(error)
             log.warning("the plan stays: the next one could not load", extra={"error": reason})
@@ -166,7 +160,7 @@ class PlanStart:
                 for rank, worker in enumerate(workers):
                     request = self._request(stage, room, epoch)
                     if group is not None:
-                        arithmetic = self._members[stage.node].arithmetic
+                        arithmetic = self.view.members[stage.node].arithmetic
                         request.group.CopyFrom(group.seat(workers, rank, arithmetic))
                     step = self._load if group is not None else self._fetch_and_load
                     step = self._fetch if worker.owner in busy else step
@@ -178,32 +172,32 @@ class PlanStart:
                     task.cancel()
 
     def _worker(self, address: str) -> WorkerClient:
-        worker = self._membership.clients.get(address)
+        worker = self.membership.clients.get(address)
         if worker is None:
             raise StartError(f"the worker at {address} is leaving", None)
         return worker
 
     def _request(self, stage: StagePlan, room: Capacity, epoch: int) -> pb.LoadRequest:
         return pb.LoadRequest(
-            coordinator=self._options.me,
+            coordinator=self.options.me,
             epoch=epoch,
-            model=self._model.ref,
+            model=self.model.ref,
             span=pb.Span(start=stage.span.start, end=stage.span.end),
             first=stage.first,
             last=stage.last,
-            dtype=self._model.dtype or "",
-            kv_bits=self._model.kv_bits,
-            mtp=self._model.with_head,
-            exact=self._model.exact,
-            slices=self._model.slices,
-            draft_vocab=self._model.draft_vocab.tokens,
-            draft_vocab_auto=self._model.draft_vocab.auto,
+            dtype=self.model.dtype or "",
+            kv_bits=self.model.kv_bits,
+            mtp=self.model.with_head,
+            exact=self.model.exact,
+            slices=self.model.slices,
+            draft_vocab=self.model.draft_vocab.tokens,
+            draft_vocab_auto=self.model.draft_vocab.auto,
             limits=pb.Limits(
                 max_sequences=room.sequences,
                 kv_tokens=room.kv_tokens,
                 prefix_bytes=room.prefix_bytes,
             ),
-            lease_ms=lease_ms(self._options.failure_timeout),
+            lease_ms=lease_ms(self.options.failure_timeout),
         )
 
     async def _fetch_and_load(
@@ -226,12 +220,12 @@ class PlanStart:
 
     async def _fetch(self, worker: WorkerClient, request: pb.LoadRequest, show: OnProgress) -> None:
         """Provide the weights that the worker lacks, which it writes to its disk."""
-        if self._members[worker.owner].has_files:
+        if self.view.members[worker.owner].has_files:
             return
         try:
             progress = self._progress_of(worker, show)
             receiver = self._worker(worker.owner)
-            await self._model.provider.provide_weights(receiver, request, progress)
+            await self.model.provider.provide_weights(receiver, request, progress)
         except ClusterError as error:
             raise await self._start_error(worker, error) from error
 
@@ -245,13 +239,13 @@ class PlanStart:
 
     async def _reach(self, address: str) -> None:
         try:
-            await self._membership.check_reachable(address)
+            await self.membership.check_reachable(address)
         except ClusterError as error:
             raise StartError(str(error), address) from error
 
     async def _start_error(self, worker: WorkerClient, error: ClusterError) -> StartError:
         """Return the error of a worker, which is the suspect if it answers. Otherwise it is recorded as lost."""
-        await self._membership.probe(worker.owner)
+        await self.membership.probe(worker.owner)
         return StartError(str(error), worker.owner)
 
 

@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import count, takewhile
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -97,24 +97,20 @@ Subscriber = asyncio.Queue[bytes | None]
 _dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
+@dataclass(eq=False)
 class LiveFeed:
     """The state that pages show. It looks at `source` from `start` or the first subscriber until `close`."""
 
-    def __init__(
-        self,
-        source: StatusSource,
-        latency: LatencyLog,
-        clock: Callable[[], float] = time.perf_counter,
-        frames: FrameRecords | None = None,
-        requests: RequestLog | None = None,
-    ) -> None:
-        self.source = source
-        self.clock = clock
-        """The clock of `latency`, in seconds."""
+    source: StatusSource
+    latency: LatencyLog
+    clock: Callable[[], float] = time.perf_counter
+    """The clock of `latency`, in seconds."""
+    frames: FrameRecords = field(default_factory=FrameRecords)
+    requests: RequestLog = field(default_factory=RequestLog)
+
+    def __post_init__(self) -> None:
         self.events = EventLog()
-        self.history = History(latency)
-        self.frames = FrameRecords() if frames is None else frames
-        self.requests = RequestLog() if requests is None else requests
+        self.history = History(self.latency)
         self._sent_requests: list[Json] = []
         """The open requests that pages have."""
         self._sent_ended = 0
@@ -239,10 +235,6 @@ class LiveFeed:
             self._sent_frame = new[-1].number
         return _compact_frames(new)
 
-    def _recent_frames(self) -> list[list[float | str]]:
-        recent = self.frames.since(self._sent_frame - MAX_FRAMES_SENT, 2 * MAX_FRAMES_SENT)
-        return _compact_frames(f for f in recent if f.number <= self._sent_frame)
-
     def _send(self, message: bytes) -> None:
         for queue in self._subscribers:
             if queue.full():
@@ -256,6 +248,7 @@ class LiveFeed:
             return self._encoded
         if not self._status:
             self._status = status_fields(self.source.status(), self.history.traffic())
+        recent = self.frames.since(self._sent_frame - MAX_FRAMES_SENT, 2 * MAX_FRAMES_SENT)
         self._encoded = _message(
             "snapshot",
             {
@@ -263,7 +256,7 @@ class LiveFeed:
                 "status": self._status,
                 "events": [asdict(e) for e in _without(self.events.events, self._new_events)],
                 "history": [s.compact() for s in _without(self.history.samples, self._new_samples)],
-                "frames": self._recent_frames(),
+                "frames": _compact_frames(f for f in recent if f.number <= self._sent_frame),
                 "open_requests": self._open_requests(),
                 "ended_requests": [asdict(record) for record in self.requests.recent],
             },

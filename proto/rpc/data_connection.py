@@ -398,7 +398,7 @@ class DataPort(Acceptor):
     @property
     def port(self) -> int:
         """The port number."""
-        return int(self._listener.getsockname()[1])
+        return int(self.listener.getsockname()[1])
 
     async def _receive_ticket(self, connection: socket.socket) -> None:
         """Pass on a connection with its ticket. Raises ProtocolError or OSError for another one."""

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -195,6 +196,7 @@ Parts = tuple[memoryview, ...]
 """The rest of a frame, as parts that follow each other on the wire."""
 
 
+@dataclass(eq=False)
 class FrameWriter:
     """The writer of frames to `peer` over `connection`. Construct it on the event loop.
 
@@ -202,18 +204,13 @@ class FrameWriter:
     within `timeout`, and otherwise WorkerLostError.
     """
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        peer: str,
-        timeout: float,
-        on_failure: Callable[[ClusterError], None],
-    ) -> None:
-        connection.setblocking(False)
-        self._connection = connection
-        self._peer = peer
-        self._timeout = timeout
-        self._on_failure = on_failure
+    connection: socket.socket
+    peer: str
+    timeout: float
+    on_failure: Callable[[ClusterError], None]
+
+    def __post_init__(self) -> None:
+        self.connection.setblocking(False)
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         """Guards all that follows, and the socket while `_writing_since` is None."""
@@ -240,14 +237,19 @@ class FrameWriter:
                 return
             if self._writing_since is None and not self._queue and direct:
                 try:
-                    count = _write_some(self._connection, message)
+                    count = _write_some(self.connection, message)
                 except OSError as error:
-                    self._fail(_lost(self._peer, error))
+                    self._fail(_lost(self.peer, error))
                     return
             if count < len(message) or tensor:
                 parts = (memoryview(message)[count:], memoryview(tensor))
                 self._queue.append((parts, on_written))
-                self._start_thread()
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._drain, name="frame writer", daemon=True
+                    )
+                    self._thread.start()
+                self._changed.notify()
                 return
         on_written()
 
@@ -273,18 +275,11 @@ class FrameWriter:
             return False
         self._closed = True
         self._queue.clear()
-        shut_down(self._connection)
+        shut_down(self.connection)
         if self._thread is None:
-            self._connection.close()
+            self.connection.close()
         self._changed.notify()
         return True
-
-    def _start_thread(self) -> None:
-        """Wake the thread of this writer, or start it."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._drain, name="frame writer", daemon=True)
-            self._thread.start()
-        self._changed.notify()
 
     def _drain(self) -> None:
         """Write queued frames until the writer is closed. Runs on the writer's thread."""
@@ -301,7 +296,7 @@ class FrameWriter:
             with self._changed:
                 self._closed = True
                 self._writing_since = None
-            self._connection.close()
+            self.connection.close()
 
     def _next_item(self) -> tuple[Parts, OnWritten] | None:
         with self._changed:
@@ -314,27 +309,26 @@ class FrameWriter:
             return self._queue.popleft()
 
     def _write(self, parts: Parts) -> None:
-        limit = self._timeout + sum(map(len, parts)) / SLOWEST_LINK
-        due = time.monotonic() + limit
+        due = time.monotonic() + self.timeout + sum(map(len, parts)) / SLOWEST_LINK
         poll = select.poll()
-        poll.register(self._connection, select.POLLOUT)
+        poll.register(self.connection, select.POLLOUT)
         try:
             for part in parts:
                 data = part
                 while data:
-                    if count := _write_some(self._connection, data):
+                    if count := _write_some(self.connection, data):
                         data = data[count:]
                     elif (left := due - time.monotonic()) <= 0 or not poll.poll(1000 * left):
-                        late = f"{self._peer} accepted no frame for {self._timeout:g} s"
+                        late = f"{self.peer} accepted no frame for {self.timeout:g} s"
                         raise DeadlineError(late)
         except OSError as error:
-            raise _lost(self._peer, error) from error
+            raise _lost(self.peer, error) from error
 
     def _fail(self, error: ClusterError) -> None:
         if not self._end():
             return
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._on_failure, error)
+            self._loop.call_soon_threadsafe(self.on_failure, error)
 
 
 def _write_some(connection: socket.socket, data: bytes | memoryview) -> int:
@@ -403,31 +397,24 @@ async def _status_of(call: Call, address: str) -> ClusterError:
     return from_status(code.name, details, trailing, address)
 
 
+@dataclass(eq=False)
 class Link:
     """The sender of frames to `address`. It reports failure once, by `on_failure` on the event loop.
 
     With `trust` the link connects only to the worker with node id `node`.
     """
 
-    def __init__(
-        self,
-        address: str,
-        binding: StreamBinding,
-        *,
-        timeout: float,
-        on_failure: Callable[[ClusterError], None],
-        trust: NodeTrust | None = None,
-        node: str = "",
-    ) -> None:
-        self.address = address
-        self.timeout = timeout
-        self._binding = binding
-        self._on_failure = on_failure
-        self._trust = trust
-        self._node = node
+    address: str
+    binding: StreamBinding
+    timeout: float
+    on_failure: Callable[[ClusterError], None]
+    trust: NodeTrust | None = None
+    node: str = ""
+
+    def __post_init__(self) -> None:
         # A separate connection for each plan: a new plan must not reuse a connection that has silently died.
         options = (("grpc.use_local_subchannel_pool", 1),)
-        self._channel = open_channel(address, trust, Role.WORKER, node, options)
+        self._channel = open_channel(self.address, self.trust, Role.WORKER, self.node, options)
         self._writer: FrameWriter | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -440,9 +427,9 @@ class Link:
             FRAMES
         )
         # Kept by no attribute: as long as a call exists, gRPC keeps its connection, although the channel is closed.
-        call = method(metadata=self._binding.to_metadata())
+        call = method(metadata=self.binding.to_metadata())
         connection, figures = await open_connection(
-            call, self.address, self._trust, self._node, self.timeout
+            call, self.address, self.trust, self.node, self.timeout
         )
         broken: asyncio.Future[ClusterError | None] = asyncio.get_running_loop().create_future()
         self._writer = FrameWriter(connection, self.address, self.timeout, broken.set_result)
@@ -474,4 +461,4 @@ class Link:
 
     async def _watch(self, call: Call, broken: asyncio.Future[ClusterError | None]) -> None:
         """Report the failure of the hop: by the status of the call, or by a write that failed or was late."""
-        self._on_failure(await end_of_connection(call, self.address, broken))
+        self.on_failure(await end_of_connection(call, self.address, broken))

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import psutil
@@ -99,6 +100,7 @@ RETRY_SECONDS = 0.01
 """Seconds. Delay after a failed accept, such as for lack of open files."""
 
 
+@dataclass(eq=False)
 class Acceptor:
     """The connections of the bound `listener`, while `greet` finds out in a task for each whether its peer may stay.
 
@@ -106,15 +108,11 @@ class Acceptor:
     connection is closed when `greet` is cancelled, or raises OSError or ClusterError. `name` is for the log.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        greet: Callable[[socket.socket], Coroutine[Any, Any, object]],
-        name: str,
-    ) -> None:
-        self._listener = listener
-        self._greet = greet
-        self._name = name
+    listener: socket.socket
+    greet: Callable[[socket.socket], Coroutine[Any, Any, object]]
+    name: str
+
+    def __post_init__(self) -> None:
         self._tasks = BackgroundTasks()
         self._waiting: dict[asyncio.Task[None], str] = {}
         """The tasks of the connections that wait, oldest first, with their addresses."""
@@ -122,20 +120,20 @@ class Acceptor:
 
     def start(self) -> None:
         """Listen and accept connections."""
-        self._listener.listen(BACKLOG)
-        self._listener.setblocking(False)
+        self.listener.listen(BACKLOG)
+        self.listener.setblocking(False)
         self._tasks.spawn(self._accept())
 
     async def close(self) -> None:
         """Stop listening, and close the connections that wait."""
         await self._tasks.close()
-        self._listener.close()
+        self.listener.close()
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, address = await loop.sock_accept(self._listener)
+                connection, address = await loop.sock_accept(self.listener)
             except OSError as error:  # such as too many open files
                 self._log_refused(str(error))
                 await asyncio.sleep(RETRY_SECONDS)
@@ -159,7 +157,7 @@ class Acceptor:
 
     async def _admit(self, connection: socket.socket) -> None:
         try:
-            await self._greet(connection)
+            await self.greet(connection)
         except AccessError as error:
             connection.close()
             self._log_refused(str(error))
@@ -173,7 +171,7 @@ class Acceptor:
         """Count a refused connection, and log the count if the last warning is old."""
         self._refused += 1
         if (now := time.monotonic()) >= self._logged + REFUSED_LOG_SECONDS:
-            log.warning("%s refused", self._name, extra={"count": self._refused, "reason": reason})
+            log.warning("%s refused", self.name, extra={"count": self._refused, "reason": reason})
             self._refused, self._logged = 0, now
 
 

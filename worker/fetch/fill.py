@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -192,57 +192,47 @@ def _tensors(offer: pb.WeightsOffer, copy: SpanCopy) -> list[Tensor]:
     return found
 
 
+@dataclass(eq=False)
 class _Filling:
     """One call of `fill`. It fetches part after part, each under the lock of its file.
 
     The bytes come from `hub`, or in messages of the coordinator when it is None.
     """
 
-    def __init__(
-        self,
-        copy: SpanCopy,
-        tensors: list[Tensor],
-        hub: HubRepo | None,
-        pull: Pull,
-        send_reply: SendReply,
-        stop: threading.Event,
-    ) -> None:
-        self.parts: list[tuple[ShardWriter, list[Tensor]]] = []
-        for part, group in groupby(tensors, key=lambda tensor: tensor.part):
-            members = list(group)
-            writer = copy.writer(part, [tensor.entry for tensor in members])
-            self.parts.append((writer, members))
-        self.copy = copy
-        self.hub = hub
-        self.pieces: Iterator[bytes] = iter(())
-        self.rest = b""
-        self.pull = pull
-        self.send_reply = send_reply
-        self.stop = stop
-        self.received = 0
-        self.done = 0
-        self.total = 0
-        self._reported_at = 0.0
+    copy: SpanCopy
+    tensors: list[Tensor]
+    hub: HubRepo | None
+    pull: Pull
+    send_reply: SendReply
+    stop: threading.Event
+    pieces: Iterator[bytes] = field(init=False)
+    rest: bytes = b""
+    received: int = 0
+    done: int = 0
+    total: int = 0
+    _reported_at: float = 0.0
 
     def run(self) -> int:
         """Fetch all missing parts, and return the number of received bytes."""
-        missing = [(w, tensors) for w, tensors in self.parts if not w.is_finished()]
+        missing: list[tuple[ShardWriter, list[Tensor]]] = []
+        for part, group in groupby(self.tensors, key=lambda tensor: tensor.part):
+            members = list(group)
+            writer = self.copy.writer(part, [tensor.entry for tensor in members])
+            if not writer.is_finished():
+                missing.append((writer, members))
         self.total = sum(writer.nbytes for writer, _ in missing)
-        self._check_room(sum(writer.missing_bytes() for writer, _ in missing))
-        for writer, tensors in missing:
-            before = self.done
-            writer.complete(partial(self._fetch_part, writer, tensors), self._wait)
-            self.done = before + writer.nbytes
-        return self.received
-
-    def _check_room(self, needed: int) -> None:
-        free = shutil.disk_usage(self.copy.path).free
-        if needed > free:
+        needed = sum(writer.missing_bytes() for writer, _ in missing)
+        if needed > (free := shutil.disk_usage(self.copy.path).free):
             raise CheckpointError(
                 f"{self.copy.path}: the disk has {format_size(free)} left, and the layers need {format_size(needed)}. "
                 "Make room, or set HF_HOME to a directory on another disk",
                 public="a worker's disk is full",
             )
+        for writer, tensors in missing:
+            before = self.done
+            writer.complete(partial(self._fetch_part, writer, tensors), self._wait)
+            self.done = before + writer.nbytes
+        return self.received
 
     def _wait(self) -> None:
         """Wait for another worker of this machine, which fetches the part for both."""

@@ -140,20 +140,17 @@ class Binding:
 
         Raises StaleEpochError when the plan ends during the call, and the errors of opening the link.
         """
-        figures = None
-        self.hop_timeout = request.hop_timeout_ms / 1000
+        figures, timeout_ms = None, request.hop_timeout_ms
+        self.hop_timeout = timeout_ms / 1000
         if request.next_address:
-            self.link = self._make_link(
-                _Peer(request.next_address, request.next_worker_id, request.next_node),
-                StreamBinding(self.place.epoch, self.place.stage + 1, worker_id, self.place.token),
-                request.hop_timeout_ms,
-                trust,
-            )
+            address, node = request.next_address, request.next_node
+            peer = pb.Peer(address=address, worker_id=request.next_worker_id, node=node)
+            hop = self.place.stage + 1
+            self.link = self._make_link(peer, hop, worker_id, timeout_ms, trust)
             figures = await self.link.open()
         for member in request.members:
-            peer = _Peer(member.address, member.worker_id, member.node)
-            stream = StreamBinding(self.place.epoch, self.place.stage, worker_id, self.place.token)
-            self.members.append(self._make_link(peer, stream, request.hop_timeout_ms, trust))
+            link = self._make_link(member, self.place.stage, worker_id, timeout_ms, trust)
+            self.members.append(link)
         await asyncio.gather(*(link.open() for link in self.members))
         await self.thread.call(partial(self._take_engine, make_engine))
         if self._closed:
@@ -168,19 +165,20 @@ class Binding:
         place = self.place
         if not place.last or place.stage == 0 or self.ring is not None:
             raise ProtocolError(f"stage {place.stage} of {place.num_stages} opens no ring now")
-        peer = _Peer(request.first_address, request.first_worker_id, request.first_node)
-        stream = StreamBinding(place.epoch, place.num_stages, worker_id, place.token)
-        self.ring = self._make_link(peer, stream, request.hop_timeout_ms, trust)
+        address, node = request.first_address, request.first_node
+        peer = pb.Peer(address=address, worker_id=request.first_worker_id, node=node)
+        hop, timeout_ms = place.num_stages, request.hop_timeout_ms
+        self.ring = self._make_link(peer, hop, worker_id, timeout_ms, trust)
         return await self.ring.open()
 
     def _make_link(
-        self, peer: _Peer, stream: StreamBinding, timeout_ms: int, trust: NodeTrust | None
+        self, peer: pb.Peer, hop: int, worker_id: str, timeout_ms: int, trust: NodeTrust | None
     ) -> Link:
         if (trust is None) != (peer.node == ""):
             raise AccessError("a plan may not mix workers of a cluster with unsecured workers")
         return Link(
             peer.address,
-            stream,
+            StreamBinding(self.place.epoch, hop, worker_id, self.place.token),
             timeout=timeout_ms / 1000,
             on_failure=lambda error: self._fail(pb.FAULT_KIND_LINK, str(error), peer.worker_id),
             trust=trust,
@@ -392,15 +390,6 @@ class Binding:
             log.warning("signal ignored", extra={"error": str(error)})
         except Exception as error:
             self._engine_failed(error)
-
-
-@dataclass(frozen=True)
-class _Peer:
-    """The receiver of a link. `node` is its node id in a secured plan."""
-
-    address: str
-    worker_id: str
-    node: str
 
 
 def _nothing() -> None:
