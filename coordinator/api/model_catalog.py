@@ -138,5 +138,6 @@ class ModelLoader(Protocol):
     def start(self, name: str) -> LoadReport:
         """Begin to change to the model `name`, downloaded if needed, and return the report.
 
-        Raises CheckpointError for an invalid name, and BusyError while another change runs.
+        `name` may also be the absolute path of a directory with a model, which then has the directory's name. Raises
+        CheckpointError for an invalid name, and BusyError while another change runs.
         """

@@ -45,9 +45,7 @@ from proto.terminal.progress import byte_bar, format_size
 
 
 def inspect(
-    argument: ModelArgument = None,
-    option: ModelOption = None,
-    as_json: JsonOption = False,
+    argument: ModelArgument = None, option: ModelOption = None, as_json: JsonOption = False
 ) -> None:
     """Show a checkpoint's layers, sizes, quantization and MTP head.
 

@@ -36,9 +36,7 @@ _COLOURS = {
 
 
 def status(
-    url: UrlOption = DEFAULT_URL,
-    api_key: KeyOption = None,
-    as_json: JsonOption = False,
+    url: UrlOption = DEFAULT_URL, api_key: KeyOption = None, as_json: JsonOption = False
 ) -> None:
     """Show a cluster: nodes, layers, memory, health, tokens a second, acceptance. The page shows it live.
 

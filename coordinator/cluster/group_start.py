@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from coordinator.pipeline.remote_pipeline import RemotePipeline
 from coordinator.pipeline.worker_client import NOTICE_SHARE, WorkerClient
@@ -39,16 +40,16 @@ def choose_backend(arithmetic: str, rdma: Sequence[str]) -> Backend:
     return Backend.jaccl if len(rdma) == 2 and all(rdma) else Backend.ring
 
 
+@dataclass(eq=False)
 class GroupStart:
     """The processes of one plan. They end when their clients are closed, because their leases end."""
 
-    def __init__(
-        self, me: pb.Coordinator, epoch: int, failure_timeout: float, lease_ms: int
-    ) -> None:
-        self._me = me
-        self._epoch = epoch
-        self._timeout = failure_timeout
-        self._lease_ms = lease_ms
+    me: pb.Coordinator
+    epoch: int
+    failure_timeout: float
+    lease_ms: int
+
+    def __post_init__(self) -> None:
         self._hosts: dict[str, str] = {}
         """Host and port at which each member accepts the others, by the address of its worker."""
         self._rdma: dict[str, str] = {}
@@ -73,19 +74,19 @@ class GroupStart:
         return [[next(clients) for _ in members] for members in stages]
 
     async def _start_one(self, worker: WorkerClient) -> WorkerClient:
-        request = pb.MemberRequest(coordinator=self._me, epoch=self._epoch, lease_ms=self._lease_ms)
+        request = pb.MemberRequest(coordinator=self.me, epoch=self.epoch, lease_ms=self.lease_ms)
         try:
             reply = await worker.start_member(request)
         except ClusterError as error:
             raise StartError(str(error), worker.owner) from error
         address = join_address(host_of(worker.address), reply.port)
-        client = WorkerClient(address, self._me, worker.trust, worker.node, worker.owner)
+        client = WorkerClient(address, self.me, worker.trust, worker.node, worker.owner)
         self._hosts[worker.owner] = reply.group_address
         self._rdma[worker.owner] = reply.rdma
         self._clients.append(client)
         worker.member = client
         client.watch(
-            self._timeout,
+            self.failure_timeout,
             lambda status: self._receive_status(client, status),
             lambda error: self._record_loss(client, error),
         )
@@ -109,7 +110,7 @@ class GroupStart:
 
     def _receive_status(self, client: WorkerClient, status: pb.WorkerStatus) -> None:
         pipeline = self._pipeline
-        if status.engine_stall_ms / 1000 > NOTICE_SHARE * self._timeout:
+        if status.engine_stall_ms / 1000 > NOTICE_SHARE * self.failure_timeout:
             self._record_loss(client, WorkerLostError("its engine is stuck"))
         elif pipeline is None or status.epoch != pipeline.epoch:
             return

@@ -70,6 +70,7 @@ SILENCE_SECONDS = 720.0
 """Seconds. Longest time without progress of a plan that loads. The check of `--exact` on CUDA may take ten minutes."""
 
 
+@dataclass(eq=False)
 class ClusterManager(PipelineSource):
     """A source of pipelines over workers, or over this process when no worker can serve.
 
@@ -77,20 +78,16 @@ class ClusterManager(PipelineSource):
     queued; an automatic change of plan waits until there are none.
     """
 
-    def __init__(
-        self,
-        model: ServedModel,
-        options: ManagerOptions,
-        alone: Callable[[int], Awaitable[Pipeline]],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.model = model
-        self.options = options
-        self.alone = alone
-        self.clock = clock
+    model: ServedModel
+    options: ManagerOptions
+    alone: Callable[[int], Awaitable[Pipeline]]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self.count_open_requests: Callable[[], int] = lambda: 0
         self.end_process: Callable[[ClusterError], None] = lambda error: None
         """Called once if an event raises an unexpected exception, after which no plan can start any more."""
+        model, options, clock = self.model, self.options, self.clock
         self.view = View(options.settings, now=clock(), since=clock())
         self.membership = Membership(
             model, options, lambda: self.view, self._apply_event, self._receive_status, clock

@@ -53,20 +53,20 @@ class ManagerOptions:
     policy: ConnectionPolicy = field(default_factory=ConnectionPolicy)
 
 
+@dataclass
 class ArithmeticGroup:
     """The arithmetic of a cluster with `--exact`: that of the first machine, for as long as this process runs.
 
     An answer may outlive a plan, so a later plan must not round differently.
     """
 
-    def __init__(self, exact: bool) -> None:
-        self._exact = exact
-        self._name = ""
-        self._arithmetic = ""
+    exact: bool
+    _name: str = ""
+    _arithmetic: str = ""
 
     def refusal(self, name: str, arithmetic: str) -> str:
         """Return why the machine `name` cannot take part, or an empty string. The first machine sets the arithmetic."""
-        if not self._exact:
+        if not self.exact:
             return ""
         if not self._arithmetic:
             self._name, self._arithmetic = name, arithmetic
@@ -97,38 +97,32 @@ Descriptions = dict[WorkerClient, Member | str]
 """The member that each watched worker is, or the reason for its refusal."""
 
 
+@dataclass(eq=False)
 class Membership:
     """The set of watched workers. `view` returns the coordinator's view, `apply_event` changes it.
 
     All methods run on the event loop's thread.
     """
 
-    def __init__(
-        self,
-        model: ServedModel,
-        options: ManagerOptions,
-        view: Callable[[], View],
-        apply_event: Callable[[events.Event], None],
-        on_status: Callable[[str, pb.WorkerStatus], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.model = model
-        self.options = options
-        self.group = ArithmeticGroup(model.exact)
+    model: ServedModel
+    options: ManagerOptions
+    view: Callable[[], View]
+    apply_event: Callable[[events.Event], None]
+    on_status: Callable[[str, pb.WorkerStatus], None]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.group = ArithmeticGroup(self.model.exact)
         self.clients: dict[str, WorkerClient] = {}
         """Watched workers, by address."""
-        self._view = view
-        self._apply_event = apply_event
-        self._on_status = on_status
-        self._clock = clock
-        self._started = clock()
+        self._started = self.clock()
         self._joining: dict[str, Member] = {}
         """Watched workers that have not sent a first status yet."""
         self._described_at: dict[str, float] = {}
         """Time of the last Describe of each candidate."""
         self._last_errors: dict[str, tuple[type[ClusterError], float]] = {}
         """Kind and time of the last logged error of each address that did not answer as a worker."""
-        self._discovery = Discovery(options.addresses, mdns=options.mdns)
+        self._discovery = Discovery(self.options.addresses, mdns=self.options.mdns)
         self._background = BackgroundTasks()
 
     # ---- life
@@ -148,7 +142,7 @@ class Membership:
         try:
             with contextlib.suppress(ClusterError, TimeoutError):
                 async with asyncio.timeout(PROBE_SECONDS):
-                    await client.unload(self._view().epoch)
+                    await client.unload(self.view().epoch)
         finally:  # also if this process ends meanwhile: open heartbeats would hold the worker back
             await client.close()
 
@@ -181,16 +175,16 @@ class Membership:
             while True:
                 for candidate in discovery.candidates():
                     self._describe_if_due(candidate)
-                self._apply_event(time_passed())
+                self.apply_event(time_passed())
                 await asyncio.sleep(TICK_SECONDS)
 
     def _describe_if_due(self, candidate: Candidate) -> None:
         """Describe a candidate, unless it is watched or was described within POLL_SECONDS."""
         known = any(address in self.clients for address in candidate.addresses)
         asked = self._described_at.get(candidate.id, -POLL_SECONDS)
-        if not known and self._clock() - asked >= POLL_SECONDS:
+        if not known and self.clock() - asked >= POLL_SECONDS:
             # While the answer is awaited, the candidate is not due.
-            self._described_at[candidate.id] = self._clock() + DESCRIBE_SECONDS
+            self._described_at[candidate.id] = self.clock() + DESCRIBE_SECONDS
             self._background.spawn(self._describe_candidate(candidate))
 
     async def _describe_candidate(self, candidate: Candidate) -> None:
@@ -210,7 +204,7 @@ class Membership:
             else:  # the answer is about the earlier model, so the worker is asked again
                 await client.close()
             break
-        self._described_at[candidate.id] = self._clock()
+        self._described_at[candidate.id] = self.clock()
 
     def _record_silence(self, candidate: Candidate, address: str, error: ClusterError) -> None:
         """Log an address that did not answer as a worker, once for each kind of error.
@@ -219,14 +213,14 @@ class Membership:
         is logged at debug level if mDNS announced it or if it was a worker before: mDNS records outlive a worker and
         may name addresses that only other machines reach.
         """
-        member = self._view().members.get(address)
+        member = self.view().members.get(address)
         # Workers that announce another cluster are none of this one's concern.
         named = isinstance(error, AccessError) and candidate.announcement is None
         refused = named or any(text in str(error) for text in NO_MEMBERS)
         known = member and member.state is MemberState.REFUSED and not member.failure_count
         kind, logged = self._last_errors.get(address, (None, -REFUSED_LOG_SECONDS))
-        if kind is not type(error) or (refused and self._clock() >= logged + REFUSED_LOG_SECONDS):
-            self._last_errors[address] = type(error), self._clock()
+        if kind is not type(error) or (refused and self.clock() >= logged + REFUSED_LOG_SECONDS):
+            self._last_errors[address] = type(error), self.clock()
             silent = isinstance(error, WorkerLostError | DeadlineError) and not refused
             expected = silent and (candidate.announcement is not None or member is not None)
             level = logging.DEBUG if expected else logging.WARNING
@@ -234,14 +228,14 @@ class Membership:
             log.log(level, "no worker", extra={"address": address, "error": f"{error}{hint}"})
         if refused and (member is None or member.reason != str(error)):
             stranger = member or Member(address, "", printable(candidate.name, MAX_NAME), 0)
-            self._apply_event(events.WorkerRefused(stranger, str(error)))
+            self.apply_event(events.WorkerRefused(stranger, str(error)))
         elif known and not refused:
             # The refused worker is gone. A worker with failures stays in the view because of its back-off.
-            self._apply_event(events.WorkerLeft(address))
+            self.apply_event(events.WorkerLeft(address))
 
     async def _admit_worker(self, address: str, client: WorkerClient, info: pb.WorkerInfo) -> None:
         """Watch a worker that can serve this coordinator, and refuse any other."""
-        known = self._view().members
+        known = self.view().members
         members = (self._joining.get(a) or known[a] for a in self.clients)
         if any(member.worker_id == info.worker_id for member in members):
             await client.close()  # watched at another of its addresses
@@ -285,7 +279,7 @@ class Membership:
         """Return why a worker cannot share a plan with the watched ones: all belong to the cluster, or none does."""
         open_one = client.trust is None
         secured = self.options.policy.trust is not None
-        if open_one and secured and self._clock() < self._started + JOIN_SECONDS:
+        if open_one and secured and self.clock() < self._started + JOIN_SECONDS:
             return "has not joined the cluster yet"
         others = sorted(a for a, c in self.clients.items() if (c.trust is None) != open_one)
         if not others:
@@ -295,10 +289,10 @@ class Membership:
         return f"cannot work with {others[0]}, which has not joined the cluster. Restart that one with {JOIN_FLAG}"
 
     def _refuse_worker(self, member: Member, reason: str) -> None:
-        before = self._view().members.get(member.address)
+        before = self.view().members.get(member.address)
         if before is None or before.reason != reason:
             log.warning("worker refused", extra={"address": member.address, "reason": reason})
-        self._apply_event(events.WorkerRefused(member, reason))
+        self.apply_event(events.WorkerRefused(member, reason))
 
     # ---- another model
 
@@ -327,9 +321,9 @@ class Membership:
             if isinstance(found, str):
                 del self.clients[address]
                 self._background.spawn(self._release(client))
-                self._refuse_worker(joining or self._view().members[address], found)
+                self._refuse_worker(joining or self.view().members[address], found)
             elif joining is None:
-                self._apply_event(events.WorkerJoined(found))
+                self.apply_event(events.WorkerJoined(found))
             else:
                 self._joining[address] = found
 
@@ -342,16 +336,16 @@ class Membership:
             return
         if (joining := self._joining.pop(address, None)) is not None:
             log.info("worker joined", extra={"address": address, "worker": joining.name})
-            self._apply_event(events.WorkerJoined(joining))
+            self.apply_event(events.WorkerJoined(joining))
         if worker_status.state == pb.WORKER_STATE_DRAINING:
             self._record_draining(address)
-        self._on_status(address, worker_status)
+        self.on_status(address, worker_status)
 
     def _record_draining(self, address: str) -> None:
-        member = self._view().members.get(address)
+        member = self.view().members.get(address)
         if member is not None and member.state is not MemberState.DRAINING:
-            self._apply_event(events.WorkerDraining(address))
-        if address not in self._view().serving:
+            self.apply_event(events.WorkerDraining(address))
+        if address not in self.view().serving:
             self._background.spawn(self._release_worker(address))
 
     async def _release_worker(self, address: str) -> None:
@@ -360,7 +354,7 @@ class Membership:
         if client is not None:
             await self._release(client)
             log.info("worker left", extra={"address": address})
-            self._apply_event(events.WorkerLeft(address))
+            self.apply_event(events.WorkerLeft(address))
 
     def _record_loss(self, address: str, error: ClusterError) -> None:
         client = self.clients.pop(address, None)
@@ -371,7 +365,7 @@ class Membership:
             self._refuse_worker(joining, str(error))
             return
         log.warning("worker lost", extra={"address": address, "error": str(error)})
-        self._apply_event(events.WorkerLost(address, str(error)))
+        self.apply_event(events.WorkerLost(address, str(error)))
 
 
 def member_of(address: str, info: pb.WorkerInfo) -> Member:

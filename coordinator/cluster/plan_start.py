@@ -147,24 +147,23 @@ class PlanStart:
 
         The workers at the addresses `busy` only fetch.
         """
+        places = [
+            (stage, workers, rank, self._request(stage, room, epoch))
+            for stage, workers in zip(self.plan.stages, stages, strict=True)
+            for rank in range(len(workers))
+        ]
         with byte_bar(label, log) as show:
-            tasks = []
             if group is not None:  # members wait for each other when they load
-                requests = [
-                    (worker, self._request(stage, room, epoch))
-                    for stage, workers in zip(self.plan.stages, stages, strict=True)
-                    for worker in workers
-                ]
-                await asyncio.gather(*(self._fetch(w, request, show) for w, request in requests))
-            for stage, workers in zip(self.plan.stages, stages, strict=True):
-                for rank, worker in enumerate(workers):
-                    request = self._request(stage, room, epoch)
-                    if group is not None:
-                        arithmetic = self.view.members[stage.node].arithmetic
-                        request.group.CopyFrom(group.seat(workers, rank, arithmetic))
-                    step = self._load if group is not None else self._fetch_and_load
-                    step = self._fetch if worker.owner in busy else step
-                    tasks.append(asyncio.create_task(step(worker, request, show)))
+                fetches = (self._fetch(ws[rank], request, show) for _, ws, rank, request in places)
+                await asyncio.gather(*fetches)
+            tasks = []
+            for stage, workers, rank, request in places:
+                step = self._fetch if workers[rank].owner in busy else self._fetch_and_load
+                if group is not None:
+                    arithmetic = self.view.members[stage.node].arithmetic
+                    request.group.CopyFrom(group.seat(workers, rank, arithmetic))
+                    step = self._load
+                tasks.append(asyncio.create_task(step(workers[rank], request, show)))
             try:
                 await asyncio.gather(*tasks)
             finally:

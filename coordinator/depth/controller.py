@@ -130,7 +130,7 @@ class Controller:
 
     def record_match(self, found: MatchResults) -> None:
         """Record the results of the drafts of a match."""
-        self.match_acceptance.record_results(found)
+        self.match_acceptance.estimate_of(found.length).record_drafts(found.results)
 
     def record_drafts(self, results: Iterable[DraftResult]) -> None:
         """Record the results of a window's drafts. Do not call it for invalidated windows, nor for those of a match."""

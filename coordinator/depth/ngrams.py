@@ -153,10 +153,6 @@ class MatchAcceptance:
     def __init__(self) -> None:
         self._by_class = [AcceptanceEstimate() for _ in range(len(LENGTH_CLASSES) + 1)]
 
-    def record_results(self, found: MatchResults) -> None:
-        """Record the results of one match."""
-        self.estimate_of(found.length).record_drafts(found.results)
-
     def estimate_of(self, length: int) -> AcceptanceEstimate:
         """Return the estimate for the drafts of a match of `length` tokens."""
         return self._by_class[bisect_right(LENGTH_CLASSES, length)]

@@ -302,12 +302,7 @@ class Search:
         return shape
 
     def _best_matched(
-        self,
-        estimate: AcceptanceEstimate,
-        shapes: Sequence[Shape],
-        sequences: int,
-        *,
-        again: bool,
+        self, estimate: AcceptanceEstimate, shapes: Sequence[Shape], sequences: int, *, again: bool
     ) -> Shape | None:
         """Return the best of `shapes`, whose first use measures it, or None before the present shape is measured.
 

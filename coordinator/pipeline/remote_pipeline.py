@@ -24,13 +24,7 @@ from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
 from proto.backup import LayerState, ReceivedStates
 from proto.control import Rollback
-from proto.errors import (
-    ClusterError,
-    DeadlineError,
-    NotReadyError,
-    ProtocolError,
-    StaleEpochError,
-)
+from proto.errors import ClusterError, DeadlineError, NotReadyError, ProtocolError, StaleEpochError
 from proto.frame import Frame, decode, encode
 from proto.frame_stamps import CoordinatorStep, StampRing
 from proto.rpc.channels import open_channel

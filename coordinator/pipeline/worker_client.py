@@ -22,12 +22,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from coordinator.status.frame_records import (
-    ClockOffset,
-    ProcessTrace,
-    RoundTrip,
-    align_clocks,
-)
+from coordinator.status.frame_records import ClockOffset, ProcessTrace, RoundTrip, align_clocks
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.announcement import JOIN_FLAG, Announcement, host_of, is_loopback
@@ -254,6 +249,7 @@ LATE_SECONDS = 0.2
 """Seconds. A timer that fires later than this shows a busy coordinator, not a silent worker."""
 
 
+@dataclass(eq=False)
 class WorkerClient:
     """The calls to the worker at `address`. Errors are those of proto/errors.py and name the worker.
 
@@ -261,25 +257,20 @@ class WorkerClient:
     the worker with that node id.
     """
 
-    def __init__(
-        self,
-        address: str,
-        me: pb.Coordinator,
-        trust: NodeTrust | None = None,
-        node: str = "",
-        owner: str = "",
-    ) -> None:
-        self.address = address
+    address: str
+    me: pb.Coordinator
+    trust: NodeTrust | None = None
+    node: str = ""
+    owner: str = ""
+    """Address of the worker that a plan names. A process that it started for a group has its own address."""
+
+    def __post_init__(self) -> None:
         self.member: WorkerClient | None = None
         """The process that the worker has started for a group, while a plan uses it."""
         self.failure: ClusterError | None = None
         """Why the client was closed, for the calls that wait for the worker."""
-        self.owner = owner or address
-        """Address of the worker that a plan names. A process that it started for a group has its own address."""
-        self.me = me
-        self.trust = trust
-        self.node = node
-        self._channel = open_channel(address, trust, Role.WORKER, node)
+        self.owner = self.owner or self.address
+        self._channel = open_channel(self.address, self.trust, Role.WORKER, self.node)
         self._stub = pb_grpc.WorkerStub(self._channel)
         self._signals: asyncio.Queue[pb.Signal] = asyncio.Queue()
         self._watching: asyncio.Task[None] | None = None

@@ -11,14 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from coordinator.planning.plan import (
-    ModelCosts,
-    NodeSpec,
-    Plan,
-    StagePlan,
-    Workload,
-    make_plan,
-)
+from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, StagePlan, Workload, make_plan
 from proto.announcement import is_loopback
 from proto.errors import ClusterError, SpanError, UsageError
 

@@ -126,11 +126,6 @@ class HttpConnection(H11Protocol):
         # uvicorn's annotation omits the None before the first request
         return self.cycle is None or self.cycle.response_complete  # type: ignore[redundant-expr]
 
-    @property
-    def is_waiting(self) -> bool:
-        """True while the server waits for a request or for its body."""
-        return self.is_idle or self.cycle.more_body
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Admit the connection, or refuse it."""
         super().connection_made(transport)
@@ -149,7 +144,7 @@ class HttpConnection(H11Protocol):
     def handle_events(self) -> None:
         """Read requests as uvicorn does."""
         super().handle_events()
-        if not self.is_waiting:
+        if not (self.is_idle or self.cycle.more_body):
             self._bound.waiting.pop(self, None)
 
     def on_response_complete(self) -> None:

@@ -119,11 +119,6 @@ class ModelSwitch(ModelLoader):
         return [*served, *self._listed]
 
     def start(self, name: str) -> LoadReport:
-        """Begin to change to the model `name`, downloaded if needed, and return the report.
-
-        `name` may also be the absolute path of a directory with a model, which then has the directory's name. Raises
-        CheckpointError for an invalid name, and BusyError while another change runs.
-        """
         directory = name if Path(name).is_absolute() else None
         if directory is not None:
             if not (Path(directory) / "config.json").is_file():

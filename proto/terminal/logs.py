@@ -91,11 +91,9 @@ class _Stderr:
     """The current stderr. A progress bar replaces `sys.stderr` to keep log lines above it."""
 
     def write(self, text: str) -> None:
-        """Write to the current stderr."""
         sys.stderr.write(text)
 
     def flush(self) -> None:
-        """Flush the current stderr."""
         sys.stderr.flush()
 
 

@@ -130,7 +130,7 @@ def test_a_peer_that_is_no_member_is_shown_and_logged_once_a_minute(
     """The status has the advice. A peer that is silent later is forgotten."""
     members = Members()
     now = [0.0]
-    members.membership._clock = lambda: now[0]
+    members.membership.clock = lambda: now[0]
     candidate = Candidate("a:7000", ("a:7000",))
     stranger = WorkerLostError(f"a:7000 is lost: {NO_MEMBERS[1]}")
     for second in range(121):
