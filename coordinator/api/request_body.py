@@ -147,7 +147,6 @@ def shape(description: str) -> WrapValidator:
     """Return a validator with one message for a union of types, instead of one per type."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        """Validate `value`, with one message for all types of the union."""
         try:
             return handler(value)
         except ValidationError as error:

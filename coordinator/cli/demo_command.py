@@ -179,17 +179,14 @@ def _complete(client: httpx.Client, console: Console, prompt: str, max_tokens: i
             console.print(choice["text"], end="", markup=False, soft_wrap=True)
     seconds = time.monotonic() - (first or started)
     console.print("\n")
-    if usage:
-        _usage(console, usage, first - started, seconds)
-
-
-def _usage(console: Console, usage: dict[str, Any], first: float, seconds: float) -> None:
+    if not usage:
+        return
     details = usage.get("completion_tokens_details") or {}
     kept = details.get("accepted_prediction_tokens", 0)
     drafted = kept + details.get("rejected_prediction_tokens", 0)
     share = f"{100 * kept / drafted:.0f} % of {drafted} drafts accepted" if drafted else "no drafts"
     rate = usage["completion_tokens"] / max(seconds, 1e-9)
     console.print(
-        f"[dim]{usage['completion_tokens']} tokens, first after {first:.2f} s, "
+        f"[dim]{usage['completion_tokens']} tokens, first after {first - started:.2f} s, "
         f"then {rate:.1f} tokens/s; {share}[/dim]\n"
     )

@@ -181,7 +181,15 @@ def answer(
     session = min(SESSION_TOKENS, longest)
     pinned = any(spec.pinned for spec in specs)
     return {
-        "candidates": [] if pinned else _candidates(planning, machines),
+        "candidates": [
+            {
+                "plan": one.text,
+                "token_seconds": one.token,
+                "first_token_seconds": one.first,
+                "weight_bytes": max(stage.weight_bytes for stage in one.plan.stages),
+            }
+            for one in ([] if pinned else predict_plans(planning, machines))
+        ],
         "drafts": drafts,
         "slowest_seconds": found.slowest_seconds,
         "pass_seconds": found.pass_seconds,
@@ -201,18 +209,6 @@ def _sessions(capacity: Capacity, tokens: int) -> dict[str, int]:
     """Return how many sessions of `tokens` tokens stay warm in memory, and in DISK_BYTES of each machine's disk."""
     nbytes = capacity.entry_bytes(tokens)
     return {"memory": capacity.prefix_bytes // nbytes, "disk": DISK_BYTES // nbytes}
-
-
-def _candidates(planning: Planning, machines: Sequence[Machine]) -> list[dict[str, Any]]:
-    return [
-        {
-            "plan": one.text,
-            "token_seconds": one.token,
-            "first_token_seconds": one.first,
-            "weight_bytes": max(stage.weight_bytes for stage in one.plan.stages),
-        }
-        for one in predict_plans(planning, machines)
-    ]
 
 
 def _stage_facts(stage: StagePlan) -> dict[str, Any]:
@@ -256,7 +252,12 @@ def _print(model: str, facts: dict[str, Any]) -> None:
         f"Room for {room['sequences']} requests with {room['kv_tokens']:,} tokens between them, "
         f"and {format_size(room['prefix_bytes'])} of prefixes a stage."
     )
-    _print_sessions(console, facts)
+    (_, own), *others = facts["sessions"].items()
+    quantized = ", ".join(f"{found['memory']} with --kv-bits {bits}" for bits, found in others)
+    console.print(
+        f"Sessions of {facts['session_tokens']:,} tokens that stay warm: {own['memory']} in memory "
+        f"({quantized}), and {own['disk']} in --prefix-disk {format_size(DISK_BYTES)} on each machine."
+    )
     if len(facts["candidates"]) > 1:
         _print_candidates(console, facts["candidates"])
     if facts["vision_bytes"]:
@@ -264,15 +265,6 @@ def _print(model: str, facts: dict[str, Any]) -> None:
         console.print(f"Images: the coordinator's machine reads them with {size} more.")
     if facts["unused"]:
         console.print(f"Not used: {escape(', '.join(facts['unused']))}.")
-
-
-def _print_sessions(console: Console, facts: dict[str, Any]) -> None:
-    (_, own), *others = facts["sessions"].items()
-    quantized = ", ".join(f"{found['memory']} with --kv-bits {bits}" for bits, found in others)
-    console.print(
-        f"Sessions of {facts['session_tokens']:,} tokens that stay warm: {own['memory']} in memory "
-        f"({quantized}), and {own['disk']} in --prefix-disk {format_size(DISK_BYTES)} on each machine."
-    )
 
 
 def _print_candidates(console: Console, candidates: Sequence[dict[str, Any]]) -> None:

@@ -230,7 +230,6 @@ class PlanStart:
 
     def _progress_of(self, worker: WorkerClient, show: OnProgress) -> OnProgress:
         def on_progress(done: int, total: int) -> None:
-            """Record and show the bytes that this worker has loaded."""
             self.loads.done[worker.owner] = (done, total)
             show(*self.loads.totals)
 

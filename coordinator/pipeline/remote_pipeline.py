@@ -115,34 +115,30 @@ CLOSE_SECONDS = 5.0
 """Seconds. Maximum wait for open calls to end. The next plan starts after it."""
 
 
+@dataclass(eq=False)
 class RemotePipeline(Pipeline):
-    """The implementation of `Pipeline` over workers that have loaded their stages."""
+    """The implementation of `Pipeline` over workers that have loaded their stages.
 
-    def __init__(
-        self,
-        members: Sequence[Sequence[WorkerClient]],
-        epoch: int,
-        capacity: Capacity,
-        hop_timeout: float,
-        spans: Sequence[Span],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Use `members[stage]`, the workers that hold a stage together. The first of them receives its frames."""
-        self.epoch = epoch
-        self.stages = len(members)
-        self.capacity = capacity
-        self.members = tuple(map(tuple, members))
-        self.workers = tuple(workers[0] for workers in members)
+    The workers `members[stage]` hold a stage together. The first of them receives its frames.
+    """
+
+    members: Sequence[Sequence[WorkerClient]]
+    epoch: int
+    capacity: Capacity
+    hop_timeout: float
+    spans: Sequence[Span]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.stages = len(self.members)
+        self.workers = tuple(workers[0] for workers in self.members)
         """The first worker of each stage."""
         self._owners: dict[str, str] = {}
         """Addresses of workers by their ids."""
         self.owned: tuple[WorkerClient, ...] = ()
         """Clients that end with this plan."""
-        self.hop_timeout = hop_timeout
-        self.spans = tuple(spans)
-        self.clock = clock
         self.suspect: str | None = None
-        self.makes_backups = all(len(workers) == 1 for workers in members)
+        self.makes_backups = all(len(workers) == 1 for workers in self.members)
         self.frame_limits = FrameLimits()
         self.stall_detector = StallDetector(self.stages)
         self.stamps = StampRing()
@@ -253,7 +249,6 @@ class RemotePipeline(Pipeline):
         return result
 
     def fail(self, error: ClusterError) -> None:
-        """Make `receive_frame` raise `error`, unless the pipeline has failed before."""
         self._fail(error, None)
 
     def fail_member(self, address: str, error: ClusterError, peer: str = "") -> None:

@@ -9,11 +9,9 @@ import asyncio
 import gc
 import ipaddress
 import logging
-import os
 import secrets
 import socket
 import ssl
-import sys
 import threading
 import time
 from collections.abc import Coroutine
@@ -21,7 +19,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from coordinator.api.app import starting_app
 from coordinator.api.context import ApiOptions
@@ -52,7 +50,7 @@ from proto.announcement import is_loopback, join_address
 from proto.errors import ClusterError, MemoryLimitError, UsageError
 from proto.rpc.listener import bind_listener, own_addresses, warn_once_of_shortage
 from proto.state_dir import claim, write_private
-from proto.terminal.console import keep_awake
+from proto.terminal.console import end_process, keep_awake
 from proto.terminal.progress import OnProgress, byte_bar, format_size
 from proto.trust.certificates import (
     NodeIdentity,
@@ -173,7 +171,8 @@ async def serve(options: ServeOptions) -> None:
         await _run(server.http, server.url, listener, server.start(stack), options.model)
         if server.failure is not None:
             raise server.failure
-    _leave(130 if server.http.interrupted else 0)  # as in proto/terminal/console.py
+    # In the interpreter's own cleanup gRPC was seen to hang forever.
+    end_process(130 if server.http.interrupted else 0)
 
 
 class ModelDownload(StatusSource):
@@ -379,11 +378,3 @@ async def _report_wait(manager: ClusterManager, url: str) -> None:
 
 def _url(host: str, port: int, tls: TlsFiles | None) -> str:
     return f"{'https' if tls else 'http'}://{join_address(host, port)}"
-
-
-def _leave(status: int) -> NoReturn:
-    """End the process without the interpreter's own cleanup, in which gRPC was seen to hang forever."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)

@@ -150,7 +150,6 @@ class LoopFrameReader(FrameReader):
     """A reader that calls `on_frame` on the event loop."""
 
     def close(self) -> None:
-        """End the connection."""
         self._end(None)
 
     def _start(self) -> None:

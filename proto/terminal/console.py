@@ -119,6 +119,11 @@ def run_process(program: str, app: Callable[[], object]) -> NoReturn:
     if not isinstance(status, int):
         sys.stderr.write(f"{status}\n" if status else "")
         status = 1 if status else 0
+    end_process(status)
+
+
+def end_process(status: int) -> NoReturn:
+    """End the process without Python's finalization, after the log and the output are flushed."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a reader that has left, or a closed stream

@@ -68,7 +68,7 @@ class BlockIndex:
         self.folder = folder
         self.limit = limit
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = folder / "index.sqlite"
         path.touch(mode=0o600)
@@ -132,13 +132,23 @@ class BlockIndex:
 
         A layer may be in several blocks, of different cuts of the model. They all have the same bits.
         """
+        found: list[Chain] = []
+        start = layers.start
         with self._lock:
-            return self._chains(namespace, layers, key)
+            while start < layers.end:
+                blocks = self._chain_of(namespace, start, key)
+                if not blocks:
+                    return []
+                end = min(layers.end, *(block.layers.end for block in blocks))
+                found.append(Chain(Span(start, end), tuple(blocks)))
+                start = end
+        return found
 
     def touch(self, blocks: Iterable[Block]) -> None:
         """Mark blocks as the most recently used."""
         with self._lock:
-            self._touch(blocks)
+            rows = [(self._clock(), file) for file in {block.file for block in blocks}]
+            self._database.executemany("UPDATE blocks SET used = ? WHERE file = ?", rows)
 
     def remove(self, block: Block) -> None:
         """Remove a damaged block."""
@@ -147,22 +157,6 @@ class BlockIndex:
         self._unlink([block.file])
 
     # ---- with the lock held
-
-    def _touch(self, blocks: Iterable[Block]) -> None:
-        rows = [(self._clock(), file) for file in {block.file for block in blocks}]
-        self._database.executemany("UPDATE blocks SET used = ? WHERE file = ?", rows)
-
-    def _chains(self, namespace: str, layers: Span, key: bytes) -> list[Chain]:
-        found: list[Chain] = []
-        start = layers.start
-        while start < layers.end:
-            blocks = self._chain_of(namespace, start, key)
-            if not blocks:
-                return []
-            end = min(layers.end, *(block.layers.end for block in blocks))
-            found.append(Chain(Span(start, end), tuple(blocks)))
-            start = end
-        return found
 
     def _chain_of(self, namespace: str, layer: int, key: bytes) -> list[Block]:
         """Return the blocks of one layer, the first tokens first, or none if one is missing."""
@@ -187,20 +181,17 @@ class BlockIndex:
         """Return whether the blocks that `block` continues are here, and mark them as used with it."""
         if not block.start:
             return True
-        chains = self._chains(block.namespace, block.layers, block.parent)
-        self._touch(one for chain in chains for one in chain.blocks)
+        chains = self.chains(block.namespace, block.layers, block.parent)
+        self.touch(one for chain in chains for one in chain.blocks)
         return bool(chains)
-
-    def _total(self) -> int:
-        (found,) = self._database.execute("SELECT TOTAL(bytes) FROM blocks").fetchone()
-        return int(found)
 
     def _make_room(self, nbytes: int) -> list[str]:
         """Remove the entries used least recently until `nbytes` more fit. Return their files.
 
         Blocks of one chain are used together. The longest goes first, so that no block lacks the one that it continues.
         """
-        excess, files = self._total() + nbytes - self.limit, []
+        (total,) = self._database.execute("SELECT TOTAL(bytes) FROM blocks").fetchone()
+        excess, files = int(total) + nbytes - self.limit, []
         query = "SELECT bytes, file FROM blocks ORDER BY used, length DESC"
         for size, file in self._database.execute(query).fetchall() if excess > 0 else ():
             if excess <= 0:

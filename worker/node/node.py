@@ -80,11 +80,6 @@ class Lease:
     streams: int = 0
     """Number of open Signals streams. The lease ends with the last of them."""
 
-    @property
-    def lapsed(self) -> bool:
-        """True after the lease has expired."""
-        return time.monotonic() > self.expires
-
     def renew(self) -> None:
         """Extend the lease by its duration from now."""
         self.expires = time.monotonic() + self.seconds
@@ -99,6 +94,13 @@ def requested_stage(request: pb.LoadRequest) -> StageSpec:
         raise UsageError(f"--kv-bits {request.kv_bits}: choose 4 or 8")
     if request.dtype and request.dtype not in DTYPE_BYTES:
         raise UsageError(f"--dtype {request.dtype:.20}: choose {', '.join(DTYPE_BYTES)}")
+    group, asked = None, request.group
+    if request.HasField("group"):
+        if asked.backend not in list(Backend):
+            known = ", ".join(Backend)
+            raise UsageError(f"the backend {asked.backend:.20} is unknown: choose {known}")
+        backend, rdma = Backend(asked.backend), tuple(asked.rdma)
+        group = GroupSpec(asked.rank, tuple(asked.hosts), backend, rdma)
     return StageSpec(
         Span(request.span.start, request.span.end),
         request.first,
@@ -109,15 +111,8 @@ def requested_stage(request: pb.LoadRequest) -> StageSpec:
         exact=request.exact,
         slices=request.slices or 1,
         draft_vocab=DraftVocabularySize(request.draft_vocab, request.draft_vocab_auto),
-        group=_requested_group(request.group) if request.HasField("group") else None,
+        group=group,
     )
-
-
-def _requested_group(group: pb.Group) -> GroupSpec:
-    if group.backend not in list(Backend):
-        raise UsageError(f"the backend {group.backend:.20} is unknown: choose {', '.join(Backend)}")
-    backend, rdma = Backend(group.backend), tuple(group.rdma)
-    return GroupSpec(group.rank, tuple(group.hosts), backend, rdma)
 
 
 class WorkerNode:
@@ -173,7 +168,7 @@ class WorkerNode:
 
     def release_lapsed(self) -> None:
         """End a lease that was not renewed in time, and drop its sequences."""
-        if self.lease is not None and self.lease.lapsed:
+        if self.lease is not None and time.monotonic() > self.lease.expires:
             log.warning("lease expired", extra={"coordinator": self.lease.name})
             self.release()
 
@@ -288,7 +283,6 @@ class WorkerNode:
         with byte_bar(f"loading layers {spec.span}", log) as show:
 
             def report(done: int, total: int) -> None:
-                """Report the progress unless this load has become stale."""
                 check()  # ends this load when a newer one waits for the thread
                 show(done, total)
                 thread.post(on_progress, done, total)

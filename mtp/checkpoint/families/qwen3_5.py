@@ -29,11 +29,9 @@ class Qwen35(Family):
         return args
 
     def backbone(self, text: Text) -> nn.Module:
-        """Return mlx-lm's language model."""
         return TextModel(self.text_args(text))
 
     def layer(self, text: Text, index: int) -> nn.Module:
-        """Return mlx-lm's layer."""
         return DecoderLayer(self.text_args(text), index)
 
     def convert_text(self, text: Text) -> None:

@@ -42,11 +42,9 @@ class Qwen3Next(Family):
         return args
 
     def backbone(self, text: Text) -> nn.Module:
-        """Return mlx-lm's model."""
         return Model(self._model_args(text))
 
     def layer(self, text: Text, index: int) -> nn.Module:
-        """Return mlx-lm's layer."""
         return Qwen3NextDecoderLayer(self._model_args(text), index)
 
     def engine_layer(self, text: Text, layer: nn.Module) -> nn.Module:

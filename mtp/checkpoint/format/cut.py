@@ -45,22 +45,17 @@ def cut_fields(text: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
         raise SpanError(
             "attention_bias is true, and a group would add the bias once for each member."
         )
-    for name in (*HEADS, *COLUMNS):
-        if not (whole := fields.get(name)):
-            continue
-        if whole % size:
-            raise SpanError(
-                f"the layers cannot be cut for {size} machines: {name} is {whole}. Use a group of another size."
-            )
-        fields[name] = whole // size
     heads = int(fields["num_key_value_heads"])
-    if heads % size and size % heads:
+    counts = {name: fields[name] for name in (*HEADS, *COLUMNS) if fields.get(name)}
+    wrong = [name for name, whole in counts.items() if whole % size]
+    wrong += ["num_key_value_heads"] if heads % size and size % heads else []
+    if wrong:
         raise SpanError(
-            f"the layers cannot be cut for {size} machines: num_key_value_heads is {heads}. Use a group of another "
+            f"the layers cannot be cut for {size} machines: {wrong[0]} is {fields[wrong[0]]}. Use a group of another "
             "size."
         )
-    fields["num_key_value_heads"] = max(1, heads // size)
-    return fields
+    shares = {name: whole // size for name, whole in counts.items()}
+    return fields | shares | {"num_key_value_heads": max(1, heads // size)}
 
 
 _ROWS = re.compile(

@@ -207,7 +207,7 @@ class PartFile:
                 with self:
                     # Another process may have finished it before this one got the lock.
                     if self.is_finished():
-                        self.discard()
+                        self._part.unlink(missing_ok=True)
                     else:
                         write_rest()
                         self._finish()
@@ -320,10 +320,6 @@ class PartFile:
         os.ftruncate(self._file, len(self._header) + written)
         os.lseek(self._file, 0, os.SEEK_END)
         self.written = written
-
-    def discard(self) -> None:
-        """Remove the part file, when another writer has finished the file in the meantime."""
-        self._part.unlink(missing_ok=True)
 
     def sync(self) -> None:
         """Flush the file, and return when all written bytes are on the disk."""

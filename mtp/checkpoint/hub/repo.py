@@ -187,7 +187,9 @@ class HubRepo:
                 raise CheckpointError(
                     f"{self.repo}: {file}: the hub sent another byte range than requested. Try again."
                 )
-            self._pin(response)
+            # Use the commit of the first answer from now on, even when the branch changes.
+            for answer in (*response.history, response):
+                self.revision = answer.headers.get("X-Repo-Commit", self.revision)
             yield response
 
     def _check(self, response: httpx.Response, file: str) -> None:
@@ -216,11 +218,6 @@ class HubRepo:
         raise CheckpointError(
             f"{self.repo}: the hub refuses {file} at {self.revision}: {status} {code}".rstrip()
         )
-
-    def _pin(self, response: httpx.Response) -> None:
-        """Use the commit of the first answer from now on, even when the branch changes."""
-        for answer in (*response.history, response):
-            self.revision = answer.headers.get("X-Repo-Commit", self.revision)
 
     def _missing(self, file: str) -> CheckpointError:
         return CheckpointError(f"{self.repo}: file {file} not found at revision {self.revision}")
@@ -356,7 +353,6 @@ def _download_one(source: HubRepo, blob: Blob, stop: threading.Event) -> None:
     file = PartFile(blob.path, blob.size)
 
     def write_rest() -> None:
-        """Append the missing bytes."""
         for piece in source.read_range(blob.file, file.written, blob.size):
             file.write(piece)
             check_stop()
