@@ -48,27 +48,26 @@ class LiveStatus(StatusSource):
 
     def status(self) -> ClusterStatus:
         loop = self.loop.status()
-        return replace(
+        found = replace(
             loop,
             model=self.model,
             detail=self._detail(loop),
             nodes=self._nodes(loop),
             uptime_seconds=self.loop.clock() - self._started,
             architecture=self.architecture,
-            **self._cluster_fields(),
+            phase_seconds=self.loop.clock() - self._started,
         )
-
-    def _cluster_fields(self) -> dict[str, Any]:
         if self.manager is None:
-            return {"phase_seconds": self.loop.clock() - self._started}
+            return found
         view, replans = self.manager.view, self.manager.replans
-        return {
-            "phase": view.phase.value,
-            "phase_seconds": view.now - view.since,
-            "replans": replans.answered,
-            "replan_result": replans.result,
-            "workers_wanted": view.settings.nodes,
-        }
+        return replace(
+            found,
+            phase=view.phase.value,
+            phase_seconds=view.now - view.since,
+            replans=replans.answered,
+            replan_result=replans.result,
+            workers_wanted=view.settings.nodes,
+        )
 
     def _detail(self, loop: ClusterStatus) -> str:
         if self.manager is None or loop.ready:

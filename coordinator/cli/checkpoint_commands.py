@@ -322,7 +322,8 @@ def add_mtp(
                 )
             _write(addition, source)
             shutil.rmtree(directory)
-        _tell(addition, hf_path, addition.source_bytes if dry_run else hub.received, dry_run)
+        needed = sum(head.tensors[name].nbytes for name in addition.needed)
+        _tell(addition, hf_path, needed if dry_run else hub.received, dry_run)
 
 
 def _write(addition: HeadAddition, source: Checkpoint) -> None:

@@ -95,16 +95,6 @@ def show(console: Console, finding: Finding) -> None:
 
 def json_report(findings: list[Finding]) -> dict[str, Any]:
     """Return the report as plain JSON values, without paths of this user."""
-    home = str(Path.home())
-
-    def clean(value: Any) -> Any:
-        """Return `value` with `~` for the home directory."""
-        if isinstance(value, str):
-            return value.replace(home, "~")
-        if isinstance(value, dict):
-            return {clean(str(key)): clean(entry) for key, entry in value.items()}
-        if isinstance(value, list | tuple):
-            return [clean(entry) for entry in value]
-        return value
-
-    return {"checks": [clean(asdict(finding)) for finding in findings]}
+    text = json.dumps([asdict(finding) for finding in findings])
+    home = json.dumps(str(Path.home()))[1:-1]
+    return {"checks": json.loads(text.replace(home, "~"))}

@@ -174,18 +174,14 @@ class Membership:
         async with self._discovery as discovery:
             while True:
                 for candidate in discovery.candidates():
-                    self._describe_if_due(candidate)
+                    known = any(address in self.clients for address in candidate.addresses)
+                    asked = self._described_at.get(candidate.id, -POLL_SECONDS)
+                    if not known and self.clock() - asked >= POLL_SECONDS:
+                        # While the answer is awaited, the candidate is not due.
+                        self._described_at[candidate.id] = self.clock() + DESCRIBE_SECONDS
+                        self._background.spawn(self._describe_candidate(candidate))
                 self.apply_event(time_passed())
                 await asyncio.sleep(TICK_SECONDS)
-
-    def _describe_if_due(self, candidate: Candidate) -> None:
-        """Describe a candidate, unless it is watched or was described within POLL_SECONDS."""
-        known = any(address in self.clients for address in candidate.addresses)
-        asked = self._described_at.get(candidate.id, -POLL_SECONDS)
-        if not known and self.clock() - asked >= POLL_SECONDS:
-            # While the answer is awaited, the candidate is not due.
-            self._described_at[candidate.id] = self.clock() + DESCRIBE_SECONDS
-            self._background.spawn(self._describe_candidate(candidate))
 
     async def _describe_candidate(self, candidate: Candidate) -> None:
         """Admit the worker at the first address of `candidate` that answers with the announced worker id."""

@@ -218,18 +218,17 @@ class StepCosts:
             return 0.0
         near = min(known, key=lambda s: (abs(s.width - shape.width), abs(s.depth - shape.depth)))
         stages = known[near]
-        rows = (self._rows_cost(shape.width) - self._rows_cost(near.width)) / max(2, stages.count)
+        rows = (self._rows_cost(shape.width) - self._rows_cost(near.width)) / stages.stages
         drafts = self._draft_cost() * (shape.depth - near.depth)
         return max(stages.others + rows, stages.last + rows + drafts)
 
-    def _stage_costs(self) -> dict[Shape, _StageCosts]:
+    def _stage_costs(self) -> dict[Shape, _Shares]:
         """Return the costs of the stages over the level, for the measured shapes of several stages."""
         found = {}
         for shape, relative in self._relative.items():
             shares, cost = self._shares.get(shape, _Shares()), math.exp(relative)
             if shares.stages:
-                others, last = (shares.others or 0.0) * cost, (shares.last or 0.0) * cost
-                found[shape] = _StageCosts(others, last, shares.stages)
+                found[shape] = replace(shares, others=shares.others * cost, last=shares.last * cost)
         return found
 
     def _record_fresh(self, shape: Shape, relative: float) -> None:
@@ -264,26 +263,17 @@ class StepCosts:
         return median(self._recent) if self._recent else 0.0
 
 
-@dataclass(frozen=True)
-class _StageCosts:
-    """The slowest stage but the last, and the last, of `count` stages."""
-
-    others: float
-    last: float
-    count: int
-
-
 @dataclass
 class _Shares:
     """Times of one shape relative to its cost, as moving averages.
 
-    `others` is the slowest of all `stages` but the last. `interval` is that between two windows of a filled pipeline,
-    from `intervals` samples.
+    `others` is the slowest of all `stages` but the last. `stages` is 0, or 2 and more. `interval` is that between two
+    windows of a filled pipeline, from `intervals` samples.
     """
 
     stages: int = 0
-    others: float | None = None
-    last: float | None = None
+    others: float = 0.0
+    last: float = 0.0
     interval: float = 0.0
     intervals: int = 0
 
@@ -294,9 +284,10 @@ class _Shares:
             self.intervals += 1
             self.interval = _average(self.interval, cost.interval / seconds, self.intervals)
         if len(cost.stages) > 1:
+            samples = SHARE_STEPS if self.stages else 1
             self.stages = len(cost.stages)
-            self.others = _average(self.others, max(cost.stages[:-1]) / seconds)
-            self.last = _average(self.last, cost.stages[-1] / seconds)
+            self.others = _average(self.others, max(cost.stages[:-1]) / seconds, samples)
+            self.last = _average(self.last, cost.stages[-1] / seconds, samples)
 
 
 def _cost_at(width: int, known: Mapping[int, float]) -> float:
@@ -320,6 +311,6 @@ def _cost_at(width: int, known: Mapping[int, float]) -> float:
     return known[last] + slope * (width - last)
 
 
-def _average(before: float | None, sample: float, samples: int = SHARE_STEPS) -> float:
+def _average(before: float, sample: float, samples: int) -> float:
     """Return the average of `samples` samples, or a moving average of SHARE_STEPS of them."""
-    return sample if before is None else before + (sample - before) / min(samples, SHARE_STEPS)
+    return before + (sample - before) / min(samples, SHARE_STEPS)

@@ -50,29 +50,25 @@ class FrameBuffer:
     def __init__(self) -> None:
         self._small = bytearray(SMALL_BYTES)
         self._held = 0
-        self._long: bytearray | None = None
+        self.long: bytearray | None = None
+        """The first bytes of a frame that is longer than SMALL_BYTES, until it is complete."""
         self._got = self._wanted = 0
-
-    @property
-    def in_long_frame(self) -> bool:
-        """True if `room` is for the next bytes of a frame that is longer than SMALL_BYTES."""
-        return self._long is not None
 
     def room(self) -> memoryview:
         """Return the memory for the next bytes. Release it before the next call."""
-        if self._long is None:
+        if self.long is None:
             return memoryview(self._small)[self._held :]
-        if self._got == len(self._long):
-            self._long.extend(bytes(min(PIECE_BYTES, self._wanted - self._got)))
-        return memoryview(self._long)[self._got :]
+        if self._got == len(self.long):
+            self.long.extend(bytes(min(PIECE_BYTES, self._wanted - self._got)))
+        return memoryview(self.long)[self._got :]
 
     def add_received(self, count: int) -> list[bytes | bytearray]:
         """Return the frames that are complete with `count` more bytes. Raises ProtocolError for an invalid length."""
-        if self._long is not None:
+        if self.long is not None:
             self._got += count
             if self._got < self._wanted:
                 return []
-            data, self._long = self._long, None
+            data, self.long = self.long, None
             return [data]
         self._held += count
         found: list[bytes | bytearray] = []
@@ -88,8 +84,8 @@ class FrameBuffer:
                 continue
             if LENGTH.size + length > SMALL_BYTES:
                 self._got, self._wanted = self._held - body, length
-                self._long = bytearray(min(length, max(PIECE_BYTES, self._got)))
-                self._long[: self._got] = memoryview(self._small)[body : self._held]
+                self.long = bytearray(min(length, max(PIECE_BYTES, self._got)))
+                self.long[: self._got] = memoryview(self._small)[body : self._held]
                 start = self._held
             break
         if start:
@@ -126,7 +122,7 @@ class FrameReader:
         whole = 0 if isinstance(self._connection, ssl.SSLSocket) else socket.MSG_WAITALL
         error: ClusterError | None = None
         try:
-            while self._receive(whole if self._buffer.in_long_frame else 0):
+            while self._receive(whole if self._buffer.long is not None else 0):
                 pass
         except ClusterError as failure:
             error = failure

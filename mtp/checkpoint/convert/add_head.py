@@ -78,11 +78,6 @@ class HeadAddition:
         return sorted({name for source in plan.values() for name in source.tensors})
 
     @property
-    def source_bytes(self) -> int:
-        """Bytes of the head in the source."""
-        return sum(self.source.tensors[name].nbytes for name in self.needed)
-
-    @property
     def nbytes(self) -> int:
         """Bytes to write."""
         return sum(group.nbytes for group in self._groups(None))
