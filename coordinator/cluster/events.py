@@ -7,22 +7,26 @@ from dataclasses import dataclass
 from coordinator.cluster.view import Member
 
 
+class Event:
+    """The base of all events."""
+
+
 @dataclass(frozen=True)
-class TimePassed:
+class TimePassed(Event):
     """The clock moved on. `open_requests` answers are running or queued now."""
 
     open_requests: int = 0
 
 
 @dataclass(frozen=True)
-class WorkerJoined:
+class WorkerJoined(Event):
     """A worker was described and its signal stream is open."""
 
     member: Member
 
 
 @dataclass(frozen=True)
-class WorkerRefused:
+class WorkerRefused(Event):
     """A worker answers but cannot serve. `reason` is shown to people."""
 
     member: Member
@@ -30,7 +34,7 @@ class WorkerRefused:
 
 
 @dataclass(frozen=True)
-class WorkerLost:
+class WorkerLost(Event):
     """A worker fell silent, died or stalled, or its stage failed."""
 
     address: str
@@ -38,21 +42,24 @@ class WorkerLost:
 
 
 @dataclass(frozen=True)
-class WorkerDraining:
+class WorkerDraining(Event):
     """A worker asked to leave."""
 
     address: str
 
 
 @dataclass(frozen=True)
-class WorkerLeft:
+class WorkerLeft(Event):
     """An unused worker left. It is removed from the view."""
 
     address: str
 
 
+MemberEvent = WorkerJoined | WorkerRefused | WorkerLost | WorkerDraining | WorkerLeft
+
+
 @dataclass(frozen=True)
-class PlanStarting:
+class PlanStarting(Event):
     """The plan of `epoch` is being loaded. Empty `addresses` mean that this process serves alone.
 
     `group_size` workers hold each stage together.
@@ -64,21 +71,21 @@ class PlanStarting:
 
 
 @dataclass(frozen=True)
-class PlanPreparing:
+class PlanPreparing(Event):
     """The next plan is being prepared: those of `workers`, by id, that are new load beside the plan in force."""
 
     workers: frozenset[str]
 
 
 @dataclass(frozen=True)
-class PlanPrepared:
+class PlanPrepared(Event):
     """The new ones of `workers` have loaded their stages of the next plan."""
 
     workers: frozenset[str]
 
 
 @dataclass(frozen=True)
-class PreparationFailed:
+class PreparationFailed(Event):
     """The next plan over `workers` could not be prepared. `address` is the worker that failed, if known."""
 
     workers: frozenset[str]
@@ -87,7 +94,7 @@ class PreparationFailed:
 
 
 @dataclass(frozen=True)
-class GroupMeasured:
+class GroupMeasured(Event):
     """The members of a group at `addresses` have measured that a sum of one row takes `seconds`."""
 
     addresses: tuple[str, ...]
@@ -95,14 +102,14 @@ class GroupMeasured:
 
 
 @dataclass(frozen=True)
-class PlanServing:
+class PlanServing(Event):
     """The plan that was being loaded serves."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
-class PlanFailed:
+class PlanFailed(Event):
     """The plan in force, or the one being loaded, cannot serve. `address` is the worker to leave out, if known.
 
     With `learned` the next plan will be another one, so it needs no pause.
@@ -115,54 +122,34 @@ class PlanFailed:
 
 
 @dataclass(frozen=True)
-class ReplanRequested:
+class ReplanRequested(Event):
     """A user asked for the best plan over all workers that are there now."""
 
 
 @dataclass(frozen=True)
-class ModelChanged:
+class ModelChanged(Event):
     """The cluster serves another model from now on. `why_not_alone` is set where it does not fit into this machine."""
 
     why_not_alone: str = ""
 
 
 @dataclass(frozen=True)
-class PlanKept:
+class PlanKept(Event):
     """A new plan was considered, and the plan in force stays."""
 
 
 @dataclass(frozen=True)
-class PlanPostponed:
+class PlanPostponed(Event):
     """A better plan exists. It starts once no answer is open."""
 
 
 @dataclass(frozen=True)
-class GatheringFailed:
+class GatheringFailed(Event):
     """No plan was possible before the deadline."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class GatheringRestarted:
+class GatheringRestarted(Event):
     """The generation loop waits for a plan again."""
-
-
-MemberEvent = WorkerJoined | WorkerRefused | WorkerLost | WorkerDraining | WorkerLeft
-Event = (
-    TimePassed
-    | MemberEvent
-    | PlanStarting
-    | PlanPreparing
-    | PlanPrepared
-    | PreparationFailed
-    | GroupMeasured
-    | PlanServing
-    | PlanFailed
-    | ReplanRequested
-    | ModelChanged
-    | PlanKept
-    | PlanPostponed
-    | GatheringFailed
-    | GatheringRestarted
-)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -379,10 +380,7 @@ def list_states(costs: Array, free: Sequence[int]) -> States:
     equal: dict[bytes, list[int]] = {}
     for v in free:
         equal.setdefault(costs[v].tobytes(), []).append(v)
-    count = 1
-    for nodes in equal.values():
-        count *= len(nodes) + 1
-    if count > MAX_STATES:
+    if math.prod(len(nodes) + 1 for nodes in equal.values()) > MAX_STATES:
         return _ordered_states(free)
     earlier = {v: nodes[:i] for nodes in equal.values() for i, v in enumerate(nodes)}
     return _set_states(free, earlier)

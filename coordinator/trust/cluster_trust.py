@@ -72,8 +72,6 @@ def make_invitation(trust: ClusterTrust) -> Invitation:
     return Invitation(command, round(time.time() + INVITATION_SECONDS))
 
 
-_DER = serialization.Encoding.DER
-
 MAX_OPEN, MAX_OPEN_OF_PEER = 64, 8
 """Bound the joins in progress, in all and from one address. Above twice as many, connections end at once."""
 
@@ -155,7 +153,8 @@ class JoinServer:
         """Handle one connection, with the present certificate."""
         if self._authority.must_renew(self._certificate):
             self._context, self._certificate = self._new_context()
-        context, certificate = self._context, self._certificate.public_bytes(_DER)
+        context = self._context
+        certificate = self._certificate.public_bytes(serialization.Encoding.DER)
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(MAX_LINE_BYTES, loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=loop)

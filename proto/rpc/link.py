@@ -249,11 +249,6 @@ class FrameWriter:
         on_written()
 
     @property
-    def queued(self) -> int:
-        """Number of frames that wait to be written."""
-        return len(self._queue)
-
-    @property
     def stall(self) -> float:
         """Seconds since the current write began; 0 while no write is in progress."""
         since = self._writing_since

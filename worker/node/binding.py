@@ -82,15 +82,6 @@ class Place:
         return self.stage == 0 and self.rank == 0 and stream.stage == self.num_stages > 1
 
 
-@dataclass(frozen=True)
-class ParkedFrame:
-    """A decoded frame that waits for tokens of the last stage, or behind another one."""
-
-    data: bytes | bytearray
-    frame: Frame
-    stamps: FrameStamps
-
-
 class Binding:
     """One stage in one plan, made on the event loop. Methods of the engine thread say so.
 
@@ -111,8 +102,9 @@ class Binding:
         """The link of the last of several stages to the first."""
         self.members: list[Link] = []
         """The links of the first member of a group to the others."""
-        self._parked: deque[ParkedFrame] = deque()
-        """Frames on the first stage, in order. Only the engine thread uses it."""
+        self._parked: deque[tuple[int, Frame, FrameStamps]] = deque()
+        """Bytes, header and stamps of the frames that wait for tokens, or behind such a frame, in order. Only the
+        engine thread uses it."""
         self.results: FrameWriter | None = None
         """The connection to the coordinator, on the last stage once the coordinator has opened it."""
         self.ended: asyncio.Queue[ClusterError] = asyncio.Queue()
@@ -296,7 +288,7 @@ class Binding:
             return
         stamps.mark(StageStep.DECODED)
         stamps.name_frame(frame.epoch, frame.number, frame.rows)
-        self._parked.append(ParkedFrame(data, frame, stamps))
+        self._parked.append((len(data), frame, stamps))
         self._run_parked()
 
     def _receive_tokens(self, data: bytes | bytearray, received_ns: int) -> None:
@@ -310,7 +302,8 @@ class Binding:
             self._engine_failed(error)
             return
         if self._parked:
-            self._parked[0].stamps.mark(StageStep.RELAYED)
+            *_, waiting = self._parked[0]
+            waiting.mark(StageStep.RELAYED)
         self._run_parked()
         if stamps := self._stamps.find_frame(message.epoch, message.number):
             stamps.times[StageStep.TOKENS_RECEIVED] = received_ns
@@ -318,13 +311,13 @@ class Binding:
     def _run_parked(self) -> None:
         """Run frames in order, up to the first that lacks tokens. Runs on the engine thread."""
         while self._parked and self.engine is not None:
-            if self.engine.lacks_tokens(self._parked[0].frame):
+            nbytes, frame, stamps = self._parked[0]
+            if self.engine.lacks_tokens(frame):
                 self.thread.run_deferred()
                 return
-            parked = self._parked.popleft()
-            self._started.count(len(parked.data))
-            done = partial(self._frame_done, parked.stamps)
-            frame, stamps = parked.frame, parked.stamps
+            self._parked.popleft()
+            self._started.count(nbytes)
+            done = partial(self._frame_done, stamps)
             self._host.run_frame(self.engine, frame, stamps, done, self._engine_failed)
 
     def _frame_done(self, stamps: FrameStamps, out: Frame) -> None:

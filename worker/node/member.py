@@ -13,8 +13,8 @@ import os
 import socket
 import sys
 import threading
-from dataclasses import asdict, dataclass
 
+from proto import cluster_pb2 as pb
 from proto.announcement import join_address
 from proto.errors import NotReadyError
 
@@ -32,16 +32,6 @@ ENVIRONMENT = {"MLX_USE_CUDA_GRAPHS": "0"}
 to launch its kernels one by one: with 27B on two H200s a step of a group takes .58 of the time."""
 
 
-@dataclass(frozen=True)
-class MemberReady:
-    """The line that a member process prints when it listens: the port of its calls, and where it meets the others."""
-
-    port: int
-    group_address: str
-    rdma: str
-    """RDMA device of the cable to the other member of a pair; empty without one."""
-
-
 def free_group_address(host: str) -> str:
     """Return host:port with a free port of `host`, for the connections of a group."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -50,9 +40,9 @@ def free_group_address(host: str) -> str:
 
 
 def report_ready(port: int, host: str, rdma: str) -> None:
-    """Tell the worker where this process listens, and end this process when the worker ends."""
-    ready = MemberReady(port, free_group_address(host), rdma)
-    sys.stdout.write(json.dumps(asdict(ready)) + "\n")
+    """Print the fields of a MemberReply in one line for the worker, and end this process when the worker ends."""
+    ready = {"port": port, "group_address": free_group_address(host), "rdma": rdma}
+    sys.stdout.write(json.dumps(ready) + "\n")
     sys.stdout.flush()
 
     def wait_for_end() -> None:
@@ -68,7 +58,7 @@ def report_ready(port: int, host: str, rdma: str) -> None:
 class MemberProcess:
     """A running member process."""
 
-    def __init__(self, process: asyncio.subprocess.Process, ready: MemberReady) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, ready: pb.MemberReply) -> None:
         self.ready = ready
         self._process = process
 
@@ -87,7 +77,7 @@ class MemberProcess:
         try:
             async with asyncio.timeout(START_SECONDS):
                 line = await process.stdout.readline()
-            return cls(process, MemberReady(**json.loads(line)))
+            return cls(process, pb.MemberReply(**json.loads(line)))
         except (TimeoutError, ValueError, TypeError) as error:
             await _end(process)
             raise NotReadyError(

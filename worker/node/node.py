@@ -31,7 +31,7 @@ from worker.engine.stage_engine import Budget
 from worker.engine.stage_host import LoadedStage, StageHost, StageSpec
 from worker.node.binding import Binding, Place, Traffic
 from worker.node.local_models import LocalModels
-from worker.node.member import MemberProcess, MemberReady
+from worker.node.member import MemberProcess
 
 log = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ class WorkerNode:
         if self._ending is not None:
             await asyncio.wait({self._ending})
 
-    async def start_member(self, request: pb.MemberRequest) -> MemberReady:
+    async def start_member(self, request: pb.MemberRequest) -> pb.MemberReply:
         """Start the process for a group's stage, and return where it listens. The stage of this process is dropped.
 
         Raises UsageError without a direct link, NotReadyError if the process does not start, and StaleEpochError.

@@ -165,8 +165,7 @@ class WorkerService(pb_grpc.WorkerServicer):
 
     async def StartMember(self, request: pb.MemberRequest, context: Context) -> pb.MemberReply:
         """Start the process of this worker for a group."""
-        ready = await self.node.start_member(request)
-        return pb.MemberReply(port=ready.port, group_address=ready.group_address, rdma=ready.rdma)
+        return await self.node.start_member(request)
 
     async def Load(
         self, request: pb.LoadRequest, context: Context
