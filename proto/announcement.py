@@ -46,6 +46,10 @@ def host_of(address: str) -> str:
     return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
 
 
+UNSPECIFIED = (str(ipaddress.IPv4Address(0)), str(ipaddress.IPv6Address(0)))
+"""The addresses that stand for every interface."""
+
+
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach a listener on `host`."""
     if host == "localhost":

@@ -39,11 +39,6 @@ class ModelFacts:
     parameters: int = 0
 
 
-def is_repo_name(name: str) -> bool:
-    """Return whether `name` has the form owner/name."""
-    return bool(_REPO.fullmatch(name)) and ".." not in name
-
-
 class Catalog:
     """The models by name. A name never holds a path, because clients see it. `directory` has models of the user."""
 
@@ -65,7 +60,7 @@ class Catalog:
             return find_model(BUILTIN)
         if _DIRECTORY.fullmatch(name) and (self.directory / name / "config.json").is_file():
             return self.directory / name
-        if not is_repo_name(name):
+        if not _REPO.fullmatch(name) or ".." in name:
             raise CheckpointError(
                 f"model {name!r:.120}: not found. Give the name of a listed model, or a hub repo"
             )

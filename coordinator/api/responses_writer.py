@@ -179,7 +179,6 @@ class ResponseWriter(AnswerWriter):
         )
 
     def _part_event(self, item: OutputItem, name: str, /, **fields: object) -> bytes:
-        """Return an event about the content of an item."""
         place: Json = {"item_id": item.id, "output_index": item.index}
         if item.part() is not None:
             place["content_index"] = 0

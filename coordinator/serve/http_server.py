@@ -49,7 +49,6 @@ class HostCheck:
         self._allowed = own | {host.lower().rstrip(".") for host in allowed}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward or refuse one request."""
         if scope["type"] == "http" and not self.is_known(host := _host(scope)):
             text = f"Host: {host!r:.100} is no known name of this server. Use its IP address, or start it with "
             text += "mtp-coord serve --allowed-host NAME.\n"

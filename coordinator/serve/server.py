@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import ipaddress
 import logging
 import secrets
 import socket
@@ -46,7 +45,7 @@ from coordinator.trust.cluster_trust import ClusterTrust, make_invitation
 from coordinator.trust.key_ring import KeyRing
 from mtp.checkpoint.hub.resolve import resolve_model
 from proto import cluster_pb2 as pb
-from proto.announcement import is_loopback, join_address
+from proto.announcement import UNSPECIFIED, is_loopback, join_address
 from proto.errors import ClusterError, MemoryLimitError, UsageError
 from proto.rpc.listener import bind_listener, own_addresses, warn_once_of_shortage
 from proto.state_dir import claim, write_private
@@ -63,9 +62,6 @@ from proto.trust.certificates import (
 )
 
 log = logging.getLogger(__name__)
-
-UNSPECIFIED = (str(ipaddress.IPv4Address(0)), str(ipaddress.IPv6Address(0)))
-"""The addresses that stand for every interface."""
 
 
 @dataclass(frozen=True)

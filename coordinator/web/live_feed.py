@@ -126,7 +126,7 @@ class LiveFeed:
         """The events since the last message."""
         self._new_samples: list[Sample] = []
         """The samples since the last message."""
-        self._subscribers: set[Subscriber] = set()
+        self.subscribers: set[Subscriber] = set()
         self._admitted: WeakSet[Subscriber] = WeakSet()
         """The queues of all pages, those included whose first message has not been asked for yet."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -147,14 +147,9 @@ class LiveFeed:
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
-        for queue in self._subscribers:
+        for queue in self.subscribers:
             _empty(queue)
             queue.put_nowait(None)
-
-    @property
-    def subscribers(self) -> int:
-        """Number of open streams."""
-        return len(self._subscribers)
 
     async def _run(self) -> None:
         for look in count():
@@ -170,7 +165,7 @@ class LiveFeed:
         while True:
             await asyncio.sleep(TRACE_SECONDS)
             try:
-                if self.collect is not None and self._subscribers:
+                if self.collect is not None and self.subscribers:
                     await self.frames.add_exact_times(self._sent_frame, self.collect)
             except Exception:  # as in _run
                 log.exception("live trace failed")
@@ -193,7 +188,7 @@ class LiveFeed:
         self._encoded = b""
         events, self._new_events = self._new_events, []
         samples, self._new_samples = self._new_samples, []
-        if not self._subscribers:
+        if not self.subscribers:
             self._status, self._sent_frame = {}, self.frames.count
             self._sent_ended = self.requests.ended
             return
@@ -236,7 +231,7 @@ class LiveFeed:
         return _compact_frames(new)
 
     def _send(self, message: bytes) -> None:
-        for queue in self._subscribers:
+        for queue in self.subscribers:
             if queue.full():
                 _empty(queue)
                 queue.put_nowait(self._snapshot())
@@ -277,7 +272,7 @@ class LiveFeed:
         return self._stream(queue)
 
     async def _stream(self, queue: Subscriber) -> AsyncGenerator[bytes, None]:
-        self._subscribers.add(queue)
+        self.subscribers.add(queue)
         try:
             yield self._snapshot()
             while True:
@@ -289,7 +284,7 @@ class LiveFeed:
                     return
                 yield message
         finally:
-            self._subscribers.discard(queue)
+            self.subscribers.discard(queue)
 
 
 def status_fields(status: ClusterStatus, traffic: dict[str, list[float]]) -> Json:

@@ -27,16 +27,6 @@ CHANNEL_OPTIONS = (
 """The options of every channel and server. gRPC's default limit of 4 MB is below the frame of a prompt chunk."""
 
 
-def server_context(trust: NodeTrust) -> ssl.SSLContext:
-    """Return a context that accepts the nodes of the cluster and no other peer."""
-    return _context(ssl.PROTOCOL_TLS_SERVER, trust)
-
-
-def client_context(trust: NodeTrust) -> ssl.SSLContext:
-    """Return a context that connects to a node of the cluster with the name that `wrap_socket` is given."""
-    return _context(ssl.PROTOCOL_TLS_CLIENT, trust)
-
-
 def peer_identity(connection: ssl.SSLSocket) -> NodeIdentity:
     """Return the identity in the peer's verified certificate. Raises AccessError when it has none."""
     found = connection.getpeercert() or {}
@@ -51,14 +41,15 @@ def _only_identity(uris: list[str]) -> NodeIdentity:
     return NodeIdentity.parse(uris[0])
 
 
-def _context(side: int, trust: NodeTrust) -> ssl.SSLContext:
-    context = ssl.SSLContext(side)
+def tls_context(trust: NodeTrust, *, server: bool) -> ssl.SSLContext:
+    """Return a context that accepts only nodes of the cluster. A client checks the name that `wrap_socket` is given."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     # An authority may be certified by an older one, which need not be known here.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | ssl.VERIFY_X509_TRUSTED_FIRST
     context.load_verify_locations(cadata=trust.authorities)
-    if side == ssl.PROTOCOL_TLS_SERVER:
+    if server:
         # No session is resumed, and the client reads nothing after the handshake.
         context.num_tickets = 0
     with tempfile.TemporaryDirectory() as directory:  # the library reads keys from files only

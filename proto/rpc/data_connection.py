@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from proto.announcement import host_of
 from proto.errors import AccessError, ClusterError, DeadlineError, ProtocolError, WorkerLostError
-from proto.rpc.channels import FIRST_MESSAGE_SECONDS, client_context, peer_identity, server_context
+from proto.rpc.channels import FIRST_MESSAGE_SECONDS, peer_identity, tls_context
 from proto.rpc.listener import Acceptor
 from proto.rpc.status_codes import with_advice
 from proto.trust.certificates import NodeIdentity, Role, host_name
@@ -132,7 +132,8 @@ def dial(
             connection.sendall(PREAMBLE + offer.ticket)
             if trust is not None:
                 name = host_name(trust.identity.cluster, Role.WORKER, node)
-                connection = client_context(trust).wrap_socket(connection, server_hostname=name)
+                context = tls_context(trust, server=False)
+                connection = context.wrap_socket(connection, server_hostname=name)
             return connection, measure_hop(connection)
     except (OSError, ProtocolError) as error:
         if connection is not None:
@@ -264,7 +265,8 @@ class DataTickets:
         """Return the connection over TLS, if this node belongs to a cluster. The peer must be the caller."""
         if self._trust is None:
             return connection
-        secured = server_context(self._trust).wrap_socket(connection, server_side=True)
+        context = tls_context(self._trust, server=True)
+        secured = context.wrap_socket(connection, server_side=True)
         try:
             found = peer_identity(secured)
             self._trust.check_peer(found)

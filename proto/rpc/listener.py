@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import psutil
-from google.protobuf.message import Message
 
 from proto.errors import AccessError, ClusterError, DeadlineError, ProtocolError, UsageError
 from proto.rpc.channels import FIRST_MESSAGE_SECONDS
@@ -201,14 +200,6 @@ MAX_TRANSFERS = 4
 """Bounds the transfers of weights to one worker at a time. A coordinator needs one, and one more after a cut."""
 
 M = TypeVar("M")
-
-
-def check_size(request: Message) -> None:
-    """Raise ProtocolError for a control message above MAX_CONTROL_BYTES."""
-    if (size := request.ByteSize()) > MAX_CONTROL_BYTES:
-        raise ProtocolError(
-            f"the call has {size} bytes. The limit of a control message is {MAX_CONTROL_BYTES}"
-        )
 
 
 async def first_message(requests: AsyncIterator[M]) -> M:

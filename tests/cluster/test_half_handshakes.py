@@ -20,7 +20,7 @@ from coordinator.trust.cluster_trust import ClusterTrust
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.frame import VERSION
-from proto.rpc.channels import FIRST_MESSAGE_SECONDS, client_context, open_channel
+from proto.rpc.channels import FIRST_MESSAGE_SECONDS, open_channel, tls_context
 from proto.trust.certificates import Role, from_pem, host_name, identity_of
 from proto.trust.node_trust import NodeTrust
 from tests.cluster.test_join import host as host
@@ -137,7 +137,7 @@ RENEWALS = 200
 
 def peer_certificate(address: str, trust: NodeTrust) -> x509.Certificate:
     """Return the certificate that a new connection to the worker gets."""
-    context = client_context(trust)
+    context = tls_context(trust, server=False)
     context.set_alpn_protocols(["h2"])
     host, _, port = address.rpartition(":")
     name = host_name(trust.identity.cluster, Role.WORKER)

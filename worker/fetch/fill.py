@@ -240,7 +240,6 @@ class _Filling:
         self._check_stop(BUSY_SECONDS)
 
     def _fetch_part(self, writer: ShardWriter, tensors: list[Tensor]) -> None:
-        """Receive the missing tensors of one part."""
         wanted = pb.WantedTensors()
         start = 0
         for tensor in tensors:

@@ -16,10 +16,10 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from proto import cluster_pb2 as pb
-from proto.errors import AccessError, ClusterError
+from proto.errors import AccessError, ClusterError, ProtocolError
 from proto.rpc.channels import peer_of
 from proto.rpc.data_connection import FRAMES, RESULTS
-from proto.rpc.listener import check_size
+from proto.rpc.listener import MAX_CONTROL_BYTES
 from proto.rpc.status_codes import to_status
 from proto.trust.certificates import Role
 from proto.trust.node_trust import NodeTrust
@@ -50,7 +50,6 @@ class CallGuard(grpc.aio.ServerInterceptor):
             trust.on_removed = self._end_calls_of
 
     def _end_calls_of(self, removed: frozenset[str]) -> None:
-        """Cancel every open call of a removed node."""
         for node, task in tuple(self._open):
             if node in removed:
                 log.warning("call of a removed node ended", extra={"node": node})
@@ -102,8 +101,11 @@ class CallGuard(grpc.aio.ServerInterceptor):
         """Check a call, and end it with the status of an error that is raised while the block runs."""
         try:
             async with self._admitted(method, context):
-                if isinstance(request, Message):
-                    check_size(request)
+                size = request.ByteSize() if isinstance(request, Message) else 0
+                if size > MAX_CONTROL_BYTES:
+                    raise ProtocolError(
+                        f"the call has {size} bytes. The limit of a control message is {MAX_CONTROL_BYTES}"
+                    )
                 yield
         except ClusterError as error:
             level = logging.WARNING if isinstance(error, AccessError) else logging.INFO

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import signal
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from proto.announcement import JOIN_FLAG, Announcement, is_loopback, join_address
+from proto.announcement import JOIN_FLAG, UNSPECIFIED, Announcement, is_loopback, join_address
 from proto.errors import ClusterError, UsageError
 from proto.kernels import Kernels
 from proto.rpc.channels import add_port
@@ -169,10 +168,6 @@ async def _join(token: str, name: str, directory: Path) -> NodeTrust:
     return trust
 
 
-UNSPECIFIED = str(ipaddress.IPv4Address(0))
-"""The address that stands for every interface."""
-
-
 @asynccontextmanager
 async def served(
     node: WorkerNode, host: str, port: int = 0, data_port: int = 0
@@ -188,7 +183,7 @@ async def served(
     try:
         port = add_port(server, join_address(address, port), node.identity.trust)
         # gRPC listens on all addresses of both families for 0.0.0.0. The system does not choose its port again.
-        both = address == UNSPECIFIED and socket.has_dualstack_ipv6()
+        both = address == UNSPECIFIED[0] and socket.has_dualstack_ipv6()
         listener = bind_listener(f"--data-port {data_port}", "::" if both else address, data_port)
     except RuntimeError as error:
         await server.stop(0)

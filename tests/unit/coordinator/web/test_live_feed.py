@@ -66,7 +66,7 @@ async def test_a_page_gets_a_snapshot_and_then_only_changes() -> None:
     assert name == "delta"
     assert data == {"status": {"running": 2, "activity": "Generating 2 answers"}}
     await stream.aclose()
-    assert feed.subscribers == 0
+    assert len(feed.subscribers) == 0
 
 
 async def test_pages_that_open_together_share_one_snapshot() -> None:
