@@ -77,8 +77,7 @@ def name_ignored_fields(app: ASGIApp) -> ASGIApp:
         async def send_named(message: Message) -> None:
             notes = scope.get("state", {}).get("notes")
             if notes and notes.unknown and message["type"] == "http.response.start":
-                header = ", ".join(sorted(notes.unknown))
-                MutableHeaders(scope=message)["X-Ignored-Fields"] = header
+                MutableHeaders(scope=message)["X-Ignored-Fields"] = ", ".join(sorted(notes.unknown))
             await send(message)
 
         await app(scope, receive, send_named)

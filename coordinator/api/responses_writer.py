@@ -59,8 +59,7 @@ class OutputItem:
         """Return the item."""
         item: Json = {"id": self.id, "type": self.kind, "status": self.status}
         if self.kind == "function_call":
-            call = {"call_id": self._call_id, **self._named, "arguments": self.text}
-            return item | call
+            return item | {"call_id": self._call_id, **self._named, "arguments": self.text}
         item["content"] = [] if self.open else [self.part()]
         own: Json = {"role": "assistant"} if self.kind == "message" else {"summary": []}
         return item | own
@@ -109,8 +108,7 @@ class ResponseWriter(AnswerWriter):
 
     def error(self, error: Exception) -> bytes:
         details = error_body(error)["error"]
-        code = details["code"] or details["type"]
-        self._failure = {"code": code, "message": details["message"]}
+        self._failure = {"code": details["code"] or details["type"], "message": details["message"]}
         return self._event("response.failed", response=self._response("failed"))
 
     def cancelled(self) -> bytes:
@@ -131,8 +129,7 @@ class ResponseWriter(AnswerWriter):
                 opened, item = self._open("reasoning")
             case CallStart(name):
                 assert event.call is not None
-                closed = self._close()
-                return closed + self._added(self._add("function_call", event.call.id, name))
+                return self._close() + self._added(self._add("function_call", event.call.id, name))
             case CallArguments(text):
                 opened, item = b"", self._items[-1]
             case CallEnd(complete):

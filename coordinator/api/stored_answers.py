@@ -53,8 +53,7 @@ class EventLog:
 
     def append(self, content: bytes) -> None:
         """Append the events in `content`. Comments have no number and are left out."""
-        blocks = content.split(b"\n\n")
-        self.events += [b + b"\n\n" for b in blocks if b and not b.startswith(b":")]
+        self.events += [b + b"\n\n" for b in content.split(b"\n\n") if b and not b.startswith(b":")]
         self._wake_followers()
 
     def end(self, last: bytes = b"") -> None:
@@ -207,8 +206,7 @@ class StoredAnswer:
             meter = self._api.metrics.begin("responses")
             delivery = Delivery(self._api, self._prepared, meter, opened=True)
             try:
-                complete = self._prepared.answer.done
-                first = None if complete else await delivery.first_event(seconds)
+                first = None if self._prepared.answer.done else await delivery.first_event(seconds)
             except (CapacityError, NotReadyError) as error:
                 await asyncio.sleep(getattr(error, "retry_after", RETRY_SECONDS))
             except ClusterError as error:
@@ -292,8 +290,7 @@ class StoredAnswers:
     async def suspend(self) -> None:
         """Stop all answers without an end; the next start continues them."""
         error = NotReadyError("the server is ending. Reconnect when it is back.")
-        running = list(self._running.values())
-        await asyncio.gather(*(answer.suspend(error) for answer in running))
+        await asyncio.gather(*(answer.suspend(error) for answer in list(self._running.values())))
 
     async def fail_all(self, error: ClusterError) -> None:
         """End all answers with `error`."""

@@ -123,8 +123,7 @@ def _summary(model: str, facts: dict[str, Any]) -> Table:
     table.add_row("quantization", _quantization(facts["quantization"]))
     for part, packed in facts["packed"].items():
         named = ((n, how if how == "unquantized" else f"at {how}") for how, n in packed.items())
-        counts = (f"{n} {how}" for n, how in named)
-        table.add_row(f"  {part}", ", ".join(counts))
+        table.add_row(f"  {part}", ", ".join(f"{n} {how}" for n, how in named))
     table.add_row("norms", _NORMS[facts["norms"]])
     table.add_row("MTP head", _mtp(facts["mtp"]))
     table.add_row("embedding", format_size(sizes["embed"]))

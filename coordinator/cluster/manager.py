@@ -418,7 +418,6 @@ class ClusterManager(PipelineSource):
             # The suspect is the far end of a failed hop, or else the worker that reports the fault.
             members = self.view.members.items() if fault.peer else ()
             peers = (a for a, m in members if m.worker_id == fault.peer)
-            message = printable(fault.message, MAX_FAULT)
-            self._fail_pipeline(pipeline, message, next(peers, address))
+            self._fail_pipeline(pipeline, printable(fault.message, MAX_FAULT), next(peers, address))
         else:
             pipeline.record_worker_status(address, worker_status)

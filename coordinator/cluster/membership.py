@@ -134,8 +134,7 @@ class Membership:
     async def close(self) -> None:
         """Unload all workers and close their clients."""
         await self._background.close()
-        releases = map(self._release, self.clients.values())
-        await asyncio.gather(*releases, return_exceptions=True)
+        await asyncio.gather(*map(self._release, self.clients.values()), return_exceptions=True)
 
     async def _release(self, client: WorkerClient) -> None:
         """Unload a worker and close its client, also if the worker does not answer in time."""

@@ -223,8 +223,7 @@ class PlanStart:
             return
         try:
             progress = self._progress_of(worker, show)
-            receiver = self._worker(worker.owner)
-            await self.model.provider.provide_weights(receiver, request, progress)
+            await self.model.provider.provide_weights(self._worker(worker.owner), request, progress)
         except ClusterError as error:
             raise await self._start_error(worker, error) from error
 

@@ -125,8 +125,7 @@ class Controller:
             return None
         estimate = self.match_acceptance.estimate_of(matcher.match.length)
         shapes = matched_shapes(sequences, fill)
-        search = self._search(sequences, fill, tokens)
-        return search.matched_shape(estimate, shapes, sequences)
+        return self._search(sequences, fill, tokens).matched_shape(estimate, shapes, sequences)
 
     def record_match(self, found: MatchResults) -> None:
         """Record the results of the drafts of a match."""
@@ -154,8 +153,7 @@ class Controller:
         """
         searched = self.mode.depth is None and (fill > 1 or not self.mode.filled)
         if searched or self.ngram is NgramMode.auto:
-            search = self._search(sequences, fill, tokens)
-            search.record_step_cost(width, drafted, cost, matched)
+            self._search(sequences, fill, tokens).record_step_cost(width, drafted, cost, matched)
 
     def forget_costs(self) -> None:
         """Forget all costs, because other machines or other cuts serve from now on. Keep the acceptance."""
@@ -179,8 +177,7 @@ class Controller:
         length = (tokens // LENGTH_STEP).bit_length()
         if length not in by_length:
             nearest = min(by_length, key=lambda known: abs(known - length), default=None)
-            deepest = None if self.mode.filled else self.max_depth
-            shapes = shapes_to_compare(fill, deepest)
+            shapes = shapes_to_compare(fill, None if self.mode.filled else self.max_depth)
             if self.mode.depth is not None:
                 shapes = [Shape(self.mode.depth + 1)]
             search = Search(self.acceptance, shapes, self.fused_width)

@@ -165,5 +165,4 @@ def judge_restart(answer: Answer) -> Finding:
         "The system pages idle weights out. Use macOS 15 or later, leave --no-wired-memory away, and lower "
         "--memory-limit if other programs need memory."
     )
-    slow = ratio >= SLOW_RESTART
-    return judged("restart after a pause", figure, advice if slow else "", values)
+    return judged("restart after a pause", figure, advice if ratio >= SLOW_RESTART else "", values)

@@ -303,8 +303,7 @@ class RemotePipeline(Pipeline):
         """Fail when the results end: by the status of the call, or by an invalid frame."""
         worker = self.workers[-1]
         try:
-            error = await end_of_connection(call, worker.address, reader.ended)
-            self._fail(error, worker.owner)
+            self._fail(await end_of_connection(call, worker.address, reader.ended), worker.owner)
         finally:
             reader.close()
             call.cancel()

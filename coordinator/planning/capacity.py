@@ -85,8 +85,7 @@ def whole_model_capacity(
     """Return the capacity of a machine `name` that holds the whole model in `limit` bytes. See `plan_capacity`."""
     weights = sum(layer.weight_bytes for layer in costs.layers)
     weights += costs.embed_bytes + costs.last_stage_bytes
-    whole = Span(0, len(costs.layers))
-    stage = StagePlan(name, whole, True, True, weights, 0, limit, 0.0)
+    stage = StagePlan(name, Span(0, len(costs.layers)), True, True, weights, 0, limit, 0.0)
     return plan_capacity(costs, [stage], context, wanted, prefix_cache)
 
 

@@ -224,8 +224,7 @@ def chrome_trace(processes: Sequence[ProcessTrace]) -> dict[str, Any]:
     events: list[Event] = []
     for process in processes:
         pid = process.stage + 1
-        phases = PHASES[process.steps]
-        tracks = list(dict.fromkeys(phase.track for phase in phases if phase.track))
+        tracks = list(dict.fromkeys(phase.track for phase in PHASES[process.steps] if phase.track))
         named = [
             ("process_name", 0, "name", process.name),
             ("process_sort_index", 0, "sort_index", pid),
@@ -359,8 +358,7 @@ class FrameRecords:
         kept = sum(0 if outcome.cancelled else outcome.accepted_length for _, outcome in pairs)
         kind = _kind_of(frame, speculative=speculative)
         self.count += 1
-        key = frame.epoch, frame.number
-        us, wasted = frame.stage_us, rows - kept
+        key, wasted, us = (frame.epoch, frame.number), rows - kept, frame.stage_us
         record = FrameRecord(self.count, key, kind, rows, wasted, tokens, sent_at, now, us)
         self.records.append(record)
 

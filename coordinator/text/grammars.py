@@ -402,8 +402,7 @@ async def _exchange(connection: socket.socket, job: bytes) -> Any:
 
 
 async def _send(connection: socket.socket, data: bytes) -> None:
-    loop = asyncio.get_running_loop()
-    await loop.sock_sendall(connection, _LENGTH.pack(len(data)) + data)
+    await asyncio.get_running_loop().sock_sendall(connection, _LENGTH.pack(len(data)) + data)
 
 
 async def _receive(connection: socket.socket) -> bytes:

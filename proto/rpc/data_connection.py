@@ -265,8 +265,7 @@ class DataTickets:
         """Return the connection over TLS, if this node belongs to a cluster. The peer must be the caller."""
         if self._trust is None:
             return connection
-        context = tls_context(self._trust, server=True)
-        secured = context.wrap_socket(connection, server_side=True)
+        secured = tls_context(self._trust, server=True).wrap_socket(connection, server_side=True)
         try:
             found = peer_identity(secured)
             self._trust.check_peer(found)

@@ -148,8 +148,7 @@ def session_binding(tls: ssl.SSLObject, server_certificate: bytes) -> bytes:
 async def read_message(reader: asyncio.StreamReader) -> dict[str, Any]:
     """Return the next message. Raises ProtocolError for a malformed or oversized one, and at the end."""
     try:
-        line = await reader.readuntil(b"\n")
-        found = json.loads(line)
+        found = json.loads(await reader.readuntil(b"\n"))
     except (
         asyncio.IncompleteReadError,
         asyncio.LimitOverrunError,

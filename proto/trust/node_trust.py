@@ -109,8 +109,7 @@ class NodeTrust:
         It needs renewal when it is due, and when the newest authority did not issue it.
         """
         own, newest = from_pem(self.certificate)[0], from_pem(self.authorities)[0]
-        current = own.issuer == newest.subject
-        return "" if current and not is_due(own) else signing_request(self.key)
+        return "" if own.issuer == newest.subject and not is_due(own) else signing_request(self.key)
 
     def check_peer(self, peer: NodeIdentity) -> None:
         """Raise AccessError for a node of another cluster and for a removed node."""

@@ -209,8 +209,7 @@ class BlockIndex:
 
     def _remove_stale(self) -> None:
         """Remove old files that no entry names, and entries whose file is gone."""
-        rows = self._database.execute("SELECT file FROM blocks").fetchall()
-        known = {file for (file,) in rows}
+        known = {file for (file,) in self._database.execute("SELECT file FROM blocks")}
         here = {p.name for p in self.folder.iterdir() if p.suffix in (SUFFIX, TEMPORARY)}
         old = self._clock() - STALE_SECONDS
         for name in here - known:

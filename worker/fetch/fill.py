@@ -315,8 +315,7 @@ class _Filling:
 
     def _send_progress(self) -> None:
         self._reported_at = time.monotonic()
-        progress = pb.LoadBytes(done=self.done, total=self.total)
-        self.send_reply(pb.WeightsReply(progress=progress))
+        self.send_reply(pb.WeightsReply(progress=pb.LoadBytes(done=self.done, total=self.total)))
 
     def _check_stop(self, seconds: float = 0.0) -> None:
         if self.stop.wait(seconds) if seconds else self.stop.is_set():

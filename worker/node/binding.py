@@ -137,8 +137,7 @@ class Binding:
         if request.next_address:
             address, node = request.next_address, request.next_node
             peer = pb.Peer(address=address, worker_id=request.next_worker_id, node=node)
-            hop = self.place.stage + 1
-            self.link = self._make_link(peer, hop, worker_id, timeout_ms, trust)
+            self.link = self._make_link(peer, self.place.stage + 1, worker_id, timeout_ms, trust)
             figures = await self.link.open()
         for member in request.members:
             link = self._make_link(member, self.place.stage, worker_id, timeout_ms, trust)
@@ -358,8 +357,7 @@ class Binding:
             self.thread.post(self._fail, pb.FAULT_KIND_PROTOCOL, str(error))
             return
         log.error("engine failed", exc_info=error)
-        message = f"{type(error).__name__}: {error}"
-        self.thread.post(self._fail, pb.FAULT_KIND_ENGINE, message)
+        self.thread.post(self._fail, pb.FAULT_KIND_ENGINE, f"{type(error).__name__}: {error}")
 
     # ---- signals
 

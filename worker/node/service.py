@@ -217,8 +217,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         trust = self.node.identity.trust
         if trust is None:
             raise AccessError("this worker belongs to no cluster")
-        removed = frozenset(request.removed_nodes)
-        trust.install(request.authorities, removed, request.certificate)
+        trust.install(request.authorities, frozenset(request.removed_nodes), request.certificate)
         return pb.TrustReply(signing_request=trust.due_request())
 
     async def ReadBackup(

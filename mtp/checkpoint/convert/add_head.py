@@ -240,8 +240,7 @@ def _inferred(module: nn.Module, stored: dict[str, Any]) -> dict[str, dict[str, 
 
 def _like_backbone(target: Checkpoint, bits: HeadBits | None) -> dict[str, dict[str, Any]]:
     """Return the quantization of the target's last attention layer, or of `bits` with routers at 8 bits."""
-    args = target.config.text_args()
-    head = MTPHead(args)
+    head = MTPHead(target.config.text_args())
     if bits is None:
         kinds = target.config.layer_kinds
         if target.config.quantization is None or "attention" not in kinds:

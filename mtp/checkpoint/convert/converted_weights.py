@@ -184,8 +184,7 @@ def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeig
     prefix = config.family.prefix
     packed = _load(checkpoint, model, settings, with_head)
     kept = {path: module for path, module in packed.items() if module is not None}
-    forms = {path: module.form for path, module in kept.items()}
-    found = _quantize(model, prefix, settings, forms)
+    found = _quantize(model, prefix, settings, {path: module.form for path, module in kept.items()})
     parameters = _with_kept(dict(tree_flatten(model.parameters())), kept)
     parameters = {prefix + name: weight for name, weight in parameters.items()}
     backbone = {n: w for n, w in parameters.items() if not n.startswith(f"{prefix}mtp.")}

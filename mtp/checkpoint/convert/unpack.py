@@ -332,5 +332,4 @@ def _awq_codes(packed: mx.array, bits: int) -> mx.array:
     if bits not in _AWQ_SHIFTS:
         raise ValueError(f"AWQ with {bits} bits is not supported, only 4 and 8")
     codes = unpack_words(packed, bits).reshape(*packed.shape, 32 // bits)
-    order = mx.array(_AWQ_SHIFTS[bits])
-    return mx.take(codes, order, axis=-1).reshape(*packed.shape[:-1], -1)
+    return mx.take(codes, mx.array(_AWQ_SHIFTS[bits]), axis=-1).reshape(*packed.shape[:-1], -1)

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from proto.errors import CheckpointError
@@ -257,12 +256,7 @@ class PartFile:
                 f"{self.path}: another process is writing this file. Wait until it ends."
             )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with suppress(CheckpointError):  # a full disk; the first error is the one to report
             if self._journal is not None and self._part.exists():
                 self._record()
@@ -358,8 +352,7 @@ class ShardWriter(PartFile):
     """
 
     def __init__(self, path: Path, entries: Sequence[Entry], form: str = "mlx") -> None:
-        nbytes = sum(entry.nbytes for entry in entries)
-        super().__init__(path, nbytes, encode_header(entries, form))
+        super().__init__(path, sum(entry.nbytes for entry in entries), encode_header(entries, form))
         self.entries = tuple(entries)
 
     def is_finished(self) -> bool:

@@ -130,8 +130,7 @@ def _download(repo: str, on_progress: OnProgress | None, stop: threading.Event |
     log.info("downloading the checkpoint", extra={"model": repo, "to": constants.HF_HUB_CACHE})
     small = _snapshot(repo, ignore_patterns=[_LAST, "*.safetensors"])
     with _hub_errors(repo):
-        blobs = find_blobs(repo, small.name)
-        download_blobs(repo, small.name, blobs, on_progress, stop)
+        download_blobs(repo, small.name, find_blobs(repo, small.name), on_progress, stop)
     found = _snapshot(repo, small.name, ignore_patterns=[_LAST])
     _check_hashes(repo, found)
     return _snapshot(repo, revision=found.name)
