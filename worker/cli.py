@@ -30,13 +30,6 @@ app = typer.Typer(
 )
 
 
-def show_version(asked: bool) -> None:
-    """Print the versions and exit if the user asked for them."""
-    if asked:
-        typer.echo(console.version_line(PROGRAM))
-        raise typer.Exit
-
-
 @app.command()
 def worker(
     layers: Annotated[
@@ -142,7 +135,10 @@ def worker(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=show_version, is_eager=True, help="Show versions and exit."
+            "--version",
+            callback=lambda asked: console.show_version(PROGRAM, asked),
+            is_eager=True,
+            help="Show versions and exit.",
         ),
     ] = False,
 ) -> None:

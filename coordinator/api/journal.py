@@ -81,24 +81,18 @@ class Database:
         self._deleted = False
 
     @classmethod
-    def open_file(cls, file: Path) -> Database:
-        """Open or create the database in `file`, readable by its owner only.
+    def open(cls, file: Path | None = None) -> Database:
+        """Open or create the database in `file`, readable by its owner only, or make one in memory.
 
         Raises OSError or sqlite3.Error for a file that cannot be used.
         """
-        # SQLite gives the files beside the database the mode of the database.
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
-        os.fchmod(descriptor, 0o600)
-        os.close(descriptor)
-        return cls._prepare(sqlite3.connect(file, timeout=BUSY_SECONDS, isolation_level=None))
-
-    @classmethod
-    def in_memory(cls) -> Database:
-        """Return an empty database that ends with the process."""
-        return cls._prepare(sqlite3.connect(":memory:", isolation_level=None))
-
-    @classmethod
-    def _prepare(cls, connection: sqlite3.Connection) -> Database:
+        if file is not None:
+            # SQLite gives the files beside the database the mode of the database.
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+            os.fchmod(descriptor, 0o600)
+            os.close(descriptor)
+        place = file or ":memory:"
+        connection = sqlite3.connect(place, timeout=BUSY_SECONDS, isolation_level=None)
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version not in (0, VERSION):
             raise sqlite3.DatabaseError(f"its version is {version}, this release reads {VERSION}")
@@ -334,7 +328,7 @@ class Journal:
                 if self._older is not None or self._file is None:
                     raise
                 self._warn(f"{self._file} cannot be written: {error}")
-                self._older, self._database = self._database, Database.in_memory()
+                self._older, self._database = self._database, Database.open()
                 return apply(self._database)
         except Exception:
             log.exception("stored answers cannot be kept")
@@ -343,18 +337,17 @@ class Journal:
     def _open(self) -> Database:
         """Return the database in the file, or one in memory if the file cannot be used."""
         if self._file is None:
-            return Database.in_memory()
+            return Database.open()
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            database = Database.open_file(self._file)
+            database = Database.open(self._file)
             with database.transaction():
                 database.delete_old(self._retention)
         except (OSError, sqlite3.Error) as error:
             self._warn(f"{self._file} cannot be used: {error}")
-        else:
-            return database
-        self._file = None
-        return Database.in_memory()
+            self._file = None
+            return Database.open()
+        return database
 
     def _warn(self, reason: str) -> None:
         log.warning(

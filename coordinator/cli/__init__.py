@@ -91,19 +91,15 @@ for _name, (_, _summary) in COMMANDS.items():
     app.command(_name, help=_summary)(lambda: None)  # until its file is imported
 
 
-def show_version(asked: bool) -> None:
-    """Print the versions and exit, if `asked`."""
-    if asked:
-        typer.echo(console.version_line(PROGRAM))
-        raise typer.Exit
-
-
 @app.callback()
 def coordinator(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=show_version, is_eager=True, help="Show versions and exit."
+            "--version",
+            callback=lambda asked: console.show_version(PROGRAM, asked),
+            is_eager=True,
+            help="Show versions and exit.",
         ),
     ] = False,
 ) -> None:

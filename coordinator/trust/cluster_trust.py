@@ -25,7 +25,7 @@ from coordinator.trust.registry import Registry
 from proto import cluster_pb2 as pb
 from proto.announcement import join_address
 from proto.errors import ClusterError, NotReadyError, ProtocolError, UsageError
-from proto.rpc.listener import BackgroundTasks, bind_listener
+from proto.rpc.listener import Acceptor, BackgroundTasks, bind_listener
 from proto.state_dir import write_private
 from proto.trust.certificates import (
     NodeIdentity,
@@ -75,9 +75,6 @@ def make_invitation(trust: ClusterTrust) -> Invitation:
 MAX_OPEN, MAX_OPEN_OF_PEER = 64, 8
 """Bound the joins in progress, in all and from one address. Above twice as many, connections end at once."""
 
-RETRY_SECONDS = 0.1
-"""Seconds. Delay after a failed accept."""
-
 MAX_FAILURES, MAX_FAILURES_OF_PEER = 1000, 20
 FAILURE_SECONDS = 60.0
 """Bound the refused tokens within these seconds, in all and from one address. Above a bound joins are refused."""
@@ -102,21 +99,18 @@ class JoinServer:
         """Joins in progress by the peer's address."""
         self._failures: deque[tuple[float, str]] = deque()
         """Monotonic seconds and peer of each refused token, the oldest first."""
-        self._tasks = BackgroundTasks()
         self._context, self._certificate = self._new_context()
 
     @contextlib.asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[int]:
         """Serve joins while the block runs, and yield the port. Raises UsageError if it is not available."""
         listener = bind_listener(f"--listen {join_address(host, port)}", host, port)
-        listener.listen(MAX_OPEN)
-        listener.setblocking(False)
-        self._tasks.spawn(self._accept(listener))
+        acceptor = Acceptor(listener, self._join, "joins")
+        acceptor.start()
         try:
             yield listener.getsockname()[1]
         finally:
-            await self._tasks.close()
-            listener.close()
+            await acceptor.close()
 
     def _new_context(self) -> tuple[ssl.SSLContext, x509.Certificate]:
         """Return a TLS context with a new certificate of the coordinator, and the certificate."""
@@ -133,24 +127,13 @@ class JoinServer:
             context.load_cert_chain(file)
         return context, from_pem(chain)[0]
 
-    async def _accept(self, listener: socket.socket) -> None:
-        """Accept connections, and close those above the bounds before their handshakes."""
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, address = await loop.sock_accept(listener)
-            except OSError:  # such as too many open files
-                await asyncio.sleep(RETRY_SECONDS)
-                continue
-            peer = str(address[0])
-            if self._open.total() >= 2 * MAX_OPEN or self._open[peer] >= 2 * MAX_OPEN_OF_PEER:
-                connection.close()
-                continue
-            self._open[peer] += 1
-            self._tasks.spawn(self._join(connection, peer))
-
-    async def _join(self, connection: socket.socket, peer: str) -> None:
-        """Handle one connection, with the present certificate."""
+    async def _join(self, connection: socket.socket) -> None:
+        """Handle one connection, with the present certificate. Close one above the bounds before its handshake."""
+        peer = str(connection.getpeername()[0])
+        if self._open.total() >= 2 * MAX_OPEN or self._open[peer] >= 2 * MAX_OPEN_OF_PEER:
+            connection.close()
+            return
+        self._open[peer] += 1
         if self._authority.must_renew(self._certificate):
             self._context, self._certificate = self._new_context()
         context = self._context

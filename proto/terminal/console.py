@@ -131,9 +131,12 @@ def end_process(status: int) -> NoReturn:
     os._exit(status)
 
 
-def version_line(program: str) -> str:
-    """Return the versions that a bug report needs: `mtp-worker 0.1.0, wire protocol 1, Python 3.11.7`."""
-    return (
-        f"{program} {version('mtp-cluster')}, wire protocol {VERSION}, "
-        f"Python {platform.python_version()}"
-    )
+def show_version(program: str, asked: bool) -> None:
+    """Print the versions that a bug report needs, and exit, if `asked`.
+
+    They are such as `mtp-worker 0.1.0, wire protocol 1, Python 3.11.7`.
+    """
+    if asked:
+        own, python = version("mtp-cluster"), platform.python_version()
+        sys.stdout.write(f"{program} {own}, wire protocol {VERSION}, Python {python}\n")
+        raise SystemExit

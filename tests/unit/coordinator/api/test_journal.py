@@ -146,7 +146,7 @@ async def save_and_find(journal: Journal) -> None:
 
 def test_a_failed_transaction_changes_nothing() -> None:
     """An error in a batch leaves none of its changes."""
-    database = Database.in_memory()
+    database = Database.open()
 
     def fail() -> None:
         with database.transaction():
