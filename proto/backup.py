@@ -43,12 +43,8 @@ def split(states: Iterable[LayerState]) -> Iterator[pb.BackupPiece]:
         view = memoryview(state.data)
         for start in range(0, max(1, len(view)), PIECE_BYTES):
             end = start + PIECE_BYTES
-            yield pb.BackupPiece(
-                layer=state.layer,
-                appends=state.appends,
-                data=bytes(view[start:end]),
-                ends=end >= len(view),
-            )
+            data, ends = bytes(view[start:end]), end >= len(view)
+            yield pb.BackupPiece(layer=state.layer, appends=state.appends, data=data, ends=ends)
 
 
 @dataclass

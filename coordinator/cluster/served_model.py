@@ -78,13 +78,8 @@ class ServedModel:
             draft_depth=self.draft_depth,
             reserve_bytes=reserve_bytes(self.costs_of(1)),
         )
-        planning = Planning(
-            self.costs_of,
-            workload,
-            self.parallel,
-            self.prefer,
-            slices=self.slices if self.exact else None,
-        )
+        slices = self.slices if self.exact else None
+        planning = Planning(self.costs_of, workload, self.parallel, self.prefer, slices=slices)
 
         def plan(members: Sequence[Member], epoch: int) -> Plan:
             speeds = _speeds(members)

@@ -162,6 +162,10 @@ class RemotePipeline(Pipeline):
             # A failure from here on is one of the hop to the next stage, or of the last stage itself.
             self.suspect = self.workers[min(stage + 1, self.stages - 1)].owner
             await self._connect_members(stage)
+            others = [
+                pb.Peer(address=each.address, worker_id=worker_ids[each.owner], node=each.node)
+                for each in self.members[stage][1:]
+            ]
             await self.workers[stage].connect(
                 pb.ConnectRequest(
                     coordinator=me,
@@ -174,14 +178,7 @@ class RemotePipeline(Pipeline):
                     hop_timeout_ms=int(self.hop_timeout * 1000),
                     previous_node="" if self.stages == 1 else self.workers[stage - 1].node,
                     next_node="" if last else self.workers[stage + 1].node,
-                    members=[
-                        pb.Peer(
-                            address=member.address,
-                            worker_id=worker_ids[member.owner],
-                            node=member.node,
-                        )
-                        for member in self.members[stage][1:]
-                    ],
+                    members=others,
                 )
             )
         self.suspect = self.workers[0].owner

@@ -531,11 +531,8 @@ class WorkerClient:
     ) -> None:
         """Write signals, and heartbeats in between, until the call ends. The reader of the call reports the end."""
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            hello = pb.Hello(
-                coordinator=self.me,
-                protocol_version=VERSION,
-                status_interval_ms=int(interval * 1000),
-            )
+            ms = int(interval * 1000)
+            hello = pb.Hello(coordinator=self.me, protocol_version=VERSION, status_interval_ms=ms)
             await call.write(pb.Signal(hello=hello))
             while True:
                 signal = pb.Signal(heartbeat=pb.Heartbeat())

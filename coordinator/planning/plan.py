@@ -235,10 +235,8 @@ class _Costs:
         self.workload = workload
         self.count = len(model.layers)
         states = workload.sequences * (1 + workload.open_windows)
-        caches = [
-            layer.kv_bytes * workload.kv_tokens + layer.state_bytes * states
-            for layer in model.layers
-        ]
+        tokens = workload.kv_tokens
+        caches = [layer.kv_bytes * tokens + layer.state_bytes * states for layer in model.layers]
         self.weight_bytes = self._sums([layer.weight_bytes for layer in model.layers])
         self.weight_bytes[0, :] += model.embed_bytes
         copy = model.embed_bytes if model.last_stage_needs_embed else 0

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from proto.announcement import host_of
 from proto.errors import AccessError, ClusterError, DeadlineError, ProtocolError, WorkerLostError
@@ -57,12 +58,8 @@ class StreamBinding:
 
     def to_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
         """Return the gRPC metadata that opens the stream."""
-        return (
-            (_EPOCH, str(self.epoch)),
-            (_STAGE, str(self.stage)),
-            (_SENDER, self.sender),
-            (_TOKEN, self.token),
-        )
+        place = ((_EPOCH, str(self.epoch)), (_STAGE, str(self.stage)))
+        return (*place, (_SENDER, self.sender), (_TOKEN, self.token))
 
     @classmethod
     def from_metadata(cls, metadata: Sequence[tuple[str, str | bytes]]) -> StreamBinding:
@@ -232,14 +229,8 @@ class DataTickets:
         if not found:
             raise AccessError("the ticket is unknown")
         self._issued.remove(found[0])
-        loop = asyncio.get_running_loop()
-        work = threading.Thread(
-            target=self._complete,
-            args=(found[0], connection, loop),
-            name="data handshake",
-            daemon=True,
-        )
-        work.start()
+        work = partial(self._complete, found[0], connection, asyncio.get_running_loop())
+        threading.Thread(target=work, name="data handshake", daemon=True).start()
 
     def _complete(
         self, ticket: Ticket, connection: socket.socket, loop: asyncio.AbstractEventLoop

@@ -145,12 +145,10 @@ def identity_of(certificate: x509.Certificate) -> NodeIdentity:
     """Return the identity in a node's certificate. Raises AccessError when it has none."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
-    except (x509.ExtensionNotFound, ValueError) as error:
+        (uri,) = names.get_values_for_type(x509.UniformResourceIdentifier)
+    except (x509.ExtensionNotFound, ValueError) as error:  # ValueError: also for several names
         raise AccessError("the peer's certificate names no node of a cluster") from error
-    if len(uris) != 1:
-        raise AccessError("the peer's certificate names no node of a cluster")
-    return NodeIdentity.parse(uris[0])
+    return NodeIdentity.parse(uri)
 
 
 def fingerprint(certificate: x509.Certificate) -> bytes:

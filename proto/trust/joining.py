@@ -10,6 +10,7 @@ import hashlib
 import json
 import secrets
 import ssl
+import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,10 @@ PREFIX = "mtp1."
 SECRET_BYTES = 16
 """Bytes of the secret: enough that nothing can guess it."""
 
-_DIGEST_BYTES = 32
 _CHECK_BYTES = 4
-_FIXED_BYTES = ID_BYTES + _DIGEST_BYTES + ID_BYTES + SECRET_BYTES
+_FIXED = struct.Struct(f"{ID_BYTES}s32s{ID_BYTES}s{SECRET_BYTES}s")
+"""Cluster, SHA-256 of its authority, token id and secret."""
+
 _CONTEXT = b"mtp-cluster join 1\0"
 
 
@@ -76,14 +78,12 @@ class JoinToken:
         try:
             data = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
             content, check = data[:-_CHECK_BYTES], data[-_CHECK_BYTES:]
-            address = content[_FIXED_BYTES:].decode("ascii")
+            address = content[_FIXED.size :].decode("ascii")
         except (ValueError, binascii.Error):
             raise malformed from None
         if not address.isprintable() or not address or check != _checksum(content):
             raise malformed
-        cluster, rest = content[:ID_BYTES], content[ID_BYTES:]
-        authority, rest = rest[:_DIGEST_BYTES], rest[_DIGEST_BYTES:]
-        token_id, secret = rest[:ID_BYTES], rest[ID_BYTES : ID_BYTES + SECRET_BYTES]
+        cluster, authority, token_id, secret = _FIXED.unpack_from(content)
         return cls(cluster.hex(), authority, token_id.hex(), secret, address)
 
     def proof(self, session: bytes, request: str) -> bytes:
@@ -149,12 +149,7 @@ async def read_message(reader: asyncio.StreamReader) -> dict[str, Any]:
     """Return the next message. Raises ProtocolError for a malformed or oversized one, and at the end."""
     try:
         found = json.loads(await reader.readuntil(b"\n"))
-    except (
-        asyncio.IncompleteReadError,
-        asyncio.LimitOverrunError,
-        ValueError,
-        RecursionError,
-    ) as error:
+    except (EOFError, asyncio.LimitOverrunError, ValueError, RecursionError) as error:
         raise ProtocolError("the join connection ended or sent a malformed message") from error
     if not isinstance(found, dict):
         raise ProtocolError("the join connection sent a malformed message")

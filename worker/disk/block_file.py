@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 
 from proto.errors import ProtocolError
+from proto.wire import STORED_BYTES, STORED_NAMES
 
 SUFFIX = ".safetensors"
 TEMPORARY = ".part"
@@ -39,14 +40,8 @@ READ_BYTES = 2**22
 MAX_HEADER = 2**26
 """Bytes. A longer header is damage."""
 
-_DTYPES = {
-    "bfloat16": ("BF16", 2),
-    "float16": ("F16", 2),
-    "float32": ("F32", 4),
-    "uint32": ("U32", 4),
-    "uint8": ("U8", 1),
-}
-_ITEM_BYTES = dict(_DTYPES.values())
+_DTYPES = {**STORED_NAMES, "uint32": "U32", "uint8": "U8"}
+"""The types of tensors, by MLX's names, as safetensors names them."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +92,7 @@ class BlockWriter:
             name, view = f"{layer.layer}.{index}", memoryview(tensor.data).cast("B")
             self._sums[name] = zlib.crc32(view)
             place = [self._end, self._end + view.nbytes]
-            kind = _DTYPES[tensor.dtype][0]
+            kind = _DTYPES[tensor.dtype]
             self._header[name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": place}
             self._end += view.nbytes
             while view:
@@ -163,17 +158,10 @@ class BlockReader:
         try:
             tensors = mx.load(str(self.path))
             assert isinstance(tensors, dict)
-            found = {
-                layer: {name: tensors[name] for name in self._names[layer]}
-                for layer in layers
-                if layer in self._names
-            }
-            plain = {
-                name: array.view(mx.uint8)
-                for some in found.values()
-                for name, array in some.items()
-                if array.size
-            }
+            here = [layer for layer in layers if layer in self._names]
+            found = {layer: {name: tensors[name] for name in self._names[layer]} for layer in here}
+            arrays = {name: array for some in found.values() for name, array in some.items()}
+            plain = {name: array.view(mx.uint8) for name, array in arrays.items() if array.size}
             mx.eval(plain, found)
         except (RuntimeError, ValueError, KeyError) as error:
             raise _damaged(self.path, error) from error
@@ -201,7 +189,7 @@ def _checksum(array: Any) -> int:
 def _place(info: dict[str, Any], start: int) -> tuple[int, int]:
     """Return the place and the size of a tensor. Raises ValueError if they do not fit its shape."""
     begin, end = map(int, info["data_offsets"])
-    if begin < 0 or end - begin != _ITEM_BYTES[info["dtype"]] * math.prod(map(int, info["shape"])):
+    if begin < 0 or end - begin != STORED_BYTES[info["dtype"]] * math.prod(map(int, info["shape"])):
         raise ValueError(f"{end - begin} bytes of shape {info['shape']}")
     return start + begin, end - begin
 

@@ -19,7 +19,7 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -241,19 +241,16 @@ class _Filling:
 
     def _fetch_part(self, writer: ShardWriter, tensors: list[Tensor]) -> None:
         wanted = pb.WantedTensors()
-        start = 0
-        for tensor in tensors:
+        starts = list(accumulate((tensor.info.nbytes for tensor in tensors), initial=0))
+        for tensor, start in zip(tensors, starts, strict=False):
             have = min(max(0, writer.written - start), tensor.info.nbytes)
             wanted.tensors.add(number=tensor.number, have=have)
-            start += tensor.info.nbytes
         self.send_reply(pb.WeightsReply(wanted=wanted))
         self.done += writer.written
         self.pieces = self._read([tensor.info for tensor in tensors], writer.written)
         self.rest = b""
-        start = 0
-        for tensor in tensors:
+        for tensor, start in zip(tensors, starts, strict=False):
             self._tensor(writer, tensor, start)
-            start += tensor.info.nbytes
 
     def _tensor(self, writer: ShardWriter, tensor: Tensor, start: int) -> None:
         """Receive the rest of a tensor that begins at byte `start` of the part, and check the hash of the whole."""

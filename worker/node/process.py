@@ -80,14 +80,8 @@ class WorkerOptions:
     def member_flags(self, *, secured: bool) -> tuple[str, ...]:
         """Return the flags of the process of this worker for a group."""
         level, form = self.logs
-        flags = [
-            "--listen",
-            join_address(self.host, 0),
-            "--name",
-            self.name,
-            "--direct",
-            self.direct_host(),
-        ]
+        flags = ["--listen", join_address(self.host, 0), "--name", self.name]
+        flags += ["--direct", self.direct_host()]
         flags += ["--rdma", self.rdma] if self.rdma else []
         flags += ["--memory-limit", f"{self.memory_limit}B", "--kernels", self.kernels.value]
         flags += ["--prefix-disk", f"{self.prefix_disk}B"] if self.prefix_disk else []
@@ -155,10 +149,8 @@ async def worker_trust(
             f"--listen {host} is open to the network, and this machine has joined no cluster. Start mtp-coord serve "
             f"first, if it runs on this machine. Else use {JOIN_FLAG} there, or --insecure"
         )
-    log.info(
-        "member of a cluster",
-        extra={"cluster": trust.identity.cluster, "node": trust.identity.node},
-    )
+    me = trust.identity
+    log.info("member of a cluster", extra={"cluster": me.cluster, "node": me.node})
     return trust
 
 

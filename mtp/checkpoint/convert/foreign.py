@@ -102,10 +102,8 @@ def plan_packed(checkpoint: Checkpoint) -> Checkpoint:
         raise CheckpointError(
             f"{checkpoint.path / 'config.json'}: {problem}. Convert the unquantized checkpoint."
         )
-    plans = {
-        part: _plan_part(plan, foreign, checkpoint.tensors)
-        for part, plan in checkpoint.plans.items()
-    }
+    tensors = checkpoint.tensors
+    plans = {part: _plan_part(plan, foreign, tensors) for part, plan in checkpoint.plans.items()}
     return replace(checkpoint, plans=plans)
 
 

@@ -123,21 +123,16 @@ class Checkpoint:
                 unknown.append(name)
             else:
                 pairs[where[0]].append((where[1], name))
-        plans = {
-            part: plan_part(part, stored, layout, config.num_experts)
-            for part, stored in pairs.items()
-        }
+        experts = config.num_experts
+        plans = {part: plan_part(part, stored, layout, experts) for part, stored in pairs.items()}
         return cls(path, config, layout, tensors, plans, tuple(unknown), tuple(ignored))
 
     @cached_property
     def mtp(self) -> MtpStatus:
         """The state of the MTP head. The missing experts of an incomplete stack are listed one by one."""
         plan = self.plans["mtp"]
-        missing = [
-            module_path("mtp", name)
-            for name in mtp_parameters(self.config.num_experts)
-            if name not in plan
-        ]
+        names = mtp_parameters(self.config.num_experts)
+        missing = [module_path("mtp", name) for name in names if name not in plan]
         missing += self.missing_sources("mtp")
         return MtpStatus(self.config.mtp_layers > 0, bool(plan), tuple(missing))
 

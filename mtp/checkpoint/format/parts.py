@@ -142,12 +142,10 @@ def read_part(
         made = mx.stack(stored) if stacks else _make(checkpoint, source, stored[0])
         share = _share_of(checkpoint, part, name, made)
         if share is not None:
-            as_stored = shares and source.transform == "as stored"
-            pieces = (
-                _read_share(checkpoint, source.stored[0], share)
-                if as_stored
-                else share.slice_parameter(made)
-            )
+            if shares and source.transform == "as stored":
+                pieces = _read_share(checkpoint, source.stored[0], share)
+            else:
+                pieces = share.slice_parameter(made)
             # Contiguous, since kernels would copy a view at each call.
             made = mx.contiguous(mx.concatenate(pieces, axis=share.axis))
         weights[name] = made.astype(_dtype(name, stored[0].dtype, dtype))

@@ -75,17 +75,13 @@ def _quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
     found = checkpoint.config.quantization
     if found is None:
         return None
-    default = {
-        "bits": found["bits"],
-        "group_size": found["group_size"],
-        "mode": found.get("mode", "affine"),
-    }
+    default = {"bits": found["bits"], "group_size": found["group_size"]}
     overrides = {
         local: value
         for path, value in found.items()
         if (value is False or isinstance(value, dict)) and (local := local_name(path))
     }
-    return {**default, "overrides": overrides}
+    return {**default, "mode": found.get("mode", "affine"), "overrides": overrides}
 
 
 def _packed(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:

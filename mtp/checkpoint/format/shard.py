@@ -159,13 +159,9 @@ def encode_header(entries: Sequence[Entry], form: str) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": form}}
     start = 0
     for entry in entries:
-        end = start + entry.nbytes
-        header[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [start, end],
-        }
-        start = end
+        place = {"shape": list(entry.shape), "data_offsets": [start, start + entry.nbytes]}
+        header[entry.name] = {"dtype": entry.dtype, **place}
+        start += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
