@@ -367,14 +367,8 @@ class ClusterManager(PipelineSource):
                 self._apply_event(events.GroupMeasured(stage.nodes, max(found)))
                 weights = stage.predicted_seconds - stage.sum_seconds
                 share = SUMS_PER_LAYER * len(stage.span) * max(found) / weights
-                log.info(
-                    "group",
-                    extra={
-                        "members": len(stage.nodes),
-                        "sum_us": round(max(found) * 1e6),
-                        "sums_over_weights": round(share, 2),
-                    },
-                )
+                sums = {"sum_us": round(max(found) * 1e6), "sums_over_weights": round(share, 2)}
+                log.info("group", extra={"members": len(stage.nodes), **sums})
 
     def _why_not_a_group(self, plan: Plan) -> str:
         """Return why another plan suits the sums that the members of a group have measured, or an empty string."""

@@ -221,15 +221,11 @@ def _group_plan(
         nodes = [machine.node for machine in machines]
         return make_plan(planning.costs_of(1), nodes, workload=planning.workload, epoch=epoch)
     teams = group_machines(machines, size, groups)
-    # One node for each group: its members hold a share each, and the slowest one sets the speed.
-    nodes = [
-        NodeSpec(
-            team[0].node.name,
-            min(machine.node.memory_limit for machine in team),
-            min(machine.node.speed for machine in team),
-        )
-        for team in teams
-    ]
+    nodes = []
+    for team in teams:  # each member holds a share, and the slowest one sets the speed
+        limit = min(machine.node.memory_limit for machine in team)
+        speed = min(machine.node.speed for machine in team)
+        nodes.append(NodeSpec(team[0].node.name, limit, speed))
     found = make_plan(planning.costs_of(size), nodes, workload=planning.workload, epoch=epoch)
     by_name = {team[0].node.name: team for team in teams}
     stages = tuple(
@@ -246,23 +242,19 @@ def _shared(stage: StagePlan, team: Sequence[Machine], expected: float) -> Stage
     A sum takes `expected` seconds before they have measured it together. Raises SpanError if it takes longer than
     SLOWEST_COLLECTIVE.
     """
-    together = frozenset(machine.node.name for machine in team)
+    names = tuple(machine.node.name for machine in team)
+    together = frozenset(names)
     measured = [m.collectives[together] for m in team if together in m.collectives]
     # A machine that was restarted since may have another link.
     collective = max(measured) if len(measured) == len(team) else expected
     seconds = SUMS_PER_LAYER * len(stage.span) * collective
     if collective > SLOWEST_COLLECTIVE:
-        names = ", ".join(machine.node.name for machine in team)
         raise SpanError(
-            f"the link of {names} is too slow for a group: a sum takes {collective * 1e3:.3g} ms, and those of a token "
-            f"{seconds:.3g} s. Connect the machines by a cable, or leave out --parallel."
+            f"the link of {', '.join(names)} is too slow for a group: a sum takes {collective * 1e3:.3g} ms, and those "
+            f"of a token {seconds:.3g} s. Connect the machines by a cable, or leave out --parallel."
         )
-    return replace(
-        stage,
-        members=tuple(machine.node.name for machine in team),
-        predicted_seconds=stage.predicted_seconds + seconds,
-        sum_seconds=seconds,
-    )
+    whole = stage.predicted_seconds + seconds
+    return replace(stage, members=names, predicted_seconds=whole, sum_seconds=seconds)
 
 
 def group_machines(

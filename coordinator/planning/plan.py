@@ -409,13 +409,8 @@ def _ordered_states(free: Sequence[int]) -> States:
     for size in range(1, len(free) + 1):
         for last in range(size - 1, len(free)):
             number[size, last] = len(number)
-            steps.append(
-                [
-                    (number[size - 1, before], free[last])
-                    for before in range(-1, last)
-                    if (size - 1, before) in number
-                ]
-            )
+            before = [number[size - 1, i] for i in range(-1, last) if (size - 1, i) in number]
+            steps.append([(state, free[last]) for state in before])
     return States(tuple(map(tuple, steps)), tuple(size for size, _ in number))
 
 

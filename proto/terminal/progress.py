@@ -73,13 +73,8 @@ def byte_bar(what: str, log: logging.Logger | None = None) -> Iterator[OnProgres
     if not console.is_terminal:
         yield _lines(what, log)
         return
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    text = TextColumn("{task.description}", markup=False)
+    columns = (text, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

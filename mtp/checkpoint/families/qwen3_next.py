@@ -79,30 +79,23 @@ class Qwen3Next(Family):
 
     def convert_text(self, text: Text) -> None:
         """Write the fields that mlx-lm reads at their older place, or with another default."""
-        args = self.text_args(copy.deepcopy(text))
-        for name, value in _DEFAULTS.items():
-            text.setdefault(name, value)
-        text["head_dim"] = args.head_dim
-        text["rope_theta"] = args.rope_theta
-        text["partial_rotary_factor"] = args.partial_rotary_factor
-        text["rope_scaling"] = _scaling(args)
+        text.update(self._model_fields(text))
 
     def _model_args(self, text: Text) -> ModelArgs:
+        found: ModelArgs = ModelArgs.from_dict(self._model_fields(text))
+        return found
+
+    def _model_fields(self, text: Text) -> Text:
         args = self.text_args(copy.deepcopy(text))
-        fields = {
+        scaling = dict(args.rope_scaling or {})
+        return {
+            **_DEFAULTS,
+            **text,
             "head_dim": args.head_dim,
             "rope_theta": args.rope_theta,
             "partial_rotary_factor": args.partial_rotary_factor,
-            "rope_scaling": _scaling(args),
+            "rope_scaling": None if scaling.get("type", "default") == "default" else scaling,
         }
-        found: ModelArgs = ModelArgs.from_dict({**_DEFAULTS, **text, **fields})
-        return found
-
-
-def _scaling(args: TextModelArgs) -> dict[str, Any] | None:
-    """Return the RoPE scaling, None for plain RoPE."""
-    found: dict[str, Any] = dict(args.rope_scaling or {})
-    return None if found.get("type", "default") == "default" else found
 
 
 def _separate(combined: nn.Module, args: TextModelArgs) -> GatedDeltaNet:
