@@ -344,9 +344,7 @@ class ClusterManager(PipelineSource):
         self._install_pipeline(pipeline)
 
     async def _serve_alone(self, epoch: int) -> None:
-        if self.model.exact and (
-            reason := self.membership.group.refusal("this process", str(Arithmetic.here()))
-        ):
+        if reason := self.membership.group.refusal("this process", str(Arithmetic.here())):
             self._apply_event(events.PlanFailed(epoch, f"this process {reason}"))
             return
         try:

@@ -102,13 +102,12 @@ class ModelCosts:
 class Workload:
     """The load that a plan must support.
 
-    There are `sequences` at once with `kv_tokens` tokens in total. Each sequence has `open_windows` windows of
-    `draft_depth` drafts. `reserve_bytes` stay free on every node, for activations and prefix entries.
+    There are `sequences` at once with `kv_tokens` tokens in total. Each sequence has an open window of `draft_depth`
+    drafts. `reserve_bytes` stay free on every node, for activations and prefix entries.
     """
 
     sequences: int = 1
     kv_tokens: int = 0
-    open_windows: int = 1
     draft_depth: int = 0
     reserve_bytes: int = 0
 
@@ -153,11 +152,6 @@ class StagePlan:
     def nodes(self) -> tuple[str, ...]:
         """The nodes that hold the stage: the members of its group, or one."""
         return self.members or (self.node,)
-
-    @property
-    def bytes(self) -> int:
-        """Memory of the stage: weights and caches."""
-        return self.weight_bytes + self.cache_bytes
 
 
 @dataclass(frozen=True)
@@ -234,7 +228,7 @@ class _Costs:
         self.model = model
         self.workload = workload
         self.count = len(model.layers)
-        states = workload.sequences * (1 + workload.open_windows)
+        states = 2 * workload.sequences  # the present one, and the snapshot of the open window
         tokens = workload.kv_tokens
         caches = [layer.kv_bytes * tokens + layer.state_bytes * states for layer in model.layers]
         self.weight_bytes = self._sums([layer.weight_bytes for layer in model.layers])

@@ -49,7 +49,6 @@ workloads = st.builds(
     Workload,
     sequences=st.integers(1, 2),
     kv_tokens=st.integers(0, 3),
-    open_windows=st.integers(0, 1),
     draft_depth=st.integers(0, 2),
     reserve_bytes=st.integers(0, 3),
 )
@@ -78,8 +77,7 @@ def stage_bytes(model: ModelCosts, work: Workload, span: Span) -> int:
     first, last = span.start == 0, span.end == len(model.layers)
     total = work.reserve_bytes + sum(model.layers[i].weight_bytes for i in span)
     total += work.kv_tokens * sum(model.layers[i].kv_bytes for i in span)
-    states = work.sequences * (work.open_windows + 1)
-    total += states * sum(model.layers[i].state_bytes for i in span)
+    total += 2 * work.sequences * sum(model.layers[i].state_bytes for i in span)
     if first or (last and model.last_stage_needs_embed):
         total += model.embed_bytes
     if last:
@@ -164,7 +162,8 @@ def test_a_plan_keeps_its_promises(problem: tuple[ModelCosts, list[NodeSpec], Wo
         assert node.pinned in (None, stage.span)
         assert stage.first == (stage.span.start == 0)
         assert stage.last == (stage.span.end == len(model.layers))
-        assert stage.bytes == stage_bytes(model, work, stage.span) <= node.memory_limit
+        held = stage.weight_bytes + stage.cache_bytes
+        assert held == stage_bytes(model, work, stage.span) <= node.memory_limit
         expected = stage_seconds(model, work, node, stage.span)
         assert stage.predicted_seconds == pytest.approx(expected)
     assert set(plan.unused) == set(by_name)
@@ -258,10 +257,10 @@ def test_requests_need_room_too() -> None:
     layer = LayerCost(GB, 0.001, kv_bytes=1000, state_bytes=10**6)
     model = ModelCosts(layers=(layer,) * 2)
     node = [NodeSpec("a", 3 * GB)]
-    assert make_plan(model, node, workload=Workload(1, 0, 0)).stages[0].cache_bytes == 2 * 10**6
-    work = Workload(sequences=4, kv_tokens=10_000, open_windows=2, reserve_bytes=5)
+    assert make_plan(model, node, workload=Workload()).stages[0].cache_bytes == 4 * 10**6
+    work = Workload(sequences=4, kv_tokens=10_000, reserve_bytes=5)
     stage = make_plan(model, node, workload=work).stages[0]
-    assert stage.cache_bytes == 2 * (1000 * 10_000 + 10**6 * 4 * 3) + 5
+    assert stage.cache_bytes == 2 * (1000 * 10_000 + 10**6 * 4 * 2) + 5
     with pytest.raises(MemoryLimitError):
         make_plan(model, node, workload=replace(work, kv_tokens=10**6))
 
