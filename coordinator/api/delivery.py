@@ -219,7 +219,7 @@ async def read_answer(
 ) -> tuple[PreparedAnswer, RequestMeter]:
     """Read a request with `prepare`, assign it to its client, and begin to measure it."""
     api, client = api_of(request), client_of(request)
-    meter = api.metrics.begin(endpoint)
+    meter = RequestMeter(api.metrics, endpoint)
     try:
         prepared = await prepare(api, request)
         for choice in prepared.answer.choices:

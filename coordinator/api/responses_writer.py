@@ -154,9 +154,8 @@ class ResponseWriter(AnswerWriter):
         return item
 
     def _added(self, item: OutputItem) -> bytes:
-        added = self._event(
-            "response.output_item.added", output_index=item.index, item=item.as_json()
-        )
+        place = {"output_index": item.index, "item": item.as_json()}
+        added = self._event("response.output_item.added", **place)
         if (part := item.part()) is None:
             return added
         return added + self._part_event(item, "response.content_part.added", part=part)
@@ -171,9 +170,8 @@ class ResponseWriter(AnswerWriter):
             content = self._part_event(item, f"{EVENTS[item.kind]}.done", **item.final_fields())
         if (part := item.part()) is not None:
             content += self._part_event(item, "response.content_part.done", part=part)
-        return content + self._event(
-            "response.output_item.done", output_index=item.index, item=item.as_json()
-        )
+        place = {"output_index": item.index, "item": item.as_json()}
+        return content + self._event("response.output_item.done", **place)
 
     def _part_event(self, item: OutputItem, name: str, /, **fields: object) -> bytes:
         place: Json = {"item_id": item.id, "output_index": item.index}

@@ -203,7 +203,7 @@ class StoredAnswer:
     async def _run_restored(self) -> None:
         seconds = self._api.options.keep_alive_seconds
         while True:
-            meter = self._api.metrics.begin("responses")
+            meter = RequestMeter(self._api.metrics, "responses")
             delivery = Delivery(self._api, self._prepared, meter, opened=True)
             try:
                 first = None if self._prepared.answer.done else await delivery.first_event(seconds)

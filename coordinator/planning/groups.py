@@ -228,9 +228,7 @@ def _group_plan(
         nodes.append(NodeSpec(team[0].node.name, limit, speed))
     found = make_plan(planning.costs_of(size), nodes, workload=planning.workload, epoch=epoch)
     by_name = {team[0].node.name: team for team in teams}
-    stages = tuple(
-        _shared(stage, by_name[stage.node], planning.collective) for stage in found.stages
-    )
+    stages = tuple(_shared(s, by_name[s.node], planning.collective) for s in found.stages)
     used = {node for stage in stages for node in stage.nodes}
     unused = tuple(m.node.name for m in machines if m.node.name not in used)
     return replace(found, stages=stages, unused=unused)

@@ -265,11 +265,9 @@ def _node_events(
     before: dict[str, NodeStatus], status: ClusterStatus, at: float
 ) -> list[ClusterEvent]:
     present = (node for node in status.nodes if node.address is not None)
-    events = [e for n in present for e in _node_event(before.pop(n.address or "", None), n, at)]
+    found = [e for n in present for e in _node_event(before.pop(n.address or "", None), n, at)]
     gone = (node for node in before.values() if node.address is not None)
-    return events + [
-        ClusterEvent(at, "leave", f"{n.name} left") for n in gone if n.health != "lost"
-    ]
+    return found + [ClusterEvent(at, "leave", f"{n.name} left") for n in gone if n.health != "lost"]
 
 
 def _node_event(old: NodeStatus | None, node: NodeStatus, at: float) -> list[ClusterEvent]:

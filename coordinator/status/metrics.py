@@ -72,10 +72,6 @@ class Metrics:
         )
         self.registry.register(_ClusterCollector(status))
 
-    def begin(self, endpoint: str) -> RequestMeter:
-        """Start measuring one HTTP request."""
-        return RequestMeter(self, endpoint)
-
     def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)

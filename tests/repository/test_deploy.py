@@ -19,7 +19,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus
-from coordinator.status.metrics import Metrics
+from coordinator.status.metrics import Metrics, RequestMeter
 from tests.support.processes.programs import CommandLine, from_words
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -185,7 +185,7 @@ class BusyCluster:
 def real_metrics() -> dict[str, set[str]]:
     """Return the samples of `/metrics` of a cluster after a request, and the labels of each."""
     metrics = Metrics(BusyCluster())
-    meter = metrics.begin("chat")
+    meter = RequestMeter(metrics, "chat")
     meter.record_tokens(0, 1)
     meter.record_tokens(0, 1)
     meter.end("stop")

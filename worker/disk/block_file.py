@@ -144,9 +144,7 @@ class BlockReader:
         Raises ProtocolError for a file that is too short.
         """
         with self.path.open("rb") as file, ThreadPoolExecutor(READERS) as pool:
-            places = [
-                self._tensors[name] for layer in layers for name in self._names.get(layer, ())
-            ]
+            places = [self._tensors[n] for layer in layers for n in self._names.get(layer, ())]
             for one in [pool.submit(self._read, file.fileno(), *place) for place in places]:
                 one.result()
 

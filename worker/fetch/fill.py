@@ -180,9 +180,8 @@ def _tensors(offer: pb.WeightsOffer, copy: SpanCopy) -> list[Tensor]:
         entry = Entry(offered.name, offered.dtype, tuple(offered.shape))
         if offered.dtype not in STORED_BYTES or entry.nbytes != offered.nbytes:
             raise ProtocolError(f"the size of tensor {offered.name!r:.120} contradicts its shape")
-        info = TensorInfo(
-            Path(offered.file), offered.dtype, entry.shape, offered.start, entry.nbytes
-        )
+        file, start = Path(offered.file), offered.start
+        info = TensorInfo(file, offered.dtype, entry.shape, start, entry.nbytes)
         found.append(Tensor(number, copy.part_of(offered.name), entry, info))
     if len({tensor.entry.name for tensor in found}) != len(found):
         raise ProtocolError("the offer names a tensor twice")

@@ -400,9 +400,7 @@ class WorkerNode:
 
 
 def _connect_reply(hop: HopFigures | None, *, has_disk: bool = False) -> pb.ConnectReply:
-    if hop is None:
-        return pb.ConnectReply(has_disk=has_disk)
-    speed = hop.bytes_per_second
-    return pb.ConnectReply(
-        link_us=hop.seconds * 1e6, link_bytes_per_second=speed, has_disk=has_disk
-    )
+    reply = pb.ConnectReply(has_disk=has_disk)
+    if hop is not None:
+        reply.link_us, reply.link_bytes_per_second = hop.seconds * 1e6, hop.bytes_per_second
+    return reply

@@ -229,9 +229,7 @@ def _load(
         dtype: mx.Dtype | None = getattr(mx, name) if name else None
         inside = "" if part in ("lm_head", "mtp") else "model."
         plain, repacked = read_source_part(checkpoint, part, dtype)
-        weights += [
-            (f"{inside}{module_path(part, name)}", weight) for name, weight in plain.items()
-        ]
+        weights += [(f"{inside}{module_path(part, name)}", w) for name, w in plain.items()]
         for within, module in repacked.items():
             path = f"{inside}{module_path(part, within)}".removesuffix(".weight")
             packed[path] = module if _keeps(module, settings, in_head=part == "mtp") else None

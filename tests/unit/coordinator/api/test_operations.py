@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from coordinator.api.context import ApiOptions
 from coordinator.api.request_fields import HINTS
 from coordinator.status.cluster_status import ClusterStatus
-from coordinator.status.metrics import Metrics
+from coordinator.status.metrics import Metrics, RequestMeter
 from tests.support.api.api_client import USER, ApiClient, tiny_tokenizer
 from tests.support.api.fake_generator import FakeGenerator, FakeStatus
 
@@ -112,7 +112,7 @@ def test_times_are_from_arrival_to_first_token_and_between_deliveries() -> None:
     """The meter measures each choice separately; the test supplies the clock."""
     times = iter([0.0, 1.0, 1.5, 3.0, 3.5, 5.0])
     metrics = Metrics(FakeStatus(), clock=lambda: next(times))
-    meter = metrics.begin("chat")
+    meter = RequestMeter(metrics, "chat")
     for choice, count in ((0, 2), (1, 1), (0, 1), (1, 4)):
         meter.record_tokens(choice, count)
     meter.end("stop")
