@@ -31,12 +31,12 @@ from mtp.checkpoint.convert.converted_weights import (
     Recipe,
     Settings,
 )
-from mtp.checkpoint.convert.foreign import open_source
+from mtp.checkpoint.convert.foreign import open_source, plan_packed
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.names import join_names
+from mtp.checkpoint.format.names import is_head, join_names
 from mtp.checkpoint.format.parts import Norms, head_norms, missing_from_backbone
 from mtp.checkpoint.format.report import report
-from mtp.checkpoint.hub.remote_checkpoint import fetch_head, open_model, open_remote_head
+from mtp.checkpoint.hub.remote_checkpoint import fetch_head, open_model, open_remote
 from mtp.checkpoint.hub.repo import HubRepo
 from mtp.checkpoint.hub.resolve import find_model, ollama_models, resolve_model
 from proto.errors import UsageError
@@ -311,7 +311,7 @@ def add_mtp(
         _tell(addition, hf_path, 0, dry_run)
         return
     with HubRepo(hf_path) as hub:
-        head = open_remote_head(hub)
+        head = plan_packed(open_remote(hub, is_head))
         addition = plan_head_addition(target, head, mtp_bits, mtp_dtype, replace=replace)
         if not dry_run:
             directory = mlx_path / _DOWNLOADS

@@ -102,7 +102,8 @@ def _plan_while_gathering(view: View, planner: Planner) -> Action | None:
     usable = _workers_for_a_first_plan(view, planner)
     enough = settings.nodes is not None and len(usable) >= settings.nodes
     missing = settings.nodes_required and not view.recovering and not enough
-    wait = settings.first_wait if missing else settings.wait
+    first_wait = settings.wait if settings.first_wait is None else settings.first_wait
+    wait = first_wait if missing else settings.wait
     problem, may_serve_alone = view.problem, not settings.nodes_required
     if usable and not missing and (view.recovering or enough or view.waited >= wait):
         try:
@@ -112,7 +113,7 @@ def _plan_while_gathering(view: View, planner: Planner) -> Action | None:
             # At the start, pinned layers that do not fit together are reported to the user as a mistake.
             may_serve_alone = may_serve_alone and isinstance(error, MemoryLimitError)
             if isinstance(error, LayerGapError):
-                wait = settings.first_wait
+                wait = first_wait
         else:
             if view.now >= view.retry_at:
                 return StartPlan(plan)

@@ -130,15 +130,11 @@ class Settings:
     nodes: int | None = None
     nodes_required: bool = False
     wait: float = 5.0
-    first_wait: float = math.nan
-    """NaN stands for `wait`."""
+    first_wait: float | None = None
+    """None stands for `wait`."""
     recovery_wait: float = 30.0
     why_not_alone: str = ""
     auto_replan: bool = False
-
-    def __post_init__(self) -> None:
-        if math.isnan(self.first_wait):
-            object.__setattr__(self, "first_wait", self.wait)
 
 
 @dataclass(frozen=True)

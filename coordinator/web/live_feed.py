@@ -154,9 +154,7 @@ class LiveFeed:
     async def _run(self) -> None:
         for look in count():
             try:
-                status = self._look()
-                if self._new_events or look % LOOKS_A_MESSAGE == 0:
-                    self._publish(status)
+                self.publish_changes(events_only=look % LOOKS_A_MESSAGE != 0)
             except Exception:  # a bug in the status must not end the feed
                 log.exception("live feed failed")
             await asyncio.sleep(LOOK_SECONDS)
@@ -172,17 +170,14 @@ class LiveFeed:
 
     # ---- messages
 
-    def publish_changes(self) -> None:
-        """Look at the status once and send what changed."""
-        self._publish(self._look())
-
-    def _look(self) -> ClusterStatus:
-        """Return the status, and record its events and its sample."""
+    def publish_changes(self, *, events_only: bool = False) -> None:
+        """Look at the status once, and send what changed. With `events_only` nothing is sent without an event."""
         status, at = self.source.status(), time.time()
         self._new_events += self.events.record_status(status, at)
         if sample := self.history.record_status(status, at, self.clock()):
             self._new_samples.append(sample)
-        return status
+        if self._new_events or not events_only:
+            self._publish(status)
 
     def _publish(self, status: ClusterStatus) -> None:
         self._encoded = b""

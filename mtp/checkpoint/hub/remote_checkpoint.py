@@ -23,7 +23,6 @@ from mtp.checkpoint.format.config import (
     parse_json_object,
     with_quantization,
 )
-from mtp.checkpoint.format.names import is_head
 from mtp.checkpoint.format.shard import Entry, Header, ShardWriter
 from mtp.checkpoint.hub.repo import HubRepo
 from mtp.checkpoint.hub.resolve import find_model
@@ -48,11 +47,6 @@ def open_model(name: str) -> Checkpoint:
         check_not_packed(found.path, found.config)
         check_not_head_only(found.path, found.config)
         return found
-
-
-def open_remote_head(hub: HubRepo) -> Checkpoint:
-    """Open the MTP head of the checkpoint in `hub`, with the places of its tensors."""
-    return plan_packed(open_remote(hub, is_head))
 
 
 def fetch_head(
