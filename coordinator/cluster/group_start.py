@@ -50,10 +50,8 @@ class GroupStart:
     lease_ms: int
 
     def __post_init__(self) -> None:
-        self._hosts: dict[str, str] = {}
-        """Host and port at which each member accepts the others, by the address of its worker."""
-        self._rdma: dict[str, str] = {}
-        """RDMA device of each member that has one, by the address of its worker."""
+        self._replies: dict[str, pb.MemberReply] = {}
+        """Where each member accepts the others, and its RDMA device, by the address of its worker."""
         self._clients: list[WorkerClient] = []
         self._pipeline: RemotePipeline | None = None
         self._background = BackgroundTasks()
@@ -81,8 +79,7 @@ class GroupStart:
             raise StartError(str(error), worker.owner) from error
         address = join_address(host_of(worker.address), reply.port)
         client = WorkerClient(address, self.me, worker.trust, worker.node, worker.owner)
-        self._hosts[worker.owner] = reply.group_address
-        self._rdma[worker.owner] = reply.rdma
+        self._replies[worker.owner] = reply
         self._clients.append(client)
         worker.member = client
         client.watch(
@@ -94,8 +91,8 @@ class GroupStart:
 
     def seat(self, members: Sequence[WorkerClient], rank: int, arithmetic: str) -> pb.Group:
         """Return the place of one of the `members` of a stage, which have equal `arithmetic`."""
-        hosts = [self._hosts[member.owner] for member in members]
-        rdma = [self._rdma[member.owner] for member in members]
+        replies = [self._replies[member.owner] for member in members]
+        hosts, rdma = [one.group_address for one in replies], [one.rdma for one in replies]
         backend = choose_backend(arithmetic, rdma)
         return pb.Group(rank=rank, hosts=hosts, backend=backend.value, rdma=rdma)
 

@@ -167,7 +167,9 @@ def model_costs(
     tied = config.tie_word_embeddings
     head = with_head and checkpoint.mtp.complete
     lm_head, lm_head_active = sizes["embed" if tied else "lm_head"]
-    itemsize = DTYPE_BYTES[dtype] if dtype else _stored_itemsize(checkpoint)
+    norm = checkpoint.norm_type
+    stored = STORED_BYTES[norm] if norm in _FLOATS else 4
+    itemsize = DTYPE_BYTES[dtype] if dtype else stored
     kv_format = KVFormat.of(config.head_dim, kv_bits)
     kv_bytes = _kv_bytes(config.kv_bytes_per_token(1), kv_format, itemsize)
     layers = []
@@ -215,13 +217,6 @@ def _loaded_bytes(tensor: TensorInfo, stored: int, dtype: str | None) -> int:
     if dtype is None or tensor.dtype not in _FLOATS:
         return stored
     return stored // STORED_BYTES[tensor.dtype] * DTYPE_BYTES[dtype]
-
-
-def _stored_itemsize(checkpoint: Checkpoint) -> int:
-    """Return the bytes of an activation in the checkpoint's own dtype, which is the dtype of the final norm."""
-    stored = (name for source in checkpoint.plans["norm"].values() for name in source.stored)
-    found = (checkpoint.tensors[name].dtype for name in stored if name in checkpoint.tensors)
-    return next((STORED_BYTES[dtype] for dtype in found if dtype in _FLOATS), 4)
 
 
 def _kv_bytes(elements: int, form: KVFormat, itemsize: int) -> int:

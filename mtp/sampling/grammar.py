@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any
 
 import mlx.core as mx
@@ -273,11 +274,8 @@ class GrammarState:
 
     def _follow(self, tokens: Sequence[int]) -> bool:
         """Bring the matcher to the state after `tokens`. Return False if the grammar does not allow them."""
-        common = 0
-        for mine, theirs in zip(self._read, tokens, strict=False):
-            if mine != theirs:
-                break
-            common += 1
+        pairs = zip(self._read, tokens, strict=False)
+        common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         if common < len(self._read):
             self._return_to(common)
         rest = list(tokens[len(self._read) :])

@@ -270,6 +270,4 @@ def _dtype(target: Checkpoint, asked: FloatType | None) -> mx.Dtype:
     if asked is not None:
         dtype: mx.Dtype = getattr(mx, asked)
         return dtype
-    (name,) = target.plans["norm"]["weight"].stored
-    stored = target.tensors[name].dtype
-    return next(dtype for dtype, known in SAFETENSORS.items() if known == stored)
+    return next(dtype for dtype, known in SAFETENSORS.items() if known == target.norm_type)

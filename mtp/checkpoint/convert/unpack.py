@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mtp.checkpoint.convert.foreign import Member, PackedSource, Packing
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.parts import Files, load_tensor, read_part
+from mtp.checkpoint.format.parts import TRANSFORMS, Files, load_tensor, read_part
 from proto.errors import CheckpointError
 from proto.wire import STORED_NAMES
 
@@ -63,7 +63,8 @@ def read_source_part(
     weights = read_part(replace(checkpoint, plans=plain), part, dtype)
     repacked: dict[str, Repacked | None] = {}
     files: Files = {}
-    wanted = dtype or _norm_dtype(checkpoint)
+    types = {stored: getattr(mx, name) for name, stored in STORED_NAMES.items()}
+    wanted: mx.Dtype = dtype or types.get(checkpoint.norm_type, mx.bfloat16)
     for name, source in packed.items():
         members = read_members(source, lambda stored: load_tensor(checkpoint, stored, files))
         try:
@@ -95,21 +96,9 @@ def read_members(source: PackedSource, load: Callable[[str], mx.array]) -> Membe
     return found
 
 
-def _norm_dtype(checkpoint: Checkpoint) -> mx.Dtype:
-    """Return the type of the final norm, which is that of the checkpoint's activations."""
-    names = [name for source in checkpoint.plans["norm"].values() for name in source.stored]
-    stored = checkpoint.tensors[names[0]].dtype if names else "BF16"
-    found = (getattr(mx, name) for name, other in STORED_NAMES.items() if other == stored)
-    dtype: mx.Dtype = next(found, mx.bfloat16)
-    return dtype
-
-
 def _half(source: PackedSource, array: mx.array) -> mx.array:
-    """Return the half of the rows that a source takes of fused experts; 0 is the gate, 1 is up."""
-    halves = {"gate half": 0, "up half": 1}
-    if source.transform not in halves:
-        return array
-    return mx.contiguous(mx.split(array, 2, axis=-2)[halves[source.transform]])
+    """Return the half of the rows that a source takes of fused experts."""
+    return TRANSFORMS[source.transform](array) if source.transform.endswith("half") else array
 
 
 def packed_values(packing: Packing, members: Members) -> mx.array:

@@ -136,6 +136,12 @@ class Checkpoint:
         missing += self.missing_sources("mtp")
         return MtpStatus(self.config.mtp_layers > 0, bool(plan), tuple(missing))
 
+    @property
+    def norm_type(self) -> str:
+        """The stored type of the final norm, which is that of activations; empty if the norm is missing."""
+        names = (name for source in self.plans["norm"].values() for name in source.stored)
+        return next((self.tensors[name].dtype for name in names if name in self.tensors), "")
+
     def missing_sources(self, part: str) -> tuple[str, ...]:
         """Return the stored names that the plan of `part` needs and the checkpoint lacks."""
         needed = (name for source in self.plans[part].values() for name in source.tensors)

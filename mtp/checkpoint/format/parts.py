@@ -173,7 +173,7 @@ def _read_share(checkpoint: Checkpoint, name: str, share: Share) -> list[mx.arra
 
 def _make(checkpoint: Checkpoint, source: Source, stored: mx.array) -> mx.array:
     try:
-        return _TRANSFORMS[source.transform](stored)
+        return TRANSFORMS[source.transform](stored)
     except (ValueError, IndexError) as error:
         name = source.stored[0]
         raise CheckpointError(
@@ -207,7 +207,7 @@ def _half(which: int) -> Callable[[mx.array], mx.array]:
     return lambda fused: mx.contiguous(mx.split(fused, 2, axis=-2)[which])
 
 
-_TRANSFORMS: dict[Transform, Callable[[mx.array], mx.array]] = {
+TRANSFORMS: dict[Transform, Callable[[mx.array], mx.array]] = {
     "as stored": lambda weight: weight,
     "conv1d": lambda weight: mx.contiguous(weight.moveaxis(2, 1)),
     # In fp32, so that the later cast rounds only once.
