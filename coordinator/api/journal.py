@@ -255,16 +255,12 @@ class Journal:
     # ---- questions
 
     async def find(self, answer_id: str) -> Record | None:
-        """Return the record with this id, or None."""
-
-        def run(database: Database) -> Record | None:
-            """Look in the present database and in the file that can no longer be written."""
-            found = database.find(answer_id)
-            if found is None and self._older is not None:
-                found = self._older.find(answer_id)
-            return found
-
-        return await self._ask(run)
+        """Return the record with this id, also of the file that can no longer be written, or None."""
+        found = await self._ask(lambda database: database.find(answer_id))
+        older = self._older
+        if found is None and older is not None:
+            found = await self._ask(lambda _: older.find(answer_id))
+        return found
 
     async def unfinished(self) -> list[Record]:
         """Return the answers that have not ended, the oldest first."""

@@ -293,11 +293,8 @@ def own_networks() -> list[ipaddress.IPv4Network]:
 def order_hosts(hosts: Sequence[str], networks: Sequence[ipaddress.IPv4Network]) -> list[str]:
     """Return `hosts` with those of `networks` first and loopback last, which no other machine can reach."""
 
-    def rank(host: str) -> int:
-        """Return 0 for a host of `networks`, 2 for loopback and 1 for any other."""
+    def rank(host: str) -> tuple[bool, bool]:
         address = ipaddress.ip_address(host)
-        if address.is_loopback:
-            return 2
-        return 0 if any(address in network for network in networks) else 1
+        return address.is_loopback, not any(address in network for network in networks)
 
     return sorted(dict.fromkeys(hosts), key=rank)

@@ -52,8 +52,9 @@ class GroupStart:
     def __post_init__(self) -> None:
         self._replies: dict[str, pb.MemberReply] = {}
         """Where each member accepts the others, and its RDMA device, by the address of its worker."""
-        self._clients: list[WorkerClient] = []
-        self._pipeline: RemotePipeline | None = None
+        self.clients: list[WorkerClient] = []
+        self.pipeline: RemotePipeline | None = None
+        """The pipeline that gets the statuses of the processes, once there is one."""
         self._background = BackgroundTasks()
 
     async def start(self, stages: Sequence[Sequence[WorkerClient]]) -> list[list[WorkerClient]]:
@@ -80,7 +81,7 @@ class GroupStart:
         address = join_address(host_of(worker.address), reply.port)
         client = WorkerClient(address, self.me, worker.trust, worker.node, worker.owner)
         self._replies[worker.owner] = reply
-        self._clients.append(client)
+        self.clients.append(client)
         worker.member = client
         client.watch(
             self.failure_timeout,
@@ -96,17 +97,12 @@ class GroupStart:
         backend = choose_backend(arithmetic, rdma)
         return pb.Group(rank=rank, hosts=hosts, backend=backend.value, rdma=rdma)
 
-    def belong_to(self, pipeline: RemotePipeline) -> None:
-        """Report the statuses of the processes to `pipeline`, which closes their clients."""
-        self._pipeline = pipeline
-        pipeline.owned = tuple(self._clients)
-
     async def close(self) -> None:
         """Close the clients, so that the processes end."""
-        await asyncio.gather(*(client.close() for client in self._clients))
+        await asyncio.gather(*(client.close() for client in self.clients))
 
     def _receive_status(self, client: WorkerClient, status: pb.WorkerStatus) -> None:
-        pipeline = self._pipeline
+        pipeline = self.pipeline
         if status.engine_stall_ms / 1000 > NOTICE_SHARE * self.failure_timeout:
             self._record_loss(client, WorkerLostError("its engine is stuck"))
         elif pipeline is None or status.epoch != pipeline.epoch:
@@ -120,8 +116,8 @@ class GroupStart:
     def _record_loss(self, client: WorkerClient, error: ClusterError) -> None:
         """Fail the plan of a process that is lost. Its worker may be alive."""
         log.warning("process of a group lost", extra={"address": client.owner, "error": str(error)})
-        if self._pipeline is not None:
-            self._pipeline.fail_member(client.owner, error)
+        if self.pipeline is not None:
+            self.pipeline.fail_member(client.owner, error)
         else:  # ends the calls that wait for it
             client.failure = error
             self._background.spawn(client.close())

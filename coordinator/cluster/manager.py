@@ -352,8 +352,13 @@ class ClusterManager(PipelineSource):
         except Exception as error:
             self._apply_event(events.PlanFailed(epoch, *describe_failure(error)))
             return
+        members = self.view.members.values()
+        reasons = [f"{m.name}: {m.reason}" for m in members if m.reason]
+        silent = set(self.options.addresses) - {m.address for m in members}
+        reasons += [f"{address} does not answer" for address in sorted(silent)]
+        reason = "; ".join(reasons) or "no worker was found"
         level = logging.WARNING if self.options.addresses else logging.INFO
-        log.log(level, "serving alone", extra={"epoch": epoch, "reason": self._why_alone()})
+        log.log(level, "serving alone", extra={"epoch": epoch, "reason": reason})
         self._install_pipeline(pipeline)
 
     def _record_collectives(self, plan: Plan) -> None:
@@ -390,13 +395,6 @@ class ClusterManager(PipelineSource):
         self._apply_event(events.PlanServing(pipeline.epoch))
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(pipeline)
-
-    def _why_alone(self) -> str:
-        members = self.view.members.values()
-        reasons = [f"{m.name}: {m.reason}" for m in members if m.reason]
-        silent = set(self.options.addresses) - {m.address for m in members}
-        reasons += [f"{address} does not answer" for address in sorted(silent)]
-        return "; ".join(reasons) or "no worker was found"
 
     # ---- worker statuses
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 from coordinator.cluster.discovery import on_this_machine
@@ -99,8 +100,8 @@ class PlanStart:
             raise
         spans = [stage.span for stage in self.plan.stages]
         pipeline = RemotePipeline(stages, self.plan.epoch, room, timeout, spans)
-        if group is not None:
-            group.belong_to(pipeline)
+        if group is not None:  # the pipeline closes the clients
+            group.pipeline, pipeline.owned = pipeline, tuple(group.clients)
         pipeline.frame_limits = FrameLimits.joint(self._frame_limits)
         ids = {node: self.view.members[node].worker_id for node in self.plan.nodes}
         try:
@@ -207,7 +208,8 @@ class PlanStart:
 
     async def _load(self, worker: WorkerClient, request: pb.LoadRequest, show: OnProgress) -> None:
         try:
-            result = await worker.load(request, self._progress_of(worker, show))
+            progress = partial(self._record_progress, worker.owner, show)
+            result = await worker.load(request, progress)
             self.loads.layers[worker.owner] = printable(result.layers, MAX_LAYERS)
             if 0 < result.collective_us < MAX_COLLECTIVE_US:
                 self.loads.collectives[worker.owner] = result.collective_us / 1e6
@@ -222,17 +224,14 @@ class PlanStart:
         if self.view.members[worker.owner].has_files:
             return
         try:
-            progress = self._progress_of(worker, show)
+            progress = partial(self._record_progress, worker.owner, show)
             await self.model.provider.provide_weights(self._worker(worker.owner), request, progress)
         except ClusterError as error:
             raise await self._start_error(worker, error) from error
 
-    def _progress_of(self, worker: WorkerClient, show: OnProgress) -> OnProgress:
-        def on_progress(done: int, total: int) -> None:
-            self.loads.done[worker.owner] = (done, total)
-            show(*self.loads.totals)
-
-        return on_progress
+    def _record_progress(self, owner: str, show: OnProgress, done: int, total: int) -> None:
+        self.loads.done[owner] = (done, total)
+        show(*self.loads.totals)
 
     async def _reach(self, address: str) -> None:
         try:

@@ -140,8 +140,11 @@ class StepCosts:
         if shape in self._fresh:
             self._record_fresh(shape, logarithm - self._level())
         elif shape in self._relative:
-            if self._samples[shape] < SETTLED_SAMPLES:
-                self._refine_cost(shape, logarithm)
+            if self._samples[shape] < SETTLED_SAMPLES:  # the estimate is new
+                surprise = logarithm - self._level() - self._relative[shape]
+                surprise = max(-LARGEST_SURPRISE, min(LARGEST_SURPRISE, surprise))
+                self._samples[shape] += 1
+                self._relative[shape] += surprise / self._samples[shape]
             self._recent.append(logarithm - self._relative[shape])
 
     def relative_cost(self, shape: Shape) -> float:
@@ -241,23 +244,12 @@ class StepCosts:
         elif len(samples) == DOUBTED_SAMPLES or (
             len(samples) == FIRST_SAMPLES and abs(samples[1] - samples[0]) < CONFIRMED
         ):
-            self._replace_cost(shape, self._fresh.pop(shape))
-
-    def _replace_cost(self, shape: Shape, samples: list[float]) -> None:
-        """Set the cost to the median of fresh samples. An old estimate, perhaps of a colder chip, does not count."""
-        if not self._relative:  # the first shape defines the level
-            self._recent.extend(samples)
-            self._relative[shape] = 0.0
-        else:
-            self._relative[shape] = median(samples)
-        self._samples[shape] = FIRST_SAMPLES
-
-    def _refine_cost(self, shape: Shape, logarithm: float) -> None:
-        """Improve a new estimate by one more sample."""
-        surprise = logarithm - self._level() - self._relative[shape]
-        surprise = max(-LARGEST_SURPRISE, min(LARGEST_SURPRISE, surprise))
-        self._samples[shape] += 1
-        self._relative[shape] += surprise / self._samples[shape]
+            del self._fresh[shape]
+            if not self._relative:  # the first shape defines the level
+                self._recent.extend(samples)
+            # An old estimate, perhaps of a colder chip, does not count.
+            self._relative[shape] = median(samples) if self._relative else 0.0
+            self._samples[shape] = FIRST_SAMPLES
 
     def _level(self) -> float:
         return median(self._recent) if self._recent else 0.0

@@ -171,7 +171,10 @@ def model_costs(
     stored = STORED_BYTES[norm] if norm in _FLOATS else 4
     itemsize = DTYPE_BYTES[dtype] if dtype else stored
     kv_format = KVFormat.of(config.head_dim, kv_bits)
-    kv_bytes = _kv_bytes(config.kv_bytes_per_token(1), kv_format, itemsize)
+    elements = config.kv_bytes_per_token(1)
+    kv_bytes = elements * itemsize
+    if kv_format.bits:  # each group has a scale and a bias
+        kv_bytes = elements * kv_format.bits // 8 + elements // kv_format.group_size * 2 * itemsize
     layers = []
     for layer, kind in enumerate(config.layer_kinds):
         total, active = sizes[f"layers.{layer}"]
@@ -217,13 +220,6 @@ def _loaded_bytes(tensor: TensorInfo, stored: int, dtype: str | None) -> int:
     if dtype is None or tensor.dtype not in _FLOATS:
         return stored
     return stored // STORED_BYTES[tensor.dtype] * DTYPE_BYTES[dtype]
-
-
-def _kv_bytes(elements: int, form: KVFormat, itemsize: int) -> int:
-    """Return the bytes of `elements` of K/V; in quantized K/V each group adds a scale and a bias."""
-    if not form.bits:
-        return elements * itemsize
-    return elements * form.bits // 8 + elements // form.group_size * 2 * itemsize
 
 
 _UNLIMITED_BYTES = 2**60

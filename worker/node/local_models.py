@@ -9,7 +9,6 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import BUILTIN, find_model, resolve_model
 from proto import cluster_pb2 as pb
 from proto.errors import CheckpointError
-from proto.span import Span
 from worker.fetch.fill import SpanCopy
 
 
@@ -19,13 +18,6 @@ class LocalModels:
     def __init__(self, own: Path | None) -> None:
         self.own = own
         self._known: dict[Path, tuple[Checkpoint, str]] = {}
-
-    def check_own(self, layers: Span | None) -> None:
-        """Raise CheckpointError for an unusable --model, and SpanError for --layers that it does not have."""
-        if self.own is not None:
-            checkpoint, _ = self.open(self.own)
-            if layers is not None:
-                layers.check_within(checkpoint.config.num_layers)
 
     def find(self, wanted: pb.ModelRef) -> Checkpoint:
         """Return the first checkpoint with the fingerprint of `wanted`, or its fetched parts.

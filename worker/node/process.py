@@ -213,7 +213,10 @@ async def run(options: WorkerOptions) -> None:
         await _run_member(options)
         return
     models = LocalModels(options.model)
-    models.check_own(options.layers)
+    if options.model is not None:
+        checkpoint, _ = models.open(options.model)
+        if options.layers is not None:
+            options.layers.check_within(checkpoint.config.num_layers)
     identity = Identity(
         options.name,
         options.layers,

@@ -134,13 +134,15 @@ def read_part(
     if missing := checkpoint.missing_sources(part):
         raise checkpoint.missing_tensors_error(missing)
     check_types(checkpoint, part)
+    config = checkpoint.config
+    key_dim = config.gdn_key_heads * config.gdn_key_dim
     files: Files = {}
     weights: dict[str, mx.array] = {}
     for name, source in checkpoint.plans[part].items():
         stored = [load_tensor(checkpoint, tensor, files) for tensor in source.stored]
         stacks = source.transform == "stack"
         made = mx.stack(stored) if stacks else _make(checkpoint, source, stored[0])
-        share = _share_of(checkpoint, part, name, made)
+        share = share_of(part, name, made.shape, config.cut, key_dim, config.head_dim)
         if share is not None:
             if shares and source.transform == "as stored":
                 pieces = _read_share(checkpoint, source.stored[0], share)
@@ -150,12 +152,6 @@ def read_part(
             made = mx.contiguous(mx.concatenate(pieces, axis=share.axis))
         weights[name] = made.astype(_dtype(name, stored[0].dtype, dtype))
     return weights
-
-
-def _share_of(checkpoint: Checkpoint, part: str, name: str, made: mx.array) -> Share | None:
-    config = checkpoint.config
-    key_dim = config.gdn_key_heads * config.gdn_key_dim
-    return share_of(part, name, made.shape, config.cut, key_dim, config.head_dim)
 
 
 _NUMPY = {"F32": "f4", "F16": "f2", "BF16": "u2", "U32": "u4", "U8": "u1"}
