@@ -76,9 +76,7 @@ async def listening(app: App, folder: Path | None = None) -> AsyncIterator[int]:
     try:
         yield listener.getsockname()[1]
     finally:
-        for each in server.servers:
-            each.close()
-        for acceptor in server._handshakes:
+        for acceptor in server._acceptors:
             await acceptor.close()
         for connection in list(server.server_state.connections):
             connection.transport.abort()
