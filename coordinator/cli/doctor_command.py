@@ -15,14 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from coordinator.cli.options import (
-    JsonOption,
-    ModelArgument,
-    ModelOption,
-    NoMdnsOption,
-    WorkersOption,
-    model_or_builtin,
-)
+from coordinator.cli import options
 from coordinator.cli.trust_commands import StateOption
 from coordinator.doctor.checks import Finding, Verdict
 from coordinator.doctor.diagnosis import Diagnosis
@@ -42,10 +35,10 @@ SIGNS = {
 
 
 def doctor(
-    argument: ModelArgument = None,
-    option: ModelOption = None,
-    worker: WorkersOption = None,
-    no_mdns: NoMdnsOption = False,
+    argument: options.ModelArgument = None,
+    option: options.ModelOption = None,
+    worker: options.WorkersOption = None,
+    no_mdns: options.NoMdnsOption = False,
     full: Annotated[
         bool, typer.Option("--full", help="Take minutes: longer texts, more depths, a pause.")
     ] = False,
@@ -56,7 +49,7 @@ def doctor(
         bool, typer.Option("--insecure", help="Connect to workers without encryption.")
     ] = False,
     state: StateOption = None,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Check this machine, its kernels and its workers, and print advice.
 
@@ -67,7 +60,7 @@ def doctor(
     logging.getLogger().setLevel(logging.ERROR)
     if retry:
         forget_trials()
-    checkpoint = Checkpoint.open(resolve_model(model_or_builtin(argument, option)))
+    checkpoint = Checkpoint.open(resolve_model(options.model_or_builtin(argument, option)))
     trust = None if insecure else ClusterTrust.open(state_dir(state), create=False)
     policy = ConnectionPolicy(trust.trust if trust else None, insecure)
     console = Console(emoji=False, stderr=as_json, quiet=as_json)

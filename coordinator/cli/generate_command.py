@@ -14,17 +14,7 @@ from typing import Annotated, Any
 import mlx.core as mx
 import typer
 
-from coordinator.cli.options import (
-    DraftVocabOption,
-    DtypeOption,
-    ExactOption,
-    JsonOption,
-    KvBitsOption,
-    MtpOption,
-    NgramOption,
-    SlicesOption,
-    checked_slices,
-)
+from coordinator.cli import options
 from coordinator.depth.controller import MtpMode
 from coordinator.depth.ngrams import NgramMode
 from coordinator.schedule.local_generator import local_generator
@@ -268,14 +258,14 @@ def generate(
         float, typer.Option(help="Drop tokens less likely than this times the likeliest.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-    mtp: MtpOption = "auto",
-    ngram: NgramOption = NgramMode.auto,
+    mtp: options.MtpOption = "auto",
+    ngram: options.NgramOption = NgramMode.auto,
     stages: Annotated[int, typer.Option(min=1, help="Cut the model into this many stages.")] = 1,
-    dtype: DtypeOption = None,
-    kv_bits: KvBitsOption = None,
-    exact: ExactOption = False,
-    slices: SlicesOption = None,
-    draft_vocab: DraftVocabOption = "off",
+    dtype: options.DtypeOption = None,
+    kv_bits: options.KvBitsOption = None,
+    exact: options.ExactOption = False,
+    slices: options.SlicesOption = None,
+    draft_vocab: options.DraftVocabOption = "off",
     logprobs: Annotated[
         int | None,
         typer.Option(help="With --json: log-probabilities, and those of N alternatives."),
@@ -283,7 +273,7 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="End the text before this string; repeatable.")
     ] = None,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Generate text from one prompt in this process, without workers.
 
@@ -316,7 +306,7 @@ def generate(
         ngram=ngram,
         kv_bits=None if kv_bits is None else int(kv_bits),
         exact=exact,
-        slices=checked_slices(slices, exact, draft_vocab),
+        slices=options.checked_slices(slices, exact, draft_vocab),
         draft_vocab=DraftVocabularySize.parse(draft_vocab),
     )
     with naming_flags():

@@ -13,14 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from coordinator.cli.options import (
-    JsonOption,
-    ModelArgument,
-    ModelOption,
-    ParallelOption,
-    PreferOption,
-    required_model,
-)
+from coordinator.cli import options
 from coordinator.planning.capacity import Capacity, model_costs, plan_capacity, reserve_bytes
 from coordinator.planning.groups import (
     DEFAULT_COLLECTIVE,
@@ -44,8 +37,8 @@ from proto.terminal.progress import format_size, parse_size
 
 
 def plan(
-    argument: ModelArgument = None,
-    option: ModelOption = None,
+    argument: options.ModelArgument = None,
+    option: options.ModelOption = None,
     node: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,15 +63,15 @@ def plan(
         str | None, typer.Option(help="float32, float16 or bfloat16 instead of the stored type.")
     ] = None,
     kv_bits: Annotated[int | None, typer.Option(help="4 or 8: keys and values quantized.")] = None,
-    parallel: ParallelOption = "pipeline",
-    prefer: PreferOption = Prefer.latency,
+    parallel: options.ParallelOption = "pipeline",
+    prefer: options.PreferOption = Prefer.latency,
     sum_us: Annotated[
         float,
         typer.Option(
             min=0, help="Microseconds of a sum over the machines of a group, by its link."
         ),
     ] = DEFAULT_COLLECTIVE * 1e6,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Show who would hold what, and how fast, without loading. Reads headers only, no weights.
 
@@ -88,7 +81,7 @@ def plan(
     """
     if dtype not in (None, "float32", "float16", "bfloat16") or kv_bits not in (None, 4, 8):
         raise UsageError("--dtype is float32, float16 or bfloat16, and --kv-bits 4 or 8")
-    model = required_model(argument, option)
+    model = options.required_model(argument, option)
     specs = given_nodes(node or [], nodes, memory)
     if not specs:
         raise UsageError("no machine to plan for. Name some, as in --nodes 2 --memory 64GB")

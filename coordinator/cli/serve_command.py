@@ -11,24 +11,8 @@ from typing import Annotated
 
 import typer
 
+from coordinator.cli import options
 from coordinator.cli.client import API_KEY
-from coordinator.cli.options import (
-    DraftVocabOption,
-    DtypeOption,
-    ExactOption,
-    KvBitsOption,
-    ModelArgument,
-    ModelOption,
-    MtpOption,
-    NgramOption,
-    NoMdnsOption,
-    ParallelOption,
-    PreferOption,
-    SlicesOption,
-    WorkersOption,
-    checked_slices,
-    model_or_builtin,
-)
 from coordinator.cli.trust_commands import StateOption
 from coordinator.depth.controller import MtpMode
 from coordinator.depth.ngrams import NgramMode
@@ -54,13 +38,13 @@ JOIN_PORT = 50504
 
 
 def serve(
-    argument: ModelArgument = None,
-    model: ModelOption = None,
+    argument: options.ModelArgument = None,
+    model: options.ModelOption = None,
     host: Annotated[str, typer.Option(help="Address for HTTP.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port for HTTP; 0 chooses a free one.")
     ] = 8080,
-    worker: WorkersOption = None,
+    worker: options.WorkersOption = None,
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Wait for this many workers before the first plan.")
     ] = None,
@@ -77,8 +61,8 @@ def serve(
         bool,
         typer.Option("--alone-ok", help="Serve with fewer than --nodes, or alone, after --wait."),
     ] = False,
-    parallel: ParallelOption = "pipeline",
-    prefer: PreferOption = Prefer.latency,
+    parallel: options.ParallelOption = "pipeline",
+    prefer: options.PreferOption = Prefer.latency,
     no_auto_replan: Annotated[
         bool,
         typer.Option(
@@ -89,14 +73,14 @@ def serve(
     single_node: Annotated[
         bool, typer.Option("--single-node", help="Use no worker: serve in this process.")
     ] = False,
-    no_mdns: NoMdnsOption = False,
-    dtype: DtypeOption = None,
-    mtp: MtpOption = "auto",
-    ngram: NgramOption = NgramMode.auto,
-    kv_bits: KvBitsOption = None,
-    exact: ExactOption = False,
-    slices: SlicesOption = None,
-    draft_vocab: DraftVocabOption = "off",
+    no_mdns: options.NoMdnsOption = False,
+    dtype: options.DtypeOption = None,
+    mtp: options.MtpOption = "auto",
+    ngram: options.NgramOption = NgramMode.auto,
+    kv_bits: options.KvBitsOption = None,
+    exact: options.ExactOption = False,
+    slices: options.SlicesOption = None,
+    draft_vocab: options.DraftVocabOption = "off",
     max_sequences: Annotated[
         int, typer.Option(min=1, max=256, help="Most requests served at once; others queue.")
     ] = DEFAULT_SEQUENCES,
@@ -257,8 +241,8 @@ def serve(
         raise UsageError("--single-node uses no worker. Leave out --worker and --nodes")
     if alone_ok and nodes is None and shared.machines is None:
         raise UsageError("--alone-ok needs --nodes. Without it, serving alone is allowed")
-    options = ServeOptions(
-        model=model_or_builtin(argument, model),
+    settings = ServeOptions(
+        model=options.model_or_builtin(argument, model),
         host=host,
         port=port,
         workers=tuple(worker or ()),
@@ -273,7 +257,7 @@ def serve(
         ngram=ngram,
         kv_bits=None if kv_bits is None else int(kv_bits),
         exact=exact,
-        slices=checked_slices(slices, exact, draft_vocab, shared, nodes),
+        slices=options.checked_slices(slices, exact, draft_vocab, shared, nodes),
         draft_vocab=DraftVocabularySize.parse(draft_vocab),
         failure_timeout=failure_timeout,
         max_sequences=max_sequences,
@@ -302,7 +286,7 @@ def serve(
         prefer=prefer,
         name=socket.gethostname().partition(".")[0],
     )
-    asyncio.run(run_server(options))
+    asyncio.run(run_server(settings))
 
 
 def _disk_bytes(size: str | None, no_prefix_cache: bool) -> int | None:
