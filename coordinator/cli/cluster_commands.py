@@ -246,13 +246,9 @@ def trace(
 
     Open the file at https://ui.perfetto.dev or chrome://tracing. A table of the median times goes to stdout.
     """
+    path = f"/trace?seconds={seconds:g}"
     body = call(
-        "GET",
-        server_url(url),
-        f"/trace?seconds={seconds:g}",
-        api_key,
-        deadline=TRACE_SECONDS,
-        max_bytes=MAX_TRACE_BYTES,
+        "GET", server_url(url), path, api_key, deadline=TRACE_SECONDS, max_bytes=MAX_TRACE_BYTES
     )
     try:
         found = json.loads(body)

@@ -266,12 +266,8 @@ def _print_candidates(console: Console, candidates: Sequence[dict[str, Any]]) ->
     for heading in ("tokens/s", f"first token of {FIRST_TOKENS:,}", "weights of a machine"):
         table.add_column(heading, justify="right")
     for one in candidates:
-        table.add_row(
-            one["plan"],
-            f"{1 / one['token_seconds']:.3g}",
-            f"{one['first_token_seconds']:.2g} s",
-            format_size(one["weight_bytes"]),
-        )
+        speed, first = f"{1 / one['token_seconds']:.3g}", f"{one['first_token_seconds']:.2g} s"
+        table.add_row(one["plan"], speed, first, format_size(one["weight_bytes"]))
     console.print(table)
 
 

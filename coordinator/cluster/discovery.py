@@ -62,10 +62,7 @@ async def scan(service: str, seconds: float = SCAN_SECONDS) -> list[ServiceRecor
     Raises OSError if the program `dns-sd` is missing.
     """
     process = await asyncio.create_subprocess_exec(
-        "dns-sd",
-        "-Z",
-        service,
-        "local.",
+        *("dns-sd", "-Z", service, "local."),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,

@@ -62,11 +62,9 @@ class ServedModel:
         Raises SpanError if the layers cannot be cut for `size` members.
         """
         if size not in self._costs:
+            cut, kv_bits = self.checkpoint.cut_for(Cut(0, size)), self.kv_bits or None
             self._costs[size] = model_costs(
-                self.checkpoint.cut_for(Cut(0, size)),
-                dtype=self.dtype,
-                kv_bits=self.kv_bits or None,
-                with_head=self.with_head,
+                cut, dtype=self.dtype, kv_bits=kv_bits, with_head=self.with_head
             )
         return self._costs[size]
 
@@ -83,14 +81,12 @@ class ServedModel:
 
         def plan(members: Sequence[Member], epoch: int) -> Plan:
             speeds = _speeds(members)
+            specs = [
+                NodeSpec(m.address, m.memory_limit, speeds[m.address], m.pinned) for m in members
+            ]
             machines = [
-                Machine(
-                    NodeSpec(m.address, m.memory_limit, speeds[m.address], m.pinned),
-                    kind=m.arithmetic,
-                    direct=m.direct,
-                    collectives=m.collectives,
-                )
-                for m in members
+                Machine(spec, kind=m.arithmetic, direct=m.direct, collectives=m.collectives)
+                for spec, m in zip(specs, members, strict=True)
             ]
             return choose_plan(planning, machines, epoch)
 

@@ -57,13 +57,10 @@ class WeightProvider:
             layout=self.checkpoint.layout,
             share=self.share,
         )
-        parts = self.checkpoint.stage_parts(
-            Span(request.span.start, request.span.end),
-            first=request.first,
-            last=request.last,
-            with_head=request.mtp,
-        )
-        for part in parts:
+        span = Span(request.span.start, request.span.end)
+        for part in self.checkpoint.stage_parts(
+            span, first=request.first, last=request.last, with_head=request.mtp
+        ):
             for name, info in self._tensors(part):
                 offer.tensors.add(
                     name=name,

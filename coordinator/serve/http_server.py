@@ -223,15 +223,11 @@ class HttpServer(uvicorn.Server):
         end_pages: Callable[[], None],
         count_answers: Callable[[], int],
     ) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                timeout_graceful_shutdown=GRACE_SECONDS + END_SECONDS,
-                lifespan="off",
-            )
+        grace = GRACE_SECONDS + END_SECONDS
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, timeout_graceful_shutdown=grace, lifespan="off"
         )
+        super().__init__(config)
         self.interrupted = False
         """True after Ctrl-C."""
         self._end_answers = end_answers
@@ -262,14 +258,11 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on `sockets`. uvicorn bounds neither the time nor the number of handshakes, of 256 KB each."""
         await self.lifespan.startup()
+        config, state, app_state = self.config, self.server_state, self.lifespan.state
         connection = partial(
-            HttpConnection,
-            Connections(),
-            config=self.config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
+            HttpConnection, Connections(), config=config, server_state=state, app_state=app_state
         )
-        tls, accept = self.config.ssl, asyncio.get_running_loop().connect_accepted_socket
+        tls, accept = config.ssl, asyncio.get_running_loop().connect_accepted_socket
         timeout = HANDSHAKE_SECONDS if tls else None
         greet = partial(accept, connection, ssl=tls, ssl_handshake_timeout=timeout)
         self._acceptors = [Acceptor(each, greet, "connections") for each in sockets or []]

@@ -173,12 +173,9 @@ class ModelSwitch(ModelLoader):
                 raise
         except Exception as error:
             known = isinstance(error, ClusterError)
-            log.log(
-                logging.WARNING if known else logging.ERROR,
-                "model not changed",
-                extra={"model": name, "error": str(error)},
-                exc_info=not known,
-            )
+            level = logging.WARNING if known else logging.ERROR
+            extra = {"model": name, "error": str(error)}
+            log.log(level, "model not changed", extra=extra, exc_info=not known)
             text = error.public if isinstance(error, ClusterError) else "internal error"
             self._report = LoadReport(name, "failed", error=text)
         else:

@@ -223,11 +223,8 @@ class _Server:
         )
         file = options.state / "journal" / "answers.db"
         self.journal = Journal(file if options.journal else None)
-        self.app = HostCheck(
-            starting_app(self.download, self.api_options),
-            socket.gethostname(),
-            (options.host, *options.allowed_hosts),
-        )
+        app, hosts = starting_app(self.download, self.api_options), options.allowed_hosts
+        self.app = HostCheck(app, socket.gethostname(), (options.host, *hosts))
         self.manager: ClusterManager | None = None
         self.parts: ServedParts | None = None
         self.failure: ClusterError | None = None  # the reason why the server ends by itself

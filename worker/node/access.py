@@ -68,14 +68,10 @@ class CallGuard(grpc.aio.ServerInterceptor):
             return None  # gRPC answers UNIMPLEMENTED
         method = handler_call_details.method
         guard = self._guarded_stream if handler.response_streaming else self._guarded_call
-        kinds = {
-            (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
-            (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
-            (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
-            (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
-        }
-        name, make = kinds[handler.request_streaming, handler.response_streaming]
-        behaviour = guard(method, getattr(handler, name))
+        streams = (handler.request_streaming, handler.response_streaming)
+        kind = "_".join("stream" if stream else "unary" for stream in streams)
+        behaviour = guard(method, getattr(handler, kind))
+        make: Any = getattr(grpc, f"{kind}_rpc_method_handler")
         return make(behaviour, handler.request_deserializer, handler.response_serializer)
 
     def _guarded_call(self, method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:

@@ -49,8 +49,7 @@ async def registered_by_dns_sd(
         if process.returncode is None:
             process.terminate()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_SECONDS):
-                await process.wait()
+            await asyncio.wait_for(process.wait(), STOP_SECONDS)
 
 
 RESCAN_SECONDS = 5.0

@@ -318,14 +318,9 @@ class WorkerNode:
         if self.loaded is None:
             raise NotReadyError(f"worker {self.identity.name} has no stage loaded")
         self._enter_epoch(request.epoch)
-        place = Place(
-            request.epoch,
-            request.stage,
-            request.num_stages,
-            request.plan_token,
-            request.previous_node,
-            request.rank,
-        )
+        stage, stages, rank = request.stage, request.num_stages, request.rank
+        token, sender = request.plan_token, request.previous_node
+        place = Place(request.epoch, stage, stages, token, sender, rank)
         binding = self.binding = Binding(place, self.host, self.traffic, self._failed)
         make_engine = partial(self.host.make_engine, self.loaded, place.epoch, self.budget)
         try:

@@ -217,30 +217,25 @@ async def run(options: WorkerOptions) -> None:
         checkpoint, _ = models.open(options.model)
         if options.layers is not None:
             options.layers.check_within(checkpoint.config.num_layers)
-    identity = Identity(
-        options.name,
-        options.layers,
-        options.memory_limit,
-        models,
-        wired=options.wired,
-        kernels=options.kernels,
-        disk=disk_in(options.state_dir, options.prefix_disk),
-    )
-    stopping = asyncio.Event()
-    port, token_file = options.port, state_dir(options.state_dir) / LOCAL_TOKEN
+    identity, stopping = _identity(options, models), asyncio.Event()
+    host, name, port, given = options.host, options.name, options.port, options.state_dir
+    token_file = state_dir(given) / LOCAL_TOKEN
     with keep_awake(enabled=options.awake):
         while not stopping.is_set():
             known = read_text(token_file)
             identity.trust = await worker_trust(
-                options.host,
-                options.name,
-                options.join,
-                options.state_dir,
-                insecure=options.insecure,
+                host, name, options.join, given, insecure=options.insecure
             )
             identity.direct = options.direct_host()
             identity.member_flags = options.member_flags(secured=identity.trust is not None)
             port = await _serve(identity, options, port, stopping, known)
+
+
+def _identity(
+    options: WorkerOptions, models: LocalModels, trust: NodeTrust | None = None
+) -> Identity:
+    own = (options.wired, options.kernels, disk_in(options.state_dir, options.prefix_disk))
+    return Identity(options.name, options.layers, options.memory_limit, models, 0.0, trust, *own)
 
 
 FIRST_LEASE_SECONDS = 30.0
@@ -251,18 +246,14 @@ async def _run_member(options: WorkerOptions) -> None:
     """Serve the stage of a group until the lease ends, in a process that the worker has started."""
     directory = state_dir(options.state_dir) / _PREFIX
     trust = None if options.insecure else NodeTrust.load(directory)  # that of the worker
-    models, limit = LocalModels(options.model), options.memory_limit
-    own = (options.wired, options.kernels, disk_in(options.state_dir, options.prefix_disk))
-    node = WorkerNode(Identity(options.name, None, limit, models, 0.0, trust, *own))
-    async with AsyncExitStack() as stack:
-        await node.host.thread.call(partial(set_limits, limit))
-        port = await stack.enter_async_context(served(node, options.host))
+    node = WorkerNode(_identity(options, LocalModels(options.model), trust))
+    await node.host.thread.call(partial(set_limits, options.memory_limit))
+    async with served(node, options.host) as port:
         report_ready(port, options.direct_host(), options.rdma)
         due = time.monotonic() + FIRST_LEASE_SECONDS
         while not node.released.is_set() and (node.lease is not None or time.monotonic() < due):
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_SECONDS):
-                    await node.released.wait()
+                await asyncio.wait_for(node.released.wait(), POLL_SECONDS)
             node.release_lapsed()
     os._exit(0)  # the engine thread may wait in a collective
 
@@ -314,8 +305,7 @@ async def _serve(
                 )
                 advised = True
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_SECONDS):
-                    await stopping.wait()
+                await asyncio.wait_for(stopping.wait(), POLL_SECONDS)
         await stopping.wait()
         await _drain(node)
     return port

@@ -76,13 +76,11 @@ class DataPlane:
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the handler to register with a server."""
-        return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                FRAMES.rpartition("/")[2]: grpc.stream_stream_rpc_method_handler(self.frames),
-                RESULTS.rpartition("/")[2]: grpc.unary_stream_rpc_method_handler(self.results),
-            },
-        )
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            FRAMES.rpartition("/")[2]: grpc.stream_stream_rpc_method_handler(self.frames),
+            RESULTS.rpartition("/")[2]: grpc.unary_stream_rpc_method_handler(self.results),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     async def frames(
         self, requests: AsyncIterator[bytes], context: Context
@@ -106,12 +104,9 @@ class DataPlane:
         binding = self.node.binding_of(_stream_of(context))
         if not binding.place.last:
             raise AccessError(f"stage {binding.place.stage} is not the last and has no results")
-        writer = binding.results = FrameWriter(
-            await self._connection(context),
-            "the coordinator",
-            binding.hop_timeout,
-            binding.ended.put_nowait,
-        )
+        connection, on_end = await self._connection(context), binding.ended.put_nowait
+        writer = FrameWriter(connection, "the coordinator", binding.hop_timeout, on_end)
+        binding.results = writer
         try:
             raise await binding.ended.get()
         finally:
@@ -313,20 +308,12 @@ class WorkerService(pb_grpc.WorkerServicer):
 
     async def ReportTrace(self, request: pb.TraceRequest, context: Context) -> pb.TraceReport:
         """Return the clock of the process and the stamps of its newest frames."""
-        stamps = self.node.host.stamps.since(request.since_ns) if request.with_frames else []
-        return pb.TraceReport(
-            now_ns=time.monotonic_ns(),
-            frames=[
-                pb.FrameTimes(
-                    epoch=one.epoch,
-                    number=one.number,
-                    stage=one.stage,
-                    rows=one.rows,
-                    times_ns=one.times,
-                )
-                for one in stamps
-            ],
-        )
+        report = pb.TraceReport(now_ns=time.monotonic_ns())
+        for s in self.node.host.stamps.since(request.since_ns) if request.with_frames else []:
+            report.frames.add(
+                epoch=s.epoch, number=s.number, stage=s.stage, rows=s.rows, times_ns=s.times
+            )
+        return report
 
     async def Signals(
         self, requests: AsyncIterator[pb.Signal], context: Context
