@@ -75,15 +75,10 @@ def error_body(error: Exception) -> Json:
     """Return the body `{"error": …}` in OpenAI's format."""
     status = status_of(error)
     usual = "invalid_request_error" if status < 500 else "server_error"
+    param = error.param if isinstance(error, RequestError) else None
     own_code = getattr(error, "code", None) if isinstance(error, RequestError) else None
-    return {
-        "error": {
-            "message": message_of(error),
-            "type": _TYPES.get(status, usual),
-            "param": error.param if isinstance(error, RequestError) else None,
-            "code": own_code or _CODES.get(status),
-        }
-    }
+    facts = {"message": message_of(error), "type": _TYPES.get(status, usual), "param": param}
+    return {"error": {**facts, "code": own_code or _CODES.get(status)}}
 
 
 def error_response(error: Exception, error_format: ErrorFormat = error_body) -> JSONResponse:

@@ -48,15 +48,9 @@ class LiveStatus(StatusSource):
 
     def status(self) -> ClusterStatus:
         loop = self.loop.status()
-        found = replace(
-            loop,
-            model=self.model,
-            detail=self._detail(loop),
-            nodes=self._nodes(loop),
-            uptime_seconds=self.loop.clock() - self._started,
-            architecture=self.architecture,
-            phase_seconds=self.loop.clock() - self._started,
-        )
+        up = self.loop.clock() - self._started
+        found = replace(loop, model=self.model, detail=self._detail(loop), nodes=self._nodes(loop))
+        found = replace(found, architecture=self.architecture, uptime_seconds=up, phase_seconds=up)
         if self.manager is None:
             return found
         view, replans = self.manager.view, self.manager.replans

@@ -103,14 +103,9 @@ def pin_request(request: GenerationRequest) -> Json:
 
 def pinned_request(content: dict[str, Any]) -> GenerationRequest:
     """Invert `pin_request`. Raises ProtocolError for invalid parameters."""
-    return GenerationRequest(
-        **{
-            **content,
-            "prompt": tuple(content["prompt"]),
-            "params": SamplingParams.from_wire(content["params"]),
-            "stop_tokens": frozenset(content["stop_tokens"]),
-        }
-    )
+    prompt, params = tuple(content["prompt"]), SamplingParams.from_wire(content["params"])
+    typed = {"prompt": prompt, "params": params, "stop_tokens": frozenset(content["stop_tokens"])}
+    return GenerationRequest(**{**content, **typed})
 
 
 class StoredAnswer:

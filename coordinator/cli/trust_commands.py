@@ -79,13 +79,9 @@ def token(
             registry.add_token(new, _seconds(ttl), uses)
             typer.echo(str(new))
         case "list", None:
-            _print_rows(
-                ("token", "uses left", "valid until"),
-                [
-                    (known, str(facts["uses"]), shown_time(facts["expires"]))
-                    for known, facts in registry.tokens().items()
-                ],
-            )
+            tokens = registry.tokens().items()
+            rows = [(known, str(t["uses"]), shown_time(t["expires"])) for known, t in tokens]
+            _print_rows(("token", "uses left", "valid until"), rows)
         case "revoke", str(known):
             registry.revoke_token(known)
             typer.echo(f"revoked {known}")
@@ -125,18 +121,11 @@ def node(
     registry = Registry(state)
     match action, name:
         case "list", None:
-            _print_rows(
-                ("node", "name", "joined", "valid until"),
-                [
-                    (
-                        known.node_id,
-                        known.name,
-                        shown_time(known.joined),
-                        "removed" if known.removed else shown_time(known.expires),
-                    )
-                    for known in registry.nodes()
-                ],
-            )
+            rows = []
+            for known in registry.nodes():
+                until = "removed" if known.removed else shown_time(known.expires)
+                rows.append((known.node_id, known.name, shown_time(known.joined), until))
+            _print_rows(("node", "name", "joined", "valid until"), rows)
         case "remove", str(text):
             for removed in registry.remove_nodes(text):
                 typer.echo(f"removed {removed.name} ({removed.node_id})")
@@ -162,13 +151,10 @@ def key(
         case "create", str(new):
             typer.echo(ring.create(new, frozenset(scope or [Scope.INFERENCE])))
         case "list", None:
-            _print_rows(
-                ("key", "scopes", "created"),
-                [
-                    (known.name, ",".join(sorted(known.scopes)), shown_time(known.created))
-                    for known in ring.stored_keys()
-                ],
-            )
+            rows = []
+            for known in ring.stored_keys():
+                rows.append((known.name, ",".join(sorted(known.scopes)), shown_time(known.created)))
+            _print_rows(("key", "scopes", "created"), rows)
         case "revoke", str(known_name):
             ring.revoke(known_name)
             typer.echo(f"revoked {known_name}")

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from coordinator.pipeline.remote_pipeline import RemotePipeline
 from coordinator.pipeline.worker_client import NOTICE_SHARE, WorkerClient
@@ -83,11 +84,8 @@ class GroupStart:
         self._replies[worker.owner] = reply
         self.clients.append(client)
         worker.member = client
-        client.watch(
-            self.failure_timeout,
-            lambda status: self._receive_status(client, status),
-            lambda error: self._record_loss(client, error),
-        )
+        on_status = partial(self._receive_status, client)
+        client.watch(self.failure_timeout, on_status, partial(self._record_loss, client))
         return client
 
     def seat(self, members: Sequence[WorkerClient], rank: int, arithmetic: str) -> pb.Group:

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from coordinator.cluster import events
 from coordinator.cluster.discovery import Discovery
@@ -246,11 +247,8 @@ class Membership:
         member = member_of(address, info)
         self.clients[address] = client
         self._joining[address] = member
-        client.watch(
-            self.options.failure_timeout,
-            lambda worker_status: self._receive_status(address, worker_status),
-            lambda error: self._record_loss(address, error),
-        )
+        on_status = partial(self._receive_status, address)
+        client.watch(self.options.failure_timeout, on_status, partial(self._record_loss, address))
 
     def _refusal_reason(self, info: pb.WorkerInfo, model: ServedModel) -> str:
         """Return why a worker cannot serve this coordinator, or an empty string."""

@@ -107,14 +107,9 @@ def check_memory() -> Finding:
     sizes = [(i["name"] or "?", i["memory_info"].rss) for i in others]
     large = [entry for entry in sizes if entry[1] > LARGE_SHARE * total]
     large = sorted(large, key=lambda entry: -entry[1])[:5]
-    values: dict[str, Any] = {
-        "total": total,
-        "available": psutil.virtual_memory().available,
-        "limit": limit,
-        "swap": swap,
-        "recommended": mx.device_info().get("max_recommended_working_set_size"),
-        "large": large,
-    }
+    values: dict[str, Any] = {"total": total, "limit": limit, "swap": swap, "large": large}
+    values["available"] = psutil.virtual_memory().available
+    values["recommended"] = mx.device_info().get("max_recommended_working_set_size")
     advice = []
     if swap > SWAP_SHARE * total:
         advice.append(

@@ -156,51 +156,34 @@ class RemotePipeline(Pipeline):
         far end of the failed hop.
         """
         self._owners = {worker_id: address for address, worker_id in worker_ids.items()}
-        me = self.workers[0].me
         for stage in reversed(range(self.stages)):
-            last = stage == self.stages - 1
+            following = self.workers[min(stage + 1, self.stages - 1)]
             # A failure from here on is one of the hop to the next stage, or of the last stage itself.
-            self.suspect = self.workers[min(stage + 1, self.stages - 1)].owner
+            self.suspect = following.owner
             await self._connect_members(stage)
-            others = [
-                pb.Peer(address=each.address, worker_id=worker_ids[each.owner], node=each.node)
-                for each in self.members[stage][1:]
-            ]
-            await self.workers[stage].connect(
-                pb.ConnectRequest(
-                    coordinator=me,
-                    epoch=self.epoch,
-                    stage=stage,
-                    num_stages=self.stages,
-                    next_address="" if last else self.workers[stage + 1].address,
-                    next_worker_id="" if last else worker_ids[self.workers[stage + 1].owner],
-                    plan_token=self._token,
-                    hop_timeout_ms=int(self.hop_timeout * 1000),
-                    previous_node="" if self.stages == 1 else self.workers[stage - 1].node,
-                    next_node="" if last else self.workers[stage + 1].node,
-                    members=others,
-                )
-            )
-        self.suspect = self.workers[0].owner
+            previous = "" if self.stages == 1 else self.workers[stage - 1].node
+            request = self._connect_request(stage, previous)
+            for m in self.members[stage][1:]:
+                request.members.add(address=m.address, worker_id=worker_ids[m.owner], node=m.node)
+            if stage < self.stages - 1:
+                request.next_address, request.next_node = following.address, following.node
+                request.next_worker_id = worker_ids[following.owner]
+            await self.workers[stage].connect(request)
+        first, timeout_ms = self.workers[0], int(self.hop_timeout * 1000)
+        self.suspect = first.owner
         if self.stages > 1:
-            await self.workers[-1].connect_ring(
-                pb.RingRequest(
-                    coordinator=me,
-                    epoch=self.epoch,
-                    first_address=self.workers[0].address,
-                    first_worker_id=worker_ids[self.workers[0].owner],
-                    first_node=self.workers[0].node,
-                    hop_timeout_ms=int(self.hop_timeout * 1000),
-                )
-            )
+            ring = pb.RingRequest(coordinator=first.me, epoch=self.epoch, hop_timeout_ms=timeout_ms)
+            ring.first_address, ring.first_node = first.address, first.node
+            ring.first_worker_id = worker_ids[first.owner]
+            await self.workers[-1].connect_ring(ring)
         await self._open_results(self._binding(self.stages - 1))
         self._link = Link(
-            self.workers[0].address,
+            first.address,
             self._binding(0),
             timeout=self.hop_timeout,
-            on_failure=lambda error: self._fail(error, self.workers[0].owner),
-            trust=self.workers[0].trust,
-            node=self.workers[0].node,
+            on_failure=lambda error: self._fail(error, first.owner),
+            trust=first.trust,
+            node=first.node,
         )
         await self._link.open()
         self.suspect = None
@@ -210,19 +193,21 @@ class RemotePipeline(Pipeline):
         first, *others = self.members[stage]
         for rank, member in enumerate(others, start=1):
             suspect, self.suspect = self.suspect, member.owner
-            await member.connect(
-                pb.ConnectRequest(
-                    coordinator=first.me,
-                    epoch=self.epoch,
-                    stage=stage,
-                    num_stages=self.stages,
-                    plan_token=self._token,
-                    hop_timeout_ms=int(self.hop_timeout * 1000),
-                    previous_node=first.node,
-                    rank=rank,
-                )
-            )
+            await member.connect(self._connect_request(stage, first.node, rank))
             self.suspect = suspect
+
+    def _connect_request(self, stage: int, previous: str, rank: int = 0) -> pb.ConnectRequest:
+        """Return the request that binds a stage, whose frames the node `previous` sends, into the plan."""
+        return pb.ConnectRequest(
+            coordinator=self.workers[0].me,
+            epoch=self.epoch,
+            stage=stage,
+            num_stages=self.stages,
+            plan_token=self._token,
+            hop_timeout_ms=int(self.hop_timeout * 1000),
+            previous_node=previous,
+            rank=rank,
+        )
 
     def _binding(self, stage: int) -> StreamBinding:
         return StreamBinding(self.epoch, stage, self.workers[0].me.id, self._token)

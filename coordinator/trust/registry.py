@@ -86,12 +86,8 @@ class Registry:
             known = content["nodes"].get(node_id, {"name": "", "joined": time.time()})
             if known.get("removed"):
                 raise AccessError("the node was removed from the cluster")
-            content["nodes"][node_id] = {
-                "name": name or known["name"],
-                "joined": known["joined"],
-                "expires": expires,
-                "removed": False,
-            }
+            facts = {"name": name or known["name"], "joined": known["joined"]}
+            content["nodes"][node_id] = {**facts, "expires": expires, "removed": False}
 
     def remove_nodes(self, name: str) -> list[Node]:
         """Remove the nodes with this name or node id, and return them. Raises UsageError when there is none."""
@@ -116,12 +112,9 @@ class Registry:
         with self._file.changing() as content:
             now = time.time()
             content["tokens"] = {i: t for i, t in content["tokens"].items() if t["expires"] > now}
-            content["tokens"][token.token_id] = {
-                "verifier": token.verifier,
-                "expires": now + seconds,
-                "uses": uses,
-                "local": is_local,
-            }
+            due = now + seconds
+            facts = {"verifier": token.verifier, "expires": due, "uses": uses, "local": is_local}
+            content["tokens"][token.token_id] = facts
 
     def use_token(self, token_id: str, proof: bytes, session: bytes, request: str) -> None:
         """Check the proof of a token and count one use. Raises AccessError with the reason.
