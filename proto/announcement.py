@@ -134,16 +134,8 @@ class Announcement:
             pinned = Span.parse(layers) if layers else None
         except SpanError as error:
             raise ProtocolError(f"mDNS announcement: {error}") from error
-        return cls(
-            worker_id=worker_id,
-            name=_text(txt, b"name") or worker_id,
-            port=port,
-            pinned=pinned,
-            fingerprint=_text(txt, b"model"),
-            cluster=cluster,
-            node=node,
-            version=int(version),
-        )
+        name, fingerprint = _text(txt, b"name") or worker_id, _text(txt, b"model")
+        return cls(worker_id, name, port, pinned, fingerprint, cluster, node, int(version))
 
 
 def _text(txt: Mapping[bytes, bytes | None], key: bytes) -> str:

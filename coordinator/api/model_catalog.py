@@ -101,20 +101,12 @@ def count_parameters(checkpoint: Checkpoint) -> int:
 def describe_model(name: str, checkpoint: Checkpoint) -> ModelFacts:
     """Return the facts of an opened checkpoint."""
     config, mtp = checkpoint.config, checkpoint.mtp
-    problem = ""
+    head = "complete" if mtp.complete else "incomplete" if mtp.present else "missing"
+    sizes = (sum(checkpoint.part_bytes().values()), config.num_layers, config.max_positions)
+    bits, parameters, problem = quantization_text(checkpoint), count_parameters(checkpoint), ""
     if missing := missing_from_backbone(checkpoint):
         problem = f"{len(missing)} tensors are missing, such as {missing[0]}. Download it again"
-    return ModelFacts(
-        name,
-        sum(checkpoint.part_bytes().values()),
-        config.num_layers,
-        config.max_positions,
-        quantization_text(checkpoint),
-        "complete" if mtp.complete else "incomplete" if mtp.present else "missing",
-        problem,
-        config.model_type,
-        count_parameters(checkpoint),
-    )
+    return ModelFacts(name, *sizes, bits, head, problem, config.model_type, parameters)
 
 
 class ModelLoader(Protocol):

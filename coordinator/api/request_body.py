@@ -190,11 +190,8 @@ async def require_key(request: Request) -> None:
     if any(matches):
         return
     if ring is None or named is None:
-        raise HTTPException(
-            401,
-            "API key: missing or invalid. Send Authorization: Bearer KEY.",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+        text = "API key: missing or invalid. Send Authorization: Bearer KEY."
+        raise HTTPException(401, text, headers={"WWW-Authenticate": "Bearer"})
     request.state.key_name = named.name
     ring.check_scope(named, scope_of(request.url.path))
 

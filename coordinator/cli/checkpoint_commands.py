@@ -94,11 +94,9 @@ def assess_head(checkpoint: Checkpoint) -> HeadHealth:
     norms = head_norms(checkpoint)
     if norms == "as they should be":
         return HeadHealth(True, "head complete, and its norms look right", norms)
-    fault = (
-        "norms look double-shifted"
-        if norms == "shifted twice"
-        else "norms look unshifted: the head is raw, the model is converted"
-    )
+    fault = "norms look unshifted: the head is raw, the model is converted"
+    if norms == "shifted twice":
+        fault = "norms look double-shifted"
     return HeadHealth(None, f"{fault}. {hint}", norms)
 
 

@@ -93,11 +93,9 @@ def _facts(cluster: ClusterStatus) -> Table:
     recoveries = f"{cluster.recoveries} recover{'y' if cluster.recoveries == 1 else 'ies'}"
     table.add_row("server", f"up for {duration(cluster.uptime_seconds)}, {recoveries}")
     table.add_row("model", escape(cluster.model))
-    table.add_row(
-        "requests",
-        f"{_of(cluster.running, cluster.running_limit)} running, "
-        f"{_of(cluster.waiting, cluster.waiting_limit)} waiting",
-    )
+    running = _of(cluster.running, cluster.running_limit)
+    waiting = _of(cluster.waiting, cluster.waiting_limit)
+    table.add_row("requests", f"{running} running, {waiting} waiting")
     table.add_row("K/V tokens", _of(cluster.kv_tokens, cluster.kv_limit))
     table.add_row("tokens/s", f"{cluster.tokens_per_second:.1f}")
     table.add_row("MTP", f"{escape(cluster.mtp)}, acceptance {_acceptance(cluster)}")
@@ -135,14 +133,11 @@ def _nodes(nodes: tuple[NodeStatus, ...]) -> Table:
         short = node.detail and len(node.detail) <= SHORT_DETAIL
         detail = f": {escape(node.detail)}" if short else ", see below" if node.detail else ""
         limit = "" if node.memory_limit is None else f" of {format_size(node.memory_limit)}"
-        table.add_row(
-            escape(node.name),
-            node.span or "-",
-            f"[{_COLOURS[node.health]}]{node.health}[/]{loaded}{detail}",
-            format_size(node.memory_used) + limit,
-            "-" if node.stage_ms is None else f"{node.stage_ms:.1f}",
-            escape(node.address or "this process"),
-        )
+        name, address = escape(node.name), escape(node.address or "this process")
+        health = f"[{_COLOURS[node.health]}]{node.health}[/]{loaded}{detail}"
+        memory = format_size(node.memory_used) + limit
+        step = "-" if node.stage_ms is None else f"{node.stage_ms:.1f}"
+        table.add_row(name, node.span or "-", health, memory, step, address)
     return table
 
 

@@ -152,14 +152,10 @@ class PrintedAnswer:
 
     def to_json(self) -> str:
         """Return the object that `--json` prints. `logprobs` is null unless requested."""
-        entries = [
-            {
-                "token": entry.token,
-                "logprob": entry.logprob,
-                "top": [{"token": token, "logprob": value} for token, value in entry.top],
-            }
-            for entry in self.logprobs
-        ]
+        entries = []
+        for entry in self.logprobs:
+            top = [{"token": token, "logprob": value} for token, value in entry.top]
+            entries.append({"token": entry.token, "logprob": entry.logprob, "top": top})
         result = {
             "tokens": self.tokens,
             "text": self.text,

@@ -162,9 +162,8 @@ def answer(
 
         parallel, prefer, collective = choice
         reserve = reserve_bytes(costs_of(1))
-        workload = Workload(
-            kv_tokens=min(context, longest), draft_depth=drafts, reserve_bytes=reserve
-        )
+        tokens = min(context, longest)
+        workload = Workload(kv_tokens=tokens, draft_depth=drafts, reserve_bytes=reserve)
         planning = Planning(costs_of, workload, parallel, prefer, collective=collective)
         found = choose_plan(planning, machines, 1)
         room = plan_capacity(costs_of(found.group_size), found.stages, longest, sequences)
@@ -225,15 +224,10 @@ def _print(model: str, facts: dict[str, Any]) -> None:
     for heading in ("node", "layers", "weights", "caches", "limit", "a pass", "and"):
         table.add_column(heading, justify="left" if heading in ("node", "and") else "right")
     for stage in stages:
-        table.add_row(
-            escape(stage["node"]),
-            stage["layers"],
-            format_size(stage["weight_bytes"]),
-            format_size(stage["cache_bytes"]),
-            format_size(stage["memory_limit"]),
-            _milliseconds(stage["predicted_seconds"]),
-            ", ".join(stage["ends"]),
-        )
+        sizes = (stage["weight_bytes"], stage["cache_bytes"], stage["memory_limit"])
+        seconds, ends = _milliseconds(stage["predicted_seconds"]), ", ".join(stage["ends"])
+        name, layers = escape(stage["node"]), stage["layers"]
+        table.add_row(name, layers, *map(format_size, sizes), seconds, ends)
     console.print(table)
     slowest, whole = facts["slowest_seconds"], facts["pass_seconds"]
     console.print(

@@ -136,11 +136,12 @@ def judge_speed(plain: Answer, drafted: Answer) -> Finding:
     acceptance = drafted.stats.accepted_by_position[0] / first[0] if first and first[0] else None
     pays_from = break_even(ratio, drafted.depth)
     prefill = plain.stats.prompt_tokens / max(plain.stats.prefill_seconds, 1e-9)
+    slow, fast = plain.tokens_per_second, drafted.tokens_per_second
     values = {
         "prefill_tokens_per_second": prefill,
-        "plain_tokens_per_second": plain.tokens_per_second,
+        "plain_tokens_per_second": slow,
         "drafts": drafted.depth,
-        "drafted_tokens_per_second": drafted.tokens_per_second,
+        "drafted_tokens_per_second": fast,
         "window_cost": ratio,
         "tokens_per_window": per_window,
         "first_acceptance": acceptance,
@@ -148,9 +149,8 @@ def judge_speed(plain: Answer, drafted: Answer) -> Finding:
     }
     pays = "never pays" if pays_from is None else f"pays from an acceptance of {pays_from:.2f}"
     figure = (
-        f"prompt {prefill:.0f} tokens/s, plain {plain.tokens_per_second:.1f}, with {drafted.depth} drafts "
-        f"{drafted.tokens_per_second:.1f}. A window costs {ratio:.2f} steps and gives {per_window:.2f} tokens; it "
-        f"{pays}"
+        f"prompt {prefill:.0f} tokens/s, plain {slow:.1f}, with {drafted.depth} drafts {fast:.1f}. "
+        f"A window costs {ratio:.2f} steps and gives {per_window:.2f} tokens; it {pays}"
     )
     advice = "Drafting does not pay for this text and model. --mtp auto leaves it off by itself."
     return judged("speed", figure, advice if per_window < ratio else "", values)

@@ -465,17 +465,11 @@ def _log_frame(frame: Frame) -> None:
     done = zip(frame.segments, frame.outcomes, strict=True)
     numbers = (op.entry if isinstance(op, DropPrefix) else op.seq_id for op in frame.ops)
     ops = [f"{op.kind} {number}" for op, number in zip(frame.ops, numbers, strict=True)]
-    frame_log.debug(
-        "frame",
-        extra={
-            "epoch": frame.epoch,
-            "number": frame.number,
-            "rows": frame.rows,
-            "stage_ms": "+".join(f"{us / 1000:.1f}" for us in frame.stage_us),
-            "ops": ", ".join(ops),
-            "segments": ", ".join(describe_segment(segment, outcome) for segment, outcome in done),
-        },
-    )
+    facts: Event = {"epoch": frame.epoch, "number": frame.number, "rows": frame.rows}
+    facts["stage_ms"] = "+".join(f"{us / 1000:.1f}" for us in frame.stage_us)
+    facts["ops"] = ", ".join(ops)
+    facts["segments"] = ", ".join(describe_segment(segment, outcome) for segment, outcome in done)
+    frame_log.debug("frame", extra=facts)
 
 
 def describe_segment(segment: Segment, outcome: Outcome) -> str:

@@ -309,14 +309,9 @@ def compact_frame(frame: FrameRecord, offset: float) -> list[float | str]:
     `sent` is seconds since 1970, `offset` what the loop's clock lacks. The other times are milliseconds: the time in
     flight, then for each stage the start after `sent` and the length. `kind` is one letter.
     """
-    fields: list[float | str] = [
-        frame.number,
-        frame.kind[0],
-        frame.rows,
-        frame.wasted,
-        round(frame.sent_at + offset, 4),
-        round((frame.returned_at - frame.sent_at) * 1000, 2),
-    ]
+    fields: list[float | str] = [frame.number, frame.kind[0], frame.rows, frame.wasted]
+    sent, flight = frame.sent_at + offset, (frame.returned_at - frame.sent_at) * 1000
+    fields += [round(sent, 4), round(flight, 2)]
     for start, end in frame.stages:
         fields += [round((start - frame.sent_at) * 1000, 2), round((end - start) * 1000, 2)]
     return fields

@@ -282,22 +282,16 @@ async def _serve(
         port = await stack.enter_async_context(served(node, options.host, port, options.data_port))
         if options.mdns:
             await stack.enter_async_context(announced(_announcement(identity, port), options.host))
-        log.info(
-            "worker ready",
-            extra={
-                "worker": options.name,
-                "address": join_address(options.host, port),
-                "data_port": node.tickets.port,
-                "layers": str(options.layers or "any"),
-            },
-        )
+        address, layers = join_address(options.host, port), str(options.layers or "any")
+        ready = {"worker": options.name, "address": address, "data_port": node.tickets.port}
+        log.info("worker ready", extra={**ready, "layers": layers})
         began, advised = time.monotonic(), False
         while node.lease is None and not stopping.is_set():
             token = read_text(state_dir(options.state_dir) / LOCAL_TOKEN) if joins else None
             if token and token != known:
                 return port
             if not advised and time.monotonic() - began > LONELY_SECONDS:
-                advice = "" if options.mdns else f" --worker {join_address(options.host, port)}"
+                advice = "" if options.mdns else f" --worker {address}"
                 if joins:
                     advice += f". If one runs, restart this worker with {JOIN_FLAG}"
                 log.info(

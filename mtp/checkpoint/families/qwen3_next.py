@@ -109,14 +109,9 @@ def _separate(combined: nn.Module, args: TextModelArgs) -> GatedDeltaNet:
     values = ratio * gdn.head_v_dim
     q, k, v, z = _rows_by_head(heads, (gdn.head_k_dim, gdn.head_k_dim, values, values))
     b, a = _rows_by_head(heads, (ratio, ratio))
-    gdn.update_modules(
-        {
-            "in_proj_qkv": _with_rows(combined.in_proj_qkvz, mx.concatenate([q, k, v])),
-            "in_proj_z": _with_rows(combined.in_proj_qkvz, z),
-            "in_proj_b": _with_rows(combined.in_proj_ba, b),
-            "in_proj_a": _with_rows(combined.in_proj_ba, a),
-        }
-    )
+    qkvz, ba = combined.in_proj_qkvz, combined.in_proj_ba
+    rows = {"qkv": (qkvz, mx.concatenate([q, k, v])), "z": (qkvz, z), "b": (ba, b), "a": (ba, a)}
+    gdn.update_modules({f"in_proj_{name}": _with_rows(*each) for name, each in rows.items()})
     return gdn
 
 
