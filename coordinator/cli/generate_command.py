@@ -347,12 +347,9 @@ def _request(
             f"--max-tokens {max_tokens}: the prompt has {len(prompt)} tokens, and this model's context is "
             f"{context}. Ask for {context - len(prompt)} or fewer"
         )
-    return GenerationRequest(
-        prompt,
-        max_tokens or min(DEFAULT_TOKENS, context - len(prompt)),
-        params,
-        stop_tokens=frozenset(checkpoint.config.eos_token_ids) | tokenizer.eos_ids,
-    )
+    most = max_tokens or min(DEFAULT_TOKENS, context - len(prompt))
+    ends = frozenset(checkpoint.config.eos_token_ids) | tokenizer.eos_ids
+    return GenerationRequest(prompt, most, params, stop_tokens=ends)
 
 
 async def _run(

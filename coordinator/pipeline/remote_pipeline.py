@@ -268,10 +268,9 @@ class RemotePipeline(Pipeline):
     async def _open_results(self, binding: StreamBinding) -> None:
         """Open the connection of the results. Raises the last stage's refusal, or DeadlineError."""
         worker = self.workers[-1]
-        self._channel = open_channel(worker.address, worker.trust, Role.WORKER, worker.node)
-        method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
-            RESULTS
-        )
+        channel = open_channel(worker.address, worker.trust, Role.WORKER, worker.node)
+        self._channel = channel
+        method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(RESULTS)
         call = method(b"", metadata=binding.to_metadata())
         connection, worker.hop = await open_connection(
             call, worker.address, worker.trust, worker.node, self.hop_timeout

@@ -214,11 +214,9 @@ def make_plan(
     if runs is None:
         raise MemoryLimitError(_shortage(costs, nodes, pinned))
     used = {v for v, _, _ in runs}
-    return Plan(
-        epoch=epoch,
-        stages=tuple(costs.stage(nodes[v], Span(start, end)) for v, start, end in runs),
-        unused=tuple(node.name for v, node in enumerate(nodes) if v not in used),
-    )
+    stages = tuple(costs.stage(nodes[v], Span(start, end)) for v, start, end in runs)
+    unused = tuple(node.name for v, node in enumerate(nodes) if v not in used)
+    return Plan(epoch=epoch, stages=stages, unused=unused)
 
 
 class _Costs:

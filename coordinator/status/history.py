@@ -219,11 +219,8 @@ class EventLog:
         before, self._before = self._before, status
         if before is None:
             return []
-        new = [
-            *_node_events({n.address or "": n for n in before.nodes}, status, at),
-            *self._plan_events(before, status, at),
-            *self._rebuild_events(status, at),
-        ]
+        new = _node_events({n.address or "": n for n in before.nodes}, status, at)
+        new += [*self._plan_events(before, status, at), *self._rebuild_events(status, at)]
         self.events.extend(new)
         return new
 

@@ -239,18 +239,16 @@ class LiveFeed:
         if not self._status:
             self._status = status_fields(self.source.status(), self.history.traffic())
         recent = self.frames.since(self._sent_frame - MAX_FRAMES_SENT, 2 * MAX_FRAMES_SENT)
-        self._encoded = _message(
-            "snapshot",
-            {
-                "time": time.time(),
-                "status": self._status,
-                "events": [asdict(e) for e in _without(self.events.events, self._new_events)],
-                "history": [s.compact() for s in _without(self.history.samples, self._new_samples)],
-                "frames": _compact_frames(f for f in recent if f.number <= self._sent_frame),
-                "open_requests": self._open_requests(),
-                "ended_requests": [asdict(record) for record in self.requests.recent],
-            },
-        )
+        snapshot = {
+            "time": time.time(),
+            "status": self._status,
+            "events": [asdict(e) for e in _without(self.events.events, self._new_events)],
+            "history": [s.compact() for s in _without(self.history.samples, self._new_samples)],
+            "frames": _compact_frames(f for f in recent if f.number <= self._sent_frame),
+            "open_requests": self._open_requests(),
+            "ended_requests": [asdict(record) for record in self.requests.recent],
+        }
+        self._encoded = _message("snapshot", snapshot)
         return self._encoded
 
     # ---- subscribers

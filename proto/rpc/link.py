@@ -413,9 +413,8 @@ class Link:
 
         Raises the error that the receiver refuses with, or DeadlineError when it does not answer.
         """
-        method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
-            FRAMES
-        )
+        channel = self._channel
+        method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(FRAMES)
         # Kept by no attribute: as long as a call exists, gRPC keeps its connection, although the channel is closed.
         call = method(metadata=self.binding.to_metadata())
         connection, figures = await open_connection(

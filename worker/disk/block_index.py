@@ -216,6 +216,5 @@ class BlockIndex:
             path = self.folder / name
             if path.stat().st_mtime < old:
                 path.unlink(missing_ok=True)
-        self._database.executemany(
-            "DELETE FROM blocks WHERE file = ?", [(f,) for f in known - here]
-        )
+        gone = [(file,) for file in known - here]
+        self._database.executemany("DELETE FROM blocks WHERE file = ?", gone)

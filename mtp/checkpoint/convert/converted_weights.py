@@ -297,7 +297,7 @@ def _quantize(
     choose = _predicate(model, settings)
     routers = _routers(model)
 
-    def quantize(path: str, module: nn.Module) -> Choice:
+    def choice_for(path: str, module: nn.Module) -> Choice:
         """Return how to quantize the module at `path`, and record an override in `found`."""
         in_head = path.startswith("mtp.")
         mine = of_head if in_head else of_backbone
@@ -314,9 +314,8 @@ def _quantize(
             found[prefix + path] = choice
         return choice
 
-    nn.quantize(
-        model, default.group_size, default.bits, mode=default.mode, class_predicate=quantize
-    )
+    size, bits = default.group_size, default.bits
+    nn.quantize(model, size, bits, mode=default.mode, class_predicate=choice_for)
     return _with_overrides(found, prefix, kept)
 
 
@@ -335,10 +334,8 @@ def _predicate(model: nn.Module, settings: Settings) -> Predicate:
         return routers
     assert settings.quantization is not None
     # The annotation in mlx-lm has a third argument that no caller passes.
-    recipe = cast(
-        Predicate,
-        mixed_quant_predicate_builder(settings.recipe, model, settings.quantization.group_size),
-    )
+    size = settings.quantization.group_size
+    recipe = cast(Predicate, mixed_quant_predicate_builder(settings.recipe, model, size))
 
     def choose(path: str, module: nn.Module) -> Choice:
         """Return the routers' own choice, or else that of the recipe."""
