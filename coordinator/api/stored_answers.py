@@ -78,8 +78,7 @@ class EventLog:
                 return
             else:
                 try:
-                    async with asyncio.timeout(seconds):
-                        await changed.wait()
+                    await asyncio.wait_for(changed.wait(), seconds)
                 except TimeoutError:
                     yield keep_alive
 

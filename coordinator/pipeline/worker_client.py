@@ -6,18 +6,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -166,10 +158,19 @@ async def connect_worker(
     A secured client accepts only the worker's node id from then on. Raises AccessError for a worker that `policy`
     excludes, WorkerLostError for an address of another worker, and the errors of Describe.
     """
+
+    async def described(trust: NodeTrust | None, node: str) -> tuple[WorkerClient, pb.WorkerInfo]:
+        client = WorkerClient(address, me, trust, node)
+        try:
+            return client, await client.describe(model, timeout=timeout)
+        except BaseException:
+            await client.close()
+            raise
+
     trust = policy.trust_for(candidate, address)
     node = candidate.node if trust is not None else ""
     try:
-        client, info = await _describe(address, me, trust, node, model, timeout)
+        client, info = await described(trust, node)
     except WorkerLostError as error:
         if trust is not None or CLOSED not in str(error):
             raise
@@ -178,13 +179,13 @@ async def connect_worker(
                 f"{error}. A worker that belongs to a cluster requires TLS: start this coordinator without --insecure"
             ) from error
         trust = policy.trust  # a worker of this machine that has joined
-        client, info = await _describe(address, me, trust, node, model, timeout)
+        client, info = await described(trust, node)
     try:
         if trust is not None and info.node_id in trust.removed:
             raise AccessError(f"{address} was removed from the cluster")
         if trust is not None and not node:  # the user named the address, so the node id was unknown
             await client.close()
-            client, info = await _describe(address, me, trust, info.node_id, model, timeout)
+            client, info = await described(trust, info.node_id)
         announced = candidate.announcement
         if announced is not None and announced.worker_id != info.worker_id:
             raise WorkerLostError(f"{address} belongs to another worker than the announced one")
@@ -192,22 +193,6 @@ async def connect_worker(
         await client.close()
         raise
     return client, info
-
-
-async def _describe(
-    address: str,
-    me: pb.Coordinator,
-    trust: NodeTrust | None,
-    node: str,
-    model: pb.ModelRef,
-    timeout: float,
-) -> tuple[WorkerClient, pb.WorkerInfo]:
-    client = WorkerClient(address, me, trust, node)
-    try:
-        return client, await client.describe(model, timeout=timeout)
-    except BaseException:
-        await client.close()
-        raise
 
 
 T = TypeVar("T")
@@ -383,10 +368,8 @@ class WorkerClient:
                 case "progress":
                     on_progress(reply.progress.done, reply.progress.total)
                 case "refused":
-                    found = reply.refused
-                    raise from_status(
-                        found.code, found.details, list(found.metadata.items()), self.address
-                    )
+                    code, trailing = reply.refused.code, list(reply.refused.metadata.items())
+                    raise from_status(code, reply.refused.details, trailing, self.address)
                 case _:
                     return
 
@@ -589,12 +572,12 @@ class WorkerClient:
         return from_status(code, error.details(), trailing, self.address)
 
 
-async def _in_time(reading: Coroutine[Any, Any, T], seconds: float) -> T:
+async def _in_time(reading: Awaitable[T], seconds: float) -> T:
     """Return the result of `reading`. Raises TimeoutError after `seconds` in which the event loop was responsive.
 
     A busy machine may delay the loop itself. The function then waits once more for as long as the loop was late.
     """
-    task = asyncio.create_task(reading)
+    task = asyncio.ensure_future(reading)
     try:
         due = time.monotonic() + seconds
         done, _ = await asyncio.wait({task}, timeout=seconds)
