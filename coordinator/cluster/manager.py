@@ -272,7 +272,8 @@ class ClusterManager(PipelineSource):
                         "machines of the plan round differently, so an answer may depend on the cut",
                         extra={"machines": unlike},
                     )
-                self._begin(plan.epoch, plan.nodes, self._serve(plan), plan.group_size)
+                starting = events.PlanStarting(plan.epoch, plan.nodes, plan.group_size)
+                self._begin(starting, self._serve(plan))
             case PreparePlan(plan, reason, workers):
                 self._cancel_preparation()
                 start = PlanStart(plan, self.view, self.model, self.options, self.membership)
@@ -282,7 +283,7 @@ class ClusterManager(PipelineSource):
                 self._preparation = self._background.spawn(self._prepare(start, workers))
                 self._apply_event(events.PlanPreparing(workers))
             case StartAlone(epoch):
-                self._begin(epoch, (), self._serve_alone(epoch))
+                self._begin(events.PlanStarting(epoch, ()), self._serve_alone(epoch))
             case KeepPlan(reason):
                 log.info("the plan stays as it is", extra={"reason": reason})
                 self.replans.record(f"the plan stays as it is: {reason}")
@@ -299,16 +300,10 @@ class ClusterManager(PipelineSource):
                 if self._waiter is not None and not self._waiter.done():
                     self._waiter.set_exception(NotReadyError(reason))
 
-    def _begin(
-        self,
-        epoch: int,
-        addresses: tuple[str, ...],
-        work: Coroutine[Any, Any, None],
-        group_size: int = 1,
-    ) -> None:
+    def _begin(self, starting: events.PlanStarting, work: Coroutine[Any, Any, None]) -> None:
         self._stop_plan(StaleEpochError("the cluster is changing its plan"))
         # Applied before `work` starts: this event stops a plan over workers that gives way to this process.
-        self._apply_event(events.PlanStarting(epoch, addresses, group_size))
+        self._apply_event(starting)
         self._start = self._background.spawn(work)
 
     async def _prepare(self, start: PlanStart, workers: frozenset[str]) -> None:

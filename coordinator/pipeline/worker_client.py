@@ -335,10 +335,25 @@ class WorkerClient:
                 async for message in answer(await wanted.get()):
                     await call.write(message)
 
-        tasks = [
-            asyncio.create_task(self._read_replies(call, wanted.put_nowait, on_progress)),
-            asyncio.create_task(write()),
-        ]
+        async def read() -> None:
+            """Read replies until the worker has all tensors. Raises its refusal."""
+            while True:
+                async with asyncio.timeout(LOAD_SILENCE_SECONDS):
+                    reply = await call.read()
+                if not isinstance(reply, pb.WeightsReply):  # grpc.aio.EOF
+                    raise WorkerLostError(f"{self.address} ended the transfer of weights")
+                match reply.WhichOneof("body"):
+                    case "wanted":
+                        wanted.put_nowait(reply.wanted)
+                    case "progress":
+                        on_progress(reply.progress.done, reply.progress.total)
+                    case "refused":
+                        code, trailing = reply.refused.code, list(reply.refused.metadata.items())
+                        raise from_status(code, reply.refused.details, trailing, self.address)
+                    case _:
+                        return
+
+        tasks = [asyncio.create_task(read()), asyncio.create_task(write())]
         try:
             with self._errors_of("accepted no weights"):
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -349,29 +364,6 @@ class WorkerClient:
                 task.cancel()
             call.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _read_replies(
-        self,
-        call: grpc.aio.StreamStreamCall[pb.Weights, pb.WeightsReply],
-        on_wanted: Callable[[pb.WantedTensors], None],
-        on_progress: OnProgress,
-    ) -> None:
-        """Read replies until the worker has all tensors. Raises its refusal."""
-        while True:
-            async with asyncio.timeout(LOAD_SILENCE_SECONDS):
-                reply = await call.read()
-            if not isinstance(reply, pb.WeightsReply):  # grpc.aio.EOF
-                raise WorkerLostError(f"{self.address} ended the transfer of weights")
-            match reply.WhichOneof("body"):
-                case "wanted":
-                    on_wanted(reply.wanted)
-                case "progress":
-                    on_progress(reply.progress.done, reply.progress.total)
-                case "refused":
-                    code, trailing = reply.refused.code, list(reply.refused.metadata.items())
-                    raise from_status(code, reply.refused.details, trailing, self.address)
-                case _:
-                    return
 
     @contextlib.contextmanager
     def _errors_of(self, silence: str) -> Iterator[None]:
@@ -501,9 +493,29 @@ class WorkerClient:
         on_lost: Callable[[ClusterError], None],
     ) -> None:
         """Open the Signals stream, send heartbeats and read statuses. Call `on_lost` once, when the stream fails."""
-        interval = failure_timeout / STATUSES_PER_TIMEOUT
-        reading = self._read_statuses(failure_timeout, interval, on_status, on_lost)
-        self._watching = asyncio.create_task(reading)
+
+        async def read_statuses() -> None:
+            call = self._stub.Signals()
+            interval = failure_timeout / STATUSES_PER_TIMEOUT
+            writing = asyncio.create_task(self._write_signals(call, interval))
+            try:
+                while True:
+                    worker_status = await _in_time(call.read(), failure_timeout)
+                    if not isinstance(worker_status, pb.WorkerStatus):  # grpc.aio.EOF
+                        raise WorkerLostError(f"{self.address} closed its signal stream")
+                    self.worker_status = worker_status
+                    on_status(worker_status)
+            except TimeoutError:
+                on_lost(WorkerLostError(f"{self.address} was silent for {failure_timeout:g} s"))
+            except grpc.aio.AioRpcError as error:
+                on_lost(self._translate(error))
+            except ClusterError as error:
+                on_lost(error)
+            finally:
+                writing.cancel()
+                call.cancel()
+
+        self._watching = asyncio.create_task(read_statuses())
 
     def send_signal(self, signal: pb.Signal) -> None:
         """Queue a signal for the worker."""
@@ -523,32 +535,6 @@ class WorkerClient:
                     async with asyncio.timeout(interval):
                         signal = await self._signals.get()
                 await call.write(signal)
-
-    async def _read_statuses(
-        self,
-        failure_timeout: float,
-        interval: float,
-        on_status: Callable[[pb.WorkerStatus], None],
-        on_lost: Callable[[ClusterError], None],
-    ) -> None:
-        call = self._stub.Signals()
-        writing = asyncio.create_task(self._write_signals(call, interval))
-        try:
-            while True:
-                worker_status = await _in_time(call.read(), failure_timeout)
-                if not isinstance(worker_status, pb.WorkerStatus):  # grpc.aio.EOF
-                    raise WorkerLostError(f"{self.address} closed its signal stream")
-                self.worker_status = worker_status
-                on_status(worker_status)
-        except TimeoutError:
-            on_lost(WorkerLostError(f"{self.address} was silent for {failure_timeout:g} s"))
-        except grpc.aio.AioRpcError as error:
-            on_lost(self._translate(error))
-        except ClusterError as error:
-            on_lost(error)
-        finally:
-            writing.cancel()
-            call.cancel()
 
     async def close(self) -> None:
         """End the Signals stream and close the connection."""

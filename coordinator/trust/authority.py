@@ -140,9 +140,8 @@ class Authority:
         with locked(self.directory):
             old_key, key = self.key, new_key()
             new = _self_signed(key, self.cluster)
-            cross = _authority_certificate(
-                new.subject, self.certificates[0].subject, key, old_key, CERTIFICATE_LIFE
-            )
+            issuer, public = self.certificates[0].subject, key.public_key()
+            cross = _signed(_builder(new.subject, issuer, public, CERTIFICATE_LIFE), old_key)
             self.key = key
             self.certificates = (new, *self.certificates)
             self.crosses = (cross, *self.crosses)
@@ -195,17 +194,13 @@ def _from_key_on(
 
 def _self_signed(key: ec.EllipticCurvePrivateKey, cluster: str) -> x509.Certificate:
     subject = _name(f"mtp-cluster {cluster} authority {new_id()}")
-    return _authority_certificate(subject, subject, key, key, AUTHORITY_LIFE)
+    return _signed(_builder(subject, subject, key.public_key(), AUTHORITY_LIFE), key)
 
 
-def _authority_certificate(
-    subject: x509.Name,
-    issuer: x509.Name,
-    key: ec.EllipticCurvePrivateKey,
-    issuer_key: ec.EllipticCurvePrivateKey,
-    life: timedelta,
+def _signed(
+    builder: x509.CertificateBuilder, issuer_key: ec.EllipticCurvePrivateKey
 ) -> x509.Certificate:
-    builder = _builder(subject, issuer, key.public_key(), life)
+    """Return the certificate of an authority."""
     return (
         builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .add_extension(_key_usage(ca=True), critical=True)

@@ -89,9 +89,16 @@ class Binding:
     """
 
     def __init__(
-        self, place: Place, host: StageHost, traffic: Traffic, on_failure: Callable[[], None]
+        self,
+        place: Place,
+        host: StageHost,
+        traffic: Traffic,
+        on_failure: Callable[[], None],
+        worker_id: str = "",
+        trust: NodeTrust | None = None,
     ) -> None:
         self.place = place
+        self._worker_id, self._trust = worker_id, trust
         self.thread = host.thread
         self.traffic = traffic
         self._host = host
@@ -122,11 +129,7 @@ class Binding:
     # ---- start and end
 
     async def open(
-        self,
-        make_engine: Callable[[], StageEngine],
-        request: pb.ConnectRequest,
-        worker_id: str,
-        trust: NodeTrust | None = None,
+        self, make_engine: Callable[[], StageEngine], request: pb.ConnectRequest
     ) -> HopFigures | None:
         """Open the link, make the engine on its thread, and return the figures of the hop, None without a link.
 
@@ -137,11 +140,10 @@ class Binding:
         if request.next_address:
             address, node = request.next_address, request.next_node
             peer = pb.Peer(address=address, worker_id=request.next_worker_id, node=node)
-            self.link = self._make_link(peer, self.place.stage + 1, worker_id, timeout_ms, trust)
+            self.link = self._make_link(peer, self.place.stage + 1, timeout_ms)
             figures = await self.link.open()
         for member in request.members:
-            link = self._make_link(member, self.place.stage, worker_id, timeout_ms, trust)
-            self.members.append(link)
+            self.members.append(self._make_link(member, self.place.stage, timeout_ms))
         await asyncio.gather(*(link.open() for link in self.members))
         await self.thread.call(partial(self._take_engine, make_engine))
         if self._closed:
@@ -149,30 +151,25 @@ class Binding:
         self.bound = True
         return figures
 
-    async def open_ring(
-        self, request: pb.RingRequest, worker_id: str, trust: NodeTrust | None = None
-    ) -> HopFigures:
+    async def open_ring(self, request: pb.RingRequest) -> HopFigures:
         """Open the link of the last stage to the first one, and return the figures of the hop."""
         place = self.place
         if not place.last or place.stage == 0 or self.ring is not None:
             raise ProtocolError(f"stage {place.stage} of {place.num_stages} opens no ring now")
         address, node = request.first_address, request.first_node
         peer = pb.Peer(address=address, worker_id=request.first_worker_id, node=node)
-        hop, timeout_ms = place.num_stages, request.hop_timeout_ms
-        self.ring = self._make_link(peer, hop, worker_id, timeout_ms, trust)
+        self.ring = self._make_link(peer, place.num_stages, request.hop_timeout_ms)
         return await self.ring.open()
 
-    def _make_link(
-        self, peer: pb.Peer, hop: int, worker_id: str, timeout_ms: int, trust: NodeTrust | None
-    ) -> Link:
-        if (trust is None) != (peer.node == ""):
+    def _make_link(self, peer: pb.Peer, hop: int, timeout_ms: int) -> Link:
+        if (self._trust is None) != (peer.node == ""):
             raise AccessError("a plan may not mix workers of a cluster with unsecured workers")
         return Link(
             peer.address,
-            StreamBinding(self.place.epoch, hop, worker_id, self.place.token),
+            StreamBinding(self.place.epoch, hop, self._worker_id, self.place.token),
             timeout=timeout_ms / 1000,
             on_failure=lambda error: self._fail(pb.FAULT_KIND_LINK, str(error), peer.worker_id),
-            trust=trust,
+            trust=self._trust,
             node=peer.node,
         )
 

@@ -321,10 +321,12 @@ class WorkerNode:
         stage, stages, rank = request.stage, request.num_stages, request.rank
         token, sender = request.plan_token, request.previous_node
         place = Place(request.epoch, stage, stages, token, sender, rank)
-        binding = self.binding = Binding(place, self.host, self.traffic, self._failed)
+        me = self.identity
+        binding = Binding(place, self.host, self.traffic, self._failed, me.id, me.trust)
+        self.binding = binding
         make_engine = partial(self.host.make_engine, self.loaded, place.epoch, self.budget)
         try:
-            hop = await binding.open(make_engine, request, self.identity.id, self.identity.trust)
+            hop = await binding.open(make_engine, request)
         except BaseException:
             if self.binding is binding:
                 self._end_plan()
@@ -339,9 +341,7 @@ class WorkerNode:
         Raises StaleEpochError for another plan, ProtocolError on another stage, and the errors of opening the link.
         """
         self.renew_lease(request.coordinator)
-        binding = self._bound_in(request.epoch)
-        hop = await binding.open_ring(request, self.identity.id, self.identity.trust)
-        return _connect_reply(hop)
+        return _connect_reply(await self._bound_in(request.epoch).open_ring(request))
 
     def _bound_in(self, epoch: int) -> Binding:
         if self.binding is None or not self.binding.bound or epoch != self.binding.place.epoch:

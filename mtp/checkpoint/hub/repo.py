@@ -303,48 +303,40 @@ def download_blobs(
     `on_progress(done, total)` receives bytes of all blobs, on this thread. `stop` ends the call from another thread
     with NotReadyError; KeyboardInterrupt ends it on this one. Raises CheckpointError when the hub fails.
     """
-    stop = stop or threading.Event()
+    stopped = stop or threading.Event()
     total = sum(blob.size for blob in blobs)
     waiting: SimpleQueue[Blob] = SimpleQueue()
     for blob in blobs:
         if not blob.path.exists():
             waiting.put(blob)
     errors: list[ClusterError | OSError] = []
+
+    def download() -> None:
+        """Download blobs one after another. The first error stops the other threads."""
+        try:
+            with HubRepo(repo, commit) as source:
+                while not stopped.is_set():
+                    _download_one(source, waiting.get_nowait(), stopped)
+        except Empty:
+            pass
+        except (ClusterError, OSError) as error:
+            errors.append(error)
+            stopped.set()
+
     # Daemon threads: the process must be able to end while one of them waits for the network.
-    threads = [
-        threading.Thread(target=_download, args=(repo, commit, waiting, stop, errors), daemon=True)
-        for _ in range(min(THREADS, waiting.qsize()))
-    ]
+    count = min(THREADS, waiting.qsize())
+    threads = [threading.Thread(target=download, daemon=True) for _ in range(count)]
     try:
         for thread in threads:
             thread.start()
-        while any(thread.is_alive() for thread in threads) and not stop.is_set():
-            stop.wait(REPORT_SECONDS)
+        while any(thread.is_alive() for thread in threads) and not stopped.is_set():
+            stopped.wait(REPORT_SECONDS)
             if on_progress is not None:
                 on_progress(sum(blob.done for blob in blobs), total)
-        if stop.is_set():
+        if stopped.is_set():
             raise errors[0] if errors else _interrupted(repo)
     finally:
-        stop.set()
-
-
-def _download(
-    repo: str,
-    commit: str,
-    waiting: SimpleQueue[Blob],
-    stop: threading.Event,
-    errors: list[ClusterError | OSError],
-) -> None:
-    """Download blobs of `waiting` one after another. The first error goes to `errors` and stops the other threads."""
-    try:
-        with HubRepo(repo, commit) as source:
-            while not stop.is_set():
-                _download_one(source, waiting.get_nowait(), stop)
-    except Empty:
-        pass
-    except (ClusterError, OSError) as error:
-        errors.append(error)
-        stop.set()
+        stopped.set()
 
 
 def _download_one(source: HubRepo, blob: Blob, stop: threading.Event) -> None:
