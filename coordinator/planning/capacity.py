@@ -175,24 +175,16 @@ def model_costs(
     kv_bytes = elements * itemsize
     if kv_format.bits:  # each group has a scale and a bias
         kv_bytes = elements * kv_format.bits // 8 + elements // kv_format.group_size * 2 * itemsize
-    layers = []
+    layers, gdn_bytes = [], config.gdn_bytes_per_sequence(itemsize)
     for layer, kind in enumerate(config.layer_kinds):
         total, active = sizes[f"layers.{layer}"]
-        gdn = kind == "gdn"
-        layers.append(
-            LayerCost(
-                weight_bytes=total,
-                seconds=active / REFERENCE_BANDWIDTH,
-                kv_bytes=0 if gdn else kv_bytes,
-                state_bytes=config.gdn_bytes_per_sequence(itemsize) if gdn else 0,
-            )
-        )
+        kv, state = (0, gdn_bytes) if kind == "gdn" else (kv_bytes, 0)
+        layers.append(LayerCost(total, active / REFERENCE_BANDWIDTH, kv, state))
+    last = sizes["norm"][0] + (0 if tied else lm_head) + (sizes["mtp"][0] if head else 0)
     return ModelCosts(
         layers=tuple(layers),
         embed_bytes=sizes["embed"][0],
-        last_stage_bytes=sizes["norm"][0]
-        + (0 if tied else lm_head)
-        + (sizes["mtp"][0] if head else 0),
+        last_stage_bytes=last,
         lm_head_seconds=lm_head_active / REFERENCE_BANDWIDTH,
         draft_seconds=(sizes["mtp"][1] + lm_head_active) / REFERENCE_BANDWIDTH if head else 0.0,
         head_kv_bytes=kv_bytes if head else 0,
