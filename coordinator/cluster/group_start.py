@@ -52,7 +52,7 @@ class GroupStart:
 
     def __post_init__(self) -> None:
         self._replies: dict[str, pb.MemberReply] = {}
-        """Where each member accepts the others, and its RDMA device, by the address of its worker."""
+        """The address at which each member accepts the others, and its RDMA device, by the address of its worker."""
         self.clients: list[WorkerClient] = []
         self.pipeline: RemotePipeline | None = None
         """The pipeline that gets the statuses of the processes, once there is one."""

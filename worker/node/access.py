@@ -71,7 +71,8 @@ class CallGuard(grpc.aio.ServerInterceptor):
         streams = (handler.request_streaming, handler.response_streaming)
         kind = "_".join("stream" if stream else "unary" for stream in streams)
         behaviour = guard(method, getattr(handler, kind))
-        make: Any = getattr(grpc, f"{kind}_rpc_method_handler")
+        make: Callable[..., grpc.RpcMethodHandler[Any, Any]]
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
         return make(behaviour, handler.request_deserializer, handler.response_serializer)
 
     def _guarded_call(self, method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:

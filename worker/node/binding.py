@@ -110,7 +110,7 @@ class Binding:
         self.members: list[Link] = []
         """The links of the first member of a group to the others."""
         self._parked: deque[tuple[int, Frame, FrameStamps]] = deque()
-        """Bytes, header and stamps of the frames that wait for tokens, or behind such a frame, in order. Only the
+        """Bytes, header and stamps of the frames that wait for tokens, or behind a frame that does, in order. Only the
         engine thread uses it."""
         self.results: FrameWriter | None = None
         """The connection to the coordinator, on the last stage once the coordinator has opened it."""
