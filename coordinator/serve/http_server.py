@@ -209,6 +209,9 @@ END_SECONDS = 5
 HANDSHAKE_SECONDS = 10.0
 """Seconds. Maximum time of a TLS handshake."""
 
+BACKLOG = 256
+"""Connections that wait to be accepted. The event loop accepts all of them at once, which takes about 10 ms."""
+
 
 class HttpServer(uvicorn.Server):
     """A uvicorn server that calls `end_answers` after `GRACE_SECONDS`, where uvicorn would cut open connections.
@@ -233,7 +236,7 @@ class HttpServer(uvicorn.Server):
         self._end_answers = end_answers
         self._end_pages = end_pages
         self._count_answers = count_answers
-        self._acceptors: list[Acceptor] = []
+        self._handshakes: list[Acceptor] = []
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -262,19 +265,27 @@ class HttpServer(uvicorn.Server):
         connection = partial(
             HttpConnection, Connections(), config=config, server_state=state, app_state=app_state
         )
-        tls, accept = config.ssl, asyncio.get_running_loop().connect_accepted_socket
-        timeout = HANDSHAKE_SECONDS if tls else None
-        greet = partial(accept, connection, ssl=tls, ssl_handshake_timeout=timeout)
-        self._acceptors = [Acceptor(each, greet, "connections") for each in sockets or []]
-        for acceptor in self._acceptors:
-            acceptor.start()
-        self.servers = []
+        loop, listeners = asyncio.get_running_loop(), sockets or []
+        if tls := self.config.ssl:
+            shake_hands = partial(
+                loop.connect_accepted_socket,
+                connection,
+                ssl=tls,
+                ssl_handshake_timeout=HANDSHAKE_SECONDS,
+            )
+            self._handshakes = [Acceptor(each, shake_hands, "handshakes") for each in listeners]
+            for acceptor in self._handshakes:
+                acceptor.start()
+            self.servers = []
+        else:
+            listen = partial(loop.create_server, connection, backlog=BACKLOG)
+            self.servers = [await listen(sock=each) for each in listeners]
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shut down as uvicorn.Server does, and end late answers meanwhile."""
         self._end_pages()
-        for acceptor in self._acceptors:
+        for acceptor in self._handshakes:
             await acceptor.close()
         ending = asyncio.create_task(self._end_late_answers())
         try:

@@ -92,11 +92,8 @@ MAX_WAITING_OF_PEER = 128
 REFUSED_LOG_SECONDS = 10.0
 """Seconds. Shortest time between two warnings about refused connections, because a flood would fill the log."""
 
-BACKLOG = 256
+BACKLOG = 128
 """Connections that the system accepts before the event loop does."""
-
-SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""Errors of an accept that a higher limit of the system prevents."""
 
 RETRY_SECONDS = 0.01
 """Seconds. Delay after a failed accept, such as for lack of open files."""
@@ -137,8 +134,7 @@ class Acceptor:
             try:
                 connection, address = await loop.sock_accept(self.listener)
             except OSError as error:  # such as too many open files
-                advice = ". Raise the limit on open files, such as with ulimit -n"
-                self._log_refused(f"{error.strerror}{advice if error.errno in SHORTAGES else ''}")
+                self._log_refused(str(error))
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             self._make_room(str(address[0]))
@@ -217,3 +213,34 @@ async def first_message(requests: AsyncIterator[M]) -> M:
         ) from None
     except StopAsyncIteration:
         raise ProtocolError("the stream ended before its first message") from None
+
+
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Errors after which asyncio accepts no connection for a second, and then tries again."""
+
+LOG_SECONDS = 60.0
+"""Seconds. Shortest time between two warnings. asyncio reports each connection of a flood, hundreds a second."""
+
+
+def warn_once_of_shortage(loop: asyncio.AbstractEventLoop) -> None:
+    """Log failed accepts of the servers of `loop` as one warning in LOG_SECONDS. Other errors are logged as before."""
+    logged, count = -math.inf, 0
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log an exception that no task expected."""
+        nonlocal logged, count
+        error = context.get("exception")
+        accepting = "accept" in context["message"]
+        if not (accepting and isinstance(error, OSError) and error.errno in SHORTAGES):
+            loop.default_exception_handler(context)
+            return
+        count += 1
+        if loop.time() >= logged + LOG_SECONDS:
+            log.warning(
+                "connections wait: %s. Raise the limit on open files, such as with ulimit -n",
+                error.strerror,
+                extra={"count": count},
+            )
+            logged, count = loop.time(), 0
+
+    loop.set_exception_handler(handle)

@@ -76,7 +76,9 @@ async def listening(app: App, folder: Path | None = None) -> AsyncIterator[int]:
     try:
         yield listener.getsockname()[1]
     finally:
-        for acceptor in server._acceptors:
+        for each in server.servers:
+            each.close()
+        for acceptor in server._handshakes:
             await acceptor.close()
         for connection in list(server.server_state.connections):
             connection.transport.abort()
