@@ -32,7 +32,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "replan": ("cluster_commands", "Look for a better plan over all workers, and show the result."),
     "trace": ("cluster_commands", "Write the path of every frame of the last seconds to a file."),
     "plan": ("plan_command", "Show who would hold what, and how fast, without loading."),
-    "convert": ("checkpoint_commands", "Convert a checkpoint for MLX, and keep its MTP head."),
+    "convert": (
+        "checkpoint_commands",
+        "Convert a checkpoint for MLX, and keep its MTP head and its vision part.",
+    ),
     "add-mtp": ("checkpoint_commands", "Add the MTP head to an MLX checkpoint that lacks it."),
     "doctor": (
         "doctor_command",
