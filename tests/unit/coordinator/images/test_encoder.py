@@ -1,4 +1,4 @@
-"""The images of a server: one computation for each, also when clients leave, and an end that leaves nobody waiting."""
+"""The images of a server: one computation for each, also when clients leave, and an end that ends all that wait."""
 
 from __future__ import annotations
 
