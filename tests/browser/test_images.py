@@ -1,4 +1,4 @@
-"""Images in the page's chat: by file, drop and paste, kept over a reload, and hidden for a model of text."""
+"""Images in the page's chat: by file, drop and paste, kept over a reload."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, ViewportSize, expect
 
-from mtp.builtin import checkpoint_dir
 from tests.support.browser.chromium import WatchedPage
 from tests.support.checkpoints.vision import file_of, picture, write_vision_checkpoint
 from tests.support.processes.processes import Coordinator, serving
@@ -65,16 +64,3 @@ def test_the_chat_takes_and_shows_images(browser: Browser, coordinator: Coordina
     errors = watched.errors
     watched.close()
     assert errors == []
-
-
-def test_a_model_of_text_takes_no_image(
-    browser: Browser, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """The button is hidden where the model has no vision part."""
-    folder = tmp_path_factory.mktemp("text")
-    with serving(folder, checkpoint_dir(), ()) as found:
-        watched = WatchedPage.open(browser, found.url, viewport=DESK)
-        watched.show("chat")
-        expect(watched.page.locator("#chat-input")).to_be_visible()
-        expect(watched.page.get_by_role("button", name="Add image")).to_be_hidden()
-        watched.close()

@@ -145,9 +145,10 @@ def test_an_answer_comes_with_its_figures(opened: WatchedPage) -> None:
 
 
 def test_a_fixed_seed_gives_the_same_answer_again(opened: WatchedPage) -> None:
-    """Regenerating with a seed changes nothing, and parameters stay after a reload."""
+    """Regenerating with a seed changes nothing, and parameters stay after a reload. A model of text takes no images."""
     page = opened.page
     opened.show("chat")
+    expect(page.get_by_role("button", name="Add image")).to_be_hidden()
     page.click(".settings")
     page.fill("input[name=temperature]", "1.5")
     page.fill("input[name=seed]", "7")

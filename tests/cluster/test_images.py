@@ -45,11 +45,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield found
 
 
+def body_of(content: Any, **fields: Any) -> dict[str, Any]:
+    """Return a request for a greedy chat answer with its tokens."""
+    body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 30}
+    return {**body, "ignore_eos": True, "return_token_ids": True, **fields}
+
+
 def ask(cluster: Cluster, content: Any, **fields: Any) -> httpx.Response:
     """Ask for a chat answer."""
-    body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 30}
-    sent = {**body, "ignore_eos": True, "return_token_ids": True, **fields}
-    return httpx.post(f"{cluster.url}/v1/chat/completions", json=sent, timeout=90)
+    url = f"{cluster.url}/v1/chat/completions"
+    return httpx.post(url, json=body_of(content, **fields), timeout=90)
 
 
 def tokens_of(reply: httpx.Response) -> list[int]:
@@ -194,14 +199,11 @@ def test_unusual_files_are_read(cluster: Cluster) -> None:
 
 def test_a_killed_worker_changes_no_token(cluster: Cluster) -> None:
     """After a worker is killed during an answer to images, the rest of the answer is as before."""
-    body: Any = {"max_tokens": 200, "stream": True}
     expected = tokens_of(ask(cluster, parts_of(FILE, OTHER), max_tokens=200))
     found: list[int] = []
-    sent = {"messages": [{"role": "user", "content": parts_of(FILE, OTHER)}], "temperature": 0}
-    sent |= {**body, "ignore_eos": True, "return_token_ids": True}
-    with httpx.stream(
-        "POST", f"{cluster.url}/v1/chat/completions", json=sent, timeout=120
-    ) as reply:
+    sent: Any = body_of(parts_of(FILE, OTHER), max_tokens=200, stream=True)
+    url = f"{cluster.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=sent, timeout=120) as reply:
         for line in reply.iter_lines():
             if not line.startswith("data: {"):
                 continue
