@@ -29,9 +29,8 @@ JOBS ?= 2
 # Hypothesis's profile "ci" draws the same examples every time. Without it, pytest draws new ones.
 PYTEST := $(BIN)/python -m pytest --hypothesis-profile ci
 PARALLEL := $(PYTEST) --numprocesses $(JOBS) --dist loadfile
-# Whole programs wait for deadlines a fifth of their time, so one more runs than there are cores. The longest test is in
-# the first folder, and would otherwise run alone at the end.
-PROGRAMS := $(PYTEST) --numprocesses $(shell expr $(JOBS) + 1) --dist loadfile --no-loadscope-reorder
+# The longest test of whole programs is in the first folder. In pytest's own order it would run alone at the end.
+PROGRAMS := $(PARALLEL) --no-loadscope-reorder
 
 PART_TESTS := tests/repository tests/unit tests/parity tests/fuzz
 METAL_TESTS := $(patsubst %,tests/parity/test_%.py,rollback run_ahead head engine exact_mode)

@@ -120,11 +120,16 @@ async def prompt_of(api: Api, chat: ChatRequest) -> tuple[ChatPrompt, tuple[Prom
             f"{param}: {len(urls)} images, limit {api.options.max_images}. Send fewer, or raise --max-images.",
             param=param,
         )
-    api.images.check(param)
     encoded, tokens, limit = list[EncodedImage](), 0, api.model.context_length
     for number, url in enumerate(urls, 1):
         name = f"{param}: image {number}" if urls[1:] else f"{param}: the image"
-        found = await api.images.encode(await _read(api, url, param), name)
+        try:
+            api.images.check(param)
+            data = await _read(api, url, param)
+            found = await api.images.encode(data, name)
+        except RequestError as error:
+            error.param = param
+            raise
         tokens += len(found.tokens)
         encoded.append(found)
         if tokens >= limit:

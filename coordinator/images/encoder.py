@@ -101,17 +101,17 @@ class ImageEncoder:
         """True if the checkpoint has a tower that is used."""
         return self._reader is not None
 
-    def check(self, param: str) -> None:
-        """Raise RequestError, with the field `param`, unless images are read."""
+    def check(self, name: str) -> None:
+        """Raise RequestError, about the field or the image `name`, unless images are read."""
         if self._reader is None:
-            raise RequestError(f"{param}: {self._refusal}", param=param)
+            raise RequestError(f"{name}: {self._refusal}")
 
-    async def encode(self, data: bytes, param: str) -> EncodedImage:
-        """Return the rows of an image file. Raises RequestError, with the field `param`, for one that is not readable.
+    async def encode(self, data: bytes, name: str) -> EncodedImage:
+        """Return the rows of an image file. Raises RequestError, about the image `name`, for one that is not readable.
 
         Raises CapacityError if too many images wait or are in use, and NotReadyError after ENCODE_SECONDS.
         """
-        self.check(param)
+        self.check(name)
         assert self._reader is not None
         digest = hashlib.sha256(self._reader.settings + data).digest()
         if (held := self._held.get(digest)) is not None:
@@ -120,17 +120,17 @@ class ImageEncoder:
         task = self._tasks.get(digest)
         if task is None:
             self._check_room()
-            task = asyncio.create_task(self._run(self._reader, digest, data, param))
+            task = asyncio.create_task(self._run(self._reader, digest, data, name))
             self._tasks[digest] = task
             task.add_done_callback(partial(self._forget_task, digest))
         try:
             async with asyncio.timeout(ENCODE_SECONDS):
                 return await asyncio.shield(task)
         except TimeoutError as error:
-            raise NotReadyError(f"{param}: an image was not read in time.") from error
+            raise NotReadyError(f"{name}: an image was not read in time.") from error
         except asyncio.CancelledError:
             if task.cancelled():
-                raise NotReadyError(f"{param}: the server is ending.") from None
+                raise NotReadyError(f"{name}: the server is ending.") from None
             raise
 
     def _check_room(self) -> None:
@@ -159,10 +159,10 @@ class ImageEncoder:
             await self._thread.close()
 
     async def _run(
-        self, reader: PatchReader, digest: bytes, data: bytes, param: str
+        self, reader: PatchReader, digest: bytes, data: bytes, name: str
     ) -> EncodedImage:
         async with self._lock:
-            patches = await asyncio.to_thread(reader.read, data, param)
+            patches = await asyncio.to_thread(reader.read, data, name)
             started = time.monotonic()
             encoded = await self._own_thread().call(partial(self._compute, patches, digest))
         seconds = round(time.monotonic() - started, 3)

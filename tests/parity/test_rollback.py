@@ -114,7 +114,9 @@ def _open_windows(chain: Chain, rows: list[Row]) -> None:
 
 
 @pytest.mark.parametrize("bits", KV_BITS)
-@pytest.mark.parametrize("count", [1, 2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "count", [1, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 3))]
+)
 def test_every_width_and_accepted_length(
     checkpoints: Checkpoints, count: int, bits: int | None
 ) -> None:
