@@ -10,15 +10,15 @@ UV := $(shell command -v uv 2>/dev/null)
 # CPU builds or a local wheel. macOS has one small build.
 TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)$(if $(filter Linux,$(shell uname -s)),+cpu)
 
-# Quiet twice, so that pip prints only errors. Python compiles what it imports.
-PIP_FLAGS := --quiet --quiet --disable-pip-version-check --no-compile
+# Quiet twice, so that pip prints only errors. With --no-compile Python compiles what it imports, not all of it.
+PIP_FLAGS := --quiet --quiet --disable-pip-version-check
 
 ifneq ($(UV),)
 MAKE_VENV := uv venv --quiet --seed --clear --python
 INSTALL := uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
 else
 MAKE_VENV := $(PYTHON) -m venv --clear
-INSTALL := $(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt
+INSTALL := $(BIN)/python -m pip install $(PIP_FLAGS) --no-compile --constraint constraints.txt
 endif
 
 # The libraries that pyproject.toml names, for the lines that say what is installed.
@@ -95,7 +95,7 @@ package: $(VENV)/.dev ## build the sdist and the wheel of a release, install the
 	$(BIN)/python -m pip wheel $(PIP_FLAGS) --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz
 	$(BIN)/python -m twine check --strict dist/*
 	$(PYTHON) -m venv $(PACKAGE)
-	$(PACKAGE)/bin/python -m pip install $(PIP_FLAGS) --constraint constraints.txt dist/*.whl
+	$(PACKAGE)/bin/python -m pip install $(PIP_FLAGS) --no-compile --constraint constraints.txt dist/*.whl
 	cd / && $(PACKAGE)/bin/mtp-coord --version && $(PACKAGE)/bin/mtp-worker --version
 	cd / && $(PACKAGE)/bin/mtp-coord generate --raw --prompt 'def fibonacci(n):' --max-tokens 20 --temp 0
 
