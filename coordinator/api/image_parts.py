@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -34,9 +35,9 @@ class _Image(Body):
     text: ClassVar[str] = IMAGE_TEXT
 
     @property
+    @abstractmethod
     def url(self) -> str:
         """The image as a URL, `data:` for one in the request."""
-        raise NotImplementedError
 
 
 class ImageAddress(Body):
@@ -151,10 +152,12 @@ def placed(
     """Return `prompt` with the tokens of an image in the place of each token `word`, and the images."""
     places = [index for index, token in enumerate(prompt.tokens) if token == word]
     if len(places) != len(encoded):
-        raise RequestError(
-            f"{param}: the text contains {IMAGE_WORD}, which stands for an image. Remove it.",
-            param=param,
-        )
+        problem = f"the text contains {IMAGE_WORD}, which stands for an image. Remove it."
+        if len(places) < len(encoded):
+            problem = (
+                "the model's chat template leaves out images. Send them in messages of the user."
+            )
+        raise RequestError(f"{param}: {problem}", param=param)
     tokens: list[int] = []
     images: list[PromptImage] = []
     turn, done = prompt.turn, 0
