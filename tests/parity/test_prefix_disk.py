@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from proto.span import Span
 from tests.bench.texts import held_out_prompts
 from tests.support.checkpoints.checkpoints import convert_checkpoint
 from tests.support.stages.local_run import Answered, run
+from worker.cache.sequence_cache import Border, PrefixEntry
 from worker.disk.block_file import SUFFIX
 from worker.engine.prefix_disk import WRITE_SHARE, StagePrefixes
 
@@ -64,6 +65,9 @@ class Engine:
         self._us += self._busy
         return self._us
 
+    def post(self, function: Callable[..., None], *arguments: object) -> None:
+        function(*arguments)
+
 
 @pytest.mark.parametrize(("busy", "least", "most"), [(True, 0.165, 10.0), (False, 0.0, 0.165)])
 async def test_writing_leaves_the_machine_to_frames(busy: bool, least: float, most: float) -> None:
@@ -72,6 +76,18 @@ async def test_writing_leaves_the_machine_to_frames(busy: bool, least: float, mo
     started = time.monotonic()
     await prefixes._rest(0.2 * WRITE_SHARE)
     assert least < time.monotonic() - started < most
+
+
+async def test_what_waits_for_the_disk_is_held_by_the_stage_alone() -> None:
+    """Entries of any size wait, and one that the stage drops before its turn is gone."""
+    prefixes = StagePrefixes(cast(Any, None), "", Span(0, 1), cast(Any, Engine(busy=False)))
+    entries = [PrefixEntry(Border(bytes([i]), 100), []) for i in range(3)]
+    for entry in entries:
+        prefixes.save_soon(entry, None)
+    del entries[1], entry
+    waiting = [saved.entry() for saved in prefixes._queue]
+    assert [one is None for one in waiting] == [False, True, False]
+    prefixes._queue.clear()
 
 
 def compare(found: Sequence[Answered], expected: Sequence[Answered]) -> None:
