@@ -16,7 +16,7 @@ from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
 
 VOCAB = 512
 
-_SIZES: dict[str, Any] = {
+_SIZES = {
     "depth": 2,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -34,9 +34,19 @@ def write_vision_checkpoint(path: Path, **options: Any) -> Path:
     write_checkpoint(path, vocab=VOCAB, **options)
     write_tokenizer(path, vision=True)
     without(path, "model.visual.patch_embed.proj.weight")
+    weights = add_tower(path, _SIZES, pixels=(1024, 65_536))
+    weights |= read_tensors(path)
+    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "pt"})
+    return path
+
+
+def add_tower(path: Path, sizes: dict[str, int], pixels: tuple[int, int]) -> dict[str, mx.array]:
+    """Name a tower in the files of a checkpoint, for images of so many pixels. Return its random tensors.
+
+    The tokenizer of the checkpoint is `write_tokenizer`'s, with the tokens of images.
+    """
     config = json.loads((path / "config.json").read_text())
-    hidden = config["text_config"]["hidden_size"]
-    sizes = {**_SIZES, "out_hidden_size": hidden}
+    sizes = {**sizes, "out_hidden_size": config["text_config"]["hidden_size"]}
     words = json.loads((path / "tokenizer.json").read_text())["added_tokens"]
     ids = {word["content"]: word["id"] for word in words}
     config["vision_config"] = {**sizes, "model_type": "qwen3_5_vision"}
@@ -44,15 +54,13 @@ def write_vision_checkpoint(path: Path, **options: Any) -> Path:
     config["vision_start_token_id"] = ids["<|vision_start|>"]
     config["vision_end_token_id"] = ids["<|vision_end|>"]
     (path / "config.json").write_text(json.dumps(config))
-    processor = {"size": {"shortest_edge": 1024, "longest_edge": 65_536}, "patch_size": 8}
+    size = {"shortest_edge": pixels[0], "longest_edge": pixels[1]}
+    processor = {"size": size, "patch_size": sizes["patch_size"]}
     (path / "preprocessor_config.json").write_text(json.dumps(processor))
-    weights = {f"model.visual.{name}": value for name, value in _weights(sizes).items()}
-    weights |= read_tensors(path)
-    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "pt"})
-    return path
+    return {f"model.visual.{name}": value for name, value in _weights(sizes).items()}
 
 
-def _weights(sizes: dict[str, Any]) -> dict[str, mx.array]:
+def _weights(sizes: dict[str, int]) -> dict[str, mx.array]:
     hidden, inner, patch = sizes["hidden_size"], sizes["intermediate_size"], sizes["patch_size"]
     merged = hidden * sizes["spatial_merge_size"] ** 2
     mx.random.seed(11)
