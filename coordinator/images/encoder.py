@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from coordinator.images.pixels import Patches, PatchReader
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.vision.tower import VisionConfig, VisionTower, has_tower, load_tower
+from mtp.vision.tower import COPY_BYTES, VisionConfig, VisionTower, has_tower, load_tower
 from proto.errors import CapacityError, CheckpointError, NotReadyError, RequestError
 from proto.images import image_tokens
 from worker.engine.engine_thread import EngineThread
@@ -193,13 +193,21 @@ class ImageEncoder:
         merge = tower.config.spatial_merge_size
         tokens = image_tokens(digest, rows.shape[0])
         height, width = patches.height // merge, patches.width // merge
-        return EncodedImage(tokens, height, width, dtype, memoryview(bytes(data)))
+        return EncodedImage(tokens, height, width, dtype, memoryview(_copied(data)))
 
     def _keep(self, digest: bytes, encoded: EncodedImage) -> None:
         self._kept[digest] = encoded
         self._kept.move_to_end(digest)
         while len(self._kept) > 1 and sum(len(e.data) for e in self._kept.values()) > KEPT_BYTES:
             self._kept.popitem(last=False)
+
+
+def _copied(data: memoryview) -> bytearray:
+    """Return a copy of `data`, made in parts, because each of them holds Python's lock."""
+    copy = bytearray(len(data))
+    for start in range(0, len(data), COPY_BYTES):
+        copy[start : start + COPY_BYTES] = data[start : start + COPY_BYTES]
+    return copy
 
 
 def _reader_of(checkpoint: Checkpoint) -> PatchReader:

@@ -48,6 +48,8 @@ from tests.support.trust.cluster_ca import make_authority, trust_of
 PROMPT = "a secret prompt that nobody else may read"
 WRONG_KEY = "mtp-a-key-that-nobody-created"
 DEADLINE = 60.0
+EXECUTED = ("env",)
+"""Prefix of a process that is not forked, so that its command line is its own."""
 
 
 @pytest.fixture
@@ -95,7 +97,9 @@ def joined_cluster(host: str, folder: Path) -> Iterator[tuple[Any, list[Process]
         named = [word for port in ports for word in ("--worker", f"{host}:{port}")]
         state = ("--state-dir", str(folder / "a"))
         listen = ("--listen", f"{host}:0", *state)
-        process = launch_coordinator(folder, *listen, "--nodes", "2", "--wait", "60", *named)
+        process = launch_coordinator(
+            folder, *listen, "--nodes", "2", "--wait", "60", *named, prefix=EXECUTED
+        )
         stack.enter_context(ending(process))
         join_address(process)
         token = command(folder / "a", "token", "create")
@@ -109,7 +113,7 @@ def joined_cluster(host: str, folder: Path) -> Iterator[tuple[Any, list[Process]
 def joining_worker(folder: Path, name: str, listen: str, state: Path, token: str) -> Process:
     """Launch a worker with a token in its environment."""
     flags = ("--listen", listen, "--state-dir", str(state))
-    return launch_worker(folder, name, *flags, env={"MTP_JOIN_TOKEN": token})
+    return launch_worker(folder, name, *flags, env={"MTP_JOIN_TOKEN": token}, prefix=EXECUTED)
 
 
 def test_machines_join_by_token(host: str, tmp_path: Path) -> None:

@@ -138,50 +138,43 @@ class BlockReader:
         """Return the bytes of the tensors of `layer`, 0 if it has none here."""
         return sum(self._tensors[name][1] for name in self._names.get(layer, ()))
 
-    def read_ahead(self, layers: Collection[int]) -> None:
-        """Let the system read the tensors of `layers`, so that `load` seldom waits for the disk.
+    def check(self, layers: Collection[int]) -> None:
+        """Read the tensors of `layers` and compare their checksums. `load` gets them from the system's memory then.
 
-        Raises ProtocolError for a file that is too short.
+        On a GPU the checksums of loaded arrays would move them to the host and back. Raises ProtocolError for a file
+        that is too short, or has other bytes than those that were written.
         """
         with self.path.open("rb") as file, ThreadPoolExecutor(READERS) as pool:
-            places = [self._tensors[n] for layer in layers for n in self._names.get(layer, ())]
-            for one in [pool.submit(self._read, file.fileno(), *place) for place in places]:
+            names = [name for layer in layers for name in self._names.get(layer, ())]
+            for one in [pool.submit(self._check, file.fileno(), name) for name in names]:
                 one.result()
 
     def load(self, layers: Iterable[int]) -> dict[int, list[mx.array]]:
-        """Return the tensors of each of `layers` as MLX's arrays, evaluated. Runs on the thread that computes.
+        """Return the tensors of each of `layers`, which are checked, as MLX's arrays. Runs on the thread that computes.
 
-        Raises ProtocolError for other bytes than those that were written, or for a file that another process dropped.
+        Raises ProtocolError for a file that another process dropped.
         """
         try:
             tensors = mx.load(str(self.path))
             assert isinstance(tensors, dict)
             here = [layer for layer in layers if layer in self._names]
-            found = {layer: {name: tensors[name] for name in self._names[layer]} for layer in here}
-            arrays = {name: array for some in found.values() for name, array in some.items()}
-            plain = {name: array.view(mx.uint8) for name, array in arrays.items() if array.size}
-            mx.eval(plain, found)
+            found = {layer: [tensors[name] for name in self._names[layer]] for layer in here}
+            mx.eval(found)
         except (RuntimeError, ValueError, KeyError) as error:
             raise _damaged(self.path, error) from error
-        with ThreadPoolExecutor(READERS) as pool:
-            views: dict[str, Any] = dict(plain)  # arrays have the buffer protocol
-            sums = dict(zip(views, pool.map(_checksum, views.values()), strict=True))
-        for name, checksum in sums.items():
-            if checksum != self._sums.get(name):
-                raise _damaged(self.path, f"another checksum of {name}")
-        return {layer: list(some.values()) for layer, some in found.items()}
+        return found
 
-    def _read(self, descriptor: int, start: int, size: int) -> None:
-        buffer, done = memoryview(bytearray(min(size, READ_BYTES))), 0
+    def _check(self, descriptor: int, name: str) -> None:
+        start, size = self._tensors[name]
+        buffer, done, checksum = memoryview(bytearray(min(size, READ_BYTES))), 0, 0
         while done < size:
             count = os.preadv(descriptor, [buffer[: size - done]], start + done)
             if count == 0:
                 raise _damaged(self.path, "it is too short")
+            checksum = zlib.crc32(buffer[:count], checksum)
             done += count
-
-
-def _checksum(array: Any) -> int:
-    return zlib.crc32(memoryview(array).cast("B"))
+        if checksum != self._sums.get(name):
+            raise _damaged(self.path, f"another checksum of {name}")
 
 
 def _place(info: dict[str, Any], start: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from proto.state_dir import STATE_DIR
+from tests.support.processes.forked import Forked, Started, can_fork
 
 START_SECONDS = 100.0
 """Seconds. Longest wait until a process is ready. Importing MLX takes seconds where processes share a core."""
@@ -37,7 +38,7 @@ class Process:
     """One of this project's programs, running. Its log has one JSON record a line."""
 
     name: str
-    popen: subprocess.Popen[bytes]
+    popen: Started
     log: Path
 
     @property
@@ -124,9 +125,9 @@ def launch(
 ) -> Process:
     """Start `main` of `module` with these arguments. The caller stops the process.
 
-    `env` is added to this process's environment. `cores` pins the process to these CPUs where the system can. `prefix`
-    is a command that executes the one after it, such as the result of `without_folder`. `before` are Python statements
-    that run first.
+    It is forked if it can be. `env` is added to this process's environment. `cores` pins the process to these CPUs
+    where the system can. `prefix` is a command that executes the one after it, such as the result of `without_folder`.
+    `before` are Python statements that run first.
     """
     log = folder / f"{name}.log"
     start = (
@@ -136,13 +137,16 @@ def launch(
     if cores:
         command = ["taskset", "-c", ",".join(map(str, cores)), *command]
     inherited = {name: value for name, value in os.environ.items() if name != "MTP_API_KEY"}
+    whole = {**inherited, **(env or {})}
     with log.open("wb") as stream:
+        if not (cores or prefix) and can_fork(env or {}):
+            return Process(name, Forked(start, [*arguments, *LOG_FORMAT], whole, log), log)
         popen = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stream,
-            env={**inherited, **(env or {})},
+            env=whole,
         )
     return Process(name, popen, log)
 
