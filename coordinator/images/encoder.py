@@ -11,6 +11,7 @@ import logging
 import time
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -76,6 +77,8 @@ class ImageEncoder:
         """Prepare the tower of `checkpoint`, in the type `dtype` or as stored. Without one there are no images."""
         self.checkpoint = checkpoint
         self.dtype = dtype
+        self.answers_run: Callable[[], bool] = bool
+        """Whether answers are computed, which then get half of the time."""
         self.towers_run = 0
         """Images that the tower has computed."""
         self._held: weakref.WeakValueDictionary[bytes, EncodedImage] = weakref.WeakValueDictionary()
@@ -187,13 +190,18 @@ class ImageEncoder:
     def _compute(self, patches: Patches, digest: bytes) -> EncodedImage:
         """Return the rows of an image. Runs on the thread."""
         tower = self._loaded_tower()
-        rows = tower.rows(patches.values, patches.height, patches.width)
+        rows = tower.rows(patches.values, patches.height, patches.width, self._rest)
         self.towers_run += 1
         dtype, _, data = to_bytes(rows)
         merge = tower.config.spatial_merge_size
         tokens = image_tokens(digest, rows.shape[0])
         height, width = patches.height // merge, patches.width // merge
         return EncodedImage(tokens, height, width, dtype, memoryview(_copied(data)))
+
+    def _rest(self, seconds: float) -> None:
+        """Leave the GPU to answers for as long as a step took. Their kernels wait for those of the tower."""
+        if self.answers_run():
+            time.sleep(seconds)
 
     def _keep(self, digest: bytes, encoded: EncodedImage) -> None:
         self._kept[digest] = encoded

@@ -271,6 +271,7 @@ class ServedParts:
         waiting_for = manager.describe_gathering if manager else str
         self.loop = GenerationLoop(source, scheduler, describe_wait=waiting_for)
         facts, alone = model_status(model.checkpoint), model.local.status
+        model.images.answers_run = lambda: bool(scheduler.running)
         if not model.images.reads_images:
             facts = replace(facts, vision_bytes=0)
         status = LiveStatus(self.loop, manager, model.name, alone, facts)

@@ -6,8 +6,9 @@ after another, so that no mask between them is needed, and block after block, so
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,13 @@ PATCHES = "patch_embed.proj.weight"
 
 ROPE_THETA = 10000.0
 """Base of the rotary positions, where the config has none."""
+
+Rest = Callable[[float], None]
+"""Called after a step of so many seconds."""
+
+
+def _no_rest(_: float) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -139,16 +147,18 @@ class _Block(nn.Module):
         self.attn = _Attention(config)
         self.mlp = _MLP(config)
 
-    def add(self, x: mx.array, turns: mx.array) -> mx.array:
+    def add(self, x: mx.array, turns: mx.array, rest: Rest) -> mx.array:
         """Return `x [patches, hidden]` after the block. Every step is evaluated, so that others may run between."""
-        parts = []
-        for part in self.attn.steps(self.norm1(x), turns):
-            mx.eval(part)
-            parts.append(part)
+        parts = [_evaluated(part, rest) for part in self.attn.steps(self.norm1(x), turns)]
         x = x + mx.concatenate(parts)
-        x = x + self.mlp(self.norm2(x))
-        mx.eval(x)
-        return x
+        return _evaluated(x + self.mlp(self.norm2(x)), rest)
+
+
+def _evaluated(x: mx.array, rest: Rest) -> mx.array:
+    started = time.monotonic()
+    mx.eval(x)
+    rest(time.monotonic() - started)
+    return x
 
 
 class _Merger(nn.Module):
@@ -182,11 +192,13 @@ class VisionTower(nn.Module):
         self.blocks = [_Block(config) for _ in range(config.depth)]
         self.merger = _Merger(config)
 
-    def rows(self, patches: np.ndarray[Any, Any], height: int, width: int) -> mx.array:
+    def rows(
+        self, patches: np.ndarray[Any, Any], height: int, width: int, rest: Rest = _no_rest
+    ) -> mx.array:
         """Return the evaluated rows `[patches / merge², out_hidden_size]` of one image.
 
         `patches [height x width, values]` are in the order of transformers' image processor: merged blocks row by row,
-        and the patches of a block row by row.
+        and the patches of a block row by row. `rest` is called with the seconds of each step.
         """
         # A copy from numpy holds Python's lock: 100 MB at once stop the streams for 50 ms.
         parts = [
@@ -197,7 +209,7 @@ class VisionTower(nn.Module):
         x = x + self._learned_positions(places, (height, width)).astype(x.dtype)
         turns = self._turns(places)
         for block in self.blocks:
-            x = block.add(x, turns)
+            x = block.add(x, turns, rest)
         rows: mx.array = self.merger(x)
         mx.eval(rows)
         return rows

@@ -14,10 +14,11 @@ import sqlite3
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -236,8 +237,14 @@ class StagePrefixes:
             layers: dict[int, list[bytes | list[mx.array]]] = {}
             for chain in chains:
                 parts = await asyncio.to_thread(self._parts_of, chain)
-                for some in _together(parts, chain.layers):
-                    for layer, state in await self.thread.call(partial(self._load, parts, some)):
+                spans = [*_together(parts, chain.layers)]
+                await asyncio.to_thread(self._check, parts, spans[0])
+                for span, following in zip_longest(spans, spans[1:], fillvalue=()):
+                    loaded, _ = await asyncio.gather(
+                        self.thread.call(partial(self._load, parts, span)),
+                        asyncio.to_thread(self._check, parts, following),
+                    )
+                    for layer, state in loaded:
                         layers.setdefault(layer, []).append(state)
             blocks = [block for chain in chains for block in chain.blocks]
             await asyncio.to_thread(self.index.touch, blocks)
@@ -254,7 +261,7 @@ class StagePrefixes:
         return await asyncio.to_thread(self.index.chains, self.namespace, self.layers, key)
 
     def _parts_of(self, chain: Chain) -> list[_Part]:
-        """Return the blocks of a chain, the first tokens first, after a check of the layers that are wanted.
+        """Return the blocks of a chain, the first tokens first.
 
         Only the last block has states that do not append.
         """
@@ -265,12 +272,17 @@ class StagePrefixes:
                 wanted = set(chain.layers)
                 if block is not chain.blocks[-1]:
                     wanted &= reader.appends
-                reader.check(wanted)
             found.append(_Part(block, reader, wanted))
         return found
 
+    def _check(self, parts: Sequence[_Part], layers: Iterable[int]) -> None:
+        """Read and check `layers`. Runs on a thread of its own, while the layers before these are loaded."""
+        for part in parts:
+            with self._removing(part.block):
+                part.reader.check([layer for layer in layers if layer in part.wanted])
+
     def _load(
-        self, parts: Sequence[_Part], layers: Span
+        self, parts: Sequence[_Part], layers: Iterable[int]
     ) -> list[tuple[int, bytes | list[mx.array]]]:
         """Return the states of `layers` as arrays, and that of the MTP head as bytes. Runs on the engine thread."""
         self.thread.expect(LOAD_SECONDS)
