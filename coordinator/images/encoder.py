@@ -40,6 +40,9 @@ ENCODE_SECONDS = 300.0
 MOST_WAITING = 64
 """Images that wait for the tower or are in it."""
 
+REST_SECONDS = 0.02
+"""Seconds. Longest rest of the tower after a step. The first steps compile kernels, which leaves the GPU to others."""
+
 RETRY_SECONDS = 10.0
 """Seconds after which a client may send images again."""
 
@@ -78,7 +81,7 @@ class ImageEncoder:
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.answers_run: Callable[[], bool] = bool
-        """Whether answers are computed, which then get half of the time."""
+        """Tells if answers are computed, which then get half of the time."""
         self.towers_run = 0
         """Images that the tower has computed."""
         self._held: weakref.WeakValueDictionary[bytes, EncodedImage] = weakref.WeakValueDictionary()
@@ -201,7 +204,7 @@ class ImageEncoder:
     def _rest(self, seconds: float) -> None:
         """Leave the GPU to answers for as long as a step took. Their kernels wait for those of the tower."""
         if self.answers_run():
-            time.sleep(seconds)
+            time.sleep(min(seconds, REST_SECONDS))
 
     def _keep(self, digest: bytes, encoded: EncodedImage) -> None:
         self._kept[digest] = encoded

@@ -25,7 +25,8 @@ from proto.errors import CheckpointError
 SCORE_BYTES = 256 * 2**20
 """Bytes. Bound of the attention scores of one step: those of 16,384 patches and 16 heads would take 17 GB in fp32.
 
-The steps of 64 MB left an H100 idle most of the time: 2.9 s for an image of four megapixels."""
+The steps of 64 MB left an H100 idle most of the time: 2.9 s for an image of four megapixels.
+"""
 
 COPY_BYTES = 2**22
 """Bytes of patches that become an array at once."""
@@ -37,7 +38,7 @@ ROPE_THETA = 10000.0
 """Base of the rotary positions, where the config has none."""
 
 Rest = Callable[[float], None]
-"""Called after a step of so many seconds."""
+"""Called after each step with its seconds."""
 
 
 def _no_rest(_: float) -> None:

@@ -3,8 +3,8 @@
     python -m tests.bench.images --shape 27B
 
 It writes a checkpoint of the shape (`tests.bench.dialled_model`) with a random tower of a real Qwen3.5's size and
-serves it from one process. A stream runs while another client sends an image of four megapixels that is new, the same
-image in its next turn, or a text of as many tokens. The gaps are those between two pieces of the stream.
+serves it from one process. Another client sends new images of four megapixels, next turns with the same image, and
+texts of as many tokens, some of them while a stream runs. The gaps are those between two pieces of the stream.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def write_vision_checkpoint(path: Path, **options: Any) -> Path:
 
 
 def add_tower(path: Path, sizes: dict[str, int], pixels: tuple[int, int]) -> dict[str, mx.array]:
-    """Name a tower in the files of a checkpoint, for images of so many pixels. Return its random tensors.
+    """Name a tower in the files of a checkpoint, for images of `pixels`, at least and at most. Return random tensors.
 
     The tokenizer of the checkpoint is `write_tokenizer`'s, with the tokens of images.
     """

@@ -21,7 +21,7 @@ OWN = "MTP_"
 
 
 class Started(Protocol):
-    """What tests use of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that tests use."""
 
     @property
     def pid(self) -> int:

@@ -1,4 +1,4 @@
-"""What `tests.support.processes.forked` imports before it forks programs. Importing this module has these effects.
+"""The imports of `tests.support.processes.forked` before it forks programs. Importing this module has these effects.
 
 transformers imports torch if it is installed, which takes seconds, and users have no torch.
 """
