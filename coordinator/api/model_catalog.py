@@ -89,8 +89,7 @@ def quantization_text(checkpoint: Checkpoint) -> str:
 def count_parameters(checkpoint: Checkpoint) -> int:
     """Return the number of weights before quantization, as the headers of the stored tensors describe them."""
     bits = (checkpoint.config.quantization or {}).get("bits", 32)
-    plans = checkpoint.plans.values()
-    stored = {name for plan in plans for source in plan.values() for name in source.tensors}
+    stored = {name for part in checkpoint.plans for name in checkpoint.tensors_of(part)}
     scales = (".scales", ".biases", "_scale_inv")
     names = (name for name in stored & checkpoint.tensors.keys() if not name.endswith(scales))
     infos = [checkpoint.tensors[name] for name in names]

@@ -130,6 +130,8 @@ def _summary(model: str, facts: dict[str, Any]) -> Table:
     table.add_row("lm_head", "tied" if tied else format_size(sizes["lm_head"]))
     table.add_row("MTP", format_size(sizes["mtp"]))
     table.add_row("all parts", format_size(sizes["total"]))
+    if sizes["rows_on_disk"]:
+        table.add_row("n-gram rows", f"{format_size(sizes['rows_on_disk'])}, read from disk")
     if sizes["vision"]:
         table.add_row("vision", format_size(sizes["vision"]))
     if missing := facts["missing_tensors"]:

@@ -73,7 +73,7 @@ class WeightProvider:
         return offer
 
     def _tensors(self, part: str) -> list[tuple[str, TensorInfo]]:
-        names = {name for source in self.checkpoint.plans[part].values() for name in source.tensors}
+        names = self.checkpoint.tensors_of(part)
         found = [(name, self.checkpoint.tensors[name]) for name in names]
         return sorted(found, key=lambda item: (item[1].file, item[1].start))
 

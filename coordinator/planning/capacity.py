@@ -175,10 +175,11 @@ def model_costs(
     kv_bytes = elements * itemsize
     if kv_format.bits:  # each group has a scale and a bias
         kv_bytes = elements * kv_format.bits // 8 + elements // kv_format.group_size * 2 * itemsize
-    layers, gdn_bytes = [], config.gdn_bytes_per_sequence(itemsize)
+    layers = []
     for layer, kind in enumerate(config.layer_kinds):
         total, active = sizes[f"layers.{layer}"]
-        kv, state = (0, gdn_bytes) if kind == "gdn" else (kv_bytes, 0)
+        gdn = kind == "gdn"
+        kv, state = (0, config.gdn_bytes_per_sequence(itemsize, layer)) if gdn else (kv_bytes, 0)
         layers.append(LayerCost(total, active / REFERENCE_BANDWIDTH, kv, state))
     last = sizes["norm"][0] + (0 if tied else lm_head) + (sizes["mtp"][0] if head else 0)
     return ModelCosts(
@@ -188,7 +189,7 @@ def model_costs(
         lm_head_seconds=lm_head_active / REFERENCE_BANDWIDTH,
         draft_seconds=(sizes["mtp"][1] + lm_head_active) / REFERENCE_BANDWIDTH if head else 0.0,
         head_kv_bytes=kv_bytes if head else 0,
-        head_state_bytes=MOST_WAITING * config.hidden_size * itemsize if head else 0,
+        head_state_bytes=MOST_WAITING * config.hop_width * itemsize if head else 0,
         last_stage_needs_embed=head or tied,
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import cast
+from typing import ClassVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,6 +32,12 @@ class MTPHead(nn.Module):
 
     `fc` maps `[…, 2H]`, embedding first, to `[…, H]`.
     """
+
+    reads_streams: ClassVar[bool] = False
+    """True if the hidden state of a token is the row after the last layer, and not that after the final norm."""
+
+    drafts_on_device: ClassVar[bool] = True
+    """True if the cache of the head can be read around rejected rows."""
 
     def __init__(self, args: TextModelArgs) -> None:
         super().__init__()
@@ -58,6 +64,15 @@ class MTPHead(nn.Module):
     def dtype(self) -> mx.Dtype:
         """Type of the activations: that of the norms."""
         return self.norm.weight.dtype
+
+    @property
+    def width(self) -> int:
+        """Values of a hidden state."""
+        return int(self.norm.weight.shape[0])
+
+    def output(self, rows: mx.array) -> mx.array:
+        """Return the input of lm_head for rows of `advance`."""
+        return rows
 
     def advance(
         self,
@@ -210,7 +225,8 @@ class Drafter:
     ) -> None:
         self.head = head
         self.embed = embed
-        self.unembed = unembed if vocabulary is None else vocabulary
+        project = unembed if vocabulary is None else vocabulary
+        self.unembed: Callable[[mx.array], mx.array] = lambda rows: project(head.output(rows))
         self.vocabulary = vocabulary
         self.kv_format = kv_format
         self.exempt = tuple(exempt)
@@ -225,7 +241,7 @@ class Drafter:
         """Measure what the draft vocabulary saves, on the thread that computes."""
         if self.vocabulary is None:
             return
-        hidden = mx.zeros((1, self.head.norm.weight.shape[0]), self.head.dtype)
+        hidden = mx.zeros((1, self.head.width), self.head.dtype)
         first = mx.zeros((1,), mx.uint32)
 
         def rest(x: mx.array) -> mx.array:

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Protocol, Self
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
 
 from mtp.layers.communicator import ALONE, Communicator
 from proto.errors import ProtocolError
@@ -54,6 +56,9 @@ class LayerCache(ABC):
     """Bytes of keys and values, which grow with the sequence."""
     layout: ImageLayout | None
     """The images of the sequence, which only attention reads."""
+
+    coming: npt.NDArray[np.int64] | None = None
+    """The tokens of the rows that run next, for a layer that reads them."""
 
     @abstractmethod
     def apply_commit(self, whole: int, cut: int | None, trim: int) -> None:
@@ -119,6 +124,8 @@ class Layer(ABC):
 
     kind: ClassVar[str]
     """The variant, as logs and the status name it."""
+    dtype: mx.Dtype
+    """Type of the activations."""
     communicator: Communicator = ALONE
     """The members that share the layer. Each holds some of its heads and columns."""
     mlp: MLP

@@ -256,6 +256,8 @@ class StageEngine:
         MLX updates a K/V cache in place only if no unfinished work reads it. Otherwise it copies the cache, which takes
         memory and time.
         """
+        if self.stage.reads_tokens:
+            return False
         if not (self.first and self.verifier is not None) or self.group.size > 1:
             # The token comes from another stage, and the next stage waits for the rows. The members of a group finish
             # a frame before they begin the next one, so that all of them have one order of collectives.
@@ -505,7 +507,10 @@ class StageEngine:
         if not self.first:
             return self._received_rows(frame, segments)
         running = [s for s in segments if not s.cancelled]
-        x = self.stage.embed(self._tokens(running))
+        words = self._tokens(running)
+        if self.stage.reads_tokens:
+            self.stage.announce_tokens(words, [(self.sequences[s.seq_id], s) for s in running])
+        x = self.stage.embed(words)
         tokens = [token for segment in running if not segment.open for token in segment.tokens]
         if max(tokens, default=0) < FIRST_IMAGE_TOKEN:
             return x
@@ -515,7 +520,7 @@ class StageEngine:
 
     def _received_rows(self, frame: Frame, segments: tuple[Segment, ...]) -> mx.array:
         """Return the rows of the frame's tensor that run. Raises ProtocolError for another shape."""
-        hidden = self.stage.modules.config.hidden_size
+        hidden = self.stage.modules.config.hop_width
         if frame.shape != (frame.rows, hidden):
             raise ProtocolError(f"hidden states {frame.shape}, expected {(frame.rows, hidden)}")
         x = from_bytes(frame.dtype, frame.shape, frame.tensor)

@@ -241,7 +241,7 @@ class StageHost:
         collectives = None
         if joined is not None:
             expect(JOIN_SECONDS)  # other members may still open the checkpoint
-            hidden, dtype = checkpoint.config.hidden_size, DTYPES[spec.dtype or "bfloat16"]
+            hidden, dtype = checkpoint.config.hop_width, DTYPES[spec.dtype or "bfloat16"]
             collectives = measure_collectives(joined, hidden, dtype)
             expect(seconds)
         modules = load_stage(

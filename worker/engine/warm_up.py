@@ -90,7 +90,7 @@ class WarmUp:
         self.done += 1
         if not self._engine.first and frame.rows:
             stage = self._engine.stage
-            rows = mx.zeros((frame.rows, stage.modules.config.hidden_size), stage.dtype)
+            rows = mx.zeros((frame.rows, stage.modules.config.hop_width), stage.dtype)
             frame = frame.with_tensor(*to_bytes(rows))
         return {outcome.seq_id: outcome for outcome in self._engine.process(frame).outcomes}
 

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mtp.device import this_device
 from mtp.layers.cuda.dense_rows import DenseRows
@@ -86,11 +87,11 @@ def _pack(modules: StageModules, packer: Packer) -> None:
 
 def _join(modules: StageModules, joiner: Joiner) -> None:
     modules.replace_layers(joiner.layer)
-    if modules.head is not None:
+    if modules.head is not None and not modules.head.reads_streams:
         for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
             modules.head[name] = joiner.norm(modules.head[name])
         modules.head.fc = joiner.projection(modules.head.fc)
-    if modules.norm is not None:
+    if isinstance(modules.norm, nn.RMSNorm):
         modules.norm = joiner.norm(modules.norm)
     if modules.lm_head is not None:
         modules.lm_head = joiner.projection(modules.lm_head)

@@ -16,12 +16,18 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.format.names import module_path
-from mtp.checkpoint.format.parts import check_types, missing_tensors, part_module, read_part
+from mtp.checkpoint.format.parts import (
+    check_types,
+    missing_tensors,
+    open_table,
+    part_module,
+    read_part,
+)
 from mtp.device import this_device
 from mtp.head.drafter import MTPHead
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.layer import Layer
-from mtp.layers.reference import REFERENCE, reference_layer
+from mtp.layers.reference import REFERENCE
 from mtp.layers.reference.slices import SlicedOutputs, SlicedSums, join_layer
 from proto.errors import CheckpointError, SpanError, UsageError
 from proto.span import Span
@@ -67,12 +73,12 @@ class StageModules:
         slices: int = 1,
     ) -> StageModules:
         """Return the loaded `parts`, by name, as the modules of a stage with reference layers."""
-        layers = [parts[f"layers.{layer}"] for layer in span]
+        stage_layers = [config.family.stage_layer(parts[f"layers.{layer}"]) for layer in span]
         return cls(
             config,
             span,
-            [reference_layer(layer) for layer in layers],
-            layers[0].input_layernorm.weight.dtype,
+            stage_layers,
+            stage_layers[0].dtype,
             embed_tokens=parts.get("embed"),
             norm=parts.get("norm"),
             lm_head=parts.get("lm_head"),
@@ -141,6 +147,17 @@ def load_stage(
         raise checkpoint.missing_tensors_error(missing)
     for part in parts:
         check_types(checkpoint, part)
+    tokens_of = [f"layers.{layer}" for layer in checkpoint.config.token_layers if layer in span]
+    if lacking := [part for part in tokens_of if part not in checkpoint.tables]:
+        raise CheckpointError(
+            f"{checkpoint.path}: the rows of n-grams of {lacking[0]} are missing (ple_embedding). Download them."
+        )
+    late = [layer for layer in checkpoint.config.token_layers if layer in span and not first]
+    if late:
+        raise SpanError(
+            f"layer {late[0]} reads the tokens (ple_layer_ids), so it has to be on the first machine. Give that one "
+            f"the layers up to {late[0]}."
+        )
     modules: dict[str, Any] = {part: _build(checkpoint, part, dtype) for part in parts}
     _read(checkpoint, own, modules, dtype, on_progress, kv_sharers)
     return StageModules.of(
@@ -221,6 +238,8 @@ def _build(
     module.load_weights(list(weights.items()))
     if part.startswith("layers."):
         module = checkpoint.config.engine_layer(module)
+    if part in checkpoint.tables:
+        module.ple.table = open_table(checkpoint, part, module.ple.hash.rows)
     return module.eval()
 
 

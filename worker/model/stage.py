@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import mlx.core as mx
+import numpy as np
 
 from mtp.device import this_device
 from mtp.head.draft_vocabulary import DraftVocabularySize
@@ -59,11 +60,25 @@ class Stage:
         return SequenceCache(admitted, caches, layout=layout)
 
     def embed(self, tokens: mx.array) -> mx.array:
-        """Return the embeddings of `tokens [rows]`: `[rows, hidden]`. First stage only."""
+        """Return the embeddings of `tokens [rows]` in every stream: `[rows, hop width]`. First stage only."""
         embed_tokens = self.modules.embed_tokens
         assert embed_tokens is not None, "this stage is not the first"
         embedded: mx.array = embed_tokens(tokens)
-        return embedded
+        streams = self.modules.config.streams
+        return embedded if streams == 1 else mx.tile(embedded, (1, streams))
+
+    @property
+    def reads_tokens(self) -> bool:
+        """True if a layer reads the tokens of its rows."""
+        return bool(self.modules.config.token_layers)
+
+    def announce_tokens(self, tokens: mx.array, runs: Sequence[Run]) -> None:
+        """Let the layers that read tokens know those of the rows that run next. It waits for `tokens [rows]`."""
+        values = np.array(tokens).astype(np.int64)
+        for (sequence, _), own in zip(runs, row_ranges([s.width for _, s in runs]), strict=True):
+            for layer in self.modules.config.token_layers:
+                if layer in self.modules.span:
+                    sequence.layers[layer - self.modules.span.start].coming = values[own]
 
     def forward(self, x: mx.array, runs: Sequence[Run], *, lazily: bool = False) -> mx.array:
         """Run `x [rows, hidden]` through the span. Rows belong to `runs` in order.

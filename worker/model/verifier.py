@@ -303,12 +303,14 @@ class Verifier:
             for run, rows in logits
             if run.state.params.logprobs is not None
         }
-        drafts = self._early_drafts(normed, verified, targets)
+        reads_streams = self.drafter is not None and self.drafter.head.reads_streams
+        hidden = x if reads_streams else normed
+        drafts = self._early_drafts(hidden, verified, targets)
         for choice in choices:
             for run, first, end in choice.split():
                 sure = end - first == 1
                 run.state.chosen = ChosenToken(choice.tokens, first) if sure else None
-        verdict = Verdict(self.drafter, verified, normed, choices, found, drafts)
+        verdict = Verdict(self.drafter, verified, hidden, choices, found, drafts)
         stamps.mark(StageStep.BUILT)
         mx.async_eval(verdict.arrays(), *states)
         return verdict
@@ -411,7 +413,7 @@ class Verifier:
         jobs = [
             _window_job(run, normed, targets[run.key]) for run in runs if _drafts_on_device(run)
         ]
-        if not jobs or self.drafter is None:
+        if not jobs or self.drafter is None or not self.drafter.head.drafts_on_device:
             return None
         mx.async_eval(list(targets.values()))  # a GPU computes them while Python builds the drafts
         return WindowDrafts(self.drafter, jobs)

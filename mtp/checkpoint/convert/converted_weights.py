@@ -19,9 +19,8 @@ from mlx_lm.convert import mixed_quant_predicate_builder
 from mtp.checkpoint.convert.unpack import Repacked, read_source_part
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import module_path
-from mtp.checkpoint.format.parts import missing_from_backbone
+from mtp.checkpoint.format.parts import load_tensor, missing_from_backbone
 from mtp.checkpoint.format.shard import Entry
-from mtp.head.drafter import MTPHead
 from mtp.vision.tower import PATCHES, has_tower, tower_weights
 from proto.errors import CheckpointError, UsageError
 from proto.wire import STORED_NAMES
@@ -38,6 +37,9 @@ _USUAL: dict[Mode, tuple[int, int]] = {
     "mxfp8": (32, 8),
 }
 """Default group size and bits of each mode. Only affine allows other values."""
+
+TABLE_GROUP = 32
+"""Weights of a scale in rows that stay on disk: 160 of Flash-Next are no multiple of 64."""
 
 _AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 _AFFINE_GROUPS = (32, 64, 128)
@@ -180,12 +182,13 @@ def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeig
     with_head = checkpoint.mtp.complete
     model = config.backbone()
     if with_head:
-        model.mtp = MTPHead(config.text_args())
+        model.mtp = config.head()
     prefix = config.family.prefix
     packed = _load(checkpoint, model, settings, with_head)
     kept = {path: module for path, module in packed.items() if module is not None}
     found = _quantize(model, prefix, settings, {path: module.form for path, module in kept.items()})
     parameters = _with_kept(dict(tree_flatten(model.parameters())), kept)
+    parameters |= _tables(checkpoint, settings)
     parameters = {prefix + name: weight for name, weight in parameters.items()}
     backbone = {n: w for n, w in parameters.items() if not n.startswith(f"{prefix}mtp.")}
     head = {n: w for n, w in parameters.items() if n not in backbone}
@@ -198,6 +201,25 @@ def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeig
         if path in packed:
             group.way = _way(group, packed[path])
     return groups
+
+
+def _tables(checkpoint: Checkpoint, settings: Settings) -> dict[str, mx.array]:
+    """Return the rows that stay on disk, under the names of MLX checkpoints. A quantized row has groups of 32."""
+    found: dict[str, mx.array] = {}
+    wanted = settings.quantization
+    dtype: mx.Dtype | None = getattr(mx, settings.dtype) if settings.dtype else None
+    for part, kinds in checkpoint.tables.items():
+        for number, name in enumerate(kinds["weight"]):
+            rows = load_tensor(checkpoint, name, {})
+            rows = rows if dtype is None else rows.astype(dtype)
+            base = f"model.{part}.ple.ple_embedding.ngram_embedding.shards.{number}"
+            if wanted is None or rows.shape[1] % TABLE_GROUP:
+                found[f"{base}.weight"] = rows
+                continue
+            packed = mx.quantize(rows, TABLE_GROUP, wanted.bits)
+            kinds_of = ("weight", "scales", "biases")
+            found |= {f"{base}.{kind}": a for kind, a in zip(kinds_of, packed, strict=True)}
+    return found
 
 
 def _vision(checkpoint: Checkpoint, settings: Settings) -> dict[str, mx.array]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from mtp.checkpoint.families.family import Family
+from mtp.checkpoint.families.flash_next import FlashNext
 from mtp.checkpoint.families.qwen3_5 import Qwen35
 from mtp.checkpoint.families.qwen3_next import Qwen3Next
 
-FAMILIES: tuple[Family, ...] = (Qwen35(), Qwen3Next())
+FAMILIES: tuple[Family, ...] = (Qwen35(), Qwen3Next(), FlashNext())
 
 NOT_SERVED = {
-    "qwen4_exp": "Qwen3.8-Flash-Next has hyper-connections, sparse attention and per-layer embeddings",
     "qwen3_moe": "Qwen3 has no GatedDeltaNet and no MTP head",
     "qwen3": "Qwen3 has no GatedDeltaNet and no MTP head",
 }

@@ -8,6 +8,10 @@ from typing import Any, ClassVar
 import mlx.nn as nn
 from mlx_lm.models.qwen3_5 import TextModelArgs
 
+from mtp.head.drafter import MTPHead
+from mtp.layers.layer import Layer
+from mtp.layers.reference import reference_layer
+
 Text = dict[str, Any]
 """The fields of a language model in config.json, with `rope_parameters`. mlx-lm modifies its input: pass a copy."""
 
@@ -30,6 +34,15 @@ class Family(ABC):
     prefix: ClassVar[str]
     """The prefix of all names in a checkpoint that mlx-lm converted."""
 
+    attention_types: ClassVar[tuple[str, ...]] = ("full_attention",)
+    """The names of attention layers in `layer_types`."""
+
+    cuts_layers: ClassVar[bool] = True
+    """True if the members of a group can hold shares of a layer."""
+
+    reads_images: ClassVar[bool] = True
+    """True if the layers turn the rows of images."""
+
     @abstractmethod
     def text_args(self, text: Text) -> TextModelArgs:
         """Return the arguments of the engine's modules, and of the MTP head."""
@@ -45,6 +58,39 @@ class Family(ABC):
     def engine_layer(self, text: Text, layer: nn.Module) -> nn.Module:
         """Return a loaded `layer` with the modules that the engine runs. Its weights may be lazy."""
         return layer
+
+    def norm(self, text: Text) -> nn.Module:
+        """Return the final norm, whose output `[rows, hidden_size]` lm_head reads, without weights."""
+        args = self.text_args(text)
+        return nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+
+    def head(self, text: Text) -> MTPHead:
+        """Return the MTP head without weights. A complete head has all its parameters."""
+        return MTPHead(self.text_args(text))
+
+    def stage_layer(self, layer: Any) -> Layer:
+        """Return what `engine_layer` returned behind the interface of layers."""
+        return reference_layer(layer)
+
+    def streams(self, text: Text) -> int:
+        """Return the residual streams of a row between two layers, each of `hidden_size` values."""
+        return 1
+
+    def token_layers(self, text: Text) -> tuple[int, ...]:
+        """Return the layers that read the tokens of their rows. They have to be on the first stage."""
+        return ()
+
+    def table_part(self, local: str) -> tuple[str, str, int] | None:
+        """Return the part, the kind and the number of a tensor of rows that stay on disk, or None for other tensors."""
+        return None
+
+    def index_values(self, text: Text) -> int:
+        """Return the values of a token that an attention layer stores besides keys and values."""
+        return 0
+
+    def token_values(self, text: Text) -> int:
+        """Return the values of a sequence that each layer of `token_layers` stores besides those of its kind."""
+        return 0
 
     def mlp_fields(self, text: Text) -> tuple[str, ...]:
         """Return the fields of the MLPs that config.json must have, each a positive integer."""

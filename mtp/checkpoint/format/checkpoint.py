@@ -13,6 +13,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from mlx.utils import tree_flatten
+
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.cut import Cut, is_cut, is_kv
 from mtp.checkpoint.format.names import (
@@ -25,7 +27,6 @@ from mtp.checkpoint.format.names import (
     join_names,
     local_name,
     module_path,
-    mtp_parameters,
     part_names,
     plan_part,
     split_part,
@@ -76,6 +77,8 @@ class Checkpoint:
     plans: dict[str, dict[str, Source]] = field(repr=False)
     unknown: tuple[str, ...]
     ignored: tuple[str, ...] = ()
+    tables: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict, repr=False)
+    """Tensors whose rows stay on disk: by part and kind, such as `weight`, the stored names in their order."""
 
     @classmethod
     def open(
@@ -109,6 +112,7 @@ class Checkpoint:
         """
         pairs = {part: list[tuple[str, str]]() for part in part_names(config.num_layers)}
         unknown, ignored = [], []
+        tables: dict[str, dict[str, dict[int, str]]] = {}
         for name in sorted(tensors):
             if is_ignored(name):
                 ignored.append(name)
@@ -119,22 +123,43 @@ class Checkpoint:
             if config.head_only:
                 local = with_head_prefix(local)
             where = split_part(local, config.num_layers)
-            if where is None:
+            table = config.family.table_part(local)
+            if table is not None:
+                part, kind, number = table
+                tables.setdefault(part, {}).setdefault(kind, {})[number] = name
+            elif where is None:
                 unknown.append(name)
             else:
                 pairs[where[0]].append((where[1], name))
         experts = config.num_experts
         plans = {part: plan_part(part, stored, layout, experts) for part, stored in pairs.items()}
-        return cls(path, config, layout, tensors, plans, tuple(unknown), tuple(ignored))
+        ordered = {
+            part: {
+                kind: tuple(n for _, n in sorted(names.items())) for kind, names in kinds.items()
+            }
+            for part, kinds in tables.items()
+        }
+        return cls(path, config, layout, tensors, plans, tuple(unknown), tuple(ignored), ordered)
 
     @cached_property
     def mtp(self) -> MtpStatus:
         """The state of the MTP head. The missing experts of an incomplete stack are listed one by one."""
         plan = self.plans["mtp"]
-        names = mtp_parameters(self.config.num_experts)
+        names = dict(tree_flatten(self.config.head().parameters()))
         missing = [module_path("mtp", name) for name in names if name not in plan]
         missing += self.missing_sources("mtp")
         return MtpStatus(self.config.mtp_layers > 0, bool(plan), tuple(missing))
+
+    def tensors_of(self, part: str) -> set[str]:
+        """Return the stored names of a part, those whose rows stay on disk included."""
+        names = {name for source in self.plans[part].values() for name in source.tensors}
+        return names.union(*self.tables.get(part, {}).values())
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tensors whose rows stay on disk."""
+        names = (name for kinds in self.tables.values() for part in kinds.values() for name in part)
+        return sum(self.tensors[name].nbytes for name in names)
 
     @property
     def norm_type(self) -> str:

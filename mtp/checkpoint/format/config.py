@@ -14,7 +14,8 @@ from mlx_lm.models.qwen3_5 import TextModelArgs
 from mtp.checkpoint.families import FAMILIES, NOT_SERVED, find_family
 from mtp.checkpoint.families.family import Family
 from mtp.checkpoint.format.cut import WHOLE, Cut, cut_fields
-from proto.errors import CheckpointError
+from mtp.head.drafter import MTPHead
+from proto.errors import CheckpointError, SpanError
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
@@ -164,6 +165,8 @@ class ModelConfig:
 
     def cut_for(self, cut: Cut) -> ModelConfig:
         """Return the config of one member's layers. Raises SpanError for heads or columns that cannot be cut."""
+        if cut.size > 1 and not self.family.cuts_layers:
+            raise SpanError(f"the layers of {self.model_type} cannot be shared. Use a pipeline.")
         text = cut_fields({**self.text_config, "head_dim": self.head_dim}, cut)
         return replace(
             self,
@@ -193,6 +196,29 @@ class ModelConfig:
         """Return layer `index` without weights, with the parameter names of a converted checkpoint."""
         return self.family.layer(self._text(), index)
 
+    def norm(self) -> nn.Module:
+        """Return the final norm without weights."""
+        return self.family.norm(self._text())
+
+    def head(self) -> MTPHead:
+        """Return the MTP head without weights."""
+        return self.family.head(self._text())
+
+    @property
+    def streams(self) -> int:
+        """Residual streams of a row between two layers."""
+        return self.family.streams(self.text_config)
+
+    @property
+    def hop_width(self) -> int:
+        """Values of a row between two layers."""
+        return self.streams * self.hidden_size
+
+    @property
+    def token_layers(self) -> tuple[int, ...]:
+        """The layers that read the tokens of their rows, and belong to the first stage."""
+        return self.family.token_layers(self.text_config)
+
     def engine_layer(self, layer: nn.Module) -> nn.Module:
         """Return a loaded `layer` with the modules that the engine runs."""
         return self.family.engine_layer(self._text(), layer)
@@ -220,16 +246,22 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Return the bytes of K/V per token in one attention layer; an element has `itemsize` bytes."""
-        return 2 * self.num_kv_heads * self.head_dim * itemsize
+        index = self.family.index_values(self.text_config)
+        return (2 * self.num_kv_heads * self.head_dim + index) * itemsize
 
-    def gdn_bytes_per_sequence(self, itemsize: int) -> int:
-        """Return the bytes per sequence in one GDN layer: the convolution state, and the recurrent state in fp32."""
+    def gdn_bytes_per_sequence(self, itemsize: int, layer: int = 0) -> int:
+        """Return the bytes per sequence in GDN layer `layer`: the convolution state, and the recurrent state in fp32.
+
+        A layer that reads tokens has a further state.
+        """
         keys, values = (
             self.gdn_key_heads * self.gdn_key_dim,
             self.gdn_value_heads * self.gdn_value_dim,
         )
-        conv = (self.gdn_kernel - 1) * (2 * keys + values) * itemsize
-        return conv + 4 * values * self.gdn_key_dim
+        stored = (self.gdn_kernel - 1) * (2 * keys + values)
+        if layer in self.token_layers:
+            stored += self.family.token_values(self.text_config)
+        return stored * itemsize + 4 * values * self.gdn_key_dim
 
 
 class _Reader:
@@ -256,7 +288,7 @@ class _Reader:
             model_type=model_type,
             hidden_size=hidden,
             num_layers=layers,
-            layer_kinds=self._layer_kinds(layers),
+            layer_kinds=self._layer_kinds(layers, family),
             vocab_size=self._positive("vocab_size"),
             tie_word_embeddings=self._tied(),
             max_positions=self._positive("max_position_embeddings"),
@@ -322,13 +354,16 @@ class _Reader:
         if not isinstance(sections, list) or [type(n) for n in sections] != [int] * 3:
             raise self._error(f"mrope_section is {sections!r:.60}. It must be three integers.")
 
-    def _layer_kinds(self, layers: int) -> tuple[LayerKind, ...]:
+    def _layer_kinds(self, layers: int, family: Family) -> tuple[LayerKind, ...]:
         """Return the kind of each layer. mlx-lm derives the kinds from the interval, so layer_types must agree."""
         interval = self._count("full_attention_interval") or 4
         kinds: list[LayerKind] = [
             "gdn" if (layer + 1) % interval else "attention" for layer in range(layers)
         ]
         types = self.text.get("layer_types")
+        if isinstance(types, list):
+            attention = _LAYER_TYPES["attention"]
+            types = [attention if kind in family.attention_types else kind for kind in types]
         if types is not None and types != [_LAYER_TYPES[kind] for kind in kinds]:
             raise self._error(
                 f"layer_types is not linear attention with full attention every {interval}th of "

@@ -14,7 +14,10 @@ from typing import Literal
 
 from proto.errors import CheckpointError
 
-_TOP = ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "layers")
+_TOP = (
+    "fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "layers", "fc_embedding", "fc_hidden",
+    "hyper_connection_mixer",
+)  # fmt: skip
 """The modules of a head. All others belong to its decoder layer."""
 
 _PREFIX = re.compile(r"(?:mtp_layers|nextn_layers|nextn|mtp)\.(?:0\.)?")
@@ -69,10 +72,14 @@ _PREFIXES = (
     "language_model.",  # mlx: lm_head and mtp
     "model.",  # text only
 )
-_ENDS = {"embed_tokens": "embed", "norm": "norm", "lm_head": "lm_head"}
+_MIXER = "hyper_connection_mixer"
+"""The final norm of Flash-Next, which has modules of its own."""
+
+_ENDS = {"embed_tokens": "embed", _MIXER: "norm", "norm": "norm", "lm_head": "lm_head"}
 
 _SHIFTED_NORM = re.compile(
-    r"(input_layernorm|post_attention_layernorm|q_norm|k_norm|pre_fc_norm_embedding|pre_fc_norm_hidden)"
+    r"(input_layernorm|post_attention_layernorm|q_norm|k_norm|pre_fc_norm_embedding|pre_fc_norm_hidden"
+    r"|hc_norm|q_layernorm|k_layernorm|norm_key|norm_query|norm_conv)"
     r"\.weight"
 )
 """Endings of the RMSNorms whose raw weight is an offset from 1. `linear_attn.norm` is not one of them."""
@@ -163,6 +170,8 @@ def part_names(num_layers: int) -> tuple[str, ...]:
 
 def module_path(part: str, within: str) -> str:
     """Return the local name of a module or parameter of a part; the inverse of `split_part`."""
+    if part == "norm" and "." in within:
+        return f"{_MIXER}.{within}"
     ends = {part: head for head, part in _ENDS.items()}
     return f"{ends.get(part, part)}.{within}".removesuffix(".")
 
@@ -215,7 +224,7 @@ def name_sources(
             (f"{switch}.up_proj.weight", Source((name,), "up half")),
         ]
     transform: Transform = "as stored"
-    if layout == "raw" and within == "linear_attn.conv1d.weight":
+    if layout == "raw" and within in ("linear_attn.conv1d.weight", "ple.conv1d.weight"):
         transform = "conv1d"
     elif layout == "raw" and is_shifted_norm(part, within):
         transform = "norm + 1"
@@ -227,20 +236,3 @@ def is_shifted_norm(part: str, within: str) -> bool:
     final_norm = (part, within) in (("norm", "weight"), ("mtp", "norm.weight"))
     leaf = ".".join(within.split(".")[-2:])
     return final_norm or _SHIFTED_NORM.fullmatch(leaf) is not None
-
-
-def mtp_parameters(num_experts: int) -> tuple[str, ...]:
-    """Return the names within the part `mtp` that a complete head has; a dense head has 15."""
-    attention = [f"self_attn.{p}_proj" for p in "qkvo"] + ["self_attn.q_norm", "self_attn.k_norm"]
-    projections = ("gate_proj", "up_proj", "down_proj")
-    if num_experts:
-        mlp = ["mlp.gate", "mlp.shared_expert_gate"]
-        mlp += [
-            f"mlp.{block}.{p}" for block in ("shared_expert", "switch_mlp") for p in projections
-        ]
-    else:
-        mlp = [f"mlp.{p}" for p in projections]
-    layer = ["input_layernorm", "post_attention_layernorm", *attention, *mlp]
-    modules = ["fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"]
-    modules += [f"layers.0.{module}" for module in layer]
-    return tuple(f"{module}.weight" for module in modules)

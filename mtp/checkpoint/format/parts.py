@@ -16,7 +16,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.cut import Share, share_of
 from mtp.checkpoint.format.names import Source, Transform, is_shifted_norm, join_names, module_path
-from mtp.head.drafter import MTPHead
+from mtp.flash_next.ngrams import ROW_TYPES, NgramTable, TablePart
 from proto.errors import CheckpointError
 from proto.span import Span
 from proto.wire import STORED_NAMES
@@ -35,12 +35,12 @@ def part_module(config: ModelConfig, part: str) -> nn.Module:
         case "embed", _, _:
             module = nn.Embedding(args.vocab_size, args.hidden_size)
         case "norm", _, _:
-            module = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+            module = config.norm()
         case "lm_head", _, _:
             outputs = args.vocab_size // (config.cut.size if config.cuts_vocabulary else 1)
             module = nn.Linear(args.hidden_size, outputs, bias=False)
         case "mtp", _, _:
-            module = MTPHead(args)
+            module = config.head()
         case _, _, layer:
             module = config.layer(int(layer))
     # Every lazy random weight adds a lazy split to the key of the generator. Without this evaluation the splits
@@ -152,6 +152,31 @@ def read_part(
             made = mx.contiguous(mx.concatenate(pieces, axis=share.axis))
         weights[name] = made.astype(_dtype(name, stored[0].dtype, dtype))
     return weights
+
+
+def open_table(checkpoint: Checkpoint, part: str, rows: int) -> NgramTable:
+    """Map the rows of a part that stay on disk. Raises CheckpointError unless there are `rows` of them."""
+    tables = {
+        kind: [
+            TablePart(i.file, i.dtype, i.start, i.shape)
+            for i in map(checkpoint.tensors.get, names)
+            if i
+        ]
+        for kind, names in checkpoint.tables[part].items()
+    }
+    for piece in (piece for pieces in tables.values() for piece in pieces):
+        if piece.dtype not in ROW_TYPES:
+            raise CheckpointError(
+                f"{piece.file}: rows of {part}.ple are stored as {piece.dtype}; {' or '.join(ROW_TYPES)} is needed. "
+                "Use the checkpoint in BF16, or one that mtp-coord convert made."
+            )
+    found = {kind: sum(piece.shape[0] for piece in pieces) for kind, pieces in tables.items()}
+    if set(found.values()) != {rows} or "weight" not in found:
+        raise CheckpointError(
+            f"{checkpoint.path}: the table of {part}.ple has {found} rows, and config.json requires {rows} of its "
+            "weight. Download the checkpoint again."
+        )
+    return NgramTable(**tables)
 
 
 _NUMPY = {"F32": "f4", "F16": "f2", "BF16": "u2", "U32": "u4", "U8": "u1"}

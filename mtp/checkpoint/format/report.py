@@ -10,7 +10,6 @@ from mlx.utils import tree_flatten
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import local_name, module_path
 from mtp.checkpoint.format.parts import missing_from_backbone
-from mtp.head.drafter import MTPHead
 
 
 def report(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -46,9 +45,9 @@ def report(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _parameters(checkpoint: Checkpoint) -> int:
-    """Count the weights of backbone and head before quantization; a tied lm_head counts once."""
+    """Count the weights of backbone and head in memory, before quantization. A tied lm_head counts once."""
     config = checkpoint.config
-    heads = [MTPHead(config.text_args())] if checkpoint.mtp.complete else []
+    heads = [config.head()] if checkpoint.mtp.complete else []
     modules = [config.backbone(), *heads]
     return sum(w.size for m in modules for w in dict(tree_flatten(m.parameters())).values())
 
@@ -58,7 +57,9 @@ def _bytes(checkpoint: Checkpoint) -> dict[str, Any]:
     vision = sum(i.nbytes for name, i in checkpoint.tensors.items() if local_name(name) is None)
     ends = {part: sizes[part] for part in ("embed", "norm", "lm_head", "mtp")}
     layers = [sizes[f"layers.{layer}"] for layer in range(checkpoint.config.num_layers)]
-    return {**ends, "layers": layers, "vision": vision, "total": sum(sizes.values())}
+    rows = checkpoint.table_bytes
+    total = sum(sizes.values())
+    return {**ends, "layers": layers, "rows_on_disk": rows, "vision": vision, "total": total}
 
 
 def _dtypes(checkpoint: Checkpoint) -> dict[str, int]:

@@ -30,6 +30,7 @@ class AttentionLayer(Layer):
         self.module = layer
         self.norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
         self.attention: Any = layer.self_attn
+        self.dtype = layer.input_layernorm.weight.dtype
         self.mlp: MLP = PlainMLP(layer.mlp)
         self._queries: int | None = None
         self._slices: int = getattr(layer.self_attn, "slices", 1)

@@ -120,6 +120,13 @@ class GDNLayer(Layer):
         self.mlp: MLP = PlainMLP(layer.mlp)
         self._together = True
 
+    @classmethod
+    def over(cls, net: GatedDeltaNet, dtype: mx.Dtype) -> GDNLayer:
+        """Return the computation of a GatedDeltaNet alone, for `mix`. It has neither norms nor an MLP."""
+        layer = cls.__new__(cls)
+        layer.net, layer.dtype, layer._together = net, dtype, True
+        return layer
+
     def new_cache(self, kv_format: KVFormat) -> GDNCache:
         return GDNCache.empty(self.net, self.dtype)
 
@@ -136,8 +143,21 @@ class GDNLayer(Layer):
         stay_open: Sequence[bool] = (),
         holes: Sequence[Hole] = (),
     ) -> mx.array:
-        """See `Layer.add`. Neighbours of equal width run together, unless the layer is exact."""
-        inputs = self.norm(x)
+        """See `Layer.add`."""
+        mixed = self.mix(self.norm(x), caches, widths, stay_open)
+        return self.mlp.add(x + self.communicator.sum(mixed), self.mlp_norm)
+
+    def mix(
+        self,
+        inputs: mx.array,
+        caches: Sequence[GDNCache],
+        widths: Sequence[int],
+        stay_open: Sequence[bool],
+    ) -> mx.array:
+        """Return the outputs of the GatedDeltaNet for normalized `inputs [rows, hidden]`, and advance the caches.
+
+        Neighbours of equal width run together, unless the layer is exact.
+        """
         qkv, z, b, a = self._project(inputs)
         outputs = []
         start = 0
@@ -155,8 +175,7 @@ class GDNLayer(Layer):
             outputs.append(out.reshape(-1, self.net.num_v_heads, self.net.head_v_dim))
             start = end
         out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-        mixed = self.communicator.sum(self._finish(out, z, inputs.dtype))
-        return self.mlp.add(x + mixed, self.mlp_norm)
+        return self._finish(out, z, inputs.dtype)
 
     def advance(
         self,

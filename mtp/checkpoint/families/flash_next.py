@@ -1,0 +1,78 @@
+"""Qwen3.8-Flash-Next, a prototype of Qwen4: hyper-connections, sparse attention, and embeddings of n-grams."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+import mlx.nn as nn
+from mlx_lm.models.qwen3_5 import TextModelArgs
+
+from mtp.checkpoint.families.family import Family, Text
+from mtp.flash_next.args import FlashNextArgs, find_problem
+from mtp.flash_next.head import FlashNextHead
+from mtp.flash_next.layers import stream_layer
+from mtp.flash_next.modules import FlashNextLayer, FlashNextModel, HyperConnection
+from mtp.layers.layer import Layer
+
+_TABLE = re.compile(
+    r"(layers\.\d+)\.ple\.ple_embedding\.ngram_embedding\.(?:shards?[._](\d+)\.)?(weight|scales|biases)"
+)
+
+
+class FlashNext(Family):
+    """Mixtures of experts with hyper-connections. mlx-lm has no model of them."""
+
+    releases = "Qwen3.8-Flash-Next"
+    model_types: ClassVar = {"qwen4_exp": "qwen4_exp", "qwen4_exp_text": "qwen4_exp"}
+    head_types: ClassVar = {"qwen4_exp_mtp": "qwen4_exp"}
+    prefix = "language_model."
+    attention_types: ClassVar = ("full_attention", "indexed_attention", "qwen_sparse_attention")
+    cuts_layers = False
+    reads_images = False
+
+    def text_args(self, text: Text) -> TextModelArgs:
+        args: TextModelArgs = TextModelArgs.from_dict(text)
+        return args
+
+    def backbone(self, text: Text) -> nn.Module:
+        return FlashNextModel(self.text_args(text), FlashNextArgs.of(text))
+
+    def layer(self, text: Text, index: int) -> nn.Module:
+        return FlashNextLayer(self.text_args(text), FlashNextArgs.of(text), index)
+
+    def norm(self, text: Text) -> nn.Module:
+        return HyperConnection(FlashNextArgs.of(text), injects=False)
+
+    def head(self, text: Text) -> FlashNextHead:
+        return FlashNextHead(self.text_args(text), FlashNextArgs.of(text))
+
+    def stage_layer(self, layer: Any) -> Layer:
+        return stream_layer(layer)
+
+    def find_problem(self, text: Text) -> str | None:
+        return find_problem(text)
+
+    def streams(self, text: Text) -> int:
+        return FlashNextArgs.of(text).streams
+
+    def token_layers(self, text: Text) -> tuple[int, ...]:
+        ngrams = FlashNextArgs.of(text).ngrams
+        return () if ngrams is None else ngrams.layers
+
+    def table_part(self, local: str) -> tuple[str, str, int] | None:
+        found = _TABLE.fullmatch(local)
+        return None if found is None else (found[1], found[3], int(found[2] or 0))
+
+    def index_values(self, text: Text) -> int:
+        indexer = FlashNextArgs.of(text).indexer
+        return indexer.head_dim + indexer.head_dim // indexer.block
+
+    def token_values(self, text: Text) -> int:
+        args = FlashNextArgs.of(text)
+        return (
+            0 if args.ngrams is None else (args.ngrams.kernel - 1) * args.ngrams.size * args.width
+        )
+
+    def convert_text(self, text: Text) -> None:
+        """Change nothing: no other program reads the fields in another way."""

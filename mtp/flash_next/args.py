@@ -1,0 +1,149 @@
+"""The sizes of a Flash-Next model beyond those that Qwen3.5 has, from `text_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_DEFAULTS: dict[str, Any] = {
+    "hc_count": 4,
+    "hc_lowrank": 320,
+    "ple_conv_kernel_size": 4,
+    "ngram_size": 3,
+    "heads_per_ngram": 8,
+    "ngram_vocab_size_base": 20_000_000,
+    "make_ngram_vocab_size_divisible_by": 128,
+    "seed": 1234,
+}
+"""The values of absent fields, as transformers' `Qwen4ExpTextConfig` has them."""
+
+_INDEXER = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
+
+
+@dataclass(frozen=True)
+class IndexerArgs:
+    """The sizes of Qwen Sparse Attention: a query reads `budget` tokens of whole blocks of `block` tokens."""
+
+    heads: int
+    head_dim: int
+    budget: int
+    block: int
+
+
+@dataclass(frozen=True)
+class NgramArgs:
+    """The sizes of the per-layer embedding (PLE): hashed n-grams of 2 to `size` tokens, with `heads` rows for each n.
+
+    `layers` are the layers that have one, from 0.
+    """
+
+    layers: tuple[int, ...]
+    dim: int
+    kernel: int
+    size: int
+    heads: int
+    base: int
+    divisor: int
+    seed: int
+    vocab: int
+    eos: int
+
+    @property
+    def all_heads(self) -> int:
+        """Rows of a token."""
+        return (self.size - 1) * self.heads
+
+    @property
+    def row_dim(self) -> int:
+        """Values of a row."""
+        return self.dim // self.all_heads
+
+
+@dataclass(frozen=True)
+class FlashNextArgs:
+    """The residual `streams` of the hyper-connections, the `rank` of their mixers, and the two mechanisms above."""
+
+    hidden: int
+    streams: int
+    rank: int
+    eps: float
+    gate: str
+    indexer: IndexerArgs
+    ngrams: NgramArgs | None
+
+    @property
+    def width(self) -> int:
+        """Values of a row between two layers."""
+        return self.streams * self.hidden
+
+    @classmethod
+    def of(cls, text: Mapping[str, Any]) -> FlashNextArgs:
+        """Return the sizes in a `text_config` that `find_problem` accepts."""
+        fields = {**_DEFAULTS, **text}
+        found = {name.removeprefix("indexer_"): fields[name] for name in _INDEXER}
+        indexer = IndexerArgs(
+            found["n_heads"], found["head_dim"], found["budget"], found["compress_ratio"]
+        )
+        ngrams = None
+        if fields.get("ple_layer_ids"):
+            eos = fields["eos_token_id"]
+            ngrams = NgramArgs(
+                layers=tuple(sorted(layer - 1 for layer in fields["ple_layer_ids"])),
+                dim=fields.get("ple_embed_dim") or fields["hidden_size"],
+                kernel=fields["ple_conv_kernel_size"],
+                size=fields["ngram_size"],
+                heads=fields["heads_per_ngram"],
+                base=fields["ngram_vocab_size_base"],
+                divisor=fields["make_ngram_vocab_size_divisible_by"],
+                seed=fields["seed"],
+                vocab=fields["vocab_size"],
+                eos=eos[0] if isinstance(eos, list) else eos,
+            )
+        return cls(
+            fields["hidden_size"],
+            fields["hc_count"],
+            fields["hc_lowrank"],
+            fields.get("rms_norm_eps", 1e-6),
+            fields.get("output_gate_type") or fields.get("hidden_act", "silu"),
+            indexer,
+            ngrams,
+        )
+
+
+def find_problem(text: Mapping[str, Any]) -> str | None:
+    """Return the fault of a field that only this family has, None if all are valid."""
+    fields = {**_DEFAULTS, **text}
+    for name in (*_INDEXER, *_DEFAULTS, "rms_norm_eps"):
+        value = fields.get(name, 1 if name == "rms_norm_eps" else None)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            return f"{name} is {value!r:.60}. It must be a positive number."
+    rope = text.get("rope_parameters") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        return f"rope_parameters.rope_type is {rope.get('rope_type')!r:.60}, and only 'default' is supported."
+    checks = {
+        "indexer_kv_heads": fields.get("indexer_kv_heads", 1) == 1,
+        "indexer_compress_ratio": fields["indexer_budget"] % fields["indexer_compress_ratio"] == 0,
+        "hc_count": fields["hc_count"] > 1,
+        "output_gate_type": (fields.get("output_gate_type") or "silu") in ("silu", "sigmoid"),
+    }
+    for name, is_valid in checks.items():
+        if not is_valid:
+            return f"{name} {fields.get(name)!r:.60} is not supported."
+    return _ngram_problem(fields)
+
+
+def _ngram_problem(fields: Mapping[str, Any]) -> str | None:
+    layers = fields.get("ple_layer_ids") or []
+    if not isinstance(layers, list) or not all(
+        type(layer) is int and layer > 0 for layer in layers
+    ):
+        return f"ple_layer_ids is {layers!r:.60}. It must be a list of layers, from 1."
+    if not layers:
+        return None
+    dim = fields.get("ple_embed_dim") or fields["hidden_size"]
+    if dim % ((fields["ngram_size"] - 1) * fields["heads_per_ngram"]):
+        return f"ple_embed_dim {dim!r:.60} is not a multiple of the n-gram heads."
+    if fields.get("eos_token_id") in (None, []):
+        return "eos_token_id is missing, and n-grams begin with it."
+    return None

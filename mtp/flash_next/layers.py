@@ -1,0 +1,215 @@
+"""The layers of Flash-Next behind the interface of this project: streams around GatedDeltaNet or sparse attention."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mtp.flash_next.args import IndexerArgs
+from mtp.flash_next.modules import FlashNextLayer, Indexer, spread
+from mtp.flash_next.sparse import reads_everything, sparse_attention
+from mtp.flash_next.states import IndexedKV, NgramGDNCache, NgramState
+from mtp.layers.kv_cache import tiled_attention
+from mtp.layers.layer import Exact, Hole, KVFormat, Layer, PlainMLP
+from mtp.layers.reference.attention import AttentionLayer
+from mtp.layers.reference.gdn import GDNCache, GDNLayer
+from proto.errors import UsageError
+
+KIND = "flash-next"
+
+
+class StreamLayer(Layer):
+    """A decoder layer whose rows have all residual streams. Subclasses compute the first of its two blocks."""
+
+    kind = KIND
+
+    def __init__(self, layer: FlashNextLayer) -> None:
+        self.streams = layer
+        self.experts = layer.mlp
+        self.mlp = PlainMLP(layer.mlp)
+        self.dtype: mx.Dtype = layer.attn_hyper_connection.hc_norm.weight.dtype
+
+    def pin_exact(self, products: Exact) -> None:
+        raise UsageError("--exact is not supported for Flash-Next. Leave it out.")
+
+    def add(
+        self,
+        x: mx.array,
+        caches: Sequence[Any],
+        widths: Sequence[int],
+        stay_open: Sequence[bool] = (),
+        holes: Sequence[Hole] = (),
+    ) -> mx.array:
+        assert not holes, "the head of this family drafts from the host"
+        inputs, gates = self.streams.attn_hyper_connection.mix(x)
+        x = x + spread(self._mixed(inputs, caches, widths, stay_open), gates)
+        inputs, gates = self.streams.mlp_hyper_connection.mix(x)
+        return x + spread(self.experts(inputs), gates)
+
+    @abstractmethod
+    def _mixed(
+        self,
+        x: mx.array,
+        caches: Sequence[Any],
+        widths: Sequence[int],
+        stay_open: Sequence[bool],
+    ) -> mx.array:
+        """Return the output `[rows, hidden]` of the mixer of tokens, and advance the caches."""
+
+
+class StreamGDN(StreamLayer):
+    """A GatedDeltaNet layer."""
+
+    def __init__(self, layer: FlashNextLayer) -> None:
+        super().__init__(layer)
+        self.inner = GDNLayer.over(layer.linear_attn, self.dtype)
+
+    def new_cache(self, kv_format: KVFormat) -> Any:
+        return self.inner.new_cache(kv_format)
+
+    def _mixed(
+        self,
+        x: mx.array,
+        caches: Sequence[GDNCache],
+        widths: Sequence[int],
+        stay_open: Sequence[bool],
+    ) -> mx.array:
+        return self.inner.mix(x, caches, widths, stay_open)
+
+
+class NgramGDN(StreamGDN):
+    """A GatedDeltaNet layer with a per-layer embedding before it."""
+
+    def __init__(self, layer: FlashNextLayer) -> None:
+        super().__init__(layer)
+        self.ple = layer.ple
+
+    def new_cache(self, kv_format: KVFormat) -> NgramGDNCache:
+        gdn = self.inner.new_cache(kv_format)
+        return NgramGDNCache(gdn, NgramState.empty(self.ple, self.dtype))
+
+    def add(
+        self,
+        x: mx.array,
+        caches: Sequence[NgramGDNCache],
+        widths: Sequence[int],
+        stay_open: Sequence[bool] = (),
+        holes: Sequence[Hole] = (),
+    ) -> mx.array:
+        x = x + self._ngrams(x, caches, widths, stay_open)
+        return super().add(x, [cache.gdn for cache in caches], widths, stay_open, holes)
+
+    def _ngrams(
+        self,
+        x: mx.array,
+        caches: Sequence[NgramGDNCache],
+        widths: Sequence[int],
+        stay_open: Sequence[bool],
+    ) -> mx.array:
+        """Return what the n-grams add to `x [rows, width]`. The rows of all sequences are read from disk at once."""
+        tokens = [cache.take_coming(width) for cache, width in zip(caches, widths, strict=True)]
+        states = [cache.ngrams for cache in caches]
+        embedded = self.ple.embed(
+            [(state.context, own) for state, own in zip(states, tokens, strict=True)]
+        )
+        values, rows = self.ple.gate(x, embedded)
+        parts, start = [], 0
+        for state, own, keep in zip(states, tokens, stay_open, strict=True):
+            new = rows[start : start + len(own)][None]
+            parts.append(self.ple.convolve(mx.concatenate([state.rows, new], axis=1))[0])
+            state.advance(own, mx.contiguous(new) if keep else new, keep=keep)
+            start += len(own)
+        return values + (parts[0] if len(parts) == 1 else mx.concatenate(parts))
+
+
+class SparseAttention(StreamLayer, AttentionLayer):
+    """A layer of sparse attention."""
+
+    kind = KIND
+
+    def __init__(self, layer: FlashNextLayer) -> None:
+        StreamLayer.__init__(self, layer)
+        self.attention = layer.self_attn
+        self.indexer: Indexer = layer.self_attn.indexer
+        self.norm: Any = _unchanged
+
+    @property
+    def sizes(self) -> IndexerArgs:
+        """The sizes of the indexer."""
+        return self.indexer.args
+
+    def new_cache(self, kv_format: KVFormat) -> IndexedKV:
+        if kv_format.bits is not None:
+            raise UsageError("--kv-bits is not supported for Flash-Next. Leave it out.")
+        return IndexedKV(self.sizes.block)
+
+    def _mixed(
+        self,
+        x: mx.array,
+        caches: Sequence[IndexedKV],
+        widths: Sequence[int],
+        stay_open: Sequence[bool],
+    ) -> mx.array:
+        q_rows, keys, values, gate = self._project(x, caches, widths, ())
+        queries, index_keys = self.indexer.project(x)
+        outputs, start = [], 0
+        for cache, width in zip(caches, widths, strict=True):
+            own = slice(start, start + width)
+            q, k, v = (t[own].transpose(1, 0, 2)[None] for t in (q_rows, keys, values))
+            out = self._read(q, k, v, queries[own], index_keys[own], cache)
+            outputs.append(out[0].transpose(1, 0, 2).reshape(width, -1))
+            start += width
+        merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        gated = merged * mx.sigmoid(gate.reshape(x.shape[0], -1))
+        y: mx.array = self.attention.o_proj(gated)
+        return y
+
+    def _read(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        queries: mx.array,
+        index_keys: mx.array,
+        cache: IndexedKV,
+    ) -> mx.array:
+        """Append `k` and `v [1, kv_heads, w, dim]` of one sequence, and return the attention of `q`."""
+        offset, rope, scale = cache.offset, self.attention.rope, self.attention.scale
+        q, k = rope(q, offset=offset), rope(k, offset=offset)
+        cache.append_index(index_keys)
+        keys, values = cache.update_and_fetch(k, v)
+        if reads_everything(self.sizes, cache.offset):
+            return tiled_attention(q, keys, values, offset, scale)
+        turned = rope(queries.transpose(1, 0, 2)[None], offset=offset)[0].transpose(1, 0, 2)
+        blocks = cache.block_keys(self._pooled)
+        assert blocks is not None, "there are more tokens than a query reads"
+        return sparse_attention(q, keys, values, turned, blocks, offset, self.sizes, scale)
+
+    def _pooled(self, keys: mx.array, first: int) -> mx.array:
+        """Return the keys of blocks, turned to the position of their first tokens."""
+        mean = keys.reshape(-1, self.sizes.block, keys.shape[-1]).astype(mx.float32).mean(axis=1)
+        normed = self.indexer.k_layernorm(mean.astype(keys.dtype))
+        rope, block = self.attention.rope, self.sizes.block
+        turned: mx.array = mx.fast.rope(
+            normed[None, None],
+            rope.dims,
+            traditional=False,
+            base=rope.base,
+            scale=float(block),
+            offset=first,
+        )
+        return turned[0, 0]
+
+
+def _unchanged(x: mx.array) -> mx.array:
+    return x
+
+
+def stream_layer(layer: FlashNextLayer) -> StreamLayer:
+    """Return a loaded layer behind the interface of this project."""
+    if not layer.is_linear:
+        return SparseAttention(layer)
+    return NgramGDN(layer) if "ple" in layer else StreamGDN(layer)

@@ -1,0 +1,193 @@
+"""The modules of Flash-Next, with the parameter names of its checkpoints.
+
+The arithmetic is that of transformers' `qwen4_exp`, which the tests compare. Rows between layers have all residual
+streams side by side: `[rows, streams x hidden]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.qwen3_5 import GatedDeltaNet, SparseMoeBlock, TextModelArgs
+from mlx_lm.models.qwen3_next import Qwen3NextAttention
+
+from mtp.flash_next.args import FlashNextArgs, IndexerArgs, NgramArgs
+from mtp.flash_next.ngrams import Ints, NgramHash, NgramTable
+
+
+class StreamNorm(nn.Module):
+    """RMSNorm of each stream by itself, with a weight for all of them."""
+
+    def __init__(self, args: FlashNextArgs) -> None:
+        super().__init__()
+        self.weight = mx.ones((args.width,))
+        self.streams, self.eps = args.streams, args.eps
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return `x [rows, width]` normalized. It is rounded once, after the weight."""
+        apart = x.reshape(-1, self.streams, x.shape[-1] // self.streams).astype(mx.float32)
+        normed = mx.fast.rms_norm(apart, None, self.eps).reshape(x.shape)
+        return (normed * self.weight.astype(mx.float32)).astype(x.dtype)
+
+
+class HyperConnection(nn.Module):
+    """The gated mixer of the streams before a block, and the gates of the block's output after it."""
+
+    def __init__(self, args: FlashNextArgs, *, injects: bool = True) -> None:
+        super().__init__()
+        self.streams = args.streams
+        self.hc_norm = StreamNorm(args)
+        self.input_mix_weight_down = nn.Linear(args.width, args.rank, bias=False)
+        self.input_mix_weight_up = nn.Linear(args.rank, args.width, bias=False)
+        if injects:
+            self.block_inject_weight = nn.Linear(args.width, args.streams, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return the mix of the streams of `x`: `[rows, hidden]`."""
+        return self._mixed(self.hc_norm(x))
+
+    def mix(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the input of the block, `[rows, hidden]`, and the gates of its output, `[rows, streams]`."""
+        normed = self.hc_norm(x)
+        gates = 2 * mx.sigmoid(self.block_inject_weight(normed) / self.streams)
+        return self._mixed(normed), gates
+
+    def _mixed(self, normed: mx.array) -> mx.array:
+        low = nn.silu(self.input_mix_weight_down(normed) / self.streams)
+        weights = mx.sigmoid(self.input_mix_weight_up(low))
+        return (
+            (weights * normed).reshape(-1, self.streams, normed.shape[-1] // self.streams).mean(1)
+        )
+
+
+def spread(block: mx.array, gates: mx.array) -> mx.array:
+    """Return the output of a block `[rows, hidden]` in every stream by its gate: `[rows, streams x hidden]`."""
+    return (block[:, None] * gates[..., None]).reshape(block.shape[0], -1)
+
+
+class SigmoidGatedNorm(nn.Module):
+    """RMSNorm with a sigmoid gate, in place of Qwen3.5's silu."""
+
+    def __init__(self, hidden: int, eps: float) -> None:
+        super().__init__()
+        self.weight = mx.ones((hidden,))
+        self.eps = eps
+
+    def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
+        """Return `x` normalized and gated."""
+        normed = mx.fast.rms_norm(x, self.weight, self.eps).astype(mx.float32)
+        return (normed * mx.sigmoid(gate.astype(mx.float32))).astype(x.dtype)
+
+
+class Indexer(nn.Module):
+    """The projections of the indexer: queries, and one key for a token."""
+
+    def __init__(self, hidden: int, args: IndexerArgs, eps: float) -> None:
+        super().__init__()
+        self.args = args
+        self.index_qk_proj = nn.Linear(hidden, (args.heads + 1) * args.head_dim, bias=False)
+        self.q_layernorm = nn.RMSNorm(args.head_dim, eps=eps)
+        self.k_layernorm = nn.RMSNorm(args.head_dim, eps=eps)
+
+    def project(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the queries `[rows, heads, dim]`, normalized, and the raw keys `[rows, dim]`."""
+        found = self.index_qk_proj(x).reshape(x.shape[0], self.args.heads + 1, self.args.head_dim)
+        return self.q_layernorm(found[:, :-1]), found[:, -1]
+
+
+class PerLayerEmbedding(nn.Module):
+    """The embedding of the n-grams at each token, added to all streams before a layer. `table` is set by the loader."""
+
+    def __init__(self, args: FlashNextArgs, ngrams: NgramArgs, place: int) -> None:
+        super().__init__()
+        self.args, self.ngrams = args, ngrams
+        self.hash = NgramHash(ngrams, place)
+        self.table: NgramTable | None = None
+        self.key_proj = nn.Linear(ngrams.dim, args.width, bias=False)
+        self.value_proj = nn.Linear(ngrams.dim, args.hidden, bias=False)
+        self.norm_key, self.norm_query = StreamNorm(args), StreamNorm(args)
+        self.norm_conv = StreamNorm(args)
+        self.conv1d = nn.Conv1d(
+            args.width,
+            args.width,
+            ngrams.kernel,
+            dilation=ngrams.size,
+            groups=args.width,
+            bias=False,
+        )
+
+    @property
+    def state_length(self) -> int:
+        """Rows before the first one that the convolution reads."""
+        return (self.ngrams.kernel - 1) * self.ngrams.size
+
+    def embed(self, texts: Sequence[tuple[Ints, Ints]]) -> mx.array:
+        """Return the embeddings `[n, dim]` of the tokens of `texts`, each of which has the tokens before them, too."""
+        assert self.table is not None, "the loader has set it"
+        ids = np.concatenate([self.hash.row_ids(np.concatenate(text)) for text in texts])
+        dtype = self.norm_key.weight.dtype
+        return self.table.read(ids.reshape(-1), self.ngrams.row_dim, dtype).reshape(len(ids), -1)
+
+    def gate(self, x: mx.array, embedded: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the gated values of all streams `[rows, width]`, and what the convolution reads of them."""
+        streams = self.args.streams
+        apart = (x.shape[0], streams, self.args.hidden)
+        key = self.norm_key(self.key_proj(embedded)).reshape(apart)
+        query = self.norm_query(x).reshape(apart)
+        match = (key * query).sum(-1, keepdims=True) / self.args.hidden**0.5
+        match = mx.sqrt(mx.maximum(mx.abs(match), 1e-6)) * mx.sign(match)
+        values = mx.sigmoid(match) * self.value_proj(embedded)[:, None]
+        values = values.reshape(x.shape)
+        return values, self.norm_conv(values)
+
+    def convolve(self, rows: mx.array) -> mx.array:
+        """Return the convolution `[n, w, width]` of `rows [n, state_length + w, width]`."""
+        y: mx.array = nn.silu(self.conv1d(rows))
+        return y
+
+
+class FlashNextModel(nn.Module):
+    """All modules, with the names of a converted checkpoint. It computes nothing: the conversion reads the names."""
+
+    def __init__(self, fields: TextModelArgs, args: FlashNextArgs) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(fields.vocab_size, fields.hidden_size)
+        layers = range(fields.num_hidden_layers)
+        self.model.layers = [FlashNextLayer(fields, args, layer) for layer in layers]
+        self.model.hyper_connection_mixer = HyperConnection(args, injects=False)
+        if not fields.tie_word_embeddings:
+            self.lm_head = nn.Linear(fields.hidden_size, fields.vocab_size, bias=False)
+
+    @property
+    def quant_predicate(self) -> Callable[[str, nn.Module], bool | dict[str, int]]:
+        """Return 8 bits for the routers, as for Qwen3.5, and True for other modules."""
+        eight = {"group_size": 64, "bits": 8}
+        return lambda path, _: eight if path.endswith(("mlp.gate", "shared_expert_gate")) else True
+
+
+class FlashNextLayer(nn.Module):
+    """A decoder layer: an optional PLE, GatedDeltaNet or sparse attention, and experts."""
+
+    def __init__(self, fields: TextModelArgs, args: FlashNextArgs, index: int) -> None:
+        super().__init__()
+        self.is_linear = (index + 1) % fields.full_attention_interval != 0
+        if self.is_linear:
+            net: Any = GatedDeltaNet(fields)
+            self.linear_attn = net
+            if args.gate == "sigmoid":
+                net.norm = SigmoidGatedNorm(fields.linear_value_head_dim, args.eps)
+        else:
+            sizes: Any = fields
+            self.self_attn: Any = Qwen3NextAttention(sizes)
+            self.self_attn.indexer = Indexer(args.hidden, args.indexer, args.eps)
+        experts: Any = fields
+        self.mlp = SparseMoeBlock(experts)
+        self.attn_hyper_connection = HyperConnection(args)
+        self.mlp_hyper_connection = HyperConnection(args)
+        if args.ngrams is not None and index in args.ngrams.layers:
+            self.ple = PerLayerEmbedding(args, args.ngrams, args.ngrams.layers.index(index))
