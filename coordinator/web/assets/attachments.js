@@ -14,6 +14,7 @@ export class Attachments {
     this.file = h("input", { type: "file", accept: "image/*", multiple: true, hidden: true, "aria-label": "Images", onchange: () => { this.add(this.file.files); this.file.value = ""; } });
     this.button = h("button", { type: "button", class: "quiet", title: "Or drop an image here, or paste one", onclick: () => this.file.click() }, "Add image");
     this.strip = h("div", { class: "attachments" });
+    this.setAllowed(false);
   }
 
   setAllowed(allowed) {

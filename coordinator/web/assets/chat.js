@@ -51,7 +51,8 @@ export class ChatView {
 
   update() {
     const { model, architecture } = this.live.status;
-    this.attachments.setAllowed(Boolean(architecture?.vision_bytes));
+    // A lost connection leaves no status, and takes no images away.
+    if (architecture) this.attachments.setAllowed(Boolean(architecture.vision_bytes));
     if (model === this.served) return;
     this.served = model;
     this.listModels();
