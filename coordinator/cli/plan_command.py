@@ -172,6 +172,7 @@ def answer(
     planning, found, capacity = planned(kv_bits)
     session = min(SESSION_TOKENS, longest)
     pinned = any(spec.pinned for spec in specs)
+    formats = (kv_bits, 8, 4) if checkpoint.config.family.quantizes_kv else (kv_bits,)
     return {
         "candidates": [
             {
@@ -189,9 +190,10 @@ def answer(
         "session_tokens": session,
         "sessions": {
             str(bits or ""): _sessions(capacity if bits == kv_bits else planned(bits)[2], session)
-            for bits in dict.fromkeys((kv_bits, 8, 4))
+            for bits in dict.fromkeys(formats)
         },
         "unused": list(found.unused),
+        "rows_on_disk": checkpoint.table_bytes,
         "vision_bytes": tower_bytes(checkpoint),
         "stages": [_stage_facts(stage) for stage in found.stages],
     }
@@ -241,12 +243,16 @@ def _print(model: str, facts: dict[str, Any]) -> None:
     )
     (_, own), *others = facts["sessions"].items()
     quantized = ", ".join(f"{found['memory']} with --kv-bits {bits}" for bits, found in others)
+    quantized = f" ({quantized})" if quantized else ""
     console.print(
-        f"Sessions of {facts['session_tokens']:,} tokens that stay warm: {own['memory']} in memory "
-        f"({quantized}), and {own['disk']} in --prefix-disk {format_size(DISK_BYTES)} on each machine."
+        f"Sessions of {facts['session_tokens']:,} tokens that stay warm: {own['memory']} in memory"
+        f"{quantized}, and {own['disk']} in --prefix-disk {format_size(DISK_BYTES)} on each machine."
     )
     if len(facts["candidates"]) > 1:
         _print_candidates(console, facts["candidates"])
+    if facts["rows_on_disk"]:
+        size = format_size(facts["rows_on_disk"])
+        console.print(f"Rows of n-grams: {size} on the first machine's disk, and not in memory.")
     if facts["vision_bytes"]:
         size = format_size(facts["vision_bytes"])
         console.print(f"Images: the coordinator's machine reads them with {size} more.")

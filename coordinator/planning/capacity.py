@@ -10,7 +10,6 @@ from coordinator.planning.plan import LayerCost, ModelCosts, NodeSpec, StagePlan
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.shard import TensorInfo
 from mtp.head.drafter import MOST_WAITING
-from mtp.layers.layer import KVFormat
 from proto.errors import MemoryLimitError, SpanError
 from proto.span import Span
 from proto.terminal.progress import format_size
@@ -170,7 +169,7 @@ def model_costs(
     norm = checkpoint.norm_type
     stored = STORED_BYTES[norm] if norm in _FLOATS else 4
     itemsize = DTYPE_BYTES[dtype] if dtype else stored
-    kv_format = KVFormat.of(config.head_dim, kv_bits)
+    kv_format = config.kv_format(kv_bits)
     elements = config.kv_bytes_per_token(1)
     kv_bytes = elements * itemsize
     if kv_format.bits:  # each group has a scale and a bias
@@ -191,6 +190,7 @@ def model_costs(
         head_kv_bytes=kv_bytes if head else 0,
         head_state_bytes=MOST_WAITING * config.hop_width * itemsize if head else 0,
         last_stage_needs_embed=head or tied,
+        first_layers=1 + max(config.token_layers, default=0),
     )
 
 

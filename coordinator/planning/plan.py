@@ -85,7 +85,8 @@ class ModelCosts:
     `last_stage_bytes` counts final norm, lm_head and MTP head, without an embedding. `draft_seconds` is one step of
     the MTP head, lm_head included. `head_kv_bytes` is the head's K/V per token, `head_state_bytes` the hidden states
     of a sequence that may wait for the head. With `last_stage_needs_embed` the last stage holds a copy of the
-    embedding, for a tied lm_head or for the MTP head.
+    embedding, for a tied lm_head or for the MTP head. The first stage holds at least `first_layers`, because they read
+    the tokens.
     """
 
     layers: tuple[LayerCost, ...]
@@ -96,6 +97,7 @@ class ModelCosts:
     head_kv_bytes: int = 0
     head_state_bytes: int = 0
     last_stage_needs_embed: bool = False
+    first_layers: int = 1
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,11 @@ def make_plan(
     if twice := {name for name in names if names.count(name) > 1}:
         raise UsageError(f"two nodes are named {sorted(twice)[0]}. Give each node its own --name.")
     pinned = check_pinned_layers([(n.name, n.pinned) for n in nodes], len(model.layers))
+    if late := [span for span in pinned.values() if 0 < span.start < model.first_layers]:
+        raise SpanError(
+            f"--layers {late[0]}: the layers up to {model.first_layers - 1} read the tokens, so they belong to the "
+            "first machine."
+        )
     costs = _Costs(model, workload or Workload())
     seconds = np.stack([costs.seconds(node) for node in nodes])
     runs = best_runs(seconds, pinned)
@@ -275,9 +282,11 @@ class _Costs:
         return sums
 
     def _nothing(self) -> Array:
-        """Return inf for empty runs and 0 for all others."""
+        """Return inf for empty runs, and for those that part the layers of the first stage. 0 for all others."""
         starts, ends = np.indices((self.count + 1, self.count + 1))
-        nothing: Array = np.where(starts < ends, 0.0, np.inf)
+        first = self.model.first_layers
+        parts = ((starts > 0) & (starts < first)) | ((starts == 0) & (ends < first))
+        nothing: Array = np.where((starts < ends) & ~parts, 0.0, np.inf)
         return nothing
 
 

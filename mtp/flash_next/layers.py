@@ -33,7 +33,7 @@ class StreamLayer(Layer):
         self.dtype: mx.Dtype = layer.attn_hyper_connection.hc_norm.weight.dtype
 
     def pin_exact(self, products: Exact) -> None:
-        raise UsageError("--exact is not supported for Flash-Next. Leave it out.")
+        raise UsageError("--exact is not supported for Qwen3.8-Flash-Next. Leave it out.")
 
     def add(
         self,
@@ -142,8 +142,6 @@ class SparseAttention(StreamLayer, AttentionLayer):
         return self.indexer.args
 
     def new_cache(self, kv_format: KVFormat) -> IndexedKV:
-        if kv_format.bits is not None:
-            raise UsageError("--kv-bits is not supported for Flash-Next. Leave it out.")
         return IndexedKV(self.sizes.block)
 
     def _mixed(

@@ -30,8 +30,20 @@ ARROWS: dict[str, set[str]] = {
         "proto",
         "proto.terminal",
     },
-    "mtp.checkpoint.families": set(),
-    "mtp.checkpoint.format": {"mtp.checkpoint.families", "mtp.head", "proto", "proto.terminal"},
+    "mtp.checkpoint.families": {
+        "mtp.flash_next",
+        "mtp.head",
+        "mtp.layers",
+        "mtp.layers.reference",
+    },
+    "mtp.checkpoint.format": {
+        "mtp.checkpoint.families",
+        "mtp.flash_next",
+        "mtp.head",
+        "mtp.layers",
+        "proto",
+        "proto.terminal",
+    },
     "mtp.checkpoint.hub": {
         "mtp.builtin",
         "mtp.checkpoint.convert",
@@ -39,6 +51,7 @@ ARROWS: dict[str, set[str]] = {
         "proto",
         "proto.terminal",
     },
+    "mtp.flash_next": {"mtp.head", "mtp.layers", "mtp.layers.reference", "proto"},
     "mtp.head": {"mtp.layers", "mtp.layers.reference", "mtp.sampling", "proto"},
     "mtp.layers": {"mtp", "proto"},
     "mtp.layers.cuda": {"mtp.layers", "mtp.layers.reference"},
@@ -174,7 +187,6 @@ ARROWS: dict[str, set[str]] = {
     "coordinator.planning": {
         "mtp.checkpoint.format",
         "mtp.head",
-        "mtp.layers",
         "proto",
         "proto.terminal",
     },

@@ -18,7 +18,6 @@ from mtp.checkpoint.format.cut import Cut
 from mtp.device import Arithmetic, this_device
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from mtp.layers.communicator import ALONE, Communicator, GroupCommunicator
-from mtp.layers.layer import KVFormat
 from proto.errors import MemoryLimitError
 from proto.frame import Admit, Frame
 from proto.frame_stamps import FrameStamps, StampRing
@@ -261,7 +260,7 @@ class StageHost:
                 extra={"checkpoint": checkpoint.path.name, "missing": len(checkpoint.mtp.missing)},
             )
         wire_weights(wanted=wired)
-        kv_format = KVFormat.of(checkpoint.config.head_dim, spec.kv_bits)
+        kv_format = checkpoint.config.kv_format(spec.kv_bits)
         expect(PROBE_SECONDS if spec.exact else TRIAL_SECONDS)
         stage = Stage(
             modules, kv_format, exact=spec.exact, draft_vocab=spec.draft_vocab, kernels=kernels

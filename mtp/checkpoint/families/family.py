@@ -40,6 +40,9 @@ class Family(ABC):
     cuts_layers: ClassVar[bool] = True
     """True if the members of a group can hold shares of a layer."""
 
+    quantizes_kv: ClassVar[bool] = True
+    """True if keys and values can be stored in 4 or 8 bits."""
+
     reads_images: ClassVar[bool] = True
     """True if the layers turn the rows of images."""
 

@@ -29,6 +29,7 @@ class FlashNext(Family):
     prefix = "language_model."
     attention_types: ClassVar = ("full_attention", "indexed_attention", "qwen_sparse_attention")
     cuts_layers = False
+    quantizes_kv = False
     reads_images = False
 
     def text_args(self, text: Text) -> TextModelArgs:

@@ -15,7 +15,8 @@ from mtp.checkpoint.families import FAMILIES, NOT_SERVED, find_family
 from mtp.checkpoint.families.family import Family
 from mtp.checkpoint.format.cut import WHOLE, Cut, cut_fields
 from mtp.head.drafter import MTPHead
-from proto.errors import CheckpointError, SpanError
+from mtp.layers.layer import KVFormat
+from proto.errors import CheckpointError, SpanError, UsageError
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
@@ -203,6 +204,14 @@ class ModelConfig:
     def head(self) -> MTPHead:
         """Return the MTP head without weights."""
         return self.family.head(self._text())
+
+    def kv_format(self, bits: int | None) -> KVFormat:
+        """Return the format of K/V for `--kv-bits`. Raises UsageError if this family has no such format."""
+        if bits is not None and not self.family.quantizes_kv:
+            raise UsageError(
+                f"--kv-bits is not supported for {self.family.releases}. Leave it out."
+            )
+        return KVFormat.of(self.head_dim, bits)
 
     @property
     def streams(self) -> int:

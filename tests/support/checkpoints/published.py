@@ -14,11 +14,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mtp.checkpoint.convert.converted_weights import SAFETENSORS
+from mtp.checkpoint.convert.converted_weights import SAFETENSORS, TABLE_GROUP
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.shard import TensorInfo
-from mtp.head.drafter import MTPHead
 from proto.wire import STORED_BYTES
 
 Choose = Callable[[str, nn.Module], bool | dict[str, Any]]
@@ -27,6 +26,19 @@ _GROUP = 64
 
 INTERVAL = 4
 """Layers. Every published model has one attention layer in four, so that these four stand for all."""
+
+
+FLASH_NEXT: dict[str, Any] = {
+    "ple_layer_ids": [2],
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 128,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+    "output_gate_type": "sigmoid",
+    "eos_token_id": 248044,
+}
+"""The fields that only Flash-Next has and whose values are not transformers' defaults."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,8 @@ class Published:
             text |= {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "rope_scaling": None}
             text |= {"intermediate_size": 5120, "norm_topk_prob": True, "decoder_sparse_step": 1}
             return {**text, "model_type": self.model_type, "vocab_size": 151936}
+        if self.model_type == "qwen4_exp":
+            text |= FLASH_NEXT
         text |= {
             "model_type": f"{self.model_type}_text",
             "vocab_size": 248320,
@@ -105,6 +119,7 @@ MODELS = (
     Published("Qwen3.5-35B-A3B", "3.5, 3.6", "qwen3_5_moe", 2048, 40, 16, 2, 512, 32, 256, 8),
     Published("Qwen3-Next-80B-A3B", "Next", "qwen3_next", 2048, 48, 16, 2, 512, 32, 512, 10),
     Published("Qwen3.5-122B-A10B", "3.5", "qwen3_5_moe", 3072, 48, 32, 2, 1024, 64, 256, 8),
+    Published("Qwen3.8-Flash-Next", "3.8", "qwen4_exp", 2560, 48, 24, 2, 640, 48, 512, 10),
     Published("Qwen3.5-397B-A17B", "3.5", "qwen3_5_moe", 4096, 60, 32, 2, 1024, 64, 512, 10),
     Published("Qwen3.8-2.4T-A95B", "3.8", "qwen3_5_moe", 8192, 92, 64, 4, 2048, 128, 512, 10),
 )
@@ -118,7 +133,7 @@ def converted_headers(model: Published, bits: int | None) -> Checkpoint:
     """
     few = model.parsed(num_hidden_layers=INTERVAL)
     module = few.backbone()
-    module.mtp = MTPHead(few.text_args())
+    module.mtp = few.head()
     module.set_dtype(mx.bfloat16)
     if bits is not None:
         nn.quantize(module, _GROUP, bits, class_predicate=_choose(module.quant_predicate))
@@ -135,9 +150,22 @@ def converted_headers(model: Published, bits: int | None) -> Checkpoint:
     for name, info in infos.items():
         layer = re.search(r"model\.layers\.(\d+)\.", name)
         copies = range(int(layer[1]), model.layers, INTERVAL) if layer else [0]
+        copies = copies[:1] if ".ple." in name else copies
         for copy in copies:
             place = f"model.layers.{copy}."
             tensors[name.replace(layer[0], place) if layer else name] = info
+    for number in parsed.token_layers:
+        ple: Any = module.model.layers[number].ple
+        base = f"{few.family.prefix}model.layers.{number}.ple.ple_embedding.ngram_embedding"
+        rows, dim = ple.hash.rows, ple.ngrams.row_dim
+        kinds = {"weight": ("BF16", dim)}
+        if bits is not None:
+            scales = "BF16", dim // TABLE_GROUP
+            kinds = {"weight": ("U32", dim * bits // 32), "scales": scales, "biases": scales}
+        for kind, (dtype, columns) in kinds.items():
+            nbytes = rows * columns * STORED_BYTES[dtype]
+            info = TensorInfo(Path("model.safetensors"), dtype, (rows, columns), 0, nbytes)
+            tensors[f"{base}.{kind}"] = info
     return Checkpoint.assemble(Path(model.name), parsed, "mlx", tensors)
 
 

@@ -1,0 +1,270 @@
+"""Flash-Next against transformers, and against itself over stages, drafts, prefixes and conversions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from coordinator.schedule.prompts import Limits
+from coordinator.schedule.request import GenerationRequest
+from mtp.checkpoint.convert.convert import convert
+from mtp.checkpoint.convert.converted_weights import Quantization, Settings
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.flash_next import states
+from mtp.flash_next.args import IndexerArgs
+from mtp.flash_next.sparse import chosen_blocks, sparse_attention
+from mtp.layers.kv_cache import PlainKV
+from mtp.layers.layer import KVFormat
+from proto.errors import CheckpointError, SpanError, UsageError
+from proto.params import SamplingParams
+from proto.span import Span
+from tests.support.checkpoints.checkpoints import edit_config, edit_tensors
+from tests.support.checkpoints.flash_next import reference_model, text_config, write_flash_next
+from tests.support.stages.local_run import Answered, run
+from worker.model.loader import load_stage
+
+torch = pytest.importorskip("torch", reason="transformers needs torch")
+
+EOS = 255
+
+
+@pytest.fixture(scope="module")
+def text() -> dict[str, Any]:
+    """Return the config of a model whose n-gram rows can be quantized."""
+    return text_config(ple_embed_dim=128)
+
+
+@pytest.fixture(scope="module")
+def reference(text: dict[str, Any]) -> Any:
+    """Return transformers' model."""
+    return reference_model(text)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, reference: Any, text: dict[str, Any]) -> Path:
+    """Write the same model as a checkpoint with a head."""
+    return write_flash_next(tmp_path_factory.mktemp("flash-next") / "model", reference, text)
+
+
+def logits_of(path: Path, tokens: Sequence[int], widths: Sequence[int]) -> mx.array:
+    """Return the logits of a stage with all layers, which reads `tokens` in segments of `widths`."""
+    stage = load_stage(Checkpoint.open(path), Span(0, 8), first=True, last=True, dtype=mx.float32)
+    caches = [layer.new_cache(KVFormat()) for layer in stage.layers]
+    outputs, start = [], 0
+    for width in widths:
+        own = np.array(tokens[start : start + width])
+        x = mx.tile(stage.embed_tokens(mx.array(own.tolist())), (1, stage.config.streams))
+        for layer, cache in zip(stage.layers, caches, strict=True):
+            cache.coming = own
+            x = layer.add(x, [cache], [width], [False])
+        outputs.append(stage.lm_head(stage.norm(x)))
+        start += width
+    return mx.concatenate(outputs)
+
+
+def test_logits_are_those_of_transformers(model: Path, reference: Any) -> None:
+    """300 tokens over ends of text and block borders, in segments of all widths: within 1e-5 of the range."""
+    tokens = [random.Random(1).randrange(EOS) for _ in range(300)]
+    for place in (50, 51, 120):
+        tokens[place] = EOS
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens])).logits[0].numpy()
+    found = np.array(logits_of(model, tokens, (37, 1, 63, 2, 5, 1, 100, 91)))
+    assert np.abs(found - expected).max() <= 1e-5 * (expected.max() - expected.min())
+    assert (found.argmax(axis=1) == expected.argmax(axis=1)).all()
+
+
+def requests(count: int = 40) -> list[GenerationRequest]:
+    """Return greedy and sampled requests, whose prompts end before and after the budget of a query."""
+    chance = random.Random(3)
+    found = []
+    for seed, length in enumerate((30, 80, 151)):
+        prompt = [chance.randrange(EOS) for _ in range(length)]
+        for temperature in (0.0, 0.9):
+            params = SamplingParams(temperature=temperature, seed=seed, logprobs=1)
+            found.append(GenerationRequest(tuple(prompt), count, params))
+    return found
+
+
+def answers(path: Path, mtp: str, stages: int, chunk: int, **options: Any) -> list[Answered]:
+    """Return the answers of `stages` stages to all requests."""
+    limits = Limits(context=1024, prefill_chunk=chunk)
+    return run(
+        path=path,
+        requests=requests(),
+        mtp=mtp,
+        stages=stages,
+        dtype="float32",
+        limits=limits,
+        **options,
+    )
+
+
+def different(found: Sequence[Answered], expected: Sequence[Answered]) -> int:
+    """Return how many tokens and log-probabilities differ."""
+    return sum(
+        a != b
+        for one, other in zip(found, expected, strict=True)
+        for a, b in zip((*one.tokens, *one.logprobs), (*other.tokens, *other.logprobs), strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[Answered]:
+    """Return the answers of one stage without drafts, one after another."""
+    return answers(model, "off", 1, 512, one_by_one=True)
+
+
+@pytest.mark.parametrize(
+    ("mtp", "stages", "chunk"),
+    [
+        ("2", 1, 64),
+        ("3", 2, 33),
+        ("filled", 4, 7),
+        pytest.param("auto", 4, 16, marks=pytest.mark.thorough),
+        pytest.param("off", 2, 32, marks=pytest.mark.thorough),
+        pytest.param("1", 4, 50, marks=pytest.mark.thorough),
+    ],
+)
+def test_stages_and_drafts_change_nothing(
+    model: Path, expected: list[Answered], mtp: str, stages: int, chunk: int
+) -> None:
+    """Tokens and log-probabilities have the same bits, and drafts are accepted and rejected."""
+    found = answers(model, mtp, stages, chunk, one_by_one=mtp == "filled")
+    assert different(found, expected) == 0
+    if mtp not in ("off", "auto"):
+        accepted, drafted = (
+            sum(getattr(a.stats, n) for a in found) for n in ("accepted", "drafted")
+        )
+        assert 0 < accepted < drafted
+
+
+def _tokens_stay(self: states.NgramState, whole: int, cut: int | None) -> None:
+    context = self.context
+    COMMIT(self, whole, cut)
+    self.context = context
+
+
+def _rows_stay(self: states.NgramState, whole: int, cut: int | None) -> None:
+    rows = self.rows
+    COMMIT(self, whole, cut)
+    self.rows = rows
+
+
+COMMIT = states.NgramState.apply_commit
+
+FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "tokens of n-grams": (states.NgramState, "apply_commit", _tokens_stay),
+    "rows of the convolution": (states.NgramState, "apply_commit", _rows_stay),
+    "keys of blocks": (states.IndexedKV, "trim", PlainKV.trim),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_commit_of_a_state_is_seen(
+    model: Path, expected: list[Answered], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state that keeps what was rejected changes an answer."""
+    owner, name, replacement = FAULTS[fault]
+    monkeypatch.setattr(owner, name, replacement)
+    assert different(answers(model, "2", 1, 64), expected) > 0
+
+
+def test_a_prefix_and_a_disk_change_nothing(
+    model: Path, expected: list[Answered], tmp_path: Path
+) -> None:
+    """Requests that are asked again, in memory and after a restart over another cut, have the same answers."""
+    for stages in (1, 2):
+        options: dict[str, Any] = {"state": tmp_path, "prefix_disk": 2**28, "one_by_one": True}
+        found = answers(model, "2", stages, 64, **options)
+        assert different(found, expected) == 0
+    assert sum(answer.stats.cached_tokens for answer in found) > 0
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_conversion_keeps_the_answers(model: Path, tmp_path: Path, bits: int | None) -> None:
+    """A plain conversion has the answers of its source. A quantized one has the same over stages."""
+    quantization = None if bits is None else Quantization(bits, 32)
+    convert(Checkpoint.open(model), tmp_path / "mlx", Settings(quantization=quantization))
+    converted = Checkpoint.open(tmp_path / "mlx")
+    assert converted.unknown == ()
+    assert converted.mtp.complete
+    stored = {converted.tensors[name].dtype for name in converted.tables["layers.1"]["weight"]}
+    assert stored == ({"F32"} if bits is None else {"U32"})
+    alone = answers(model if bits is None else tmp_path / "mlx", "off", 1, 512, one_by_one=True)
+    assert different(answers(tmp_path / "mlx", "2", 2, 64), alone) == 0
+
+
+def test_the_blocks_with_the_highest_scores_are_read() -> None:
+    """The attention of each query is that over its best blocks and the newest tokens, and equal scores are in order."""
+    mx.random.seed(2)
+    args, tokens, width = IndexerArgs(4, 16, 32, 4), 75, 6
+    q = mx.random.normal((1, 4, width, 16))
+    k, v = (mx.random.normal((1, 2, tokens, 16)) for _ in range(2))
+    queries = mx.random.normal((width, 4, 16))
+    blocks = mx.random.normal((tokens // 4, 16))
+    found = sparse_attention(q, k, v, queries, blocks, tokens - width, args, 0.25)
+    for i in range(width):
+        last = tokens - width + i
+        whole = (last + 1) // 4
+        scores = np.maximum(np.array(queries[i] @ blocks[:whole].T), 0).sum(axis=0)
+        best = np.argsort(-scores, kind="stable")[:8]
+        read = [int(b) * 4 + j for b in sorted(best) for j in range(4)]
+        own = mx.array([*read, *range(whole * 4, last + 1)])
+        one = mx.fast.scaled_dot_product_attention(
+            q[:, :, i : i + 1], k[:, :, own], v[:, :, own], scale=0.25
+        )
+        assert mx.allclose(found[:, :, i : i + 1], one, atol=1e-6)
+    none = mx.zeros((1, 4, 16))
+    assert chosen_blocks(none, blocks, mx.array([9]), 3).tolist() == [[0, 1, 2]]
+
+
+def test_what_cannot_be_served_is_refused(
+    model: Path, tmp_path: Path, text: dict[str, Any]
+) -> None:
+    """Missing and damaged rows, a late layer of n-grams, --kv-bits, groups and odd configs name what is wrong."""
+    checkpoint = Checkpoint.open(model)
+    with pytest.raises(SpanError, match=r"layer 1 reads the tokens.*ple_layer_ids"):
+        load_stage(checkpoint, Span(1, 8), first=False, last=True, dtype=None)
+    with pytest.raises(UsageError, match="--kv-bits is not supported"):
+        answers(model, "off", 1, 64, kv_bits=8)
+    with pytest.raises(UsageError, match="--exact is not supported"):
+        answers(model, "off", 1, 64, exact=True)
+    with pytest.raises(SpanError, match="cannot be shared"):
+        checkpoint.check_slices(2)
+    torch_model = reference_model(text)
+    for change, message in (
+        (_without_rows, "rows of n-grams of layers.1 are missing"),
+        (_short_rows, "rows, and config.json"),
+    ):
+        path = write_flash_next(tmp_path / message[:4], torch_model, text)
+        edit_tensors(path, change)
+        with pytest.raises(CheckpointError, match=message):
+            load_stage(Checkpoint.open(path), Span(0, 8), first=True, last=True, dtype=None)
+    for field, value in {
+        "indexer_compress_ratio": 5,
+        "ple_layer_ids": ["2"],
+        "hc_count": 1,
+    }.items():
+        path = write_flash_next(tmp_path / field, torch_model, text)
+        edit_config(path, lambda config: config["text_config"].update({field: value}))  # noqa: B023
+        with pytest.raises(CheckpointError, match=field):
+            Checkpoint.open(path)
+    bare = write_flash_next(tmp_path / "bare", torch_model, text, mtp=False)
+    assert not Checkpoint.open(bare).mtp.complete
+
+
+def _without_rows(weights: dict[str, mx.array]) -> None:
+    for name in [name for name in weights if "ngram_embedding" in name]:
+        del weights[name]
+
+
+def _short_rows(weights: dict[str, mx.array]) -> None:
+    name = next(name for name in weights if "ngram_embedding.shard_1." in name)
+    weights[name] = weights[name][:-1]
