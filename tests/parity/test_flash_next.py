@@ -80,11 +80,15 @@ def test_logits_are_those_of_transformers(model: Path, reference: Any) -> None:
     assert (found.argmax(axis=1) == expected.argmax(axis=1)).all()
 
 
-def requests(count: int = 40) -> list[GenerationRequest]:
-    """Return greedy and sampled requests, whose prompts end before and after the budget of a query."""
+LENGTHS = (30, 80, 151)
+"""Tokens of prompts, which end before and after the budget of a query."""
+
+
+def requests(count: int = 40, lengths: Sequence[int] = LENGTHS) -> list[GenerationRequest]:
+    """Return a greedy and a sampled request of `count` tokens for each length of a prompt."""
     chance = random.Random(3)
     found = []
-    for seed, length in enumerate((30, 80, 151)):
+    for seed, length in enumerate(lengths):
         prompt = [chance.randrange(EOS) for _ in range(length)]
         for temperature in (0.0, 0.9):
             params = SamplingParams(temperature=temperature, seed=seed, logprobs=1)
@@ -92,12 +96,19 @@ def requests(count: int = 40) -> list[GenerationRequest]:
     return found
 
 
-def answers(path: Path, mtp: str, stages: int, chunk: int, **options: Any) -> list[Answered]:
-    """Return the answers of `stages` stages to all requests."""
+def answers(
+    path: Path,
+    mtp: str,
+    stages: int,
+    chunk: int,
+    asked: Sequence[GenerationRequest] = (),
+    **options: Any,
+) -> list[Answered]:
+    """Return the answers of `stages` stages to `asked`, or to the usual requests."""
     limits = Limits(context=1024, prefill_chunk=chunk)
     return run(
         path=path,
-        requests=requests(),
+        requests=asked or requests(),
         mtp=mtp,
         stages=stages,
         dtype="float32",
@@ -143,6 +154,18 @@ def test_stages_and_drafts_change_nothing(
             sum(getattr(a.stats, n) for a in found) for n in ("accepted", "drafted")
         )
         assert 0 < accepted < drafted
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_hundred_thousand_tokens(model: Path) -> None:
+    """Every cut with every kind of drafts has the tokens of one stage without drafts, eight answers at a time."""
+    asked = requests(280, [20 + 7 * i for i in range(15)])
+    alone = answers(model, "off", 1, 512, asked, one_by_one=True)
+    for stages in (1, 2, 4):
+        for mtp in ("1", "3", "filled", "auto"):
+            found = answers(model, mtp, stages, 40 + stages, asked, one_by_one=mtp == "filled")
+            assert different(found, alone) == 0, (mtp, stages)
 
 
 def _tokens_stay(self: states.NgramState, whole: int, cut: int | None) -> None:

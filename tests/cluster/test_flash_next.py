@@ -1,0 +1,83 @@
+"""Flash-Next over two real workers without files: they get their layers from the coordinator, and one is killed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.checkpoints.flash_next import reference_model, text_config, write_flash_next
+from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
+from tests.support.processes.processes import (
+    Cluster,
+    as_worker,
+    ending,
+    launch_worker,
+    serving,
+    without_folder,
+)
+
+pytest.importorskip("torch", reason="transformers needs torch")
+
+VOCAB = 512
+TOKENS = 120
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model with a tokenizer into a folder of its own."""
+    text = text_config(vocab_size=VOCAB, eos_token_id=VOCAB - 1)
+    path = tmp_path_factory.mktemp("coordinator") / "model"
+    return write_tokenizer(write_flash_next(path, reference_model(text), text))
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Serve the model over workers that do not see its folder, with two drafts per window."""
+    hidden = without_folder(model.parent)
+    if not hidden:
+        pytest.skip("hiding a folder from a process takes Linux's mount namespaces")
+    folder = tmp_path_factory.mktemp("workers")
+    how: dict[str, Any] = {"prefix": hidden, "env": {"HF_HOME": str(folder / "home")}}
+    with ExitStack() as stack:
+        launched = [launch_worker(folder, name, **how) for name in ("a", "b")]
+        for process in launched:
+            stack.enter_context(ending(process))
+        workers = [as_worker(process) for process in launched]
+        flags = ("--mtp", "2", "--share-weights")
+        with serving(folder, model, [w.address for w in workers], *flags) as coordinator:
+            yield Cluster(workers, coordinator)
+
+
+def answer(cluster: Cluster, kill: bool = False) -> list[int]:
+    """Return the tokens of a greedy answer. With `kill` the last worker is killed after 20 tokens."""
+    prompt = [(7 * i) % 250 for i in range(90)]
+    body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "stream": True}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    found: list[int] = []
+    url = f"{cluster.url}/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=120) as reply:
+        for line in reply.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            before = len(found)
+            found += [t for c in event["choices"] for t in c.get("token_ids") or ()]
+            if kill and before < 20 <= len(found):
+                cluster.workers[-1].kill()
+    return found
+
+
+def test_a_killed_worker_changes_no_token(cluster: Cluster) -> None:
+    """The worker that is left fetches the other layers, and the answer goes on as it would have."""
+    expected = answer(cluster)
+    assert len(expected) == TOKENS
+    assert answer(cluster, kill=True) == expected
+    status = httpx.get(f"{cluster.url}/status", timeout=60).json()
+    assert status["recoveries"] >= 1
