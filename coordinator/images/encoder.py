@@ -225,12 +225,6 @@ def _reader_of(checkpoint: Checkpoint) -> PatchReader:
     """Return the reader of the checkpoint's images. Raises CheckpointError for a config that is not supported."""
     config = checkpoint.config
     assert config.vision is not None, "the checkpoint has a tower"
-    if not config.family.reads_images:
-        releases = config.family.releases
-        raise CheckpointError(
-            f"{checkpoint.path}: images for {releases} are not supported. Text is served.",
-            public=f"images for {releases} are not supported",
-        )
     source = checkpoint.path / "config.json"
     vision = VisionConfig.parse(source, config.vision, config.hidden_size)
     rope = config.text_config["rope_parameters"].get("rope_type", "default")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +17,9 @@ from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import Exact, Hole, KVFormat, Layer, PlainMLP
 from mtp.layers.reference.attention import AttentionLayer
 from mtp.layers.reference.gdn import GDNCache, GDNLayer
+from mtp.layers.turns import image_turns, turn, turn_table
 from proto.errors import UsageError
+from proto.images import ImageLayout
 
 KIND = "flash-next"
 
@@ -175,22 +178,31 @@ class SparseAttention(StreamLayer, AttentionLayer):
         cache: IndexedKV,
     ) -> mx.array:
         """Append `k` and `v [1, kv_heads, w, dim]` of one sequence, and return the attention of `q`."""
-        offset, rope, scale = cache.offset, self.attention.rope, self.attention.scale
-        q, k = rope(q, offset=offset), rope(k, offset=offset)
+        offset, scale = cache.offset, self.attention.scale
+        q, k = self._turned(q, k, [cache], ())
+        index_rows = queries.transpose(1, 0, 2)[None]
+        turned, _ = self._turned(index_rows, index_rows[:, :1], [cache], ())
         cache.append_index(index_keys)
         keys, values = cache.update_and_fetch(k, v)
         if reads_everything(self.sizes, cache.offset):
             return tiled_attention(q, keys, values, offset, scale)
-        turned = rope(queries.transpose(1, 0, 2)[None], offset=offset)[0].transpose(1, 0, 2)
-        blocks = cache.block_keys(self._pooled)
+        blocks = cache.block_keys(partial(self._pooled, cache.layout))
         assert blocks is not None, "there are more tokens than a query reads"
+        turned = turned[0].transpose(1, 0, 2)
         return sparse_attention(q, keys, values, turned, blocks, offset, self.sizes, scale)
 
-    def _pooled(self, keys: mx.array, first: int) -> mx.array:
-        """Return the keys of blocks, turned to the position of their first tokens."""
+    def _pooled(self, layout: ImageLayout | None, keys: mx.array, first: int) -> mx.array:
+        """Return the keys of blocks, turned to the positions of their first tokens."""
         mean = keys.reshape(-1, self.sizes.block, keys.shape[-1]).astype(mx.float32).mean(axis=1)
         normed = self.indexer.k_layernorm(mean.astype(keys.dtype))
         rope, block = self.attention.rope, self.sizes.block
+        if layout is not None:
+            start = first * block
+            turns = image_turns(rope, layout, start, keys.shape[0])
+            if turns is None:  # all text, but perhaps after images
+                position = start + layout.shift(start)
+                turns = turn_table(rope, position + keys.shape[0])[position:]
+            return turn(normed[:, None], turns[: keys.shape[0] : block])[:, 0]
         turned: mx.array = mx.fast.rope(
             normed[None, None],
             rope.dims,

@@ -22,6 +22,7 @@ from mtp.flash_next.sparse import chosen_blocks, sparse_attention
 from mtp.layers.kv_cache import PlainKV
 from mtp.layers.layer import KVFormat
 from proto.errors import CheckpointError, SpanError, UsageError
+from proto.images import ImageLayout, ImageSpan
 from proto.params import SamplingParams
 from proto.span import Span
 from tests.support.checkpoints.checkpoints import edit_config, edit_tensors
@@ -52,16 +53,30 @@ def model(tmp_path_factory: pytest.TempPathFactory, reference: Any, text: dict[s
     return write_flash_next(tmp_path_factory.mktemp("flash-next") / "model", reference, text)
 
 
-def logits_of(path: Path, tokens: Sequence[int], widths: Sequence[int]) -> mx.array:
-    """Return the logits of a stage with all layers, which reads `tokens` in segments of `widths`."""
+def logits_of(
+    path: Path,
+    tokens: Sequence[int],
+    widths: Sequence[int],
+    layout: ImageLayout | None = None,
+    rows: mx.array | None = None,
+) -> mx.array:
+    """Return the logits of a stage with all layers, which reads `tokens` in segments of `widths`.
+
+    With a `layout`, the embeddings are `rows`.
+    """
     stage = load_stage(Checkpoint.open(path), Span(0, 8), first=True, last=True, dtype=mx.float32)
     caches = [layer.new_cache(KVFormat()) for layer in stage.layers]
     outputs, start = [], 0
     for width in widths:
         own = np.array(tokens[start : start + width])
-        x = mx.tile(stage.embed_tokens(mx.array(own.tolist())), (1, stage.config.streams))
+        x = (
+            stage.embed_tokens(mx.array(own.tolist()))
+            if rows is None
+            else rows[start : start + width]
+        )
+        x = mx.tile(x, (1, stage.config.streams))
         for layer, cache in zip(stage.layers, caches, strict=True):
-            cache.coming = own
+            cache.coming, cache.layout = own, layout
             x = layer.add(x, [cache], [width], [False])
         outputs.append(stage.lm_head(stage.norm(x)))
         start += width
@@ -78,6 +93,27 @@ def test_logits_are_those_of_transformers(model: Path, reference: Any) -> None:
     found = np.array(logits_of(model, tokens, (37, 1, 63, 2, 5, 1, 100, 91)))
     assert np.abs(found - expected).max() <= 1e-5 * (expected.max() - expected.min())
     assert (found.argmax(axis=1) == expected.argmax(axis=1)).all()
+
+
+def test_logits_beside_images_are_those_of_transformers(model: Path, reference: Any) -> None:
+    """Two images shift the positions of queries, keys and blocks. Their rows are `<|image_pad|>` to the n-grams."""
+    spans = (ImageSpan(11, 4, 6), ImageSpan(90, 8, 5))
+    layout = ImageLayout(spans, (2, 1, 1))
+    chance = random.Random(2)
+    tokens = [chance.randrange(200) for _ in range(200)]
+    for span in spans:
+        tokens[span.start : span.end] = [254] * (span.end - span.start)
+    axes = layout.axes(0, len(tokens))
+    rows = mx.random.normal((len(tokens), 32), key=mx.random.key(4))
+    with torch.no_grad():
+        found = reference.model(
+            inputs_embeds=torch.tensor(np.array(rows))[None],
+            position_ids=torch.tensor(axes).T[:, None],
+            ple_input_ids=torch.tensor([tokens]),
+        )
+        expected = reference.lm_head(found.last_hidden_state)[0].numpy()
+    ours = np.array(logits_of(model, tokens, (11, 24, 55, 17, 23, 1, 69), layout, rows))
+    assert np.abs(ours - expected).max() <= 1e-5 * (expected.max() - expected.min())
 
 
 LENGTHS = (30, 80, 151)

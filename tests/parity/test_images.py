@@ -161,15 +161,17 @@ def test_answers_are_those_of_transformers(path: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("size", [(2, 2), (4, 6), (10, 8), (2, 20), (30, 34)], ids=str)
-def test_the_tower_is_that_of_transformers(path: Path, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("name", ["Qwen3_5", "Qwen4Exp"])
+def test_the_tower_is_that_of_transformers(path: Path, size: tuple[int, int], name: str) -> None:
     """The rows of an image of any shape differ by rounding only."""
     torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
-    modeling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    family = {"Qwen3_5": "qwen3_5", "Qwen4Exp": "qwen4_exp"}[name]
+    modeling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
     checkpoint = Checkpoint.open(path)
     assert checkpoint.config.vision is not None
-    theirs = modeling.Qwen3_5VisionModel(
-        modeling.Qwen3_5VisionConfig(**checkpoint.config.vision)
-    ).eval()
+    fields = {n: v for n, v in checkpoint.config.vision.items() if n != "model_type"}
+    theirs = getattr(modeling, f"{name}VisionModel")
+    theirs = theirs(getattr(modeling, f"{name}VisionConfig")(**fields)).eval()
     weights = {n: torch.tensor(np.array(w)) for n, w in tower_weights(checkpoint).items()}
     theirs.load_state_dict(weights)
     tower = load_tower(checkpoint, None)

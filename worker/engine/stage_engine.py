@@ -476,15 +476,16 @@ class StageEngine:
 
     def _tokens(self, segments: Sequence[Segment]) -> mx.array:
         """Return the tokens of segments that run, on the first stage: `[rows]`."""
+        image = self.stage.modules.config.image_token
         ahead = [segment for segment in segments if segment.continues]
         if ahead and self.relayed is not None:
-            words = (without_images(s.tokens, 0) for s in segments)
+            words = (without_images(s.tokens, image) for s in segments)
             relayed = [
                 (self.relayed.token_of(s),) if s.continues else known
                 for s, known in zip(segments, words, strict=True)
             ]
             return mx.array([token for tokens in relayed for token in tokens], mx.uint32)
-        known = [t for segment in segments for t in without_images(segment.tokens, 0)]
+        known = [t for segment in segments for t in without_images(segment.tokens, image)]
         if not ahead or self.verifier is None:
             return mx.array(known, mx.uint32)
         chosen = self.verifier.next_tokens(ahead)
@@ -505,7 +506,8 @@ class StageEngine:
     def _rows(self, frame: Frame, segments: tuple[Segment, ...]) -> mx.array:
         """Return the rows to run: embedded tokens on the first stage, otherwise the tensor without stale segments."""
         if not self.first:
-            return self._received_rows(frame, segments)
+            width = self.stage.modules.config.hop_width
+            return self._received_rows(frame, segments, width)
         running = [s for s in segments if not s.cancelled]
         words = self._tokens(running)
         if self.stage.reads_tokens:
@@ -515,14 +517,14 @@ class StageEngine:
         if max(tokens, default=0) < FIRST_IMAGE_TOKEN:
             return x
         flags = [t >= FIRST_IMAGE_TOKEN for s in running for t in s.tokens or (0,) * s.width]
-        images = self._received_rows(frame, segments)
+        images = self._received_rows(frame, segments, self.stage.modules.config.hidden_size)
+        images = self.stage.in_streams(images)
         return mx.where(mx.array(flags)[:, None], images.astype(x.dtype), x)
 
-    def _received_rows(self, frame: Frame, segments: tuple[Segment, ...]) -> mx.array:
+    def _received_rows(self, frame: Frame, segments: tuple[Segment, ...], width: int) -> mx.array:
         """Return the rows of the frame's tensor that run. Raises ProtocolError for another shape."""
-        hidden = self.stage.modules.config.hop_width
-        if frame.shape != (frame.rows, hidden):
-            raise ProtocolError(f"hidden states {frame.shape}, expected {(frame.rows, hidden)}")
+        if frame.shape != (frame.rows, width):
+            raise ProtocolError(f"hidden states {frame.shape}, expected {(frame.rows, width)}")
         x = from_bytes(frame.dtype, frame.shape, frame.tensor)
         running_rows: list[int] = []
         row = 0

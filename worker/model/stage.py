@@ -63,9 +63,12 @@ class Stage:
         """Return the embeddings of `tokens [rows]` in every stream: `[rows, hop width]`. First stage only."""
         embed_tokens = self.modules.embed_tokens
         assert embed_tokens is not None, "this stage is not the first"
-        embedded: mx.array = embed_tokens(tokens)
+        return self.in_streams(embed_tokens(tokens))
+
+    def in_streams(self, rows: mx.array) -> mx.array:
+        """Return `rows [rows, hidden]` in every stream."""
         streams = self.modules.config.streams
-        return embedded if streams == 1 else mx.tile(embedded, (1, streams))
+        return rows if streams == 1 else mx.tile(rows, (1, streams))
 
     @property
     def reads_tokens(self) -> bool:

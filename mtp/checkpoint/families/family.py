@@ -43,9 +43,6 @@ class Family(ABC):
     quantizes_kv: ClassVar[bool] = True
     """True if keys and values can be stored in 4 or 8 bits."""
 
-    reads_images: ClassVar[bool] = True
-    """True if the layers turn the rows of images."""
-
     @abstractmethod
     def text_args(self, text: Text) -> TextModelArgs:
         """Return the arguments of the engine's modules, and of the MTP head."""

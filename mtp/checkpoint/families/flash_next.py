@@ -30,7 +30,6 @@ class FlashNext(Family):
     attention_types: ClassVar = ("full_attention", "indexed_attention", "qwen_sparse_attention")
     cuts_layers = False
     quantizes_kv = False
-    reads_images = False
 
     def text_args(self, text: Text) -> TextModelArgs:
         args: TextModelArgs = TextModelArgs.from_dict(text)
