@@ -29,7 +29,14 @@ from proto.errors import RequestError
 from proto.frame import TokenLogprob
 from proto.images import without_images
 from proto.params import SamplingParams
-from tests.support.checkpoints.vision import file_of, picture, write_vision_checkpoint
+from tests.support.checkpoints.flash_next import reference_model, text_config, write_flash_next
+from tests.support.checkpoints.vision import (
+    VOCAB,
+    file_of,
+    picture,
+    with_tower,
+    write_vision_checkpoint,
+)
 
 COUNT = 24
 """Tokens of an answer."""
@@ -158,6 +165,21 @@ def test_answers_are_those_of_transformers(path: Path, count: int) -> None:
             assert abs(row[token] - logprob) <= 1e-4 * np.ptp(row)
     for stages, mtp in ((2, "2"), (4, "filled"), (1, "auto")):
         assert answers(path, [request], stages, mtp) == [answer]
+
+
+def test_flash_next_reads_images(tmp_path: Path) -> None:
+    """Its answers to images are equal over stages and drafts, and a restart finds their prefixes."""
+    pytest.importorskip("torch", reason="torch is not installed: pip install torch")
+    text = text_config(vocab_size=VOCAB, eos_token_id=VOCAB - 1)
+    path = with_tower(write_flash_next(tmp_path / "model", reference_model(text), text))
+    requests = [request_of(path, encoded(path, FILES[:n]), "Hello world " * 20) for n in (1, 2)]
+    expected = answers(path, requests, prefix_cache=False)
+    assert expected[0] != expected[1]
+    disk: dict[str, Any] = {"state": tmp_path, "prefix_disk": 2**28}
+    for stages, mtp in ((1, "2"), (2, "filled"), (4, "3")):
+        found = asked(path, requests, stages, mtp, **disk)
+        assert [one.tokens for one in found] == expected
+    assert all(one.cached for one in found)
 
 
 @pytest.mark.parametrize("size", [(2, 2), (4, 6), (10, 8), (2, 20), (30, 34)], ids=str)

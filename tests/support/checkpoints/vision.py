@@ -32,8 +32,13 @@ _SIZES = {
 def write_vision_checkpoint(path: Path, **options: Any) -> Path:
     """Write a checkpoint that reads images, with a tokenizer, and return `path`. `options` are `write_checkpoint`'s."""
     write_checkpoint(path, vocab=VOCAB, **options)
-    write_tokenizer(path, vision=True)
     without(path, "model.visual.patch_embed.proj.weight")
+    return with_tower(path)
+
+
+def with_tower(path: Path) -> Path:
+    """Add a tokenizer and a tower to a raw checkpoint of one file, whose vocabulary has VOCAB words. Return `path`."""
+    write_tokenizer(path, vision=True)
     weights = add_tower(path, _SIZES, pixels=(1024, 65_536))
     weights |= read_tensors(path)
     mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "pt"})
