@@ -179,7 +179,7 @@ def test_flash_next_reads_images(tmp_path: Path) -> None:
     for stages, mtp in ((1, "2"), (2, "filled"), (4, "3")):
         found = asked(path, requests, stages, mtp, **disk)
         assert [one.tokens for one in found] == expected
-    assert all(one.cached for one in found)
+    assert found[1].cached > 0
 
 
 @pytest.mark.parametrize("size", [(2, 2), (4, 6), (10, 8), (2, 20), (30, 34)], ids=str)
