@@ -167,6 +167,7 @@ def test_answers_are_those_of_transformers(path: Path, count: int) -> None:
         assert answers(path, [request], stages, mtp) == [answer]
 
 
+@pytest.mark.thorough
 def test_flash_next_reads_images(tmp_path: Path) -> None:
     """Its answers to images are equal over stages and drafts, and a restart finds their prefixes."""
     pytest.importorskip("torch", reason="torch is not installed: pip install torch")
@@ -176,7 +177,7 @@ def test_flash_next_reads_images(tmp_path: Path) -> None:
     expected = answers(path, requests, prefix_cache=False)
     assert expected[0] != expected[1]
     disk: dict[str, Any] = {"state": tmp_path, "prefix_disk": 2**28}
-    for stages, mtp in ((1, "2"), (2, "filled"), (4, "3")):
+    for stages, mtp in ((1, "2"), (4, "filled")):
         found = asked(path, requests, stages, mtp, **disk)
         assert [one.tokens for one in found] == expected
     assert found[1].cached > 0
