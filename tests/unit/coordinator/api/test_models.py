@@ -111,15 +111,6 @@ async def test_head_answers_as_get_does(path: str) -> None:
     assert head.headers["content-type"] == get.headers["content-type"]
 
 
-async def test_paths_of_other_servers_say_what_is_absent() -> None:
-    """Compaction and embeddings are a 404 that says so, although other methods have similar paths."""
-    api = ApiClient()
-    for path, word in (("/v1/responses/compact", "compacts"), ("/v1/embeddings", "embeddings")):
-        response = await api.post(path, {"input": "x"})
-        assert response.status_code == 404
-        assert word in response.json()["error"]["message"]
-
-
 async def test_load_needs_the_scope_admin(tmp_path: Any) -> None:
     """A key for inference may neither load a model nor read the progress."""
     ring = KeyRing(tmp_path)
