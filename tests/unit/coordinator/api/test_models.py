@@ -118,11 +118,13 @@ async def test_load_needs_the_scope_admin(tmp_path: Any) -> None:
         scope: ring.create(scope, frozenset({scope})) for scope in (Scope.INFERENCE, Scope.ADMIN)
     }
     api, loader = served(key_ring=ring)
-    for scope, status in ((Scope.INFERENCE, 403), (Scope.ADMIN, 202)):
+    refusal = "Create one with mtp-coord key create NAME --scope admin"
+    for scope, status, words in ((Scope.INFERENCE, 403, refusal), (Scope.ADMIN, 202, "")):
         headers = {"Authorization": f"Bearer {keys[scope]}", "Content-Type": "application/json"}
         # Clients of Ollama add its tag to every name.
         reply = await api.post("/v1/models/load", {"model": "owner/big:latest"}, headers=headers)
         assert reply.status_code == status, reply.text
+        assert words in reply.text
     progress = await api.get("/v1/models/load", headers=headers)
     assert progress.json() == {
         "model": "owner/big",

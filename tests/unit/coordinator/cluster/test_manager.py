@@ -13,6 +13,7 @@ import pytest
 from coordinator.cluster import manager as manager_module
 from coordinator.cluster.apply import apply
 from coordinator.cluster.events import (
+    Event,
     GroupMeasured,
     PlanServing,
     ReplanRequested,
@@ -25,7 +26,7 @@ from coordinator.cluster.plan_start import PlanStart
 from coordinator.cluster.view import Member, Phase, Settings, View
 from coordinator.planning.plan import Plan, StagePlan
 from proto import cluster_pb2 as pb
-from proto.errors import MemoryLimitError, NotReadyError, SpanError
+from proto.errors import ClusterError, MemoryLimitError, NotReadyError, SpanError
 from proto.span import Span
 from tests.support.protocol.cluster_walk import planner_for, worker
 
@@ -98,6 +99,26 @@ async def test_a_wait_for_a_plan_ends_without_progress(monkeypatch: pytest.Monke
         with pytest.raises(NotReadyError, match=r"no progress for 0\.2 s\. Try again"):
             await waiting
     await manager.close()
+
+
+async def test_an_unexpected_exception_ends_the_process_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The manager reports the bug once, and ignores later events."""
+
+    def broken(view: View, event: Event, now: float) -> View:
+        raise OverflowError("int too large to convert to float")
+
+    model: Any = SimpleNamespace(exact=False, planner=lambda: planner_for(1))
+    options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings(nodes=1))
+    manager = ClusterManager(model, options, no_pipeline)
+    reported: list[ClusterError] = []
+    manager.end_process = reported.append
+    monkeypatch.setattr(manager_module, "apply", broken)
+    for _ in range(3):
+        manager.replan()
+    (error,) = reported
+    assert "OverflowError: int too large" in str(error)
 
 
 @pytest.mark.parametrize("answer", ["too slow", "a pipeline", "a group", "no figure"])
