@@ -189,7 +189,7 @@ def test_the_client_with_the_fewest_sequences_is_next() -> None:
 
 
 def test_a_full_queue_refuses_the_client_that_fills_it() -> None:
-    """A client that floods the queue learns when to return. Places are left for others, and all that wait are served."""
+    """A client that floods the queue learns when to return. Others keep places, and all that wait are served."""
     drive = Drive(limits=LONG, room=TWO)
     queued = [drive.submit(tokens=2, client="flood") for _ in range(31)]
     with pytest.raises(CapacityError, match="31 requests of this client are waiting") as caught:
