@@ -108,7 +108,7 @@ fmt: $(VENV)/.dev ## format the code and apply automatic fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.dev ## run the benches, or some of them: make bench BENCHES=acceptance
+bench: $(VENV)/.dev ## run the benches, or some of them: make bench BENCHES=exactness
 	@for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python -m tests.bench.$$bench || exit 1; done
 
 proto: $(VENV)/.dev ## generate proto/cluster_pb2* from proto/cluster.proto

@@ -22,10 +22,12 @@ from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.names import module_path, part_names
 from mtp.checkpoint.format.parts import part_module
-from tests.bench.random_model import words
 from tests.support.checkpoints.checkpoints import config_of
 
 VOCAB = 248_320
+
+WORDS = 4096
+"""Vocabulary of the built-in tokenizer."""
 
 SHARD_BYTES = 2 * 10**9
 
@@ -124,7 +126,7 @@ def write_dialled_model(
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [4095]}))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(checkpoint_dir() / name, path)
-    cycle = cycle or sorted(words(Tokenizer.load(path)))
+    cycle = cycle or words(Tokenizer.load(path))
     mx.random.seed(1)
     shards = _Shards(path)
     embedding: dict[str, mx.array] = {}
@@ -150,6 +152,16 @@ def write_dialled_model(
         shards.add(part, holder.part)
     shards.close()
     return cycle
+
+
+def words(tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens that are a space and letters."""
+    found = []
+    for token in range(WORDS):
+        text = tokenizer.token_bytes(token).decode(errors="replace")
+        if text[0:1] == " " and text[1:].isascii() and text[1:].isalpha():
+            found.append(token)
+    return found
 
 
 class _Shards:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from coordinator.depth.controller import MtpMode
 from coordinator.schedule.local_generator import local_generator
@@ -50,18 +50,6 @@ LIVE = 0.3
 """Share of their random output that the layers of a written shape keep."""
 
 
-class Compared(Protocol):
-    """The parts of an answer that are compared."""
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        """Its tokens."""
-
-    @property
-    def logprobs(self) -> Sequence[object]:
-        """Its log-probabilities, one entry a token."""
-
-
 @dataclass
 class Count:
     """The answers that were compared, and those that differed."""
@@ -72,7 +60,7 @@ class Count:
     answers_with_other_logprobs: int = 0
     first_places: list[int] = field(default_factory=list)
 
-    def compare(self, found: Compared, expected: Compared) -> None:
+    def compare(self, found: Answered, expected: Answered) -> None:
         """Count one answer."""
         self.answers += 1
         self.tokens += len(found.tokens)

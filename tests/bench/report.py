@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -48,22 +48,5 @@ def bars(heights: Mapping[str, float], unit: str) -> Draw:
         axes.margins(y=0.1)
         axes.set_xticks(range(len(heights)), list(heights), rotation=25, ha="right")
         axes.set_ylabel(unit)
-
-    return draw
-
-
-def lines(
-    x: Sequence[float], curves: Mapping[str, Sequence[float]], x_label: str, y_label: str
-) -> Draw:
-    """Return a chart with one curve for each name over the same x."""
-
-    def draw(axes: Axes) -> None:
-        """Draw the curves."""
-        for name, y in curves.items():
-            axes.plot(x, y, marker="o", label=name)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
-        axes.set_ylim(bottom=0)
-        axes.legend()
 
     return draw

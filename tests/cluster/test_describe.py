@@ -11,8 +11,7 @@ from coordinator.cluster.membership import member_of
 from coordinator.pipeline.worker_client import Candidate, ConnectionPolicy, connect_worker
 from proto import cluster_pb2 as pb
 from proto.announcement import Announcement
-from proto.errors import DeadlineError, VersionError, WorkerLostError
-from proto.frame import VERSION
+from proto.errors import DeadlineError, WorkerLostError
 from proto.span import Span
 from tests.support.processes.stub_worker import StubMember, stub_members
 
@@ -47,13 +46,6 @@ async def test_a_worker_becomes_a_member() -> None:
     member = member_of(worker.address, found)
     assert (member.worker_id, member.name) == ("a", "name-a")
     assert (member.memory_limit, member.speed, member.pinned) == (2**40, 2.0, Span(0, 4))
-
-
-async def test_a_worker_of_another_release_is_refused() -> None:
-    """The error of a worker with another version of the protocol names the release."""
-    worker = stub("old", protocol_version=VERSION + 1)
-    with stub_members(worker), pytest.raises(VersionError, match="release"):
-        await describe(worker.address)
 
 
 async def test_an_announced_worker_is_taken_only_at_its_own_address() -> None:

@@ -20,7 +20,7 @@ from coordinator.pipeline.pipeline import Pipeline
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
-from coordinator.schedule.request import Finished, GenerationRequest, TokenChunk, generate
+from coordinator.schedule.request import GenerationRequest
 from coordinator.schedule.scheduler import Scheduler
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto import cluster_pb2 as pb
@@ -37,6 +37,7 @@ from tests.support.processes.processes import (
     serving,
     without_folder,
 )
+from tests.support.stages import local_run
 
 REPO = "someone/some-model"
 REQUEST = GenerationRequest(tuple(range(40)), 24, SamplingParams())
@@ -95,13 +96,9 @@ def served(checkpoint: Checkpoint) -> ServedModel:
 
 
 async def answer(loop: GenerationLoop) -> list[int]:
-    tokens: list[int] = []
-    async for event in generate(loop, REQUEST):
-        if isinstance(event, TokenChunk):
-            tokens.extend(event.tokens)
-        elif isinstance(event, Finished):
-            assert event.reason == "length"
-    return tokens
+    found = await local_run.answer(loop, REQUEST)
+    assert found.reason == "length"
+    return list(found.tokens)
 
 
 async def answer_from(model: ServedModel, workers: list[Worker]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,15 @@ import pytest
 from mlx_lm.utils import load_model
 
 from coordinator.api.image_parts import IMAGE_TEXT, IMAGE_WORD, placed
-from coordinator.depth.controller import MtpMode
 from coordinator.images.encoder import EncodedImage, ImageEncoder
 from coordinator.images.pixels import PatchReader
-from coordinator.schedule.local_generator import local_generator
-from coordinator.schedule.request import Finished, GenerationRequest, TokenChunk, generate
+from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import ChatPrompt, Tokenizer
 from mtp.checkpoint.convert.convert import convert
 from mtp.checkpoint.convert.converted_weights import Quantization, Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.vision.tower import load_tower, tower_weights
 from proto.errors import RequestError
-from proto.frame import TokenLogprob
 from proto.images import without_images
 from proto.params import SamplingParams
 from tests.support.checkpoints.flash_next import reference_model, text_config, write_flash_next
@@ -37,6 +34,7 @@ from tests.support.checkpoints.vision import (
     with_tower,
     write_vision_checkpoint,
 )
+from tests.support.stages.local_run import run
 
 COUNT = 24
 """Tokens of an answer."""
@@ -59,14 +57,14 @@ FILES = [file_of(picture(*size, seed=i)) for i, size in enumerate(SIZES)]
 def encoded(path: Path, files: list[bytes]) -> list[EncodedImage]:
     """Return the rows of image files."""
 
-    async def run() -> list[EncodedImage]:
+    async def encode() -> list[EncodedImage]:
         encoder = ImageEncoder(Checkpoint.open(path), None)
         try:
             return [await encoder.encode(data, "messages") for data in files]
         finally:
             await encoder.close()
 
-    return asyncio.run(run())
+    return asyncio.run(encode())
 
 
 def request_of(
@@ -84,49 +82,11 @@ def request_of(
     )
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The tokens of an answer, their log-probabilities, and the known tokens of its prompt."""
-
-    tokens: list[int]
-    logprobs: list[TokenLogprob]
-    cached: int
-
-
-async def ask(loop: Any, request: GenerationRequest) -> Asked:
-    """Ask once."""
-    tokens: list[int] = []
-    logprobs: list[TokenLogprob] = []
-    async for event in generate(loop, request):
-        if isinstance(event, TokenChunk):
-            tokens += event.tokens
-            logprobs += event.logprobs
-        elif isinstance(event, Finished):
-            assert event.error is None, event.error
-            cached = event.stats.cached_tokens
-    return Asked(tokens, logprobs, cached)
-
-
-def asked(
-    path: Path, requests: list[GenerationRequest], stages: int = 1, mtp: str = "off", **options: Any
-) -> list[Asked]:
-    """Return the answers, all asked at once."""
-
-    async def run() -> list[Asked]:
-        generator = local_generator(
-            Checkpoint.open(path), stages=stages, mtp=MtpMode.parse(mtp), **options
-        )
-        async with generator as loop:
-            return list(await asyncio.gather(*(ask(loop, each) for each in requests)))
-
-    return asyncio.run(run())
-
-
 def answers(
     path: Path, requests: list[GenerationRequest], stages: int = 1, mtp: str = "off", **options: Any
 ) -> list[list[int]]:
-    """Return the tokens of the answers."""
-    return [one.tokens for one in asked(path, requests, stages, mtp, **options)]
+    """Return the tokens of the answers, all asked at once."""
+    return [list(one.tokens) for one in run(path, requests, stages=stages, mtp=mtp, **options)]
 
 
 def theirs(path: Path, files: list[bytes], prompt: Sequence[int], answer: list[int]) -> Array:
@@ -159,7 +119,7 @@ def test_answers_are_those_of_transformers(path: Path, count: int) -> None:
     shifted = logits - logits.max(-1, keepdims=True)
     expected = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     params = replace(request.params, logprobs=5)
-    found = asked(path, [replace(request, params=params)], 4)[0].logprobs
+    found = run(path, [replace(request, params=params)], stages=4)[0].logprobs
     for row, one in zip(expected, found, strict=True):
         for token, logprob in ((one.token, one.logprob), *one.top):
             assert abs(row[token] - logprob) <= 1e-4 * np.ptp(row)
@@ -210,13 +170,13 @@ def test_the_tower_is_that_of_transformers(path: Path, size: tuple[int, int], na
 def test_a_later_turn_reads_no_image_again(path: Path) -> None:
     """The same images have the same rows and tokens without the tower, and another image shares no token."""
 
-    async def run() -> tuple[list[EncodedImage], int]:
+    async def encode() -> tuple[list[EncodedImage], int]:
         encoder = ImageEncoder(Checkpoint.open(path), None)
         found = [await encoder.encode(data, "m") for data in FILES[:2] * 2]
         await encoder.close()
         return found, encoder.towers_run
 
-    (first, other, again, _), count = asyncio.run(run())
+    (first, other, again, _), count = asyncio.run(encode())
     assert count == 2
     assert first is again
     assert not set(first.tokens) & set(other.tokens)
@@ -231,17 +191,10 @@ def test_prefixes_keep_images(path: Path, options: dict[str, Any]) -> None:
     second = replace(first, prompt=(*first.prompt, *first.prompt[:40]))
     other = request_of(path, [images[2], images[1]], long)
     cold = [answers(path, [r], prefix_cache=False, **options)[0] for r in (first, second, other)]
-
-    async def warm() -> list[Asked]:
-        generator = local_generator(
-            Checkpoint.open(path), stages=2, mtp=MtpMode.parse("2"), **options
-        )
-        async with generator as loop:
-            return [await ask(loop, request) for request in (first, second, other, first)]
-
-    found = asyncio.run(warm())
-    assert [one.tokens for one in found] == [*cold, cold[0]]
-    known = [one.cached for one in found]
+    asked = (first, second, other, first)
+    found = run(path, asked, stages=2, mtp="2", one_by_one=True, **options)
+    assert [list(one.tokens) for one in found] == [*cold, cold[0]]
+    known = [one.stats.cached_tokens for one in found]
     assert known[0] == 0
     assert known[2] < known[3]
     assert known[3] > 100

@@ -15,219 +15,75 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("proto", "mtp", "worker", "coordinator")
 
-ARROWS: dict[str, set[str]] = {
-    "proto": set(),
-    "proto.rpc": {"proto", "proto.trust"},
-    "proto.terminal": {"proto"},
-    "proto.trust": {"proto"},
-    "mtp": set(),
-    "mtp.builtin": set(),
-    "mtp.checkpoint": set(),
-    "mtp.checkpoint.convert": {
-        "mtp.checkpoint.format",
-        "mtp.head",
-        "mtp.vision",
-        "proto",
-        "proto.terminal",
-    },
-    "mtp.checkpoint.families": {
-        "mtp.flash_next",
-        "mtp.head",
-        "mtp.layers",
-        "mtp.layers.reference",
-    },
-    "mtp.checkpoint.format": {
-        "mtp.checkpoint.families",
-        "mtp.flash_next",
-        "mtp.head",
-        "mtp.layers",
-        "proto",
-        "proto.terminal",
-    },
-    "mtp.checkpoint.hub": {
-        "mtp.builtin",
-        "mtp.checkpoint.convert",
-        "mtp.checkpoint.format",
-        "proto",
-        "proto.terminal",
-    },
-    "mtp.flash_next": {"mtp.head", "mtp.layers", "mtp.layers.reference", "proto"},
-    "mtp.head": {"mtp.layers", "mtp.layers.reference", "mtp.sampling", "proto"},
-    "mtp.layers": {"mtp", "proto"},
-    "mtp.layers.cuda": {"mtp.layers", "mtp.layers.reference"},
-    "mtp.layers.joined": {"mtp.layers", "mtp.layers.reference"},
-    "mtp.layers.metal": {"mtp.layers", "mtp.layers.reference"},
-    "mtp.layers.reference": {"mtp", "mtp.layers"},
-    "mtp.sampling": {"proto"},
-    "mtp.vision": {"mtp.checkpoint.format", "mtp.layers", "proto"},
-    "worker": {"mtp.checkpoint.hub", "proto", "proto.terminal", "worker.engine", "worker.node"},
-    "worker.cache": {"mtp.head", "mtp.layers", "mtp.sampling", "proto"},
-    "worker.engine": {
-        "mtp",
-        "mtp.checkpoint.format",
-        "mtp.head",
-        "mtp.layers",
-        "proto",
-        "proto.terminal",
-        "worker.cache",
-        "worker.disk",
-        "worker.model",
-    },
-    "worker.disk": {"proto"},
-    "worker.fetch": {
-        "mtp.checkpoint.format",
-        "mtp.checkpoint.hub",
-        "proto",
-        "proto.rpc",
-        "proto.terminal",
-        "worker.engine",
-    },
-    "worker.model": {
-        "mtp",
-        "mtp.checkpoint.format",
-        "mtp.head",
-        "mtp.layers",
-        "mtp.layers.cuda",
-        "mtp.layers.joined",
-        "mtp.layers.metal",
-        "mtp.layers.reference",
-        "mtp.sampling",
-        "proto",
-        "proto.terminal",
-        "worker.cache",
-    },
-    "worker.node": {
-        "mtp",
-        "mtp.checkpoint.format",
-        "mtp.checkpoint.hub",
-        "mtp.head",
-        "proto",
-        "proto.rpc",
-        "proto.terminal",
-        "proto.trust",
-        "worker.engine",
-        "worker.fetch",
-    },
-    "coordinator": set(),
-    "coordinator.api": {
-        "coordinator.cluster",
-        "coordinator.images",
-        "coordinator.planning",
-        "coordinator.schedule",
-        "coordinator.status",
-        "coordinator.text",
-        "coordinator.trust",
-        "coordinator.web",
-        "mtp.checkpoint.format",
-        "mtp.checkpoint.hub",
-        "proto",
-    },
-    "coordinator.cli": {
-        "coordinator.api",
-        "coordinator.depth",
-        "coordinator.doctor",
-        "coordinator.images",
-        "coordinator.pipeline",
-        "coordinator.planning",
-        "coordinator.schedule",
-        "coordinator.serve",
-        "coordinator.status",
-        "coordinator.text",
-        "coordinator.trust",
-        "mtp",
-        "mtp.checkpoint.convert",
-        "mtp.checkpoint.format",
-        "mtp.checkpoint.hub",
-        "mtp.head",
-        "mtp.vision",
-        "proto",
-        "proto.terminal",
-        "proto.trust",
-    },
-    "coordinator.cluster": {
-        "coordinator.pipeline",
-        "coordinator.planning",
-        "mtp",
-        "mtp.checkpoint.format",
-        "mtp.head",
-        "proto",
-        "proto.rpc",
-        "proto.terminal",
-    },
-    "coordinator.depth": {"proto"},
-    "coordinator.doctor": {
-        "coordinator.cluster",
-        "coordinator.depth",
-        "coordinator.pipeline",
-        "coordinator.schedule",
-        "coordinator.text",
-        "mtp",
-        "mtp.checkpoint.format",
-        "mtp.layers",
-        "proto",
-        "proto.rpc",
-        "proto.terminal",
-        "worker.engine",
-        "worker.model",
-    },
-    "coordinator.images": {"mtp.checkpoint.format", "mtp.vision", "proto", "worker.engine"},
-    "coordinator.pipeline": {
-        "coordinator.planning",
-        "coordinator.status",
-        "mtp",
-        "mtp.checkpoint.format",
-        "mtp.head",
-        "mtp.vision",
-        "proto",
-        "proto.rpc",
-        "proto.terminal",
-        "proto.trust",
-        "worker.engine",
-    },
-    "coordinator.planning": {
-        "mtp.checkpoint.format",
-        "mtp.head",
-        "proto",
-        "proto.terminal",
-    },
-    "coordinator.schedule": {
-        "coordinator.depth",
-        "coordinator.pipeline",
-        "coordinator.planning",
-        "coordinator.status",
-        "mtp",
-        "mtp.checkpoint.format",
-        "mtp.checkpoint.hub",
-        "mtp.head",
-        "proto",
-        "proto.rpc",
-        "proto.terminal",
-    },
-    "coordinator.serve": {
-        "coordinator.api",
-        "coordinator.cluster",
-        "coordinator.depth",
-        "coordinator.images",
-        "coordinator.pipeline",
-        "coordinator.planning",
-        "coordinator.schedule",
-        "coordinator.status",
-        "coordinator.text",
-        "coordinator.trust",
-        "mtp.checkpoint.format",
-        "mtp.checkpoint.hub",
-        "mtp.head",
-        "mtp.vision",
-        "proto",
-        "proto.rpc",
-        "proto.terminal",
-        "proto.trust",
-    },
-    "coordinator.status": {"coordinator.depth", "proto"},
-    "coordinator.text": {"mtp.checkpoint.format", "mtp.sampling", "proto"},
-    "coordinator.trust": {"proto", "proto.rpc", "proto.trust"},
-    "coordinator.web": {"coordinator.status", "proto", "proto.terminal"},
-}
+
+def read_arrows(text: str) -> dict[str, set[str]]:
+    """Return the folders after each colon, by the folder before it. An indented line continues the one before it."""
+    rows = [row.partition(":") for row in text.replace("\n    ", " ").split("\n")]
+    return {folder: set(imports.split()) for folder, _, imports in rows}
+
+
+ARROWS = read_arrows(
+    """\
+proto:
+proto.rpc: proto proto.trust
+proto.terminal: proto
+proto.trust: proto
+mtp:
+mtp.builtin:
+mtp.checkpoint:
+mtp.checkpoint.convert: mtp.checkpoint.format mtp.head mtp.vision proto proto.terminal
+mtp.checkpoint.families: mtp.flash_next mtp.head mtp.layers mtp.layers.reference
+mtp.checkpoint.format: mtp.checkpoint.families mtp.flash_next mtp.head mtp.layers proto
+    proto.terminal
+mtp.checkpoint.hub: mtp.builtin mtp.checkpoint.convert mtp.checkpoint.format proto proto.terminal
+mtp.flash_next: mtp.head mtp.layers mtp.layers.reference proto
+mtp.head: mtp.layers mtp.layers.reference mtp.sampling proto
+mtp.layers: mtp proto
+mtp.layers.cuda: mtp.layers mtp.layers.reference
+mtp.layers.joined: mtp.layers mtp.layers.reference
+mtp.layers.metal: mtp.layers mtp.layers.reference
+mtp.layers.reference: mtp mtp.layers
+mtp.sampling: proto
+mtp.vision: mtp.checkpoint.format mtp.layers proto
+worker: mtp.checkpoint.hub proto proto.terminal worker.engine worker.node
+worker.cache: mtp.head mtp.layers mtp.sampling proto
+worker.engine: mtp mtp.checkpoint.format mtp.head mtp.layers proto proto.terminal worker.cache
+    worker.disk worker.model
+worker.disk: proto
+worker.fetch: mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.terminal worker.engine
+worker.model: mtp mtp.checkpoint.format mtp.head mtp.layers mtp.layers.cuda mtp.layers.joined
+    mtp.layers.metal mtp.layers.reference mtp.sampling proto proto.terminal worker.cache
+worker.node: mtp mtp.checkpoint.format mtp.checkpoint.hub mtp.head proto proto.rpc proto.terminal
+    proto.trust worker.engine worker.fetch
+coordinator:
+coordinator.api: coordinator.cluster coordinator.images coordinator.planning coordinator.schedule
+    coordinator.status coordinator.text coordinator.trust coordinator.web mtp.checkpoint.format
+    mtp.checkpoint.hub proto
+coordinator.cli: coordinator.api coordinator.depth coordinator.doctor coordinator.images
+    coordinator.pipeline coordinator.planning coordinator.schedule coordinator.serve
+    coordinator.status coordinator.text coordinator.trust mtp mtp.checkpoint.convert
+    mtp.checkpoint.format mtp.checkpoint.hub mtp.head mtp.vision proto proto.terminal proto.trust
+coordinator.cluster: coordinator.pipeline coordinator.planning mtp mtp.checkpoint.format mtp.head
+    proto proto.rpc proto.terminal
+coordinator.depth: proto
+coordinator.doctor: coordinator.cluster coordinator.depth coordinator.pipeline coordinator.schedule
+    coordinator.text mtp mtp.checkpoint.format mtp.layers proto proto.rpc proto.terminal
+    worker.engine worker.model
+coordinator.images: mtp.checkpoint.format mtp.vision proto worker.engine
+coordinator.pipeline: coordinator.planning coordinator.status mtp mtp.checkpoint.format mtp.head
+    mtp.vision proto proto.rpc proto.terminal proto.trust worker.engine
+coordinator.planning: mtp.checkpoint.format mtp.head proto proto.terminal
+coordinator.schedule: coordinator.depth coordinator.pipeline coordinator.planning coordinator.status
+    mtp mtp.checkpoint.format mtp.checkpoint.hub mtp.head proto proto.rpc proto.terminal
+coordinator.serve: coordinator.api coordinator.cluster coordinator.depth coordinator.images
+    coordinator.pipeline coordinator.planning coordinator.schedule coordinator.status
+    coordinator.text coordinator.trust mtp.checkpoint.format mtp.checkpoint.hub mtp.head mtp.vision
+    proto proto.rpc proto.terminal proto.trust
+coordinator.status: coordinator.depth proto
+coordinator.text: mtp.checkpoint.format mtp.sampling proto
+coordinator.trust: proto proto.rpc proto.trust
+coordinator.web: coordinator.status proto proto.terminal"""
+)
 """The other folders that each folder imports from. An arrow that no module uses is an error."""
 
 COMPOSITION_ROOTS = {

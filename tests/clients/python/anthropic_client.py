@@ -1,9 +1,9 @@
 """Anthropic's client: a text, a stream, calls, a call's result and a long prompt."""
 
 import json
-import os
 
 from anthropic import Anthropic
+from asked import LONG, URL
 
 TOOL = {
     "name": "weather",
@@ -15,7 +15,7 @@ TOOL = {
     },
 }
 
-client = Anthropic(base_url=os.environ["BASE_URL"], api_key="none", max_retries=0)
+client = Anthropic(base_url=URL, api_key="none", max_retries=0)
 
 
 def ask(question, *more, **options):
@@ -43,6 +43,6 @@ found = {
     "call": call_of(called).input,
     "report": ask("How is Rome?", *turns, tools=[TOOL]).content[0].text,
     "forced": call_of(ask("Say hello.", tools=[TOOL], tool_choice=choice)).input,
-    "long": ask("Count these." + " word" * 15000).content[0].text,
+    "long": ask(LONG).content[0].text,
 }
 print(json.dumps({"anthropic": found}))

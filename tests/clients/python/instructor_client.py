@@ -1,21 +1,12 @@
 """instructor: one model of the answer in five modes, of which those of tools force a call."""
 
 import json
-import os
 
 import instructor
+from asked import URL, Weather
 from openai import OpenAI
-from pydantic import BaseModel
 
-
-class Weather(BaseModel):
-    """The weather of a city."""
-
-    city: str
-    degrees: int
-
-
-client = OpenAI(base_url=f"{os.environ['BASE_URL']}/v1", api_key="none", max_retries=0)
+client = OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
 found = {"chat": {}, "responses": {}}
 for dialect, mode, question in (
     ("chat", "TOOLS", "Say hello."),

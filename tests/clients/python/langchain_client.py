@@ -1,32 +1,15 @@
 """LangChain: texts, streams, tool calls and structured output over three dialects."""
 
 import json
-import os
 
+from asked import LONG, URL, Weather, weather
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_ollama import ChatOllama
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
 
-URL = os.environ["BASE_URL"]
-LONG = "Count these." + " word" * 15000
-
-
-class Weather(BaseModel):
-    """The weather of a city."""
-
-    city: str
-    degrees: int
-
-
-@tool
-def weather(city: str) -> str:
-    """Return the weather of a city."""
-    return f"18 degrees in {city}"
-
-
+weather = tool(weather)
 openai = ChatOpenAI(model="tiny", base_url=f"{URL}/v1", api_key="none", max_retries=0)
 models = {
     "chat": openai,

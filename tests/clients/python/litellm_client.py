@@ -1,12 +1,10 @@
 """LiteLLM: texts, streams, tool calls and formats over three dialects."""
 
 import json
-import os
 
 import litellm
+from asked import LONG, URL
 
-URL = os.environ["BASE_URL"]
-LONG = "Count these." + " word" * 15000
 MESSAGES = [{"role": "user", "content": "How is Rome?"}]
 SCHEMA = {
     "type": "object",

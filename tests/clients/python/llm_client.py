@@ -4,13 +4,15 @@ import json
 import os
 from pathlib import Path
 
+from asked import LONG, URL, weather
+
 FOLDER = Path(os.environ["LLM_USER_PATH"])
 FOLDER.mkdir(parents=True, exist_ok=True)
 (FOLDER / "extra-openai-models.yaml").write_text(
     f"""\
 - model_id: tiny-cluster
   model_name: tiny
-  api_base: "{os.environ["BASE_URL"]}/v1"
+  api_base: "{URL}/v1"
   supports_schema: true
   supports_tools: true
 """
@@ -24,19 +26,13 @@ SCHEMA = {
     "required": ["city", "degrees"],
 }
 
-
-def weather(city: str) -> str:
-    """Return the weather of a city."""
-    return f"18 degrees in {city}"
-
-
 model = llm.get_model("tiny-cluster")
 model.key = "none"
 found = {
     "text": model.prompt("Hi", stream=False).text(),
     "pieces": "".join(model.prompt("Hi", stream=True)),
     "object": json.loads(model.prompt("How is Rome?", schema=SCHEMA, stream=False).text()),
-    "long": model.prompt("Count these." + " word" * 15000, stream=False).text(),
+    "long": model.prompt(LONG, stream=False).text(),
     "report": model.chain("How is Rome?", tools=[weather]).text(),
 }
 print(json.dumps({"chat": found}))

@@ -1,25 +1,11 @@
 """Ollama's client: a text, a stream, a call and its result, a format and a long prompt."""
 
 import json
-import os
 
 import ollama
-from pydantic import BaseModel
+from asked import LONG, URL, Weather, weather
 
-
-class Weather(BaseModel):
-    """The weather of a city."""
-
-    city: str
-    degrees: int
-
-
-def weather(city: str) -> str:
-    """Return the weather of a city."""
-    return f"18 degrees in {city}"
-
-
-client = ollama.Client(host=os.environ["BASE_URL"])
+client = ollama.Client(host=URL)
 
 
 def ask(question, *more, **options):
@@ -40,6 +26,6 @@ found = {
     "call": call.function.arguments,
     "report": ask("How is Rome?", called, result, tools=[weather]).content,
     "object": json.loads(typed.content),
-    "long": ask("Count these." + " word" * 15000).content,
+    "long": ask(LONG).content,
 }
 print(json.dumps({"ollama": found}))

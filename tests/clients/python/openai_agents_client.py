@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 
 from agents import (
     Agent,
@@ -13,28 +12,16 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
+from asked import LONG, URL, Weather, weather
 from openai import AsyncOpenAI
-from pydantic import BaseModel
 
 set_tracing_disabled(True)
-
-
-class Weather(BaseModel):
-    """The weather of a city."""
-
-    city: str
-    degrees: int
-
-
-@function_tool
-def weather(city: str) -> str:
-    """Return the weather of a city."""
-    return f"18 degrees in {city}"
+weather = function_tool(weather)
 
 
 async def main() -> None:
     """Run the agents and print their results."""
-    client = AsyncOpenAI(base_url=f"{os.environ['BASE_URL']}/v1", api_key="none")
+    client = AsyncOpenAI(base_url=f"{URL}/v1", api_key="none")
     found = {}
     for name, kind in (("chat", OpenAIChatCompletionsModel), ("responses", OpenAIResponsesModel)):
         model = kind(model="tiny", openai_client=client)
@@ -54,7 +41,7 @@ async def main() -> None:
         found[name] = {
             "text": (await Runner.run(plain, "Hi")).final_output,
             "forced": (await Runner.run(forced, "Say hello.")).final_output,
-            "long": (await Runner.run(plain, "Count these." + " word" * 15000)).final_output,
+            "long": (await Runner.run(plain, LONG)).final_output,
             "report": (await Runner.run(agent, "How is Rome?")).final_output,
             "streamed": streamed.final_output,
             "object": (await Runner.run(typed, "How is Rome?")).final_output.model_dump(),

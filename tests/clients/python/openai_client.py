@@ -1,12 +1,10 @@
 """OpenAI's client: texts, streams, calls and parsed formats over chat completions and responses."""
 
 import json
-import os
 
+from asked import LONG, URL, Weather
 from openai import OpenAI
-from pydantic import BaseModel
 
-LONG = "Count these." + " word" * 15000
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string"}},
@@ -15,15 +13,7 @@ SCHEMA = {
 }
 FUNCTION = {"name": "weather", "parameters": SCHEMA, "strict": True}
 
-
-class Weather(BaseModel):
-    """The weather of a city."""
-
-    city: str
-    degrees: int
-
-
-client = OpenAI(base_url=f"{os.environ['BASE_URL']}/v1", api_key="none", max_retries=0)
+client = OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
 
 
 def chat(question, **options):

@@ -2,29 +2,14 @@
 
 import asyncio
 import json
-import os
 
 from anthropic import AsyncAnthropic
-from pydantic import BaseModel
+from asked import LONG, URL, Weather, weather
 from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
-
-URL = os.environ["BASE_URL"]
-
-
-class Weather(BaseModel):
-    """The weather of a city."""
-
-    city: str
-    degrees: int
-
-
-def weather(city: str) -> str:
-    """Return the weather of a city."""
-    return f"18 degrees in {city}"
 
 
 async def streamed(agent: Agent) -> str:
@@ -51,7 +36,7 @@ for name, model in models.items():
         "pieces": asyncio.run(streamed(Agent(model))),
         "report": Agent(model, tools=[weather]).run_sync("How is Rome?").output,
         "forced": Agent(model, output_type=Weather).run_sync("Say hello.").output.model_dump(),
-        "long": Agent(model).run_sync("Count these." + " word" * 15000).output,
+        "long": Agent(model).run_sync(LONG).output,
         "object": typed.run_sync("How is Rome?").output.model_dump(),
     }
     if name != "anthropic":  # its profile knows only Anthropic's own models for this

@@ -119,27 +119,20 @@ def launch(
     module: str,
     arguments: Sequence[str],
     env: Mapping[str, str] | None = None,
-    cores: Sequence[int] = (),
     prefix: Sequence[str] = (),
-    before: str = "",
 ) -> Process:
     """Start `main` of `module` with these arguments. The caller stops the process.
 
-    It is forked if it can be. `env` is added to this process's environment. `cores` pins the process to these CPUs
-    where the system can. `prefix` is a command that executes the one after it, such as the result of `without_folder`.
-    `before` are Python statements that run first.
+    It is forked if it can be. `env` is added to this process's environment. `prefix` is a command that executes the one
+    after it, such as the result of `without_folder`.
     """
     log = folder / f"{name}.log"
-    start = (
-        f"{WITHOUT_TORCH}; {KEEP_OPEN_FILES}; {before or 'pass'}; from {module} import main; main()"
-    )
+    start = f"{WITHOUT_TORCH}; {KEEP_OPEN_FILES}; from {module} import main; main()"
     command = [*prefix, sys.executable, "-c", start, *arguments, *LOG_FORMAT]
-    if cores:
-        command = ["taskset", "-c", ",".join(map(str, cores)), *command]
     inherited = {name: value for name, value in os.environ.items() if name != "MTP_API_KEY"}
     whole = {**inherited, **(env or {})}
     with log.open("wb") as stream:
-        if not (cores or prefix) and can_fork(env or {}):
+        if not prefix and can_fork(env or {}):
             return Process(name, Forked(start, [*arguments, *LOG_FORMAT], whole, log), log)
         popen = subprocess.Popen(
             command,
@@ -189,9 +182,9 @@ def launch_coordinator(
     return launch(folder, name, "coordinator.cli", ["serve", *port, "--no-mdns", *arguments], **how)
 
 
-def as_coordinator(process: Process, timeout: float = START_SECONDS) -> Coordinator:
+def as_coordinator(process: Process) -> Coordinator:
     """Wait until the first plan of a launched coordinator serves, and return the coordinator."""
-    url = str(process.wait_for("serving", timeout)["url"]).removesuffix("/v1")
+    url = str(process.wait_for("serving", START_SECONDS)["url"]).removesuffix("/v1")
     return Coordinator(process.name, process.popen, process.log, url)
 
 

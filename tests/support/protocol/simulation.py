@@ -106,7 +106,7 @@ class Timing:
 
 @dataclass
 class SimulatedPipeline:
-    """The implementation of `coordinator.pipeline.pipeline.Pipeline` in virtual or real time."""
+    """The implementation of `coordinator.pipeline.pipeline.Pipeline` in virtual time."""
 
     timing: Timing
     last: FakeLastStage = field(default_factory=FakeLastStage)

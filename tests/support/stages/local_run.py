@@ -44,6 +44,7 @@ async def answer(loop: GenerationLoop, request: GenerationRequest) -> Answered:
         if isinstance(event, TokenChunk):
             chunks.append(event)
         elif isinstance(event, Finished):
+            assert event.error is None, event.error
             end = event
     return Answered(
         tuple(token for chunk in chunks for token in chunk.tokens),

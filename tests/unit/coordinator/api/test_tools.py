@@ -15,6 +15,7 @@ PARAMETERS: Any = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS}
 SPACE: Any = {"type": "namespace", "name": "agents", "description": "", "tools": [WEATHER]}
 USER: Any = [{"role": "user", "content": "Hi"}]
+EMBEDDINGS = "Use one with an embedding model"
 
 
 def answering(function: str) -> ApiClient:
@@ -148,10 +149,15 @@ async def test_a_forced_call_wins_over_a_format(path: str) -> None:
     assert b"<function=weather>" in (api.generator.requests[-1].params.grammar or b"")
 
 
-@pytest.mark.parametrize("path", ["/api/embed", "/api/embeddings", "/v1/embeddings"])
-async def test_a_request_for_embeddings_hears_what_to_use(path: str) -> None:
-    """The error names the kind of server that computes them."""
-    api = answering("weather")
-    response = await api.post(path, {"model": "tiny", "input": "Hi"})
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        *((f"/{path}", EMBEDDINGS) for path in ("api/embed", "api/embeddings", "v1/embeddings")),
+        ("/v1/responses/compact", "compacts"),
+    ],
+)
+async def test_paths_of_other_servers_say_what_is_absent(path: str, words: str) -> None:
+    """The error says what to use instead, although other methods have similar paths."""
+    response = await answering("weather").post(path, {"model": "tiny", "input": "Hi"})
     assert response.status_code == 404
-    assert "Use one with an embedding model" in response.text
+    assert words in response.text

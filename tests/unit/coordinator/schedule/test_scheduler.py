@@ -116,22 +116,6 @@ def test_prefixes_keep_the_answers(stages: int, budget: int, seed: int) -> None:
     assert drive.stage.prefixes == {number: entry.tokens for number, entry in entries.items()}
 
 
-def test_a_prompt_again_is_not_run_again() -> None:
-    """The second time, a prefix entry provides all but the last tokens of a prompt, and the stats report it."""
-    limits = replace(LIMITS, prefill_chunk=64, step_tokens=64)
-    drive = Drive(limits=limits, room=replace(ROOM, prefix_bytes=1000, token_bytes=1))
-    prompt = [i % 50 for i in range(200)]
-    first = drive.submit(prompt, 5)
-    drive.run()
-    second = drive.submit(prompt, 5)
-    drive.run()
-    assert drive.tokens(second) == drive.tokens(first) == plain(prompt, 5)
-    assert drive.finished(first).stats.cached_tokens == 0
-    assert drive.finished(second).stats.cached_tokens == 192
-    fed = [chunk.width for chunk in chunks_of(drive.stage.seen) if chunk.seq_id == second]
-    assert sum(fed) == 8
-
-
 def test_the_turn_of_a_chat_is_saved_and_a_final_answer_is_not() -> None:
     """The entry of a chat ends where its next turn differs, and an answer without continuation is not saved."""
     drive = Drive(limits=Limits(1000), room=replace(ROOM, prefix_bytes=1000, token_bytes=1))

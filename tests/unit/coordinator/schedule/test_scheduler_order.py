@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from coordinator.schedule.request import PrefillProgress
-from proto.errors import CapacityError, ProtocolError, RequestError
+from proto.errors import ProtocolError, RequestError
 from proto.frame import Evict
-from tests.support.protocol.scheduler_drive import LIMITS, ROOM, Drive, chunks_of, is_decode
+from tests.support.protocol.scheduler_drive import LIMITS, Drive, chunks_of, is_decode
 from tests.support.stages.fake_last_stage import plain
 
 # ---- micro-batches and chunks
@@ -159,19 +159,6 @@ def test_requests_that_can_never_be_served(prompt: Sequence[int], tokens: int, p
         drive.submit(prompt, tokens)
     assert caught.value.param == param
     assert drive.send() is None
-
-
-def test_a_full_queue_says_when_to_come_back() -> None:
-    """A full queue raises CapacityError with `retry_after`, and queued requests are served."""
-    drive = Drive(room=replace(ROOM, sequences=1))
-    ids = [drive.submit(tokens=2)]
-    drive.send()
-    ids += [drive.submit(tokens=2) for _ in range(15)]
-    with pytest.raises(CapacityError) as caught:
-        drive.submit(tokens=2)
-    assert caught.value.retry_after > 0
-    drive.run()
-    assert all(drive.finished(i).reason == "length" for i in ids)
 
 
 @pytest.mark.parametrize("wrong", ["number", "outcomes"])

@@ -10,7 +10,7 @@ import pytest
 from coordinator.api.context import ApiOptions
 from coordinator.api.request_body import keys_are_set
 from coordinator.trust.key_ring import OWNER_KEY, ApiKey, KeyRing, Scope
-from proto.errors import AccessError, UsageError
+from proto.errors import UsageError
 
 INFERENCE = frozenset({Scope.INFERENCE})
 
@@ -37,15 +37,6 @@ def test_a_key_is_found_by_its_text_alone(tmp_path: Path) -> None:
     assert server.find(text.encode()) is None
     with pytest.raises(UsageError, match="no key"):
         command.revoke("laptop")
-
-
-def test_a_key_permits_its_scopes(tmp_path: Path) -> None:
-    """A key for metrics does not permit inference."""
-    ring = KeyRing(tmp_path)
-    key = found(ring, ring.create("grafana", frozenset({Scope.METRICS})))
-    ring.check_scope(key, Scope.METRICS)
-    with pytest.raises(AccessError, match="key create NAME --scope inference"):
-        ring.check_scope(key, Scope.INFERENCE)
 
 
 def test_the_end_of_the_last_key_admits_nobody(tmp_path: Path) -> None:
