@@ -156,10 +156,7 @@ class Choice:
         return self.complete_calls + [call for call in cut if not call.complete]
 
     def apply_event(self, event: GenerationEvent) -> list[AnswerEvent]:
-        """Apply one event of the engine; return the answer events it makes, which end with a ChoiceEnd once done.
-
-        Raises WorkerLostError if the engine failed the request.
-        """
+        """Apply an event of the engine; return the answer events, a ChoiceEnd at the end. Raises WorkerLostError."""
         match event:
             case PrefillProgress():
                 if not self.tokens:  # later ones count restored tokens of the answer too
@@ -180,10 +177,7 @@ class Choice:
         self.next_request = replace(self.next_request, client=client)
 
     def replay(self, tokens: Sequence[int]) -> list[AnswerEvent]:
-        """Restore the choice from the tokens that an earlier process used; return their events.
-
-        The events are the same as then, because each token is read on its own. `next_request` continues after them.
-        """
+        """Restore the choice from `tokens`, read one by one as before; return the events. `next_request` goes on."""
         events: list[AnswerEvent] = []
         emitted: list[int] = []
         for token in tokens:
@@ -223,10 +217,7 @@ class Choice:
         return events
 
     def _close_reasoning(self) -> list[AnswerEvent]:
-        """Close the reasoning in the text, and continue from a prompt that holds the tokens so far and its end marker.
-
-        Tokens after the budget are discarded, so the answer does not depend on the size of windows.
-        """
+        """Close the reasoning, and continue from its tokens up to the budget, whatever the size of windows."""
         assert self._parser is not None
         events = self._read_piece(self._text.finish())
         closing = self._tokenizer.reasoning_end
@@ -322,10 +313,7 @@ def new_id(prefix: str) -> str:
 
 @dataclass(frozen=True)
 class GeneratedAnswer:
-    """The choices of one prompt or several: each prompt has `settings.n` consecutive choices.
-
-    `user` is the client's label for the log.
-    """
+    """The choices of one or more prompts, `settings.n` consecutive ones each. `user` is a label for the log."""
 
     id: str
     model: str
@@ -387,10 +375,7 @@ async def text_answer(
 async def chat_answer(
     api: Api, chat: ChatRequest, answer_id: str, restored: GenerationRequest | None = None
 ) -> GeneratedAnswer:
-    """Return the answer to a conversation, before its first token. Raises RequestError for an invalid request.
-
-    `restored` is the engine's request of an answer that an earlier process began.
-    """
+    """Return the answer before its first token, or that of a `restored` request. Raises RequestError."""
     prompt, images = await prompt_of(api, chat)
     stop_tokens, stop = stops_of(api, chat.settings)
     if restored is not None and images:

@@ -136,10 +136,7 @@ def _routing_error(request: Request, error: HTTPException) -> HTTPException:
 
 
 def install_error_handlers(app: FastAPI, formats: Mapping[str, ErrorFormat]) -> None:
-    """Answer every exception of a handler in the format of its dialect.
-
-    `formats` maps path prefixes to formats; other paths use OpenAI's.
-    """
+    """Answer exceptions in the format that `formats` has for the prefix of the path, or in OpenAI's."""
 
     async def answer(request: Request, error: Exception) -> Response:
         path = request.scope["path"]

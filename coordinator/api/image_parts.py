@@ -109,8 +109,7 @@ def with_images(turn: Json, parts: Any) -> Json:
 async def prompt_of(api: Api, chat: ChatRequest) -> tuple[ChatPrompt, tuple[PromptImage, ...]]:
     """Render the conversation, and put the tokens of its images in their places.
 
-    Raises RequestError, naming the client's field, for an image that cannot be read, or if the template rejects the
-    messages.
+    Raises RequestError, naming the field, for an unreadable image, or if the template rejects the messages.
     """
     param = chat.settings.client_name("prompt")
     urls = [url for message in chat.messages for url in message.get("images", ())]

@@ -214,8 +214,7 @@ class ChunkWriter(AnswerWriter):
         self._echoes = echoes or [""] * len(answer.choices)
         self._options = body.stream_options or StreamOptions()
         self._token_ids = bool(body.return_token_ids)
-        self._shown: dict[int, int] = {}
-        """The number of token ids that each choice has shown."""
+        self._shown: dict[int, int] = {}  # token ids that each choice has shown
 
     @abc.abstractmethod
     def choice_result(self, index: int) -> Json:

@@ -281,10 +281,7 @@ Item = Annotated[
 def template_messages(
     instructions: str | None, items: Sequence[Item], markers: tuple[str, str]
 ) -> list[Json]:
-    """Return the conversation as chat templates read it.
-
-    Consecutive items of the assistant (reasoning, messages and calls) become one message.
-    """
+    """Return the conversation as chat templates read it. Consecutive items of the assistant become one message."""
     turns: list[Json] = []
     if instructions:
         turns.append({"role": "system", "content": instructions})

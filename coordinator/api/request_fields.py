@@ -100,19 +100,13 @@ MAX_UNKNOWN = 32
 
 @dataclass
 class FieldNotes:
-    """The fields of one request that are no attributes of its body.
-
-    `unknown` are the names of the fields that the server ignored. `synonyms` maps fields to the client's names.
-    """
+    """The fields of a request that its body lacks: `unknown` ones, and `synonyms` from field to the client's name."""
 
     unknown: set[str] = field(default_factory=set)
     synonyms: dict[str, str] = field(default_factory=dict)
 
     def translate(self, sent: Json, names: Set[str], place: str) -> Json:
-        """Return the object `sent` with fields of `names` only. `place` is the path of the object, with a dot.
-
-        Raises PydanticCustomError for a value that would change the answer and that the server cannot honour.
-        """
+        """Return `sent` with fields of `names` only. Raises PydanticCustomError for a value that changes the answer."""
         if sent.keys() <= names:
             return sent
         known = {name: value for name, value in sent.items() if name in names}

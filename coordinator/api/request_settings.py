@@ -69,10 +69,7 @@ TAG = ":latest"
 
 
 def check_model(api: Api, name: str | None) -> None:
-    """Raise UnknownModelError or ModelNotLoadedError if `name` is not the served model. None means the served model.
-
-    The name may have the tag of Ollama's clients, which `/api/tags` lists.
-    """
+    """Raise UnknownModelError or ModelNotLoadedError unless `name`, perhaps with Ollama's tag, is None or served."""
     if name is None or api.model.answers_to(name):
         return
     plain = name.removesuffix(TAG)
@@ -90,11 +87,7 @@ def check_model(api: Api, name: str | None) -> None:
 
 
 def stops_of(api: Api, settings: GenerationSettings) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Return the stop tokens of a request for the engine, and its stop strings.
-
-    A stop string that is a control token, such as `<|im_end|>`, has no text and becomes a stop token. Raises
-    RequestError for a token outside the vocabulary.
-    """
+    """Return the stop tokens, those spelled as strings included, and the stop strings. Raises RequestError."""
     _check_tokens(api, settings.stop_token_ids, "stop_token_ids")
     tokens = set(settings.stop_token_ids)
     if not settings.ignore_eos:
@@ -117,10 +110,7 @@ def requests_of(
     stop_tokens: frozenset[int],
     forced: Json,
 ) -> list[GenerationRequest]:
-    """Return `n` requests per prompt, in the order of their choices. `forced` has the fields of a grammar.
-
-    Raises RequestError, naming the client's field, for a request that can never be served.
-    """
+    """Return `n` requests per prompt, with the grammar's fields in `forced`. Raises RequestError, naming the field."""
     maximum = _max_choices(api)
     if len(prompts) * settings.n > maximum:
         raise RequestError(
@@ -257,10 +247,7 @@ class ChatRequest:
 
 
 async def render_chat(api: Api, chat: ChatRequest) -> ChatPrompt:
-    """Render the conversation with the checkpoint's template, in a thread.
-
-    Raises RequestError, naming the client's field, if the template rejects the messages.
-    """
+    """Render the conversation in a thread. Raises RequestError, naming the field, if the template rejects it."""
     kwargs = dict(chat.template_kwargs)
     if chat.thinking is not None and api.tokenizer.uses_variable(THINKING_SWITCH):
         kwargs[THINKING_SWITCH] = chat.thinking
@@ -289,10 +276,7 @@ def template_call(call_id: str, name: str, arguments: Any) -> Json:
 def call_message(
     content: str, calls: Iterable[tuple[str, str, str]], markers: tuple[str, str]
 ) -> Json:
-    """Return an assistant's message with tool calls, each given as id, name and arguments in JSON.
-
-    A call whose arguments are not a JSON object becomes text between `markers`, so that the model sees its mistake.
-    """
+    """Return an assistant's message with calls of id, name and JSON, which is text between `markers` if invalid."""
     message: Json = {"role": "assistant", "content": content}
     parsed = []
     for call_id, name, arguments in calls:
@@ -314,8 +298,7 @@ def call_message(
 def with_system_first(turns: Sequence[Json]) -> list[Json]:
     """Return a conversation whose only system message is the first message.
 
-    The system messages at the beginning are joined. Most templates reject later ones, so these become messages of the
-    user, marked as system text.
+    Those at the beginning are joined. Most templates reject later ones, which become marked messages of the user.
     """
     rest = list(turns)
     system = []
@@ -330,10 +313,9 @@ def with_system_first(turns: Sequence[Json]) -> list[Json]:
 
 
 async def grammar_fields(api: Api, chat: ChatRequest, *, thinking: bool) -> Json:
-    """Return the fields of SamplingParams that force the chat's output; empty if nothing is forced.
+    """Return the fields of SamplingParams that force the chat's output. Raises RequestError, naming the field.
 
-    `thinking` is True if the answer begins inside reasoning: the grammar then starts at the token that closes it.
-    Raises RequestError, naming the client's field, for a format or schema that cannot be compiled.
+    If the answer begins inside reasoning (`thinking`), the grammar starts at the token that closes it.
     """
     output = await asyncio.to_thread(_forced_output, api, chat)
     if output is None:

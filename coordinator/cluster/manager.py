@@ -74,8 +74,7 @@ SILENCE_SECONDS = 720.0
 class ClusterManager(PipelineSource):
     """A source of pipelines over workers, or over this process when no worker can serve.
 
-    `alone(epoch)` makes the pipeline of this process. `count_open_requests` returns how many answers are running or
-    queued; an automatic change of plan waits until there are none.
+    `alone(epoch)` makes one of this process. An automatic change of plan waits until `count_open_requests()` is 0.
     """
 
     model: ServedModel

@@ -53,11 +53,7 @@ class Backup:
 
 
 class PrefixBackups:
-    """The backups of prompts by their tokens, in order of use, the least recently used first.
-
-    The stages lose their prefix entries when a plan ends. A new sequence whose prompt begins with one of these prompts
-    starts from its backup instead.
-    """
+    """The backups of prompts by tokens, least recently used first, for new prompts after a plan has ended."""
 
     def __init__(self) -> None:
         self.kept: OrderedDict[Tokens, Backup] = OrderedDict()
@@ -116,10 +112,7 @@ DEFAULT_BYTES = 2**30
 
 @dataclass(frozen=True)
 class BackupInFlight:
-    """The backup of the tokens `start` to `tokens` of a sequence, which frame number `frame` makes.
-
-    `prefix` has the first `tokens` tokens if other prompts may begin with them.
-    """
+    """The backup of tokens `start` to `tokens` in frame number `frame`. `prefix` is set if others may share them."""
 
     seq_id: int
     start: int
@@ -145,8 +138,7 @@ class Backups:
         """True if a backup may be made now."""
         self.stormy = False
         """True for STORM_SECONDS after a failure."""
-        self._newest_bytes = 0
-        """Bytes of the newest transfer."""
+        self._newest_bytes = 0  # of the newest transfer
         self._full_from = math.inf
         """The oldest sequence whose backup exceeds `limit`. It and younger ones wait for the end of an older one."""
         self._next_at = 0.0
@@ -196,10 +188,7 @@ class Backups:
     def begin_backup(
         self, seq_id: int, tokens: int, frame: int, prefix: Tokens | None = None
     ) -> BackUp:
-        """Return the operation that backs up the first `tokens` tokens of a sequence in frame number `frame`.
-
-        A frame makes at most one backup.
-        """
+        """Return the operation of frame number `frame` that backs up the first `tokens` tokens of a sequence."""
         self.due, self.ready = None, False
         start = self.tokens_of(seq_id)
         self.in_flight[seq_id] = BackupInFlight(seq_id, start, tokens, frame, prefix)
@@ -212,10 +201,7 @@ class Backups:
     def complete_backup(
         self, made: BackupInFlight, tokens: int, states: Sequence[LayerState]
     ) -> None:
-        """Keep the `states` of a backup that was read, unless its plan or its sequence has ended since.
-
-        Above `limit` the youngest sequences lose their backups, because they are the cheapest to compute again.
-        """
+        """Keep a backup that was read, unless it is stale. Above `limit` the youngest sequences lose theirs."""
         if made is not self.in_flight.get(made.seq_id):
             return
         self._newest_bytes = sum(len(state.data) for state in states)

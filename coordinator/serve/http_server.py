@@ -214,10 +214,7 @@ BACKLOG = 256
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that calls `end_answers` after `GRACE_SECONDS`, where uvicorn would cut open connections.
-
-    `end_pages` ends at once the event streams of open pages, which would otherwise last for the whole grace.
-    """
+    """A uvicorn server that ends pages at once, and late answers after `GRACE_SECONDS` instead of connections."""
 
     def __init__(
         self,

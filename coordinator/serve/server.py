@@ -1,7 +1,4 @@
-"""Composition root of `mtp-coord serve`: model, cluster, generation loop and HTTP API.
-
-HTTP answers from the start. While the model is downloaded, `/status` shows the progress.
-"""
+"""Composition root of `mtp-coord serve`: model, cluster, generation loop, and HTTP, which answers from the start."""
 
 from __future__ import annotations
 
@@ -74,11 +71,7 @@ class TlsFiles:
 
 
 def http_tls(options: ServeOptions) -> TlsFiles | None:
-    """Return the certificate of the HTTP server, or None for plain HTTP.
-
-    Plain HTTP is for loopback and for --insecure. Otherwise the user's certificate, or one of the cluster, is used.
-    Raises UsageError for unreadable files.
-    """
+    """Return the certificate of the user or the cluster, or None for plain HTTP. Raises UsageError."""
     if options.tls_cert is not None and options.tls_key is not None:
         for file in (options.tls_cert, options.tls_key):
             if not file.is_file():
@@ -183,10 +176,7 @@ class ModelDownload(StatusSource):
         self._detail = "opening the model"
 
     def run(self, on_progress: OnProgress) -> Path:
-        """Return the directory of the model, downloaded if needed. Blocks, so it belongs on a thread of its own.
-
-        Raises CheckpointError, and NotReadyError after `stop`.
-        """
+        """Return the model's directory, downloaded if needed. Blocks. Raises CheckpointError or NotReadyError."""
 
         def show(done: int, total: int) -> None:
             self._detail = f"downloading the model: {format_size(done)} of {format_size(total)}"
@@ -265,10 +255,7 @@ class _Server:
         return 0 if self.parts is None else self.parts.count_answers()
 
     async def start(self, stack: AsyncExitStack) -> None:
-        """Download the model if needed, make all parts, and wait for the first plan.
-
-        Parts to be closed go to `stack`.
-        """
+        """Download the model if needed, make all parts, which `stack` closes, and wait for the first plan."""
         try:
             with byte_bar("downloading the model", log) as show:
                 path = await asyncio.to_thread(self.download.run, show)

@@ -56,10 +56,7 @@ class Authority:
 
     @classmethod
     def open(cls, state: Path, *, create: bool = False) -> Authority | None:
-        """Return the authority in the state directory, or None. With `create`, make one if there is none.
-
-        Raises UsageError for damaged files.
-        """
+        """Return the authority, or None; with `create`, make one if needed. Raises UsageError for damaged files."""
         directory = state / "authority"
         if not create and not directory.exists():
             return None
@@ -127,10 +124,7 @@ class Authority:
         return to_pem(leaf, *self.crosses)
 
     def rotate(self) -> None:
-        """Make a new key. The earlier authorities stay accepted until the certificates they issued have expired.
-
-        Raises UsageError after MAX_AUTHORITIES rotations within the life of a certificate.
-        """
+        """Make a new key. Earlier ones stay until their certificates end. Raises UsageError for too many."""
         self.drop_expired()
         if len(self.certificates) > MAX_AUTHORITIES:
             raise UsageError(

@@ -95,8 +95,7 @@ class JoinServer:
     def __init__(self, authority: Authority, registry: Registry) -> None:
         self._authority = authority
         self._registry = registry
-        self._open: Counter[str] = Counter()
-        """Joins in progress by the peer's address."""
+        self._open: Counter[str] = Counter()  # joins in progress by address
         self._failures: deque[tuple[float, str]] = deque()
         """Monotonic seconds and peer of each refused token, the oldest first."""
         self._context, self._certificate = self._new_context()
@@ -248,8 +247,7 @@ class ClusterTrust:
         identity = NodeIdentity(authority.cluster, Role.COORDINATOR, new_id())
         chain = authority.issue(self._key.public_key(), identity)
         self.trust = NodeTrust(self._key, chain, authority.bundle, self.registry.removed())
-        self._sent: dict[SecuredWorker, float] = {}
-        """Monotonic seconds of the last update of each worker."""
+        self._sent: dict[SecuredWorker, float] = {}  # monotonic seconds of the last update
         self._updates = BackgroundTasks()
 
     @classmethod
@@ -293,10 +291,7 @@ class ClusterTrust:
         workers: Callable[[], Iterable[SecuredWorker]],
         drop_removed: Callable[[frozenset[str]], None],
     ) -> None:
-        """Apply changes of the registry and the authority to this process and its workers, until cancelled.
-
-        `workers()` returns the connected workers. `drop_removed` disconnects those that were removed.
-        """
+        """Apply changes of registry and authority here and to `workers()`, until cancelled; disconnect removed ones."""
         version, failed_at = (0, 0), -math.inf
         while True:
             try:

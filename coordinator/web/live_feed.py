@@ -111,21 +111,16 @@ class LiveFeed:
     def __post_init__(self) -> None:
         self.events = EventLog()
         self.history = History(self.latency)
-        self._sent_requests: list[Json] = []
-        """The open requests that pages have."""
-        self._sent_ended = 0
-        """The number of ended requests that pages have."""
-        self._sent_frame = 0
-        """Number of the newest frame that pages have."""
+        self._sent_requests: list[Json] = []  # the open requests that pages have
+        self._sent_ended = 0  # ended requests that pages have
+        self._sent_frame = 0  # number of the newest frame that pages have
         self.collect: CollectTraces | None = None
         """The source of exact times, if the server has one."""
         self._status: Json = {}
         self._encoded = b""
         """The snapshot for pages that open before the next message, or nothing. It is encoded for the first of them."""
-        self._new_events: list[ClusterEvent] = []
-        """The events since the last message."""
-        self._new_samples: list[Sample] = []
-        """The samples since the last message."""
+        self._new_events: list[ClusterEvent] = []  # since the last message
+        self._new_samples: list[Sample] = []  # since the last message
         self.subscribers: set[Subscriber] = set()
         self._admitted: WeakSet[Subscriber] = WeakSet()
         """The queues of all pages, those included whose first message has not been asked for yet."""
