@@ -22,7 +22,6 @@ from coordinator.api.context import ApiOptions
 from coordinator.api.journal import Journal
 from coordinator.api.model_catalog import Catalog
 from coordinator.cluster.manager import ClusterManager
-from coordinator.cluster.view import Phase
 from coordinator.pipeline.local_pipeline import LocalSource
 from coordinator.pipeline.pipeline import PipelineSource
 from coordinator.serve.http_server import HostCheck, HttpServer
@@ -48,15 +47,7 @@ from proto.rpc.listener import bind_listener, own_addresses, warn_once_of_shorta
 from proto.state_dir import claim, write_private
 from proto.terminal.console import end_process, keep_awake
 from proto.terminal.progress import OnProgress, byte_bar, format_size
-from proto.trust.certificates import (
-    NodeIdentity,
-    Role,
-    fingerprint,
-    from_pem,
-    key_to_pem,
-    new_id,
-    new_key,
-)
+from proto.trust.certificates import fingerprint, from_pem, key_to_pem
 
 log = logging.getLogger(__name__)
 
@@ -85,13 +76,11 @@ def http_tls(options: ServeOptions) -> TlsFiles | None:
 
 
 def _cluster_certificate(authority: Authority, options: ServeOptions) -> TlsFiles:
-    key = new_key()
-    identity = NodeIdentity(authority.cluster, Role.COORDINATOR, new_id())
     name = socket.gethostname()
     hosts = {*own_addresses(), name, f"{name.partition('.')[0]}.local", "localhost"}
     if options.host not in UNSPECIFIED:
         hosts.add(options.host)
-    chain = authority.issue(key.public_key(), identity, tuple(sorted(hosts)))
+    key, chain = authority.issue_to_coordinator(tuple(sorted(hosts)))
     files = options.state / "http"
     write_private(files / "server.pem", chain)
     write_private(files / "server.key", key_to_pem(key))
@@ -351,8 +340,8 @@ async def _report_wait(manager: ClusterManager, url: str) -> None:
     """Log the workers that are missing for the first plan, every WAIT_REPORT_SECONDS."""
     await asyncio.sleep(FIRST_WAIT_REPORT)
     while True:
-        if manager.view.phase is Phase.GATHERING:
-            log.info("waiting for workers: %s. Status: %s/status", manager.describe_wait(), url)
+        if waiting := manager.describe_gathering():
+            log.info("%s. Status: %s/status", waiting, url)
         await asyncio.sleep(WAIT_REPORT_SECONDS)
 
 

@@ -18,6 +18,7 @@ from proto.errors import AccessError, UsageError
 from proto.state_dir import locked, read_json, read_text, write_private
 from proto.trust.certificates import (
     NodeIdentity,
+    Role,
     fingerprint,
     from_pem,
     is_due,
@@ -122,6 +123,13 @@ class Authority:
             .sign(self.key, hashes.SHA256())
         )
         return to_pem(leaf, *self.crosses)
+
+    def issue_to_coordinator(
+        self, hosts: tuple[str, ...] = ()
+    ) -> tuple[ec.EllipticCurvePrivateKey, str]:
+        """Return a new key of the coordinator, and its certificate chain in PEM."""
+        key, identity = new_key(), NodeIdentity(self.cluster, Role.COORDINATOR, new_id())
+        return key, self.issue(key.public_key(), identity, hosts)
 
     def rotate(self) -> None:
         """Make a new key. Earlier ones stay until their certificates end. Raises UsageError for too many."""

@@ -32,8 +32,6 @@ from proto.trust.certificates import (
     Role,
     from_pem,
     key_to_pem,
-    new_id,
-    new_key,
     requested_key,
 )
 from proto.trust.joining import (
@@ -113,9 +111,7 @@ class JoinServer:
 
     def _new_context(self) -> tuple[ssl.SSLContext, x509.Certificate]:
         """Return a TLS context with a new certificate of the coordinator, and the certificate."""
-        key = new_key()
-        identity = NodeIdentity(self._authority.cluster, Role.COORDINATOR, new_id())
-        chain = self._authority.issue(key.public_key(), identity)
+        key, chain = self._authority.issue_to_coordinator()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0  # every join is a full handshake
@@ -243,9 +239,7 @@ class ClusterTrust:
         self._state = state
         self.authority = authority
         self.registry = Registry(state)
-        self._key = new_key()
-        identity = NodeIdentity(authority.cluster, Role.COORDINATOR, new_id())
-        chain = authority.issue(self._key.public_key(), identity)
+        self._key, chain = authority.issue_to_coordinator()
         self.trust = NodeTrust(self._key, chain, authority.bundle, self.registry.removed())
         self._sent: dict[SecuredWorker, float] = {}  # monotonic seconds of the last update
         self._updates = BackgroundTasks()
