@@ -233,14 +233,6 @@ class PromptBody(Body):
             return OutputFormat("json_schema", found.schema_, param)
         return None
 
-    @property
-    def system_text(self) -> str:
-        """The system prompt as one text."""
-        blocks = self.system or []
-        if isinstance(blocks, str):
-            return blocks
-        return "\n\n".join(block.text for block in blocks)
-
 
 class MessagesBody(PromptBody, SamplingBody):
     """The body of `POST /v1/messages`."""
@@ -277,12 +269,10 @@ def internal_request(body: PromptBody) -> ChatRequest:
 
 def template_messages(body: PromptBody) -> list[Json]:
     """Return the conversation as chat templates read it."""
-    turns: list[Json] = []
-    if body.system_text:
-        turns.append({"role": "system", "content": body.system_text})
-    for message in body.messages:
-        turns += _turns(message)
-    return with_system_first(turns)
+    system = body.system or ""
+    text = system if isinstance(system, str) else "\n\n".join(block.text for block in system)
+    first = [{"role": "system", "content": text}] if text else []
+    return with_system_first([*first, *(t for message in body.messages for t in _turns(message))])
 
 
 def _turns(message: Message) -> Iterator[Json]:

@@ -82,15 +82,11 @@ class AnswerEvent:
 class Choice:
     """One choice while it is generated. Each token that adds text makes its own event.
 
-    With `parser` the text is split into content, reasoning and calls; without it all text is content.
-    `tokens` counts the tokens up to and including the one that completed a stop string, `drafted` and `accepted` the
-    drafts up to there. `began` and `first_token_at` are times of `perf_counter`. `content`, `reasoning`, `calls`,
-    `logprobs` and `offsets` hold the choice so far. `calls` includes calls that are not complete.
-
-    `reasoning_budget` is the maximum number of reasoning tokens. When the model exceeds it, the choice needs a
-    continuation: a request whose prompt closes the reasoning. With `one_call` the choice ends after its first call.
-    `generated` holds the tokens that the choice has used, from which `replay` restores it. `next_request` is the
-    request for the rest.
+    With `parser` the text is split into content, reasoning and calls; without it all text is content. `tokens`,
+    `drafted` and `accepted` count up to the end of a stop string. `began` and `first_token_at` are times of
+    `perf_counter`. `calls` includes calls that are not complete. Above `reasoning_budget` tokens of reasoning, it needs
+    a continuation: a request whose prompt closes the reasoning. With `one_call` it ends after its first call. `replay`
+    restores it from the tokens `generated`, and `next_request` is the request for the rest.
     """
 
     def __init__(
@@ -279,9 +275,9 @@ class Choice:
                 self.reasoning.append(text)
                 return AnswerEvent(self.index, part)
             case CallStart(name):
-                number = len(self.calls)
-                call_id = _call_id(self.request.request_id, number)
-                self.calls.append(GeneratedCall(number, call_id, name))
+                number = len(self.calls)  # with the request, it gives a restored call the same id
+                digest = hashlib.sha256(f"{self.request.request_id}/{number}".encode()).hexdigest()
+                self.calls.append(GeneratedCall(number, f"call_{digest[:24]}", name))
             case CallArguments(text):
                 self.calls[-1].parts.append(text)
             case CallEnd(complete):
@@ -294,12 +290,6 @@ class Choice:
         logprobs = tuple(logprob for _, logprob in held if logprob is not None)
         self.logprobs += logprobs
         return {"logprobs": logprobs, "origins": "".join(origin for origin, _ in held)}
-
-
-def _call_id(request_id: str, number: int) -> str:
-    """Return the id of a call. It is the same when the answer is restored."""
-    digest = hashlib.sha256(f"{request_id}/{number}".encode()).hexdigest()
-    return f"call_{digest[:24]}"
 
 
 ID_LENGTH = 24

@@ -50,6 +50,11 @@ def field_error(field: str, problem: str) -> PydanticCustomError:
     return PydanticCustomError(FIELD, "{problem}", {"field": field, "problem": problem})
 
 
+def refused_field(param: str, problem: str) -> RequestError:
+    """Return the error for the field `param` of a request."""
+    return RequestError(f"{param}: {problem}", param=param)
+
+
 def status_of(error: Exception) -> int:
     """Return the HTTP status of `error`."""
     if isinstance(error, ClusterError):
