@@ -39,8 +39,7 @@ HINTS = frozenset(
     vocab_only web_search_options
     """.split()
 )
-"""Fields that are accepted without effect, of OpenAI and Anthropic, vLLM, llama.cpp and LM Studio, Ollama, Open WebUI
-and SillyTavern. `GET /v1/models` lists them as `ignored_fields`."""
+"""Fields of other servers and clients, accepted without effect. `GET /v1/models` lists them as `ignored_fields`."""
 
 _REFUSED = {
     "": """
@@ -66,8 +65,7 @@ NEUTRAL = {
     for values, names in _REFUSED.items()
     for name in names.split()
 }
-"""The values without effect of fields that would change the answer in a way that this server cannot. An empty text,
-list or object has no effect for any of them. Other values are refused."""
+"""The values without effect of fields that change the answer, besides empty ones. Other values are refused."""
 
 SYNONYMS = {
     "max_tokens": "n_predict num_predict max_new_tokens max_completion_tokens",

@@ -22,8 +22,7 @@ LONGEST_PATIENCE = 6.0
 """Seconds of a recovery after which back-offs do not count, so that answers do not wait under a long `--wait`."""
 
 PAYING_SHARE = 0.7
-"""Slowest stage of the new plan over that of the present one, below which open answers are paused for it.
-A change of plan computes every open answer again, so a small gain does not pay."""
+"""Slowest stage of the new plan over that of the present one, below which it pays to compute every answer again."""
 
 
 @dataclass(frozen=True)

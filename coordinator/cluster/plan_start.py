@@ -204,7 +204,11 @@ class PlanStart:
             self.loads.layers[worker.owner] = printable(result.layers, MAX_LAYERS)
             if 0 < result.collective_us < MAX_COLLECTIVE_US:
                 self.loads.collectives[worker.owner] = result.collective_us / 1e6
-            self._frame_limits.append(frame_limits_of(result))
+            longest, shortest = result.longest_chunk, result.shortest_chunk
+            if not 0 < shortest <= longest <= MAX_FRAME_TOKENS:
+                text = f"chunks of {shortest} to {longest} tokens do not fit into a frame"
+                raise ProtocolError(text)
+            self._frame_limits.append(FrameLimits(longest, shortest, result.fused_width or None))
             if request.last:
                 self.has_mtp = result.has_mtp
         except ClusterError as error:
@@ -239,14 +243,6 @@ class PlanStart:
 def lease_ms(failure_timeout: float) -> int:
     """Return the milliseconds without a message after which a worker ends the lease of its coordinator."""
     return int(LEASE_TIMEOUTS * failure_timeout * 1000)
-
-
-def frame_limits_of(result: pb.LoadResult) -> FrameLimits:
-    """Return the limits of a worker. Raises ProtocolError for chunks that no frame can have."""
-    longest, shortest = result.longest_chunk, result.shortest_chunk
-    if not 0 < shortest <= longest <= MAX_FRAME_TOKENS:
-        raise ProtocolError(f"chunks of {shortest} to {longest} tokens do not fit into a frame")
-    return FrameLimits(longest, shortest, result.fused_width or None)
 
 
 def describe_failure(error: Exception) -> tuple[str, str | None]:

@@ -113,10 +113,8 @@ class Settings:
     The first plan starts as soon as `nodes` workers are usable. Otherwise it starts after `wait`, with the workers that
     are there, or in this process alone. With `nodes_required` it needs `nodes` workers, and `first_wait` bounds the
     wait for them. `first_wait` also bounds the wait for a worker that can fill a gap between pinned layers.
-
     A plan after a failure starts at once with the workers that are left. Without any, this process serves alone after
     `wait`. `why_not_alone` is set where the model does not fit into this machine. `recovery_wait` bounds the recovery.
-
     With `auto_replan` a worker that joins later is used at the next quiet moment.
     """
 

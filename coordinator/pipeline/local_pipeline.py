@@ -39,7 +39,6 @@ from proto.kernels import Kernels
 from proto.span import Span
 from proto.terminal.progress import OnProgress, byte_bar
 from worker.engine.backup import ReceivedBackup
-from worker.engine.engine_thread import EngineThread
 from worker.engine.hardware import default_memory_limit, own_version, release_weights, set_limits
 from worker.engine.prefix_disk import PrefixDisk, StagePrefixes, disk_in
 from worker.engine.stage_engine import StageEngine, relayed_tokens
@@ -313,7 +312,11 @@ class LocalPipelines:
     async def make(self, epoch: int, on_progress: OnProgress | None = None) -> LocalPipeline:
         """Return a ready pipeline; show the progress without `on_progress`. Raises NotReadyError while one is stuck."""
         if self._last is not None:
-            await self._wait_for_end(self._last.thread)
+            thread = self._last.thread
+            while thread.alive:
+                await thread.close()
+                if (stall := thread.stall) > 0:
+                    raise NotReadyError(f"{STUCK} {stall:.0f} s. Wait, or restart mtp-coord")
             self._last = None
             gc.collect()  # frees the weights of reference cycles
         pipeline = self._last = LocalPipeline(
@@ -325,13 +328,6 @@ class LocalPipelines:
         with byte_bar("loading the model", log) as show:
             await pipeline.start(show)
         return pipeline
-
-    async def _wait_for_end(self, thread: EngineThread) -> None:
-        """Wait until a thread has finished its work. Raises NotReadyError if it is stuck."""
-        while thread.alive:
-            await thread.close()
-            if (stall := thread.stall) > 0:
-                raise NotReadyError(f"{STUCK} {stall:.0f} s. Wait, or restart mtp-coord")
 
 
 class LocalSource(PipelineSource):

@@ -2,9 +2,7 @@
 
 A plan that ends takes the state of every sequence with it, because its layers move to other workers. The coordinator
 keeps a copy of this state, up to some token. The next plan restores it and computes only the tokens after it.
-
 Backups of prompts stay after their sequences, for later prompts that begin with the same tokens.
-
 A backup costs the time of its transfer. The pause after it is a multiple of this time, which is long in a calm cluster
 and short after a failure.
 """
@@ -157,8 +155,7 @@ class Backups:
 
     def tokens_of(self, seq_id: int) -> int:
         """Return how many tokens of a sequence are backed up."""
-        backup = self.kept.get(seq_id)
-        return 0 if backup is None else backup.tokens
+        return self.kept.get(seq_id, Backup()).tokens
 
     def may_begin(self, seq_id: int) -> bool:
         """Return whether a sequence has no backup in flight, and its next backup may fit into `limit`."""

@@ -17,7 +17,7 @@ from proto.frame import Frame
 from proto.images import FIRST_IMAGE_TOKEN, without_images
 
 PIPELINED_CHUNKS = 8
-"""Chunks. Minimum of a prompt with longer ones than the shortest. N stages are 8 N / (N + 7) times as fast then."""
+"""Chunks. Minimum of a prompt with longer ones than the shortest. N stages are then 8 N / (N + 7) times as fast."""
 
 SHORTEST_CHUNK = 64
 """Tokens. Shortest chunk after a GPU gave up longer ones. Shorter chunks read the weights too often."""
@@ -139,7 +139,7 @@ TURN_SECONDS = 1.0
 """Seconds. A sequence keeps its place so long before it is preempted, so that clients do not only change places."""
 
 PREEMPTION_PAUSE = 3.0
-"""Pause after a preempted sequence returns, over the time to compute it again, which is a quarter at most."""
+"""Pause after a preempted sequence returns, over the time to compute it again. It then takes a quarter at most."""
 
 Running = Mapping[int, Sequence]
 

@@ -34,11 +34,9 @@ if TYPE_CHECKING:  # at run time it would take seconds in the process that compi
 _TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
 
 _MAPS = ("$defs", "definitions", "properties", "patternProperties")
-"""Keywords whose value has a schema for each key."""
-
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")  # with a list of schemas
-
-_SCHEMAS = ("items", "additionalProperties", "not")  # with a schema
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SCHEMAS = ("items", "additionalProperties", "not")
+"""Keywords whose value has a schema for each key, is a list of schemas, or is a schema."""
 
 MAX_LEVELS = 100
 """Maximum number of schemas inside each other, so that no recursion exceeds Python's limit."""

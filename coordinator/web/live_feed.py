@@ -67,8 +67,7 @@ LOOK_SECONDS = 0.25
 """Seconds. Time between two looks at the status. It bounds the error of the times of events."""
 
 LOOKS_A_MESSAGE = 2
-"""Looks for one message, so two messages a second. A message costs the coordinator 0.1 ms for each page, and people do
-not read figures that change faster. An event is sent at once."""
+"""Looks for one message, so two a second, which cost 0.1 ms for each page. An event is sent at once."""
 
 KEEP_ALIVE_SECONDS = 10.0
 """Seconds. A subscriber without changes gets a comment after this time, so that proxies keep the connection."""
