@@ -233,14 +233,6 @@ class PromptBody(Body):
             return OutputFormat("json_schema", found.schema_, param)
         return None
 
-    @property
-    def system_text(self) -> str:
-        """The system prompt as one text."""
-        blocks = self.system or []
-        if isinstance(blocks, str):
-            return blocks
-        return "\n\n".join(block.text for block in blocks)
-
 
 class MessagesBody(PromptBody, SamplingBody):
     """The body of `POST /v1/messages`."""
@@ -250,10 +242,7 @@ class MessagesBody(PromptBody, SamplingBody):
 
 
 def internal_request(body: PromptBody) -> ChatRequest:
-    """Translate a body to the internal request. A body that only counts tokens gets default settings.
-
-    Without `thinking` the model does not reason, as at Anthropic.
-    """
+    """Translate a body, which may only count tokens. Without `thinking` the model does not reason."""
     settings = GenerationSettings()
     if isinstance(body, MessagesBody):
         settings = body.sampling_settings(
@@ -280,12 +269,10 @@ def internal_request(body: PromptBody) -> ChatRequest:
 
 def template_messages(body: PromptBody) -> list[Json]:
     """Return the conversation as chat templates read it."""
-    turns: list[Json] = []
-    if body.system_text:
-        turns.append({"role": "system", "content": body.system_text})
-    for message in body.messages:
-        turns += _turns(message)
-    return with_system_first(turns)
+    system = body.system or ""
+    text = system if isinstance(system, str) else "\n\n".join(block.text for block in system)
+    first = [{"role": "system", "content": text}] if text else []
+    return with_system_first([*first, *(t for message in body.messages for t in _turns(message))])
 
 
 def _turns(message: Message) -> Iterator[Json]:
@@ -348,10 +335,7 @@ def anthropic_error(error: Exception) -> Json:
 
 
 def _message(error: Exception) -> str:
-    """Return the message for the client.
-
-    Agents look for the words of Anthropic's API to compact the conversation or to lower `max_tokens`.
-    """
+    """Return the message for the client, in the words on which Anthropic's agents compact a conversation."""
     if not isinstance(error, ContextLengthError):
         return message_of(error)
     if error.max_tokens is None:
@@ -370,17 +354,13 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 class MessageWriter(AnswerWriter):
-    """The writer of `POST /v1/messages`. A message has one choice, whose parts become content blocks.
-
-    A call that the limit cut off is omitted from a whole message. A stream has its block as far as it goes.
-    """
+    """The writer of `POST /v1/messages`. Parts become blocks, and a whole message omits a call that was cut off."""
 
     def __init__(self, answer: GeneratedAnswer) -> None:
         super().__init__(answer)
         assert len(answer.choices) == 1
         self._block = -1  # index of the current content block
-        self._kind: str | None = None
-        """The type of the open block."""
+        self._kind: str | None = None  # type of the open block
 
     def whole(self) -> Json:
         (choice,) = self._answer.choices

@@ -1,7 +1,4 @@
-"""The ASGI app: routers, keys and error handlers, joined, and the app of a server that has no model yet.
-
-A request starts in the router of its dialect.
-"""
+"""The ASGI app: routers, keys and error handlers, joined, and the app of a server that has no model yet."""
 
 from __future__ import annotations
 
@@ -42,10 +39,7 @@ ERROR_FORMATS: dict[str, ErrorFormat] = {
 def create_app(
     api: Api, frames: FrameRecords | None = None, journal: Journal | None = None
 ) -> FastAPI:
-    """Return an ASGI app that serves one model. The caller starts and stops the parts.
-
-    `frames` is what the page's timeline shows. Without `journal` stored answers are kept in memory.
-    """
+    """Return an ASGI app of one model. The page shows `frames`; without `journal` answers stay in memory."""
     routers = (
         openai_chat.router,
         models.load_router,
@@ -104,10 +98,7 @@ def _new_app(api: Api, routers: Sequence[APIRouter], frames: FrameRecords | None
 def starting_app(
     status: StatusSource, options: ApiOptions, reason: str = "", loader: ModelLoader | None = None
 ) -> FastAPI:
-    """Return an app with the page and the operators' endpoints. It answers every other request with status 503.
-
-    `reason` is the message of that answer; without it, the state of the download. `loader` changes the model.
-    """
+    """Return an app of the page and the operators' endpoints. Others get 503 and `reason`, or the download's state."""
 
     def refuse() -> None:
         """Answer 503 with the state of the download."""

@@ -82,15 +82,11 @@ class AnswerEvent:
 class Choice:
     """One choice while it is generated. Each token that adds text makes its own event.
 
-    With `parser` the text is split into content, reasoning and calls; without it all text is content.
-    `tokens` counts the tokens up to and including the one that completed a stop string, `drafted` and `accepted` the
-    drafts up to there. `began` and `first_token_at` are times of `perf_counter`. `content`, `reasoning`, `calls`,
-    `logprobs` and `offsets` hold the choice so far. `calls` includes calls that are not complete.
-
-    `reasoning_budget` is the maximum number of reasoning tokens. When the model exceeds it, the choice needs a
-    continuation: a request whose prompt closes the reasoning. With `one_call` the choice ends after its first call.
-    `generated` holds the tokens that the choice has used, from which `replay` restores it. `next_request` is the
-    request for the rest.
+    With `parser` the text is split into content, reasoning and calls; without it all text is content. `tokens`,
+    `drafted` and `accepted` count up to the end of a stop string. `began` and `first_token_at` are times of
+    `perf_counter`. `calls` includes calls that are not complete. Above `reasoning_budget` tokens of reasoning, it needs
+    a continuation: a request whose prompt closes the reasoning. With `one_call` it ends after its first call. `replay`
+    restores it from the tokens `generated`, and `next_request` is the request for the rest.
     """
 
     def __init__(
@@ -156,10 +152,7 @@ class Choice:
         return self.complete_calls + [call for call in cut if not call.complete]
 
     def apply_event(self, event: GenerationEvent) -> list[AnswerEvent]:
-        """Apply one event of the engine; return the answer events it makes, which end with a ChoiceEnd once done.
-
-        Raises WorkerLostError if the engine failed the request.
-        """
+        """Apply an event of the engine; return the answer events, a ChoiceEnd at the end. Raises WorkerLostError."""
         match event:
             case PrefillProgress():
                 if not self.tokens:  # later ones count restored tokens of the answer too
@@ -180,10 +173,7 @@ class Choice:
         self.next_request = replace(self.next_request, client=client)
 
     def replay(self, tokens: Sequence[int]) -> list[AnswerEvent]:
-        """Restore the choice from the tokens that an earlier process used; return their events.
-
-        The events are the same as then, because each token is read on its own. `next_request` continues after them.
-        """
+        """Restore the choice from `tokens`, read one by one as before; return the events. `next_request` goes on."""
         events: list[AnswerEvent] = []
         emitted: list[int] = []
         for token in tokens:
@@ -223,10 +213,7 @@ class Choice:
         return events
 
     def _close_reasoning(self) -> list[AnswerEvent]:
-        """Close the reasoning in the text, and continue from a prompt that holds the tokens so far and its end marker.
-
-        Tokens after the budget are discarded, so the answer does not depend on the size of windows.
-        """
+        """Close the reasoning, and continue from its tokens up to the budget, whatever the size of windows."""
         assert self._parser is not None
         events = self._read_piece(self._text.finish())
         closing = self._tokenizer.reasoning_end
@@ -288,9 +275,9 @@ class Choice:
                 self.reasoning.append(text)
                 return AnswerEvent(self.index, part)
             case CallStart(name):
-                number = len(self.calls)
-                call_id = _call_id(self.request.request_id, number)
-                self.calls.append(GeneratedCall(number, call_id, name))
+                number = len(self.calls)  # with the request, it gives a restored call the same id
+                digest = hashlib.sha256(f"{self.request.request_id}/{number}".encode()).hexdigest()
+                self.calls.append(GeneratedCall(number, f"call_{digest[:24]}", name))
             case CallArguments(text):
                 self.calls[-1].parts.append(text)
             case CallEnd(complete):
@@ -305,12 +292,6 @@ class Choice:
         return {"logprobs": logprobs, "origins": "".join(origin for origin, _ in held)}
 
 
-def _call_id(request_id: str, number: int) -> str:
-    """Return the id of a call. It is the same when the answer is restored."""
-    digest = hashlib.sha256(f"{request_id}/{number}".encode()).hexdigest()
-    return f"call_{digest[:24]}"
-
-
 ID_LENGTH = 24
 """Characters of an answer's id after its prefix, as OpenAI's ids have."""
 
@@ -322,10 +303,7 @@ def new_id(prefix: str) -> str:
 
 @dataclass(frozen=True)
 class GeneratedAnswer:
-    """The choices of one prompt or several: each prompt has `settings.n` consecutive choices.
-
-    `user` is the client's label for the log.
-    """
+    """The choices of one or more prompts, `settings.n` consecutive ones each. `user` is a label for the log."""
 
     id: str
     model: str
@@ -387,10 +365,7 @@ async def text_answer(
 async def chat_answer(
     api: Api, chat: ChatRequest, answer_id: str, restored: GenerationRequest | None = None
 ) -> GeneratedAnswer:
-    """Return the answer to a conversation, before its first token. Raises RequestError for an invalid request.
-
-    `restored` is the engine's request of an answer that an earlier process began.
-    """
+    """Return the answer before its first token, or that of a `restored` request. Raises RequestError."""
     prompt, images = await prompt_of(api, chat)
     stop_tokens, stop = stops_of(api, chat.settings)
     if restored is not None and images:

@@ -39,10 +39,7 @@ RETRY_SECONDS = 5.0
 
 
 class LargeWork:
-    """The thread for large requests, and the bytes of large bodies that are being read.
-
-    One thread bounds their memory and leaves the processors to the answers of others.
-    """
+    """The thread for large requests, and the bytes that it reads. One thread bounds memory and processor time."""
 
     def __init__(self) -> None:
         self.open_bytes = 0
@@ -56,10 +53,7 @@ class LargeWork:
 
     @contextmanager
     def reading(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function that reserves bytes for a large body. They are free again at the end of the block.
-
-        The function raises CapacityError when large bodies have MAX_OPEN_BYTES already.
-        """
+        """Yield a function that reserves bytes until the block ends, or raises CapacityError above MAX_OPEN_BYTES."""
         reserved = 0
 
         def reserve(count: int) -> None:
@@ -153,10 +147,7 @@ def api_of(request: Request) -> Api:
 
 
 def client_of(request: Request) -> str:
-    """Return the name of the request's API key, else its address.
-
-    Keys of `--api-key` have no name, and several clients may share one.
-    """
+    """Return the name of the request's API key, else its address. Keys of `--api-key` have no name."""
     if name := getattr(request.state, "key_name", ""):
         return f"key {name}"
     return "" if request.client is None else f"address {request.client.host}"

@@ -1,7 +1,4 @@
-"""Delivery of an answer: run the engine, send the answer whole or streamed, cancel when the client disconnects.
-
-A writer translates the answer's events to the bytes of a dialect.
-"""
+"""Delivery of an answer: run the engine, send it whole or streamed, cancel when the client disconnects."""
 
 from __future__ import annotations
 
@@ -96,17 +93,11 @@ class AnswerWriter(abc.ABC):
 
 
 BACKLOG, BACKLOG_OF_REQUEST = 1024, 256
-"""Events that may wait for a client, and more of them for each request. About 2 KB each with log-probabilities.
-
-The connection ends a client that reads nothing for STALL_SECONDS. Until then the answer must not fill the memory.
-"""
+"""Events that may wait for a client, and more for each request, 2 KB each. STALL_SECONDS end the connection later."""
 
 
 class AnswerQueue:
-    """The requests of an answer, started by the constructor, and one queue for the events of all. Call `close`.
-
-    `close` waits for nothing, so it works in a handler whose client has disconnected.
-    """
+    """The requests of an answer, started by the constructor, and a queue of their events. `close` never waits."""
 
     def __init__(self, generator: Generator, requests: Sequence[GenerationRequest]) -> None:
         self._generator = generator
@@ -126,10 +117,7 @@ class AnswerQueue:
         return min((place for place in found if place is not None), default=None)
 
     async def next_event(self, seconds: float) -> tuple[int, GenerationEvent] | None:
-        """Return the next event with the index of its request, or None after `seconds` without an event.
-
-        Raises the refusal of a request, and ClusterError for a client that does not read.
-        """
+        """Return the next event and its request's index, or None after `seconds`. Raises an error in its place."""
         try:
             async with asyncio.timeout(seconds):
                 index, generation, event = await self._queue.get()
@@ -190,10 +178,7 @@ IndexedEvent = tuple[int, GenerationEvent] | None
 
 @dataclass(frozen=True)
 class PreparedAnswer:
-    """An answer before its first token, with the writer of its dialect.
-
-    `record` is set for an answer that is stored.
-    """
+    """An answer before its first token, and the writer of its dialect. A stored answer has a `record`."""
 
     answer: GeneratedAnswer
     writer: AnswerWriter

@@ -50,6 +50,11 @@ def field_error(field: str, problem: str) -> PydanticCustomError:
     return PydanticCustomError(FIELD, "{problem}", {"field": field, "problem": problem})
 
 
+def refused_field(param: str, problem: str) -> RequestError:
+    """Return the error for the field `param` of a request."""
+    return RequestError(f"{param}: {problem}", param=param)
+
+
 def status_of(error: Exception) -> int:
     """Return the HTTP status of `error`."""
     if isinstance(error, ClusterError):
@@ -136,10 +141,7 @@ def _routing_error(request: Request, error: HTTPException) -> HTTPException:
 
 
 def install_error_handlers(app: FastAPI, formats: Mapping[str, ErrorFormat]) -> None:
-    """Answer every exception of a handler in the format of its dialect.
-
-    `formats` maps path prefixes to formats; other paths use OpenAI's.
-    """
+    """Answer exceptions in the format that `formats` has for the prefix of the path, or in OpenAI's."""
 
     async def answer(request: Request, error: Exception) -> Response:
         path = request.scope["path"]

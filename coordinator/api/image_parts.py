@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from coordinator.api.context import Api
+from coordinator.api.errors import refused_field
 from coordinator.api.request_body import Body
 from coordinator.api.request_settings import ChatRequest, render_chat
 from coordinator.images.encoder import EncodedImage
@@ -109,17 +110,16 @@ def with_images(turn: Json, parts: Any) -> Json:
 async def prompt_of(api: Api, chat: ChatRequest) -> tuple[ChatPrompt, tuple[PromptImage, ...]]:
     """Render the conversation, and put the tokens of its images in their places.
 
-    Raises RequestError, naming the client's field, for an image that cannot be read, or if the template rejects the
-    messages.
+    Raises RequestError, naming the field, for an unreadable image, or if the template rejects the messages.
     """
     param = chat.settings.client_name("prompt")
     urls = [url for message in chat.messages for url in message.get("images", ())]
     if not urls:
         return await render_chat(api, chat), ()
     if len(urls) > api.options.max_images:
-        raise RequestError(
-            f"{param}: {len(urls)} images, limit {api.options.max_images}. Send fewer, or raise --max-images.",
-            param=param,
+        raise refused_field(
+            param,
+            f"{len(urls)} images, limit {api.options.max_images}. Send fewer, or raise --max-images.",
         )
     encoded, tokens, limit = list[EncodedImage](), 0, api.model.context_length
     for number, url in enumerate(urls, 1):
@@ -157,7 +157,7 @@ def placed(
             problem = (
                 "the model's chat template leaves out images. Send them in messages of the user."
             )
-        raise RequestError(f"{param}: {problem}", param=param)
+        raise refused_field(param, problem)
     tokens: list[int] = []
     images: list[PromptImage] = []
     turn, done = prompt.turn, 0
@@ -179,15 +179,13 @@ async def _read(api: Api, url: str, param: str) -> bytes:
     if scheme == "data":
         return await asyncio.to_thread(_decoded, rest, param)
     if scheme not in ("http", "https"):
-        raise RequestError(
-            f"{param}: an image is a data URL, data:image/png;base64,…, not {url!r:.40}",
-            param=param,
+        raise refused_field(
+            param, f"an image is a data URL, data:image/png;base64,…, not {url!r:.40}"
         )
     if not api.options.fetch_images:
-        raise RequestError(
-            f"{param}: this server loads no images from other servers. Send a data URL, or start it with "
-            "--fetch-images.",
-            param=param,
+        raise refused_field(
+            param,
+            "this server loads no images from other servers. Send a data URL, or start it with --fetch-images.",
         )
     return await fetch_image(url, param)
 
@@ -195,16 +193,13 @@ async def _read(api: Api, url: str, param: str) -> bytes:
 def _decoded(rest: str, param: str) -> bytes:
     head, comma, content = rest.partition(",")
     if not comma or not head.endswith(";base64"):
-        raise RequestError(
-            f"{param}: the data URL of an image is not in Base64. Send data:image/png;base64,…",
-            param=param,
+        raise refused_field(
+            param, "the data URL of an image is not in Base64. Send data:image/png;base64,…"
         )
     try:
         return base64.b64decode("".join(content.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise RequestError(
-            f"{param}: the Base64 of an image is invalid. Send it again.", param=param
-        ) from error
+        raise refused_field(param, "the Base64 of an image is invalid. Send it again.") from error
 
 
 def text_of(parts: Iterable[Any]) -> str:

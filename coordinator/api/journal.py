@@ -82,10 +82,7 @@ class Database:
 
     @classmethod
     def open(cls, file: Path | None = None) -> Database:
-        """Open or create the database in `file`, readable by its owner only, or make one in memory.
-
-        Raises OSError or sqlite3.Error for a file that cannot be used.
-        """
+        """Open or create the database in `file`, for its owner only, or in memory. Raises OSError or sqlite3.Error."""
         if file is not None:
             # SQLite gives the files beside the database the mode of the database.
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
@@ -222,8 +219,7 @@ class Journal:
         self._retention = retention or (MEMORY_RETENTION if file is None else Retention())
         self._thread = ThreadPoolExecutor(1, "journal")
         self._database: Database | None = None
-        self._older: Database | None = None
-        """The file that can no longer be written, for reading."""
+        self._older: Database | None = None  # the file that can no longer be written, for reading
         self._tokens: list[tuple[str, int, tuple[int, ...]]] = []
         """The arguments of `Database.append_tokens` that wait for the next commit."""
         self._cleaning: asyncio.TimerHandle | None = None

@@ -31,10 +31,7 @@ async def trace_report(loop: GenerationLoop, seconds: float) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class LiveStatus(StatusSource):
-    """The status of a server.
-
-    `manager` is None in single-node mode. `alone()` returns the status of this process while it serves alone.
-    """
+    """The status of a server. `manager` is None in single-node mode; `alone()` is the status of this process."""
 
     loop: GenerationLoop
     manager: ClusterManager | None
@@ -101,10 +98,7 @@ class LiveStatus(StatusSource):
         return [self._member(m, stages.get(m.address), loads) for m in members]
 
     def _layers(self, member: Member, stage: StagePlan, load: StageLoad | None) -> str:
-        """Return how the layers of a worker compute, and its share of them in a group.
-
-        The sums of lm_head and of the MTP head are not counted.
-        """
+        """Return how a worker's layers compute, and its share. The sums of lm_head and the MTP head do not count."""
         assert self.manager is not None
         layers = self.manager.loads.layers.get(member.address, "")
         if not stage.members or not layers:

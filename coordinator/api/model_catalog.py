@@ -52,10 +52,7 @@ class Catalog:
         return [facts for facts in found if facts is not None]
 
     def find_path(self, name: str) -> Path | None:
-        """Return the directory of model `name`, or None for a repo that is not whole on this machine.
-
-        Raises CheckpointError for a name that is neither a repo nor a model of this machine.
-        """
+        """Return the directory of a model, or None for a repo that is not whole. Raises CheckpointError if unknown."""
         if name == BUILTIN:
             return find_model(BUILTIN)
         if _DIRECTORY.fullmatch(name) and (self.directory / name / "config.json").is_file():
@@ -122,8 +119,7 @@ class ModelLoader(Protocol):
         """Return whether the model is on this machine."""
 
     def start(self, name: str) -> LoadReport:
-        """Begin to change to the model `name`, downloaded if needed, and return the report.
+        """Begin to change to the model `name`, or to the directory with that absolute path, and return the report.
 
-        `name` may also be the absolute path of a directory with a model, which then has the directory's name. Raises
-        CheckpointError for an invalid name, and BusyError while another change runs.
+        Raises CheckpointError for an invalid name, and BusyError while another change runs.
         """

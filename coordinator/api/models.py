@@ -94,10 +94,7 @@ async def model(request: Request, name: str) -> Response:
 
 
 def describe_model(model: ModelInfo) -> Json:
-    """Return the served model in OpenAI's format.
-
-    `max_model_len`, vLLM's name, is the context in tokens. `ignored_fields` are the request fields without effect.
-    """
+    """Return the served model in OpenAI's format. `max_model_len`, vLLM's name, is the context in tokens."""
     entry = _entry(model.id, model.created, model.context_length, loaded=True)
     return {**entry, "ignored_fields": sorted(HINTS)}
 

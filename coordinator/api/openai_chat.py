@@ -141,31 +141,6 @@ LOWEST = -9999.0
 """The value for minus infinity, which JSON cannot represent; OpenAI documents this number."""
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> Json:
-    """Return `logprobs` of a chat choice, with an entry for every token, also of reasoning and calls."""
-    content = [
-        {
-            **_token(tokenizer, entry.token, entry.logprob),
-            "top_logprobs": [_token(tokenizer, token, logprob) for token, logprob in entry.top],
-        }
-        for entry in entries
-    ]
-    return {"content": content, "refusal": None}
-
-
-def completion_logprobs(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprob], offsets: Sequence[int]
-) -> Json:
-    """Return `logprobs` of a text completion. `offsets` count characters of the choice's text."""
-    top = [{_name(tokenizer, token): _finite(value) for token, value in e.top} for e in entries]
-    return {
-        "tokens": [_name(tokenizer, entry.token) for entry in entries],
-        "token_logprobs": [_finite(entry.logprob) for entry in entries],
-        "top_logprobs": top if any(top) else None,
-        "text_offset": list(offsets),
-    }
-
-
 def _token(tokenizer: Tokenizer, token: int, logprob: float) -> Json:
     content = tokenizer.token_bytes(token)
     return {
@@ -214,8 +189,7 @@ class ChunkWriter(AnswerWriter):
         self._echoes = echoes or [""] * len(answer.choices)
         self._options = body.stream_options or StreamOptions()
         self._token_ids = bool(body.return_token_ids)
-        self._shown: dict[int, int] = {}
-        """The number of token ids that each choice has shown."""
+        self._shown: dict[int, int] = {}  # token ids that each choice has shown
 
     @abc.abstractmethod
     def choice_result(self, index: int) -> Json:
@@ -337,7 +311,15 @@ class ChatWriter(ChunkWriter):
         }
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> Json | None:
-        return chat_logprobs(self._tokenizer, entries) if entries else None
+        """Return `logprobs`, with an entry for every token, also of reasoning and calls."""
+        content = [
+            {
+                **_token(self._tokenizer, entry.token, entry.logprob),
+                "top_logprobs": [_token(self._tokenizer, *pair) for pair in entry.top],
+            }
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None} if content else None
 
 
 def _call(call: GeneratedCall, arguments: str) -> Json:
@@ -375,5 +357,13 @@ class CompletionWriter(ChunkWriter):
         offsets: Sequence[int] = (),
         finish_reason: str | None = None,
     ) -> Json:
-        found = completion_logprobs(self._tokenizer, logprobs, offsets) if logprobs else None
-        return {"index": index, "text": text, "logprobs": found, "finish_reason": finish_reason}
+        name = partial(_name, self._tokenizer)
+        top = [{name(token): _finite(value) for token, value in entry.top} for entry in logprobs]
+        found = {
+            "tokens": [name(entry.token) for entry in logprobs],
+            "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
+            "top_logprobs": top if any(top) else None,
+            "text_offset": list(offsets),
+        }
+        entry = {"index": index, "text": text, "logprobs": found if logprobs else None}
+        return {**entry, "finish_reason": finish_reason}

@@ -12,10 +12,10 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_v
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from coordinator.api.choice import ID_LENGTH, GeneratedAnswer, chat_answer, new_id
-from coordinator.api.context import Api, api_of
+from coordinator.api.choice import ID_LENGTH, chat_answer, new_id
+from coordinator.api.context import Api
 from coordinator.api.delivery import PreparedAnswer
-from coordinator.api.errors import field_error
+from coordinator.api.errors import field_error, refused_field
 from coordinator.api.image_parts import InputImagePart, text_of, with_images
 from coordinator.api.journal import Record
 from coordinator.api.openai_schemas import SamplingBody
@@ -281,16 +281,13 @@ Item = Annotated[
 def template_messages(
     instructions: str | None, items: Sequence[Item], markers: tuple[str, str]
 ) -> list[Json]:
-    """Return the conversation as chat templates read it.
-
-    Consecutive items of the assistant (reasoning, messages and calls) become one message.
-    """
+    """Return the conversation as chat templates read it. Consecutive items of the assistant become one message."""
     turns: list[Json] = []
     if instructions:
         turns.append({"role": "system", "content": instructions})
     pending: list[Item] = []
     for item in items:
-        if _is_assistants(item):
+        if isinstance(item, CallItem | ReasoningItem) or getattr(item, "role", "") == "assistant":
             pending.append(item)
             continue
         turns += _assistant(pending, markers)
@@ -303,7 +300,7 @@ def template_messages(
             role = "system" if item.role == "developer" else item.role
             turn = with_images({"role": role, "content": _text(item.content)}, item.content)
             if role == "system" and "images" in turn:
-                raise RequestError(f"input: {ONLY_USERS}", param="input")
+                raise refused_field("input", ONLY_USERS)
             turns.append(turn)
     return with_system_first([*turns, *_assistant(pending, markers)])
 
@@ -311,19 +308,12 @@ def template_messages(
 ONLY_USERS = "images are read in messages of the user and in outputs of tools. Move them there."
 
 
-def _is_assistants(item: Item) -> bool:
-    if isinstance(item, MessageItem):
-        return item.role == "assistant"
-    return isinstance(item, CallItem | ReasoningItem)
-
-
-def _assistant(items: Iterable[Item], markers: tuple[str, str]) -> list[Json]:
-    items = list(items)
+def _assistant(items: Sequence[Item], markers: tuple[str, str]) -> list[Json]:
     if not items:
         return []
     messages = [item for item in items if isinstance(item, MessageItem)]
     if any(with_images({}, item.content) for item in messages):
-        raise RequestError(f"input: {ONLY_USERS}", param="input")
+        raise refused_field("input", ONLY_USERS)
     text = "".join(_text(item.content) for item in messages)
     calls = [item for item in items if isinstance(item, CallItem)]
     named = [(c.call_id, full_name(c.namespace, c.name), c.arguments) for c in calls]
@@ -356,7 +346,7 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
     if request.query_params.get("stream") == "true":
         return await stored_of(request).stream(request, response_id, after)
     if after >= 0:
-        raise RequestError("starting_after: requires stream=true. Add it.", param="starting_after")
+        raise refused_field("starting_after", "requires stream=true. Add it.")
     record, _ = await stored_of(request).find(request, response_id)
     return JSONResponse(record.result)
 
@@ -401,29 +391,19 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
     items = [*_items.validate_python(before), *own]
     answer = await chat_answer(api, _internal_request(api, body, items), new_id("resp_"))
     writer = ResponseWriter(answer, _repeated_fields(body), _names(body))
-    record = None if body.store is False else _new_record(request, body, answer, before, own)
-    return PreparedAnswer(answer, writer, bool(body.stream), record)
-
-
-def _new_record(
-    request: Request,
-    body: ResponsesBody,
-    answer: GeneratedAnswer,
-    before: list[Json],
-    own: Sequence[Item],
-) -> Record:
-    """Return the record of a response before its first token."""
-    (choice,) = answer.choices
-    return Record(
+    if body.store is False:
+        return PreparedAnswer(answer, writer, bool(body.stream))
+    record = Record(
         id=answer.id,
         owner=owner_of(request),
-        model=api_of(request).model.fingerprint,
+        model=api.model.fingerprint,
         created=answer.created,
         body=body.model_dump_json(exclude_none=True, by_alias=True),
-        request=pin_request(choice.request),
+        request=pin_request(answer.choices[0].request),
         history={"before": before, "input": [item.model_dump(exclude_none=True) for item in own]},
         background=bool(body.background),
     )
+    return PreparedAnswer(answer, writer, bool(body.stream), record)
 
 
 async def restore(api: Api, record: Record, request: GenerationRequest) -> PreparedAnswer:
@@ -441,9 +421,7 @@ async def _conversation(request: Request, response_id: str) -> list[Json]:
     param = "previous_response_id"
     record, running = await stored_of(request).find(request, response_id, param)
     if running is not None:
-        raise RequestError(
-            f"{param}: {response_id!r:.80} is in progress. Wait for its end.", param=param
-        )
+        raise refused_field(param, f"{response_id!r:.80} is in progress. Wait for its end.")
     output: list[Any] = record.result["output"]
     return [*record.history["before"], *record.history["input"], *output]
 
@@ -459,7 +437,7 @@ async def _referenced_item(request: Request, reference: ReferenceItem) -> Item:
         if item["id"] == reference.id:
             found: Item = _items.validate_python([item])[0]
             return found
-    raise RequestError(f"input: no stored item has the id {reference.id!r:.80}", param="input")
+    raise refused_field("input", f"no stored item has the id {reference.id!r:.80}")
 
 
 def _internal_request(api: Api, body: ResponsesBody, history: list[Item]) -> ChatRequest:

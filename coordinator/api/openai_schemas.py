@@ -203,10 +203,7 @@ _FIELD_ROLES = {"reasoning_content": "assistant", "tool_calls": "assistant", "to
 
 
 class Message(Body):
-    """One message. Its fields go to the model's chat template.
-
-    Messages that OpenAI's client returned may be sent back with their null fields.
-    """
+    """One message for the chat template. Those that OpenAI's client returned may come back with null fields."""
 
     place: ClassVar[str] = "messages[]."
     role: Literal["system", "developer", "user", "assistant", "tool"]

@@ -103,10 +103,7 @@ async def models(request: Request) -> Response:
 
 @cluster_router.post("/invitations")
 async def invite(request: Request) -> Response:
-    """Return the command with which one new machine joins.
-
-    The command holds a secret, so a server without API keys refuses: any user of its machine could read it.
-    """
+    """Return the command with which a machine joins. It holds a secret, so a server without API keys refuses."""
     require_json(request)
     return JSONResponse(asdict(_inviter(api_of(request))()))
 

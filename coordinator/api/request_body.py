@@ -38,10 +38,7 @@ MAX_ITEMS = 2**18
 
 
 class JsonBounds:
-    """A counter of the values in a JSON text that arrives in parts, without the text of strings.
-
-    The parser lets no other thread of the process run, so it must not receive millions of values.
-    """
+    """A counter of the values in a JSON text. The parser stops all threads, so it must not get millions of them."""
 
     def __init__(self, context: int) -> None:
         self.fields = 0
@@ -84,10 +81,7 @@ def number_in_query(request: Request, name: str, default: int) -> int:
 
 
 class Body(BaseModel):
-    """A JSON object without conversion of types: `"1"` is not a number, `1` is not a boolean.
-
-    `request_fields` decides about fields that the class does not have. `place` is the path of the object, with a dot.
-    """
+    """A JSON object without conversion of types. `FieldNotes` decides about other fields; `place` is its path."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
     place: ClassVar[str] = ""
@@ -170,11 +164,9 @@ def keys_are_set(options: ApiOptions) -> bool:
 async def require_key(request: Request) -> None:
     """Raise HTTPException 401 unless the request carries a valid key or no keys are set.
 
-    Raises AccessError for a named key without the scope of the request, and for a web page of another site.
-
-    The key is in `Authorization: Bearer KEY` or, as Anthropic's clients send it, in `x-api-key`. Every key is
-    compared, in constant time. `request.state.owner` becomes a digest of the valid key, and `request.state.key_name`
-    the name of a named one.
+    The key is in `Authorization: Bearer KEY` or, as Anthropic's clients send it, in `x-api-key`. Every key is compared,
+    in constant time. `request.state` gets a digest as `owner`, and the `key_name` of a named key. Raises AccessError
+    for a named key without the scope of the request, and for a web page of another site.
     """
     check_origin(request)
     options = api_of(request).options
@@ -235,11 +227,7 @@ def check_origin(request: Request) -> None:
 
 
 async def read_body(request: Request, kind: type[B]) -> B:
-    """Return the request's JSON body as a `kind`.
-
-    Raises RequestError for invalid content, HTTPException 413 for a body that is too large and 408 for one that is
-    too slow.
-    """
+    """Return the JSON body as a `kind`. Raises RequestError, or HTTPException if it is too large or too slow."""
     api = api_of(request)
     options, context = api.options, api.model.context_length
     if not keys_are_set(options):
@@ -274,10 +262,7 @@ def parse_body(kind: type[B], content: bytes | bytearray, notes: FieldNotes) -> 
 async def _read_bytes(
     request: Request, limit: int, bounds: JsonBounds, reserve: Callable[[int], None]
 ) -> bytearray:
-    """Return the body. `bounds` counts its values, and `reserve` is called for the bytes of a large one.
-
-    A body that one of them refuses is read to its end, because most clients read no answer before.
-    """
+    """Return the body. A refused one is read to its end, because most clients read no answer before."""
     content, size, refusal = bytearray(), 0, None
     async for chunk in request.stream():
         size += len(chunk)

@@ -39,8 +39,7 @@ HINTS = frozenset(
     vocab_only web_search_options
     """.split()
 )
-"""Fields that are accepted without effect, of OpenAI and Anthropic, vLLM, llama.cpp and LM Studio, Ollama, Open WebUI
-and SillyTavern. `GET /v1/models` lists them as `ignored_fields`."""
+"""Fields of other servers and clients, accepted without effect. `GET /v1/models` lists them as `ignored_fields`."""
 
 _REFUSED = {
     "": """
@@ -66,8 +65,7 @@ NEUTRAL = {
     for values, names in _REFUSED.items()
     for name in names.split()
 }
-"""The values without effect of fields that would change the answer in a way that this server cannot. An empty text,
-list or object has no effect for any of them. Other values are refused."""
+"""The values without effect of fields that change the answer, besides empty ones. Other values are refused."""
 
 SYNONYMS = {
     "max_tokens": "n_predict num_predict max_new_tokens max_completion_tokens",
@@ -100,19 +98,13 @@ MAX_UNKNOWN = 32
 
 @dataclass
 class FieldNotes:
-    """The fields of one request that are no attributes of its body.
-
-    `unknown` are the names of the fields that the server ignored. `synonyms` maps fields to the client's names.
-    """
+    """The fields of a request that its body lacks: `unknown` ones, and `synonyms` from field to the client's name."""
 
     unknown: set[str] = field(default_factory=set)
     synonyms: dict[str, str] = field(default_factory=dict)
 
     def translate(self, sent: Json, names: Set[str], place: str) -> Json:
-        """Return the object `sent` with fields of `names` only. `place` is the path of the object, with a dot.
-
-        Raises PydanticCustomError for a value that would change the answer and that the server cannot honour.
-        """
+        """Return `sent` with fields of `names` only. Raises PydanticCustomError for a value that changes the answer."""
         if sent.keys() <= names:
             return sent
         known = {name: value for name, value in sent.items() if name in names}

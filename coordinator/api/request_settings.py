@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 from coordinator.api.context import Api
-from coordinator.api.errors import ModelNotLoadedError, UnknownModelError
+from coordinator.api.errors import ModelNotLoadedError, UnknownModelError, refused_field
 from coordinator.schedule.prompts import most_waiting
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.calls import Json
@@ -69,10 +69,7 @@ TAG = ":latest"
 
 
 def check_model(api: Api, name: str | None) -> None:
-    """Raise UnknownModelError or ModelNotLoadedError if `name` is not the served model. None means the served model.
-
-    The name may have the tag of Ollama's clients, which `/api/tags` lists.
-    """
+    """Raise UnknownModelError or ModelNotLoadedError unless `name`, perhaps with Ollama's tag, is None or served."""
     if name is None or api.model.answers_to(name):
         return
     plain = name.removesuffix(TAG)
@@ -90,11 +87,7 @@ def check_model(api: Api, name: str | None) -> None:
 
 
 def stops_of(api: Api, settings: GenerationSettings) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Return the stop tokens of a request for the engine, and its stop strings.
-
-    A stop string that is a control token, such as `<|im_end|>`, has no text and becomes a stop token. Raises
-    RequestError for a token outside the vocabulary.
-    """
+    """Return the stop tokens, those spelled as strings included, and the stop strings. Raises RequestError."""
     _check_tokens(api, settings.stop_token_ids, "stop_token_ids")
     tokens = set(settings.stop_token_ids)
     if not settings.ignore_eos:
@@ -117,15 +110,14 @@ def requests_of(
     stop_tokens: frozenset[int],
     forced: Json,
 ) -> list[GenerationRequest]:
-    """Return `n` requests per prompt, in the order of their choices. `forced` has the fields of a grammar.
-
-    Raises RequestError, naming the client's field, for a request that can never be served.
-    """
-    maximum = _max_choices(api)
+    """Return `n` requests per prompt, with the grammar's fields in `forced`. Raises RequestError, naming the field."""
+    status, maximum = api.status.status(), MAX_CHOICES
+    if status.running_limit and status.waiting_limit is not None:
+        # An idle server must be able to run or queue all choices.
+        maximum = min(maximum, most_waiting(status.running_limit + status.waiting_limit))
     if len(prompts) * settings.n > maximum:
-        raise RequestError(
-            f"n: {len(prompts)} prompts with n {settings.n} exceed {maximum} choices. Send fewer.",
-            param="n",
+        raise refused_field(
+            "n", f"{len(prompts)} prompts with n {settings.n} exceed {maximum} choices. Send fewer."
         )
     params = replace(_sampling_params(api, settings), **forced)
     # vLLM, llama.cpp and Ollama read -1 as no seed.
@@ -152,14 +144,6 @@ def check_prompt(api: Api, prompt: Sequence[int]) -> tuple[int, ...]:
     return tuple(prompt)
 
 
-def _max_choices(api: Api) -> int:
-    """Return the maximum number of choices of one request: an idle server must be able to run or queue them all."""
-    status = api.status.status()
-    if not status.running_limit or status.waiting_limit is None:
-        return MAX_CHOICES
-    return min(MAX_CHOICES, most_waiting(status.running_limit + status.waiting_limit))
-
-
 def _sampling_params(api: Api, settings: GenerationSettings) -> SamplingParams:
     chosen: Json = {name: value for name, value in settings.sampling.items() if value is not None}
     if "top_k" in chosen:
@@ -179,9 +163,8 @@ def _sampling_params(api: Api, settings: GenerationSettings) -> SamplingParams:
 
 def _logit_bias(api: Api, bias: Mapping[str, float]) -> dict[int, float]:
     if wrong := [key for key in bias if not (key.isascii() and key.isdigit()) or len(key) > 10]:
-        raise RequestError(
-            f"logit_bias: {wrong[0]!r:.20} is not a token id. Use numbers as keys.",
-            param="logit_bias",
+        raise refused_field(
+            "logit_bias", f"{wrong[0]!r:.20} is not a token id. Use numbers as keys."
         )
     by_token = {int(key): value for key, value in bias.items()}
     _check_tokens(api, by_token, "logit_bias")
@@ -191,8 +174,8 @@ def _logit_bias(api: Api, bias: Mapping[str, float]) -> dict[int, float]:
 def _check_tokens(api: Api, tokens: Collection[int], param: str) -> None:
     size = api.tokenizer.vocab_size
     if wrong := [token for token in tokens if not 0 <= token < size]:
-        raise RequestError(
-            f"{param}: token {wrong[0]} is invalid. The vocabulary has {size} tokens.", param=param
+        raise refused_field(
+            param, f"token {wrong[0]} is invalid. The vocabulary has {size} tokens."
         )
 
 
@@ -204,7 +187,7 @@ def _token_limit(api: Api, settings: GenerationSettings, prompt: int) -> int:
     prompt_name = settings.client_name("prompt")
     limit_name = settings.client_name("max_tokens")
     if prompt == 0:
-        raise RequestError(f"{prompt_name}: empty. Send at least one token.", param=prompt_name)
+        raise refused_field(prompt_name, "empty. Send at least one token.")
     if prompt >= limit:
         raise ContextLengthError(
             f"{prompt_name}: {prompt} tokens leave no room for an answer in {bound} of {limit} tokens. Shorten it.",
@@ -257,10 +240,7 @@ class ChatRequest:
 
 
 async def render_chat(api: Api, chat: ChatRequest) -> ChatPrompt:
-    """Render the conversation with the checkpoint's template, in a thread.
-
-    Raises RequestError, naming the client's field, if the template rejects the messages.
-    """
+    """Render the conversation in a thread. Raises RequestError, naming the field, if the template rejects it."""
     kwargs = dict(chat.template_kwargs)
     if chat.thinking is not None and api.tokenizer.uses_variable(THINKING_SWITCH):
         kwargs[THINKING_SWITCH] = chat.thinking
@@ -289,10 +269,7 @@ def template_call(call_id: str, name: str, arguments: Any) -> Json:
 def call_message(
     content: str, calls: Iterable[tuple[str, str, str]], markers: tuple[str, str]
 ) -> Json:
-    """Return an assistant's message with tool calls, each given as id, name and arguments in JSON.
-
-    A call whose arguments are not a JSON object becomes text between `markers`, so that the model sees its mistake.
-    """
+    """Return an assistant's message with calls of id, name and JSON, which is text between `markers` if invalid."""
     message: Json = {"role": "assistant", "content": content}
     parsed = []
     for call_id, name, arguments in calls:
@@ -314,8 +291,7 @@ def call_message(
 def with_system_first(turns: Sequence[Json]) -> list[Json]:
     """Return a conversation whose only system message is the first message.
 
-    The system messages at the beginning are joined. Most templates reject later ones, so these become messages of the
-    user, marked as system text.
+    Those at the beginning are joined. Most templates reject later ones, which become marked messages of the user.
     """
     rest = list(turns)
     system = []
@@ -330,28 +306,23 @@ def with_system_first(turns: Sequence[Json]) -> list[Json]:
 
 
 async def grammar_fields(api: Api, chat: ChatRequest, *, thinking: bool) -> Json:
-    """Return the fields of SamplingParams that force the chat's output; empty if nothing is forced.
+    """Return the fields of SamplingParams that force the chat's output. Raises RequestError, naming the field.
 
-    `thinking` is True if the answer begins inside reasoning: the grammar then starts at the token that closes it.
-    Raises RequestError, naming the client's field, for a format or schema that cannot be compiled.
+    If the answer begins inside reasoning (`thinking`), the grammar starts at the token that closes it.
     """
     output = await asyncio.to_thread(_forced_output, api, chat)
     if output is None:
         return {}
     if chat.settings.ignore_eos:
-        raise RequestError(
-            f"{output.param}: cannot be combined with ignore_eos. Send one of them.",
-            param=output.param,
-        )
+        raise refused_field(output.param, "cannot be combined with ignore_eos. Send one of them.")
     # An error of the calls' grammar names the tool whose schema is the cause.
     schemas = _tool_schemas(chat) if chat.forced_tool is not None else ()
     causes = [OutputFormat("json_schema", schema, path) for path, schema in schemas]
     grammar = await api.compiler.compile([output, *causes])
     start = api.tokenizer.reasoning_end_id if thinking else None
     if thinking and start is None:
-        raise RequestError(
-            f"{output.param}: this model's reasoning has no end token. Switch reasoning off.",
-            param=output.param,
+        raise refused_field(
+            output.param, "this model's reasoning has no end token. Switch reasoning off."
         )
     return {"grammar": grammar, "grammar_start": start}
 
@@ -368,15 +339,12 @@ def _forced_output(api: Api, chat: ChatRequest) -> OutputFormat | None:
         return chat.output
     tools = [t for t in chat.tools if chat.forced_tool in ("", t["function"]["name"])]
     if not tools:
-        raise RequestError(
-            f"tool_choice: no tool is named {chat.forced_tool!r}. Send it in tools.",
-            param="tool_choice",
+        raise refused_field(
+            "tool_choice", f"no tool is named {chat.forced_tool!r}. Send it in tools."
         )
     style = api.tokenizer.call_style
     if style is None:
-        raise RequestError(
-            "tool_choice: this model's call format cannot be forced. Use auto.", param="tool_choice"
-        )
+        raise refused_field("tool_choice", "this model's call format cannot be forced. Use auto.")
     for path, schema in _tool_schemas(chat):
         check_schema(schema, path)
     single = chat.one_call or bool(chat.forced_tool)

@@ -66,10 +66,7 @@ class OutputItem:
 
 
 class ResponseWriter(AnswerWriter):
-    """The writer of `POST /v1/responses`. `fields` are the fields of the response that repeat the request.
-
-    `names` has the fields that name a function whose client knows it by another name than the model.
-    """
+    """The writer of `POST /v1/responses`. `fields` repeat the request; `names` has the client's names of functions."""
 
     def __init__(self, answer: GeneratedAnswer, fields: Json, names: Mapping[str, Json]) -> None:
         super().__init__(answer)

@@ -337,10 +337,7 @@ class StoredAnswers:
     async def find(
         self, request: Request, answer_id: str, param: str | None = None
     ) -> tuple[Record, StoredAnswer | None]:
-        """Return the record of an answer of the request's key, and the answer if it is in progress.
-
-        Raises UnknownAnswerError, which names the client's field `param`.
-        """
+        """Return a record of the request's key, and the answer in progress. Raises UnknownAnswerError for `param`."""
         running = self._running.get(answer_id)
         record = running.record if running else await self.journal.find(answer_id)
         if record is None or record.owner != owner_of(request):

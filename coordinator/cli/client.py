@@ -39,10 +39,7 @@ KeyOption = Annotated[str | None, typer.Option(envvar=API_KEY, help="An API key 
 
 
 def server_url(url: str) -> str:
-    """Return the root URL of a server, for --url as users write it.
-
-    A missing scheme and a trailing `/v1` are accepted. Raises UsageError for a malformed URL.
-    """
+    """Return the root of --url, whose scheme and `/v1` are optional. Raises UsageError for a malformed URL."""
     try:
         parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -113,10 +110,7 @@ def call(
 def stream_events(
     client: httpx.Client, path: str, body: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Send a streamed request and yield the data of each event.
-
-    Raises the errors of `_refusal`, NotReadyError if no server answers, and WorkerLostError for an error in the stream.
-    """
+    """Yield the events of a streamed request. Raises as `call`, and WorkerLostError for an error in the stream."""
     url = str(client.base_url)
     try:
         with client.stream("POST", path, json={**body, "stream": True}) as reply:
@@ -140,11 +134,7 @@ def _no_answer(url: str, error: Exception) -> NotReadyError:
 
 
 def _refusal(url: str, status: int, body: bytes) -> ClusterError:
-    """Return the error for an answer with `status`.
-
-    It is an AccessError for a refused key, NotReadyError or WorkerLostError if the server fails, UsageError if it
-    refuses the request, and ProtocolError if another program answers.
-    """
+    """Return the error for `status`, a ProtocolError if the answer is not that of an mtp-coord."""
     if status == 401:
         return AccessError(
             f"{url} requires an API key. Give one with --api-key or {API_KEY}. On the server's own machine, set "

@@ -181,7 +181,7 @@ def load(
     url = server_url(url)
     if model.startswith(".") or (Path(model) / "config.json").is_file():
         model = str(Path(model).absolute())
-    report = _report(call("POST", url, PATH, api_key, content={"model": model}))
+    report = LoadReport(**json.loads(call("POST", url, PATH, api_key, content={"model": model})))
     deadline = time.monotonic() + LOAD_SECONDS
     while report.running and time.monotonic() < deadline:
         phase = report.phase
@@ -189,16 +189,12 @@ def load(
             while report.phase == phase and time.monotonic() < deadline:
                 show(report.done, report.total)
                 time.sleep(POLL_SECONDS)
-                report = _report(call("GET", url, PATH, api_key))
+                report = LoadReport(**json.loads(call("GET", url, PATH, api_key)))
     if report.phase == "failed":
         raise NotReadyError(f"the model was not changed: {report.error}")
     if report.running:
         raise DeadlineError(f"no result after {LOAD_SECONDS:g} s. The server continues it")
     typer.echo(f"{report.model} serves")
-
-
-def _report(body: bytes) -> LoadReport:
-    return LoadReport(**json.loads(body))
 
 
 def replan(url: UrlOption = DEFAULT_URL, api_key: KeyOption = None) -> None:

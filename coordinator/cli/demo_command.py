@@ -1,7 +1,4 @@
-"""`mtp-coord demo`: a cluster on this machine, one streamed answer, the status, and a chat.
-
-The demo uses real processes and sockets, and the model that ships with this program.
-"""
+"""`mtp-coord demo`: a cluster of real processes on this machine, one streamed answer, the status, and a chat."""
 
 from __future__ import annotations
 
@@ -134,10 +131,7 @@ def _process(log: Path, module: str, arguments: list[str]) -> Iterator[Program]:
 
 
 def _wait_for(program: Program, console: Console, message: str, field: str) -> str:
-    """Return `field` of the first log record with `message`, and print how long the program took.
-
-    Raises WorkerLostError if the program ends before, or does not log it within START_SECONDS.
-    """
+    """Return `field` of the first log record with `message`. Raises WorkerLostError without one in START_SECONDS."""
     name = program.log.stem
     while True:
         seconds = time.monotonic() - program.started

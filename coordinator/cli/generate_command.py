@@ -69,10 +69,7 @@ class ShownText:
 def encode_prompt(
     tokenizer: Tokenizer, text: str, *, raw: bool
 ) -> tuple[tuple[int, ...], bool | None]:
-    """Return the prompt in tokens, and whether the answer starts in reasoning; None without a chat template.
-
-    Raises UsageError for an empty prompt, and for a model without a chat template.
-    """
+    """Return the prompt's tokens, and whether the answer opens in reasoning, None if `raw`. Raises UsageError."""
     thinking = None
     if raw:
         tokens = tokenizer.encode(text)
@@ -88,10 +85,7 @@ def encode_prompt(
 
 
 def read_prompt(texts: Sequence[str | None], file: Path | None) -> str:
-    """Return the only given text, or the content of `file`; `-` is stdin.
-
-    Raises UsageError unless exactly one is given, and for an unreadable file.
-    """
+    """Return the only given text, or the content of `file`; `-` is stdin. Raises UsageError otherwise."""
     given = [text for text in texts if text is not None]
     if len(given) + (file is not None) != 1:
         found = "more than one" if given else "none"
@@ -178,10 +172,7 @@ class PrintedAnswer:
 
 
 def summary(stats: GenerationStats, tokens: int) -> dict[str, Any]:
-    """Return the figures of a run.
-
-    `acceptance_by_position[i]` is the accepted share of the drafts at position i + 1.
-    """
+    """Return the figures of a run. `acceptance_by_position[i]` is that of the drafts at position i + 1."""
     after_first = max(0, tokens - 1)
     pairs = zip(stats.accepted_by_position, stats.drafted_by_position, strict=True)
     return {

@@ -153,10 +153,7 @@ def _without_lost_preparation(before: View, view: View) -> View:
 
 
 def _with_failed_preparation(view: View, reason: str, address: str | None) -> View:
-    """Record the failure of a worker that is alive. The loss of a worker has an event of its own.
-
-    Without a worker to blame the same plan is not tried again before the workers change, or a user asks for it.
-    """
+    """Record the failure of a live worker. Without one the same plan waits until workers change or a user asks."""
     considered = view.considered if address is not None else view.candidate_ids()
     replan = view.replan and address is not None
     retry_at = view.now + RETRY_SECONDS

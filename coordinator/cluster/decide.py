@@ -16,21 +16,13 @@ SETTLE_SECONDS = 2.0
 """Seconds between the last join and an automatic change of plan. Workers started together cause one change."""
 
 CALM_SECONDS = 10.0
-"""Seconds after a failure for which open answers are not paused to use more workers.
-
-Failures follow each other often, and the next recovery uses these workers anyway. Two changes of plan for one failure
-would leave less time for progress.
-"""
+"""Seconds after a failure without a pause for more workers, which the next recovery, often near, uses anyway."""
 
 LONGEST_PATIENCE = 6.0
-"""Seconds of a recovery after which back-offs do not count, so that answers do not stand still under a long `--wait`.
-
-With the usual wait of 5 s, this process serves alone before, which workers that fail again would interrupt.
-"""
+"""Seconds of a recovery after which back-offs do not count, so that answers do not wait under a long `--wait`."""
 
 PAYING_SHARE = 0.7
-"""Slowest stage of the new plan over that of the present one, below which open answers are paused for it.
-A change of plan computes every open answer again, so a small gain does not pay."""
+"""Slowest stage of the new plan over that of the present one, below which it pays to compute every answer again."""
 
 
 @dataclass(frozen=True)

@@ -57,10 +57,7 @@ class ServiceRecord:
 
 
 async def scan(service: str, seconds: float = SCAN_SECONDS) -> list[ServiceRecord]:
-    """Return the services of type `service`, such as `_http._tcp`, that answer within `seconds`.
-
-    Raises OSError if the program `dns-sd` is missing.
-    """
+    """Return the services of type `service` that answer within `seconds`. Raises OSError without `dns-sd`."""
     process = await asyncio.create_subprocess_exec(
         *("dns-sd", "-Z", service, "local."),
         stdin=asyncio.subprocess.DEVNULL,
@@ -160,10 +157,7 @@ class Discovery:
                 log.error("discovery failed", exc_info=task.exception())
 
     def candidates(self) -> list[Candidate]:
-        """Return the current candidates in the order of their discovery.
-
-        A worker whose announcement ended or expired is not a candidate, although it may still run.
-        """
+        """Return the current candidates. One whose announcement ended is not among them, although it may run."""
         return list(self._known.values())
 
     # ---- mDNS

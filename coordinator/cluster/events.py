@@ -60,10 +60,7 @@ MemberEvent = WorkerJoined | WorkerRefused | WorkerLost | WorkerDraining | Worke
 
 @dataclass(frozen=True)
 class PlanStarting(Event):
-    """The plan of `epoch` is being loaded. Empty `addresses` mean that this process serves alone.
-
-    `group_size` workers hold each stage together.
-    """
+    """The plan of `epoch` loads, with `group_size` workers a stage; without `addresses` in this process alone."""
 
     epoch: int
     addresses: tuple[str, ...]
@@ -110,10 +107,7 @@ class PlanServing(Event):
 
 @dataclass(frozen=True)
 class PlanFailed(Event):
-    """The plan in force, or the one being loaded, cannot serve. `address` is the worker to leave out, if known.
-
-    With `learned` the next plan will be another one, so it needs no pause.
-    """
+    """A plan cannot serve. `address` is the worker to leave out, if known. With `learned` no pause is needed."""
 
     epoch: int
     reason: str

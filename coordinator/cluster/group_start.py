@@ -32,10 +32,7 @@ class StartError(NotReadyError):
 
 
 def choose_backend(arithmetic: str, rdma: Sequence[str]) -> Backend:
-    """Return the backend for machines of equal `arithmetic`, whose RDMA devices are `rdma`; empty without one.
-
-    MLX's jaccl needs the device that leads to each other machine. A machine knows only one, so it joins pairs.
-    """
+    """Return the backend for equal machines. Each knows only one of the `rdma` devices, so jaccl joins pairs."""
     if arithmetic.startswith("cuda "):
         return Backend.nccl
     return Backend.jaccl if len(rdma) == 2 and all(rdma) else Backend.ring

@@ -74,8 +74,7 @@ SILENCE_SECONDS = 720.0
 class ClusterManager(PipelineSource):
     """A source of pipelines over workers, or over this process when no worker can serve.
 
-    `alone(epoch)` makes the pipeline of this process. `count_open_requests` returns how many answers are running or
-    queued; an automatic change of plan waits until there are none.
+    `alone(epoch)` makes one of this process. An automatic change of plan waits until `count_open_requests()` is 0.
     """
 
     model: ServedModel
@@ -111,14 +110,11 @@ class ClusterManager(PipelineSource):
         """Begin to look for workers."""
         self.membership.start(lambda: events.TimePassed(self.count_open_requests()))
 
-    def describe_wait(self) -> str:
-        """Return the workers that are ready, and what the first plan lacks, for people."""
-        return describe_wait(self.view, self._planner)
-
     def describe_gathering(self) -> str:
         """Return what the first plan waits for, while it does; else an empty text."""
-        gathering = self.view.phase is Phase.GATHERING
-        return f"waiting for workers: {self.describe_wait()}" if gathering else ""
+        if self.view.phase is not Phase.GATHERING:
+            return ""
+        return f"waiting for workers: {describe_wait(self.view, self._planner)}"
 
     def replan(self) -> None:
         """Look for a better plan over the workers that are ready now. `replans` has the result."""

@@ -56,10 +56,7 @@ class ManagerOptions:
 
 @dataclass
 class ArithmeticGroup:
-    """The arithmetic of a cluster with `--exact`: that of the first machine, for as long as this process runs.
-
-    An answer may outlive a plan, so a later plan must not round differently.
-    """
+    """The arithmetic of an `--exact` cluster, set by its first machine, because an answer may outlive a plan."""
 
     exact: bool
     _name: str = ""
@@ -100,10 +97,7 @@ Descriptions = dict[WorkerClient, Member | str]
 
 @dataclass(eq=False)
 class Membership:
-    """The set of watched workers. `view` returns the coordinator's view, `apply_event` changes it.
-
-    All methods run on the event loop's thread.
-    """
+    """The set of watched workers. `view` returns the coordinator's view, `apply_event` changes it."""
 
     model: ServedModel
     options: ManagerOptions
@@ -117,10 +111,8 @@ class Membership:
         self.clients: dict[str, WorkerClient] = {}
         """Watched workers, by address."""
         self._started = self.clock()
-        self._joining: dict[str, Member] = {}
-        """Watched workers that have not sent a first status yet."""
-        self._described_at: dict[str, float] = {}
-        """Time of the last Describe of each candidate."""
+        self._joining: dict[str, Member] = {}  # watched, without a first status yet
+        self._described_at: dict[str, float] = {}  # time of each candidate's last Describe
         self._last_errors: dict[str, tuple[type[ClusterError], float]] = {}
         """Kind and time of the last logged error of each address that did not answer as a worker."""
         self._discovery = Discovery(self.options.addresses, mdns=self.options.mdns)

@@ -69,14 +69,10 @@ class PlanStart:
     def __post_init__(self) -> None:
         self.busy = workers_in_use(self.view, self.plan)
         """Addresses of the workers that load when the plan in force has ended."""
-        self._frame_limits: list[FrameLimits] = []
-        """Limits of the workers that have loaded."""
+        self._frame_limits: list[FrameLimits] = []  # of the workers that have loaded
 
     async def run(self) -> RemotePipeline:
-        """Load and connect all stages, and return the pipeline.
-
-        Raises StartError. A worker that no longer answers has been recorded as lost by then.
-        """
+        """Load and connect all stages. Raises StartError, after a silent worker is recorded as lost."""
         room = self.model.capacity(self.plan)
         label = f"loading layers on {len(self.plan.nodes)} workers"
         timeout = self.options.failure_timeout
@@ -119,9 +115,7 @@ class PlanStart:
     async def prepare(self, workers: frozenset[str]) -> PlanPrepared | PreparationFailed:
         """Load the stages of new workers, and return what happened. `workers` are all of the plan, by id.
 
-        Busy workers only fetch what they lack. The new ones enter the epoch of the plan in force, so that the next plan
-        finds their stages loaded. Every worker must admit a new connection, as the hops need it. So the
-        plan in force is not left for one that cannot be reached.
+        Busy workers only fetch. New ones enter the epoch in force, and all must admit a connection, as hops need it.
         """
         try:
             await asyncio.gather(*(self._reach(node) for node in self.plan.nodes))
@@ -144,10 +138,7 @@ class PlanStart:
         group: GroupStart | None = None,
         busy: Collection[str] = (),
     ) -> None:
-        """Load all stages concurrently on their workers. If one fails, cancel the others.
-
-        The workers at the addresses `busy` only fetch.
-        """
+        """Load all stages concurrently. If one fails, cancel the others. Workers in `busy` only fetch."""
         places = [
             (stage, workers, rank, self._request(stage, room, epoch))
             for stage, workers in zip(self.plan.stages, stages, strict=True)
@@ -213,7 +204,11 @@ class PlanStart:
             self.loads.layers[worker.owner] = printable(result.layers, MAX_LAYERS)
             if 0 < result.collective_us < MAX_COLLECTIVE_US:
                 self.loads.collectives[worker.owner] = result.collective_us / 1e6
-            self._frame_limits.append(frame_limits_of(result))
+            longest, shortest = result.longest_chunk, result.shortest_chunk
+            if not 0 < shortest <= longest <= MAX_FRAME_TOKENS:
+                text = f"chunks of {shortest} to {longest} tokens do not fit into a frame"
+                raise ProtocolError(text)
+            self._frame_limits.append(FrameLimits(longest, shortest, result.fused_width or None))
             if request.last:
                 self.has_mtp = result.has_mtp
         except ClusterError as error:
@@ -250,19 +245,8 @@ def lease_ms(failure_timeout: float) -> int:
     return int(LEASE_TIMEOUTS * failure_timeout * 1000)
 
 
-def frame_limits_of(result: pb.LoadResult) -> FrameLimits:
-    """Return the limits of a worker. Raises ProtocolError for chunks that no frame can have."""
-    longest, shortest = result.longest_chunk, result.shortest_chunk
-    if not 0 < shortest <= longest <= MAX_FRAME_TOKENS:
-        raise ProtocolError(f"chunks of {shortest} to {longest} tokens do not fit into a frame")
-    return FrameLimits(longest, shortest, result.fused_width or None)
-
-
 def describe_failure(error: Exception) -> tuple[str, str | None]:
-    """Return why a plan could not start, and the address of the worker to leave out, if one is known.
-
-    Any error that is not a ClusterError is a bug. It is logged here, because the caller must not wait forever.
-    """
+    """Return why a plan could not start, and the worker to leave out, if known. Another error is a bug, and logged."""
     if isinstance(error, ClusterError):
         return str(error), error.suspect if isinstance(error, StartError) else None
     log.error("a plan could not start", exc_info=error)
@@ -270,11 +254,7 @@ def describe_failure(error: Exception) -> tuple[str, str | None]:
 
 
 def workers_in_use(view: View, plan: Plan) -> frozenset[str]:
-    """Return the addresses of `plan` whose memory is in use, so that they load when the plan in force has ended.
-
-    These are the workers of the plan in force. While this process serves alone, they are those on this machine. The
-    members of a group load in processes that start with the plan.
-    """
+    """Return the nodes of `plan` whose memory is in use now, so that they load when the plan in force has ended."""
     if plan.group_size > 1:
         return frozenset(plan.nodes)
     if view.serving:

@@ -57,10 +57,7 @@ class ServedModel:
         return WeightProvider(self.checkpoint, self.ref, self.share_weights)
 
     def costs_of(self, size: int) -> ModelCosts:
-        """Return the bytes and times of the parts that a member of a group of `size` holds, for the planner.
-
-        Raises SpanError if the layers cannot be cut for `size` members.
-        """
+        """Return the costs of a member of a group of `size`. Raises SpanError if the layers cannot be cut."""
         if size not in self._costs:
             cut, kv_bits = self.checkpoint.cut_for(Cut(0, size)), self.kv_bits or None
             self._costs[size] = model_costs(
@@ -99,10 +96,7 @@ class ServedModel:
 
 
 def _speeds(members: Sequence[Member]) -> dict[str, float]:
-    """Return the speed of each member by address.
-
-    Machines with the same chip are equally fast. The best measurement counts, because the others were disturbed.
-    """
+    """Return the speeds by address, the best measurement of each chip, because the others were disturbed."""
     best: dict[str, float] = {}
     for member in members:
         best[member.chip] = max(member.speed, best.get(member.chip, 0.0))

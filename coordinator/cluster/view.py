@@ -71,10 +71,7 @@ class Member:
         return self.state is MemberState.READY and now >= self.backoff_until
 
     def with_history_of(self, before: Member | None) -> Member:
-        """Return this member with the failures of `before`, the process that had its address.
-
-        A restarted process inherits them, because the cause may be the machine.
-        """
+        """Return this member with the failures of `before`, the former process of a machine that may cause them."""
         if before is None:
             return self
         return replace(
@@ -86,11 +83,7 @@ class Member:
         )
 
     def with_failure_recorded(self, now: float, first_backoff: float) -> Member:
-        """Return this member with one failure more.
-
-        The back-off starts at `first_backoff` seconds and doubles with each failure. A back-off below FIRST_BACKOFF is
-        skipped: after a single loss, the worker may return at once.
-        """
+        """Return this member with one failure more. The back-off doubles, and is skipped below FIRST_BACKOFF."""
         backoff = min(LONGEST_BACKOFF, first_backoff * 2**self.failure_count)
         until = now + backoff if backoff >= FIRST_BACKOFF else self.backoff_until
         count = min(MOST_FAILURES, self.failure_count + 1)
@@ -120,10 +113,8 @@ class Settings:
     The first plan starts as soon as `nodes` workers are usable. Otherwise it starts after `wait`, with the workers that
     are there, or in this process alone. With `nodes_required` it needs `nodes` workers, and `first_wait` bounds the
     wait for them. `first_wait` also bounds the wait for a worker that can fill a gap between pinned layers.
-
     A plan after a failure starts at once with the workers that are left. Without any, this process serves alone after
     `wait`. `why_not_alone` is set where the model does not fit into this machine. `recovery_wait` bounds the recovery.
-
     With `auto_replan` a worker that joins later is used at the next quiet moment.
     """
 
@@ -139,11 +130,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class View:
-    """State of the cluster at `now`.
-
-    `serving` lists the addresses of the plan in force, in stage order. It is empty without a plan, and while this
-    process serves alone.
-    """
+    """State of the cluster at `now`. `serving` has the plan's addresses in stage order, and none for this process."""
 
     settings: Settings
     now: float = 0.0

@@ -1,7 +1,6 @@
 """The provider of weights to workers that lack the files: offers of tensors, their hashes, and their bytes if shared.
 
-Without `--share-weights` a worker reads the bytes from the hub repo of the coordinator's copy, at the same commit. The
-coordinator sends the hashes in both cases.
+Without `--share-weights` workers read the bytes from the hub, at the commit of the coordinator's copy.
 """
 
 from __future__ import annotations
@@ -80,10 +79,7 @@ class WeightProvider:
     async def answer_request(
         self, offer: pb.WeightsOffer, wanted: pb.WantedTensors
     ) -> AsyncIterator[pb.Weights]:
-        """Yield the bytes, if shared, and the hash of each requested tensor.
-
-        Raises ProtocolError for a tensor that was not offered, and CheckpointError when a file cannot be read.
-        """
+        """Yield the bytes, if shared, and hash of each wanted tensor. Raises ProtocolError or CheckpointError."""
         for tensor in wanted.tensors:
             if tensor.number >= len(offer.tensors):
                 raise ProtocolError(

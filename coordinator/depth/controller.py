@@ -24,10 +24,7 @@ AUTO_DEPTH = 7
 """Drafts. Maximum depth that `auto` considers. GPU kernels for 4-bit weights compute eight rows at once."""
 
 FILLED_DEPTH = 15
-"""Drafts. Maximum depth of a filled pipeline, and so at most 16 tokens of a sequence are in flight.
-
-Their tapes take 30 MB on a stage with all of Qwen3.5-27B, which is less than a snapshot and fits into the reserve.
-"""
+"""Drafts. Maximum depth of a filled pipeline. Tapes of 16 tokens take 30 MB for Qwen3.5-27B, less than a snapshot."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +36,7 @@ class MtpMode:
 
     @classmethod
     def parse(cls, text: str) -> MtpMode:
-        """Parse the value of `--mtp`.
-
-        Raises UsageError for anything but `auto`, `off`, `filled` or a depth up to MAX_DEPTH.
-        """
+        """Parse the value of `--mtp`. Raises UsageError for another word, or a depth above MAX_DEPTH."""
         word = text.strip().lower()
         if word == "filled":
             return cls(filled=True)
@@ -96,14 +90,10 @@ class Controller:
         self.match_acceptance = MatchAcceptance()
         self._searches: dict[tuple[int, int], dict[int, Search]] = {}
         """By the class of the number of sequences and the fill, and then by the class of the length."""
-        self._newest: dict[tuple[int, int], Search] = {}
-        """The search of the length in use."""
+        self._newest: dict[tuple[int, int], Search] = {}  # the search of the length in use
 
     def choose_shape(self, sequences: int = 1, fill: int = 1, tokens: int = 0) -> Shape:
-        """Return the shape of the next window of `sequences` sequences that step together. Call it once a step.
-
-        Each of the sequences may have up to `fill` windows in flight. Their texts have about `tokens` tokens.
-        """
+        """Return the next shape for `sequences`, each with up to `fill` windows and about `tokens` tokens."""
         if self.mode.depth is not None:
             return Shape(self.mode.depth + 1)
         if self.mode.filled and fill == 1:
@@ -117,10 +107,7 @@ class Controller:
     def matched_shape(
         self, matcher: NgramMatcher, sequences: int = 1, fill: int = 1, tokens: int = 0
     ) -> Shape | None:
-        """Return the shape of the next window of a sequence with the drafts of its match, or None without them.
-
-        The arguments are those of `choose_shape`. A single sequence is asked for with `fill` above 1.
-        """
+        """Return the shape of a sequence's next window with the drafts of its match, or None if they do not pay."""
         if matcher.match is None:
             return None
         estimate = self.match_acceptance.estimate_of(matcher.match.length)
@@ -189,10 +176,7 @@ class Controller:
 
 
 def shapes_to_compare(fill: int, max_depth: int | None) -> list[Shape]:
-    """Return plain decoding and the blocks up to `max_depth`, then the filled pipelines of up to `fill` windows.
-
-    With `max_depth` None there are only filled pipelines, first the one of single tokens.
-    """
+    """Return plain decoding, blocks up to `max_depth` (None: none), and filled pipelines of up to `fill` windows."""
     blocks = [] if max_depth is None else [Shape(depth + 1) for depth in range(max_depth + 1)]
     filled = [Shape(w, f) for f in range(fill, 1, -1) for w in FILLED_WIDTHS]
     return blocks + [shape for shape in filled if shape.depth <= FILLED_DEPTH] or [Shape(1)]

@@ -2,8 +2,7 @@
 
 An answer that edits a file repeats most of it. There a match of some tokens foretells many more, and costs no pass of
 the head. `NgramMatcher` is prompt lookup decoding (Saxena 2023) with the longest match of the newest places, which is
-kept while its drafts are right. The chains of places are those
-of LZ77: each n-gram knows its newest place, and each place the one before it.
+kept while its drafts are right. As in LZ77, each n-gram knows its newest place, and each place the one before it.
 """
 
 from __future__ import annotations
@@ -62,10 +61,8 @@ class NgramMatcher:
     def __init__(self) -> None:
         self.match: Match | None = None
         self.drafts: tuple[int, ...] = ()
-        self._seen = 0
-        """Tokens of the text at the last call."""
-        self._indexed = GRAM
-        """The first place that is not in the index."""
+        self._seen = 0  # tokens of the text at the last call
+        self._indexed = GRAM  # the first place that is not in the index
         self._newest: dict[int, int] = {}
         self._before = array("i", [-1] * GRAM)
         """The place before each place with the same n-gram, or -1. A place is the index of a token after an n-gram."""
@@ -145,10 +142,7 @@ LENGTH_CLASSES = (8, 16, LONGEST_MATCH)
 
 
 class MatchAcceptance:
-    """Acceptance estimates of matches by their length. All sequences share them.
-
-    Every match counts, also those that no window carried. So an estimate needs no probe.
-    """
+    """Acceptance of matches by length, shared by all sequences. Every match counts, so it needs no probe."""
 
     def __init__(self) -> None:
         self._by_class = [AcceptanceEstimate() for _ in range(len(LENGTH_CLASSES) + 1)]

@@ -37,9 +37,8 @@ class DraftCounts:
 class ShapeReport:
     """One shape that the controller compares.
 
-    `cost` is the time of a step relative to plain decoding; it is a lower bound unless `measured`. `tokens` is the
-    expected number of tokens of a step or, in a filled pipeline, of a pass. `speed` is the expected speed relative to
-    plain decoding.
+    `cost` is the time of a step relative to plain decoding, a lower bound unless `measured`. `tokens` are expected of a
+    step or, in a filled pipeline, of a pass. `speed` is the expected speed relative to plain decoding.
     """
 
     width: int
@@ -64,10 +63,7 @@ class SearchReport:
 
 
 MEMORY_WINDOWS = 48
-"""Windows. Time constant of the acceptance estimate.
-
-Its noise is about 1/sqrt(96), and it follows a change within about 50 windows.
-"""
+"""Windows. Time constant of the acceptance estimate, whose noise is then 1/sqrt(96). It follows within about 50."""
 
 FADED_WINDOWS = 4
 """Windows. Weight of an old acceptance estimate when a probe starts: as much as one probe."""
@@ -209,10 +205,7 @@ EVALUATION_STEPS = 4
 
 
 class Search:
-    """The choice between `shapes` for steps of one number of sequences. The first shape is used until it is measured.
-
-    `acceptance` is shared by all searches. Windows wider than `fused_width` leave a fused kernel.
-    """
+    """The choice between `shapes` for steps of one number of sequences. Wider windows than `fused_width` cost more."""
 
     def __init__(
         self,
@@ -231,8 +224,7 @@ class Search:
         self._step = 0
         self._probe: Shape | None = None
         self._last_probed: dict[Shape, int] = {}
-        self._tries: dict[Shape, int] = {}
-        """Probes of each shape since the last change of shape."""
+        self._tries: dict[Shape, int] = {}  # probes since the last change of shape
         self._probe_began = 0
         self._matched: dict[tuple[AcceptanceEstimate, int], tuple[int, Shape | None]] = {}
         """The questions about matches of each class and number of sequences, and the choice for them."""
@@ -251,10 +243,7 @@ class Search:
     def record_step_cost(
         self, width: int, drafted: int, cost: StepCost, matched: Shape | None = None
     ) -> None:
-        """Record the cost of a step that verified windows of `width` tokens and drafted `drafted` tokens for each.
-
-        `matched` is the shape of those of its windows whose drafts come from the text.
-        """
+        """Record the cost of a step of `width` tokens and `drafted` drafts. `matched` is the shape of a match."""
         if matched is not None:
             self.costs.record_cost(matched, cost)
             return
@@ -289,8 +278,7 @@ class Search:
     ) -> Shape | None:
         """Return the best of `shapes` for a match with this acceptance, or None if the head or no draft is better.
 
-        `sequences` step together, and one of them has the match. A choice holds for EVALUATION_STEPS questions. There
-        is none while another shape is probed.
+        A choice holds for EVALUATION_STEPS questions of `sequences` that step together. There is none during a probe.
         """
         if self._probe not in (None, self.current):
             return None
@@ -304,10 +292,7 @@ class Search:
     def _best_matched(
         self, estimate: AcceptanceEstimate, shapes: Sequence[Shape], sequences: int, *, again: bool
     ) -> Shape | None:
-        """Return the best of `shapes`, whose first use measures it, or None before the present shape is measured.
-
-        With `again` it is measured also if it would pay only at a cost a little below its estimate.
-        """
+        """Return the best of `shapes` if it pays. With `again` a cost a little below its estimate is enough."""
         if not self.costs.is_measured(self.current):
             return None
         chances = estimate.by_position(max(shape.ahead for shape in shapes))
@@ -369,10 +354,7 @@ class Search:
         return self._run_value(shape, chances)
 
     def _run_value(self, shape: Shape, chances: Sequence[float]) -> float:
-        """Return the value of a filled pipeline over a run between two misspeculations.
-
-        A pass goes by until the first window returns, and an interval for each further window.
-        """
+        """Return the value of a filled pipeline: a run's tokens over a pass and an interval per further window."""
         cost = self.costs.relative_cost(shape)
         run = expected_run(chances, shape.width)
         passes = 1 + (run.windows - 1) * self.costs.interval_share(shape)
@@ -389,10 +371,7 @@ class Search:
         return self._value(probe) <= goal < self._value(probe, self._optimistic_chances())
 
     def _optimistic_chances(self) -> list[float]:
-        """Return the acceptance by position, with optimism for positions out of use.
-
-        The error of the positions in use affects the present shape as well.
-        """
+        """Return the acceptance by position, with optimism for positions that the present shape does not use."""
         known = self.acceptance.by_position(self.current.depth)
         return known + self.acceptance.by_position(self._deepest, OPTIMISM)[len(known) :]
 
@@ -406,11 +385,7 @@ class Search:
             self._tries.clear()
 
     def _worth_probing(self) -> Shape | None:
-        """Return the shape to probe now, or None.
-
-        It is the best untried shape if it should win. At the end of an interval it is an untried shape that could win,
-        or a shape out of use.
-        """
+        """Return the best untried shape if it should win, or at the end of an interval one that could, or None."""
         goal = self._value(self.current) + SWITCH_GAIN
         likely = self.acceptance.by_position(self._deepest)
         untried = self._best_untried(likely)
@@ -441,10 +416,7 @@ class Search:
         return samples * longer * max(0.0, lost)
 
     def _best_untried(self, chances: Sequence[float]) -> Shape | None:
-        """Return the shape never probed with the best value at `chances`, or None.
-
-        The widths grow in steps, because the cost of a row is known only from measured widths.
-        """
+        """Return the best shape never probed, or None. Widths grow in steps, because the costs of rows are measured."""
         limit = 2 * self.costs.widest**2
         untried = [s for s in self.shapes if s not in self._last_probed and s.width <= limit]
         return max(untried, key=lambda s: self._value(s, chances), default=None)

@@ -59,9 +59,7 @@ LEVEL_SAMPLES = 15
 SETTLED_SAMPLES = 16
 """Samples after which a cost is fixed until the shape is measured again.
 
-The shape in use defines the level, so nothing else would limit its cost: occasional hiccups would raise it without
-limit. A probe of another shape compares both again, because it is measured over the level that the shape in use has
-then.
+The shape in use defines the level, so nothing else would limit its cost, and hiccups would raise it.
 """
 
 LARGEST_SURPRISE = 0.25
@@ -74,10 +72,7 @@ UNFUSED = math.log(1.1)
 """Logarithm. A guess for windows that MLX's fused attention does not take, until one of them is measured."""
 
 SHARE_STEPS = 24
-"""Steps. Time constant of the averages of a shape's interval and stage times, relative to its cost.
-
-The intervals of a run are uneven: its first windows follow each other as fast as the slowest stage allows.
-"""
+"""Steps. Time constant of the averages of a shape's uneven intervals and its stage times, relative to its cost."""
 
 
 class StepCosts:
@@ -98,10 +93,7 @@ class StepCosts:
         self._shares: dict[Shape, _Shares] = {}
 
     def copy(self, settled: Shape) -> StepCosts:
-        """Return independent costs with the same estimates.
-
-        Further samples of `settled` move the level, and those of other shapes refine their costs as if they were new.
-        """
+        """Return independent costs. Samples of `settled` move the level; those of other shapes refine their costs."""
         copied = StepCosts(self._fused_width)
         copied._relative = dict(self._relative)
         copied._samples = dict.fromkeys(self._samples, FIRST_SAMPLES) | {settled: SETTLED_SAMPLES}
@@ -115,10 +107,7 @@ class StepCosts:
         return max((shape.width for shape in self._relative), default=1)
 
     def start_measurement(self, shape: Shape) -> None:
-        """Measure `shape` for the first time or again: its next samples decide its cost.
-
-        One sample is enough if it confirms the earlier cost.
-        """
+        """Let the next samples of `shape` decide its cost. One is enough if it confirms the earlier cost."""
         self._fresh[shape] = []
 
     def is_measuring(self, shape: Shape) -> bool:
@@ -150,8 +139,7 @@ class StepCosts:
     def relative_cost(self, shape: Shape) -> float:
         """Return the logarithm of the cost of `shape` over the level.
 
-        The cost of a shape that is not measured follows from the measured widths around its own, and from the cost of a
-        draft. Beyond the widest measured windows, each further token costs at least half of what the last one did. The
+        That of an unmeasured shape follows from the measured widths around its own, and from the cost of a draft. The
         first windows that leave a fused kernel are expected to cost a tenth more.
         """
         if shape in self._relative:
@@ -283,10 +271,7 @@ class _Shares:
 
 
 def _cost_at(width: int, known: Mapping[int, float]) -> float:
-    """Return the cost of `width` tokens from the `known` widths around it.
-
-    Beyond the widest of them, each further token costs at least half of what the last one did.
-    """
+    """Return the cost of `width` tokens from the `known` widths around it, or with half of the last slope."""
     if width in known:
         return known[width]
     below = [w for w in sorted(known) if w < width]

@@ -54,10 +54,7 @@ class Answer:
 async def measure_answer(
     checkpoint: Checkpoint, depth: int, tokens: int, *, pause: bool = False, exact: bool = False
 ) -> Answer:
-    """Generate `tokens` tokens with `depth` drafts a window. With `pause`, measure a second answer after a pause.
-
-    With `exact` the stage computes as with --exact.
-    """
+    """Generate `tokens` tokens with `depth` drafts a window, and with `pause` a second answer after a pause."""
     tokenizer = Tokenizer.load(checkpoint.path, checkpoint.config.eos_token_ids)
     prompt = tokenizer.encode(PROMPT)
     async with local_generator(

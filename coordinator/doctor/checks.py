@@ -68,8 +68,6 @@ def command_output(*command: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-PACKAGES = ("mtp-cluster", "mlx", "mlx-lm")
-
 WIRING_RELEASE = 15
 """Release of macOS from which MLX can wire weights."""
 
@@ -78,7 +76,7 @@ def check_versions() -> Finding:
     """Report the versions of the system and of the packages that decide the arithmetic."""
     system = f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else platform.platform()
     values: dict[str, str] = {"system": system, "python": platform.python_version()}
-    values |= {package: version(package) for package in PACKAGES}
+    values |= {package: version(package) for package in ("mtp-cluster", "mlx", "mlx-lm")}
     figure = ", ".join(f"{name} {value}" for name, value in values.items()).removeprefix("system ")
     verdict, advice = Verdict.OK, ""
     release = platform.mac_ver()[0].partition(".")[0]

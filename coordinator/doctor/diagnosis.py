@@ -64,10 +64,7 @@ class Diagnosis:
     async def check(
         self, name: str, check: Callable[..., Finding | Awaitable[Finding]], *arguments: Any
     ) -> None:
-        """Run a check, and turn its error or its deadline into a finding.
-
-        A check that does not wait stays on this thread, because MLX's arrays belong to a thread.
-        """
+        """Run a check on this thread, because MLX's arrays belong to it. Its error or deadline becomes a finding."""
         seconds = FULL_CHECK_SECONDS if self.full else CHECK_SECONDS
         try:
             async with asyncio.timeout(seconds):

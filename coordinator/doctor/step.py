@@ -133,11 +133,7 @@ def forget_trials() -> None:
 
 
 def check_step(checkpoint: Checkpoint) -> Finding:
-    """Measure a plain step of this project and of mlx-lm, one after the other, and predict both.
-
-    The prediction is the time to read the weights of the layers, plus that of the dispatches. A mixture of experts
-    reads less than all.
-    """
+    """Measure a plain step of this project and of mlx-lm, and predict both from their weights and dispatches."""
     dispatch, sizes = dispatch_seconds(), checkpoint.part_bytes()
     reading = sum(size for part, size in sizes.items() if part.startswith("layers."))
     reading_seconds = reading / measured_bandwidth()

@@ -39,7 +39,6 @@ from proto.kernels import Kernels
 from proto.span import Span
 from proto.terminal.progress import OnProgress, byte_bar
 from worker.engine.backup import ReceivedBackup
-from worker.engine.engine_thread import EngineThread
 from worker.engine.hardware import default_memory_limit, own_version, release_weights, set_limits
 from worker.engine.prefix_disk import PrefixDisk, StagePrefixes, disk_in
 from worker.engine.stage_engine import StageEngine, relayed_tokens
@@ -48,10 +47,7 @@ from worker.engine.stage_host import StageHost, StageSpec
 log = logging.getLogger(__name__)
 
 STUCK_SECONDS = 60.0
-"""Seconds. The engine may exceed its deadline by this long before the open requests end with an error.
-
-The limit is longer than a worker's: no other machine could continue the requests, and a machine that swaps may recover.
-"""
+"""Seconds by which the engine may exceed its deadline, as no other machine could go on, and swapping may end."""
 
 WATCH_SECONDS = 0.5
 """Seconds. Interval at which the watchdog looks at the engine."""
@@ -79,10 +75,7 @@ class LocalModel:
     """True if the vision tower takes memory beside the layers."""
 
     def capacity(self, reserved: int = 0) -> Capacity:
-        """Return what fits into this machine's memory less `reserved` bytes and those of the vision tower.
-
-        Raises MemoryLimitError if not even one sequence fits.
-        """
+        """Return what fits beside `reserved` bytes and the vision tower. Raises MemoryLimitError without room."""
         costs = model_costs(
             self.checkpoint, dtype=self.dtype, kv_bits=self.kv_bits, with_head=self.with_head
         )
@@ -110,11 +103,7 @@ class LocalModel:
 
 
 class LocalPipeline(Pipeline):
-    """The implementation of `Pipeline` over stages on a thread of its own.
-
-    Construct it on the event loop. The constructor raises MemoryLimitError, before it reads any weights, for a model
-    that does not fit.
-    """
+    """A `Pipeline` over stages on a thread of its own. The constructor raises MemoryLimitError for a large model."""
 
     def __init__(
         self,
@@ -321,12 +310,13 @@ class LocalPipelines:
         )
 
     async def make(self, epoch: int, on_progress: OnProgress | None = None) -> LocalPipeline:
-        """Return a pipeline that is ready. Without `on_progress`, show the progress on the terminal or in the log.
-
-        Raises NotReadyError while an earlier pipeline is stuck, and the errors of `LocalPipeline.start`.
-        """
+        """Return a ready pipeline; show the progress without `on_progress`. Raises NotReadyError while one is stuck."""
         if self._last is not None:
-            await self._wait_for_end(self._last.thread)
+            thread = self._last.thread
+            while thread.alive:
+                await thread.close()
+                if (stall := thread.stall) > 0:
+                    raise NotReadyError(f"{STUCK} {stall:.0f} s. Wait, or restart mtp-coord")
             self._last = None
             gc.collect()  # frees the weights of reference cycles
         pipeline = self._last = LocalPipeline(
@@ -338,13 +328,6 @@ class LocalPipelines:
         with byte_bar("loading the model", log) as show:
             await pipeline.start(show)
         return pipeline
-
-    async def _wait_for_end(self, thread: EngineThread) -> None:
-        """Wait until a thread has finished its work. Raises NotReadyError if it is stuck."""
-        while thread.alive:
-            await thread.close()
-            if (stall := thread.stall) > 0:
-                raise NotReadyError(f"{STUCK} {stall:.0f} s. Wait, or restart mtp-coord")
 
 
 class LocalSource(PipelineSource):
@@ -363,10 +346,7 @@ class LocalSource(PipelineSource):
 
 
 def _without_traceback(error: ClusterError) -> ClusterError:
-    """Return the error without its traceback and cause.
-
-    Their frames would keep the engine and its weights in memory while the next pipeline loads.
-    """
+    """Return the error without traceback and cause, whose frames would keep the engine and its weights."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 

@@ -19,8 +19,7 @@ from proto.frame_stamps import StampRing
 class Pipeline(Protocol):
     """A plan that serves. It takes frames in order and returns them in the same order with outcomes.
 
-    `send_frame`, `broadcast_rollback` and `broadcast_cancel` return at once. The scheduler bounds the frames in
-    flight.
+    `send_frame` and the broadcasts return at once. The scheduler bounds the frames in flight.
     """
 
     epoch: int
@@ -43,10 +42,7 @@ class Pipeline(Protocol):
         """Queue a frame for stage 0. `receive_frame` raises the error if sending fails."""
 
     async def receive_frame(self) -> Frame:
-        """Wait for the next frame from the last stage and return it.
-
-        Raises WorkerLostError, or the stage's error, once the plan has failed. Every later call raises it too.
-        """
+        """Return the next frame from the last stage. Once the plan has failed, every call raises its error."""
 
     def broadcast_rollback(self, rollback: Rollback) -> None:
         """Send a rollback to every stage at once."""
@@ -55,10 +51,9 @@ class Pipeline(Protocol):
         """Tell every stage at once that a sequence has no client any more."""
 
     async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
-        """Return the newest backup of a sequence, of at most `limit` bytes.
+        """Return the newest backup of a sequence, of at most `limit` bytes, after the frame of its BackUp.
 
-        A frame with the operation BackUp has returned. Raises ClusterError if a stage fails, or if the stages have
-        different backups.
+        Raises ClusterError if a stage fails, or if the stages have different backups.
         """
 
     async def write_backup(
@@ -67,16 +62,10 @@ class Pipeline(Protocol):
         """Give every stage its part of a backup, for the operation RestoreBackup. Raises ClusterError if one fails."""
 
     async def find_prefix(self, tokens: Sequence[int]) -> int:
-        """Return the length of the longest proper prefix of `tokens` that all stages have on disk, 0 without one.
-
-        Raises ClusterError if a stage fails.
-        """
+        """Return the length of the longest proper prefix of `tokens` on all disks, or 0. Raises ClusterError."""
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
-        """Let every stage read the state after `tokens` from its disk, for the operation RestoreBackup.
-
-        Raises ClusterError if one cannot.
-        """
+        """Let every stage read the state after `tokens` from its disk, for RestoreBackup. Raises ClusterError."""
 
     def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
         """Use the status of a worker of this plan to detect frames that do not move."""
@@ -101,10 +90,7 @@ class PipelineSource(Protocol):
     """A source of pipelines: the pipeline of the plan in force, and a new one after each failure."""
 
     async def acquire(self) -> Pipeline:
-        """Wait for a plan that serves and return its pipeline.
-
-        Raises ClusterError if there is none within the source's deadline.
-        """
+        """Wait for a plan that serves and return its pipeline. Raises ClusterError after the source's deadline."""
 
     def report_failure(self, pipeline: Pipeline, error: Exception) -> None:
         """Tell the source that `pipeline` failed with `error`."""

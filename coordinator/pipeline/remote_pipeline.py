@@ -1,7 +1,4 @@
-"""The pipeline over workers: frames go to stage 0, results come from the last stage, signals go to all workers.
-
-A detector finds frames that do not move, and the place where they are lost.
-"""
+"""The pipeline over workers, which carries frames and signals, and a detector that finds where frames are lost."""
 
 from __future__ import annotations
 
@@ -99,10 +96,7 @@ class StallDetector:
 
     @property
     def losing_hop(self) -> int:
-        """The hop that lost a frame: the first stage with fewer frames than the stage before it.
-
-        It is `stages` for the hops from the last stage: to the coordinator, and to a first stage that awaits tokens.
-        """
+        """The first hop to a stage with fewer frames than the one before, or `stages` for hops of the last stage."""
         before = self.sent
         for number, stage in enumerate(self._stages):
             if stage.frames < before and not stage.awaits_tokens:
@@ -117,10 +111,7 @@ CLOSE_SECONDS = 5.0
 
 @dataclass(eq=False)
 class RemotePipeline(Pipeline):
-    """The implementation of `Pipeline` over workers that have loaded their stages.
-
-    The workers `members[stage]` hold a stage together. The first of them receives its frames.
-    """
+    """A `Pipeline` over workers. `members[stage]` hold a stage together, and the first receives its frames."""
 
     members: Sequence[Sequence[WorkerClient]]
     epoch: int
@@ -133,8 +124,7 @@ class RemotePipeline(Pipeline):
         self.stages = len(self.members)
         self.workers = tuple(workers[0] for workers in self.members)
         """The first worker of each stage."""
-        self._owners: dict[str, str] = {}
-        """Addresses of workers by their ids."""
+        self._owners: dict[str, str] = {}  # addresses of workers by their ids
         self.owned: tuple[WorkerClient, ...] = ()
         """Clients that end with this plan."""
         self.suspect: str | None = None
@@ -150,11 +140,7 @@ class RemotePipeline(Pipeline):
         self._link: Link | None = None
 
     async def open(self, worker_ids: Mapping[str, str]) -> None:
-        """Bind every stage into the plan, the last one first, then open both ends of the data plane.
-
-        `worker_ids` are by address. Raises the ClusterError of the first refusal. `suspect` is then the worker at the
-        far end of the failed hop.
-        """
+        """Bind the stages of `worker_ids` (by address), last to first, and open the data plane. Raises ClusterError."""
         self._owners = {worker_id: address for address, worker_id in worker_ids.items()}
         for stage in reversed(range(self.stages)):
             following = self.workers[min(stage + 1, self.stages - 1)]
@@ -234,10 +220,7 @@ class RemotePipeline(Pipeline):
         self._fail(error, None)
 
     def fail_member(self, address: str, error: ClusterError, peer: str = "") -> None:
-        """Fail because the process of the worker at `address` is lost, or reports that it failed.
-
-        `peer` is the id of the worker at the far end of a lost link, which is then the suspect.
-        """
+        """Fail because of the process of the worker at `address`, or of `peer`, the far end of its lost link."""
         self._fail(error, self._owners.get(peer, address))
 
     def _fail(self, error: ClusterError, suspect: str | None) -> None:

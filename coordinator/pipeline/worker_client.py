@@ -119,10 +119,7 @@ class ConnectionPolicy:
     insecure: bool = False
 
     def trust_for(self, candidate: Candidate, address: str) -> NodeTrust | None:
-        """Return the trust for a connection to `candidate` at `address`, None for a connection without TLS.
-
-        Raises AccessError for a candidate that the rule excludes.
-        """
+        """Return the trust for a connection, None for one without TLS. Raises AccessError for an excluded worker."""
         announced = candidate.announcement.cluster if candidate.announcement else ""
         if is_loopback(host_of(address)) and not announced:
             return None
@@ -238,8 +235,7 @@ LATE_SECONDS = 0.2
 class WorkerClient:
     """The calls to the worker at `address`. Errors are those of proto/errors.py and name the worker.
 
-    With `trust` the client connects only to a worker of the coordinator's cluster and, if `node` is given, only to
-    the worker with that node id.
+    With `trust` it connects only to a worker of the cluster and, if `node` is given, only to that node.
     """
 
     address: str
@@ -261,8 +257,7 @@ class WorkerClient:
         self._watching: asyncio.Task[None] | None = None
         self.worker_status: pb.WorkerStatus | None = None
         self._clock = ClockOffset()
-        self._clock_until = 0.0
-        """Monotonic seconds until which `_clock` is used."""
+        self._clock_until = 0.0  # monotonic seconds until which `_clock` is used
         self.hop: HopFigures | None = None
         """Figures of the hop to the next stage, or from the last stage to the coordinator. None before a plan."""
         self.has_disk = False
@@ -288,10 +283,7 @@ class WorkerClient:
     async def describe(
         self, model: pb.ModelRef | None = None, timeout: float = DESCRIBE_SECONDS
     ) -> pb.WorkerInfo:
-        """Return the worker's description.
-
-        Raises VersionError for a worker of another release, and WorkerLostError when the worker is unreachable.
-        """
+        """Return the worker's description. Raises VersionError for another release, or WorkerLostError."""
         request = pb.DescribeRequest(protocol_version=VERSION, coordinator=self.me, model=model)
         info: pb.WorkerInfo = await self._call(self._stub.Describe, request, timeout)
         check_version(info.protocol_version)
@@ -559,10 +551,7 @@ class WorkerClient:
 
 
 async def _in_time(reading: Awaitable[T], seconds: float) -> T:
-    """Return the result of `reading`. Raises TimeoutError after `seconds` in which the event loop was responsive.
-
-    A busy machine may delay the loop itself. The function then waits once more for as long as the loop was late.
-    """
+    """Return the result of `reading`. Raises TimeoutError after `seconds` in which the loop was responsive."""
     task = asyncio.ensure_future(reading)
     try:
         due = time.monotonic() + seconds

@@ -97,9 +97,8 @@ def plan_capacity(
 ) -> Capacity:
     """Return the largest capacity that fits every stage, for up to `wanted` sequences of up to `context` tokens.
 
-    Without `prefix_cache` the memory of prefix entries is used for K/V. When memory is short, the number of
-    sequences shrinks before the context of a single sequence does. Raises MemoryLimitError when not one short
-    sequence fits.
+    Without `prefix_cache` K/V takes the memory of prefixes. The number of sequences shrinks before the context of one.
+    Raises MemoryLimitError when not one short sequence fits.
     """
     prefix_share = PREFIX_SHARE if prefix_cache else 0.0
     tokens_of = {
@@ -157,10 +156,7 @@ def model_costs(
     kv_bits: int | None = None,
     with_head: bool = True,
 ) -> ModelCosts:
-    """Return the costs of `checkpoint` loaded as `dtype` (None: as stored), at REFERENCE_BANDWIDTH.
-
-    With `with_head` they include the MTP head, if the checkpoint has a complete one.
-    """
+    """Return the costs of `checkpoint` as `dtype` (None: as stored), `with_head` those of a complete MTP head too."""
     config = checkpoint.config
     sizes = {part: _part_bytes(checkpoint, part, dtype) for part in checkpoint.plans}
     tied = config.tie_word_embeddings

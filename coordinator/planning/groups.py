@@ -171,10 +171,7 @@ def describe(chosen: Prediction, found: Sequence[Prediction]) -> str:
 def predict_plans(
     planning: Planning, machines: Sequence[Machine], epoch: int = 1
 ) -> list[Prediction]:
-    """Return every possible plan with its prediction: one machine, a pipeline, and groups of all sizes.
-
-    Raises the errors of the pipeline if nothing is possible.
-    """
+    """Return every possible plan with its prediction. Raises the errors of the pipeline if there is none."""
     found: list[Prediction] = []
     problems: list[ClusterError] = []
     best = max(machines, key=lambda machine: machine.node.speed, default=None)
@@ -235,11 +232,7 @@ def _group_plan(
 
 
 def _shared(stage: StagePlan, team: Sequence[Machine], expected: float) -> StagePlan:
-    """Return a stage that the machines of `team` hold together, with the time of their sums.
-
-    A sum takes `expected` seconds before they have measured it together. Raises SpanError if it takes longer than
-    SLOWEST_COLLECTIVE.
-    """
+    """Return a stage shared by `team`, whose sums take `expected` seconds if unmeasured. Raises SpanError if slow."""
     names = tuple(machine.node.name for machine in team)
     together = frozenset(names)
     measured = [m.collectives[together] for m in team if together in m.collectives]
@@ -258,10 +251,7 @@ def _shared(stage: StagePlan, team: Sequence[Machine], expected: float) -> Stage
 def group_machines(
     machines: Sequence[Machine], size: int, groups: int = 0
 ) -> list[tuple[Machine, ...]]:
-    """Return groups of `size` equal machines, `groups` of them or as many as there are, the fastest first.
-
-    Machines that cannot be members are left out. Raises UsageError or SpanError, naming them, if too few remain.
-    """
+    """Return `groups` groups (0: all) of `size` equal machines, the fastest first. Raises UsageError or SpanError."""
     kinds: dict[tuple[str, bool], list[Machine]] = {}
     for machine in machines:
         if machine.direct and machine.node.pinned is None:

@@ -22,11 +22,7 @@ class LayerGapError(SpanError):
 def check_pinned_layers(
     nodes: Sequence[tuple[str, Span | None]], num_layers: int
 ) -> dict[int, Span]:
-    """Return the pinned spans by the index of their node in `nodes`, which are pairs of name and span.
-
-    Raises SpanError, naming layers and nodes, when a span exceeds the model, when two spans overlap, or when they
-    leave more gaps than there are unpinned nodes.
-    """
+    """Return the pinned spans by their index in `nodes`, pairs of name and span. Raises SpanError for a misfit."""
     pinned = {v: span for v, (_, span) in enumerate(nodes) if span is not None}
     for v, span in pinned.items():
         if span.end > num_layers:
@@ -67,10 +63,7 @@ _TICKS = 1e12
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The costs of one layer: weights in bytes, and seconds of a one-token pass on a node of speed 1.
-
-    `kv_bytes` are per token (attention layers), `state_bytes` per sequence (GDN layers).
-    """
+    """The bytes of a layer, and its seconds for a token at speed 1. K/V is per token, states are per sequence."""
 
     weight_bytes: int
     seconds: float
@@ -200,9 +193,7 @@ def make_plan(
 ) -> Plan:
     """Return the best plan of `model` over `nodes`.
 
-    Raises SpanError for pinned layers that overlap, exceed the model or leave a gap that no node can fill. Raises
-    MemoryLimitError when no cut fits, with the bytes missing on each node. Raises UsageError when there is no node or
-    two nodes share a name.
+    Raises SpanError for pinned layers, MemoryLimitError with the missing bytes, or UsageError for the names of nodes.
     """
     names = [node.name for node in nodes]
     if not names:
@@ -323,8 +314,7 @@ MAX_STATES = 1024
 class States:
     """The states of the search. A state comes after every state that leads to it.
 
-    `steps[s]` are the pairs (state before, node added) that lead to state s. `sizes[s]` counts the nodes of state s.
-    State 0 has none.
+    `steps[s]` are the pairs (state before, node added) that lead to state s, of `sizes[s]` nodes. State 0 has none.
     """
 
     steps: tuple[tuple[tuple[int, int], ...], ...]

@@ -38,10 +38,8 @@ class BackupTransfer:
         self._scheduler = scheduler
         self._clock = clock
         self._background = BackgroundTasks()
-        self._bytes_per_second = 0.0
-        """Speed of the newest transfer."""
-        self._no_disk_until = -math.inf
-        """Time before which no disk is asked, because one was stuck."""
+        self._bytes_per_second = 0.0  # speed of the newest transfer
+        self._no_disk_until = -math.inf  # no disk is asked before, because one was stuck
 
     def read_soon(self, pipeline: Pipeline, made: BackupInFlight) -> None:
         """Start to read a backup that the stages have made."""
@@ -67,10 +65,7 @@ class BackupTransfer:
     def restore_prefix(
         self, pipeline: Pipeline | None, sequence: Sequence, then: Callable[[], None]
     ) -> None:
-        """Give the stages a prefix of a new sequence that they lack, from a backup or from their disks.
-
-        The sequence waits meanwhile, and `then` is called. Without a pipeline the next one restores the backup.
-        """
+        """Give the stages a prefix that a sequence lacks, from a backup or disks. It waits until `then` is called."""
         if pipeline is None:
             return
         scheduler = self._scheduler
@@ -117,10 +112,7 @@ class BackupTransfer:
         then()
 
     async def _load_prefix(self, pipeline: Pipeline, sequence: Sequence, held: int) -> int:
-        """Let the stages load a prefix of more than `held` tokens from their disks. Return its length, or 0.
-
-        A disk that takes longer than the stages would is not waited for.
-        """
+        """Let stages load a prefix longer than `held` from their disks, unless it takes too long. Return its length."""
         started, tokens = self._clock(), sequence.tokens
         if not pipeline.has_disk or started < self._no_disk_until:
             return 0
@@ -146,10 +138,7 @@ class BackupTransfer:
         return found
 
     async def restore(self, pipeline: Pipeline) -> dict[int, int]:
-        """Give the stages the backups of the running sequences, the oldest first, until the pipeline fails.
-
-        Return the tokens of each backup that all stages have, by sequence.
-        """
+        """Give the stages backups until the pipeline fails. Return the tokens of each that all have, by sequence."""
         restored: dict[int, int] = {}
         if not self._to_restore(pipeline):
             return restored

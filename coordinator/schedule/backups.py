@@ -2,9 +2,7 @@
 
 A plan that ends takes the state of every sequence with it, because its layers move to other workers. The coordinator
 keeps a copy of this state, up to some token. The next plan restores it and computes only the tokens after it.
-
 Backups of prompts stay after their sequences, for later prompts that begin with the same tokens.
-
 A backup costs the time of its transfer. The pause after it is a multiple of this time, which is long in a calm cluster
 and short after a failure.
 """
@@ -53,11 +51,7 @@ class Backup:
 
 
 class PrefixBackups:
-    """The backups of prompts by their tokens, in order of use, the least recently used first.
-
-    The stages lose their prefix entries when a plan ends. A new sequence whose prompt begins with one of these prompts
-    starts from its backup instead.
-    """
+    """The backups of prompts by tokens, least recently used first, for new prompts after a plan has ended."""
 
     def __init__(self) -> None:
         self.kept: OrderedDict[Tokens, Backup] = OrderedDict()
@@ -116,10 +110,7 @@ DEFAULT_BYTES = 2**30
 
 @dataclass(frozen=True)
 class BackupInFlight:
-    """The backup of the tokens `start` to `tokens` of a sequence, which frame number `frame` makes.
-
-    `prefix` has the first `tokens` tokens if other prompts may begin with them.
-    """
+    """The backup of tokens `start` to `tokens` in frame number `frame`. `prefix` is set if others may share them."""
 
     seq_id: int
     start: int
@@ -145,8 +136,7 @@ class Backups:
         """True if a backup may be made now."""
         self.stormy = False
         """True for STORM_SECONDS after a failure."""
-        self._newest_bytes = 0
-        """Bytes of the newest transfer."""
+        self._newest_bytes = 0  # of the newest transfer
         self._full_from = math.inf
         """The oldest sequence whose backup exceeds `limit`. It and younger ones wait for the end of an older one."""
         self._next_at = 0.0
@@ -165,8 +155,7 @@ class Backups:
 
     def tokens_of(self, seq_id: int) -> int:
         """Return how many tokens of a sequence are backed up."""
-        backup = self.kept.get(seq_id)
-        return 0 if backup is None else backup.tokens
+        return self.kept.get(seq_id, Backup()).tokens
 
     def may_begin(self, seq_id: int) -> bool:
         """Return whether a sequence has no backup in flight, and its next backup may fit into `limit`."""
@@ -196,10 +185,7 @@ class Backups:
     def begin_backup(
         self, seq_id: int, tokens: int, frame: int, prefix: Tokens | None = None
     ) -> BackUp:
-        """Return the operation that backs up the first `tokens` tokens of a sequence in frame number `frame`.
-
-        A frame makes at most one backup.
-        """
+        """Return the operation of frame number `frame` that backs up the first `tokens` tokens of a sequence."""
         self.due, self.ready = None, False
         start = self.tokens_of(seq_id)
         self.in_flight[seq_id] = BackupInFlight(seq_id, start, tokens, frame, prefix)
@@ -212,10 +198,7 @@ class Backups:
     def complete_backup(
         self, made: BackupInFlight, tokens: int, states: Sequence[LayerState]
     ) -> None:
-        """Keep the `states` of a backup that was read, unless its plan or its sequence has ended since.
-
-        Above `limit` the youngest sequences lose their backups, because they are the cheapest to compute again.
-        """
+        """Keep a backup that was read, unless it is stale. Above `limit` the youngest sequences lose theirs."""
         if made is not self.in_flight.get(made.seq_id):
             return
         self._newest_bytes = sum(len(state.data) for state in states)

@@ -32,10 +32,7 @@ def missing_head_tensors(checkpoint: Checkpoint) -> str:
 
 
 def repair_hint(checkpoint: Checkpoint, *, replace: bool) -> str:
-    """Return how to get a working head: a command to copy, or the source of a complete checkpoint.
-
-    `replace` is set for a head that is present but incomplete or wrong. The sentence has no full stop.
-    """
+    """Return how to get a working head, without a full stop. `replace` is for one that is incomplete or wrong."""
     if checkpoint.layout == "raw" and replace:
         return "Download the checkpoint again, or use the one that Qwen publishes"
     path, copy = str(checkpoint.path), ""
@@ -106,11 +103,7 @@ async def local_generator(
 
 
 def effective_mtp_mode(checkpoint: Checkpoint, requested: MtpMode) -> MtpMode:
-    """Return the part of `--mtp` that this checkpoint supports.
-
-    `auto` continues without drafts and logs a warning if the head is missing. Any other request for drafts raises
-    UsageError then.
-    """
+    """Return the supported part of `--mtp`. Without a head `auto` logs a warning, and drafts raise UsageError."""
     if requested.depth == 0 or checkpoint.mtp.complete:
         return requested
     missing = missing_head_tensors(checkpoint)

@@ -51,8 +51,7 @@ RETRY_SECONDS = 1.0
 class GenerationLoop(Generator):
     """A server of requests over the pipelines of a source. Call `start` before and `close` after its use.
 
-    All its code runs on the event loop's thread, so the scheduler needs no lock. `describe_wait` returns what the
-    source waits for before the first pipeline, or an empty text.
+    All its code runs on one thread, so the scheduler needs no lock. `describe_wait` says what the source waits for.
     """
 
     def __init__(
@@ -72,8 +71,7 @@ class GenerationLoop(Generator):
         self._backups = BackupTransfer(scheduler, clock)
         self.frames = FrameRecords()
         self.recoveries = 0
-        self._failures = 0
-        """Pipeline failures since a frame last returned."""
+        self._failures = 0  # of pipelines since a frame last returned
         self._rebuilding: list[Sequence] = []
         """Sequences of the previous plan whose prompt the present plan has not yet computed."""
 
@@ -131,10 +129,7 @@ class GenerationLoop(Generator):
         )
 
     async def collect_trace(self, seconds: float) -> list[ProcessTrace]:
-        """Return the traces of all processes of the plan over the last `seconds`.
-
-        Raises NotReadyError if no plan serves, and WorkerLostError if a worker does not answer.
-        """
+        """Return all processes' traces of the last `seconds`. Raises NotReadyError or WorkerLostError."""
         if self.pipeline is None:
             raise NotReadyError("no plan is serving yet. Try again later")
         return await self.pipeline.collect_trace(time.monotonic_ns() - int(seconds * 1e9))
@@ -293,10 +288,7 @@ class GenerationLoop(Generator):
                     self._listeners.pop(seq_id, None)
 
     def _fail_requests(self, message: str) -> None:
-        """End every open request with an error event.
-
-        A sequence may have left the scheduler while its last event is undelivered, so the loop goes by listeners.
-        """
+        """End every open request. Its sequence may have left the scheduler, so the loop goes by listeners."""
         now, listeners = self.clock(), list(self._listeners.values())
         self._listeners.clear()
         for sequence in [*self.scheduler.running.values(), *self.scheduler.waiting]:

@@ -31,10 +31,7 @@ class Entry:
 
 
 class PrefixCache:
-    """Entries by number, in order of use, the least recently used first.
-
-    `capacity.prefix_bytes` bounds their bytes on the stage with the least memory.
-    """
+    """Entries by number, least recently used first. `capacity.prefix_bytes` bounds them on the smallest stage."""
 
     def __init__(self) -> None:
         self.capacity = Capacity(sequences=0, kv_tokens=0, prefix_bytes=0)
@@ -69,11 +66,7 @@ class PrefixCache:
         return any(entry.tokens == tokens for entry in self.entries.values())
 
     def boundaries(self, prompt: Tokens, start: int, turn: int = 0) -> list[int]:
-        """Return the positions in `prompt` after `start` where entries are worth saving. Remember the prompt.
-
-        The last position is `turn`, the number of tokens with which the next turn of the chat begins. If `turn` is 0,
-        it is the end of the prompt's last whole block.
-        """
+        """Return the positions after `start` to save, the last one `turn` or a whole block. Remember the prompt."""
         if not self._fits(SMALLEST_ENTRY):
             return []
         end = turn or (len(prompt) - 1) // BLOCK * BLOCK
@@ -91,10 +84,7 @@ class PrefixCache:
         return tokens >= SMALLEST_ENTRY and nbytes <= self.capacity.prefix_bytes
 
     def add_entry(self, tokens: Tokens) -> tuple[Entry | None, list[int]]:
-        """Add an entry for `tokens`. Return it and the numbers of the entries that were dropped to make room.
-
-        Return no entry if one for `tokens` exists, or if it exceeds the whole budget.
-        """
+        """Add an entry; return it and the numbers of those dropped. There is none if it exists or is too large."""
         if self.has_entry(tokens) or not self._fits(len(tokens)):
             return None, []
         nbytes = self.capacity.entry_bytes(len(tokens))

@@ -17,10 +17,7 @@ from proto.frame import Frame
 from proto.images import FIRST_IMAGE_TOKEN, without_images
 
 PIPELINED_CHUNKS = 8
-"""Chunks. Minimum number of chunks of a prompt whose chunks stay above the shortest.
-
-N stages then prefill the prompt 8 N / (N + 7) times as fast as one stage.
-"""
+"""Chunks. Minimum of a prompt with longer ones than the shortest. N stages are then 8 N / (N + 7) times as fast."""
 
 SHORTEST_CHUNK = 64
 """Tokens. Shortest chunk after a GPU gave up longer ones. Shorter chunks read the weights too often."""
@@ -63,17 +60,11 @@ class Limits:
 
 
 WAITING_PER_PLACE = 8
-"""Requests of one client that may wait for each free place in the queue. One client can take 8 of 9 places.
-
-The other places let a client with few requests be served while another one floods the queue.
-"""
+"""Requests of one client that may wait for each free place, so that one that floods the queue leaves every ninth."""
 
 
 def check_request(request: GenerationRequest, context: int, vocab: int, kv_tokens: int) -> None:
-    """Raise RequestError, with the field in `param`, for a request that can never be served.
-
-    `context` and `vocab` are the model's limits in tokens, `kv_tokens` is the K/V memory of the cluster in tokens.
-    """
+    """Raise RequestError, with the field in `param`, for a request that exceeds the limits, given in tokens."""
     if not request.prompt:
         raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
     if request.max_tokens < 1:
@@ -103,10 +94,7 @@ def check_request(request: GenerationRequest, context: int, vocab: int, kv_token
 
 
 def check_queue(waiting: Collection[Sequence], places: int, client: str, served: int) -> None:
-    """Raise CapacityError if the queue has no place for a request of `client`.
-
-    The queue has `places` places, and the plan serves up to `served` sequences at once.
-    """
+    """Raise CapacityError if a queue of `places` has none for `client`. The plan serves `served` sequences at once."""
     free = places - len(waiting)
     own = sum(sequence.request.client == client for sequence in waiting)
     if free > 0 and own < WAITING_PER_PLACE * free:
@@ -126,8 +114,7 @@ def most_waiting(places: int) -> int:
 SECONDS_BESIDE_STREAMS = 0.25
 """Seconds. Time of the prompt frames between two windows of a running stream, in all stages together.
 
-A reader notices longer gaps. A frame of half the tokens costs prompts of a large model about a tenth of their speed,
-because the stages read all weights for each.
+A reader notices longer gaps. Frames of half the tokens cost prompts of a large model a tenth of their speed.
 """
 
 SECONDS_ALONE = 1.0
@@ -152,10 +139,7 @@ TURN_SECONDS = 1.0
 """Seconds. A sequence keeps its place so long before it is preempted, so that clients do not only change places."""
 
 PREEMPTION_PAUSE = 3.0
-"""Pause after a preempted sequence returns without its state, over the expected time to compute it again.
-
-So tokens that are computed again take at most a quarter of the time.
-"""
+"""Pause after a preempted sequence returns, over the time to compute it again. It then takes a quarter at most."""
 
 Running = Mapping[int, Sequence]
 
@@ -175,8 +159,7 @@ class Prompts:
     def __init__(self) -> None:
         self.other_frames = 0
         """Prompt frames since the oldest prompt was part of one, up to OTHER_FRAMES."""
-        self._next_preemption = 0.0
-        """Seconds. No sequence is preempted before this time."""
+        self._next_preemption = 0.0  # seconds, before which no sequence is preempted
         self._seconds_per_token: deque[float] = deque(maxlen=RECENT_FRAMES)
         """Seconds of a prompt token in the slowest stage, for the newest frames of prompts."""
 
@@ -191,11 +174,7 @@ class Prompts:
         return tokens * median_low(self._seconds_per_token) if self._seconds_per_token else None
 
     def frame_tokens(self, limits: Limits, stages: int, *, streams: bool) -> int:
-        """Return the maximum of prompt tokens in the next frame.
-
-        `streams` says that a stream is running. Each of the `stages` works on a prompt frame between two of its
-        windows.
-        """
+        """Return the most prompt tokens of a frame. Each stage has one between two windows of the `streams`."""
         pace = self.expected_seconds(stages)
         if pace is None:
             return min(limits.step_tokens, FIRST_FRAME)
@@ -211,10 +190,7 @@ class Prompts:
         limits: Limits,
         stages: int,
     ) -> Sequence | None:
-        """Return the waiting sequence that has room and whose prompt is part of the next frame, or None.
-
-        A prompt that waits takes no room, so a shorter one may come before it.
-        """
+        """Return the waiting sequence that has room and joins the next frame, or None. A shorter prompt may pass."""
         if not waiting or len(running) >= room.sequences:
             return None
         left = self.frame_tokens(limits, stages, streams=has_streams(running))

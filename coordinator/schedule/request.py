@@ -16,10 +16,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True, eq=False)
 class PromptImage:
-    """An image of a prompt and its rows for the first stage: `dtype [rows x columns, hidden]` as bytes.
-
-    `owner` is what the request keeps in memory with the rows.
-    """
+    """A prompt's image, and its rows `dtype [rows x columns, hidden]`, which `owner` keeps in memory."""
 
     span: ImageSpan
     dtype: str
@@ -59,10 +56,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """`done` of `total` prompt tokens are computed by the last stage; `cached` of them came from the prefix cache.
-
-    The request was in the queue for `queued` seconds.
-    """
+    """`done` of `total` prompt tokens are computed, `cached` of them from the cache, after `queued` seconds."""
 
     done: int
     total: int
@@ -72,10 +66,7 @@ class PrefillProgress:
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """Final tokens. Each token is emitted once. `logprobs` has one entry per token, or is empty.
-
-    The tokens come from a window with `drafted` drafts, of which `accepted` were accepted.
-    """
+    """Final tokens, with `logprobs` for each or none, of a window of `drafted` drafts, `accepted` of them right."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()

@@ -116,10 +116,7 @@ class WindowOutcome:
 
 @dataclass
 class Sequence:
-    """A request and its state. `tokens` holds the prompt and all emitted tokens: enough to rebuild everything else.
-
-    The last emitted token is computed when it is the first token of a window.
-    """
+    """A request and its state. `tokens` (prompt and emitted ones) suffice to rebuild everything else."""
 
     seq_id: int
     request: GenerationRequest
@@ -241,10 +238,7 @@ class Sequence:
         return self.windows_in_flight[-1].frame
 
     def can_run_ahead(self, *, relayed: bool) -> bool:
-        """Return whether the next window may continue the one in flight, before the token between them is known.
-
-        Over several stages that token must be `relayed` to the first stage.
-        """
+        """Return whether the next window may continue the one in flight, over stages by a `relayed` token."""
         if not self.windows_in_flight:
             return not relayed
         window = self.windows_in_flight[0]
@@ -274,10 +268,7 @@ class Sequence:
         return tuple(token for window in self.windows_in_flight for token in window.tokens)[1:]
 
     def draft_from_match(self, shape: Shape) -> None:
-        """Take the drafts of the match of the text for windows of `shape`.
-
-        There are none while windows in flight have other tokens.
-        """
+        """Take the drafts of the text's match for `shape`, none while windows in flight have other tokens."""
         assert self.matcher is not None, "a shape is matched only with a matcher"
         drafts = self._drafts_before_stop(self.matcher.drafts[: shape.ahead])
         sent = self._sent_drafts()
@@ -316,10 +307,7 @@ class Sequence:
         return tuple(image.span for image in self.request.images)
 
     def chunk_end(self, start: int, end: int) -> int:
-        """Return where a chunk from `start` to `end` at most ends: it has rows of one image, or text only.
-
-        The arithmetic of text then does not depend on images beside it.
-        """
+        """Return where a chunk from `start` ends, `end` at most. It has rows of one image, or text only."""
         border = next_border(self.spans, start)
         return end if border is None else min(end, border)
 
@@ -329,10 +317,7 @@ class Sequence:
         return next(found, None)
 
     def await_backup(self, tokens: int, *, from_disk: bool = False) -> None:
-        """Start from the backup of the first `tokens` tokens, which the stages have, when it is admitted.
-
-        `from_disk` says that they have it from their disks.
-        """
+        """Start, when admitted, from a backup of `tokens` tokens that the stages have, `from_disk` or from memory."""
         self.restorable_tokens, self.restoring, self.from_disk = tokens, False, from_disk
 
     def start_after(self, tokens: int) -> None:
@@ -394,10 +379,7 @@ class Sequence:
     def _draft_results(
         self, window: Window, outcome: Outcome, result: WindowResult, emitted: int
     ) -> tuple[DraftResult, ...]:
-        """Return the results of the window's drafts, and of the drafts in flight that they decide.
-
-        Drafts after the end of the text have no result.
-        """
+        """Return the results of the window's drafts, and of those in flight that they decide, up to the end."""
         ended = self.finished is not None
         count = min(len(window.tokens) - 1, emitted) if ended else len(window.tokens) - 1
         results = [
@@ -415,11 +397,7 @@ class Sequence:
         return tuple(results)
 
     def _drafts_before_stop(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the drafts before the first stop token.
-
-        No window may hold a stop token: the last stage could accept speculative tokens after it, and the other stages
-        drop them.
-        """
+        """Return the drafts before a stop token. The last stage could accept those after it, which no stage keeps."""
         stops = self.request.stop_tokens
         end = next((i for i, token in enumerate(drafts) if token in stops), len(drafts))
         return drafts[:end]
@@ -439,10 +417,7 @@ class Sequence:
         return tuple(emitted)
 
     def reset_for_plan(self) -> None:
-        """Forget the state that stages held: all tokens are computed again.
-
-        Window numbers go on, because a signal for an earlier window may still arrive.
-        """
+        """Forget the stages' state. Window numbers go on, because a signal for an earlier one may still arrive."""
         self.prefill_tokens = len(self.tokens)
         self.scheduled_tokens = self.computed_tokens = 0
         self.admitted = self.preempting = False

@@ -20,8 +20,7 @@ class StepCostMeter:
 
     def __init__(self, stages: int) -> None:
         self._stages = stages
-        self._pass_overhead: float | None = None
-        """Overhead of a pass through an otherwise empty pipeline."""
+        self._pass_overhead: float | None = None  # of a pass through an empty pipeline
         self._cycle_overhead: float | None = None
         """Overhead of a cycle of a full pipeline, in which each micro-batch returns once."""
 

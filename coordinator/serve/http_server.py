@@ -36,9 +36,8 @@ CONTAINER_NAMES = ("host.docker.internal", "host.containers.internal")
 class HostCheck:
     """An ASGI app that forwards requests for known hosts to `app` and refuses others with status 421.
 
-    `app` may be replaced while the server runs.
-    IP addresses, `localhost` and CONTAINER_NAMES are known, this machine's `name`, and the names in `allowed`. Browsers
-    send the name that the page was opened with, so a foreign page that resolves to this machine has a foreign name.
+    `app` may be replaced. IP addresses, `localhost`, CONTAINER_NAMES, this machine's `name` and those in `allowed` are
+    known. Browsers send the name that the page was opened with, and that of a foreign page is foreign.
     """
 
     def __init__(self, app: ASGIApp, name: str, allowed: Sequence[str] = ()) -> None:
@@ -214,10 +213,7 @@ BACKLOG = 256
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that calls `end_answers` after `GRACE_SECONDS`, where uvicorn would cut open connections.
-
-    `end_pages` ends at once the event streams of open pages, which would otherwise last for the whole grace.
-    """
+    """A uvicorn server that ends pages at once, and late answers after `GRACE_SECONDS` instead of connections."""
 
     def __init__(
         self,

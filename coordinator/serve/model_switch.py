@@ -80,8 +80,7 @@ class ModelSwitch(ModelLoader):
         self._report: LoadReport | None = None
         self._task: asyncio.Task[None] | None = None
         self._stop = threading.Event()
-        self._serves = True
-        """False between two models, and after neither of them could be loaded."""
+        self._serves = True  # not between two models, nor after neither could be loaded
 
     @property
     def report(self) -> LoadReport:

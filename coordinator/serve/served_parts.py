@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -105,23 +105,6 @@ class ServeOptions:
     fetch_images: bool = False
     journal: bool = True
     """Keep stored answers in the state directory."""
-
-
-LETTERS = {"gdn": "g", "attention": "a"}
-"""Letters of `ModelStatus.layers` by kind of layer."""
-
-
-def model_status(checkpoint: Checkpoint) -> ModelStatus:
-    """Return the status of a checkpoint, read from its headers."""
-    config = checkpoint.config
-    return ModelStatus(
-        layers="".join(LETTERS[kind] for kind in config.layer_kinds),
-        has_head=checkpoint.mtp.complete,
-        context=config.max_positions,
-        quantization=quantization_text(checkpoint),
-        weight_bytes=sum(checkpoint.part_bytes().values()),
-        vision_bytes=tower_bytes(checkpoint),
-    )
 
 
 AUTO_DEPTH = 1
@@ -270,11 +253,17 @@ class ServedParts:
         scheduler = Scheduler(limits, Controller(model.mode, ngram=options.ngram), model.vocabulary)
         waiting_for = manager.describe_gathering if manager else str
         self.loop = GenerationLoop(source, scheduler, describe_wait=waiting_for)
-        facts, alone = model_status(model.checkpoint), model.local.status
         model.images.answers_run = lambda: bool(scheduler.running)
-        if not model.images.reads_images:
-            facts = replace(facts, vision_bytes=0)
-        status = LiveStatus(self.loop, manager, model.name, alone, facts)
+        letters = {"gdn": "g", "attention": "a"}
+        facts = ModelStatus(
+            layers="".join(letters[kind] for kind in config.layer_kinds),
+            has_head=model.checkpoint.mtp.complete,
+            context=config.max_positions,
+            quantization=model.info.quantization,
+            weight_bytes=model.info.nbytes,
+            vision_bytes=tower_bytes(model.checkpoint) if model.images.reads_images else 0,
+        )
+        status = LiveStatus(self.loop, manager, model.name, model.local.status, facts)
         api = Api(
             self.loop,
             model.tokenizer,

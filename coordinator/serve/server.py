@@ -1,7 +1,4 @@
-"""Composition root of `mtp-coord serve`: model, cluster, generation loop and HTTP API.
-
-HTTP answers from the start. While the model is downloaded, `/status` shows the progress.
-"""
+"""Composition root of `mtp-coord serve`: model, cluster, generation loop, and HTTP, which answers from the start."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ from coordinator.api.context import ApiOptions
 from coordinator.api.journal import Journal
 from coordinator.api.model_catalog import Catalog
 from coordinator.cluster.manager import ClusterManager
-from coordinator.cluster.view import Phase
 from coordinator.pipeline.local_pipeline import LocalSource
 from coordinator.pipeline.pipeline import PipelineSource
 from coordinator.serve.http_server import HostCheck, HttpServer
@@ -51,15 +47,7 @@ from proto.rpc.listener import bind_listener, own_addresses, warn_once_of_shorta
 from proto.state_dir import claim, write_private
 from proto.terminal.console import end_process, keep_awake
 from proto.terminal.progress import OnProgress, byte_bar, format_size
-from proto.trust.certificates import (
-    NodeIdentity,
-    Role,
-    fingerprint,
-    from_pem,
-    key_to_pem,
-    new_id,
-    new_key,
-)
+from proto.trust.certificates import fingerprint, from_pem, key_to_pem
 
 log = logging.getLogger(__name__)
 
@@ -74,11 +62,7 @@ class TlsFiles:
 
 
 def http_tls(options: ServeOptions) -> TlsFiles | None:
-    """Return the certificate of the HTTP server, or None for plain HTTP.
-
-    Plain HTTP is for loopback and for --insecure. Otherwise the user's certificate, or one of the cluster, is used.
-    Raises UsageError for unreadable files.
-    """
+    """Return the certificate of the user or the cluster, or None for plain HTTP. Raises UsageError."""
     if options.tls_cert is not None and options.tls_key is not None:
         for file in (options.tls_cert, options.tls_key):
             if not file.is_file():
@@ -92,13 +76,11 @@ def http_tls(options: ServeOptions) -> TlsFiles | None:
 
 
 def _cluster_certificate(authority: Authority, options: ServeOptions) -> TlsFiles:
-    key = new_key()
-    identity = NodeIdentity(authority.cluster, Role.COORDINATOR, new_id())
     name = socket.gethostname()
     hosts = {*own_addresses(), name, f"{name.partition('.')[0]}.local", "localhost"}
     if options.host not in UNSPECIFIED:
         hosts.add(options.host)
-    chain = authority.issue(key.public_key(), identity, tuple(sorted(hosts)))
+    key, chain = authority.issue_to_coordinator(tuple(sorted(hosts)))
     files = options.state / "http"
     write_private(files / "server.pem", chain)
     write_private(files / "server.key", key_to_pem(key))
@@ -183,10 +165,7 @@ class ModelDownload(StatusSource):
         self._detail = "opening the model"
 
     def run(self, on_progress: OnProgress) -> Path:
-        """Return the directory of the model, downloaded if needed. Blocks, so it belongs on a thread of its own.
-
-        Raises CheckpointError, and NotReadyError after `stop`.
-        """
+        """Return the model's directory, downloaded if needed. Blocks. Raises CheckpointError or NotReadyError."""
 
         def show(done: int, total: int) -> None:
             self._detail = f"downloading the model: {format_size(done)} of {format_size(total)}"
@@ -265,10 +244,7 @@ class _Server:
         return 0 if self.parts is None else self.parts.count_answers()
 
     async def start(self, stack: AsyncExitStack) -> None:
-        """Download the model if needed, make all parts, and wait for the first plan.
-
-        Parts to be closed go to `stack`.
-        """
+        """Download the model if needed, make all parts, which `stack` closes, and wait for the first plan."""
         try:
             with byte_bar("downloading the model", log) as show:
                 path = await asyncio.to_thread(self.download.run, show)
@@ -364,8 +340,8 @@ async def _report_wait(manager: ClusterManager, url: str) -> None:
     """Log the workers that are missing for the first plan, every WAIT_REPORT_SECONDS."""
     await asyncio.sleep(FIRST_WAIT_REPORT)
     while True:
-        if manager.view.phase is Phase.GATHERING:
-            log.info("waiting for workers: %s. Status: %s/status", manager.describe_wait(), url)
+        if waiting := manager.describe_gathering():
+            log.info("%s. Status: %s/status", waiting, url)
         await asyncio.sleep(WAIT_REPORT_SECONDS)
 
 

@@ -38,14 +38,12 @@ class NodeStatus:
     `loaded` is the loaded fraction of the node's weights, 0 to 1. `stage_ms` is the typical time of one decode step.
     `busy` is the fraction of the last ten seconds in which the node's stage computed, 0 to 1, and `slowest` says that
     the other stages wait for it. Both are unset without a stage.
-
     `weight_bytes` and `prefix_bytes` are parts of `memory_used`; the rest are K/V, states and activations.
     `memory_cached` is held besides `memory_used`, in freed buffers. `chip` and `bytes_per_second` describe the machine
     as the worker measured it. `weights_from` names the source of the weights during a load: `disk`, `hub` or
     `coordinator`. `link_ms` and `link_bytes_per_second` are the measured time and speed of one hop to the next stage,
     or from the last stage to the coordinator. The bytes of the data plane are counters since the worker's start.
     `ready_at`, the time at which the worker joined, is seconds since 1970.
-
     `version` has the versions of the worker's programs. `layers` says how the layers compute, such as `48 packed`.
     """
 

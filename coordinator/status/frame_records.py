@@ -133,8 +133,7 @@ PHASES: dict[type[IntEnum], tuple[Phase, ...]] = {
 class Hop:
     """One frame between two processes, in nanoseconds of the coordinator's clock.
 
-    It starts when the sender has encoded the frame, and ends when the receiver has its bytes. A `relay` is the message
-    of the last stage to the first with the tokens after the frame.
+    It starts when the sender has encoded the frame, and ends when its bytes arrive. A `relay` has the next tokens.
     """
 
     number: int
@@ -177,8 +176,7 @@ def _hops_between(
 def phase_times(process: ProcessTrace) -> Iterator[tuple[FrameTimes, Phase, int, int]]:
     """Yield the phases of all frames, each with its start and its end in nanoseconds.
 
-    A stage that runs ahead builds a frame while the device computes the frame before. The device computes one frame at
-    a time, so `compute` starts after the frame before it at the earliest.
+    The device computes one frame at a time, so `compute` starts after the frame before it at the earliest.
     """
     computed = 0
     for frame in process.frames:
@@ -296,8 +294,7 @@ CollectTraces = Callable[[float], Awaitable[list[ProcessTrace]]]
 class FrameRecord:
     """One returned frame. `number` counts all records since the start. Times are seconds on the loop's clock.
 
-    `wasted` of its `rows` were rejected or invalidated, and `tokens` were emitted. `stages` is empty until the stamps
-    of the stages have come.
+    `wasted` of its `rows` were rejected or invalidated. `stages` is empty until the stamps of the stages have come.
     """
 
     number: int
@@ -375,11 +372,7 @@ class FrameRecords:
         return tokens / max(now - first, 0.1)
 
     def stage_loads(self, epoch: int, now: float) -> tuple[StageLoad, ...]:
-        """Return the loads of the stages of plan `epoch`; empty before its first frame.
-
-        Step times and shares come from the same frames, so they cannot contradict each other. A stage is the slowest
-        only if none of the others computed for longer.
-        """
+        """Return the loads of the stages of plan `epoch`, from the same frames; empty before its first frame."""
         steps: list[tuple[int, ...]] = []
         busy: list[float] = []
         for record in reversed(self.records):

@@ -57,10 +57,7 @@ MAX_SHOWN = 50
 
 @dataclass
 class RequestRecord:
-    """One request. Times are seconds; `began_at` is since 1970. `seconds` is None while the request is open.
-
-    `first_token` is the time to the first token, None before it. `outcome` is empty while the request is open.
-    """
+    """One request, open while `seconds` is None and `outcome` empty. Times are seconds, `began_at` since 1970."""
 
     number: int
     endpoint: str
@@ -116,8 +113,7 @@ MAX_SAMPLES = 600
 class Sample:
     """The figures of one second. `at` is seconds since 1970. `acceptance` is None in a second without drafts.
 
-    Latencies are in seconds. `first_token_50` and `first_token_95` cover the last ten minutes, `gap_50` and `gap_95`
-    this second.
+    Latencies are in seconds, those of the first token over ten minutes, gaps over this second.
     """
 
     at: float
@@ -210,8 +206,7 @@ class EventLog:
         self.events: deque[ClusterEvent] = deque(maxlen=MAX_EVENTS)
         self._before: ClusterStatus | None = None
         self._failed_at: float | None = None
-        self._rebuilding_since: float | None = None
-        """End of a recovery after which prompts are still computed again."""
+        self._rebuilding_since: float | None = None  # while prompts are computed again
         self._lost: list[str] = []
 
     def record_status(self, status: ClusterStatus, at: float) -> list[ClusterEvent]:

@@ -226,10 +226,7 @@ FLUSH_SECONDS = 3.0
 
 @cache
 def tracer_provider() -> TracerProvider | None:
-    """Return the source of spans, or None without a collector. A thread of it sends the spans.
-
-    Raises UsageError if the libraries are not installed.
-    """
+    """Return the source of spans, or None without a collector. Raises UsageError without the libraries."""
     name = next((name for name in ENDPOINTS if os.environ.get(name)), None)
     if name is None:
         return None
@@ -257,8 +254,7 @@ def send_spans(
 ) -> None:
     """Send the span of a request that ends now, with a child for each phase but the first.
 
-    `phases` are names and starts in ascending order, in the clock of `now`. The first is the arrival. A phase ends
-    where the next begins.
+    `phases` are names and starts in the clock of `now`, the arrival first. Each ends where the next begins.
     """
     if (provider := tracer_provider()) is None:
         return

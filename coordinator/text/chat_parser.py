@@ -57,11 +57,7 @@ class ChatParser:
         return self._read(segments)
 
     def finish(self, *, cut: bool = False) -> list[Part]:
-        """Return the parts held back, after the last text.
-
-        A call without its end marker may be complete. With `cut` a limit has ended the text, and an incomplete call
-        does not become content.
-        """
+        """Return the parts held back. With `cut` a limit has ended the text, and no incomplete call becomes content."""
         self._split, held, state = TextStateMachine.flush(self._split)
         parts = self._read([(state, held)])
         if self._parser is not None:
@@ -135,10 +131,7 @@ def join_parts(parts: Iterable[Part]) -> list[Part]:
 
 
 class _Lines:
-    """A buffer for the line breaks at the end of a text, until more text follows them.
-
-    With `trim`, line breaks before the next text are dropped too.
-    """
+    """A buffer for line breaks at the end of a text. With `trim`, those before the next text are dropped too."""
 
     def __init__(self, *, trim: bool) -> None:
         self.trim = trim

@@ -34,13 +34,9 @@ if TYPE_CHECKING:  # at run time it would take seconds in the process that compi
 _TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
 
 _MAPS = ("$defs", "definitions", "properties", "patternProperties")
-"""Keywords whose value has a schema for each key."""
-
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-"""Keywords whose value is a list of schemas."""
-
 _SCHEMAS = ("items", "additionalProperties", "not")
-"""Keywords whose value is a schema."""
+"""Keywords whose value has a schema for each key, is a list of schemas, or is a schema."""
 
 MAX_LEVELS = 100
 """Maximum number of schemas inside each other, so that no recursion exceeds Python's limit."""
@@ -88,12 +84,7 @@ WHITESPACE = " ?"
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """The format of an answer's content.
-
-    `content` is a schema, a regular expression, a list of texts or, for forced calls, a Lark grammar.
-
-    `param` is the client's field that holds the content, for errors.
-    """
+    """The format of an answer. `content` has the type of `kind`; `param` is the client's field, for errors."""
 
     kind: FormatKind
     content: Any
@@ -105,10 +96,7 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 def pack_vocabulary(tokenizer: Tokenizer) -> bytes:
-    """Return the packed vocabulary of a tokenizer, which the last stage needs to apply a grammar.
-
-    It is empty for a tokenizer without end tokens, which formats require.
-    """
+    """Return the packed vocabulary for the last stage; empty without end tokens, which formats require."""
     if not tokenizer.eos_ids:
         return b""
     tokens = map(tokenizer.token_bytes, range(tokenizer.vocab_size))
@@ -118,11 +106,7 @@ def pack_vocabulary(tokenizer: Tokenizer) -> bytes:
 
 
 def compile_format(output: OutputFormat, tokenizer: LLTokenizer) -> bytes:
-    """Return the grammar of a format, after a trial of its cost.
-
-    Blocks without a bound, so a server calls it in a `GrammarProcess`. Raises RequestError, naming the client's field,
-    for a format that is invalid, unsupported, too large, or too slow to apply.
-    """
+    """Return the grammar of a format after a trial of its cost. Blocks. Raises RequestError, naming the field."""
     grammar = _grammar_text(output)
     if len(grammar) > MAX_GRAMMAR_BYTES:
         raise RequestError(
@@ -159,10 +143,7 @@ MAX_CALLS = 16
 def call_grammar(
     tools: Sequence[Json], style: CallStyle, markers: tuple[str, str], *, single: bool
 ) -> str:
-    """Return a Lark grammar of one call, or of one to MAX_CALLS calls, of the given tools.
-
-    `tools` are in OpenAI's format; `markers` are the texts around a call. Arguments follow the tools' schemas.
-    """
+    """Return a Lark grammar of one call of `tools`, in OpenAI's format, or of up to MAX_CALLS, between `markers`."""
     start, end = markers
     body = _xml_call if style == "xml" else _json_call
     rules = [
@@ -274,10 +255,9 @@ class GrammarProcess:
         self._stop: weakref.finalize[Any, Any] | None = None
 
     async def compile(self, outputs: Sequence[OutputFormat]) -> bytes:
-        """Return the grammar of the first of `outputs`. If it is refused, the first refusal of the others counts.
+        """Return the grammar of the first of `outputs`, or raise RequestError for the first refusal of the others.
 
-        Raises RequestError, naming the client's field, for a format that is refused or exceeds a bound, and
-        CapacityError if the formats of other requests take too long.
+        Raises CapacityError if the formats of other requests take too long.
         """
         if not self.vocabulary:
             param = outputs[0].param
@@ -319,10 +299,7 @@ class GrammarProcess:
             self._turn.release()
 
     async def _run(self, job: bytes, param: str) -> dict[str, Any]:
-        """Return the result of one job. The process is ended when the job exceeds a bound, or is cancelled.
-
-        Raises NotReadyError if the process ends for another reason.
-        """
+        """Return a job's result. End the process for one above a bound. Raises NotReadyError if it ends itself."""
         connection = await self._connected()
         working = asyncio.create_task(_exchange(connection, job))
         try:

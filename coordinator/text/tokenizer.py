@@ -31,10 +31,7 @@ from proto.params import SamplingParams
 
 
 class ContextLengthError(RequestError):
-    """A prompt, or prompt and answer together, beyond the `limit` in tokens of the context or of the K/V memory.
-
-    `max_tokens` is None if the prompt alone exceeds it.
-    """
+    """A prompt beyond the `limit` of tokens, alone, where `max_tokens` is None, or together with the answer."""
 
     code = "context_length_exceeded"
 
@@ -47,10 +44,7 @@ class ContextLengthError(RequestError):
 
 @dataclass(frozen=True)
 class Piece:
-    """Final text, the tokens whose text begins in it, and each token's offset in the whole text.
-
-    Every token of a stream is in exactly one piece, in order. Offsets count characters.
-    """
+    """Final text, the tokens that begin in it, each in one piece only, and their offsets in characters."""
 
     text: str = ""
     tokens: tuple[int, ...] = ()
@@ -174,11 +168,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, checkpoint: Path, eos_ids: Iterable[int] = ()) -> Tokenizer:
-        """Read the tokenizer in the folder `checkpoint`.
-
-        `eos_ids` are the checkpoint's end tokens, added to the tokenizer's own. Raises CheckpointError for a
-        tokenizer that is missing, unreadable or not byte-level BPE.
-        """
+        """Read the tokenizer of the folder `checkpoint`, with its `eos_ids` added. Raises CheckpointError."""
         if not (checkpoint / "tokenizer.json").is_file():
             raise CheckpointError(
                 f"{checkpoint}: tokenizer.json not found. Copy it from the checkpoint's source.",
@@ -237,10 +227,7 @@ class Tokenizer:
         return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def _check_length(self, text: str, limit: int) -> None:
-        """Raise ContextLengthError once the first pieces of `text` have more than `limit` tokens.
-
-        Its number of tokens is an estimate from these pieces.
-        """
+        """Raise ContextLengthError once the first pieces exceed `limit` tokens, with an estimate for all."""
         tokens = 0
         for start in range(0, len(text), PIECE_CHARACTERS):
             piece = self._encode_text(text[start : start + PIECE_CHARACTERS]).ids
@@ -265,9 +252,8 @@ class Tokenizer:
         *,
         continue_final: bool = False,
     ) -> ChatPrompt:
-        """Render a chat with the checkpoint's template, up to the point where the answer begins.
+        """Render a chat up to the answer, which with `continue_final` continues the last message.
 
-        With `continue_final` the answer continues the last message instead of a new one.
         Raises RequestError if the template rejects the messages, ignores tools, or does not use a given variable.
         """
         kwargs = dict(template_kwargs or {})
@@ -477,10 +463,7 @@ class ModelInfo:
 
 
 def generation_defaults(checkpoint: Path) -> SamplingParams:
-    """Return the sampling that generation_config.json recommends, or temperature 1 if the file is missing.
-
-    vLLM uses the same defaults, and OpenAI the same temperature. Raises CheckpointError for a value out of range.
-    """
+    """Return the sampling of generation_config.json, or temperature 1, as vLLM does. Raises CheckpointError."""
     path = checkpoint / "generation_config.json"
     config = read_json_object(path) if path.exists() else {}
     chosen: Json = {"temperature": 1.0}

@@ -18,6 +18,7 @@ from proto.errors import AccessError, UsageError
 from proto.state_dir import locked, read_json, read_text, write_private
 from proto.trust.certificates import (
     NodeIdentity,
+    Role,
     fingerprint,
     from_pem,
     is_due,
@@ -56,10 +57,7 @@ class Authority:
 
     @classmethod
     def open(cls, state: Path, *, create: bool = False) -> Authority | None:
-        """Return the authority in the state directory, or None. With `create`, make one if there is none.
-
-        Raises UsageError for damaged files.
-        """
+        """Return the authority, or None; with `create`, make one if needed. Raises UsageError for damaged files."""
         directory = state / "authority"
         if not create and not directory.exists():
             return None
@@ -126,11 +124,15 @@ class Authority:
         )
         return to_pem(leaf, *self.crosses)
 
-    def rotate(self) -> None:
-        """Make a new key. The earlier authorities stay accepted until the certificates they issued have expired.
+    def issue_to_coordinator(
+        self, hosts: tuple[str, ...] = ()
+    ) -> tuple[ec.EllipticCurvePrivateKey, str]:
+        """Return a new key of the coordinator, and its certificate chain in PEM."""
+        key, identity = new_key(), NodeIdentity(self.cluster, Role.COORDINATOR, new_id())
+        return key, self.issue(key.public_key(), identity, hosts)
 
-        Raises UsageError after MAX_AUTHORITIES rotations within the life of a certificate.
-        """
+    def rotate(self) -> None:
+        """Make a new key. Earlier ones stay until their certificates end. Raises UsageError for too many."""
         self.drop_expired()
         if len(self.certificates) > MAX_AUTHORITIES:
             raise UsageError(

@@ -32,8 +32,6 @@ from proto.trust.certificates import (
     Role,
     from_pem,
     key_to_pem,
-    new_id,
-    new_key,
     requested_key,
 )
 from proto.trust.joining import (
@@ -95,8 +93,7 @@ class JoinServer:
     def __init__(self, authority: Authority, registry: Registry) -> None:
         self._authority = authority
         self._registry = registry
-        self._open: Counter[str] = Counter()
-        """Joins in progress by the peer's address."""
+        self._open: Counter[str] = Counter()  # joins in progress by address
         self._failures: deque[tuple[float, str]] = deque()
         """Monotonic seconds and peer of each refused token, the oldest first."""
         self._context, self._certificate = self._new_context()
@@ -114,9 +111,7 @@ class JoinServer:
 
     def _new_context(self) -> tuple[ssl.SSLContext, x509.Certificate]:
         """Return a TLS context with a new certificate of the coordinator, and the certificate."""
-        key = new_key()
-        identity = NodeIdentity(self._authority.cluster, Role.COORDINATOR, new_id())
-        chain = self._authority.issue(key.public_key(), identity)
+        key, chain = self._authority.issue_to_coordinator()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0  # every join is a full handshake
@@ -244,12 +239,9 @@ class ClusterTrust:
         self._state = state
         self.authority = authority
         self.registry = Registry(state)
-        self._key = new_key()
-        identity = NodeIdentity(authority.cluster, Role.COORDINATOR, new_id())
-        chain = authority.issue(self._key.public_key(), identity)
+        self._key, chain = authority.issue_to_coordinator()
         self.trust = NodeTrust(self._key, chain, authority.bundle, self.registry.removed())
-        self._sent: dict[SecuredWorker, float] = {}
-        """Monotonic seconds of the last update of each worker."""
+        self._sent: dict[SecuredWorker, float] = {}  # monotonic seconds of the last update
         self._updates = BackgroundTasks()
 
     @classmethod
@@ -293,10 +285,7 @@ class ClusterTrust:
         workers: Callable[[], Iterable[SecuredWorker]],
         drop_removed: Callable[[frozenset[str]], None],
     ) -> None:
-        """Apply changes of the registry and the authority to this process and its workers, until cancelled.
-
-        `workers()` returns the connected workers. `drop_removed` disconnects those that were removed.
-        """
+        """Apply changes of registry and authority here and to `workers()`, until cancelled; disconnect removed ones."""
         version, failed_at = (0, 0), -math.inf
         while True:
             try:

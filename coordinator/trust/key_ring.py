@@ -42,10 +42,7 @@ class ApiKey:
 
 
 class KeyRing:
-    """The keys in a state directory. A running server sees changes without a restart.
-
-    `required` is True from the first key that was seen on: the end of the last key must not admit everyone.
-    """
+    """The keys in a state directory, read again after changes. One key seen makes them `required` for good."""
 
     def __init__(self, state: Path, *, required: bool = False) -> None:
         self.required = required
@@ -82,10 +79,7 @@ class KeyRing:
                 raise UsageError(f"no key is named {name!r:.80}. See mtp-coord key list")
 
     def admit_owner(self, url: str) -> None:
-        """Accept a new key for every call, in a file that only the owner of the state directory can read.
-
-        The commands of `mtp-coord` send it to `url`, the address of this server, and to no other program.
-        """
+        """Accept a new key for all calls, kept in a private file. This user's commands send it to `url` only."""
         key, digest = _new_key()
         self._owner_keys = [ApiKey("the owner", digest, frozenset(Scope))]
         try:

@@ -1,7 +1,4 @@
-"""The registry of a cluster in the state directory: joined nodes, removed nodes and join tokens.
-
-Commands change the files while a coordinator runs. The coordinator reads them again when they change.
-"""
+"""The registry of a cluster: joined and removed nodes, and join tokens, in files that are read after each change."""
 
 from __future__ import annotations
 
@@ -117,10 +114,7 @@ class Registry:
             content["tokens"][token.token_id] = facts
 
     def use_token(self, token_id: str, proof: bytes, session: bytes, request: str) -> None:
-        """Check the proof of a token and count one use. Raises AccessError with the reason.
-
-        Only the holder of its secret learns whether a token has expired or is used.
-        """
+        """Check the proof of a token and count one use. Raises AccessError, with details only for a valid proof."""
         with self._file.changing() as content:
             token = content["tokens"].get(token_id)
             if token is None:

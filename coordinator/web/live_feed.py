@@ -67,8 +67,7 @@ LOOK_SECONDS = 0.25
 """Seconds. Time between two looks at the status. It bounds the error of the times of events."""
 
 LOOKS_A_MESSAGE = 2
-"""Looks for one message, so two messages a second. A message costs the coordinator 0.1 ms for each page, and people do
-not read figures that change faster. An event is sent at once."""
+"""Looks for one message, so two a second, which cost 0.1 ms for each page. An event is sent at once."""
 
 KEEP_ALIVE_SECONDS = 10.0
 """Seconds. A subscriber without changes gets a comment after this time, so that proxies keep the connection."""
@@ -111,21 +110,16 @@ class LiveFeed:
     def __post_init__(self) -> None:
         self.events = EventLog()
         self.history = History(self.latency)
-        self._sent_requests: list[Json] = []
-        """The open requests that pages have."""
-        self._sent_ended = 0
-        """The number of ended requests that pages have."""
-        self._sent_frame = 0
-        """Number of the newest frame that pages have."""
+        self._sent_requests: list[Json] = []  # the open requests that pages have
+        self._sent_ended = 0  # ended requests that pages have
+        self._sent_frame = 0  # number of the newest frame that pages have
         self.collect: CollectTraces | None = None
         """The source of exact times, if the server has one."""
         self._status: Json = {}
         self._encoded = b""
         """The snapshot for pages that open before the next message, or nothing. It is encoded for the first of them."""
-        self._new_events: list[ClusterEvent] = []
-        """The events since the last message."""
-        self._new_samples: list[Sample] = []
-        """The samples since the last message."""
+        self._new_events: list[ClusterEvent] = []  # since the last message
+        self._new_samples: list[Sample] = []  # since the last message
         self.subscribers: set[Subscriber] = set()
         self._admitted: WeakSet[Subscriber] = WeakSet()
         """The queues of all pages, those included whose first message has not been asked for yet."""
