@@ -1,7 +1,6 @@
 """The checks of signals from the coordinator to a worker, and the backends of groups.
 
-A signal saves time and never changes an outcome (DESIGN §3). A stage may apply it before or after the
-frame that carries the same information, and any number of times, and ends in the same state.
+A signal saves time and never changes an outcome (DESIGN §3). A stage may apply it at any time, and any number of times.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ class Rollback:
 
 
 def check_signal(signal: pb.Signal) -> None:
-    """Raise ProtocolError for a value out of range or an unknown kind.
-
-    Raises VersionError for a hello of another protocol version.
-    """
+    """Raise ProtocolError for an invalid signal, and VersionError for a hello of another protocol version."""
     kind = signal.WhichOneof("body")
     _within("epoch", signal.epoch, 0, MAX_INT)
     if kind == "hello":

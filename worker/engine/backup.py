@@ -30,10 +30,8 @@ MAX_MADE = 4
 """Backups that wait for their transfer. Each keeps GDN states in memory that the sequence no longer needs."""
 
 READ_BYTES = 2**25
-"""Bytes. States that the engine thread copies at once, before the next frame may run. The copy takes about 10 ms.
-
-One layer at a time would let every layer wait for a frame, and a backup would take longer than a plan under failures.
-"""
+"""Bytes. States that the engine thread copies at once, before the next frame may run. The copy takes about 10 ms. One
+layer at a time would let every layer wait for a frame."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +117,7 @@ class StageBackups:
     def restore_backup(
         self, op: RestoreBackup, sequence: SequenceCache, last: LastStageState | None
     ) -> Border | None:
-        """Fill the empty caches of a sequence. Return the border of a prefix on disk, None for another backup.
-
-        Raises ProtocolError for a missing backup, or one that does not fit.
-        """
+        """Fill the empty caches of a sequence. Return the border of a prefix on disk. Raises ProtocolError."""
         backup = self.received.pop(op.seq_id, None)
         if backup is None or sequence.stack.length or len(backup.tokens) != op.length:
             raise ProtocolError(f"sequence {op.seq_id} has no backup of {op.length} tokens here")
@@ -139,10 +134,7 @@ class StageBackups:
 
 
 def layer_states(backup: SequenceBackup, index: int, limit: int = READ_BYTES) -> list[LayerState]:
-    """Return the bytes of the layers of a backup from the `index`-th on, and then those of the MTP head.
-
-    The list ends once it has `limit` bytes. It is empty after the last state.
-    """
+    """Return the states of layers from the `index`-th on, then of the MTP head, until they have `limit` bytes."""
     states: list[LayerState] = []
     total = 0
     while total < limit and (state := _layer_state(backup, index + len(states))) is not None:

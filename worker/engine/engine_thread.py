@@ -213,10 +213,7 @@ class EngineThread:
         post(self._loop, function, *args)
 
     def defer(self, work: Work, seconds: float) -> None:
-        """Run `work` later: when `run_deferred` is called, or when no other work comes within `seconds`.
-
-        Only one piece of work may be deferred.
-        """
+        """Run `work` later: at `run_deferred`, or when no other work comes within `seconds`. Only one may wait."""
         assert self._deferred is None, "the deferred work has not run"
         self._deferred, self._patience = work, seconds
 
@@ -231,10 +228,7 @@ class EngineThread:
         work()
 
     def _next_work(self) -> Work | None:
-        """Wait for the next work, which is the deferred one if no other comes in time.
-
-        Call `on_idle` once if none comes within IDLE_SECONDS.
-        """
+        """Wait for the next work, or the deferred one. Call `on_idle` once if none comes within IDLE_SECONDS."""
         if self._deferred is not None:
             try:
                 return self._queue.get(timeout=self._patience)

@@ -116,10 +116,7 @@ class RelayedTokens:
         return copied
 
     def receive_tokens(self, message: Frame, admitted: Collection[int]) -> None:
-        """Keep the tokens of a message for the sequences in `admitted`; the others have ended.
-
-        Raises StaleEpochError for another epoch, and ProtocolError for anything but tokens.
-        """
+        """Keep the tokens for the sequences in `admitted`. Raises StaleEpochError and ProtocolError."""
         if message.epoch != self.epoch:
             raise StaleEpochError(f"tokens of epoch {message.epoch}, this stage is in {self.epoch}")
         if message.ops or message.segments or message.dtype:
@@ -139,10 +136,7 @@ class RelayedTokens:
         )
 
     def token_of(self, segment: Segment) -> int | None:
-        """Return the token of a segment that continues, or None if the window before it was cancelled.
-
-        Raises ProtocolError if it has not arrived.
-        """
+        """Return the token of a segment that continues, None after a cancelled window, or raise ProtocolError."""
         outcome = self._outcome(segment)
         if outcome is None:
             raise ProtocolError(f"sequence {segment.seq_id} continues with an unknown token")
@@ -207,8 +201,7 @@ class StageEngine:
     def process(self, frame: Frame, stamps: FrameStamps | None = None) -> Frame:
         """Apply a frame's operations, run its segments, and return the frame for the next hop.
 
-        The returned frame carries the hidden states, or the outcomes on the last stage. Raises StaleEpochError for
-        another epoch, and ProtocolError for a frame that is out of order or invalid here.
+        Raises StaleEpochError for another epoch, and ProtocolError for a frame that is out of order or invalid here.
         """
         begun = self.begin(frame, stamps or FrameStamps(0, StageStep))
         out = begun.finish()
@@ -253,8 +246,7 @@ class StageEngine:
     def can_run_ahead(self, frame: Frame) -> bool:
         """Return whether `frame` may begin before the frame before it is finished.
 
-        MLX updates a K/V cache in place only if no unfinished work reads it. Otherwise it copies the cache, which takes
-        memory and time.
+        MLX copies a K/V cache that unfinished work reads, instead of updating it in place.
         """
         if not (self.first and self.verifier is not None) or self.group.size > 1:
             # The token comes from another stage, and the next stage waits for the rows. The members of a group finish
@@ -265,10 +257,7 @@ class StageEngine:
         return copied <= this_device().ahead_kv_bytes
 
     def rollback(self, epoch: int, seq_id: int, window: int, trim: int) -> None:
-        """Drop the last `trim` tokens of a window, by signal, before the header of the next frame repeats it.
-
-        Raises ProtocolError if the window has fewer. A window that is not open here is ignored.
-        """
+        """Drop the last `trim` tokens of an open window, by signal, before a header does. Raises ProtocolError."""
         sequence = self.sequences.get(seq_id)
         if epoch != self.epoch or sequence is None:
             return
@@ -401,10 +390,7 @@ class StageEngine:
         self._borders[op.seq_id] = border
 
     def _start_copies(self, frame: Frame) -> list[PrefixEntry]:
-        """Copy the saved prefixes of sequences that run in `frame`, which changes them. Return the other entries.
-
-        A copy that stays lazy keeps the caches of its sequence in memory.
-        """
+        """Copy the saved prefixes of sequences that `frame` changes: lazy copies keep caches. Return the others."""
         if not self._saved:
             return []
         running = {segment.seq_id for segment in frame.segments}

@@ -118,14 +118,10 @@ def load_stage(
 ) -> StageModules:
     """Load a stage of the whole `checkpoint`: its layers, and whether it is the first and the last of its plan.
 
-    The layers of a member of a group are its share of them, and `communicator` reaches the other members. All members
-    together have `slices` slices of each layer, if they are more than the members.
-    `dtype` None keeps the stored types. `with_head` says whether a last stage has the MTP head. Names, shapes and types
-    of the whole stage are checked before the first weight is read. Then the parts are read one after another, so the
-    peak memory stays close to that of the stage. Without the head's tensors the head is None, and `checkpoint.mtp`
-    lists the missing ones.
-
-    Raises SpanError, CheckpointError with tensor and file, and UsageError for a dtype that cannot run here.
+    All members of the group of `communicator` together have `slices` slices of each layer, if these are more. `dtype`
+    None keeps the stored types. `with_head` says whether a last stage has the MTP head, which is None if tensors are
+    missing. The whole stage is checked before the first weight is read. Parts are read one after another, to bound the
+    peak memory. Raises SpanError, CheckpointError, and UsageError for a dtype that cannot run here.
     """
     own = _own_slices(checkpoint, communicator, slices)
     kv_sharers = max(1, own[0].config.cut.size // checkpoint.config.num_kv_heads)
@@ -176,10 +172,7 @@ def _read(
     on_progress: OnProgress | None,
     kv_sharers: int,
 ) -> None:
-    """Evaluate the modules' lazy weights, one after another. A member of a group reads the bytes of its share.
-
-    `kv_sharers` is the number of neighbouring slices that hold the same heads of keys and values.
-    """
+    """Evaluate the lazy weights one after another. `kv_sharers` neighbouring slices hold the same heads of K/V."""
     sizes = checkpoint.part_bytes()
     total = sum(sizes[part] for part in modules)
     done = 0
@@ -229,8 +222,7 @@ def _quantize(
 ) -> nn.Module:
     """Replace every module whose weight is stored with scales by a quantized one.
 
-    Bits, group size and mode follow from the shapes, by mlx-lm's own rule. So the exceptions that config.json lists by
-    path are not needed.
+    Bits, group size and mode follow from the shapes, by mlx-lm's own rule, and not from the paths in config.json.
     """
     config = checkpoint.config
     if config.quantization is None:

@@ -75,8 +75,7 @@ class Choice:
 class Verdict:
     """The lazy results of one frame. `finish` waits for them.
 
-    `normed [rows, hidden]` are the hidden states after the final norm. `drafts` are those that the device draws without
-    the host; all other drafts follow in `finish`.
+    `normed [rows, hidden]` follows the final norm. `drafts` are drawn without the host; all others follow in `finish`.
     """
 
     drafter: Drafter | None
@@ -284,10 +283,7 @@ class Verifier:
     def begin(
         self, x: mx.array, runs: Sequence[Run], states: Sequence[mx.array], stamps: FrameStamps
     ) -> Verdict:
-        """Build the verdict about the segments of `x [rows, hidden]`, and let the device compute it with `states`.
-
-        Raises ProtocolError when drafts are requested and this checkpoint has no head.
-        """
+        """Build the verdict about the segments of `x [rows, hidden]`, and let the device compute it with `states`."""
         normed = self.norm(x)
         verified = self._verified_runs(runs)
         logits = self._logits(normed, verified)
@@ -327,10 +323,7 @@ class Verifier:
         return verified
 
     def next_tokens(self, segments: Sequence[Segment]) -> mx.array:
-        """Return the first tokens of segments that continue: int32 `[len(segments)]`, perhaps lazy.
-
-        Raises ProtocolError if a sequence has no choice to continue with, or if the host must see its tokens first.
-        """
+        """Return the first tokens of segments that continue: int32 `[len(segments)]`, or raise ProtocolError."""
         chosen = []
         for segment in segments:
             state = self.states[segment.seq_id]
@@ -437,10 +430,7 @@ def _places(run: VerifiedRun, logits: mx.array) -> list[tuple[int, int]]:
 
 
 def _drafts_on_device(run: VerifiedRun) -> bool:
-    """Return whether drafts are requested that depend on neither a history nor a grammar.
-
-    A misspeculated window gets no drafts.
-    """
+    """Return whether a window that is no misspeculation asks for drafts without a history or a grammar."""
     segment, state = run.segment, run.state
     sampled = segment.open or segment.sample
     if not segment.drafts or not sampled or segment.continues or state.head is None:

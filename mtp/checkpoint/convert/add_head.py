@@ -83,10 +83,7 @@ class HeadAddition:
         return sum(group.nbytes for group in self._groups(None))
 
     def write(self, source: Checkpoint, on_progress: OnProgress = lambda done, total: None) -> None:
-        """Add the head. `source` is the planned source, with its tensors on this machine.
-
-        Raises CheckpointError when a shape differs from config.json, or when the disk is full.
-        """
+        """Add the head from `source`, the planned source with its tensors on this machine. Raises CheckpointError."""
         weights, _ = read_source_part(source, "mtp", self.dtype)
         groups = self._groups(weights)
         writer = shard_writer(self.target.path / HEAD_FILE, groups)

@@ -51,18 +51,14 @@ def resolve_model(
 ) -> Path:
     """Return the directory of model `name`: `builtin`, a directory, or a hub repo such as `Qwen/Qwen3.5-4B`.
 
-    A repo that is not complete in the local cache is downloaded; `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE`
-    apply. `on_progress(done, total)` receives the bytes of weights on this disk. Raises CheckpointError when the model
-    is not found or the download fails, and NotReadyError when `stop` interrupts the download.
+    A repo that is not complete in the local cache is downloaded. `on_progress(done, total)` receives the bytes of
+    weights on this disk. Raises CheckpointError, and NotReadyError when `stop` interrupts the download.
     """
     return find_model(name) or _download(name, on_progress, stop)
 
 
 def find_model(name: str) -> Path | None:
-    """Return the directory of `name` without the network; None for a repo that is not complete on this machine.
-
-    A repo is searched in the hub's cache, then in LM Studio's folders.
-    """
+    """Return the directory of `name` without the network, also in LM Studio's folders; None for an incomplete repo."""
     if name == BUILTIN:
         return checkpoint_dir()
     path = Path(name).expanduser()
