@@ -184,10 +184,10 @@ def _head_from_bytes(data: bytes | list[mx.array], empty: HeadState) -> HeadStat
         if not isinstance(data, bytes):
             raise TypeError("arrays")
         offset, kv, hidden, tokens, newest, successor = _unpack(data)
-        arrays = [_from_wire(wire) for wire in kv]
+        arrays = [array_of(*wire) for wire in kv]
         cache = empty.cache.filled([arrays], offset) if arrays else empty.cache
-        waiting = [_from_wire(wire) for wire in hidden]
-        found = None if newest is None else _from_wire(newest)
+        waiting = [array_of(*wire) for wire in hidden]
+        found = None if newest is None else array_of(*newest)
         return HeadState(cache, found, successor, waiting, [int(token) for token in tokens])
     except (ValueError, TypeError, KeyError) as error:
         raise ProtocolError(f"malformed backup of the MTP head: {error}") from error
@@ -211,10 +211,6 @@ def _to_wire(array: mx.array) -> tuple[str, tuple[int, ...], bytes]:
     return type_name(array), tuple(array.shape), plain.tobytes()
 
 
-def _from_wire(wire: Any) -> mx.array:
-    return array_of(*wire)
-
-
 def array_of(name: str, shape: Sequence[int], data: Any) -> mx.array:
     """Return the array of type `name` in the buffer `data`."""
     dtype = _DTYPES[name]
@@ -227,7 +223,7 @@ def _arrays(data: bytes | list[mx.array]) -> list[mx.array]:
     if not isinstance(data, bytes):
         return data
     try:
-        return [_from_wire(wire) for wire in _unpack(data)]
+        return [array_of(*wire) for wire in _unpack(data)]
     except (ValueError, TypeError, KeyError) as error:
         raise ProtocolError(f"malformed backup of a layer: {error}") from error
 
