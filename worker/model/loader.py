@@ -57,30 +57,12 @@ class StageModules:
     """Slices of each layer on all members, for exact mode: `mtp.layers.reference.slices`."""
 
     @classmethod
-    def of(
-        cls,
-        config: ModelConfig,
-        span: Span,
-        parts: Mapping[str, Any],
-        model_bytes: int = 0,
-        communicator: Communicator = ALONE,
-        slices: int = 1,
-    ) -> StageModules:
+    def of(cls, config: ModelConfig, span: Span, parts: Mapping[str, Any]) -> StageModules:
         """Return the loaded `parts`, by name, as the modules of a stage with reference layers."""
         layers = [parts[f"layers.{layer}"] for layer in span]
-        return cls(
-            config,
-            span,
-            [reference_layer(layer) for layer in layers],
-            layers[0].input_layernorm.weight.dtype,
-            embed_tokens=parts.get("embed"),
-            norm=parts.get("norm"),
-            lm_head=parts.get("lm_head"),
-            head=parts.get("mtp"),
-            model_bytes=model_bytes,
-            communicator=communicator,
-            slices=slices,
-        )
+        dtype = layers[0].input_layernorm.weight.dtype
+        ends = [parts.get(part) for part in ("embed", "norm", "lm_head", "mtp")]
+        return cls(config, span, [reference_layer(layer) for layer in layers], dtype, *ends)
 
     def replace_layers(self, replaced: Callable[[Any], Layer]) -> None:
         """Replace the reference layers, that of the MTP head included. Other layers stay."""
@@ -139,14 +121,10 @@ def load_stage(
         check_types(checkpoint, part)
     modules: dict[str, Any] = {part: _build(checkpoint, part, dtype) for part in parts}
     _read(checkpoint, own, modules, dtype, on_progress, kv_sharers)
-    return StageModules.of(
-        checkpoint.config,
-        span,
-        modules,
-        model_bytes=sum(checkpoint.part_bytes().values()),
-        communicator=communicator,
-        slices=slices,
-    )
+    stage = StageModules.of(checkpoint.config, span, modules)
+    stage.model_bytes = sum(checkpoint.part_bytes().values())
+    stage.communicator, stage.slices = communicator, slices
+    return stage
 
 
 def _own_slices(
@@ -179,7 +157,9 @@ def _read(
     for part, checked in modules.items():
         if on_progress:
             on_progress(done, total)
-        sources = slices if _is_sliced(part, slices[0].config) else [checkpoint]
+        # The MTP head is not sliced: drafts do not change the answer.
+        cuts_vocabulary = part == "lm_head" and slices[0].config.cuts_vocabulary
+        sources = slices if part.startswith("layers.") or cuts_vocabulary else [checkpoint]
         whole = sources[0].config.cut.size == 1
         built = [checked] if whole else [_build(one, part, dtype, shares=True) for one in sources]
         for module in built:
@@ -191,11 +171,6 @@ def _read(
         done += sizes[part]
     if on_progress:
         on_progress(done, total)
-
-
-def _is_sliced(part: str, config: ModelConfig) -> bool:
-    """Return whether a part is computed in slices. The MTP head is not: drafts do not change the answer."""
-    return part.startswith("layers.") or (part == "lm_head" and config.cuts_vocabulary)
 
 
 def _joined(part: str, built: Sequence[Any], kv_sharers: int) -> nn.Module:

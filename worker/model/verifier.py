@@ -53,7 +53,7 @@ class VerifiedRun:
     @property
     def key(self) -> Key:
         """The key of the segment's outcome."""
-        return key_of(self.segment)
+        return self.segment.seq_id, self.segment.window
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,9 @@ class Verdict:
         mx.eval(self.normed, self._packed, [list(found) for found in self.logprobs.values()])
         stamps.mark(StageStep.COMPUTED)
         values = cast(list[int], self._packed.tolist())
-        outcomes: dict[Key, Outcome] = {run.key: _prompt_chunk(run.segment) for run in self.runs}
+        outcomes: dict[Key, Outcome] = {
+            run.key: Outcome(*run.key, run.segment.width) for run in self.runs
+        }
         start = 0
         for choice in self.choices:
             for run, first, end in choice.split():
@@ -174,15 +176,11 @@ class Verdict:
                 continue
             if state.head is None:
                 raise ProtocolError("drafts are requested, but this checkpoint has no MTP head")
+            head, params, grammar = state.head, state.params, state.grammar
+            end = segment.position + outcome.accepted_length
+            answer = state.answer_with([outcome.token]) if grammar else ()
             jobs[run.key] = DraftJob(
-                state.head,
-                segment.drafts,
-                outcome.token,
-                segment.position + outcome.accepted_length,
-                state.params,
-                state.history,
-                state.grammar,
-                state.answer_with([outcome.token]) if state.grammar else (),
+                head, segment.drafts, outcome.token, end, params, state.history, grammar, answer
             )
         if not jobs or self.drafter is None:
             return outcomes
@@ -192,19 +190,10 @@ class Verdict:
         return outcomes
 
 
-def key_of(segment: Segment) -> Key:
-    """Return the key of a segment's outcome."""
-    return segment.seq_id, segment.window
-
-
 def _accepted(outcome: Outcome) -> tuple[int, int]:
     """Return the accepted length, and the token after the accepted ones."""
     assert outcome.token is not None
     return outcome.accepted_length, outcome.token
-
-
-def _prompt_chunk(segment: Segment) -> Outcome:
-    return Outcome(segment.seq_id, segment.window, accepted_length=segment.width)
 
 
 def _token_logprobs(tokens: Sequence[int], found: Logprobs) -> tuple[TokenLogprob, ...]:
@@ -344,8 +333,8 @@ class Verifier:
     ) -> tuple[Outcome, ...]:
         """Return the outcomes in the order of `segments`. A segment that did not run is marked as cancelled."""
         return tuple(
-            decided.get(key_of(s)) or Outcome(s.seq_id, s.window, accepted_length=0, cancelled=True)
-            for s in segments
+            decided.get(key) or Outcome(*key, accepted_length=0, cancelled=True)
+            for key in ((s.seq_id, s.window) for s in segments)
         )
 
     def _logits(
