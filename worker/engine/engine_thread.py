@@ -125,7 +125,7 @@ class EngineThread:
     """A thread that runs one piece of work at a time. Construct it on the event loop that waits for its results."""
 
     def __init__(self) -> None:
-        self.on_idle: Work = _nothing
+        self.on_idle: Work = lambda: None
         self._loop = asyncio.get_running_loop()
         self._usual = max(USUAL_SECONDS, this_device().compile_seconds)
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
@@ -151,7 +151,7 @@ class EngineThread:
     def submit_urgent(self, work: Work) -> None:
         """Queue work that runs before everything queued by `submit`."""
         self._urgent.append(work)
-        self._queue.put(_nothing)  # wakes the thread if it sleeps
+        self._queue.put(lambda: None)  # wakes the thread if it sleeps
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run `function` after the queued work, and return its result or raise its error."""
@@ -249,7 +249,3 @@ class EngineThread:
             work()
             self._due = self._working_since = None
             self._busy_us += int((time.monotonic() - started) * 1e6)
-
-
-def _nothing() -> None:
-    pass

@@ -191,7 +191,7 @@ class Binding:
         """Send a frame that this member has decided to the others. Runs on the engine thread."""
         data = encode_head(frame)
         for link in self.members:
-            self._send(link, data, _nothing, frame.tensor)
+            self._send(link, data, frame.tensor)
 
     def close(self) -> None:
         """End the plan: drop its frames and free the memory of its sequences."""
@@ -316,18 +316,18 @@ class Binding:
         if self.place.stage and self.place.last and (message := relayed_tokens(out)) is not None:
             data = encode(message)
             stamps.mark(StageStep.TOKENS_ENCODED)
-            self._send(self.ring, data, _nothing)
+            self._send(self.ring, data)
         data = encode_head(out)
         stamps.mark(StageStep.ENCODED)
         target = self.results if self.place.last else self.link
-        self._send(target, data, partial(stamps.mark, StageStep.WRITTEN), out.tensor)
+        self._send(target, data, out.tensor, partial(stamps.mark, StageStep.WRITTEN))
 
     def _send(
         self,
         target: Link | FrameWriter | None,
         data: bytes,
-        on_written: Callable[[], None],
         tensor: memoryview | bytes = b"",
+        on_written: Callable[[], None] = lambda: None,
     ) -> None:
         """Send a message of `data` and `tensor`. Runs on the engine thread."""
         if self._closed:
@@ -370,10 +370,6 @@ class Binding:
             log.warning("signal ignored", extra={"error": str(error)})
         except Exception as error:
             self._engine_failed(error)
-
-
-def _nothing() -> None:
-    pass
 
 
 _background = BackgroundTasks()

@@ -7,7 +7,6 @@ import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -55,7 +54,7 @@ async def repeat_progress(
     """Yield the messages up to an empty one. Repeat the newest when no other comes for `REPEAT_SECONDS`."""
     newest = pb.LoadProgress(progress=pb.LoadBytes())
     while True:
-        with suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError):
             newest = await asyncio.wait_for(progress.get(), REPEAT_SECONDS)
         if not newest.WhichOneof("body"):
             return
