@@ -37,11 +37,6 @@ class Rollback:
         rollback = pb.Rollback(seq_id=self.seq_id, window=self.window, trim=self.trim)
         return pb.Signal(epoch=epoch, rollback=rollback)
 
-    @classmethod
-    def of(cls, message: pb.Rollback) -> Rollback:
-        """Return the rollback in a message. Raises ProtocolError for a value out of range."""
-        return cls(message.seq_id, message.window, message.trim)
-
 
 def check_signal(signal: pb.Signal) -> None:
     """Raise ProtocolError for an invalid signal, and VersionError for a hello of another protocol version."""
@@ -58,7 +53,7 @@ def check_signal(signal: pb.Signal) -> None:
         if signal.epoch == 0:
             raise ProtocolError(f"{kind} outside any plan: epoch is 0")
         if kind == "rollback":
-            Rollback.of(signal.rollback)
+            Rollback(signal.rollback.seq_id, signal.rollback.window, signal.rollback.trim)
         else:
             _within("seq_id", signal.cancel.seq_id, 0, MAX_INT)
     elif kind != "heartbeat":
