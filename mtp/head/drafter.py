@@ -54,11 +54,6 @@ class MTPHead(nn.Module):
         """Set the variant that computes the decoder layer."""
         self._block = layer
 
-    @property
-    def dtype(self) -> mx.Dtype:
-        """Type of the activations: that of the norms."""
-        return self.norm.weight.dtype
-
     def advance(
         self,
         embedded: mx.array,
@@ -155,13 +150,8 @@ class HeadState:
 
     def copy(self) -> HeadState:
         """Return an independent copy."""
-        return HeadState(
-            self.cache.copy(),
-            self.newest,
-            self.successor,
-            list(self.waiting_hidden),
-            list(self.waiting_tokens),
-        )
+        hidden, tokens = list(self.waiting_hidden), list(self.waiting_tokens)
+        return HeadState(self.cache.copy(), self.newest, self.successor, hidden, tokens)
 
     def arrays(self) -> list[mx.array]:
         """Return all arrays of the state, for `mx.eval` and for counting bytes."""
@@ -223,7 +213,8 @@ class Drafter:
         """Measure what the draft vocabulary saves, on the thread that computes."""
         if self.vocabulary is None:
             return
-        hidden = mx.zeros((1, self.head.norm.weight.shape[0]), self.head.dtype)
+        norm = self.head.norm.weight
+        hidden = mx.zeros((1, norm.shape[0]), norm.dtype)
         first = mx.zeros((1,), mx.uint32)
 
         def rest(x: mx.array) -> mx.array:

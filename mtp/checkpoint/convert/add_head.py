@@ -45,17 +45,9 @@ from proto.errors import CheckpointError, UsageError
 from proto.terminal.progress import OnProgress
 
 _COMPARED = (
-    "hidden_size",
-    "vocab_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-)
+    "hidden_size vocab_size num_attention_heads num_key_value_heads head_dim intermediate_size "
+    "num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size"
+).split()
 """The fields that must be equal in the configs of head and backbone, by mlx-lm's names."""
 
 

@@ -62,13 +62,6 @@ def cut_shards(groups: Sequence[Group], limit: int) -> list[list[Group]]:
     return shards
 
 
-def shard_names(count: int) -> list[str]:
-    """Return the names of `count` shards, as mlx-lm and transformers name them."""
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
-
-
 def shard_writer(path: Path, groups: Sequence[Group]) -> ShardWriter:
     """Return the writer of a file with the tensors of `groups`."""
     return ShardWriter(path, [entry for group in groups for entry in group.entries])
@@ -200,7 +193,11 @@ def _write(
 ) -> tuple[int, int, tuple[str, ...]]:
     """Write the missing files and the index, and count `ways`. Return the resumed bytes, all bytes and the types."""
     shards = cut_shards(weights.backbone, shard_bytes)
-    files = dict(zip(shard_names(len(shards)), shards, strict=True))
+    # The names are those of mlx-lm and transformers.
+    suffix = f"of-{len(shards):05}.safetensors"
+    files = {f"model-{number:05}-{suffix}": shard for number, shard in enumerate(shards, 1)}
+    if len(shards) == 1:
+        files = {"model.safetensors": shards[0]}
     if weights.head:
         files[HEAD_FILE] = weights.head
     if weights.vision:
@@ -219,11 +216,8 @@ def _write(
         on_progress(done, total)
 
     on_progress(done, total)
-    weights.backbone, weights.head, weights.vision = (
-        [],
-        [],
-        [],
-    )  # release each group after it is written
+    # Each group is released after it is written.
+    weights.backbone, weights.head, weights.vision = [], [], []
     for name, groups in files.items():
         if name not in finished:
             write_shard(writers[name], groups, on_group)

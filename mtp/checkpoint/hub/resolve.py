@@ -124,10 +124,10 @@ def _unknown(name: str) -> CheckpointError:
 def _download(repo: str, on_progress: OnProgress | None, stop: threading.Event | None) -> Path:
     """Download a repo, and check every file for which the hub has a SHA-256 before downloading config.json."""
     log.info("downloading the checkpoint", extra={"model": repo, "to": constants.HF_HUB_CACHE})
-    small = _snapshot(repo, ignore_patterns=[_LAST, "*.safetensors"])
+    small = _snapshot(repo, skip=[_LAST, "*.safetensors"])
     with _hub_errors(repo):
         download_blobs(repo, small.name, find_blobs(repo, small.name), on_progress, stop)
-    found = _snapshot(repo, small.name, ignore_patterns=[_LAST])
+    found = _snapshot(repo, small.name, skip=[_LAST])
     _check_hashes(repo, found)
     return _snapshot(repo, revision=found.name)
 
@@ -155,17 +155,14 @@ def _check_hashes(repo: str, snapshot: Path) -> None:
             )
 
 
-def _snapshot(
-    repo: str, revision: str | None = None, ignore_patterns: list[str] | None = None
-) -> Path:
-    """Download the missing files and return the snapshot's directory. Raises CheckpointError for every failure."""
+def _snapshot(repo: str, revision: str | None = None, skip: list[str] | None = None) -> Path:
+    """Download the missing files but `skip`. Return the snapshot's directory, or raise CheckpointError."""
     disable_progress_bars()  # the caller shows progress, and log lines would break the library's bars
     with _hub_errors(repo):
-        return Path(
-            snapshot_download(
-                repo, revision=revision, allow_patterns=FILES, ignore_patterns=ignore_patterns
-            )
+        path = snapshot_download(
+            repo, revision=revision, allow_patterns=FILES, ignore_patterns=skip
         )
+        return Path(path)
 
 
 @contextmanager
