@@ -104,9 +104,7 @@ class Verdict:
         mx.eval(self.normed, self._packed, [list(found) for found in self.logprobs.values()])
         stamps.mark(StageStep.COMPUTED)
         values = cast(list[int], self._packed.tolist())
-        outcomes: dict[Key, Outcome] = {
-            run.key: Outcome(*run.key, run.segment.width) for run in self.runs
-        }
+        outcomes = {run.key: Outcome(*run.key, run.segment.width) for run in self.runs}
         start = 0
         for choice in self.choices:
             for run, first, end in choice.split():
