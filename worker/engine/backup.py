@@ -197,7 +197,7 @@ def _head_from_bytes(data: bytes | list[mx.array], empty: HeadState) -> HeadStat
 
 
 def plain_array(array: mx.array) -> mx.array:
-    """Return `array` as a type that numpy has."""
+    """Return `array` as a type that numpy has. Evaluate both together, or `to_bytes` waits for the GPU once more."""
     return array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
 
 
