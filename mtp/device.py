@@ -25,10 +25,8 @@ class Device:
     """Layers, after the first ones, that start computing together. On an H200 a pass over 64 layers takes 10.7 ms with
     1, 10.7 with 4, 11.1 with 8 and 12.8 with 64."""
     ahead_kv_bytes: int
-    """Bytes. Largest K/V caches of a frame that begins before the frame before it is finished.
-
-    Their copy takes .1 ms on an H200 and 1.3 ms at 400 GB/s, where a step takes tens of milliseconds. On the CPU MLX
-    lets the host wait for single operations while more than 10 are unfinished, so nothing is gained."""
+    """Bytes. Largest K/V caches of a frame that begins before the frame before it is finished. Their copy takes 1.3 ms
+    at 400 GB/s. On the CPU nothing is gained: the host waits while more than 10 operations are unfinished."""
     compile_seconds: float
     """Seconds that any work may take because it compiles kernels. On CUDA MLX compiles kernels from source when they
     first run: 1 to 12 seconds each on an H200. On Metal most come compiled."""
@@ -75,10 +73,7 @@ def this_device() -> Device:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The facts by which MLX chooses kernels: its backend, the architecture of the device, and its version.
-
-    Machines with equal facts give the same bits.
-    """
+    """The facts by which MLX chooses kernels. Machines with equal facts give the same bits."""
 
     backend: str
     architecture: str
@@ -155,10 +150,7 @@ def fuses_prompts(rows: int) -> bool:
 
 
 def unlike_machines(machines: Iterable[tuple[str, str]]) -> str:
-    """Return which machines round in the same way, for people, or an empty string if all of them do.
-
-    Each machine is a name and the text of its arithmetic, which is empty if unknown.
-    """
+    """Return which of `machines`, pairs of name and arithmetic, round alike, for people; empty if all do."""
     groups: dict[str, list[str]] = {}
     for name, arithmetic in machines:
         groups.setdefault(arithmetic, []).append(name)

@@ -117,10 +117,7 @@ class Announcement:
 
     @classmethod
     def from_txt(cls, txt: Mapping[bytes, bytes | None], port: int | None) -> Announcement:
-        """Invert `to_txt`. Keys that this release does not know are ignored.
-
-        Raises ProtocolError for a missing or malformed value, because any machine may send a record.
-        """
+        """Invert `to_txt`, and ignore unknown keys. Raises ProtocolError for a missing or malformed value."""
         version, worker_id = _text(txt, b"v"), _text(txt, b"id")
         if not (version.isascii() and version.isdigit() and len(version) < 10) or not worker_id:
             raise ProtocolError("mDNS announcement without a protocol version or a worker id")

@@ -17,10 +17,9 @@ MAX_LAYER_BYTES = 2**31
 
 @dataclass(frozen=True)
 class LayerState:
-    """The state of layer number `layer`. The number after the last layer stands for the MTP head.
+    """The state of layer number `layer`, or of the MTP head for the number after the last layer.
 
-    With `appends` the bytes continue the earlier states of the layer, as new tokens do for K/V. Otherwise they replace
-    them.
+    With `appends` the bytes continue the earlier states of the layer, as for K/V. Otherwise they replace them.
     """
 
     layer: int

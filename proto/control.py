@@ -1,7 +1,6 @@
 """The checks of signals from the coordinator to a worker, and the backends of groups.
 
-A signal saves time and never changes an outcome (DESIGN §3). A stage may apply it before or after the
-frame that carries the same information, and any number of times, and ends in the same state.
+A signal saves time and never changes an outcome (DESIGN §3). A stage may apply it at any time, and any number of times.
 """
 
 from __future__ import annotations
@@ -38,17 +37,9 @@ class Rollback:
         rollback = pb.Rollback(seq_id=self.seq_id, window=self.window, trim=self.trim)
         return pb.Signal(epoch=epoch, rollback=rollback)
 
-    @classmethod
-    def of(cls, message: pb.Rollback) -> Rollback:
-        """Return the rollback in a message. Raises ProtocolError for a value out of range."""
-        return cls(message.seq_id, message.window, message.trim)
-
 
 def check_signal(signal: pb.Signal) -> None:
-    """Raise ProtocolError for a value out of range or an unknown kind.
-
-    Raises VersionError for a hello of another protocol version.
-    """
+    """Raise ProtocolError for an invalid signal, and VersionError for a hello of another protocol version."""
     kind = signal.WhichOneof("body")
     _within("epoch", signal.epoch, 0, MAX_INT)
     if kind == "hello":
@@ -62,7 +53,7 @@ def check_signal(signal: pb.Signal) -> None:
         if signal.epoch == 0:
             raise ProtocolError(f"{kind} outside any plan: epoch is 0")
         if kind == "rollback":
-            Rollback.of(signal.rollback)
+            Rollback(signal.rollback.seq_id, signal.rollback.window, signal.rollback.trim)
         else:
             _within("seq_id", signal.cancel.seq_id, 0, MAX_INT)
     elif kind != "heartbeat":

@@ -39,8 +39,7 @@ class UsageError(ClusterError):
     """An invalid flag, file or value from the user."""
 
     exit_code = 2
-    grpc_status = "INVALID_ARGUMENT"
-    http_status = 400
+    grpc_status, http_status = "INVALID_ARGUMENT", 400
 
 
 class CheckpointError(UsageError):
@@ -62,29 +61,25 @@ class RequestError(UsageError):
 class ProtocolError(ClusterError):
     """Bytes from a peer that are not a valid frame or message, or that arrive in the wrong order."""
 
-    grpc_status = "INVALID_ARGUMENT"
-    http_status = 400
+    grpc_status, http_status = "INVALID_ARGUMENT", 400
 
 
 class VersionError(ProtocolError):
     """Different protocol versions of two processes. Both need the same release."""
 
-    grpc_status = "FAILED_PRECONDITION"
-    http_status = 409
+    grpc_status, http_status = "FAILED_PRECONDITION", 409
 
 
 class StaleEpochError(ClusterError):
     """A frame, signal or call of a plan that has been replaced."""
 
-    grpc_status = "ABORTED"
-    http_status = 409
+    grpc_status, http_status = "ABORTED", 409
 
 
 class CapacityError(ClusterError):
     """Temporarily full queues or memory. `retry_after` is in seconds."""
 
-    grpc_status = "RESOURCE_EXHAUSTED"
-    http_status = 429
+    grpc_status, http_status = "RESOURCE_EXHAUSTED", 429
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -94,40 +89,34 @@ class CapacityError(ClusterError):
 class MemoryLimitError(ClusterError):
     """A model, or one stage of it, that does not fit into the available memory."""
 
-    grpc_status = "RESOURCE_EXHAUSTED"
-    http_status = 507
+    grpc_status, http_status = "RESOURCE_EXHAUSTED", 507
 
 
 class BusyError(ClusterError):
     """A worker that serves another coordinator. The message names the coordinator."""
 
-    grpc_status = "FAILED_PRECONDITION"
-    http_status = 409
+    grpc_status, http_status = "FAILED_PRECONDITION", 409
 
 
 class NotReadyError(ClusterError):
     """A request while no plan serves: before the first plan, or after a recovery timed out."""
 
-    grpc_status = "UNAVAILABLE"
-    http_status = 503
+    grpc_status, http_status = "UNAVAILABLE", 503
 
 
 class WorkerLostError(ClusterError):
     """A worker that died, stalled or is unreachable."""
 
-    grpc_status = "UNAVAILABLE"
-    http_status = 503
+    grpc_status, http_status = "UNAVAILABLE", 503
 
 
 class DeadlineError(ClusterError):
     """A wait that reached its deadline."""
 
-    grpc_status = "DEADLINE_EXCEEDED"
-    http_status = 504
+    grpc_status, http_status = "DEADLINE_EXCEEDED", 504
 
 
 class AccessError(ClusterError):
     """A call that the peer, its role or its key may not make."""
 
-    grpc_status = "PERMISSION_DENIED"
-    http_status = 403
+    grpc_status, http_status = "PERMISSION_DENIED", 403

@@ -31,10 +31,7 @@ from proto.wire import (
 
 
 class Operation:
-    """A change of a stage's state. Its fields are integers, except where a subclass says otherwise.
-
-    Raises ProtocolError for a value out of range.
-    """
+    """A change of a stage's state. Its fields are integers, except where a subclass says otherwise."""
 
     __slots__ = ()
     __match_args__: tuple[str, ...]
@@ -107,10 +104,7 @@ class Evict(Operation):
 
 @dataclass(frozen=True, slots=True)
 class SavePrefix(Operation):
-    """The saving of sequence `seq_id`, all of whose windows are committed, as prefix entry `entry`.
-
-    `key` is the `prefix_key` of its tokens, for prefixes on disk.
-    """
+    """The saving of the fully committed sequence `seq_id` as prefix `entry`. On disk its name is `key`."""
 
     kind: ClassVar[str] = "save"
     seq_id: int
@@ -143,10 +137,7 @@ class DropPrefix(Operation):
 
 @dataclass(frozen=True, slots=True)
 class BackUp(Operation):
-    """The backup of sequence `seq_id`, all of whose windows are committed, for the coordinator to read.
-
-    The coordinator has the K/V of the first `start` tokens from an earlier backup.
-    """
+    """The backup of the fully committed sequence `seq_id`, whose first `start` tokens an earlier backup has."""
 
     kind: ClassVar[str] = "back_up"
     seq_id: int
@@ -241,10 +232,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of an emitted token, and of the `top` most likely tokens, under the target model.
-
-    Raises ProtocolError for a token out of range, NaN, or too many alternatives.
-    """
+    """The log-probability of an emitted token, and of the `top` most likely tokens, under the target model."""
 
     token: int
     logprob: float
@@ -374,21 +362,16 @@ _FRAME_NAMES = ("epoch", "number", "stage time or shape")
 
 
 _packer = msgpack.Packer()
-"""The packer of the headers of all threads. A new packer for each header would allocate a buffer of 256 KB.
-
-A call holds Python's lock from its start to its end.
-"""
+"""The packer of the headers of all threads, since a new one would allocate 256 KB. A call holds Python's lock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
     """A header and, between stages, the hidden states of its rows: `[rows, hidden_size]`.
 
-    On the way to the first stage a frame has a tensor if some of its tokens are images: their rows, and zeros for text.
-
-    `number` grows by one with each frame of an epoch, so a stage detects a gap or a swap. `stage_us`
-    collects the compute time of each stage in microseconds. The last stage fills `outcomes`, in the
-    order of `segments`. Raises ProtocolError for values that `decode` would refuse.
+    On the way to the first stage the tensor has the rows of images, and zeros for text. `number` grows by one with each
+    frame of an epoch. `stage_us` are the compute times of the stages in microseconds. The last stage fills `outcomes`,
+    in the order of `segments`. Raises ProtocolError for values that `decode` would refuse.
     """
 
     epoch: int
@@ -455,10 +438,9 @@ def encode_head(frame: Frame) -> bytes:
 
 
 def decode(data: bytes | bytearray) -> Frame:
-    """Invert `encode`. The tensor is a view into `data`, not a copy.
+    """Invert `encode`. The tensor is a view into `data`, not a copy. Raises VersionError and ProtocolError.
 
-    Raises VersionError for another protocol version and ProtocolError for malformed bytes. Allocates at
-    most a small multiple of `len(data)` for any input.
+    Allocates at most a small multiple of `len(data)` for any input.
     """
     end = _PREFIX.size + _header_bytes(data)
     try:

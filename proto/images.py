@@ -20,10 +20,7 @@ _WORDS_PER_DIGEST = 8
 
 @dataclass(frozen=True, slots=True)
 class ImageSpan:
-    """An image in a prompt: the tokens from `start` on, `columns` for each of its `rows` on the merged grid.
-
-    Raises ProtocolError for a value out of range.
-    """
+    """An image in a prompt: the tokens from `start` on, `columns` for each of its `rows` on the merged grid."""
 
     start: int
     rows: int
@@ -41,10 +38,7 @@ class ImageSpan:
 
 
 def image_tokens(digest: bytes, count: int) -> tuple[int, ...]:
-    """Return the `count` token ids of the image with `digest`.
-
-    They name the image: a prefix of tokens is a prefix of the same images too. Each id has 31 bits of a hash.
-    """
+    """Return the `count` token ids that name the image with `digest`. Each id has 31 bits of a hash."""
     found: list[int] = []
     for block in range(-(-count // _WORDS_PER_DIGEST)):
         words = memoryview(hashlib.sha256(digest + block.to_bytes(4, "little")).digest()).cast("I")

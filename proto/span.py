@@ -32,10 +32,7 @@ class Span:
 
     @classmethod
     def parse(cls, text: str) -> Span:
-        """Parse `--layers` notation: `0-31` includes both ends, `7` is one layer.
-
-        Raises SpanError for any other text.
-        """
+        """Parse `--layers` notation: `0-31` includes both ends, `7` is one layer. Raises SpanError."""
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
         if match is None:
             raise SpanError(f"--layers {text!r}: write first-last, as in 0-31 (both included)")

@@ -88,10 +88,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def claim(directory: Path) -> None:
-    """Let no other coordinator use `directory` until this process ends, in whatever way.
-
-    Raises UsageError with the process id of the coordinator that uses it.
-    """
+    """Let no other coordinator use `directory` until this process ends. Raises UsageError with its process id."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(directory / "coordinator.lock", os.O_RDWR | os.O_CREAT, 0o600)

@@ -34,10 +34,7 @@ def check_int(value: Any, name: str, most: int = MAX_INT) -> None:
 
 
 def check_ints(values: tuple[Any, ...], names: tuple[str, ...]) -> None:
-    """Raise ProtocolError unless all `values` are integers in 0 to MAX_INT.
-
-    `names` are their names in the error. The last name is that of all further values.
-    """
+    """Raise ProtocolError unless `values` are integers in 0 to MAX_INT. The last of their `names` may repeat."""
     for value in values:
         if type(value) is not int or not 0 <= value <= MAX_INT:
             index = next(i for i, one in enumerate(values) if one is value)

@@ -59,12 +59,6 @@ class FlashNextHead(MTPHead):
         """Values of a hidden state: those of all streams."""
         return int(self.pre_fc_norm_hidden.weight.shape[0])
 
-    @property
-    def dtype(self) -> mx.Dtype:
-        """Type of the activations: that of the norms."""
-        found: mx.Dtype = self.pre_fc_norm_hidden.weight.dtype
-        return found
-
     def advance(
         self,
         embedded: mx.array,

@@ -61,11 +61,6 @@ class MTPHead(nn.Module):
         self._block = layer
 
     @property
-    def dtype(self) -> mx.Dtype:
-        """Type of the activations: that of the norms."""
-        return self.norm.weight.dtype
-
-    @property
     def width(self) -> int:
         """Values of a hidden state."""
         return int(self.norm.weight.shape[0])
@@ -96,10 +91,8 @@ class MTPHead(nn.Module):
 
 
 FORCED_DRAFTS = 4
-"""Drafts. Forced tokens of a window with fewer drafts: as many as the deepest window of `--mtp auto`.
-
-The kernels for windows of this width are compiled when a stage loads.
-"""
+"""Drafts. Forced tokens of a window with fewer drafts: as many as the deepest window of `--mtp auto`, whose kernels are
+compiled when a stage loads."""
 
 MOST_WAITING = 64
 """Pairs that wait while no drafts are requested. One pass then computes all of them, and reads the weights once."""
@@ -172,13 +165,8 @@ class HeadState:
 
     def copy(self) -> HeadState:
         """Return an independent copy."""
-        return HeadState(
-            self.cache.copy(),
-            self.newest,
-            self.successor,
-            list(self.waiting_hidden),
-            list(self.waiting_tokens),
-        )
+        hidden, tokens = list(self.waiting_hidden), list(self.waiting_tokens)
+        return HeadState(self.cache.copy(), self.newest, self.successor, hidden, tokens)
 
     def arrays(self) -> list[mx.array]:
         """Return all arrays of the state, for `mx.eval` and for counting bytes."""
@@ -241,7 +229,7 @@ class Drafter:
         """Measure what the draft vocabulary saves, on the thread that computes."""
         if self.vocabulary is None:
             return
-        hidden = mx.zeros((1, self.head.width), self.head.dtype)
+        hidden = mx.zeros((1, self.head.width), self.head.block.dtype)
         first = mx.zeros((1,), mx.uint32)
 
         def rest(x: mx.array) -> mx.array:
@@ -265,10 +253,7 @@ class Drafter:
         return self.head.advance(self.embed(tokens), hidden, caches, widths, holes)
 
     def catch_up(self, states: Sequence[HeadState]) -> mx.array:
-        """Compute the waiting pairs of all states in one pass. Returns their last outputs `[len(states), hidden]`.
-
-        Every state must have at least one waiting pair.
-        """
+        """Compute the waiting pairs of all states, at least one each, in one pass. Returns one last output a state."""
         tokens = mx.array([t for s in states for t in s.waiting_tokens], mx.uint32)
         hidden = mx.concatenate([h for s in states for h in s.waiting_hidden])
         widths = [len(s.waiting_tokens) for s in states]
@@ -289,9 +274,8 @@ class Drafter:
     def draft(self, jobs: Sequence[DraftJob]) -> list[tuple[int, ...]]:
         """Chain `depth` drafts for every job; all jobs share one pass per position.
 
-        The input of step i is the head's own output of the step before and the token drafted from it. The drafts are
-        evaluated. Afterwards every cache holds only the pairs of the text. A job whose drafts are all forced needs no
-        pass.
+        The input of step i is the head's own output of the step before and the token drafted from it. Afterwards the
+        drafts are evaluated, and every cache holds only the pairs of the text.
         """
         chained = iter(self._draft_chains([job for job in jobs if len(job.forced) < job.depth]))
         return [next(chained) if len(job.forced) < job.depth else job.forced for job in jobs]

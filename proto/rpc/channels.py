@@ -87,10 +87,7 @@ def open_channel(
 
 
 def add_port(server: grpc.aio.Server, address: str, trust: NodeTrust | None) -> int:
-    """Bind `server` to `address` and return the port. With `trust` it accepts only nodes of the cluster.
-
-    Raises RuntimeError when the address is unavailable.
-    """
+    """Bind `server` to `address` and return the port. With `trust` only nodes connect. Raises RuntimeError."""
     if trust is None:
         return server.add_insecure_port(address)
 
@@ -106,8 +103,7 @@ def add_port(server: grpc.aio.Server, address: str, trust: NodeTrust | None) -> 
     def changed_configuration() -> grpc.ServerCertificateConfiguration | None:
         """Return the configuration after a renewal, or None, which keeps the one in use.
 
-        gRPC calls this for every connection. A returned configuration replaces the handshaker factory under the
-        handshakes in flight, and replacing it for every connection let half handshakes crash the process.
+        gRPC calls this for every connection. Replacing it each time let half handshakes crash the process.
         """
         nonlocal installed
         if current() == installed:
@@ -123,10 +119,7 @@ def add_port(server: grpc.aio.Server, address: str, trust: NodeTrust | None) -> 
 
 
 def peer_of(context: Any) -> NodeIdentity:
-    """Return the identity in the certificate of a call's peer. Raises AccessError when it has none.
-
-    `context` is the grpc.aio.ServicerContext of the call.
-    """
+    """Return the identity in the certificate of a call's peer, by its ServicerContext. Raises AccessError."""
     names = context.auth_context().get(_NAMES, ())
     uris = [name.decode(errors="replace") for name in names if name.startswith(b"mtp://")]
     return _only_identity(uris)

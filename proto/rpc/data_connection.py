@@ -45,10 +45,9 @@ _EPOCH, _STAGE, _SENDER, _TOKEN = "mtp-epoch", "mtp-stage", "mtp-sender", "mtp-t
 
 @dataclass(frozen=True)
 class StreamBinding:
-    """The values that bind one stream to a plan.
+    """The values that bind one stream, served by stage number `stage`, to a plan.
 
-    `stage` is the number of the stage that serves the stream. `sender` is the worker id or coordinator id
-    of the process that opens it. `token` is the plan token that Connect gave to every stage.
+    `sender` is the worker id or coordinator id of the process that opens it, and `token` the plan token of Connect.
     """
 
     epoch: int
@@ -63,10 +62,7 @@ class StreamBinding:
 
     @classmethod
     def from_metadata(cls, metadata: Sequence[tuple[str, str | bytes]]) -> StreamBinding:
-        """Invert `to_metadata`, and ignore all other entries.
-
-        Raises ProtocolError when an entry is missing or malformed.
-        """
+        """Invert `to_metadata`, and ignore other entries. Raises ProtocolError for a missing or malformed entry."""
         found = dict(metadata)
         sender, token = found.get(_SENDER), found.get(_TOKEN)
         if not isinstance(sender, str) or not 0 < len(sender) <= 64:
@@ -116,8 +112,7 @@ def dial(
 ) -> tuple[socket.socket, HopFigures]:
     """Open a data connection to the worker whose calls go to `address`, and return it with the figures of the hop.
 
-    Blocks for at most `timeout`.
-    With `trust` the worker must be of the same cluster and, if `node` is given, have that node id. Raises AccessError,
+    With `trust` the worker must be of the same cluster and, if given, have the id `node`. Raises AccessError,
     DeadlineError or WorkerLostError.
     """
     due = time.monotonic() + timeout
@@ -180,10 +175,7 @@ class Ticket:
     connection: asyncio.Future[socket.socket]
 
     async def wait_for_connection(self) -> socket.socket:
-        """Return the data connection of the call. Raises DeadlineError without one, and AccessError.
-
-        A connection that arrives as the call ends is closed.
-        """
+        """Return the data connection, or raise DeadlineError or AccessError. One that arrives too late is closed."""
         try:
             async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
                 return await asyncio.shield(self.connection)
@@ -221,10 +213,7 @@ class DataTickets:
             future.cancel()
 
     def accept(self, value: bytes, connection: socket.socket) -> None:
-        """Complete the connection that presented the ticket `value`, on a thread.
-
-        Raises AccessError for an unknown ticket.
-        """
+        """Complete the connection that presented the ticket `value`, on a thread. Raises AccessError."""
         found = [t for t in self._issued if hmac.compare_digest(t.offer.ticket, value)]
         if not found:
             raise AccessError("the ticket is unknown")
@@ -377,8 +366,7 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 class DataPort(Acceptor):
     """The bound `listener` of a worker's data connections.
 
-    `on_ticket` gets the ticket and the socket of each connection, on the event loop. It raises AccessError for an
-    unknown ticket.
+    `on_ticket` gets their tickets and sockets on the event loop. It raises AccessError for an unknown ticket.
     """
 
     def __init__(

@@ -343,10 +343,7 @@ CLOSE_SECONDS = 1.0
 async def open_connection(
     call: Call, address: str, trust: NodeTrust | None, node: str, timeout: float
 ) -> tuple[socket.socket, HopFigures]:
-    """Open the data connection of `call`, and return it with the figures of the hop.
-
-    Raises the error that the worker at `address` refuses with, or DeadlineError when it does not answer.
-    """
+    """Open the data connection of `call`, and return it with the figures of the hop. Raises the worker's refusal."""
     try:
         async with asyncio.timeout(timeout):
             metadata = await call.initial_metadata()
@@ -389,10 +386,7 @@ async def _status_of(call: Call, address: str) -> ClusterError:
 
 @dataclass(eq=False)
 class Link:
-    """The sender of frames to `address`. It reports failure once, by `on_failure` on the event loop.
-
-    With `trust` the link connects only to the worker with node id `node`.
-    """
+    """The sender of frames to `address`, with `trust` to node `node`. It calls `on_failure` once, on the event loop."""
 
     address: str
     binding: StreamBinding
@@ -409,10 +403,7 @@ class Link:
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> HopFigures:
-        """Open the call and its data connection, and return the figures of the hop.
-
-        Raises the error that the receiver refuses with, or DeadlineError when it does not answer.
-        """
+        """Open the call and its data connection, and return the figures of the hop. Raises the worker's refusal."""
         channel = self._channel
         method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(FRAMES)
         # Kept by no attribute: as long as a call exists, gRPC keeps its connection, although the channel is closed.

@@ -52,10 +52,7 @@ PROBE_SECONDS = 0.5
 
 
 def bind_listener(flags: str, host: str, port: int) -> socket.socket:
-    """Return a socket bound to `host` and `port`; port 0 chooses a free one.
-
-    Raises UsageError naming `flags`, the options as the user writes them.
-    """
+    """Return a socket bound to `host` and `port`; port 0 chooses a free one. Raises UsageError that names `flags`."""
     # macOS lets a listener on every interface and one on a single address have the same port.
     if sys.platform == "darwin" and port and has_listener(host, port):
         raise UsageError(f"{flags}: {_problem(OSError(errno.EADDRINUSE, ''))}")

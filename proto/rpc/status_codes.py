@@ -99,11 +99,7 @@ class Status:
 
 
 def to_status(error: Exception) -> Status:
-    """Return the status that ends a call with `error`.
-
-    An exception of another library becomes INTERNAL and only its class is named, because its text may
-    contain facts that the peer must not learn.
-    """
+    """Return the status that ends a call with `error`. Of another library's exception it names only the class."""
     if not isinstance(error, ClusterError):
         return Status("INTERNAL", f"{type(error).__name__}. See the log of that process")
     metadata: list[tuple[str, str | bytes]] = [(_CLASS, type(error).__name__)]
@@ -119,10 +115,7 @@ def to_status(error: Exception) -> Status:
 def from_status(
     code: str, details: str | None, metadata: Iterable[tuple[str, str | bytes]] | None, peer: str
 ) -> ClusterError:
-    """Return the error that a failed call stands for. Never raises, whatever the peer sent.
-
-    `code` is the name of the grpc.StatusCode. The message names `peer`; its public form does not.
-    """
+    """Return the error of a failed call, by the name of its StatusCode. Only the message names `peer`. Never raises."""
     found = dict(metadata or ())
     text = details or f"call ended with {code}"
     if _CLASS in found:

@@ -23,10 +23,7 @@ WANTED = 8192
 
 
 def raise_open_file_limit() -> int:
-    """Raise this process's soft limit to WANTED, as far as the hard limit permits. Return the limit in force.
-
-    A limit that is already higher stays.
-    """
+    """Raise this process's soft limit to WANTED, as far as the hard limit permits. Return the limit in force."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= WANTED:
         return soft
@@ -42,8 +39,7 @@ def raise_open_file_limit() -> int:
 def keep_open_file_limit() -> None:
     """Void later changes of this process's limit. Call this before mlx-lm is imported.
 
-    mlx-lm sets the limits to 2048 and 4096 when it is imported. A process cannot raise its hard limit again. The import
-    fails where the hard limit is below 4096.
+    At its import, mlx-lm sets the limits to 2048 and 4096, or fails where the hard limit is lower.
     """
     set_limit = resource.setrlimit
 
@@ -60,10 +56,7 @@ STOP_SECONDS = 2.0
 
 @contextlib.contextmanager
 def keep_awake(*, enabled: bool = True) -> Iterator[None]:
-    """Prevent sleep on macOS inside the block. Do nothing on other systems, or with `enabled` False.
-
-    A sleeping Mac stops answering in the middle of a stream, and the coordinator then plans without it.
-    """
+    """Prevent sleep on macOS inside the block, if `enabled`. The coordinator plans without a Mac that sleeps."""
     process = _start() if enabled and sys.platform == "darwin" else None
     try:
         yield
@@ -89,11 +82,7 @@ def _start() -> subprocess.Popen[bytes] | None:
 
 
 def run(program: str, app: Callable[[], object]) -> None:
-    """Call `app` and exit the process with the status for its result.
-
-    A ClusterError prints one line on stderr, without a traceback. Any other exception is a bug and keeps its
-    traceback.
-    """
+    """Call `app` and exit with the status for its result. A ClusterError prints one line, a bug its traceback."""
     raise_open_file_limit()
     keep_open_file_limit()
     try:
@@ -108,8 +97,7 @@ def run(program: str, app: Callable[[], object]) -> None:
 def run_process(program: str, app: Callable[[], object]) -> NoReturn:
     """Call `run`, and end the process without Python's finalization.
 
-    Finalization aborts the process (exit status -6) while a thread still computes with MLX: the destructors of its
-    streams find their threads running. A worker that leaves does not wait for a long frame.
+    Finalization aborts the process (exit status -6) while a thread still computes with MLX.
     """
     status: object = 0
     try:
@@ -132,10 +120,7 @@ def end_process(status: int) -> NoReturn:
 
 
 def show_version(program: str, asked: bool) -> None:
-    """Print the versions that a bug report needs, and exit, if `asked`.
-
-    They are such as `mtp-worker 0.1.0, wire protocol 1, Python 3.11.7`.
-    """
+    """Print versions, such as `mtp-worker 0.1.0, wire protocol 1, Python 3.11.7`, and exit, if `asked`."""
     if asked:
         own, python = version("mtp-cluster"), platform.python_version()
         sys.stdout.write(f"{program} {own}, wire protocol {VERSION}, Python {python}\n")

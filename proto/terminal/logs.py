@@ -102,8 +102,7 @@ def configure(
 ) -> None:
     """Send this project's records from `level` on, and libraries' warnings, to `stream` (default stderr).
 
-    Replaces any earlier configuration. Python's warnings go to the same log. Call this function once, before
-    the first thread starts.
+    Replaces any earlier configuration. Call this function once, before the first thread starts.
     """
     handler = logging.StreamHandler(_Stderr() if stream is None else stream)
     handler.setFormatter(JsonFormatter() if form is LogFormat.json else TextFormatter())

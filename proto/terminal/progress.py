@@ -32,10 +32,7 @@ _UNITS = {
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of `64GB` (powers of 1,000, as on macOS), `64GiB` (of 1,024) or `512B`.
-
-    Raises UsageError for a number without a unit, for any other text, and for a size of zero.
-    """
+    """Return the bytes of `64GB` (powers of 1,000, as on macOS), `64GiB` (of 1,024) or `512B`. Raises UsageError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text, re.ASCII)
     if match is None or (match[2] and match[2].upper() not in _UNITS) or len(match[1]) > 20:
         raise UsageError(f"invalid size {text!r:.60}. Write it as in 64GB, 512MiB or 1.5TB")
@@ -65,10 +62,7 @@ LOG_SECONDS = 5.0
 
 @contextmanager
 def byte_bar(what: str, log: logging.Logger | None = None) -> Iterator[OnProgress]:
-    """Yield `on_progress(done, total)`, in bytes, which any thread may call.
-
-    Without a terminal the progress goes to `log`, if given. The bar disappears at the end of the block.
-    """
+    """Yield `on_progress` for any thread: a bar until the block ends, or lines in `log` without a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _lines(what, log)

@@ -59,10 +59,7 @@ class NodeIdentity:
 
 
 def host_name(cluster: str, role: Role, node: str = "") -> str:
-    """Return the name that a TLS client expects in the peer's certificate.
-
-    With `node` only that node has the name. Without it, every node of `role` in `cluster` has it.
-    """
+    """Return the name that a TLS client expects in the certificate of `node`, or of any node of `role` without it."""
     return ".".join(filter(None, (node, role, cluster, "mtp-cluster")))
 
 
@@ -126,10 +123,7 @@ def signing_request(key: ec.EllipticCurvePrivateKey) -> str:
 
 
 def requested_key(pem: str) -> ec.EllipticCurvePublicKey:
-    """Return the public key of a signing request whose signature proves that the sender has the private key.
-
-    Raises AccessError for a malformed request and for a key that is not P-256.
-    """
+    """Return the P-256 key of a signing request, whose signature proves the private key. Raises AccessError."""
     try:
         request = x509.load_pem_x509_csr(pem[:MAX_PEM_BYTES].encode())
         valid = request.is_signature_valid

@@ -136,8 +136,7 @@ JOIN_SECONDS = 10.0
 def session_binding(tls: ssl.SSLObject, server_certificate: bytes) -> bytes:
     """Return a value that both ends of one TLS session share and no other session has.
 
-    It is the handshake's client Finished message, which depends on every handshake byte, and the hash of the server's
-    certificate (DER).
+    It has the handshake's client Finished message and the hash of the server's certificate (DER).
     """
     finished = tls.get_channel_binding("tls-unique")
     if finished is None or tls.version() != "TLSv1.3":
@@ -173,8 +172,7 @@ async def write_message(writer: asyncio.StreamWriter, message: dict[str, str]) -
 async def join(token: JoinToken, name: str, directory: Path) -> NodeTrust:
     """Join the cluster of `token` and return this machine's credentials, saved in `directory`.
 
-    Raises AccessError when the server is not the coordinator that the token names or refuses the token, and
-    WorkerLostError or DeadlineError when it is unreachable. Before the server is verified, nothing is sent to it.
+    Raises AccessError, WorkerLostError or DeadlineError. Nothing is sent to the server before it is verified.
     """
     host, port = parse_address("--join", token.address)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

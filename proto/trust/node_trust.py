@@ -52,10 +52,7 @@ class NodeTrust:
 
     @classmethod
     def load(cls, directory: Path) -> NodeTrust | None:
-        """Return the credentials in `directory`, or None when the node has not joined a cluster.
-
-        Raises UsageError for damaged files and for an expired certificate.
-        """
+        """Return the credentials in `directory`, or None without any. Raises UsageError for damaged or expired ones."""
         key, certificate = read_text(directory / "node.key"), read_text(directory / "node.pem")
         authorities = read_text(directory / "authorities.pem")
         if key is None or certificate is None or authorities is None:
@@ -104,10 +101,7 @@ class NodeTrust:
             self._saved = installed
 
     def due_request(self) -> str:
-        """Return a request for a new certificate, or nothing while the present one needs no renewal.
-
-        It needs renewal when it is due, and when the newest authority did not issue it.
-        """
+        """Return a request for a certificate if it is due or the newest authority did not issue it, else nothing."""
         own, newest = from_pem(self.certificate)[0], from_pem(self.authorities)[0]
         return "" if own.issuer == newest.subject and not is_due(own) else signing_request(self.key)
 

@@ -138,9 +138,9 @@ def test_flash_next_reads_images(tmp_path: Path) -> None:
     assert expected[0] != expected[1]
     disk: dict[str, Any] = {"state": tmp_path, "prefix_disk": 2**28}
     for stages, mtp in ((1, "2"), (4, "filled")):
-        found = asked(path, requests, stages, mtp, **disk)
-        assert [one.tokens for one in found] == expected
-    assert found[1].cached > 0
+        found = run(path, requests, stages=stages, mtp=mtp, **disk)
+        assert [list(one.tokens) for one in found] == expected
+    assert found[1].stats.cached_tokens > 0
 
 
 @pytest.mark.parametrize("size", [(2, 2), (4, 6), (10, 8), (2, 20), (30, 34)], ids=str)

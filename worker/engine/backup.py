@@ -30,10 +30,8 @@ MAX_MADE = 4
 """Backups that wait for their transfer. Each keeps GDN states in memory that the sequence no longer needs."""
 
 READ_BYTES = 2**25
-"""Bytes. States that the engine thread copies at once, before the next frame may run. The copy takes about 10 ms.
-
-One layer at a time would let every layer wait for a frame, and a backup would take longer than a plan under failures.
-"""
+"""Bytes. States that the engine thread copies at once, before the next frame may run. The copy takes about 10 ms. One
+layer at a time would let every layer wait for a frame."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +117,7 @@ class StageBackups:
     def restore_backup(
         self, op: RestoreBackup, sequence: SequenceCache, last: LastStageState | None
     ) -> Border | None:
-        """Fill the empty caches of a sequence. Return the border of a prefix on disk, None for another backup.
-
-        Raises ProtocolError for a missing backup, or one that does not fit.
-        """
+        """Fill the empty caches of a sequence. Return the border of a prefix on disk. Raises ProtocolError."""
         backup = self.received.pop(op.seq_id, None)
         if backup is None or sequence.stack.length or len(backup.tokens) != op.length:
             raise ProtocolError(f"sequence {op.seq_id} has no backup of {op.length} tokens here")
@@ -139,10 +134,7 @@ class StageBackups:
 
 
 def layer_states(backup: SequenceBackup, index: int, limit: int = READ_BYTES) -> list[LayerState]:
-    """Return the bytes of the layers of a backup from the `index`-th on, and then those of the MTP head.
-
-    The list ends once it has `limit` bytes. It is empty after the last state.
-    """
+    """Return the states of layers from the `index`-th on, then of the MTP head, until they have `limit` bytes."""
     states: list[LayerState] = []
     total = 0
     while total < limit and (state := _layer_state(backup, index + len(states))) is not None:
@@ -192,10 +184,10 @@ def _head_from_bytes(data: bytes | list[mx.array], empty: HeadState) -> HeadStat
         if not isinstance(data, bytes):
             raise TypeError("arrays")
         offset, kv, hidden, tokens, newest, successor = _unpack(data)
-        arrays = [_from_wire(wire) for wire in kv]
+        arrays = [array_of(*wire) for wire in kv]
         cache = empty.cache.filled([arrays], offset) if arrays else empty.cache
-        waiting = [_from_wire(wire) for wire in hidden]
-        found = None if newest is None else _from_wire(newest)
+        waiting = [array_of(*wire) for wire in hidden]
+        found = None if newest is None else array_of(*newest)
         return HeadState(cache, found, successor, waiting, [int(token) for token in tokens])
     except (ValueError, TypeError, KeyError) as error:
         raise ProtocolError(f"malformed backup of the MTP head: {error}") from error
@@ -205,7 +197,7 @@ def _head_from_bytes(data: bytes | list[mx.array], empty: HeadState) -> HeadStat
 
 
 def plain_array(array: mx.array) -> mx.array:
-    """Return `array` as a type that numpy has."""
+    """Return `array` as a type that numpy has. Evaluate both together, or `to_bytes` waits for the GPU once more."""
     return array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
 
 
@@ -217,10 +209,6 @@ def type_name(array: mx.array) -> str:
 def _to_wire(array: mx.array) -> tuple[str, tuple[int, ...], bytes]:
     plain = np.array(plain_array(array), copy=False)
     return type_name(array), tuple(array.shape), plain.tobytes()
-
-
-def _from_wire(wire: Any) -> mx.array:
-    return array_of(*wire)
 
 
 def array_of(name: str, shape: Sequence[int], data: Any) -> mx.array:
@@ -235,7 +223,7 @@ def _arrays(data: bytes | list[mx.array]) -> list[mx.array]:
     if not isinstance(data, bytes):
         return data
     try:
-        return [_from_wire(wire) for wire in _unpack(data)]
+        return [array_of(*wire) for wire in _unpack(data)]
     except (ValueError, TypeError, KeyError) as error:
         raise ProtocolError(f"malformed backup of a layer: {error}") from error
 

@@ -125,7 +125,7 @@ class EngineThread:
     """A thread that runs one piece of work at a time. Construct it on the event loop that waits for its results."""
 
     def __init__(self) -> None:
-        self.on_idle: Work = _nothing
+        self.on_idle: Work = lambda: None
         self._loop = asyncio.get_running_loop()
         self._usual = max(USUAL_SECONDS, this_device().compile_seconds)
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
@@ -151,7 +151,7 @@ class EngineThread:
     def submit_urgent(self, work: Work) -> None:
         """Queue work that runs before everything queued by `submit`."""
         self._urgent.append(work)
-        self._queue.put(_nothing)  # wakes the thread if it sleeps
+        self._queue.put(lambda: None)  # wakes the thread if it sleeps
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run `function` after the queued work, and return its result or raise its error."""
@@ -213,10 +213,7 @@ class EngineThread:
         post(self._loop, function, *args)
 
     def defer(self, work: Work, seconds: float) -> None:
-        """Run `work` later: when `run_deferred` is called, or when no other work comes within `seconds`.
-
-        Only one piece of work may be deferred.
-        """
+        """Run `work` later: at `run_deferred`, or when no other work comes within `seconds`. Only one may wait."""
         assert self._deferred is None, "the deferred work has not run"
         self._deferred, self._patience = work, seconds
 
@@ -231,10 +228,7 @@ class EngineThread:
         work()
 
     def _next_work(self) -> Work | None:
-        """Wait for the next work, which is the deferred one if no other comes in time.
-
-        Call `on_idle` once if none comes within IDLE_SECONDS.
-        """
+        """Wait for the next work, or the deferred one. Call `on_idle` once if none comes within IDLE_SECONDS."""
         if self._deferred is not None:
             try:
                 return self._queue.get(timeout=self._patience)
@@ -255,7 +249,3 @@ class EngineThread:
             work()
             self._due = self._working_since = None
             self._busy_us += int((time.monotonic() - started) * 1e6)
-
-
-def _nothing() -> None:
-    pass

@@ -26,10 +26,7 @@ JOIN_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """The place `rank` in a group. `hosts` are host:port of each member, where it accepts the others.
-
-    `rdma` are the RDMA devices of the members, which jaccl needs.
-    """
+    """The place `rank` among the `hosts` of a group, host:port of each member, and for jaccl their RDMA devices."""
 
     rank: int
     hosts: tuple[str, ...]
@@ -68,8 +65,7 @@ class CollectiveFigures:
 def join_group(spec: GroupSpec, *, exact: bool) -> GroupCommunicator:
     """Join the group and return the communicator. Raises NotReadyError if it cannot be formed.
 
-    Blocks until all members have come, and ends the process after JOIN_SECONDS. The process can join no other group
-    afterwards.
+    Blocks until all members have come, and ends the process after JOIN_SECONDS. It can join no other group later.
     """
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -78,10 +78,9 @@ def chip() -> str:
 def measured_bandwidth() -> float:
     """Return the bytes a second that matrix-vector products read, since decoding consists of these.
 
-    A GPU reads several matrices in one evaluation. With one matrix the cost of an evaluation, about
-    0.2 ms on Metal, would hide the difference between chips, and a large cache would hold the matrix. The best of
-    several probes is rounded to half octaves, so that equal machines count as equal and the cut stays the same over
-    restarts. Takes a tenth of a second. Call it on the thread that computes.
+    A GPU reads several matrices at once, or the cost of an evaluation and a large cache would hide the difference
+    between chips. The best probe is rounded to half octaves, so that equal machines count as equal. Call it on the
+    thread that computes.
     """
     count = this_device().probe_matrices
     shape = (PROBE_ROWS, PROBE_ROWS)
@@ -152,9 +151,8 @@ def set_limits(memory_limit: int) -> None:
 def wire_weights(*, wanted: bool = True) -> int:
     """Wire the memory in use, which is that of the weights just loaded. Return the wired limit in bytes, 0 for none.
 
-    Without it macOS pages out weights that are idle for a second, and the next step waits for them. The limit covers
-    the weights alone: MLX then never wires K/V and activations, whose churn was reported to crash the system. Call it
-    once after a load, with no work in flight. It does nothing without `wanted`, without Metal, and on a small machine.
+    Without it macOS pages out weights that are idle for a second. The limit covers the weights alone: MLX then never
+    wires K/V and activations, whose churn was reported to crash the system. Call it with no work in flight.
     """
     small = psutil.virtual_memory().total <= SMALL_MACHINE_BYTES
     if not wanted or small or not this_device().wires_memory:
@@ -185,10 +183,7 @@ def release_weights() -> None:
 
 
 def trim_allocator() -> None:
-    """Return memory that the C library keeps for later allocations to the system. Only glibc needs it.
-
-    A load frees the bytes that it has read and converted, and the stage before it.
-    """
+    """Return memory that glibc keeps for later allocations, such as the bytes that a load has read, to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -37,7 +37,7 @@ from proto.frame import (
 )
 from proto.frame_stamps import FrameStamps, StageStep
 from proto.images import FIRST_IMAGE_TOKEN, without_images
-from proto.wire import DTYPE_BYTES, MAX_INT
+from proto.wire import MAX_INT
 from worker.cache.sequence_cache import (
     Border,
     LastStageState,
@@ -45,41 +45,22 @@ from worker.cache.sequence_cache import (
     SequenceCache,
     copies_of,
 )
-from worker.engine.backup import ReceivedBackup, StageBackups
+from worker.engine.backup import ReceivedBackup, StageBackups, array_of, plain_array, type_name
 from worker.engine.prefix_disk import StagePrefixes
 from worker.model.stage import Run, Stage
 from worker.model.verifier import Verdict, Verifier
 
-NO_TENSOR: tuple[str, tuple[int, ...], memoryview | bytes] = ("", (), b"")
-"""The dtype, the shape and the bytes of a frame without hidden states."""
-
-_DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in DTYPE_BYTES}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-def plain_view(x: mx.array) -> mx.array:
-    """Return `x` as a type that Python has. Evaluate both together, or `to_bytes` waits for the GPU once more."""
-    return x.view(mx.uint16) if x.dtype == mx.bfloat16 else x
-
 
 def to_bytes(x: mx.array, plain: mx.array | None = None) -> tuple[str, tuple[int, ...], memoryview]:
-    """Return the dtype's name, the shape and the buffer of `x`, whose `plain_view` is `plain` if it was evaluated.
+    """Return the dtype's name, the shape and the buffer of `x`, whose `plain_array` is `plain` if it was evaluated.
 
     The buffer keeps the array alive. MLX copies `x` only to make it contiguous.
     """
-    array: Any = plain_view(x) if plain is None else plain  # it has the buffer protocol
+    array: Any = plain_array(x) if plain is None else plain  # it has the buffer protocol
     data = memoryview(array)
     if not data.c_contiguous:
         data = np.ascontiguousarray(data).data
-    return _NAMES[x.dtype], x.shape, data.cast("B")
-
-
-def from_bytes(dtype: str, shape: tuple[int, ...], data: memoryview | bytes) -> mx.array:
-    """Invert `to_bytes`. Call it on the thread that computes with the result."""
-    is_float = dtype == "float32"
-    plain: Any = memoryview(data).cast("f" if is_float else "H", shape)
-    array = mx.array(plain)
-    return array if is_float else array.view(_DTYPES[dtype])
+    return type_name(x), x.shape, data.cast("B")
 
 
 def relayed_tokens(out: Frame) -> Frame | None:
@@ -102,24 +83,10 @@ class RelayedTokens:
     def __init__(self, epoch: int, vocab: int) -> None:
         self.epoch = epoch
         self.vocab = vocab
-        self._newest: dict[int, Outcome] = {}
-
-    @property
-    def newest(self) -> tuple[Outcome, ...]:
-        """The newest relayed outcome of each sequence."""
-        return tuple(self._newest.values())
-
-    def copy(self) -> RelayedTokens:
-        """Return a copy that shares no mutable state."""
-        copied = RelayedTokens(self.epoch, self.vocab)
-        copied._newest = dict(self._newest)
-        return copied
+        self.newest: dict[int, Outcome] = {}
 
     def receive_tokens(self, message: Frame, admitted: Collection[int]) -> None:
-        """Keep the tokens of a message for the sequences in `admitted`; the others have ended.
-
-        Raises StaleEpochError for another epoch, and ProtocolError for anything but tokens.
-        """
+        """Keep the tokens for the sequences in `admitted`. Raises StaleEpochError and ProtocolError."""
         if message.epoch != self.epoch:
             raise StaleEpochError(f"tokens of epoch {message.epoch}, this stage is in {self.epoch}")
         if message.ops or message.segments or message.dtype:
@@ -130,7 +97,7 @@ class RelayedTokens:
             if (outcome.token or 0) >= self.vocab:
                 raise ProtocolError(f"token {outcome.token}: the vocabulary has {self.vocab}")
             if outcome.seq_id in admitted:
-                self._newest[outcome.seq_id] = outcome
+                self.newest[outcome.seq_id] = outcome
 
     def lacks(self, frame: Frame) -> bool:
         """Return whether a segment of `frame` continues with a token that has not arrived."""
@@ -139,10 +106,7 @@ class RelayedTokens:
         )
 
     def token_of(self, segment: Segment) -> int | None:
-        """Return the token of a segment that continues, or None if the window before it was cancelled.
-
-        Raises ProtocolError if it has not arrived.
-        """
+        """Return the token of a segment that continues, None after a cancelled window, or raise ProtocolError."""
         outcome = self._outcome(segment)
         if outcome is None:
             raise ProtocolError(f"sequence {segment.seq_id} continues with an unknown token")
@@ -150,10 +114,10 @@ class RelayedTokens:
 
     def forget_sequence(self, seq_id: int) -> None:
         """Drop the token of a sequence that has ended."""
-        self._newest.pop(seq_id, None)
+        self.newest.pop(seq_id, None)
 
     def _outcome(self, segment: Segment) -> Outcome | None:
-        outcome = self._newest.get(segment.seq_id)
+        outcome = self.newest.get(segment.seq_id)
         return outcome if outcome is not None and outcome.window == segment.window - 1 else None
 
 
@@ -207,8 +171,7 @@ class StageEngine:
     def process(self, frame: Frame, stamps: FrameStamps | None = None) -> Frame:
         """Apply a frame's operations, run its segments, and return the frame for the next hop.
 
-        The returned frame carries the hidden states, or the outcomes on the last stage. Raises StaleEpochError for
-        another epoch, and ProtocolError for a frame that is out of order or invalid here.
+        Raises StaleEpochError for another epoch, and ProtocolError for a frame that is out of order or invalid here.
         """
         begun = self.begin(frame, stamps or FrameStamps(0, StageStep))
         out = begun.finish()
@@ -242,7 +205,7 @@ class StageEngine:
             if self.verifier is not None:
                 verdict = self.verifier.begin(x, runs, states, stamps)
             else:
-                plain = plain_view(x)
+                plain = plain_array(x)
                 stamps.mark(StageStep.BUILT)
                 mx.async_eval(plain, *states)
         self.frames_done += 1
@@ -253,8 +216,7 @@ class StageEngine:
     def can_run_ahead(self, frame: Frame) -> bool:
         """Return whether `frame` may begin before the frame before it is finished.
 
-        MLX updates a K/V cache in place only if no unfinished work reads it. Otherwise it copies the cache, which takes
-        memory and time.
+        MLX copies a K/V cache that unfinished work reads, instead of updating it in place.
         """
         if self.stage.reads_tokens:
             return False
@@ -267,10 +229,7 @@ class StageEngine:
         return copied <= this_device().ahead_kv_bytes
 
     def rollback(self, epoch: int, seq_id: int, window: int, trim: int) -> None:
-        """Drop the last `trim` tokens of a window, by signal, before the header of the next frame repeats it.
-
-        Raises ProtocolError if the window has fewer. A window that is not open here is ignored.
-        """
+        """Drop the last `trim` tokens of an open window, by signal, before a header does. Raises ProtocolError."""
         sequence = self.sequences.get(seq_id)
         if epoch != self.epoch or sequence is None:
             return
@@ -395,7 +354,13 @@ class StageEngine:
         last_stage = None if self.verifier is None else self.verifier.save(op.seq_id)
         border = Border(op.key, sequence.stack.length)
         entry = PrefixEntry(border, copies_of(sequence.layers), last_stage)
-        self._check_prefix(op, entry)
+        nbytes = entry.nbytes + sum(held.nbytes for held in self.prefixes.values())
+        # Before the copy is computed and takes memory.
+        if self.budget is not None and nbytes > self.budget.prefix_bytes:
+            raise ProtocolError(
+                f"prefix {op.entry} would make {nbytes} bytes of prefix entries, which exceeds this stage's budget of "
+                f"{self.budget.prefix_bytes}"
+            )
         self.prefixes[op.entry] = entry
         self._saved.append((op.seq_id, entry))
         if self.disk is not None:
@@ -403,10 +368,7 @@ class StageEngine:
         self._borders[op.seq_id] = border
 
     def _start_copies(self, frame: Frame) -> list[PrefixEntry]:
-        """Copy the saved prefixes of sequences that run in `frame`, which changes them. Return the other entries.
-
-        A copy that stays lazy keeps the caches of its sequence in memory.
-        """
+        """Copy the saved prefixes of sequences that `frame` changes: lazy copies keep caches. Return the others."""
         if not self._saved:
             return []
         running = {segment.seq_id for segment in frame.segments}
@@ -414,17 +376,6 @@ class StageEngine:
         late = [entry for seq_id, entry in self._saved if seq_id not in running]
         self._saved.clear()
         return late
-
-    def _check_prefix(self, op: SavePrefix, entry: PrefixEntry) -> None:
-        """Raise if the entry exceeds the budget, before the copy is computed and takes memory."""
-        if self.budget is None:
-            return
-        nbytes = entry.nbytes + sum(held.nbytes for held in self.prefixes.values())
-        if nbytes > self.budget.prefix_bytes:
-            raise ProtocolError(
-                f"prefix {op.entry} would make {nbytes} bytes of prefix entries, which exceeds this stage's budget of "
-                f"{self.budget.prefix_bytes}"
-            )
 
     def _restore(self, op: RestorePrefix) -> None:
         sequence = self._sequence(op.seq_id)
@@ -525,7 +476,7 @@ class StageEngine:
         """Return the rows of the frame's tensor that run. Raises ProtocolError for another shape."""
         if frame.shape != (frame.rows, width):
             raise ProtocolError(f"hidden states {frame.shape}, expected {(frame.rows, width)}")
-        x = from_bytes(frame.dtype, frame.shape, frame.tensor)
+        x = array_of(frame.dtype, frame.shape, frame.tensor)
         running_rows: list[int] = []
         row = 0
         for before, now in zip(frame.segments, segments, strict=True):
@@ -558,7 +509,8 @@ class BegunFrame:
     def finish(self) -> Frame:
         """Wait for the device and return the frame for the next hop."""
         frame, stamps, verifier = self.frame, self.stamps, self.engine.verifier
-        dtype, shape, tensor = NO_TENSOR
+        dtype, shape = "", tuple[int, ...]()
+        tensor: memoryview | bytes = b""
         if self.x is not None and verifier is None:
             mx.eval(self.plain)
             stamps.mark(StageStep.COMPUTED)

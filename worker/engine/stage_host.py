@@ -49,10 +49,8 @@ from worker.model.verifier import Verifier
 log = logging.getLogger(__name__)
 
 FIRST_SECONDS = 30.0
-"""Seconds. Deadline of the first frame, and upper bound for a frame of a new size.
-
-Kernels are compiled and pages are read then, and the speed of the machine is unknown.
-"""
+"""Seconds. Deadline of the first frame, and upper bound for a frame of a new size. Kernels are compiled and pages are
+read then, and the speed of the machine is unknown."""
 
 NEW_SIZE_SECONDS = 2.0
 """Seconds added for the first frame of a size, whose kernels may have to be compiled."""
@@ -203,10 +201,9 @@ class StageHost:
         wired: bool = True,
         kernels: Kernels = Kernels.auto,
     ) -> LoadedStage:
-        """Load a stage, after the memory of the one before is released.
+        """Load a stage, after the memory of the one before is released. The watchdog's deadline moves with each part.
 
-        The watchdog's deadline moves with each part. Raises MemoryLimitError before reading anything if the weights
-        exceed `memory_limit` bytes, the errors of `open_checkpoint`, and those of `load_stage`.
+        Raises MemoryLimitError before any weight is read, and the errors of `open_checkpoint` and `load_stage`.
         """
         expect = self.thread.expect
         expect(PART_SECONDS)
@@ -328,10 +325,7 @@ class StageHost:
         on_done: OnDone,
         on_error: OnError,
     ) -> None:
-        """Begin `frame`, and finish it now or when the frame that continues it has begun.
-
-        Calls `on_done` with the frame for the next hop, or `on_error`.
-        """
+        """Begin `frame`, and finish it now or when the frame after it has begun. Calls `on_done` or `on_error`."""
         if not (frame.continues and engine.can_run_ahead(frame)):
             self.thread.run_deferred()
         seconds = self._deadlines.seconds(frame)

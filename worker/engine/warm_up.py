@@ -67,15 +67,9 @@ class WarmUp:
             followers[i] = _Follower(0).after(outcomes.get(i), length)
         for window, width in enumerate(WIDTHS, start=1):
             commits = tuple(Commit(i, window - 1, f.accepted) for i, f in followers.items())
+            rest = (0,) * (width - 1)
             segments = tuple(
-                Segment(
-                    i,
-                    window,
-                    f.position,
-                    (f.token,) + (0,) * (width - 1),
-                    open=True,
-                    drafts=self._drafts,
-                )
+                Segment(i, window, f.position, (f.token, *rest), open=True, drafts=self._drafts)
                 for i, f in followers.items()
             )
             yield

@@ -53,10 +53,7 @@ class SpanCopy:
 
     @classmethod
     def of(cls, fingerprint: str, config: str, layout: str) -> SpanCopy:
-        """Return the copy with this fingerprint, which may not exist yet.
-
-        Raises ProtocolError for invalid values, and CheckpointError for a config that this release cannot serve.
-        """
+        """Return the copy with this fingerprint, which may not exist yet. Raises ProtocolError and CheckpointError."""
         path = _path(fingerprint)
         if layout not in ("raw", "mlx"):
             raise ProtocolError(f"layout {layout!r:.40} is neither raw nor mlx")
@@ -159,8 +156,7 @@ class Tensor:
 def fill(offer: pb.WeightsOffer, pull: Pull, send_reply: SendReply, stop: threading.Event) -> int:
     """Fetch the offered tensors that this machine lacks, and return the number of received bytes.
 
-    Raises ProtocolError for an invalid offer or message, and CheckpointError for a tensor with another hash, an
-    unreadable hub or a full disk. Raises StoppedError after `stop` is set.
+    Raises ProtocolError for an invalid offer, CheckpointError, and StoppedError after `stop` is set.
     """
     copy = SpanCopy.of(offer.model.fingerprint, offer.config, offer.layout)
     tensors = _tensors(offer, copy)
@@ -193,10 +189,7 @@ def _tensors(offer: pb.WeightsOffer, copy: SpanCopy) -> list[Tensor]:
 
 @dataclass(eq=False)
 class _Filling:
-    """One call of `fill`. It fetches part after part, each under the lock of its file.
-
-    The bytes come from `hub`, or in messages of the coordinator when it is None.
-    """
+    """One call of `fill`. It locks each part that it fetches, from `hub`, or from the coordinator without one."""
 
     copy: SpanCopy
     tensors: list[Tensor]
@@ -330,10 +323,7 @@ DRAIN_SECONDS = 10.0
 async def provide(
     requests: AsyncIterator[pb.Weights], renew_lease: Callable[[pb.Coordinator, int], object]
 ) -> AsyncGenerator[pb.WeightsReply, None]:
-    """Yield the replies of one call. `renew_lease` leases this worker to the coordinator, or raises BusyError.
-
-    Every other error is the last reply.
-    """
+    """Yield the replies of one call, an error as the last. `renew_lease` leases this worker, or raises BusyError."""
     offer = (await first_message(requests)).offer
     renew_lease(offer.coordinator, offer.lease_ms)
     loop = asyncio.get_running_loop()

@@ -26,10 +26,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Variants:
-    """The chosen variants of a stage.
+    """The chosen variants of a stage, with a `summary` for people, such as `64 packed, exact`.
 
-    `summary` is for people, such as `64 packed, exact`. `split_rows` is the largest number of rows of a frame
-    whose windows and prompt chunks run together; None is any number.
+    Frames up to `split_rows` run windows and prompt chunks together; None is any number of rows.
     """
 
     summary: str
@@ -42,10 +41,8 @@ def choose_variants(
     """Replace the parts of `modules` by the fastest variants of this device. A stage is built only once from them.
 
     CUDA kernels compute what they can on NVIDIA GPUs, but not layers in slices. On Apple GPUs and on Linux' CPUs joined
-    products do, unless the stage is exact, because exact mode probes the products of single layers. All else stays with
-    mlx-lm's modules. With `exact`, a row has the same bits with any rows beside it. `kernels` decides over this
-    project's kernels: those for Apple GPUs are tried against the operations that they replace. Raises UsageError if
-    exact mode is impossible here.
+    products do, unless the stage is exact: exact mode probes the products of single layers. All else stays with
+    mlx-lm's modules. `kernels` decides over this project's kernels. Raises UsageError if exact mode is impossible here.
     """
     device = this_device()
     dtype = modules.dtype

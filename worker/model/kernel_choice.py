@@ -41,10 +41,7 @@ class KernelChoice:
     def choose(
         self, kernel: str, shapes: str, source: str, run_trial: Callable[[], KernelTrial]
     ) -> bool:
-        """Return whether to use `kernel` of text `source` at `shapes`, by an earlier trial or by a new one.
-
-        With `--kernels own` its times do not count, only whether it is right.
-        """
+        """Return whether to use `kernel` of text `source` at `shapes`. With `--kernels own` its times do not count."""
         if self.mode is Kernels.mlx:
             return False
         digest = hashlib.sha256(source.encode()).hexdigest()[:12]

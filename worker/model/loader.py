@@ -63,30 +63,11 @@ class StageModules:
     """Slices of each layer on all members, for exact mode: `mtp.layers.reference.slices`."""
 
     @classmethod
-    def of(
-        cls,
-        config: ModelConfig,
-        span: Span,
-        parts: Mapping[str, Any],
-        model_bytes: int = 0,
-        communicator: Communicator = ALONE,
-        slices: int = 1,
-    ) -> StageModules:
+    def of(cls, config: ModelConfig, span: Span, parts: Mapping[str, Any]) -> StageModules:
         """Return the loaded `parts`, by name, as the modules of a stage with reference layers."""
-        stage_layers = [config.family.stage_layer(parts[f"layers.{layer}"]) for layer in span]
-        return cls(
-            config,
-            span,
-            stage_layers,
-            stage_layers[0].dtype,
-            embed_tokens=parts.get("embed"),
-            norm=parts.get("norm"),
-            lm_head=parts.get("lm_head"),
-            head=parts.get("mtp"),
-            model_bytes=model_bytes,
-            communicator=communicator,
-            slices=slices,
-        )
+        layers = [config.family.stage_layer(parts[f"layers.{layer}"]) for layer in span]
+        embed, norm, lm_head, head = map(parts.get, ("embed", "norm", "lm_head", "mtp"))
+        return cls(config, span, layers, layers[0].dtype, embed, norm, lm_head, head)
 
     def replace_layers(self, replaced: Callable[[Any], Layer]) -> None:
         """Replace the reference layers, that of the MTP head included. Other layers stay."""
@@ -124,14 +105,10 @@ def load_stage(
 ) -> StageModules:
     """Load a stage of the whole `checkpoint`: its layers, and whether it is the first and the last of its plan.
 
-    The layers of a member of a group are its share of them, and `communicator` reaches the other members. All members
-    together have `slices` slices of each layer, if they are more than the members.
-    `dtype` None keeps the stored types. `with_head` says whether a last stage has the MTP head. Names, shapes and types
-    of the whole stage are checked before the first weight is read. Then the parts are read one after another, so the
-    peak memory stays close to that of the stage. Without the head's tensors the head is None, and `checkpoint.mtp`
-    lists the missing ones.
-
-    Raises SpanError, CheckpointError with tensor and file, and UsageError for a dtype that cannot run here.
+    All members of the group of `communicator` together have `slices` slices of each layer, if these are more. `dtype`
+    None keeps the stored types. `with_head` says whether a last stage has the MTP head, which is None if tensors are
+    missing. The whole stage is checked before the first weight is read. Parts are read one after another, to bound the
+    peak memory. Raises SpanError, CheckpointError, and UsageError for a dtype that cannot run here.
     """
     own = _own_slices(checkpoint, communicator, slices)
     kv_sharers = max(1, own[0].config.cut.size // checkpoint.config.num_kv_heads)
@@ -160,14 +137,10 @@ def load_stage(
         )
     modules: dict[str, Any] = {part: _build(checkpoint, part, dtype) for part in parts}
     _read(checkpoint, own, modules, dtype, on_progress, kv_sharers)
-    return StageModules.of(
-        checkpoint.config,
-        span,
-        modules,
-        model_bytes=sum(checkpoint.part_bytes().values()),
-        communicator=communicator,
-        slices=slices,
-    )
+    stage = StageModules.of(checkpoint.config, span, modules)
+    stage.model_bytes = sum(checkpoint.part_bytes().values())
+    stage.communicator, stage.slices = communicator, slices
+    return stage
 
 
 def _own_slices(
@@ -193,17 +166,16 @@ def _read(
     on_progress: OnProgress | None,
     kv_sharers: int,
 ) -> None:
-    """Evaluate the modules' lazy weights, one after another. A member of a group reads the bytes of its share.
-
-    `kv_sharers` is the number of neighbouring slices that hold the same heads of keys and values.
-    """
+    """Evaluate the lazy weights one after another. `kv_sharers` neighbouring slices hold the same heads of K/V."""
     sizes = checkpoint.part_bytes()
     total = sum(sizes[part] for part in modules)
     done = 0
     for part, checked in modules.items():
         if on_progress:
             on_progress(done, total)
-        sources = slices if _is_sliced(part, slices[0].config) else [checkpoint]
+        # The MTP head is not sliced: drafts do not change the answer.
+        cuts_vocabulary = part == "lm_head" and slices[0].config.cuts_vocabulary
+        sources = slices if part.startswith("layers.") or cuts_vocabulary else [checkpoint]
         whole = sources[0].config.cut.size == 1
         built = [checked] if whole else [_build(one, part, dtype, shares=True) for one in sources]
         for module in built:
@@ -215,11 +187,6 @@ def _read(
         done += sizes[part]
     if on_progress:
         on_progress(done, total)
-
-
-def _is_sliced(part: str, config: ModelConfig) -> bool:
-    """Return whether a part is computed in slices. The MTP head is not: drafts do not change the answer."""
-    return part.startswith("layers.") or (part == "lm_head" and config.cuts_vocabulary)
 
 
 def _joined(part: str, built: Sequence[Any], kv_sharers: int) -> nn.Module:
@@ -248,8 +215,7 @@ def _quantize(
 ) -> nn.Module:
     """Replace every module whose weight is stored with scales by a quantized one.
 
-    Bits, group size and mode follow from the shapes, by mlx-lm's own rule. So the exceptions that config.json lists by
-    path are not needed.
+    Bits, group size and mode follow from the shapes, by mlx-lm's own rule, and not from the paths in config.json.
     """
     config = checkpoint.config
     if config.quantization is None:

@@ -39,12 +39,7 @@ class Stage:
         draft_vocab: DraftVocabularySize = ALL_WORDS,
         kernels: Kernels = Kernels.auto,
     ) -> None:
-        """Prepare `modules` for this backend. With `exact`, a row has the same bits with any rows beside it.
-
-        `draft_vocab` is for the verifier of the last stage, and `kernels` the value of `--kernels`.
-
-        Raises UsageError if that is impossible here.
-        """
+        """Prepare `modules` for this device, by the value of `--kernels`. Raises UsageError for impossible `exact`."""
         self.dtype = modules.dtype
         self.variants = choose_variants(modules, kv_format, exact=exact, kernels=kernels)
         self.modules = modules
@@ -84,11 +79,10 @@ class Stage:
                     sequence.layers[layer - self.modules.span.start].coming = values[own]
 
     def forward(self, x: mx.array, runs: Sequence[Run], *, lazily: bool = False) -> mx.array:
-        """Run `x [rows, hidden]` through the span. Rows belong to `runs` in order.
+        """Run `x [rows, hidden]` through the span, and extend its sequences. Rows belong to `runs` in order.
 
-        A GPU starts with the first layers while Python builds the others, unless `lazily`. Extends the window stack and
-        the caches of every sequence. Raises ProtocolError, before any layer has run, when a segment does not follow the
-        end of its sequence.
+        A GPU starts with the first layers while Python builds the others, unless `lazily`. Raises ProtocolError, before
+        any layer has run, when a segment does not follow the end of its sequence.
         """
         for sequence, segment in runs:
             sequence.extend(segment)
@@ -120,8 +114,7 @@ class Stage:
 def _parts(runs: Sequence[Run], split_rows: int | None) -> list[list[int]]:
     """Return which of `runs` go through the layers together: all, or open windows apart from prompt chunks.
 
-    Few rows and many take different kernels. A window apart from a long chunk is computed as if it were alone, and
-    does not keep the chunk's rows in memory while it is open.
+    Few rows and many take different kernels, and an open window must not keep the rows of a chunk in memory.
     """
     every = list(range(len(runs)))
     if split_rows is None or sum(segment.width for _, segment in runs) <= split_rows:

@@ -53,7 +53,7 @@ class VerifiedRun:
     @property
     def key(self) -> Key:
         """The key of the segment's outcome."""
-        return key_of(self.segment)
+        return self.segment.seq_id, self.segment.window
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,7 @@ class Choice:
 class Verdict:
     """The lazy results of one frame. `finish` waits for them.
 
-    `normed [rows, hidden]` are the hidden states after the final norm. `drafts` are those that the device draws without
-    the host; all other drafts follow in `finish`.
+    `normed [rows, hidden]` follows the final norm. `drafts` are drawn without the host; all others follow in `finish`.
     """
 
     drafter: Drafter | None
@@ -105,7 +104,7 @@ class Verdict:
         mx.eval(self.normed, self._packed, [list(found) for found in self.logprobs.values()])
         stamps.mark(StageStep.COMPUTED)
         values = cast(list[int], self._packed.tolist())
-        outcomes: dict[Key, Outcome] = {run.key: _prompt_chunk(run.segment) for run in self.runs}
+        outcomes = {run.key: Outcome(*run.key, run.segment.width) for run in self.runs}
         start = 0
         for choice in self.choices:
             for run, first, end in choice.split():
@@ -175,15 +174,11 @@ class Verdict:
                 continue
             if state.head is None:
                 raise ProtocolError("drafts are requested, but this checkpoint has no MTP head")
+            head, params, grammar = state.head, state.params, state.grammar
+            end = segment.position + outcome.accepted_length
+            answer = state.answer_with([outcome.token]) if grammar else ()
             jobs[run.key] = DraftJob(
-                state.head,
-                segment.drafts,
-                outcome.token,
-                segment.position + outcome.accepted_length,
-                state.params,
-                state.history,
-                state.grammar,
-                state.answer_with([outcome.token]) if state.grammar else (),
+                head, segment.drafts, outcome.token, end, params, state.history, grammar, answer
             )
         if not jobs or self.drafter is None:
             return outcomes
@@ -193,19 +188,10 @@ class Verdict:
         return outcomes
 
 
-def key_of(segment: Segment) -> Key:
-    """Return the key of a segment's outcome."""
-    return segment.seq_id, segment.window
-
-
 def _accepted(outcome: Outcome) -> tuple[int, int]:
     """Return the accepted length, and the token after the accepted ones."""
     assert outcome.token is not None
     return outcome.accepted_length, outcome.token
-
-
-def _prompt_chunk(segment: Segment) -> Outcome:
-    return Outcome(segment.seq_id, segment.window, accepted_length=segment.width)
 
 
 def _token_logprobs(tokens: Sequence[int], found: Logprobs) -> tuple[TokenLogprob, ...]:
@@ -284,10 +270,7 @@ class Verifier:
     def begin(
         self, x: mx.array, runs: Sequence[Run], states: Sequence[mx.array], stamps: FrameStamps
     ) -> Verdict:
-        """Build the verdict about the segments of `x [rows, hidden]`, and let the device compute it with `states`.
-
-        Raises ProtocolError when drafts are requested and this checkpoint has no head.
-        """
+        """Build the verdict about the segments of `x [rows, hidden]`, and let the device compute it with `states`."""
         normed = self.norm(x)
         verified = self._verified_runs(runs)
         logits = self._logits(normed, verified)
@@ -329,10 +312,7 @@ class Verifier:
         return verified
 
     def next_tokens(self, segments: Sequence[Segment]) -> mx.array:
-        """Return the first tokens of segments that continue: int32 `[len(segments)]`, perhaps lazy.
-
-        Raises ProtocolError if a sequence has no choice to continue with, or if the host must see its tokens first.
-        """
+        """Return the first tokens of segments that continue: int32 `[len(segments)]`, or raise ProtocolError."""
         chosen = []
         for segment in segments:
             state = self.states[segment.seq_id]
@@ -353,8 +333,8 @@ class Verifier:
     ) -> tuple[Outcome, ...]:
         """Return the outcomes in the order of `segments`. A segment that did not run is marked as cancelled."""
         return tuple(
-            decided.get(key_of(s)) or Outcome(s.seq_id, s.window, accepted_length=0, cancelled=True)
-            for s in segments
+            decided.get(key) or Outcome(*key, accepted_length=0, cancelled=True)
+            for key in ((s.seq_id, s.window) for s in segments)
         )
 
     def _logits(
@@ -439,10 +419,7 @@ def _places(run: VerifiedRun, logits: mx.array) -> list[tuple[int, int]]:
 
 
 def _drafts_on_device(run: VerifiedRun) -> bool:
-    """Return whether drafts are requested that depend on neither a history nor a grammar.
-
-    A misspeculated window gets no drafts.
-    """
+    """Return whether a window that is no misspeculation asks for drafts without a history or a grammar."""
     segment, state = run.segment, run.state
     sampled = segment.open or segment.sample
     if not segment.drafts or not sampled or segment.continues or state.head is None:

@@ -1,7 +1,4 @@
-"""The guard of every call to a worker: who may call what, how long a request may be, and errors as statuses.
-
-A method without a rule is refused.
-"""
+"""The guard of every call to a worker: who may call what, how long a request may be, and errors as statuses."""
 
 from __future__ import annotations
 
@@ -34,14 +31,11 @@ ALLOWED_ROLES: dict[str, frozenset[Role]] = {
     RESULTS: _COORDINATOR,
     FRAMES: frozenset({Role.COORDINATOR, Role.WORKER}),
 }
-"""The roles that may call each method. For FRAMES the binding also checks that the plan names the sender."""
+"""The roles that may call each method; all others are refused. The binding also checks the sender of FRAMES."""
 
 
 class CallGuard(grpc.aio.ServerInterceptor):
-    """The gRPC interceptor of all calls. It ends a call that raises a ClusterError with the error's status.
-
-    With `trust` it also checks the peer and its role, and ends the calls of removed nodes.
-    """
+    """The gRPC interceptor of all calls, which ends those that raise a ClusterError, and with `trust` checks peers."""
 
     def __init__(self, trust: NodeTrust | None) -> None:
         self._trust = trust

@@ -30,10 +30,7 @@ STOP_SECONDS = 2.0
 async def registered_by_dns_sd(
     announcement: Announcement,
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Announce inside the block by a `dns-sd` process, and give that process.
-
-    The responder adds this Mac's addresses by itself. Raises OSError if the program is missing.
-    """
+    """Announce inside the block by a `dns-sd` process, and give that process. Raises OSError without the program."""
     service = SERVICE_TYPE.removesuffix(".local.")
     name = announcement.instance.removesuffix(f".{SERVICE_TYPE}")
     process = await asyncio.create_subprocess_exec(
@@ -79,10 +76,7 @@ async def announced(announcement: Announcement, host: str) -> AsyncIterator[None
 
 
 def reachable_addresses(host: str) -> list[str]:
-    """Return the addresses at which others reach a listener on `host`, in a fixed order.
-
-    A listener on every interface has the addresses of the network, or loopback on a machine without a network.
-    """
+    """Return the addresses, in a fixed order, at which others reach a listener on `host`; loopback at least."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

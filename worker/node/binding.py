@@ -83,10 +83,7 @@ class Place:
 
 
 class Binding:
-    """One stage in one plan, made on the event loop. Methods of the engine thread say so.
-
-    `on_failure` is called once when the stage fails before the plan ends.
-    """
+    """One stage in one plan, made on the event loop. `on_failure` is called once if it fails before the plan ends."""
 
     def __init__(
         self,
@@ -110,8 +107,7 @@ class Binding:
         self.members: list[Link] = []
         """The links of the first member of a group to the others."""
         self._parked: deque[tuple[int, Frame, FrameStamps]] = deque()
-        """Bytes, header and stamps of the frames that wait for tokens, or behind a frame that does, in order. Only the
-        engine thread uses it."""
+        """Bytes, header and stamps of the frames that wait for tokens, in order. Only the engine thread uses it."""
         self.results: FrameWriter | None = None
         """The connection to the coordinator, on the last stage once the coordinator has opened it."""
         self.ended: asyncio.Queue[ClusterError] = asyncio.Queue()
@@ -131,10 +127,7 @@ class Binding:
     async def open(
         self, make_engine: Callable[[], StageEngine], request: pb.ConnectRequest
     ) -> HopFigures | None:
-        """Open the link, make the engine on its thread, and return the figures of the hop, None without a link.
-
-        Raises StaleEpochError when the plan ends during the call, and the errors of opening the link.
-        """
+        """Open the links, make the engine on its thread, and return the figures of the hop, None without one."""
         figures, timeout_ms = None, request.hop_timeout_ms
         self.hop_timeout = timeout_ms / 1000
         if request.next_address:
@@ -198,7 +191,7 @@ class Binding:
         """Send a frame that this member has decided to the others. Runs on the engine thread."""
         data = encode_head(frame)
         for link in self.members:
-            self._send(link, data, _nothing, frame.tensor)
+            self._send(link, data, frame.tensor)
 
     def close(self) -> None:
         """End the plan: drop its frames and free the memory of its sequences."""
@@ -236,9 +229,8 @@ class Binding:
     def check_sender(self, sender: NodeIdentity, stream: StreamBinding) -> None:
         """Raise AccessError unless the plan lets `sender` send what `stream` carries.
 
-        The coordinator sends the frames of stage 0; the node of the previous stage sends those of every other stage.
-        In a group the first member sends them to the others.
-        The node of the last stage sends the tokens that it relays to stage 0.
+        The coordinator sends frames to stage 0, and the previous stage to every other. In a group the first member
+        sends them to the others. The last stage sends tokens to stage 0.
         """
         if self.place.stage == 0 and self.place.rank == 0 and not self.place.relays(stream):
             allowed = sender.role is Role.COORDINATOR
@@ -324,18 +316,18 @@ class Binding:
         if self.place.stage and self.place.last and (message := relayed_tokens(out)) is not None:
             data = encode(message)
             stamps.mark(StageStep.TOKENS_ENCODED)
-            self._send(self.ring, data, _nothing)
+            self._send(self.ring, data)
         data = encode_head(out)
         stamps.mark(StageStep.ENCODED)
         target = self.results if self.place.last else self.link
-        self._send(target, data, partial(stamps.mark, StageStep.WRITTEN), out.tensor)
+        self._send(target, data, out.tensor, partial(stamps.mark, StageStep.WRITTEN))
 
     def _send(
         self,
         target: Link | FrameWriter | None,
         data: bytes,
-        on_written: Callable[[], None],
         tensor: memoryview | bytes = b"",
+        on_written: Callable[[], None] = lambda: None,
     ) -> None:
         """Send a message of `data` and `tensor`. Runs on the engine thread."""
         if self._closed:
@@ -378,10 +370,6 @@ class Binding:
             log.warning("signal ignored", extra={"error": str(error)})
         except Exception as error:
             self._engine_failed(error)
-
-
-def _nothing() -> None:
-    pass
 
 
 _background = BackgroundTasks()

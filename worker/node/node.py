@@ -38,10 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Identity:
-    """The decisions of the command line and of the start.
-
-    `memory_limit` in bytes; `bytes_per_second` as measured. `wired` False keeps the weights pageable.
-    """
+    """The decisions of the command line and of the start: `memory_limit` in bytes, weights pageable if not `wired`."""
 
     name: str
     pinned: Span | None
@@ -147,10 +144,9 @@ class WorkerNode:
     # ---- lease
 
     def renew_lease(self, coordinator: pb.Coordinator, lease_ms: int = 0) -> Lease:
-        """Lease this worker to a coordinator, or renew its lease.
+        """Lease this worker to a coordinator, or renew its lease; `lease_ms` 0 keeps the duration.
 
-        `lease_ms` 0 keeps the duration. Raises BusyError, which names the holder, while another coordinator has the
-        lease, and ProtocolError for an invalid id.
+        Raises BusyError, which names the holder of another lease, and ProtocolError for an invalid id.
         """
         self.release_lapsed()
         lease = self.lease
@@ -209,10 +205,7 @@ class WorkerNode:
             await asyncio.wait({self._ending})
 
     async def start_member(self, request: pb.MemberRequest) -> pb.MemberReply:
-        """Start the process for a group's stage, and return where it listens. The stage of this process is dropped.
-
-        Raises UsageError without a direct link, NotReadyError if the process does not start, and StaleEpochError.
-        """
+        """Start the process for a group's stage, and return where it listens. The stage of this process is dropped."""
         self.renew_lease(request.coordinator, request.lease_ms)
         if not self.identity.direct:
             raise UsageError(f"{self.identity.name} has no direct link. Restart it with --direct")
@@ -231,10 +224,9 @@ class WorkerNode:
         return member.ready
 
     async def load(self, request: pb.LoadRequest, on_progress: OnProgress) -> pb.LoadResult:
-        """Load a stage and return what was loaded. `on_progress` is called on the event loop.
+        """Load a stage, unless it is in memory, and return what was loaded. Ends the plan of the worker before.
 
-        Ends the plan that the worker belongs to. A stage that is in memory is not read again. Raises BusyError,
-        StaleEpochError, CheckpointError, SpanError or MemoryLimitError. The earlier stage may then be unloaded.
+        `on_progress` is called on the event loop. After an error the earlier stage may be unloaded.
         """
         self.renew_lease(request.coordinator, request.lease_ms)
         spec = requested_stage(request)
@@ -308,11 +300,7 @@ class WorkerNode:
         return loaded
 
     async def connect(self, request: pb.ConnectRequest) -> pb.ConnectReply:
-        """Bind the stage into a plan and open the link to the next stage.
-
-        Raises NotReadyError without a loaded stage, StaleEpochError when the plan ends during the call, and the
-        errors of opening the link.
-        """
+        """Bind the stage into a plan and open its links. Raises their errors, NotReadyError and StaleEpochError."""
         self.renew_lease(request.coordinator)
         self._check_epoch(request.epoch)
         if self.loaded is None:
@@ -336,10 +324,7 @@ class WorkerNode:
         return _connect_reply(hop, has_disk=self.loaded.prefixes is not None)
 
     async def connect_ring(self, request: pb.RingRequest) -> pb.ConnectReply:
-        """Open the link from this stage, the last one, to the first stage of its plan.
-
-        Raises StaleEpochError for another plan, ProtocolError on another stage, and the errors of opening the link.
-        """
+        """Open the link from this stage, the last one, to the first stage. Raises its errors and StaleEpochError."""
         self.renew_lease(request.coordinator)
         return _connect_reply(await self._bound_in(request.epoch).open_ring(request))
 
@@ -365,11 +350,7 @@ class WorkerNode:
     # ---- frames and signals of the current plan
 
     def binding_of(self, stream: StreamBinding) -> Binding:
-        """Return the binding that a data stream belongs to.
-
-        Raises StaleEpochError for a stream of another plan, AccessError for a wrong token, and ProtocolError for
-        another stage.
-        """
+        """Return the binding of a data stream. Raises StaleEpochError, AccessError or ProtocolError for another one."""
         binding = self._bound_in(stream.epoch)
         binding.check_stream(stream)
         return binding

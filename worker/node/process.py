@@ -67,10 +67,7 @@ class WorkerOptions:
     logs: tuple[str, str] = ("info", "text")
 
     def direct_host(self) -> str:
-        """Return the host of the direct link to other machines, or an empty string without one.
-
-        Raises UsageError for an address of IPv6, which MLX's ring does not take.
-        """
+        """Return the host of the direct link, or "" without one. Raises UsageError for IPv6, which MLX's ring lacks."""
         if self.direct is not None:
             if ":" in self.direct:
                 raise UsageError(f"--direct {self.direct}: give an IPv4 address or a host name")
@@ -117,8 +114,7 @@ async def worker_trust(
     """Return the credentials of a worker that listens on `host`, or None for a listener without TLS.
 
     Only a listener with `insecure` has no TLS, and one on loopback while no coordinator of this user has a cluster.
-    `token` is the value of --join, `given` that of --state-dir. Raises UsageError when the worker has no credentials,
-    and the errors of a join.
+    `token` is the value of --join, `given` that of --state-dir. Raises UsageError, and the errors of a join.
     """
     if token and insecure:
         raise UsageError("--join secures the connections of this worker. Use it without --insecure")
@@ -164,10 +160,7 @@ async def _join(token: str, name: str, directory: Path) -> NodeTrust:
 async def served(
     node: WorkerNode, host: str, port: int = 0, data_port: int = 0
 ) -> AsyncIterator[int]:
-    """Serve the calls of `node` at `port` while the block runs, and its data connections at `data_port`.
-
-    The block gets the number of the port. Raises UsageError for a host or a port that is unavailable.
-    """
+    """Serve the calls and data connections of `node`, and yield the port of the calls. Raises UsageError."""
     flags = f"--listen {join_address(host, port)}"
     with bind_listener(flags, host, port) as probe:  # gRPC would not say why it cannot listen
         address = probe.getsockname()[0]
@@ -205,10 +198,7 @@ DRAIN_SECONDS = 20.0
 
 
 async def run(options: WorkerOptions) -> None:
-    """Serve until SIGTERM or SIGINT, then drain and end.
-
-    Raises UsageError for an unavailable port, a missing membership in a cluster, or an unusable --model.
-    """
+    """Serve until SIGTERM or SIGINT, then drain and end. Raises UsageError for options that cannot be used."""
     if options.member:
         await _run_member(options)
         return

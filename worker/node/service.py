@@ -1,7 +1,4 @@
-"""The gRPC services of a worker: protobuf calls become calls on the node.
-
-A ClusterError that a call raises ends it with the error's status; see `CallGuard`.
-"""
+"""The gRPC services of a worker: protobuf calls become calls on the node. `CallGuard` turns errors into statuses."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -46,10 +42,7 @@ STOP_SECONDS = 1.0
 """Seconds. Maximum time that open calls may take to end when the server stops."""
 
 KEEPALIVE_SECONDS = 60.0
-"""Seconds. Silence of a connection after which the worker pings it. gRPC would ping after two hours, or never.
-
-A machine that loses its power closes no connection. Its connections would fill the descriptors of the worker.
-"""
+"""Seconds. Silence of a connection after which the worker pings it: a machine that loses its power closes none."""
 
 KEEPALIVE_REPLY_SECONDS = 20.0
 """Seconds. Maximum time until the reply to that ping. Then the connection is closed."""
@@ -61,7 +54,7 @@ async def repeat_progress(
     """Yield the messages up to an empty one. Repeat the newest when no other comes for `REPEAT_SECONDS`."""
     newest = pb.LoadProgress(progress=pb.LoadBytes())
     while True:
-        with suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError):
             newest = await asyncio.wait_for(progress.get(), REPEAT_SECONDS)
         if not newest.WhichOneof("body"):
             return
@@ -273,10 +266,7 @@ class WorkerService(pb_grpc.WorkerServicer):
     async def _prefix_call(
         self, requests: AsyncIterator[pb.PrefixRequest]
     ) -> tuple[StageEngine, StagePrefixes, int, list[int]]:
-        """Return the engine, its disk, and the sequence and tokens of a call.
-
-        Raises NotReadyError without a disk, and ProtocolError for more tokens than the model's context.
-        """
+        """Return the engine, its disk, and the sequence and tokens of a call, or raise NotReadyError, ProtocolError."""
         first = await first_message(requests)
         engine = self._engine(first.coordinator, first.epoch)
         if engine.disk is None:
@@ -289,10 +279,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         return engine, engine.disk, first.seq_id, tokens
 
     def _engine(self, coordinator: pb.Coordinator, epoch: int) -> StageEngine:
-        """Return the engine of plan `epoch`.
-
-        Raises BusyError for another coordinator, StaleEpochError for another plan.
-        """
+        """Return the engine of plan `epoch`. Raises BusyError for another coordinator, and StaleEpochError."""
         self.node.renew_lease(coordinator)
         binding = self.node.binding
         if binding is None or binding.place.epoch != epoch or binding.engine is None:

@@ -45,17 +45,9 @@ from proto.errors import CheckpointError, UsageError
 from proto.terminal.progress import OnProgress
 
 _COMPARED = (
-    "hidden_size",
-    "vocab_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-)
+    "hidden_size vocab_size num_attention_heads num_key_value_heads head_dim intermediate_size "
+    "num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size"
+).split()
 """The fields that must be equal in the configs of head and backbone, by mlx-lm's names."""
 
 
@@ -83,10 +75,7 @@ class HeadAddition:
         return sum(group.nbytes for group in self._groups(None))
 
     def write(self, source: Checkpoint, on_progress: OnProgress = lambda done, total: None) -> None:
-        """Add the head. `source` is the planned source, with its tensors on this machine.
-
-        Raises CheckpointError when a shape differs from config.json, or when the disk is full.
-        """
+        """Add the head from `source`, the planned source with its tensors on this machine. Raises CheckpointError."""
         weights, _ = read_source_part(source, "mtp", self.dtype)
         groups = self._groups(weights)
         writer = shard_writer(self.target.path / HEAD_FILE, groups)

@@ -34,11 +34,8 @@ SHARD_BYTES = 2 * 1024**3
 """Bytes. Approximate size of a shard, and the most that an interrupted conversion does again."""
 
 HEAD_FILE = "mtp.safetensors"
-"""The file of the MTP head. mlx-lm reads `model*.safetensors` only.
-
-In these files, mlx-lm up to 0.31.3 treats an `mtp.` tensor as a sign of raw norms. It would shift the norms of the
-backbone a second time, and the output would be wrong.
-"""
+"""The file of the MTP head. mlx-lm reads `model*.safetensors` only. There an `mtp.` tensor would make mlx-lm up to
+0.31.3 shift the norms of the backbone a second time, and the output would be wrong."""
 
 _BESIDE = ("*.json", "*.jinja", "*.txt", "*.model")
 _NOT_BESIDE = (
@@ -65,13 +62,6 @@ def cut_shards(groups: Sequence[Group], limit: int) -> list[list[Group]]:
     return shards
 
 
-def shard_names(count: int) -> list[str]:
-    """Return the names of `count` shards, as mlx-lm and transformers name them."""
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
-
-
 def shard_writer(path: Path, groups: Sequence[Group]) -> ShardWriter:
     """Return the writer of a file with the tensors of `groups`."""
     return ShardWriter(path, [entry for group in groups for entry in group.entries])
@@ -80,10 +70,7 @@ def shard_writer(path: Path, groups: Sequence[Group]) -> ShardWriter:
 def write_shard(
     writer: ShardWriter, groups: list[Group], on_group: Callable[[Group], None]
 ) -> None:
-    """Compute, write and release group after group; `groups` is empty afterwards.
-
-    `on_group` receives each group after it was written.
-    """
+    """Compute, write and release group after group, and call `on_group` after each. `groups` is empty then."""
 
     def write_all() -> None:
         """Write all groups. The bytes of an earlier run have no hash, so they are written again."""
@@ -137,10 +124,7 @@ JOURNAL = "conversion.json"
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """The result of a conversion. `resumed` counts the bytes that an earlier, interrupted run wrote.
-
-    `ways` counts the ways of the weights that another program packed, without those of an earlier run.
-    """
+    """The result of a conversion. `resumed` counts bytes of an earlier run, `ways` the packed weights of this one."""
 
     path: Path
     nbytes: int
@@ -157,10 +141,9 @@ def convert(
     on_progress: OnProgress = lambda done, total: None,
     shard_bytes: int = SHARD_BYTES,
 ) -> ConversionResult:
-    """Convert `source` into the directory `path` with `settings`.
+    """Convert `source` into the directory `path`. The peak memory is that of the largest module and its tensors.
 
-    The peak memory is that of the largest module and the tensors it is made of. Raises UsageError when `path` holds
-    something else. Raises CheckpointError when the source cannot be converted or the disk is full.
+    Raises UsageError when `path` holds something else, and CheckpointError for the source or a full disk.
     """
     if source.mtp.present and not source.mtp.complete:
         raise CheckpointError(
@@ -208,12 +191,13 @@ def _write(
     shard_bytes: int,
     ways: Counter[str],
 ) -> tuple[int, int, tuple[str, ...]]:
-    """Write the missing files and the index, and count `ways`.
-
-    Returns the resumed bytes, the total bytes and the types.
-    """
+    """Write the missing files and the index, and count `ways`. Return the resumed bytes, all bytes and the types."""
     shards = cut_shards(weights.backbone, shard_bytes)
-    files = dict(zip(shard_names(len(shards)), shards, strict=True))
+    # The names are those of mlx-lm and transformers.
+    suffix = f"of-{len(shards):05}.safetensors"
+    files = {f"model-{number:05}-{suffix}": shard for number, shard in enumerate(shards, 1)}
+    if len(shards) == 1:
+        files = {"model.safetensors": shards[0]}
     if weights.head:
         files[HEAD_FILE] = weights.head
     if weights.vision:
@@ -232,11 +216,8 @@ def _write(
         on_progress(done, total)
 
     on_progress(done, total)
-    weights.backbone, weights.head, weights.vision = (
-        [],
-        [],
-        [],
-    )  # release each group after it is written
+    # Each group is released after it is written.
+    weights.backbone, weights.head, weights.vision = [], [], []
     for name, groups in files.items():
         if name not in finished:
             write_shard(writers[name], groups, on_group)

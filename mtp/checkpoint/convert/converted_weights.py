@@ -47,10 +47,7 @@ _AFFINE_GROUPS = (32, 64, 128)
 
 @dataclass(frozen=True)
 class Quantization:
-    """The quantization of a module: `bits` per weight, one scale per group of `group_size` weights.
-
-    The constructor raises UsageError for values that MLX has no kernels for.
-    """
+    """The quantization of a module in groups of `group_size` weights. Raises UsageError where MLX has no kernels."""
 
     bits: int
     group_size: int
@@ -87,9 +84,8 @@ class Quantization:
 class Settings:
     """The settings of a conversion.
 
-    With `quantization` None the backbone is not quantized. With `dtype` None each tensor keeps its own type. With
-    `head_bits` and `head_dtype` None the head has the settings of the backbone. `vision` keeps the vision part, which
-    is not quantized.
+    None means unquantized for `quantization`, each tensor's own type for `dtype`, and those of the backbone for the
+    head. The vision part, which `vision` keeps, is not quantized.
     """
 
     quantization: Quantization | None = None
@@ -132,10 +128,7 @@ Predicate = Callable[[str, nn.Module], Choice]
 
 @dataclass
 class Group:
-    """The tensors of one module. A quantized weight and its scales are computed together.
-
-    `way` is how the module got its format, if another program had packed it; empty otherwise.
-    """
+    """The tensors of one module, computed together. `way` is how a packed module got its format; empty otherwise."""
 
     entries: list[Entry]
     arrays: list[mx.array]
@@ -162,10 +155,9 @@ class ConvertedWeights:
 
 
 def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeights:
-    """Return the weights of the MLX checkpoint, without the head if the head is not complete.
+    """Return the weights of the MLX checkpoint, without an incomplete head. Raises CheckpointError.
 
     Weights that another program packed keep their bits where MLX has their format, unless `settings` ask for fewer.
-    Raises CheckpointError when tensors are missing or have a wrong shape, and when mlx-lm quantized the source.
     """
     config = checkpoint.config
     if config.quantization is not None:

@@ -22,12 +22,8 @@ Form = Literal["fp8", "nvfp4", "mxfp4", "int8", "words", "gptq", "awq"]
 """The layouts of packed weights. `words` is that of compressed-tensors, with the inputs of one output in one row."""
 
 Member = Literal["weight", "scale", "factor", "divisor", "zeros", "order", "shape"]
-"""The roles of the tensors of a packed weight.
-
-`scale` has one value per group of values, per row, per block or per tensor. `factor` multiplies and `divisor` divides
-all scales of a tensor. `zeros` has one zero point per group. `order` has the group of each input, when groups are not
-runs of adjacent inputs.
-"""
+"""The roles of the tensors of a packed weight. `scale` has one value per group, row, block or tensor. `factor`
+multiplies and `divisor` divides all scales. `zeros` has a zero point per group, `order` the group of each input."""
 
 MEMBERS: dict[str, Member] = {
     "weight": "weight",
@@ -63,10 +59,7 @@ _USUAL_BLOCK = (128, 128)
 
 @dataclass(frozen=True)
 class Packing:
-    """The packing of one weight. `block` has the rows and columns per FP8 scale of a weight in blocks.
-
-    `zero_offset` is added to stored zero points.
-    """
+    """The packing of one weight: rows and columns per FP8 scale, and what is added to stored zero points."""
 
     form: Form
     block: tuple[int, int] = _USUAL_BLOCK
@@ -91,10 +84,7 @@ def open_source(path: Path, *, allow_head_only: bool = False) -> Checkpoint:
 
 
 def plan_packed(checkpoint: Checkpoint) -> Checkpoint:
-    """Return `checkpoint` with a PackedSource for each packed weight in place of its tensors.
-
-    Raises CheckpointError for a quantization that changes results in a way that is not supported.
-    """
+    """Return `checkpoint` with packed weights as PackedSources. Raises CheckpointError for unsupported packings."""
     foreign = checkpoint.config.foreign
     if foreign is None:
         return checkpoint

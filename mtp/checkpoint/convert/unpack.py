@@ -50,10 +50,9 @@ class Repacked:
 def read_source_part(
     checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None
 ) -> tuple[dict[str, mx.array], dict[str, Repacked | None]]:
-    """Return the weights of a part as `read_part` does, with packed ones dequantized.
+    """Return the weights of a part as `read_part` does, with packed ones dequantized. Raises CheckpointError.
 
-    Also returns the packed weights in a format of MLX, or None where MLX has no format for them. Both are by the name
-    within the part. Raises CheckpointError for tensors that are missing or do not fit together.
+    Also returns the packed weights in a format of MLX, or None where MLX has no format for them. Both are by name.
     """
     if missing := checkpoint.missing_sources(part):
         raise checkpoint.missing_tensors_error(missing)
@@ -82,10 +81,7 @@ def read_source_part(
 
 
 def read_members(source: PackedSource, load: Callable[[str], mx.array]) -> Members:
-    """Return the members of a packed weight, loaded by their stored names. Experts are stacked.
-
-    Scales and zero points get as many dimensions as the weight.
-    """
+    """Return the loaded members of a packed weight, experts stacked, scales and zeros with the axes of the weight."""
     found: Members = {}
     for member, names in (("weight", source.stored), *source.members.items()):
         arrays = [load(name) for name in names]
@@ -135,10 +131,7 @@ def _scales(packing: Packing, members: Members) -> mx.array:
 
 
 def repack(packing: Packing, members: Members, dtype: mx.Dtype) -> Repacked | None:
-    """Return the weight in a format of MLX with the same codes and scales, or None when no format holds it.
-
-    The affine format has its scales and biases in `dtype`. Raises ValueError for members that do not fit together.
-    """
+    """Return the weight in a format of MLX with the same codes, or None when no format holds it. Raises ValueError."""
     match packing.form:
         case "fp8":
             return _repack_fp8(packing, members)

@@ -84,11 +84,9 @@ class Checkpoint:
     def open(
         cls, path: Path, *, to_convert: bool = False, allow_head_only: bool = False
     ) -> Checkpoint:
-        """Read config.json and the headers of the safetensors files, but no tensor.
+        """Read config.json and the headers of the safetensors files, but no tensor. Raises CheckpointError.
 
-        Raises CheckpointError, naming the file, when something is missing, truncated or contradictory. A checkpoint
-        that another program packed is refused with the command that converts it, unless `to_convert` is set. A repo
-        that holds only an MTP head is refused with the command that adds it, unless `allow_head_only` is set.
+        `to_convert` permits a checkpoint that another program packed, `allow_head_only` one that is only an MTP head.
         """
         config = ModelConfig.load(path)
         if not to_convert:
@@ -106,10 +104,7 @@ class Checkpoint:
     def assemble(
         cls, path: Path, config: ModelConfig, layout: Layout, tensors: dict[str, TensorInfo]
     ) -> Checkpoint:
-        """Build a checkpoint from tensors whose places are known.
-
-        Raises CheckpointError when two tensors would become the same parameter.
-        """
+        """Build a checkpoint from tensors whose places are known. Raises CheckpointError if two are one parameter."""
         pairs = {part: list[tuple[str, str]]() for part in part_names(config.num_layers)}
         unknown, ignored = [], []
         tables: dict[str, dict[str, dict[int, str]]] = {}
@@ -232,10 +227,7 @@ class Checkpoint:
     def stage_parts(
         self, span: Span, *, first: bool, last: bool, with_head: bool = True
     ) -> tuple[str, ...]:
-        """Return the parts that a stage holds. The loader reads these parts and the planner counts their bytes.
-
-        Raises SpanError when `span` exceeds the model.
-        """
+        """Return the parts of a stage, for the loader and the planner. Raises SpanError for layers out of range."""
         span.check_within(self.config.num_layers)
         head = last and with_head and self.mtp.complete
         tied = self.config.tie_word_embeddings
@@ -247,9 +239,8 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Return a hex digest that is equal for two copies of the same weights, however they are split into files.
 
-        The digest covers the config fields that decide the computation, and every tensor's name, dtype and shape. It
-        also covers the first and last 64 bytes of up to 1,024 tensors, spread over the sorted names. So it is cheap,
-        and different weights of the same shape differ. It detects mistakes, not forgery.
+        It covers the config fields that decide the computation, every tensor's name, dtype and shape, and the ends of
+        up to 1,024 tensors. It detects mistakes, not forgery.
         """
         digest = hashlib.sha256()
         own = self.config
@@ -294,8 +285,7 @@ def _warn_of_ignored(path: Path, names: tuple[str, ...]) -> None:
 def _read_headers(path: Path) -> dict[Path, Header]:
     """Read the headers of the files in the index, or of all safetensors files when there is no index.
 
-    If these files have no `mtp.*` tensors, the tensors may come from a file outside the index: a head that was added
-    to a finished checkpoint without an update of the index.
+    If they have no `mtp.*` tensors, a head may lie in a file that was added without an update of the index.
     """
     files = path.glob("*.safetensors")
     found = sorted(file for file in files if not ADAPTER_FILES.fullmatch(file.name))
@@ -328,10 +318,9 @@ def _read_headers(path: Path) -> dict[Path, Header]:
 
 
 def drop_replaced(headers: dict[Path, Header], weight_map: dict[str, str]) -> None:
-    """Remove from `headers` the tensors that the index replaces.
+    """Remove from `headers` the tensors that the index replaces, so that replacing one rewrites no file.
 
     A tensor counts only in the file that the index names for it, and a head in the index excludes any other head.
-    So a replaced tensor can stay in its file, and replacing it does not rewrite gigabytes.
     """
     head_named = any(is_head(name) for name in weight_map)
     for file, header in headers.items():

@@ -35,11 +35,7 @@ COLUMNS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermed
 
 
 def cut_fields(text: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
-    """Return the fields of a config whose layers are those of one member.
-
-    K/V heads are repeated where there are more members. Raises SpanError for another number that `cut.size` does not
-    divide.
-    """
+    """Return the fields of a config whose layers are those of one member. Raises SpanError if they cannot be cut."""
     fields, size = dict(text), cut.size
     if fields.get("attention_bias"):
         raise SpanError(
@@ -96,8 +92,7 @@ def share_of(
 ) -> Share | None:
     """Return the share of a whole parameter of `shape`, or None if each member holds all of it.
 
-    `key_dim` are a member's outputs for the keys of a GatedDeltaNet, `head_dim` is that of attention. Raises SpanError
-    if the parameter cannot be cut, as groups of a quantization that cross the border of two members.
+    `key_dim` are a member's outputs for the keys of a GatedDeltaNet. Raises SpanError if the parameter cannot be cut.
     """
     if cut.size == 1 or not is_cut(part, name):
         return None

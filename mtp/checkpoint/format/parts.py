@@ -86,10 +86,7 @@ def _beside(checkpoint: Checkpoint, part: str, name: str) -> tuple[str, ...]:
 
 
 def check_types(checkpoint: Checkpoint, part: str) -> None:
-    """Raise CheckpointError for a tensor of `part` whose type is invalid for its parameter.
-
-    Without this check a float stored as integers would load, with wrong values.
-    """
+    """Raise CheckpointError for a tensor of `part` of an invalid type, which would load with wrong values."""
     plan = checkpoint.plans[part]
     quantized = checkpoint.config.quantization is not None
     for name, source in plan.items():
@@ -122,14 +119,10 @@ Files = dict[Path, dict[str, mx.array]]
 def read_part(
     checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None, *, shares: bool = False
 ) -> dict[str, mx.array]:
-    """Return the lazy parameters of `part` by their name within it.
+    """Return the lazy parameters of `part` by their name within it. Raises CheckpointError.
 
-    With `shares` those of which a member of a group holds a share are read at once, and only the bytes of the share.
-
-    Floating parameters are cast to `dtype` (None: as stored), as mlx-lm's converter casts them. Quantization scales
-    and biases are cast too; A_log is not. Only the files that hold tensors of the part are opened.
-
-    Raises CheckpointError when the checkpoint lacks a tensor of the part, or stores it in an invalid type.
+    With `shares` a member of a group reads only the bytes of its share, at once. Floating parameters and quantization
+    scales are cast to `dtype` (None: as stored), as mlx-lm's converter casts them; A_log is not.
     """
     if missing := checkpoint.missing_sources(part):
         raise checkpoint.missing_tensors_error(missing)
@@ -221,10 +214,7 @@ def load_tensor(checkpoint: Checkpoint, name: str, files: Files) -> mx.array:
 
 
 def _half(which: int) -> Callable[[mx.array], mx.array]:
-    """Return the transform that takes one half of axis -2: 0 is the gate, 1 is up.
-
-    The half is made contiguous, since kernels would copy a view at each call.
-    """
+    """Return the transform that takes a contiguous half of axis -2, for the kernels: 0 is the gate, 1 is up."""
     return lambda fused: mx.contiguous(mx.split(fused, 2, axis=-2)[which])
 
 

@@ -13,11 +13,10 @@ from mtp.checkpoint.format.parts import missing_from_backbone
 
 
 def report(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the object that `mtp-coord inspect --json` prints.
+    """Return the object that `mtp-coord inspect --json` prints, with sizes in bytes on disk.
 
-    Sizes are bytes on disk. `norms` is "raw" when RMSNorm weights are stored as offsets from 1, and "shifted" when they
-    are stored as the model uses them. `missing_tensors` are the tensors without which the model cannot be loaded; the
-    tensors that the head lacks are under `mtp`.
+    `norms` is "raw" when RMSNorm weights are stored as offsets from 1. `missing_tensors` are those without which the
+    model cannot be loaded; those that the head lacks are under `mtp`.
     """
     config = checkpoint.config
     return {

@@ -53,10 +53,7 @@ class Header:
 
 
 def read_header(file: Path) -> Header:
-    """Read the header of `file`.
-
-    Raises CheckpointError, naming the file, when it is missing, is not safetensors or is truncated.
-    """
+    """Read the header of `file`. Raises CheckpointError for a file that is missing, truncated or not safetensors."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -68,11 +65,7 @@ def read_header(file: Path) -> Header:
 
 
 def header_bytes(file: Path, prefix: bytes, size: int) -> int:
-    """Return the length of the JSON header in bytes.
-
-    `prefix` are the first 8 bytes of the file, `size` is its size. Raises CheckpointError when the file is too short,
-    is not safetensors or is truncated.
-    """
+    """Return the length of the JSON header of a file of `size` bytes from its `prefix`. Raises CheckpointError."""
     if len(prefix) < _LENGTH.size:
         raise CheckpointError(
             f"{file}: {size} bytes are too short for a safetensors file. Download it again."
@@ -89,10 +82,7 @@ def header_bytes(file: Path, prefix: bytes, size: int) -> int:
 
 
 def parse_header(file: Path, text: bytes, size: int) -> Header:
-    """Parse and check the JSON header `text` of a file of `size` bytes.
-
-    Raises CheckpointError, naming the file, for an invalid header or a truncated file.
-    """
+    """Parse the JSON header `text` of a file of `size` bytes. Raises CheckpointError, also for a truncated file."""
     try:
         entries = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -342,10 +332,7 @@ class PartFile:
 
 
 class ShardWriter(PartFile):
-    """The writer of a safetensors file with the tensors `entries`; `form` is `pt` or `mlx`.
-
-    Names, types and shapes are known before the first byte, so the header comes first.
-    """
+    """The writer of a safetensors file with the tensors `entries`, after their header. `form` is `pt` or `mlx`."""
 
     def __init__(self, path: Path, entries: Sequence[Entry], form: str = "mlx") -> None:
         super().__init__(path, sum(entry.nbytes for entry in entries), encode_header(entries, form))
@@ -389,10 +376,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    """Replace the content of a small file atomically, even when several processes write it.
-
-    Raises CheckpointError when the file cannot be written.
-    """
+    """Replace a small file atomically, even when several processes write it. Raises CheckpointError."""
     try:
         file, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
         part = Path(name)

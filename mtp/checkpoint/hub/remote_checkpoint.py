@@ -36,8 +36,7 @@ _ONLY_FILE = "model.safetensors"
 def open_model(name: str) -> Checkpoint:
     """Open model `name` (see `resolve_model`), without downloading a repo that is not in the local cache.
 
-    For a repo outside the cache, `path` is not a directory and the tensors cannot be read. Raises CheckpointError when
-    the model does not exist, or when the repo cannot be read or is not a checkpoint.
+    For such a repo `path` is not a directory and the tensors cannot be read. Raises CheckpointError.
     """
     local = find_model(name)
     if local is not None:
@@ -59,8 +58,7 @@ def fetch_head(
 ) -> Checkpoint:
     """Fetch the tensors `names` of `head` into a file in `directory`, and return it with its tensors there.
 
-    An interrupted call is resumed. Raises CheckpointError when the tensors cannot be read, or when the disk has not
-    enough space for them and `beside` further bytes.
+    An interrupted call is resumed. Raises CheckpointError, also without space for them and `beside` further bytes.
     """
     try:
         directory.mkdir(exist_ok=True)
@@ -86,10 +84,7 @@ def fetch_head(
 
 
 def open_remote(hub: HubRepo, wanted: Callable[[str], bool]) -> Checkpoint:
-    """Open the checkpoint in `hub` with the tensors whose stored name `wanted` accepts; skip all other files.
-
-    A repo that holds only an MTP head is opened with all tensors.
-    """
+    """Open the checkpoint in `hub` with the stored names that `wanted` accepts; all of them if it is a head alone."""
     path = Path(hub.repo)
     beside = None if hub.size(QUANTIZATION_FILE) is None else _read_object(hub, QUANTIZATION_FILE)
     fields = with_quantization(_read_object(hub, "config.json"), beside)

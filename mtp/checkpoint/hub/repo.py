@@ -44,11 +44,8 @@ CONNECT_SECONDS = 10.0
 """Seconds. Deadline of a connection to the hub."""
 
 READ_SECONDS = 20.0
-"""Seconds of silence within an answer, after which the rest is requested again.
-
-All attempts together take less than two minutes. A coordinator gives up a silent worker after two minutes, so the
-worker can report the cause before that.
-"""
+"""Seconds of silence within an answer, after which the rest is requested again. All attempts together take less than
+two minutes, after which a coordinator would give up a silent worker."""
 
 ATTEMPTS = 5
 """Consecutive failures without received bytes after which a read fails."""
@@ -147,10 +144,7 @@ class HubRepo:
                 pauses.wait_after(error)
 
     def read_tensors(self, infos: Sequence[TensorInfo], skip: int = 0) -> Iterator[bytes]:
-        """Yield the bytes of `infos` after the first `skip`, in pieces that may span tensors.
-
-        Adjacent tensors share a request.
-        """
+        """Yield the bytes of `infos` after the first `skip`. Adjacent tensors share a request and its pieces."""
         ranges: list[tuple[str, int, int]] = []
         for info in infos:
             file, start, end = info.file.name, info.start, info.start + info.nbytes
@@ -273,10 +267,7 @@ class Blob:
 
 
 def find_blobs(repo: str, commit: str) -> list[Blob]:
-    """Return the safetensors files of a repo that the hub stores by their SHA-256.
-
-    Raises CheckpointError for a hash that is none, because it names a file, and the hub library's errors.
-    """
+    """Return the safetensors files that the hub stores by SHA-256. Raises CheckpointError and the library's errors."""
     folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
     tree = HfApi(endpoint=constants.ENDPOINT).list_repo_tree(repo, revision=commit, recursive=True)
     blobs = []

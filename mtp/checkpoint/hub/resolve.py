@@ -51,18 +51,14 @@ def resolve_model(
 ) -> Path:
     """Return the directory of model `name`: `builtin`, a directory, or a hub repo such as `Qwen/Qwen3.5-4B`.
 
-    A repo that is not complete in the local cache is downloaded; `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE`
-    apply. `on_progress(done, total)` receives the bytes of weights on this disk. Raises CheckpointError when the model
-    is not found or the download fails, and NotReadyError when `stop` interrupts the download.
+    A repo that is not complete in the local cache is downloaded. `on_progress(done, total)` receives the bytes of
+    weights on this disk. Raises CheckpointError, and NotReadyError when `stop` interrupts the download.
     """
     return find_model(name) or _download(name, on_progress, stop)
 
 
 def find_model(name: str) -> Path | None:
-    """Return the directory of `name` without the network; None for a repo that is not complete on this machine.
-
-    A repo is searched in the hub's cache, then in LM Studio's folders.
-    """
+    """Return the directory of `name` without the network, also in LM Studio's folders; None for an incomplete repo."""
     if name == BUILTIN:
         return checkpoint_dir()
     path = Path(name).expanduser()
@@ -128,10 +124,10 @@ def _unknown(name: str) -> CheckpointError:
 def _download(repo: str, on_progress: OnProgress | None, stop: threading.Event | None) -> Path:
     """Download a repo, and check every file for which the hub has a SHA-256 before downloading config.json."""
     log.info("downloading the checkpoint", extra={"model": repo, "to": constants.HF_HUB_CACHE})
-    small = _snapshot(repo, ignore_patterns=[_LAST, "*.safetensors"])
+    small = _snapshot(repo, skip=[_LAST, "*.safetensors"])
     with _hub_errors(repo):
         download_blobs(repo, small.name, find_blobs(repo, small.name), on_progress, stop)
-    found = _snapshot(repo, small.name, ignore_patterns=[_LAST])
+    found = _snapshot(repo, small.name, skip=[_LAST])
     _check_hashes(repo, found)
     return _snapshot(repo, revision=found.name)
 
@@ -159,17 +155,14 @@ def _check_hashes(repo: str, snapshot: Path) -> None:
             )
 
 
-def _snapshot(
-    repo: str, revision: str | None = None, ignore_patterns: list[str] | None = None
-) -> Path:
-    """Download the missing files and return the snapshot's directory. Raises CheckpointError for every failure."""
+def _snapshot(repo: str, revision: str | None = None, skip: list[str] | None = None) -> Path:
+    """Download the missing files but `skip`. Return the snapshot's directory, or raise CheckpointError."""
     disable_progress_bars()  # the caller shows progress, and log lines would break the library's bars
     with _hub_errors(repo):
-        return Path(
-            snapshot_download(
-                repo, revision=revision, allow_patterns=FILES, ignore_patterns=ignore_patterns
-            )
+        path = snapshot_download(
+            repo, revision=revision, allow_patterns=FILES, ignore_patterns=skip
         )
+        return Path(path)
 
 
 @contextmanager

@@ -272,7 +272,8 @@ def clone_stage(engine: StageEngine) -> StageEngine:
         sequence.stack.windows = list(sequence.stack.windows)
     clone.prefixes = dict(engine.prefixes)
     if engine.relayed is not None:
-        clone.relayed = engine.relayed.copy()
+        clone.relayed = copy.copy(engine.relayed)
+        clone.relayed.newest = dict(engine.relayed.newest)
     if isinstance(engine.verifier, TruthfulVerifier):
         clone.verifier = TruthfulVerifier(Chooser(), dict(engine.verifier.expected))
     return clone
@@ -286,7 +287,7 @@ def stage_key(engine: StageEngine) -> Hashable:
     verifier = engine.verifier
     expects = tuple(verifier.expected.items()) if isinstance(verifier, TruthfulVerifier) else ()
     prefixes = tuple((number, tuple(tokens_of(p))) for number, p in engine.prefixes.items())
-    relayed = () if engine.relayed is None else engine.relayed.newest
+    relayed = () if engine.relayed is None else tuple(engine.relayed.newest.values())
     return engine.epoch, engine.frames_done, held, prefixes, expects, relayed
 
 
