@@ -150,7 +150,7 @@ def fuses_prompts(rows: int) -> bool:
 
 
 def unlike_machines(machines: Iterable[tuple[str, str]]) -> str:
-    """Return which of `machines`, pairs of name and arithmetic, round alike, for people; empty if all do."""
+    """Return for people which of `machines`, pairs of name and arithmetic, round in the same way; empty if all do."""
     groups: dict[str, list[str]] = {}
     for name, arithmetic in machines:
         groups.setdefault(arithmetic, []).append(name)

@@ -110,9 +110,10 @@ class Diagnosis:
         answers = self.answers
         if 0 not in answers:
             return
-        if self.full or len({found.tokens for found in answers.values()}) > 1:
+        own = self.checkpoint.config.family.is_own
+        if not own and (self.full or len({found.tokens for found in answers.values()}) > 1):
             await self.check("exact mode", self._exact_answers)
-        if self.full:
+        if self.full and not own:
             await self.check("step", step.check_step, self.checkpoint)
         if 2 in answers:
             await self.check("speed", answer.judge_speed, answers[0], answers[2])

@@ -80,7 +80,10 @@ def own_steps(checkpoint: Checkpoint) -> tuple[BuildStep, str]:
     def build() -> list[mx.array]:
         number = next(numbers)
         run = (sequence, Segment(0, number, number, (1,)))
-        x = stage.forward(stage.embed(mx.ones((1,), mx.uint32)), [run], lazily=True)
+        tokens = mx.ones((1,), mx.uint32)
+        if stage.reads_tokens:
+            stage.announce_tokens(tokens, [run])
+        x = stage.forward(stage.embed(tokens), [run], lazily=True)
         return [x, *sequence.arrays()]
 
     return build, stage.variants.summary

@@ -201,9 +201,12 @@ def make_plan(
     if twice := {name for name in names if names.count(name) > 1}:
         raise UsageError(f"two nodes are named {sorted(twice)[0]}. Give each node its own --name.")
     pinned = check_pinned_layers([(n.name, n.pinned) for n in nodes], len(model.layers))
-    if late := [span for span in pinned.values() if 0 < span.start < model.first_layers]:
+    first = model.first_layers
+    if parted := [
+        s for s in pinned.values() if 0 < s.start < first or (s.start == 0 and s.end < first)
+    ]:
         raise SpanError(
-            f"--layers {late[0]}: the layers up to {model.first_layers - 1} read the tokens, so they belong to the "
+            f"--layers {parted[0]}: the layers up to {first - 1} read the tokens, so they belong to the "
             "first machine."
         )
     costs = _Costs(model, workload or Workload())

@@ -23,7 +23,7 @@ _INDEXER = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_co
 
 @dataclass(frozen=True)
 class IndexerArgs:
-    """The sizes of Qwen Sparse Attention: a query reads `budget` tokens of whole blocks of `block` tokens."""
+    """The sizes of Qwen Sparse Attention, as in _INDEXER: a query reads `budget` tokens of blocks of `block` tokens."""
 
     heads: int
     head_dim: int
@@ -81,10 +81,7 @@ class FlashNextArgs:
     def of(cls, text: Mapping[str, Any]) -> FlashNextArgs:
         """Return the sizes in a `text_config` that `find_problem` accepts."""
         fields = {**_DEFAULTS, **text}
-        found = {name.removeprefix("indexer_"): fields[name] for name in _INDEXER}
-        indexer = IndexerArgs(
-            found["n_heads"], found["head_dim"], found["budget"], found["compress_ratio"]
-        )
+        indexer = IndexerArgs(*(fields[name] for name in _INDEXER))
         ngrams = None
         if fields.get("ple_layer_ids"):
             eos = fields["eos_token_id"]
@@ -121,10 +118,13 @@ def find_problem(text: Mapping[str, Any]) -> str | None:
     rope = text.get("rope_parameters") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         return f"rope_parameters.rope_type is {rope.get('rope_type')!r:.60}, and only 'default' is supported."
+    turned = int(fields["head_dim"] * rope.get("partial_rotary_factor", 1.0))
     checks = {
         "indexer_kv_heads": fields.get("indexer_kv_heads", 1) == 1,
         "indexer_compress_ratio": fields["indexer_budget"] % fields["indexer_compress_ratio"] == 0,
+        "indexer_head_dim": turned <= fields["indexer_head_dim"],
         "hc_count": fields["hc_count"] > 1,
+        "hidden_act": fields.get("hidden_act", "silu") == "silu",
         "output_gate_type": (fields.get("output_gate_type") or "silu") in ("silu", "sigmoid"),
     }
     for name, is_valid in checks.items():
@@ -139,6 +139,9 @@ def _ngram_problem(fields: Mapping[str, Any]) -> str | None:
         type(layer) is int and layer > 0 for layer in layers
     ):
         return f"ple_layer_ids is {layers!r:.60}. It must be a list of layers, from 1."
+    interval, count = fields.get("full_attention_interval") or 4, fields["num_hidden_layers"]
+    if wrong := [layer for layer in layers if layer > count or layer % interval == 0]:
+        return f"ple_layer_ids has {wrong[0]}, which is no GatedDeltaNet layer of this model."
     if not layers:
         return None
     dim = fields.get("ple_embed_dim") or fields["hidden_size"]

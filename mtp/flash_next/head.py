@@ -41,18 +41,9 @@ class FlashNextHead(MTPHead):
         self.hyper_connection_mixer = HyperConnection(args, injects=False)
         self._block: Layer | None = None
 
-    @property
-    def block(self) -> Layer:
-        """The decoder layer."""
-        if self._block is None:
-            layer: Any = self.layers[0]
-            self._block = stream_layer(layer)
-        return self._block
-
-    @block.setter
-    def block(self, layer: Layer) -> None:
-        """Set the variant that computes the decoder layer."""
-        self._block = layer
+    def _reference(self) -> Layer:
+        layer: Any = self.layers[0]
+        return stream_layer(layer)
 
     @property
     def width(self) -> int:

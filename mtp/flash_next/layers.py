@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
-from mtp.flash_next.args import IndexerArgs
 from mtp.flash_next.modules import FlashNextLayer, Indexer, spread
 from mtp.flash_next.sparse import reads_everything, sparse_attention
 from mtp.flash_next.states import IndexedKV, NgramGDNCache, NgramState
@@ -137,12 +137,8 @@ class SparseAttention(StreamLayer, AttentionLayer):
         StreamLayer.__init__(self, layer)
         self.attention = layer.self_attn
         self.indexer: Indexer = layer.self_attn.indexer
-        self.norm: Any = _unchanged
-
-    @property
-    def sizes(self) -> IndexerArgs:
-        """The sizes of the indexer."""
-        return self.indexer.args
+        self.norm: Any = nn.Identity()
+        self.sizes = self.indexer.args
 
     def new_cache(self, kv_format: KVFormat) -> IndexedKV:
         return IndexedKV(self.sizes.block)
@@ -212,10 +208,6 @@ class SparseAttention(StreamLayer, AttentionLayer):
             offset=first,
         )
         return turned[0, 0]
-
-
-def _unchanged(x: mx.array) -> mx.array:
-    return x
 
 
 def stream_layer(layer: FlashNextLayer) -> StreamLayer:

@@ -10,6 +10,7 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -105,28 +106,32 @@ class _Mapped:
         self.dtype = parts[0].dtype
         self.ends = np.cumsum([part.shape[0] for part in parts])
         self._kind = np.dtype(ROW_TYPES[self.dtype])
-        self._maps: list[mmap.mmap] = []
-        self._starts = [part.start for part in parts]
-        for part in parts:
-            with part.file.open("rb") as file:
-                self._maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        self._parts = [(_map_file(part.file), part.start) for part in parts]
 
     def read(self, ids: Ints) -> npt.NDArray[np.generic]:
-        """Return the rows `ids`. The disk reads all of them at once."""
+        """Return the rows of `ids`, which are sorted. The disk reads all of them at once."""
         size = self.columns * self._kind.itemsize
-        parts = np.searchsorted(self.ends, ids, side="right")
-        firsts = np.concatenate([[0], self.ends[:-1]])[parts]
-        places = [
-            (self._maps[part], self._starts[part] + int(row) * size)
-            for part, row in zip(parts.tolist(), ids - firsts, strict=True)
-        ]
-        for mapped, start in places:
-            page = start // mmap.PAGESIZE * mmap.PAGESIZE
-            mapped.madvise(mmap.MADV_WILLNEED, page, start + size - page)
         found = np.empty((len(ids), self.columns), self._kind)
-        for row, (mapped, start) in enumerate(places):
-            found[row] = np.frombuffer(mapped, self._kind, self.columns, start)
+        borders = np.searchsorted(ids, [0, *self.ends])
+        for part, (mapped, start) in enumerate(self._parts):
+            own = slice(borders[part], borders[part + 1])
+            if own.start == own.stop:
+                continue
+            first = 0 if part == 0 else int(self.ends[part - 1])
+            places = ids[own] - first
+            pages = (start + places * size) // mmap.PAGESIZE
+            for page in np.unique([pages, (start + (places + 1) * size - 1) // mmap.PAGESIZE]):
+                mapped.madvise(mmap.MADV_WILLNEED, int(page) * mmap.PAGESIZE, mmap.PAGESIZE)
+            shape = int(self.ends[part]) - first, self.columns
+            found[own] = np.ndarray(shape, self._kind, buffer=mapped, offset=start)[places]
         return found
+
+
+@lru_cache(maxsize=1024)
+def _map_file(file: Path) -> mmap.mmap:
+    """Return the mapping of a file, of which several tensors may be parts."""
+    with file.open("rb") as opened:
+        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 class NgramTable:
@@ -139,11 +144,6 @@ class NgramTable:
         biases: Sequence[TablePart] = (),
     ) -> None:
         self._parts = [_Mapped(parts) for parts in (weight, scales, biases) if parts]
-
-    @property
-    def rows(self) -> int:
-        """Rows of the table."""
-        return int(self._parts[0].ends[-1])
 
     def read(self, ids: Ints, dim: int, dtype: mx.Dtype) -> mx.array:
         """Return the rows `[len(ids), dim]` of `ids`, each of which is read once."""

@@ -11,8 +11,8 @@ import numpy as np
 
 from mtp.flash_next.args import IndexerArgs
 
-TILE_BYTES = 2**27
-"""Bytes. Bound of the keys and values that are gathered for some queries at once."""
+TILE_BYTES = 2**25
+"""Bytes. Bound of the keys and values that are gathered for some queries at once. MLX may copy them for each head."""
 
 
 def reads_everything(args: IndexerArgs, tokens: int) -> bool:
@@ -67,10 +67,12 @@ def sparse_attention(
             newest <= mx.array(places, mx.int32)[:, None],
         ]
         tokens = mx.minimum(mx.concatenate([inner, newest], axis=1), keys.shape[2] - 1)
-        k, v = (held[0][:, tokens].transpose(1, 0, 2, 3) for held in (keys, values))
+        k, v = (held[0].transpose(1, 0, 2)[tokens].transpose(0, 2, 1, 3) for held in (keys, values))
         mask = mx.concatenate(visible, axis=1)[:, None, None]
         found = mx.fast.scaled_dot_product_attention(
             q[0, :, own].transpose(1, 0, 2)[:, :, None], k, v, scale=scale, mask=mask
         )
         outputs.append(found[:, :, 0].transpose(1, 0, 2)[None])
+        if own.stop < q.shape[2]:
+            mx.eval(outputs[-1])  # one tile at a time is in memory
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)

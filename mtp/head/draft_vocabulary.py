@@ -104,9 +104,10 @@ class DraftVocabulary:
         while len(self._recent) > RECENT_BLOCKS:
             del self._recent[next(iter(self._recent))]
 
-    def measure(self, hidden: mx.array, rest: Projection) -> None:
-        """Time both projections, and the `rest` of a draft, on `hidden [1, hidden]`."""
-        whole, part, other = (_seconds(f, hidden) for f in (self._whole, self._partial, rest))
+    def measure(self, inputs: mx.array, hidden: mx.array, rest: Projection) -> None:
+        """Time both projections on `inputs [1, hidden]`, and the `rest` of a draft on `hidden`."""
+        whole, part = (_seconds(f, inputs) for f in (self._whole, self._partial))
+        other = _seconds(rest, hidden)
         self.saved = max(0.0, (whole - part) / (whole + other))
 
     def _partial(self, hidden: mx.array) -> mx.array:

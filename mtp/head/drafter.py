@@ -53,12 +53,15 @@ class MTPHead(nn.Module):
     @property
     def block(self) -> Layer:
         """The decoder layer: the reference, or the variant that was set."""
-        return AttentionLayer(self.layers[0]) if self._block is None else self._block
+        return self._reference() if self._block is None else self._block
 
     @block.setter
     def block(self, layer: Layer) -> None:
         """Set the variant that computes the decoder layer."""
         self._block = layer
+
+    def _reference(self) -> Layer:
+        return AttentionLayer(self.layers[0])
 
     @property
     def width(self) -> int:
@@ -235,7 +238,7 @@ class Drafter:
         def rest(x: mx.array) -> mx.array:
             return self.advance(first, x, [self.head.block.new_cache(self.kv_format)], [1])
 
-        self.vocabulary.measure(hidden, rest)
+        self.vocabulary.measure(self.head.output(hidden), hidden, rest)
 
     def new_state(self) -> HeadState:
         """Return the state of a new sequence."""

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,9 @@ REFUSED_SECONDS = 90.0
 
 def refusal(process: Process) -> tuple[int, str]:
     """Return the exit status and last line of a program that ends by itself, and leaves no process."""
-    children = psutil.Process(process.pid).children(recursive=True) if process.running else []
+    children: list[psutil.Process] = []
+    with suppress(psutil.NoSuchProcess):  # it may end at any moment
+        children = psutil.Process(process.pid).children(recursive=True) if process.running else []
     try:
         status = process.wait(REFUSED_SECONDS)
     except subprocess.TimeoutExpired:

@@ -11,14 +11,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from coordinator.doctor.step import own_steps
+from coordinator.planning.capacity import model_costs
+from coordinator.planning.plan import NodeSpec, make_plan
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest
+from mtp.checkpoint.convert.add_head import plan_head_addition
 from mtp.checkpoint.convert.convert import convert
 from mtp.checkpoint.convert.converted_weights import Quantization, Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.flash_next import states
 from mtp.flash_next.args import IndexerArgs
 from mtp.flash_next.sparse import chosen_blocks, sparse_attention
+from mtp.head.draft_vocabulary import DraftVocabularySize
 from mtp.layers.kv_cache import PlainKV
 from mtp.layers.layer import KVFormat
 from proto.errors import CheckpointError, SpanError, UsageError
@@ -317,6 +322,38 @@ def test_what_cannot_be_served_is_refused(
             Checkpoint.open(path)
     bare = write_flash_next(tmp_path / "bare", torch_model, text, mtp=False)
     assert not Checkpoint.open(bare).mtp.complete
+
+
+def test_commands_know_the_family(
+    model: Path, expected: list[Answered], tmp_path: Path, text: dict[str, Any], reference: Any
+) -> None:
+    """`add-mtp`, a draft vocabulary, the doctor's step and a pinned plan work. Mixed recipes and bytes do not."""
+    bare = write_flash_next(tmp_path / "bare", reference, text, mtp=False)
+    convert(Checkpoint.open(bare), tmp_path / "mlx", Settings())
+    source = Checkpoint.open(model)
+    plan_head_addition(Checkpoint.open(tmp_path / "mlx"), source).write(source)
+    assert different(answers(tmp_path / "mlx", "2", 1, 64), expected) == 0
+    recipe = Settings(quantization=Quantization(4, 32), recipe="mixed_4_6")
+    with pytest.raises(UsageError, match="mlx-lm has no mixed_4_6"):
+        convert(Checkpoint.open(model), tmp_path / "mixed", recipe)
+    part = DraftVocabularySize(64, auto=True)
+    assert different(answers(model, "2", 1, 64, draft_vocab=part), expected) == 0
+    build, summary = own_steps(Checkpoint.open(model))
+    assert summary.startswith("8 flash-next")
+    mx.eval(build(), build())
+    costs = model_costs(Checkpoint.open(model))
+    with pytest.raises(SpanError, match="layers up to 1 read the tokens"):
+        make_plan(costs, [NodeSpec("a", 2**40, pinned=Span(0, 1)), NodeSpec("b", 2**40)])
+    assert make_plan(costs, [NodeSpec("a", 2**40, pinned=Span(0, 2)), NodeSpec("b", 2**40)]).stages
+    eight = write_flash_next(tmp_path / "eight", reference, text)
+    edit_tensors(eight, _rows_of_bytes)
+    with pytest.raises(CheckpointError, match="rows of n-grams are stored as U8"):
+        convert(Checkpoint.open(eight), tmp_path / "of eight", Settings(dtype="bfloat16"))
+
+
+def _rows_of_bytes(weights: dict[str, mx.array]) -> None:
+    for name in [name for name in weights if "ngram_embedding" in name]:
+        weights[name] = weights[name].astype(mx.uint8)
 
 
 def _without_rows(weights: dict[str, mx.array]) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.qwen3_5 import TextModelArgs
 from mlx_lm.utils import infer_quant_config
 
 from mtp.checkpoint.convert.convert import (
@@ -38,9 +37,9 @@ from mtp.checkpoint.convert.converted_weights import (
 from mtp.checkpoint.convert.foreign import PackedSource
 from mtp.checkpoint.convert.unpack import read_source_part
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.names import Source, is_head
 from mtp.checkpoint.format.parts import read_part
-from mtp.head.drafter import MTPHead
 from proto.errors import CheckpointError, UsageError
 from proto.terminal.progress import OnProgress
 
@@ -98,7 +97,7 @@ class HeadAddition:
     def _groups(self, weights: dict[str, mx.array] | None) -> list[Group]:
         """Return the head's tensors as they are written; without `weights`, only their names and shapes."""
         model = nn.Module()
-        model.mtp = MTPHead(self.target.config.text_args())
+        model.mtp = self.target.config.head()
         model.set_dtype(self.dtype)
         packed = weights is not None and any(name.endswith(".scales") for name in weights)
         if weights is not None and not packed:
@@ -157,7 +156,7 @@ def plan_head_addition(
     if packed and bits is not None:
         raise UsageError("--mtp-bits: the head is quantized already. Leave the flag out.")
     if not packed:
-        _check_shapes(source, mine)
+        _check_shapes(source, target.config)
     quantization = packed or _like_backbone(target, bits)
     return HeadAddition(target, source, _dtype(target, dtype), quantization)
 
@@ -172,8 +171,8 @@ def _check_target(target: Checkpoint, replace: bool) -> None:
         raise UsageError(f"{target.path}: {state} already. Use --replace to replace it.")
 
 
-def _check_shapes(source: Checkpoint, args: TextModelArgs) -> None:
-    skeleton = dict(tree_flatten(MTPHead(args).parameters()))
+def _check_shapes(source: Checkpoint, config: ModelConfig) -> None:
+    skeleton = dict(tree_flatten(config.head().parameters()))
     expected = {name: weight.shape for name, weight in skeleton.items()}
     for name, made in source.plans["mtp"].items():
         if isinstance(made, PackedSource):
@@ -215,7 +214,7 @@ def _packed(source: Checkpoint) -> dict[str, dict[str, Any]]:
     infos = {n: source.tensors[made.stored[0]] for n, made in source.plans["mtp"].items()}
     # mlx-lm reads no other property of a weight than its shape and its type.
     shapes = {n: SimpleNamespace(shape=i.shape, dtype=types.get(i.dtype)) for n, i in infos.items()}
-    return _inferred(MTPHead(source.config.text_args()), shapes)
+    return _inferred(source.config.head(), shapes)
 
 
 def _inferred(module: nn.Module, stored: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -229,7 +228,7 @@ def _inferred(module: nn.Module, stored: dict[str, Any]) -> dict[str, dict[str, 
 
 def _like_backbone(target: Checkpoint, bits: HeadBits | None) -> dict[str, dict[str, Any]]:
     """Return the quantization of the target's last attention layer, or of `bits` with routers at 8 bits."""
-    head = MTPHead(target.config.text_args())
+    head = target.config.head()
     if bits is None:
         kinds = target.config.layer_kinds
         if target.config.quantization is None or "attention" not in kinds:

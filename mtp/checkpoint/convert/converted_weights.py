@@ -19,7 +19,7 @@ from mlx_lm.convert import mixed_quant_predicate_builder
 from mtp.checkpoint.convert.unpack import Repacked, read_source_part
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import module_path
-from mtp.checkpoint.format.parts import load_tensor, missing_from_backbone
+from mtp.checkpoint.format.parts import check_rows, load_tensor, missing_from_backbone
 from mtp.checkpoint.format.shard import Entry
 from mtp.vision.tower import PATCHES, has_tower, tower_weights
 from proto.errors import CheckpointError, UsageError
@@ -169,6 +169,11 @@ def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeig
             f"{checkpoint.path}: tensor {checkpoint.unknown[0]} belongs to no part of this model "
             f"({len(checkpoint.unknown)} in total): config.json may belong to another checkpoint. Download both again."
         )
+    if settings.recipe and config.family.is_own:
+        raise UsageError(
+            f"--quant-predicate: mlx-lm has no {settings.recipe} for {config.family.releases}. Use -q alone."
+        )
+    check_rows(checkpoint)
     if missing := missing_from_backbone(checkpoint):
         raise checkpoint.missing_tensors_error(missing)
     with_head = checkpoint.mtp.complete

@@ -40,6 +40,9 @@ class Family(ABC):
     cuts_layers: ClassVar[bool] = True
     """True if the members of a group can hold shares of a layer."""
 
+    is_own: ClassVar[bool] = False
+    """True if mlx-lm has no such model, and `--exact` none of its layers."""
+
     quantizes_kv: ClassVar[bool] = True
     """True if keys and values can be stored in 4 or 8 bits."""
 

@@ -30,6 +30,7 @@ class FlashNext(Family):
     attention_types: ClassVar = ("full_attention", "indexed_attention", "qwen_sparse_attention")
     cuts_layers = False
     quantizes_kv = False
+    is_own = True
 
     def text_args(self, text: Text) -> TextModelArgs:
         args: TextModelArgs = TextModelArgs.from_dict(text)

@@ -147,6 +147,18 @@ def read_part(
     return weights
 
 
+def check_rows(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError for rows on disk in another type than those that a stage reads."""
+    tables = checkpoint.tables.values()
+    for name in (name for kinds in tables for names in kinds.values() for name in names):
+        info = checkpoint.tensors[name]
+        if info.dtype not in ROW_TYPES:
+            raise CheckpointError(
+                f"{info.file}: rows of n-grams are stored as {info.dtype}; {' or '.join(ROW_TYPES)} is needed. Use "
+                "the checkpoint in BF16, or one that mtp-coord convert made."
+            )
+
+
 def open_table(checkpoint: Checkpoint, part: str, rows: int) -> NgramTable:
     """Map the rows of a part that stay on disk. Raises CheckpointError unless there are `rows` of them."""
     tables = {
@@ -157,12 +169,7 @@ def open_table(checkpoint: Checkpoint, part: str, rows: int) -> NgramTable:
         ]
         for kind, names in checkpoint.tables[part].items()
     }
-    for piece in (piece for pieces in tables.values() for piece in pieces):
-        if piece.dtype not in ROW_TYPES:
-            raise CheckpointError(
-                f"{piece.file}: rows of {part}.ple are stored as {piece.dtype}; {' or '.join(ROW_TYPES)} is needed. "
-                "Use the checkpoint in BF16, or one that mtp-coord convert made."
-            )
+    check_rows(checkpoint)
     found = {kind: sum(piece.shape[0] for piece in pieces) for kind, pieces in tables.items()}
     if set(found.values()) != {rows} or "weight" not in found:
         raise CheckpointError(

@@ -36,7 +36,7 @@ _ONLY_FILE = "model.safetensors"
 def open_model(name: str) -> Checkpoint:
     """Open model `name` (see `resolve_model`), without downloading a repo that is not in the local cache.
 
-    For such a repo `path` is not a directory and the tensors cannot be read. Raises CheckpointError.
+    Of a repo that is not there, `path` is not a directory and the tensors cannot be read. Raises CheckpointError.
     """
     local = find_model(name)
     if local is not None:

@@ -89,7 +89,7 @@ def test_auto_uses_the_part_while_it_saves_more_than_it_misses() -> None:
 
 def test_the_saving_is_measured() -> None:
     part = part_of(projections()[0], auto=True)
-    part.measure(mx.zeros((1, HIDDEN)), lambda x: x)
+    part.measure(mx.zeros((1, HIDDEN)), mx.zeros((1, HIDDEN)), lambda x: x)
     assert 0.0 <= part.saved <= 1.0
 
 
