@@ -31,7 +31,7 @@ proto.trust: proto
 mtp:
 mtp.builtin:
 mtp.checkpoint:
-mtp.checkpoint.convert: mtp.checkpoint.format mtp.head mtp.vision proto proto.terminal
+mtp.checkpoint.convert: mtp.checkpoint.format mtp.vision proto proto.terminal
 mtp.checkpoint.families: mtp.flash_next mtp.head mtp.layers mtp.layers.reference
 mtp.checkpoint.format: mtp.checkpoint.families mtp.flash_next mtp.head mtp.layers proto
     proto.terminal
