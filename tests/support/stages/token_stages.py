@@ -141,7 +141,8 @@ class TokenStage(Stage):
     """A stage whose hidden states are the tokens: `[rows, 1]`."""
 
     def __init__(self, communicator: Communicator = ALONE, span: Span = TWO_LAYERS) -> None:
-        config = SimpleNamespace(vocab_size=VOCAB, hidden_size=1)
+        sizes = {"vocab_size": VOCAB, "hidden_size": 1, "hop_width": 1}
+        config = SimpleNamespace(**sizes, image_token=0, token_layers=())
         modules = SimpleNamespace(config=config, span=span, communicator=communicator)
         self.modules = cast(StageModules, modules)
 

@@ -44,7 +44,8 @@ def test_json_has_the_promised_keys(
     assert quantization["overrides"]["mtp.layers.0.mlp.gate"]["bits"] == 8
     assert facts["norms"] == "shifted"
     assert facts["mtp"] == {"announced": True, "present": True, "complete": True, "missing": []}
-    assert set(facts["bytes"]) == {"embed", "norm", "lm_head", "mtp", "layers", "vision", "total"}
+    parts = {"embed", "norm", "lm_head", "mtp", "layers", "rows_on_disk", "vision", "total"}
+    assert set(facts["bytes"]) == parts
 
 
 @pytest.mark.parametrize("options", [{}, {"tie": False}, {"moe": True, "tie": False}], ids=repr)
