@@ -21,13 +21,11 @@ from mtp.layers.turns import image_turns, turn, turn_table
 from proto.errors import UsageError
 from proto.images import ImageLayout
 
-KIND = "flash-next"
-
 
 class StreamLayer(Layer):
     """A decoder layer whose rows have all residual streams. Subclasses compute the first of its two blocks."""
 
-    kind = KIND
+    kind = "flash-next"
 
     def __init__(self, layer: FlashNextLayer) -> None:
         self.streams = layer
@@ -131,7 +129,7 @@ class NgramGDN(StreamGDN):
 class SparseAttention(StreamLayer, AttentionLayer):
     """A layer of sparse attention."""
 
-    kind = KIND
+    kind = StreamLayer.kind
 
     def __init__(self, layer: FlashNextLayer) -> None:
         StreamLayer.__init__(self, layer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -317,7 +318,7 @@ def test_what_cannot_be_served_is_refused(
         "hc_count": 1,
     }.items():
         path = write_flash_next(tmp_path / field, torch_model, text)
-        edit_config(path, lambda config: config["text_config"].update({field: value}))  # noqa: B023
+        edit_config(path, partial(_set_fields, {field: value}))
         with pytest.raises(CheckpointError, match=field):
             Checkpoint.open(path)
     bare = write_flash_next(tmp_path / "bare", torch_model, text, mtp=False)
@@ -349,6 +350,10 @@ def test_commands_know_the_family(
     edit_tensors(eight, _rows_of_bytes)
     with pytest.raises(CheckpointError, match="rows of n-grams are stored as U8"):
         convert(Checkpoint.open(eight), tmp_path / "of eight", Settings(dtype="bfloat16"))
+
+
+def _set_fields(fields: dict[str, Any], config: dict[str, Any]) -> None:
+    config["text_config"].update(fields)
 
 
 def _rows_of_bytes(weights: dict[str, mx.array]) -> None:
