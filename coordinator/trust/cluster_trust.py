@@ -258,7 +258,8 @@ class ClusterTrust:
         async with server.listening(host, port) as bound:
             address = join_address(host, bound)
             self.registry.record_address(address)
-            renewing = asyncio.create_task(self._renew_local_token(local, address))
+            seconds = self._write_local_token(local, address)
+            renewing = asyncio.create_task(self._renew_local_token(local, address, seconds))
             log.info("machines join here", extra={"address": address})
             log.info("add a machine with: mtp-coord token create")
             try:
@@ -267,18 +268,22 @@ class ClusterTrust:
                 renewing.cancel()
                 local.unlink(missing_ok=True)
 
-    async def _renew_local_token(self, file: Path, address: str) -> None:
-        """Keep a valid token in `file`, which only this user can read."""
+    async def _renew_local_token(self, file: Path, address: str, seconds: float) -> None:
+        """Write a new token after `seconds`, and again before each expires."""
         while True:
-            token = new_token(self.authority.cluster, self.authority.fingerprint, address)
-            seconds = LOCAL_TOKEN_SECONDS / 2
-            try:
-                self.registry.add_token(token, LOCAL_TOKEN_SECONDS, LOCAL_TOKEN_USES, is_local=True)
-                write_private(file, str(token))
-            except UsageError as error:  # such as a full disk
-                log.warning("no token for workers of this machine", extra={"error": str(error)})
-                seconds = REFRESH_SECONDS
             await asyncio.sleep(seconds)
+            seconds = self._write_local_token(file, address)
+
+    def _write_local_token(self, file: Path, address: str) -> float:
+        """Write a valid token to `file`, which only this user can read. Returns the seconds until the next is due."""
+        token = new_token(self.authority.cluster, self.authority.fingerprint, address)
+        try:
+            self.registry.add_token(token, LOCAL_TOKEN_SECONDS, LOCAL_TOKEN_USES, is_local=True)
+            write_private(file, str(token))
+        except UsageError as error:  # such as a full disk
+            log.warning("no token for workers of this machine", extra={"error": str(error)})
+            return REFRESH_SECONDS
+        return LOCAL_TOKEN_SECONDS / 2
 
     async def watch(
         self,
