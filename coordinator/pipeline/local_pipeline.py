@@ -16,7 +16,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from coordinator.pipeline.pipeline import Pipeline, PipelineSource, longest_common
+from coordinator.pipeline.pipeline import Pipeline, PipelineSource
+from coordinator.pipeline.prefix_search import FoundPrefix, Move, longest_prefix
 from coordinator.planning.capacity import (
     DEFAULT_SEQUENCES,
     Capacity,
@@ -253,8 +254,11 @@ class LocalPipeline(Pipeline):
     def has_disk(self) -> bool:
         return len(self._disks) == self.stages
 
-    async def find_prefix(self, tokens: Sequence[int]) -> int:
-        return longest_common(await asyncio.gather(*(disk.find(tokens) for disk in self._disks)))
+    async def find_prefix(self, tokens: Sequence[int]) -> FoundPrefix:
+        return longest_prefix(await asyncio.gather(*(disk.find(tokens) for disk in self._disks)))
+
+    async def move_blocks(self, tokens: Sequence[int], moves: Sequence[Move]) -> None:
+        """Do nothing: all stages of a process use one folder."""
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         for engine, disk in zip(self._engines, self._disks, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from coordinator.pipeline.prefix_search import FoundPrefix, Move
 from coordinator.planning.capacity import Capacity
 from coordinator.status.frame_records import ProcessTrace
 from mtp.device import FrameLimits
@@ -61,8 +62,11 @@ class Pipeline(Protocol):
     ) -> None:
         """Give every stage its part of a backup, for the operation RestoreBackup. Raises ClusterError if one fails."""
 
-    async def find_prefix(self, tokens: Sequence[int]) -> int:
-        """Return the length of the longest proper prefix of `tokens` on all disks, or 0. Raises ClusterError."""
+    async def find_prefix(self, tokens: Sequence[int]) -> FoundPrefix:
+        """Return the longest proper prefix of `tokens` on all disks. Raises ClusterError."""
+
+    async def move_blocks(self, tokens: Sequence[int], moves: Sequence[Move]) -> None:
+        """Copy blocks of the prefix `tokens` to the disks that lack them. Raises ClusterError."""
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Let every stage read the state after `tokens` from its disk, for RestoreBackup. Raises ClusterError."""
@@ -78,12 +82,6 @@ class Pipeline(Protocol):
 
     async def close(self) -> None:
         """Stop using the stages, within seconds."""
-
-
-def longest_common(found: Sequence[Sequence[int]]) -> int:
-    """Return the longest prefix that all stages have, of the lengths that each of them has; 0 without one."""
-    common = set.intersection(*map(set, found)) if found else set[int]()
-    return max(common, default=0)
 
 
 class PipelineSource(Protocol):

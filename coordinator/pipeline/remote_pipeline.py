@@ -13,7 +13,8 @@ from functools import partial
 import grpc
 import grpc.aio
 
-from coordinator.pipeline.pipeline import Pipeline, longest_common
+from coordinator.pipeline.pipeline import Pipeline
+from coordinator.pipeline.prefix_search import FoundPrefix, Move, longest_prefix
 from coordinator.pipeline.worker_client import NOTICE_SHARE, WorkerClient
 from coordinator.planning.capacity import Capacity
 from coordinator.status.frame_records import COORDINATOR, ProcessTrace, process_trace
@@ -24,6 +25,7 @@ from proto.control import Rollback
 from proto.errors import ClusterError, DeadlineError, NotReadyError, ProtocolError, StaleEpochError
 from proto.frame import Frame, decode, encode
 from proto.frame_stamps import CoordinatorStep, StampRing
+from proto.prefix_key import prefix_key
 from proto.rpc.channels import open_channel
 from proto.rpc.data_connection import RESULTS, TOKEN_BYTES, StreamBinding
 from proto.rpc.link import Link, LoopFrameReader, end_of_connection, open_connection
@@ -320,9 +322,17 @@ class RemotePipeline(Pipeline):
         calls = (worker.write_backup(self.epoch, seq_id, tokens, part) for worker, part in pairs)
         await asyncio.gather(*calls)
 
-    async def find_prefix(self, tokens: Sequence[int]) -> int:
+    async def find_prefix(self, tokens: Sequence[int]) -> FoundPrefix:
         calls = (worker.find_prefix(self.epoch, tokens) for worker in self._all_workers)
-        return longest_common(await asyncio.gather(*calls))
+        return longest_prefix(await asyncio.gather(*calls))
+
+    async def move_blocks(self, tokens: Sequence[int], moves: Sequence[Move]) -> None:
+        workers, key = self._all_workers, prefix_key(tokens)
+        calls = (
+            workers[move.target].copy_blocks(workers[move.source], self.epoch, key, move.layers)
+            for move in moves
+        )
+        await asyncio.gather(*calls)
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         calls = (worker.load_prefix(self.epoch, seq_id, tokens) for worker in self._all_workers)

@@ -22,9 +22,11 @@ from proto.backup import LayerState, PieceJoiner, ReceivedStates, split
 from proto.control import check_version
 from proto.errors import AccessError, ClusterError, DeadlineError, WorkerLostError
 from proto.frame import VERSION
+from proto.held_prefixes import HeldPrefixes
 from proto.rpc.channels import open_channel
 from proto.rpc.data_connection import HopFigures
 from proto.rpc.status_codes import CLOSED, from_status, printable
+from proto.span import Span
 from proto.terminal.progress import OnProgress
 from proto.trust.certificates import Role
 from proto.trust.node_trust import NodeTrust
@@ -455,11 +457,38 @@ class WorkerClient:
         pieces = chain([pb.BackupPiece(head=head)], split(states))
         await self._call(self._stub.WriteBackup, iter(pieces), BACKUP_SECONDS)
 
-    async def find_prefix(self, epoch: int, tokens: Sequence[int]) -> list[int]:
-        """Return the lengths of the prefixes of a prompt that are on the worker's disk, the longest first."""
+    async def find_prefix(self, epoch: int, tokens: Sequence[int]) -> HeldPrefixes:
+        """Return which prefixes of a prompt are on the worker's disk."""
         requests = self._prefix_requests(epoch, 0, tokens)
         reply: pb.PrefixReply = await self._call(self._stub.FindPrefix, requests, FIND_SECONDS)
-        return list(reply.lengths)
+        return HeldPrefixes.from_reply(reply)
+
+    async def copy_blocks(self, source: WorkerClient, epoch: int, key: bytes, layers: Span) -> None:
+        """Copy the blocks of a prefix from the disk of `source` to the disk of this worker."""
+        request = pb.BlockRequest(
+            coordinator=self.me,
+            epoch=epoch,
+            key=key,
+            layers=pb.Span(start=layers.start, end=layers.end),
+        )
+        stream = source._stub.ReadBlocks(request, timeout=BACKUP_SECONDS)
+        failures: list[grpc.aio.AioRpcError] = []
+
+        async def pieces() -> AsyncIterator[pb.BackupPiece]:
+            head = pb.BackupHead(coordinator=self.me, epoch=epoch)
+            yield pb.BackupPiece(head=head)
+            try:
+                async for piece in stream:
+                    yield piece
+            except grpc.aio.AioRpcError as error:  # gRPC would cancel the call, and so this task
+                failures.append(error)
+
+        try:
+            await self._call(self._stub.WriteBlocks, pieces(), BACKUP_SECONDS)
+        finally:
+            stream.cancel()
+        if failures:
+            raise source._translate(failures[0]) from failures[0]
 
     async def load_prefix(self, epoch: int, seq_id: int, tokens: Sequence[int]) -> None:
         """Let the worker read the state after `tokens` from its disk."""

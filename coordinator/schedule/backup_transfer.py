@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 
 from coordinator.pipeline.pipeline import Pipeline
+from coordinator.pipeline.prefix_search import FoundPrefix
 from coordinator.schedule.backups import MIN_NEW_TOKENS, Backup, BackupInFlight, total_bytes
 from coordinator.schedule.prefix_cache import SMALLEST_ENTRY
 from coordinator.schedule.scheduler import Scheduler
@@ -40,6 +41,8 @@ class BackupTransfer:
         self._background = BackgroundTasks()
         self._bytes_per_second = 0.0  # speed of the newest transfer
         self._no_disk_until = -math.inf  # no disk is asked before, because one was stuck
+        self._no_moves_until = -math.inf  # the same for blocks of other workers
+        self._moving = asyncio.Lock()
 
     def read_soon(self, pipeline: Pipeline, made: BackupInFlight) -> None:
         """Start to read a backup that the stages have made."""
@@ -119,11 +122,12 @@ class BackupTransfer:
         try:
             async with asyncio.timeout(SHORTEST_LOAD):
                 found = await pipeline.find_prefix(tokens)
-            if found < held + MIN_NEW_TOKENS:
+            if await self._move_blocks(pipeline, sequence, held, found):
+                found = FoundPrefix(found.most)
+            if found.tokens < held + MIN_NEW_TOKENS:
                 return 0
-            computed = self._scheduler.prompts.expected_seconds(found - held)
-            async with asyncio.timeout(max(SHORTEST_LOAD, computed or LONGEST_RESTORE)):
-                await pipeline.load_prefix(sequence.seq_id, tokens[:found])
+            async with asyncio.timeout(self._longest_load(found.tokens - held)):
+                await pipeline.load_prefix(sequence.seq_id, tokens[: found.tokens])
         except TimeoutError:
             self._no_disk_until = self._clock() + DISK_PAUSE
             log.warning("prefix not loaded: the disk is too slow", extra={"seconds": DISK_PAUSE})
@@ -133,9 +137,41 @@ class BackupTransfer:
             return 0
         log.info(
             "prefix loaded",
-            extra={"tokens": found, "seconds": round(self._clock() - started, 3)},
+            extra={"tokens": found.tokens, "seconds": round(self._clock() - started, 3)},
         )
-        return found
+        return found.tokens
+
+    async def _move_blocks(
+        self, pipeline: Pipeline, sequence: Sequence, held: int, found: FoundPrefix
+    ) -> bool:
+        """Let workers copy the blocks that they lack, if that seems faster than to compute. Return True on success."""
+        gained, started = found.most - max(held, found.tokens), self._clock()
+        if not found.moves or gained < SMALLEST_ENTRY or started < self._no_moves_until:
+            return False
+        limit = self._longest_load(gained)
+        nbytes = found.share * pipeline.capacity.entry_bytes(found.most)
+        if self._bytes_per_second and nbytes > limit * self._bytes_per_second:
+            return False
+        prefix = sequence.tokens[: found.most]
+        try:
+            async with asyncio.timeout(limit), self._moving:
+                now = await pipeline.find_prefix(
+                    sequence.tokens
+                )  # another prompt may have moved it
+                if now.tokens < found.most:
+                    await pipeline.move_blocks(prefix, found.moves)
+        except (TimeoutError, ClusterError) as error:
+            self._no_moves_until = self._clock() + DISK_PAUSE
+            log.info("prefix not moved", extra={"error": str(error) or f"more than {limit:.1f} s"})
+            return False
+        seconds = round(self._clock() - started, 3)
+        log.info("prefix moved", extra={"tokens": found.most, "seconds": seconds})
+        return True
+
+    def _longest_load(self, tokens: int) -> float:
+        """Return the seconds in which a load of `tokens` tokens is faster than to compute them."""
+        computed = self._scheduler.prompts.expected_seconds(tokens)
+        return max(SHORTEST_LOAD, computed or LONGEST_RESTORE)
 
     async def restore(self, pipeline: Pipeline) -> dict[int, int]:
         """Give the stages backups until the pipeline fails. Return the tokens of each that all have, by sequence."""

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from coordinator.pipeline.prefix_search import FoundPrefix, Move
 from coordinator.planning.capacity import Capacity
 from coordinator.status.frame_records import ProcessTrace
 from mtp.device import FrameLimits
@@ -203,9 +204,12 @@ class EnginePlan:
         assert len(lengths) == 1, f"the backups of a sequence have {lengths} tokens"
         return ReceivedStates(lengths.pop(), states, self._clock.time() - began)
 
-    async def find_prefix(self, tokens: Sequence[int]) -> int:
-        """Return 0: no stage has a disk."""
-        return 0
+    async def find_prefix(self, tokens: Sequence[int]) -> FoundPrefix:
+        """Return nothing: no stage has a disk."""
+        return FoundPrefix()
+
+    async def move_blocks(self, tokens: Sequence[int], moves: Sequence[Move]) -> None:
+        """Do nothing."""
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Do nothing."""

@@ -46,6 +46,7 @@ UNARY = {
 }
 CONTROL = (
     *UNARY, "UpdateTrust", "Load", "Provide", "Signals", "ReadBackup", "WriteBackup", "FindPrefix", "LoadPrefix",
+    "ReadBlocks", "WriteBlocks",
 )  # fmt: skip
 METHODS = (*CONTROL, FRAMES, RESULTS)
 REFUSED = {"UNAVAILABLE", "PERMISSION_DENIED", "UNAUTHENTICATED"}
@@ -100,9 +101,11 @@ async def call(
                 await anext(aiter(stub.Load(pb.LoadRequest(coordinator=ME, epoch=1))))
             elif method == "ReadBackup":
                 await anext(aiter(stub.ReadBackup(pb.BackupRequest(coordinator=ME, epoch=1))))
-            elif method == "WriteBackup":
+            elif method == "ReadBlocks":
+                await anext(aiter(stub.ReadBlocks(pb.BlockRequest(coordinator=ME, epoch=1))))
+            elif method in ("WriteBackup", "WriteBlocks"):
                 head = pb.BackupPiece(head=pb.BackupHead(coordinator=ME, epoch=1))
-                await stub.WriteBackup(iter([head]))
+                await getattr(stub, method)(iter([head]))
             elif method in ("FindPrefix", "LoadPrefix"):
                 await getattr(stub, method)(iter([pb.PrefixRequest(coordinator=ME, epoch=1)]))
             elif method == "Provide":

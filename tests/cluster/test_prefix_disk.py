@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ import pytest
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from tests.bench.texts import held_out_prompts
-from tests.support.processes.processes import Cluster, running_cluster
+from tests.support.processes.processes import (
+    Cluster,
+    as_worker,
+    ending,
+    launch_worker,
+    running_cluster,
+    serving,
+)
 from tests.support.processes.waits import wait_until
 
 FLAGS = ("--prefix-disk", "1GB")
@@ -55,6 +63,30 @@ def test_other_workers_start_from_the_prefixes_of_killed_ones(tmp_path: Path) ->
                 worker.kill()
     (cold, unknown), (warm, known) = found
     assert unknown == 0 and known >= 352
+    assert warm == cold
+
+
+def test_workers_copy_the_blocks_of_layers_that_move(tmp_path: Path) -> None:
+    """A third worker has an empty disk of its own. It and the others copy the blocks of their new layers."""
+    prompt = long_prompt()
+    found = []
+    for count in (2, 3):
+        (folder := tmp_path / str(count)).mkdir()
+        with ExitStack() as stack:
+            states = [tmp_path / f"state-{number}" for number in range(count)]
+            workers = []
+            for number, state in enumerate(states):
+                flags = ("--model", "builtin", "--state-dir", str(state), *FLAGS)
+                workers.append(launch_worker(folder, f"w{number}", *flags))
+                stack.enter_context(ending(workers[-1]))
+            addresses = [as_worker(worker).address for worker in workers]
+            coordinator = stack.enter_context(serving(folder, "builtin", addresses))
+            found.append(ask(coordinator.url, prompt))
+            for state in states:
+                wait_until(lambda at=state: [*at.rglob("*.safetensors")], "blocks", WRITE_SECONDS)
+            moved = coordinator.records("prefix moved")
+    (cold, unknown), (warm, known) = found
+    assert unknown == 0 and known >= 352 and len(moved) == 1
     assert warm == cold
 
 

@@ -43,6 +43,8 @@ MAX_HEADER = 2**26
 _DTYPES = {**STORED_NAMES, "uint32": "U32", "uint8": "U8"}
 """The types of tensors, by MLX's names, as safetensors names them."""
 
+_NAMES = {stored: name for name, stored in _DTYPES.items()}
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -131,6 +133,10 @@ class BlockReader:
                 self._sums: dict[str, int] = json.loads(metadata["crc32"])
                 self._tensors = {name: _place(info, 8 + length) for name, info in header.items()}
                 self._names = _by_layer(header)
+                self._kinds = {
+                    name: (_NAMES[info["dtype"]], tuple(info["shape"]))
+                    for name, info in header.items()
+                }
             except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
                 raise _damaged(path, error) from error
 
@@ -148,6 +154,18 @@ class BlockReader:
             names = [name for layer in layers for name in self._names.get(layer, ())]
             for one in [pool.submit(self._check, file.fileno(), name) for name in names]:
                 one.result()
+
+    def read(self, layer: int) -> LayerTensors:
+        """Return the tensors of `layer`. Raises ProtocolError for damaged ones."""
+        tensors = []
+        with self.path.open("rb") as file:
+            for name in self._names.get(layer, ()):
+                start, size = self._tensors[name]
+                data = os.pread(file.fileno(), size, start)
+                if len(data) != size or zlib.crc32(data) != self._sums.get(name):
+                    raise _damaged(self.path, f"other bytes of {name}")
+                tensors.append(Tensor(*self._kinds[name], data))
+        return LayerTensors(layer, layer in self.appends, tensors)
 
     def load(self, layers: Iterable[int]) -> dict[int, list[mx.array]]:
         """Return the tensors of each of `layers`, which are checked, as MLX's arrays. Runs on the thread that computes.

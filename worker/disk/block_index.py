@@ -9,10 +9,12 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from proto.errors import ProtocolError
 from proto.prefix_key import prefix_keys
 from proto.span import Span
 from worker.disk.block_file import SUFFIX, TEMPORARY
@@ -110,22 +112,30 @@ class BlockIndex:
         self._unlink(dropped)
         return fits
 
-    def find(self, namespace: str, layers: Span, tokens: Sequence[int]) -> list[int]:
-        """Return the lengths of the proper prefixes of `tokens` whose state of all `layers` is here, longest first."""
-        query = "SELECT DISTINCT length, key FROM blocks WHERE namespace = ? AND length < ?"
+    def held(self, namespace: str, tokens: Sequence[int]) -> dict[int, set[int]]:
+        """Return the layers that are here after each proper prefix of `tokens`, by its length."""
+        query = (
+            "SELECT key, first, last, start, length, parent FROM blocks"
+            " WHERE namespace = ? AND length < ? ORDER BY length"
+        )
         with self._lock:
             rows = self._database.execute(query, (namespace, len(tokens))).fetchall()
-        known, lengths = set(rows), sorted({length for length, _ in rows})
-        pairs = zip(lengths, prefix_keys(tokens, lengths), strict=True)
-        held = [(length, key) for length, key in pairs if (length, key) in known]
-        found, whole = list[int](), set[bytes]()
-        for length, key in reversed(held):
-            if key not in whole and (chains := self.chains(namespace, layers, key)):
-                # A prefix whose block is in every chain is whole, too.
-                whole |= set.intersection(*({block.key for block in one.blocks} for one in chains))
-            if key in whole:
-                found.append(length)
-        return found
+        layers_of: dict[tuple[int, bytes], set[int]] = {}
+        for (
+            key,
+            first,
+            last,
+            start,
+            length,
+            parent,
+        ) in rows:  # a block follows those that it continues
+            layers = set(range(first, last))
+            if start:
+                layers &= layers_of.get((start, parent), set())
+            layers_of.setdefault((length, key), set()).update(layers)
+        lengths = sorted({length for length, _ in layers_of})
+        held = zip(lengths, prefix_keys(tokens, lengths), strict=True)
+        return {place[0]: layers_of[place] for place in held if layers_of.get(place)}
 
     def chains(self, namespace: str, layers: Span, key: bytes) -> list[Chain]:
         """Return the chains of prefix `key` that have all of `layers` together, or none if a block is missing.
@@ -155,6 +165,16 @@ class BlockIndex:
         with self._lock:
             self._database.execute("DELETE FROM blocks WHERE file = ?", (block.file,))
         self._unlink([block.file])
+
+    @contextmanager
+    def removing(self, block: Block) -> Iterator[None]:
+        """Remove `block` if the context finds it damaged or gone, and raise OSError."""
+        try:
+            yield
+        except (ProtocolError, FileNotFoundError) as error:
+            self.remove(block)
+            log.warning("damaged prefix removed", extra={"error": str(error)})
+            raise OSError(str(error)) from error
 
     # ---- with the lock held
 

@@ -14,8 +14,7 @@ import sqlite3
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -25,12 +24,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from proto.errors import NotReadyError, ProtocolError
+from proto import cluster_pb2 as pb
+from proto.errors import NotReadyError
+from proto.held_prefixes import HeldPrefixes
 from proto.prefix_key import prefix_key
 from proto.span import Span
 from proto.state_dir import state_dir
 from worker.cache.sequence_cache import Border, PrefixEntry
-from worker.disk.block_file import SUFFIX, BlockReader, BlockWriter, LayerTensors, Tensor
+from worker.disk.block_copy import TENSORS_PER_LAYER, BlockReceiver, block_file, read_blocks
+from worker.disk.block_file import BlockReader, BlockWriter, LayerTensors, Tensor
 from worker.disk.block_index import Block, BlockIndex, Chain
 from worker.engine.backup import (
     READ_BYTES,
@@ -45,9 +47,6 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of the states in blocks. Blocks of another version are never found."""
-
-TENSORS_PER_LAYER = 8
-"""Upper bound, for the room of a header: quantized keys and values have six."""
 
 LOAD_BYTES = 2**27
 """Bytes that the engine thread loads at once, before the next frame may run; at least a layer."""
@@ -183,7 +182,7 @@ class StagePrefixes:
         start = 0  # without the blocks of the parent, this one has all tokens
         if parent is not None and await self._chains(parent.key):
             start = parent.length
-        name = f"{self.namespace}-{border.key.hex()}-{self.layers.start}-{self.layers.end}{SUFFIX}"
+        name = block_file(self.namespace, border.key, self.layers)
         writer = await asyncio.to_thread(
             BlockWriter, self.index.folder / name, TENSORS_PER_LAYER * len(self.layers)
         )
@@ -221,13 +220,32 @@ class StagePrefixes:
 
     # ---- reading
 
-    async def find(self, tokens: Sequence[int]) -> list[int]:
-        """Return the lengths of the proper prefixes of `tokens` that this stage can load, the longest first."""
+    async def find(self, tokens: Sequence[int]) -> HeldPrefixes:
+        """Return which proper prefixes of `tokens` are on the disk."""
+        held: dict[int, set[int]] = {}
         try:
-            return await asyncio.to_thread(self.index.find, self.namespace, self.layers, tokens)
+            held = await asyncio.to_thread(self.index.held, self.namespace, tokens)
         except DISK_ERRORS as error:
             log.warning("prefixes not found", extra={"error": str(error)})
-            return []
+        return HeldPrefixes(self.layers, self.namespace, held)
+
+    async def read_blocks(self, key: bytes, layers: Span) -> AsyncIterator[pb.BackupPiece]:
+        """Yield the blocks of the prefix `key`, for another worker. Raises NotReadyError."""
+        pieces = read_blocks(self.index, self.namespace, key, layers)
+        try:
+            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+                yield piece
+        except DISK_ERRORS as error:
+            raise NotReadyError(f"the prefix cannot be read: {error}") from error
+
+    async def write_blocks(self, pieces: AsyncIterator[pb.BackupPiece]) -> None:
+        """Write the blocks of another worker. Raises NotReadyError, ProtocolError."""
+        try:
+            with BlockReceiver(self.index, self.namespace) as receiver:
+                async for piece in pieces:
+                    await asyncio.to_thread(receiver.add_piece, piece)
+        except DISK_ERRORS as error:
+            raise NotReadyError(f"the blocks cannot be written: {error}") from error
 
     async def load(self, tokens: Sequence[int]) -> ReceivedBackup:
         """Return the state after `tokens`. Raises NotReadyError if it is not here any more, or damaged."""
@@ -267,7 +285,7 @@ class StagePrefixes:
         """
         found: list[_Part] = []
         for block in chain.blocks:
-            with self._removing(block):
+            with self.index.removing(block):
                 reader = BlockReader(self.index.folder / block.file)
                 wanted = set(chain.layers)
                 if block is not chain.blocks[-1]:
@@ -278,7 +296,7 @@ class StagePrefixes:
     def _check(self, parts: Sequence[_Part], layers: Iterable[int]) -> None:
         """Read and check `layers`. Runs on a thread of its own, while the layers before these are loaded."""
         for part in parts:
-            with self._removing(part.block):
+            with self.index.removing(part.block):
                 part.reader.check([layer for layer in layers if layer in part.wanted])
 
     def _load(
@@ -288,7 +306,7 @@ class StagePrefixes:
         self.thread.expect(LOAD_SECONDS)
         states: list[tuple[int, bytes | list[mx.array]]] = []
         for part in parts:
-            with self._removing(part.block):
+            with self.index.removing(part.block):
                 loaded = part.reader.load([layer for layer in layers if layer in part.wanted])
             for layer, arrays in loaded.items():
                 if arrays and arrays[0].dtype == mx.uint8:
@@ -296,16 +314,6 @@ class StagePrefixes:
                 else:
                     states.append((layer, arrays))
         return states
-
-    @contextmanager
-    def _removing(self, block: Block) -> Iterator[None]:
-        """Remove `block` if the context finds it damaged or gone, and raise OSError."""
-        try:
-            yield
-        except (ProtocolError, FileNotFoundError) as error:
-            self.index.remove(block)
-            log.warning("damaged prefix removed", extra={"error": str(error)})
-            raise OSError(str(error)) from error
 
 
 @dataclass(frozen=True)

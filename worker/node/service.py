@@ -24,6 +24,7 @@ from proto.rpc.channels import CHANNEL_OPTIONS, FIRST_MESSAGE_SECONDS, peer_of
 from proto.rpc.data_connection import FRAMES, RESULTS, SERVICE, StreamBinding
 from proto.rpc.link import FrameReader, FrameWriter
 from proto.rpc.listener import MAX_TRANSFERS, first_message
+from proto.span import Span
 from worker.engine import hardware
 from worker.engine.backup import ReceivedBackup, layer_states
 from worker.engine.prefix_disk import StagePrefixes
@@ -250,9 +251,9 @@ class WorkerService(pb_grpc.WorkerServicer):
     async def FindPrefix(
         self, requests: AsyncIterator[pb.PrefixRequest], context: Context
     ) -> pb.PrefixReply:
-        """Return the lengths of the prefixes of a prompt that are on the disk of this worker."""
+        """Return which prefixes of a prompt the disk of this worker has."""
         _, disk, _, tokens = await self._prefix_call(requests)
-        return pb.PrefixReply(lengths=await disk.find(tokens))
+        return (await disk.find(tokens)).to_reply()
 
     async def LoadPrefix(
         self, requests: AsyncIterator[pb.PrefixRequest], context: Context
@@ -268,15 +269,38 @@ class WorkerService(pb_grpc.WorkerServicer):
     ) -> tuple[StageEngine, StagePrefixes, int, list[int]]:
         """Return the engine, its disk, and the sequence and tokens of a call, or raise NotReadyError, ProtocolError."""
         first = await first_message(requests)
-        engine = self._engine(first.coordinator, first.epoch)
-        if engine.disk is None:
-            raise NotReadyError("this worker keeps no prefixes on disk")
+        engine, disk = self._disk(first.coordinator, first.epoch)
         tokens, longest = list(first.tokens), engine.stage.modules.config.max_positions
         async for request in requests:
             tokens += request.tokens
             if len(tokens) > longest:
                 raise ProtocolError(f"{len(tokens)} tokens of a context of {longest}")
-        return engine, engine.disk, first.seq_id, tokens
+        return engine, disk, first.seq_id, tokens
+
+    async def ReadBlocks(
+        self, request: pb.BlockRequest, context: Context
+    ) -> AsyncIterator[pb.BackupPiece]:
+        """Yield the blocks of a prefix, for another worker."""
+        _, disk = self._disk(request.coordinator, request.epoch)
+        layers = Span(request.layers.start, request.layers.end)
+        async for piece in disk.read_blocks(request.key, layers):
+            yield piece
+
+    async def WriteBlocks(
+        self, requests: AsyncIterator[pb.BackupPiece], context: Context
+    ) -> pb.BackupReply:
+        """Write the blocks of another worker to the disk."""
+        head = (await first_message(requests)).head
+        _, disk = self._disk(head.coordinator, head.epoch)
+        await disk.write_blocks(requests)
+        return pb.BackupReply()
+
+    def _disk(self, coordinator: pb.Coordinator, epoch: int) -> tuple[StageEngine, StagePrefixes]:
+        """Return the engine of plan `epoch` and its disk. Raises what `_engine` does, and NotReadyError."""
+        engine = self._engine(coordinator, epoch)
+        if engine.disk is None:
+            raise NotReadyError("this worker keeps no prefixes on disk")
+        return engine, engine.disk
 
     def _engine(self, coordinator: pb.Coordinator, epoch: int) -> StageEngine:
         """Return the engine of plan `epoch`. Raises BusyError for another coordinator, and StaleEpochError."""

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from coordinator.depth.controller import Controller, MtpMode
 from coordinator.pipeline.pipeline import Pipeline
+from coordinator.pipeline.prefix_search import FoundPrefix, Move
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
@@ -196,9 +197,12 @@ class SimulatedPipeline:
     ) -> None:
         """Do nothing: the stages hold no state."""
 
-    async def find_prefix(self, tokens: Sequence[int]) -> int:
-        """Return 0: no stage has a disk."""
-        return 0
+    async def find_prefix(self, tokens: Sequence[int]) -> FoundPrefix:
+        """Return nothing: no stage has a disk."""
+        return FoundPrefix()
+
+    async def move_blocks(self, tokens: Sequence[int], moves: Sequence[Move]) -> None:
+        """Do nothing."""
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Do nothing."""

@@ -16,6 +16,12 @@ TOKENS = tuple(range(1000))
 ALL = Span(0, 8)
 
 
+def lengths(index: BlockIndex, layers: Span = ALL, tokens: tuple[int, ...] = TOKENS) -> list[int]:
+    """Return the prefixes whose state of all `layers` is there, the longest first."""
+    held = index.held("model", tokens)
+    return sorted((n for n, here in held.items() if here.issuperset(layers)), reverse=True)
+
+
 class Folder:
     """A folder of blocks whose files have one byte."""
 
@@ -33,7 +39,7 @@ class Folder:
         return self.index.add(Block("model", key, layers, start, length, parent, file), nbytes)
 
     def find(self, layers: Span = ALL, tokens: tuple[int, ...] = TOKENS) -> list[int]:
-        return self.index.find("model", layers, tokens)
+        return lengths(self.index, layers, tokens)
 
     @property
     def files(self) -> set[str]:
@@ -68,7 +74,7 @@ def test_a_prefix_is_proper_and_has_its_own_tokens(folder: Folder) -> None:
     assert folder.find(tokens=TOKENS[:128]) == []
     assert folder.find(tokens=TOKENS[:129]) == [128]
     assert folder.find(tokens=(7, *TOKENS[1:])) == []
-    assert folder.index.find("another", ALL, TOKENS) == []
+    assert folder.index.held("another", TOKENS) == {}
 
 
 def test_the_least_recently_used_block_goes_first(folder: Folder) -> None:
@@ -106,7 +112,7 @@ def test_two_processes_share_a_folder(folder: Folder) -> None:
     """Each finds what the other has written, and a damaged block is gone for both."""
     other = BlockIndex(folder.path, 10**6)
     assert folder.add(128)
-    assert other.find("model", ALL, TOKENS) == [128]
+    assert lengths(other) == [128]
     other.remove(other.chains("model", ALL, prefix_key(TOKENS[:128]))[0].blocks[0])
     assert folder.find() == []
 
@@ -132,6 +138,6 @@ def test_what_a_killed_process_left_is_removed(folder: Folder) -> None:
     os.utime(folder.path / "new.part", (folder.now,) * 2)
     (folder.path / "128-0-8.safetensors").unlink()
     index = BlockIndex(folder.path, 10**6, lambda: folder.now)
-    assert index.find("model", ALL, TOKENS) == [300]
+    assert lengths(index) == [300]
     assert {path.name for path in folder.path.iterdir() if "old" in path.name} == set()
     assert (folder.path / "new.part").exists()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from coordinator.depth.controller import Controller, MtpMode
-from coordinator.pipeline.pipeline import longest_common
+from coordinator.pipeline.prefix_search import FoundPrefix, Move, longest_prefix
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
@@ -19,7 +19,9 @@ from coordinator.schedule.scheduler import Scheduler
 from proto.backup import LayerState
 from proto.errors import NotReadyError
 from proto.frame import Frame, SavePrefix
+from proto.held_prefixes import HeldPrefixes
 from proto.prefix_key import prefix_key
+from proto.span import Span
 from tests.support.protocol.simulation import OnePipeline, SimulatedPipeline, Timing, run_virtually
 from tests.support.stages.fake_last_stage import FakeLastStage, plain
 
@@ -38,11 +40,24 @@ class DiskPipeline(SimulatedPipeline):
 
     disk: str = "good"
     loaded: int = 0
+    moved: int = 0
 
-    async def find_prefix(self, tokens: Sequence[int]) -> int:
+    async def find_prefix(self, tokens: Sequence[int]) -> FoundPrefix:
         """Return the length of the stored prefix."""
         await asyncio.sleep(STUCK if self.disk == "search is stuck" else 0.001)
-        return STORED if len(tokens) > STORED else 0
+        if len(tokens) <= STORED:
+            return FoundPrefix()
+        if "move" in self.disk and not self.moved:
+            return FoundPrefix(0, STORED, (Move(0, 1, Span(0, 1)),), 1.0)
+        return FoundPrefix(STORED, STORED)
+
+    async def move_blocks(self, tokens: Sequence[int], moves: Sequence[Move]) -> None:
+        """Copy a block, which takes a while."""
+        assert len(tokens) == STORED and moves == (Move(0, 1, Span(0, 1)),)
+        await asyncio.sleep(STUCK if self.disk == "move is stuck" else 0.01)
+        if self.disk == "move fails":
+            raise NotReadyError("the prefix cannot be read")
+        self.moved += 1
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Give the stages the state after `tokens`."""
@@ -98,8 +113,64 @@ def test_a_bad_disk_costs_no_answer(kind: str) -> None:
     assert first - usual < {"damaged": 0.1, "load is stuck": 6.5, "search is stuck": 1.5}[kind]
 
 
+def test_workers_move_blocks_once() -> None:
+    """A prompt waits until the stages have copied what they lack, and the one beside it uses the same copy."""
+
+    async def two() -> tuple[list[int], int, int]:
+        clock = asyncio.get_running_loop().time
+        last = FakeLastStage(1)
+        pipeline = DiskPipeline(Timing(2), last, 1, ROOM, has_disk=True, disk="moves")
+        loop = GenerationLoop(
+            OnePipeline(pipeline), Scheduler(Limits(context=4096), Controller(MtpMode(0))), clock
+        )
+        await loop.start()
+
+        async def tokens() -> list[int]:
+            events = [event async for event in generate(loop, GenerationRequest(PROMPT, 20))]
+            return [t for event in events if isinstance(event, TokenChunk) for t in event.tokens]
+
+        first, second = await asyncio.gather(tokens(), tokens())
+        await loop.close()
+        assert first == second
+        return first, pipeline.moved, min(positions(last.seen))
+
+    assert run_virtually(two()) == (plain(PROMPT, 20), 1, STORED)
+
+
+@pytest.mark.parametrize("kind", ["move fails", "move is stuck"])
+def test_blocks_that_do_not_move_cost_no_answer(kind: str) -> None:
+    """The prompt is computed, and the next one does not try again."""
+    tokens, first, pipeline = run_virtually(answer(kind))
+    _, usual, _ = run_virtually(answer(""))
+    assert tokens == plain(PROMPT, 20) and pipeline.loaded == 0
+    assert first - usual < 5.5
+    _, again, _ = run_virtually(answer(kind, PROMPT, PROMPT[::-1]))
+    assert again - usual < 0.1
+
+
+def disks(*held: dict[int, set[int]], namespace: str = "model") -> list[HeldPrefixes]:
+    """Return the disks of stages of two layers each."""
+    spans = (Span(2 * number, 2 * number + 2) for number in range(len(held)))
+    return [HeldPrefixes(s, namespace, one) for s, one in zip(spans, held, strict=True)]
+
+
 def test_all_stages_must_have_a_prefix() -> None:
-    """The longest prefix is one that each stage can load."""
-    assert longest_common([[300, 200, 100], [400, 200, 100]]) == 200
-    assert longest_common([[300], []]) == 0
-    assert longest_common([]) == 0
+    """The longest prefix is one whose layers each stage has, and other disks may have those of a longer one."""
+    both = {2, 3}
+    assert longest_prefix([]) == longest_prefix(disks({200: {0, 1}}, {})) == FoundPrefix()
+    assert longest_prefix(disks({200: {0, 1}}, {200: both, 300: both})) == FoundPrefix(200, 200)
+    assert longest_prefix(
+        disks({200: {0, 1}, 300: {0, 2, 3}}, {200: both, 300: {1}})
+    ) == FoundPrefix(200, 300, (Move(1, 0, Span(1, 2)), Move(0, 1, Span(2, 4))), 1.5)
+
+
+def test_other_bits_are_not_moved() -> None:
+    """A disk whose blocks were computed in another way is no source."""
+    other = disks({}, {300: {0, 1, 2, 3}}, namespace="other")[1]
+    assert longest_prefix([disks({})[0], other]) == FoundPrefix()
+
+
+def test_a_reply_has_what_a_disk_holds() -> None:
+    """The message and back."""
+    held = HeldPrefixes(Span(2, 9), "model", {300: {0, 1, 5}, 20: {7}, 7: set()})
+    assert HeldPrefixes.from_reply(held.to_reply()) == held
