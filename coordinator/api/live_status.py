@@ -23,12 +23,6 @@ from coordinator.status.cluster_status import (
 from coordinator.status.frame_records import StageLoad, chrome_trace, step_table
 
 
-async def trace_report(loop: GenerationLoop, seconds: float) -> dict[str, Any]:
-    """Return the trace of the last `seconds`. Raises NotReadyError if no plan serves."""
-    processes = await loop.collect_trace(seconds)
-    return {"trace": chrome_trace(processes), "table": step_table(processes)}
-
-
 @dataclass(eq=False)
 class LiveStatus(StatusSource):
     """The status of a server. `manager` is None in single-node mode; `alone()` is the status of this process."""
@@ -42,6 +36,13 @@ class LiveStatus(StatusSource):
     def __post_init__(self) -> None:
         self._started = self.loop.clock()
         self._epoch_offset = time.time() - (self.manager.clock() if self.manager else 0.0)
+
+    async def trace(self, seconds: float) -> dict[str, Any]:
+        """Return the trace of the last `seconds`. Raises NotReadyError if no plan serves."""
+        processes = await self.loop.collect_trace(seconds)
+        plan = self.manager.plan if self.manager is not None else None
+        sums = {i: self._sum_ms(stage) for i, stage in enumerate(plan.stages if plan else ())}
+        return {"trace": chrome_trace(processes), "table": step_table(processes, sums)}
 
     def status(self) -> ClusterStatus:
         loop = self.loop.status()
@@ -110,8 +111,13 @@ class LiveStatus(StatusSource):
         share += f", {seconds * 1e6:.0f} us a sum"
         if load is None or not load.step_ms:
             return share
-        sums = SUMS_PER_LAYER * len(stage.span) * seconds
-        return f"{share}, {min(1.0, sums * 1e3 / load.step_ms):.0%} of a step"
+        return f"{share}, {min(1.0, self._sum_ms(stage) / load.step_ms):.0%} of a step"
+
+    def _sum_ms(self, stage: StagePlan) -> float:
+        """Return what all sums of a decode step take in a chain, as measured; 0 without a group."""
+        assert self.manager is not None
+        measured = [self.manager.loads.collectives.get(node, 0.0) for node in stage.nodes]
+        return 1e3 * SUMS_PER_LAYER * len(stage.span) * max(measured, default=0.0)
 
     def _member(
         self, member: Member, stage: tuple[int, StagePlan] | None, loads: tuple[StageLoad, ...]

@@ -155,9 +155,8 @@ class BackupTransfer:
         prefix = sequence.tokens[: found.most]
         try:
             async with asyncio.timeout(limit), self._moving:
-                now = await pipeline.find_prefix(
-                    sequence.tokens
-                )  # another prompt may have moved it
+                # Another prompt may have moved it meanwhile.
+                now = await pipeline.find_prefix(sequence.tokens)
                 if now.tokens < found.most:
                     await pipeline.move_blocks(prefix, found.moves)
         except (TimeoutError, ClusterError) as error:

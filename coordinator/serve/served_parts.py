@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from coordinator.api.app import create_app
 from coordinator.api.context import Api, ApiOptions
 from coordinator.api.journal import Journal
-from coordinator.api.live_status import LiveStatus, trace_report
+from coordinator.api.live_status import LiveStatus
 from coordinator.api.model_catalog import ModelLoader, count_parameters, quantization_text
 from coordinator.api.stored_answers import StoredAnswers
 from coordinator.cluster.manager import ClusterManager
@@ -271,7 +270,7 @@ class ServedParts:
             status,
             lasting.api_options,
             manager.replan if manager else None,
-            partial(trace_report, self.loop),
+            status.trace,
             lasting.switch,
             lasting.invite,
             vocabulary=model.vocabulary,

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from statistics import median, quantiles
@@ -191,8 +191,12 @@ def phase_times(process: ProcessTrace) -> Iterator[tuple[FrameTimes, Phase, int,
             yield frame, phase, start, end
 
 
-def step_table(processes: Sequence[ProcessTrace]) -> str:
-    """Return a table of the median and the 90th percentile of every phase and hop, in milliseconds."""
+def step_table(processes: Sequence[ProcessTrace], sums: Mapping[int, float]) -> str:
+    """Return a table of the median and the 90th percentile of every phase and hop, in milliseconds.
+
+    `sums` are the milliseconds of the sums over a group's members in a decode step, by stage. They are a part of
+    `compute`, and at most as long as measured in a chain, because the device may do other work beside them.
+    """
     rows = [f"{'process':<28} {'phase':<12} {'median ms':>10} {'p90 ms':>10} {'frames':>8}"]
     found = list(hops(processes))
     for process in processes:
@@ -204,6 +208,11 @@ def step_table(processes: Sequence[ProcessTrace]) -> str:
             durations[phase.name].append(end - start)
         for name, found_times in durations.items():
             rows += _row(process.name, name, found_times)
+            if name == "compute" and found_times and (most := sums.get(process.stage)):
+                share = most * 1e6 / median(found_times)
+                rows.append(
+                    f"{process.name:<28} {'sums <=':<12} {most:>10.3f} {min(1.0, share):>10.0%}"
+                )
     return "\n".join(rows)
 
 

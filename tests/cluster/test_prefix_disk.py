@@ -13,7 +13,6 @@ from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from tests.bench.texts import held_out_prompts
 from tests.support.processes.processes import (
-    Cluster,
     as_worker,
     ending,
     launch_worker,
@@ -35,10 +34,9 @@ def ask(url: str, prompt: list[int]) -> tuple[list[int], int]:
     return reply["choices"][0]["token_ids"], usage["cached_tokens"]
 
 
-def wait_for_blocks(cluster: Cluster, state: Path) -> None:
-    """Wait until each worker has written a block."""
+def wait_for_blocks(state: Path, count: int) -> None:
+    """Wait until `count` blocks are written."""
     blocks = (state / "prefixes").glob
-    count = len(cluster.workers)
     wait_until(lambda: len([*blocks("*.safetensors")]) >= count, "blocks of all", WRITE_SECONDS)
 
 
@@ -58,7 +56,7 @@ def test_other_workers_start_from_the_prefixes_of_killed_ones(tmp_path: Path) ->
         folder.mkdir()
         with running_cluster(folder, "builtin", count, worker_flags=flags) as cluster:
             found.append(ask(cluster.url, prompt))
-            wait_for_blocks(cluster, state)
+            wait_for_blocks(state, len(cluster.workers))
             for worker in cluster.workers:
                 worker.kill()
     (cold, unknown), (warm, known) = found
@@ -83,7 +81,7 @@ def test_workers_copy_the_blocks_of_layers_that_move(tmp_path: Path) -> None:
             coordinator = stack.enter_context(serving(folder, "builtin", addresses))
             found.append(ask(coordinator.url, prompt))
             for state in states:
-                wait_until(lambda at=state: [*at.rglob("*.safetensors")], "blocks", WRITE_SECONDS)
+                wait_for_blocks(state, 1)
             moved = coordinator.records("prefix moved")
     (cold, unknown), (warm, known) = found
     assert unknown == 0 and known >= 352 and len(moved) == 1
@@ -102,6 +100,6 @@ def test_a_group_keeps_the_prefixes_of_its_shares(tmp_path: Path) -> None:
         group = ("--parallel", parallel, "--dtype", "float32")
         with running_cluster(folder, "builtin", 2, *group, worker_flags=flags) as cluster:
             found.append(ask(cluster.url, prompt))
-            wait_for_blocks(cluster, state)
+            wait_for_blocks(state, len(cluster.workers))
     assert [known > 0 for _, known in found] == [False, True, False]
     assert found[0][0] == found[1][0] == found[2][0]

@@ -64,7 +64,7 @@ def test_relays_join_the_last_stage_and_the_first() -> None:
     assert [(hop.number, hop.receiver, hop.end - hop.start) for hop in found] == [
         (number, 0, 4 * MS) for number in range(3)
     ]
-    rows = [line.split() for line in step_table(traces()).splitlines()]
+    rows = [line.split() for line in step_table(traces(), {}).splitlines()]
     assert ["stage", "0", "relay", "to", "it", "4.000", "4.000", "3"] in rows
     names = [event["name"] for event in chrome_trace(traces())["traceEvents"]]
     assert names.count("relay to stage 0") == 6
@@ -82,9 +82,16 @@ def test_hops_join_the_processes() -> None:
 
 def test_a_table_has_the_median_of_every_phase() -> None:
     """The table names each process with its phases, and gives milliseconds."""
-    rows = [line.split() for line in step_table(traces()).splitlines()]
+    rows = [line.split() for line in step_table(traces(), {}).splitlines()]
     assert ["stage", "1", "compute", "1.000", "1.000", "3"] in rows
     assert ["stage", "0", "hop", "to", "it", "2.000", "2.000", "3"] in rows
+
+
+def test_a_table_has_the_sums_of_a_group() -> None:
+    """They follow `compute`, with their share of it."""
+    rows = [line.split() for line in step_table(traces(), {0: 0.25, 1: 0.0}).splitlines()]
+    assert ["stage", "0", "sums", "<=", "0.250", "25%"] in rows
+    assert sum("sums" in row for row in rows) == 1
 
 
 def test_a_step_that_did_not_take_place_has_no_phase() -> None:
@@ -110,7 +117,7 @@ def test_the_device_computes_one_frame_at_a_time() -> None:
     computed = [e for e in chrome_trace(ahead)["traceEvents"] if e["name"] == "compute"]
     assert {e["tid"] for e in computed} == {1}
     assert [e["dur"] for e in computed] == [12_000, 10_000, 10_000, 10_000]
-    (row,) = [line.split() for line in step_table(ahead).splitlines() if "compute" in line]
+    (row,) = [line.split() for line in step_table(ahead, {}).splitlines() if "compute" in line]
     assert row[3] == "10.000"
 
 
