@@ -6,8 +6,9 @@ import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.frame import VERSION
 from proto.rpc.channels import open_channel
-from proto.rpc.data_connection import FRAMES, RESULTS, StreamBinding
-from proto.trust.certificates import Role, host_name, new_id
+from proto.rpc.data_connection import FRAMES, RESULTS, StreamBinding, Ticket
+from proto.trust.certificates import NodeIdentity, Role, host_name, new_id
 from proto.trust.node_trust import NodeTrust
 from tests.support.trust.cluster_ca import expired_trust, make_authority, trust_of
 from worker.node.access import ALLOWED_ROLES
@@ -244,18 +245,34 @@ async def test_a_client_refuses_another_node(tmp_path: Path) -> None:
             assert await call(channel, "Describe") == "UNAVAILABLE"
 
 
-async def test_removal_ends_open_calls(tmp_path: Path) -> None:
-    """The stream of a removed node ends within a second, and its next call is refused on the same connection."""
+@pytest.mark.parametrize("opened", [True, False])
+async def test_removal_ends_open_calls(
+    tmp_path: Path, opened: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream of a removed node ends within a second, and its next call is refused on the same connection.
+
+    This holds while gRPC sends its metadata, too.
+    """
     async with (
         secured_worker(tmp_path) as worker,
         channel_of(worker, "worker, previous stage") as channel,
     ):
+        removed = worker.trust.removed | {worker.previous}
+        remove = partial(worker.trust.install, worker.trust.authorities, removed)
+        issued = worker.node.tickets.issued
+
+        def remove_soon(peer: NodeIdentity | None) -> AbstractContextManager[Ticket]:
+            asyncio.get_running_loop().call_soon(remove)
+            return issued(peer)
+
+        if not opened:
+            monkeypatch.setattr(worker.node.tickets, "issued", remove_soon)
         binding = StreamBinding(1, 1, "sender", TOKEN).to_metadata()
         frames: Any = channel.stream_stream(FRAMES)(metadata=binding)
-        await frames.initial_metadata()
-        assert not frames.done()
-        removed = worker.trust.removed | {worker.previous}
-        worker.trust.install(worker.trust.authorities, removed)
+        if opened:
+            await frames.initial_metadata()
+            assert not frames.done()
+            remove()
         async with asyncio.timeout(1.0):
             assert (await frames.code()).name != "OK"
         assert await call(channel, FRAMES) == "PERMISSION_DENIED"

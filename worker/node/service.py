@@ -35,6 +35,9 @@ from worker.node.node import Lease, WorkerNode
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+METADATA_SECONDS = 1.0
+"""Seconds that a cancelled call waits for its metadata to be sent."""
+
 REPEAT_SECONDS = 20.0
 """Seconds without progress after which the newest message is sent again. A load compiles kernels for up to a minute.
 A coordinator ends a load that says nothing for two. The watchdog of the engine thread bounds the load itself."""
@@ -111,7 +114,15 @@ class DataPlane:
         """Give the caller a ticket, and return the data connection that it opens."""
         peer = peer_of(context) if self.node.identity.trust is not None else None
         with self.node.tickets.issued(peer) as ticket:
-            await context.send_initial_metadata(ticket.offer.to_metadata())
+            sending = asyncio.ensure_future(
+                context.send_initial_metadata(ticket.offer.to_metadata())
+            )
+            try:
+                await asyncio.shield(sending)
+            except asyncio.CancelledError:
+                # gRPC can end no call whose metadata is half sent, and its client would wait.
+                await asyncio.wait({sending}, timeout=METADATA_SECONDS)
+                raise
             return await ticket.wait_for_connection()
 
 
