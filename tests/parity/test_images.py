@@ -108,10 +108,9 @@ def theirs(path: Path, files: list[bytes], prompt: Sequence[int], answer: list[i
     return np.asarray(found.logits[0, len(prompt) - 1 : -1].numpy())
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_answers_are_those_of_transformers(path: Path, count: int) -> None:
+def test_answers_are_those_of_transformers(path: Path) -> None:
     """The tokens of an answer to text with images equal those of transformers, for any cut and any drafts."""
-    files = FILES[-count:]
+    files = FILES[1:]
     request = request_of(path, encoded(path, files))
     answer = answers(path, [request])[0]
     logits = theirs(path, files, request.prompt, answer)
@@ -182,7 +181,11 @@ def test_a_later_turn_reads_no_image_again(path: Path) -> None:
     assert not set(first.tokens) & set(other.tokens)
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_bits": 8}, {"exact": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"kv_bits": 8}, {"exact": True}))],
+    ids=str,
+)
 def test_prefixes_keep_images(path: Path, options: dict[str, Any]) -> None:
     """A prompt that begins with a known image gives the tokens of a cold one, beside another image and text."""
     images = encoded(path, [*FILES[1:3], file_of(picture(*SIZES[1], seed=99))])
