@@ -24,6 +24,9 @@ LONGEST_PATIENCE = 6.0
 PAYING_SHARE = 0.7
 """Slowest stage of the new plan over that of the present one, below which it pays to compute every answer again."""
 
+EQUAL_SHARE = 0.95
+"""The same share, above which two plans over as many workers are equally fast: speeds are measured."""
+
 
 @dataclass(frozen=True)
 class StartPlan:
@@ -183,7 +186,7 @@ def _plan_with_joined(view: View, planner: Planner) -> Action | None:
     listed = ", ".join(names)
     try:
         plan = planner(usable, view.epoch + 1)
-        if _is_in_force(view, plan):
+        if _is_in_force(view, plan) or _is_as_good(view, plan, planner):
             return KeepPlan(f"it is the best one with {listed}")
         action = _change_to(view, plan, f"{listed} joined")
         if not isinstance(action, StartPlan) or not view.open_requests:
@@ -211,12 +214,23 @@ def _is_in_force(view: View, plan: Plan) -> bool:
     return (plan.nodes, plan.group_size) == (view.serving, view.group_size)
 
 
+def _is_as_good(view: View, plan: Plan, planner: Planner) -> bool:
+    """Return whether `plan` only puts an equal worker in the place of one in force, which would pause all answers."""
+    if (len(plan.nodes), plan.group_size) != (len(view.serving), view.group_size):
+        return False
+    return plan.slowest_seconds > EQUAL_SHARE * _present(view, planner).slowest_seconds
+
+
 def _pays(view: View, plan: Plan, planner: Planner) -> bool:
     """Return whether `plan` is so much faster than the one in force that open answers are paused for it."""
     if not view.serving:
         return False  # the planner has no figure for this process
-    present = planner([view.members[address] for address in view.serving], view.epoch)
-    return plan.slowest_seconds <= PAYING_SHARE * present.slowest_seconds
+    return plan.slowest_seconds <= PAYING_SHARE * _present(view, planner).slowest_seconds
+
+
+def _present(view: View, planner: Planner) -> Plan:
+    """Return what the planner says of the workers in force."""
+    return planner([view.members[address] for address in view.serving], view.epoch)
 
 
 # ---- reasons

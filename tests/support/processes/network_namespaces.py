@@ -30,11 +30,21 @@ class Machine:
 
     name: str
     address: str
+    cable: str
+    """Name of its end of the cable."""
 
     @property
     def prefix(self) -> tuple[str, ...]:
         """The command that runs another one on this machine."""
         return ("ip", "netns", "exec", self.name)
+
+    def pull_cable(self) -> None:
+        """End the link. No packet of this machine or to it arrives from now on, and none says so."""
+        _ip("-n", self.name, "link", "set", self.cable, "down")
+
+    def plug_cable_in(self) -> None:
+        """Start the link again, with the address of before."""
+        _ip("-n", self.name, "link", "set", self.cable, "up")
 
 
 @contextmanager
@@ -44,7 +54,7 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
         pytest.skip("network namespaces need Linux and iproute2")
     token = uuid.uuid4().hex[:8]
     machines = tuple(
-        Machine(f"mtp-{letter}-{token}", f"10.213.77.{number}")
+        Machine(f"mtp-{letter}-{token}", f"10.213.77.{number}", f"v{token}")
         for number, letter in enumerate("ab", 1)
     )
     made = []

@@ -508,6 +508,21 @@ def test_open_answers_are_paused_only_for_a_large_gain() -> None:
     assert happen(busy.view, TimePassed(), slow).view.serving == ("a", "b")
 
 
+@pytest.mark.parametrize(("faster", "used"), [(0.97, False), (0.9, True)])
+def test_an_equal_worker_replaces_none(faster: float, used: bool) -> None:
+    """A plan over as many workers is used if it is faster by more than measurements differ."""
+
+    def pick_one(members: Sequence[Member], epoch: int) -> Plan:
+        best = max(members, key=lambda member: member.address)
+        plan = planner_for(1)([best], epoch)
+        seconds = faster if best.address == worker("b").address else 1.0
+        return cast(Plan, SimpleNamespace(**{**vars(plan), "slowest_seconds": seconds}))
+
+    step = happen(joined(AUTO, pick_one), TimePassed(), pick_one, after=2.0)
+    (action,) = step.actions
+    assert isinstance(action, PreparePlan if used else KeepPlan)
+
+
 def test_open_answers_are_not_paused_again_soon_after_a_failure() -> None:
     """The worker that failed returns. It is used at once when no answer is open, and else after CALM_SECONDS."""
     planner = planner_for(1)
