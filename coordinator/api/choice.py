@@ -243,20 +243,17 @@ class Choice:
         self._held += self._new[: len(piece.tokens)]
         del self._new[: len(piece.tokens)]
         if self._parser is None:
-            return self._record_text(piece)
+            self.offsets += piece.offsets
+            if not piece.text and not any(logprob for _, logprob in self._held):
+                return []
+            self.content.append(piece.text)
+            part = Content(piece.text)
+            return [AnswerEvent(self.index, part, offsets=piece.offsets, **self._release())]
         was_reasoning = self._parser.reasoning
         parts = self._parser.add(piece.text)
         if was_reasoning or self._parser.reasoning:
             self.reasoning_tokens += len(piece.tokens)
         return self._record_parts(parts)
-
-    def _record_text(self, piece: Piece) -> list[AnswerEvent]:
-        self.offsets += piece.offsets
-        if not piece.text and not any(logprob for _, logprob in self._held):
-            return []
-        self.content.append(piece.text)
-        part = Content(piece.text)
-        return [AnswerEvent(self.index, part, offsets=piece.offsets, **self._release())]
 
     def _record_parts(self, parts: list[Part]) -> list[AnswerEvent]:
         events = [self._record_part(part) for part in join_parts(parts)]

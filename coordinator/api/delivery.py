@@ -11,13 +11,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from coordinator.api.choice import AnswerEvent, GeneratedAnswer
 from coordinator.api.context import Api, api_of, client_of
+from coordinator.api.errors import status_of
 from coordinator.api.journal import Record
 from coordinator.schedule.request import (
     GenerationEvent,
@@ -377,8 +377,6 @@ class AnswerStream(StreamingResponse):
 
 def _outcome(error: BaseException) -> str:
     """Return the outcome of a failed request for the metrics."""
-    if isinstance(error, ClusterError):
-        return "refused" if error.http_status < 500 else "error"
-    if isinstance(error, HTTPException):
-        return "refused"
-    return "error" if isinstance(error, Exception) else "cancelled"
+    if not isinstance(error, Exception):
+        return "cancelled"
+    return "refused" if status_of(error) < 500 else "error"

@@ -31,7 +31,7 @@ from coordinator.api.openai_schemas import (
     StreamOptions,
 )
 from coordinator.api.request_body import read_body
-from coordinator.api.request_settings import ChatRequest, call_message, check_model, check_prompt
+from coordinator.api.request_settings import ChatRequest, call_message, check_model, check_tokens
 from coordinator.text.calls import CallArguments, CallEnd, CallStart, Json
 from coordinator.text.chat_parser import Content, Reasoning
 from coordinator.text.tokenizer import Tokenizer
@@ -58,7 +58,9 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
     tools = [tool.for_template() for tool in body.tools or ()]
     chat = ChatRequest(
         messages=[template_message(each, api.tokenizer.tool_markers) for each in body.messages],
-        settings=body.settings(),
+        settings=body.generation_settings(
+            "messages", (body.top_logprobs or 0) if body.logprobs else None
+        ),
         tools=[] if body.tool_choice == "none" else tools,
         template_kwargs=variables,
         thinking=thinking,
@@ -100,8 +102,9 @@ async def prepare_completion(api: Api, request: Request) -> PreparedAnswer:
     body = await read_body(request, CompletionBody)
     check_model(api, body.model)
     prompts = [await _tokens(api, prompt) for prompt in body.prompts]
+    settings = body.generation_settings("prompt", body.logprobs)
     answer = await text_answer(
-        api, body.settings(), prompts, new_id("cmpl-"), user=body.user, output=body.output
+        api, settings, prompts, new_id("cmpl-"), user=body.user, output=body.output
     )
     echoes = [_text(api, choice.request.prompt) for choice in answer.choices] if body.echo else ()
     writer = CompletionWriter(answer, api.tokenizer, body, echoes)
@@ -111,7 +114,8 @@ async def prepare_completion(api: Api, request: Request) -> PreparedAnswer:
 async def _tokens(api: Api, prompt: str | list[int]) -> tuple[int, ...]:
     if isinstance(prompt, str):
         return await api.large_work.run(len(prompt), partial(api.tokenizer.encode, prompt))
-    return check_prompt(api, prompt)
+    check_tokens(api, prompt, "prompt")
+    return tuple(prompt)
 
 
 def _text(api: Api, tokens: tuple[int, ...]) -> str:

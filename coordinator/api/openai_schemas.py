@@ -303,11 +303,6 @@ class ChatBody(GenerationBody):
         switch = self.enable_thinking if thinking is None else thinking
         return switch, self.thinking_budget or budget
 
-    def settings(self) -> GenerationSettings:
-        """Return the settings of the internal request."""
-        alternatives = (self.top_logprobs or 0) if self.logprobs else None
-        return self.generation_settings("messages", alternatives)
-
 
 class CompletionBody(GenerationBody):
     """The body of `POST /v1/completions`."""
@@ -330,7 +325,3 @@ class CompletionBody(GenerationBody):
             return [self.prompt]
         tokens = [token for token in self.prompt if isinstance(token, int)]
         return [tokens] if tokens else [p for p in self.prompt if not isinstance(p, int)]
-
-    def settings(self) -> GenerationSettings:
-        """Return the settings of the internal request."""
-        return self.generation_settings("prompt", self.logprobs)

@@ -88,7 +88,7 @@ def check_model(api: Api, name: str | None) -> None:
 
 def stops_of(api: Api, settings: GenerationSettings) -> tuple[frozenset[int], tuple[str, ...]]:
     """Return the stop tokens, those spelled as strings included, and the stop strings. Raises RequestError."""
-    _check_tokens(api, settings.stop_token_ids, "stop_token_ids")
+    check_tokens(api, settings.stop_token_ids, "stop_token_ids")
     tokens = set(settings.stop_token_ids)
     if not settings.ignore_eos:
         tokens |= api.tokenizer.eos_ids
@@ -138,12 +138,6 @@ def requests_of(
     return requests
 
 
-def check_prompt(api: Api, prompt: Sequence[int]) -> tuple[int, ...]:
-    """Return a prompt that the client sent as tokens. Raises RequestError for a token outside the vocabulary."""
-    _check_tokens(api, prompt, "prompt")
-    return tuple(prompt)
-
-
 def _sampling_params(api: Api, settings: GenerationSettings) -> SamplingParams:
     chosen: Json = {name: value for name, value in settings.sampling.items() if value is not None}
     if "top_k" in chosen:
@@ -167,11 +161,12 @@ def _logit_bias(api: Api, bias: Mapping[str, float]) -> dict[int, float]:
             "logit_bias", f"{wrong[0]!r:.20} is not a token id. Use numbers as keys."
         )
     by_token = {int(key): value for key, value in bias.items()}
-    _check_tokens(api, by_token, "logit_bias")
+    check_tokens(api, by_token, "logit_bias")
     return by_token
 
 
-def _check_tokens(api: Api, tokens: Collection[int], param: str) -> None:
+def check_tokens(api: Api, tokens: Collection[int], param: str) -> None:
+    """Raise RequestError, naming `param`, for a token outside the vocabulary."""
     size = api.tokenizer.vocab_size
     if wrong := [token for token in tokens if not 0 <= token < size]:
         raise refused_field(

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator.api.model_catalog import Catalog
-from coordinator.cli.options import JsonOption, ModelArgument, ModelOption, required_model
+from coordinator.cli.options import JsonOption, ModelArgument, ModelOption, named_model
 from coordinator.cli.trust_commands import StateOption
 from coordinator.schedule.local_generator import missing_head_tensors, repair_hint
 from coordinator.serve.server import CONVERTED
@@ -52,7 +52,7 @@ def inspect(
     The last line says whether the head is complete and its norms are right. For a hub repo that is not on this machine,
     only headers are read. mtp-coord plan shows what each machine would hold, and generate how many drafts are accepted.
     """
-    model = required_model(argument, option)
+    model = named_model(argument, option)
     if find_model(model) is None:
         typer.echo(f"{model} is not on this machine: asking the hub for its headers …", err=True)
     checkpoint = open_model(model)

@@ -23,7 +23,7 @@ from coordinator.doctor.step import forget_trials
 from coordinator.pipeline.worker_client import ConnectionPolicy
 from coordinator.trust.cluster_trust import ClusterTrust
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.hub.resolve import resolve_model
+from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
 from proto.state_dir import state_dir
 
 SIGNS = {
@@ -60,7 +60,7 @@ def doctor(
     logging.getLogger().setLevel(logging.ERROR)
     if retry:
         forget_trials()
-    checkpoint = Checkpoint.open(resolve_model(options.model_or_builtin(argument, option)))
+    checkpoint = Checkpoint.open(resolve_model(options.named_model(argument, option, BUILTIN)))
     trust = None if insecure else ClusterTrust.open(state_dir(state), create=False)
     policy = ConnectionPolicy(trust.trust if trust else None, insecure)
     console = Console(emoji=False, stderr=as_json, quiet=as_json)

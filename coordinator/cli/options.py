@@ -97,23 +97,13 @@ ModelOption = Annotated[
 ]
 
 
-def required_model(argument: str | None, option: str | None) -> str:
-    """Return the model named by argument or option. Raises UsageError if none is named, or two."""
-    model = _named_model(argument, option)
-    if model is None:
-        raise UsageError("name one model: a directory, a hub repo, or 'builtin'")
-    return model
-
-
-def model_or_builtin(argument: str | None, option: str | None) -> str:
-    """Return the model named by argument or option, or `builtin`. Raises UsageError if two are named."""
-    return _named_model(argument, option) or BUILTIN
-
-
-def _named_model(argument: str | None, option: str | None) -> str | None:
+def named_model(argument: str | None, option: str | None, default: str = "") -> str:
+    """Return the model named by argument or option, or `default`. Raises UsageError without any, or with two."""
     if argument is not None and option is not None:
         raise UsageError(f"name one model, not both {argument!r} and --model {option!r}")
-    return argument if option is None else option
+    if not (model := (argument if option is None else option) or default):
+        raise UsageError("name one model: a directory, a hub repo, or 'builtin'")
+    return model
 
 
 def checked_slices(

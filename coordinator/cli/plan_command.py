@@ -81,7 +81,7 @@ def plan(
     """
     if dtype not in (None, "float32", "float16", "bfloat16") or kv_bits not in (None, 4, 8):
         raise UsageError("--dtype is float32, float16 or bfloat16, and --kv-bits 4 or 8")
-    model = options.required_model(argument, option)
+    model = options.named_model(argument, option)
     specs = given_nodes(node or [], nodes, memory)
     if not specs:
         raise UsageError("no machine to plan for. Name some, as in --nodes 2 --memory 64GB")

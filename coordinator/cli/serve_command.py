@@ -22,6 +22,7 @@ from coordinator.planning.groups import Parallel, Prefer
 from coordinator.serve.served_parts import DEFAULT_WAIT, ServeOptions
 from coordinator.serve.server import serve as run_server
 from coordinator.trust.key_ring import KeyRing
+from mtp.checkpoint.hub.resolve import BUILTIN
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.announcement import is_loopback, parse_address
 from proto.errors import UsageError
@@ -242,7 +243,7 @@ def serve(
     if alone_ok and nodes is None and shared.machines is None:
         raise UsageError("--alone-ok needs --nodes. Without it, serving alone is allowed")
     settings = ServeOptions(
-        model=options.model_or_builtin(argument, model),
+        model=options.named_model(argument, model, BUILTIN),
         host=host,
         port=port,
         workers=tuple(worker or ()),

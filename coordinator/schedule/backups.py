@@ -61,7 +61,7 @@ class PrefixBackups:
         self.kept[tokens] = backup
         self.kept.move_to_end(tokens)
         if len(self.kept) > MAX_PREFIXES:
-            self.drop_oldest()
+            self.kept.popitem(last=False)
 
     def find_longest(self, prompt: Sequence[int]) -> Backup | None:
         """Return the longest backup that is a proper prefix of `prompt`, and mark it as the most recently used."""
@@ -72,10 +72,6 @@ class PrefixBackups:
         longest = max(found, key=len)
         self.kept.move_to_end(longest)
         return self.kept[longest]
-
-    def drop_oldest(self) -> None:
-        """Drop the backup that was not used for the longest time."""
-        self.kept.popitem(last=False)
 
 
 def total_bytes(backups: Iterable[Backup]) -> int:
@@ -211,7 +207,7 @@ class Backups:
             self.prefixes.add_prefix(made.prefix, backup.copy())
         while self.nbytes > self.limit:
             if self.prefixes.kept:
-                self.prefixes.drop_oldest()
+                self.prefixes.kept.popitem(last=False)
                 continue
             youngest = max(self.kept)
             self._full_from = min(self._full_from, youngest)

@@ -7,6 +7,7 @@ client, and the next job starts another one. Jobs and results are JSON, so no ob
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import signal
@@ -18,6 +19,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
@@ -240,7 +242,8 @@ LOOK_SECONDS = 0.02
 MAX_RESULTS = 64
 """Results kept for requests with the same format, refusals among them: 16 MB of the largest grammars."""
 
-_LENGTH = struct.Struct("<I")
+_LENGTH = struct.Struct("!i")
+"""The length before a message, as `multiprocessing.connection` writes it."""
 
 
 class GrammarProcess:
@@ -399,12 +402,13 @@ async def _receive(connection: socket.socket) -> bytes:
 def main() -> None:
     """Compile the jobs of the connection at descriptor 0, until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the server, which ends this process
-    with socket.socket(fileno=0) as connection, connection.makefile("rwb") as stream:
-        tokenizer = tokenizer_of(_read(stream))
-        _write(stream, b"ready")
-        while job := _read(stream):
+    connection = Connection(0)
+    tokenizer = tokenizer_of(connection.recv_bytes())
+    connection.send_bytes(b"ready")
+    with contextlib.suppress(EOFError):
+        while job := connection.recv_bytes():
             signal.alarm(round(3 * JOB_SECONDS))  # ends this process even if its server is gone
-            _write(stream, json.dumps(_result(json.loads(job), tokenizer)).encode())
+            connection.send_bytes(json.dumps(_result(json.loads(job), tokenizer)).encode())
             signal.alarm(0)
 
 
@@ -420,16 +424,3 @@ def _result(job: list[dict[str, Any]], tokenizer: Any) -> dict[str, str]:
         if not refusals:
             return {"grammar": grammar}
     return refusals[min(1, len(refusals) - 1)]
-
-
-def _read(stream: Any) -> bytes:
-    """Return the next message, or nothing at the end."""
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return b""
-    return bytes(stream.read(_LENGTH.unpack(head)[0]))
-
-
-def _write(stream: Any, data: bytes) -> None:
-    stream.write(_LENGTH.pack(len(data)) + data)
-    stream.flush()

@@ -120,11 +120,6 @@ class PerLayerEmbedding(nn.Module):
             bias=False,
         )
 
-    @property
-    def state_length(self) -> int:
-        """Rows before the first one that the convolution reads."""
-        return (self.ngrams.kernel - 1) * self.ngrams.size
-
     def embed(self, texts: Sequence[tuple[Ints, Ints]]) -> mx.array:
         """Return the embeddings `[n, dim]` of the tokens of `texts`, each of which has the tokens before them, too."""
         assert self.table is not None, "the loader has set it"
@@ -145,7 +140,7 @@ class PerLayerEmbedding(nn.Module):
         return values, self.norm_conv(values)
 
     def convolve(self, rows: mx.array) -> mx.array:
-        """Return the convolution `[n, w, width]` of `rows [n, state_length + w, width]`."""
+        """Return the convolution `[n, w, width]` of `rows [n, before + w, width]`, for the `w` rows after `before`."""
         y: mx.array = nn.silu(self.conv1d(rows))
         return y
 

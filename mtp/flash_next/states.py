@@ -100,7 +100,8 @@ class NgramState:
     def empty(cls, ple: PerLayerEmbedding, dtype: mx.Dtype) -> NgramState:
         """Return the state before the first token."""
         context = np.full(ple.hash.context, ple.ngrams.eos, np.int64)
-        return cls(context, mx.zeros((1, ple.state_length, ple.args.width), dtype))
+        before = (ple.ngrams.kernel - 1) * ple.ngrams.size  # rows that the convolution reads
+        return cls(context, mx.zeros((1, before, ple.args.width), dtype))
 
     def advance(self, tokens: Ints, rows: mx.array, *, keep: bool) -> None:
         """Append `tokens` and their `rows [1, w, width]`. With `keep` the window can be cut later."""

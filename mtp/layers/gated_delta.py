@@ -12,6 +12,7 @@ with different arithmetic.
 from __future__ import annotations
 
 import mlx.core as mx
+from mlx_lm.models.qwen3_5 import GatedDeltaNet
 
 from mtp.layers.source_kernel import SourceKernel
 from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape, WindowKernel
@@ -194,6 +195,28 @@ SOURCE = r"""
     }
   }
 """
+
+
+def has_window_kernel(net: GatedDeltaNet) -> bool:
+    """Return whether the kernel computes the layer."""
+    return (
+        net.head_k_dim == net.head_v_dim == HEAD_DIM
+        and net.conv_kernel_size == TAPS
+        and "bias" not in net.conv1d
+    )
+
+
+def window_constants(net: GatedDeltaNet, dtype: mx.Dtype) -> tuple[mx.array, ...]:
+    """Return the constants of a layer for the kernel, those beside the activations in `dtype`."""
+    constants = (
+        net.conv1d.weight.reshape(-1, TAPS).astype(dtype),
+        net.A_log.astype(mx.float32),
+        net.dt_bias.astype(mx.float32),
+        net.norm.weight.astype(dtype),
+        mx.array([net.norm.eps]),
+    )
+    mx.eval(constants)
+    return constants
 
 
 def window_kernel(language: type[SourceKernel]) -> WindowKernel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,12 +108,14 @@ def run_prepare(
     x: mx.array,
     places: mx.array,
     constants: tuple[mx.array, ...],
-    shapes: Sequence[tuple[int, ...]],
-) -> list[mx.array]:
-    """Return the outputs of `kernel`, of `shapes`, for rows `x` at `places` int32 `[rows, 2]`: slot and position."""
-    heads, kv = shape.query_heads, shape.kv_heads
-    units = x.shape[0] * (heads + 2 * kv)
-    return kernel(
+) -> tuple[mx.array, mx.array]:
+    """Return q `[rows, query_heads, 256]`, and k and v `[2, kv_heads, rows, 256]`, normed and turned.
+
+    They are those of rows `x` at `places` int32 `[rows, 2]`: slot and position.
+    """
+    rows, heads, kv = x.shape[0], shape.query_heads, shape.kv_heads
+    units = rows * (heads + 2 * kv)
+    q, new = kernel(
         [x, places, *constants],
         blocks=(-(-units * 32 // THREADS), 1, 1),
         template=[
@@ -124,6 +125,7 @@ def run_prepare(
             ("D", HEAD_DIM),
             ("ROPE", shape.rope),
         ],
-        shapes=shapes,
-        dtypes=[x.dtype] * len(shapes),
+        shapes=[(rows, heads, HEAD_DIM), (2, kv, rows, HEAD_DIM)],
+        dtypes=[x.dtype] * 2,
     )
+    return q, new

@@ -37,12 +37,10 @@ PATCHES = "patch_embed.proj.weight"
 ROPE_THETA = 10000.0
 """Base of the rotary positions, where the config has none."""
 
+ACTIVATION = "gelu_pytorch_tanh"
+
 Rest = Callable[[float], None]
 """Called after each step with its seconds."""
-
-
-def _no_rest(_: float) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -77,27 +75,18 @@ class VisionConfig:
         rope = fields.get("rope_parameters") or {}
         theta = float(rope.get("rope_theta", ROPE_THETA))
         config = cls(**{name: fields[name] for name in names}, theta=theta)
-        head, side = (
-            config.hidden_size // config.num_heads,
-            round(config.num_position_embeddings**0.5),
-        )
-        problems = {
-            "deepstack_visual_indexes": fields.get("deepstack_visual_indexes") or None,
-            "hidden_act": None
-            if fields.get("hidden_act", "gelu_pytorch_tanh") == "gelu_pytorch_tanh"
-            else fields["hidden_act"],
-            "out_hidden_size": None if config.out_hidden_size == hidden_size else hidden_size,
-            "num_heads": None
-            if head * config.num_heads == config.hidden_size and head % 4 == 0
-            else config.num_heads,
-            "num_position_embeddings": None
-            if side * side == config.num_position_embeddings
-            else config.num_position_embeddings,
+        side = round(config.num_position_embeddings**0.5)
+        supported = {
+            "deepstack_visual_indexes": not fields.get("deepstack_visual_indexes"),
+            "hidden_act": fields.get("hidden_act", ACTIVATION) == ACTIVATION,
+            "out_hidden_size": config.out_hidden_size == hidden_size,
+            "num_heads": config.hidden_size % (4 * config.num_heads) == 0,
+            "num_position_embeddings": side * side == config.num_position_embeddings,
         }
-        for name, problem in problems.items():
-            if problem is not None:
+        for name, fits in supported.items():
+            if not fits:
                 raise CheckpointError(
-                    f"{source}: vision_config.{name} {problem!r:.60} is not supported. "
+                    f"{source}: vision_config.{name} {fields[name]!r:.60} is not supported. "
                     "Use a Qwen3.5 checkpoint, or one without images."
                 )
         return config
@@ -194,7 +183,7 @@ class VisionTower(nn.Module):
         self.merger = _Merger(config)
 
     def rows(
-        self, patches: np.ndarray[Any, Any], height: int, width: int, rest: Rest = _no_rest
+        self, patches: np.ndarray[Any, Any], height: int, width: int, rest: Rest = lambda _: None
     ) -> mx.array:
         """Return the evaluated rows `[patches / merge², out_hidden_size]` of one image.
 

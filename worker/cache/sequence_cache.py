@@ -42,13 +42,12 @@ class OpenWindow:
 class CommitResult:
     """The result of a commit.
 
-    `whole` windows became permanent. If `cut` is set, the next window was cut to `cut` tokens, and the `dropped`
-    windows after it were removed. `trim` tokens were removed from the end of the sequence.
+    `whole` windows became permanent. If `cut` is set, the next window was cut to `cut` tokens, and the windows after it
+    were removed. `trim` tokens were removed from the end of the sequence.
     """
 
     whole: int
     cut: int | None = None
-    dropped: int = 0
     trim: int = 0
 
 
@@ -126,7 +125,6 @@ class WindowStack:
 
     def _cut(self, index: int, accepted_length: int, *, in_header: bool) -> CommitResult:
         window = self.windows[index]
-        dropped = len(self.windows) - index - 1
         end = window.position + accepted_length
         trim = self.length - end
         self.length = end
@@ -134,7 +132,7 @@ class WindowStack:
         if not in_header:
             self.awaiting = window.number
         self.check()
-        return CommitResult(whole=index, cut=accepted_length, dropped=dropped, trim=trim)
+        return CommitResult(whole=index, cut=accepted_length, trim=trim)
 
     def end(self) -> None:
         """Mark the sequence as cancelled. Arriving segments are stale until it is evicted."""

@@ -150,6 +150,7 @@ def convert(
             f"{source.path}: tensor {source.mtp.missing[0]} of the MTP head is missing. Download the checkpoint again."
         )
     weights = convert_weights(source, settings)
+    has_vision = bool(weights.vision)  # the groups are released as they are written
     _open(path, {"source": source.fingerprint(), "settings": asdict(settings)})
     ways: Counter[str] = Counter()
     resumed, nbytes, dtypes = _write(path, weights, on_progress, shard_bytes, ways)
@@ -157,9 +158,9 @@ def convert(
         if not any(file.match(name) for name in _NOT_BESIDE):
             replace_bytes(path / file.name, file.read_bytes())
     processor = source.path / PROCESSOR
-    if weights.has_vision and processor.is_file():
+    if has_vision and processor.is_file():
         replace_bytes(path / PROCESSOR, processor.read_bytes())
-    save_config(path, _config(source, weights))
+    save_config(path, _config(source, weights, has_vision))
     (path / JOURNAL).unlink()
     return ConversionResult(path, nbytes, resumed, source.mtp.complete, dtypes, ways)
 
@@ -226,10 +227,10 @@ def _write(
     return resumed, total, tuple(sorted(dtypes))
 
 
-def _config(source: Checkpoint, weights: ConvertedWeights) -> dict[str, Any]:
+def _config(source: Checkpoint, weights: ConvertedWeights, has_vision: bool) -> dict[str, Any]:
     """Return the source's config.json, updated for the head, the quantization and a vision part that is left out."""
     config: dict[str, Any] = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
-    if not weights.has_vision:
+    if not has_vision:
         config.pop("vision_config", None)
     for key in ("_name_or_path", "quantization_config", "compression_config"):
         config.pop(key, None)

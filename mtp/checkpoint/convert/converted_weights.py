@@ -7,7 +7,7 @@ lazy weights are known at once. Evaluating a weight reads its tensor and packs i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, cast
 
@@ -148,10 +148,6 @@ class ConvertedWeights:
     head: list[Group]
     vision: list[Group]
     quantization: dict[str, Any] | None
-    has_vision: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.has_vision = bool(self.vision)  # the groups are released as they are written
 
 
 def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeights:

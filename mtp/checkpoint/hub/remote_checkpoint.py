@@ -42,7 +42,7 @@ def open_model(name: str) -> Checkpoint:
     if local is not None:
         return Checkpoint.open(local)
     with HubRepo(name) as hub:
-        found = open_remote(hub, _accept_all)
+        found = open_remote(hub)
         check_not_packed(found.path, found.config)
         check_not_head_only(found.path, found.config)
         return found
@@ -83,22 +83,17 @@ def fetch_head(
     return plan_packed(Checkpoint.assemble(directory, head.config, head.layout, writer.tensors()))
 
 
-def open_remote(hub: HubRepo, wanted: Callable[[str], bool]) -> Checkpoint:
+def open_remote(hub: HubRepo, wanted: Callable[[str], bool] = lambda name: True) -> Checkpoint:
     """Open the checkpoint in `hub` with the stored names that `wanted` accepts; all of them if it is a head alone."""
     path = Path(hub.repo)
     beside = None if hub.size(QUANTIZATION_FILE) is None else _read_object(hub, QUANTIZATION_FILE)
     fields = with_quantization(_read_object(hub, "config.json"), beside)
     config = ModelConfig.parse(path / "config.json", fields)
-    if config.head_only:
-        wanted = _accept_all
-    headers = _headers(hub, wanted)
-    tensors = {n: info for n, info in merge_headers(headers).items() if wanted(n)}
+    headers = _headers(hub, lambda name: config.head_only or wanted(name))
+    merged = merge_headers(headers).items()
+    tensors = {n: info for n, info in merged if config.head_only or wanted(n)}
     layout = detect_layout(path, headers, head_only=config.head_only)
     return Checkpoint.assemble(path, config, layout, tensors)
-
-
-def _accept_all(stored: str) -> bool:
-    return True
 
 
 def _headers(hub: HubRepo, wanted: Callable[[str], bool]) -> dict[Path, Header]:

@@ -20,10 +20,9 @@ from mtp.layers.cuda.packed_linear import (
     add_product,
     joined,
 )
+from mtp.layers.gated_delta import has_window_kernel, window_constants
 from mtp.layers.layer import Exact, Hole, KVFormat, Layer, PlainMLP
 from mtp.layers.windows import (
-    HEAD_DIM,
-    TAPS,
     GatedDeltaShape,
     Recurrence,
     SnapshotGDNCache,
@@ -36,12 +35,7 @@ from mtp.layers.windows import (
 
 def can_pack_gdn(layer: GatedDeltaNet, dtype: mx.Dtype) -> bool:
     """Return whether the kernel computes `layer` with activations of `dtype`."""
-    return (
-        dtype in HALF_TYPES
-        and layer.head_k_dim == layer.head_v_dim == HEAD_DIM
-        and layer.conv_kernel_size == TAPS
-        and "bias" not in layer.conv1d
-    )
+    return dtype in HALF_TYPES and has_window_kernel(layer)
 
 
 class PackedGDNLayer(Layer):
@@ -56,17 +50,10 @@ class PackedGDNLayer(Layer):
         self.mlp: PackedMLP | PlainMLP = PlainMLP(layer.mlp) if mlp is None else mlp
         self.shape = GatedDeltaShape(net.num_k_heads, net.num_v_heads)
         self.dtype = dtype
-        self.constants = (
-            net.conv1d.weight.reshape(-1, TAPS).astype(dtype),
-            net.A_log.astype(mx.float32),
-            net.dt_bias.astype(mx.float32),
-            net.norm.weight.astype(dtype),
-            mx.array([net.norm.eps]),
-        )
+        self.constants = window_constants(net, dtype)
         inputs = [net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a]
         self.projection = joined(inputs, padded=True)
         self.out = joined([net.out_proj])
-        mx.eval(self.constants)
         self._body: Callable[..., Any] | None = None
         self._weights: tuple[tuple[mx.array, ...], ...] = ()
         """The arguments of the compiled layer between the rows and the state: its own weights, the MLP's, constants.

@@ -209,14 +209,8 @@ _attend = {slots: _attend_kernel(slots) for slots in (1, SLOTS)}
 def prepare_rows(
     shape: AttentionShape, x: mx.array, places: mx.array, constants: tuple[mx.array, ...]
 ) -> tuple[mx.array, mx.array]:
-    """Return q `[rows, query_heads, 256]`, and k and v `[2, kv_heads, rows, 256]`, normed and turned.
-
-    A row of `x` has query and gate of each head in turn, then keys, then values. See `run_prepare` for the rest.
-    """
-    rows, kv = x.shape[0], shape.kv_heads
-    shapes = [(rows, shape.query_heads, HEAD_DIM), (2, kv, rows, HEAD_DIM)]
-    q, new = run_prepare(_prepare, shape, x, places, constants, shapes)
-    return q, new
+    """See `run_prepare`. A row of `x` has query and gate of each head in turn, then keys, then values."""
+    return run_prepare(_prepare, shape, x, places, constants)
 
 
 def attend_rows(

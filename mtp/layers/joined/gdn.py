@@ -6,21 +6,16 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
+from mlx_lm.models.qwen3_5 import DecoderLayer
 
 from mtp.layers.joined.products import ColumnLinear, can_store_columns, gated_rows, scaled_rows
 from mtp.layers.reference.gdn import GDNLayer
 
 TAPS = 4
-"""Inputs of the convolution that `can_join_gdn` requires."""
+"""Inputs of the convolution that the layer requires."""
 
 QK_EPS = 1e-6
 """Added to the sum of squares of q and k, as in mlx-lm."""
-
-
-def can_join_gdn(net: GatedDeltaNet) -> bool:
-    """Return whether `JoinedGDNLayer` computes the layer."""
-    return net.conv_kernel_size == TAPS and "bias" not in net.conv1d
 
 
 class JoinedGDNLayer(GDNLayer):

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mtp.layers.joined.attention import JoinedAttentionLayer, can_join_attention
-from mtp.layers.joined.gdn import JoinedGDNLayer, can_join_gdn
+from mtp.layers.joined.gdn import TAPS, JoinedGDNLayer
 from mtp.layers.joined.products import (
     ColumnLinear,
     JoinedMLP,
@@ -42,7 +42,8 @@ class Joiner:
             module[name] = self.norm(module[name], wide=self._widen)
         module.mlp = self._joined_products(module.mlp)
         if module.is_linear:
-            if can_join_gdn(module.linear_attn):
+            net = module.linear_attn
+            if net.conv_kernel_size == TAPS and "bias" not in net.conv1d:
                 return JoinedGDNLayer(module, self._dtype, widen=self._widen)
         elif can_join_attention(module.self_attn, widen=self._widen):
             return JoinedAttentionLayer(module, self._dtype)

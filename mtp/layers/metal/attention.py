@@ -236,16 +236,10 @@ _kernel = prepare_kernel(MetalKernel, ["q", "k"], head="h * D", values="k + ($in
 def prepare_rows(
     shape: AttentionShape, x: mx.array, places: mx.array, constants: Weights
 ) -> tuple[mx.array, mx.array]:
-    """Return q `[rows, query_heads, 256]`, and k and v `[2, kv_heads, rows, 256]`, normed and turned.
-
-    A row of `x` has queries, keys, values and gates. See `run_prepare` for the rest.
-    """
-    rows, kv = x.shape[0], shape.kv_heads
+    """See `run_prepare`. A row of `x` has queries, keys, values and gates."""
     q_norm, k_norm, *rest = constants
     constants = (q_norm.astype(x.dtype), k_norm.astype(x.dtype), *rest)
-    shapes = [(rows, shape.query_heads, HEAD_DIM), (2, kv, rows, HEAD_DIM)]
-    q, new = run_prepare(_kernel, shape, x, places, constants, shapes)
-    return q, new
+    return run_prepare(_kernel, shape, x, places, constants)
 
 
 def _finish(

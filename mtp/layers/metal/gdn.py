@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
 from mtp.layers.communicator import ALONE, Communicator
-from mtp.layers.gated_delta import window_kernel
+from mtp.layers.gated_delta import window_constants, window_kernel
 from mtp.layers.layer import Exact, Hole, KVFormat, Layer, PlainMLP
 from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.metal.products import (
@@ -24,8 +24,6 @@ from mtp.layers.metal.products import (
 )
 from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.windows import (
-    HEAD_DIM,
-    TAPS,
     GatedDeltaShape,
     Recurrence,
     SnapshotGDNCache,
@@ -36,29 +34,6 @@ from mtp.layers.windows import (
 )
 
 gated_delta_window = window_kernel(MetalKernel)
-
-
-def has_window_kernel(net: GatedDeltaNet) -> bool:
-    """Return whether the kernel computes the layer."""
-    return (
-        net.head_k_dim == net.head_v_dim == HEAD_DIM
-        and net.conv_kernel_size == TAPS
-        and "bias" not in net.conv1d
-    )
-
-
-def window_recurrence(net: Any, dtype: mx.Dtype) -> Recurrence:
-    """Return what the kernel computes of a layer, with its constants in `dtype`."""
-    constants = (
-        net.conv1d.weight.reshape(-1, TAPS).astype(dtype),
-        net.A_log.astype(mx.float32),
-        net.dt_bias.astype(mx.float32),
-        net.norm.weight.astype(dtype),
-        mx.array([net.norm.eps]),
-    )
-    mx.eval(constants)
-    heads = GatedDeltaShape(net.num_k_heads, net.num_v_heads)
-    return Recurrence(gated_delta_window, heads, constants)
 
 
 def joined_inputs(net: GatedDeltaNet) -> JoinedLinear | None:
@@ -122,8 +97,9 @@ class WindowGDNLayer(Layer):
         self.mlp_norm = layer.post_attention_layernorm
         formats = mlp.formats if mlp else None
         norm = layer.input_layernorm
-        self._recurrence = window_recurrence(net, dtype)
-        heads, constants = self._recurrence.shape, self._recurrence.constants
+        heads = GatedDeltaShape(net.num_k_heads, net.num_v_heads)
+        constants = window_constants(net, dtype)
+        self._recurrence = Recurrence(gated_delta_window, heads, constants)
         self._shape = _Shape(heads, inputs.format, out.format, formats, norm.eps, joins_norm)
         self._dtype = dtype
         norms = norm.weight, self.mlp_norm.weight

@@ -15,7 +15,7 @@ from mtp.layers.metal.attention import (
     PreparedAttentionLayer,
     joined_projections,
 )
-from mtp.layers.metal.gdn import JoinedGDNLayer, WindowGDNLayer, has_window_kernel, joined_inputs
+from mtp.layers.metal.gdn import JoinedGDNLayer, WindowGDNLayer, joined_inputs
 from mtp.layers.metal.products import NORM_SOURCE, Format, JoinedMLP
 from mtp.layers.metal.trial import try_layer
 from mtp.layers.reference import ReferenceLayer
@@ -61,7 +61,7 @@ class MetalJoiner:
         if mlp is not None:
             joined.mlp = mlp
         if (
-            not has_window_kernel(net)
+            not gated_delta.has_window_kernel(net)
             or inputs.dtype not in (self._dtype, mx.uint8)
             or Format.of(net.out_proj) is None
         ):

@@ -30,7 +30,7 @@ def test_a_prompt_chunk_is_permanent_and_a_window_is_not() -> None:
 def test_a_rejection_drops_the_rest_of_its_window_and_all_later_ones() -> None:
     """A rejection in window 2 trims its other tokens and window 3. After a header the sequence is not stale."""
     stack = _open(3, 2, 4)
-    assert stack.commit(2, 1, in_header=True) == CommitResult(whole=1, cut=1, dropped=1, trim=5)
+    assert stack.commit(2, 1, in_header=True) == CommitResult(whole=1, cut=1, trim=5)
     assert (stack.length, stack.committed, stack.windows, stack.stale) == (14, 14, [], False)
 
 
