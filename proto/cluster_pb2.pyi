@@ -721,8 +721,6 @@ class LoadRequest(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
-    DRAFT_VOCAB_FIELD_NUMBER: _builtins.int
-    DRAFT_VOCAB_AUTO_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     SLICES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
@@ -738,10 +736,6 @@ class LoadRequest(_message.Message):
     """milliseconds without a signal after which the lease ends"""
     exact: _builtins.bool
     """a row has the same bits with any rows beside it"""
-    draft_vocab: _builtins.int
-    """lowest tokens that drafts come from; 0 for all words"""
-    draft_vocab_auto: _builtins.bool
-    """use the part only while it pays"""
     slices: _builtins.int
     """of each layer, with exact; 0 and 1 mean whole layers"""
     @_builtins.property
@@ -771,14 +765,12 @@ class LoadRequest(_message.Message):
         limits: Global___Limits | None = ...,
         lease_ms: _builtins.int = ...,
         exact: _builtins.bool = ...,
-        draft_vocab: _builtins.int = ...,
-        draft_vocab_auto: _builtins.bool = ...,
         group: Global___Group | None = ...,
         slices: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "group", b"group", "limits", b"limits", "model", b"model", "span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "draft_vocab", b"draft_vocab", "draft_vocab_auto", b"draft_vocab_auto", "dtype", b"dtype", "epoch", b"epoch", "exact", b"exact", "first", b"first", "group", b"group", "kv_bits", b"kv_bits", "last", b"last", "lease_ms", b"lease_ms", "limits", b"limits", "model", b"model", "mtp", b"mtp", "slices", b"slices", "span", b"span"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "dtype", b"dtype", "epoch", b"epoch", "exact", b"exact", "first", b"first", "group", b"group", "kv_bits", b"kv_bits", "last", b"last", "lease_ms", b"lease_ms", "limits", b"limits", "model", b"model", "mtp", b"mtp", "slices", b"slices", "span", b"span"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1668,7 +1660,6 @@ class BlockHead(_message.Message):
     PARENT_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
-    """of everything besides the tokens that decides the bits"""
     key: _builtins.bytes
     start: _builtins.int
     """the block has the keys and values of the tokens from `start` to `length`"""
@@ -1744,10 +1735,10 @@ class PrefixReply(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
-    """of the blocks on its disk"""
+    """of the blocks on its disk: everything besides the tokens that decides the bits"""
     @_builtins.property
-    def layers(self) -> Global___Span:
-        """of the stage"""
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the stage; the number after the last layer stands for the MTP head"""
 
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldPrefix]:
@@ -1756,11 +1747,11 @@ class PrefixReply(_message.Message):
     def __init__(
         self,
         *,
-        layers: Global___Span | None = ...,
+        layers: _abc.Iterable[_builtins.int] | None = ...,
         namespace: _builtins.str = ...,
         held: _abc.Iterable[Global___HeldPrefix] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "layers", b"layers", "namespace", b"namespace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
@@ -1778,12 +1769,12 @@ class HeldPrefix(_message.Message):
     LAYERS_FIELD_NUMBER: _builtins.int
     length: _builtins.int
     @_builtins.property
-    def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]: ...
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         length: _builtins.int = ...,
-        layers: _abc.Iterable[Global___Span] | None = ...,
+        layers: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -360,10 +360,14 @@ async def text_answer(
 
 
 async def chat_answer(
-    api: Api, chat: ChatRequest, answer_id: str, restored: GenerationRequest | None = None
+    api: Api,
+    chat: ChatRequest,
+    answer_id: str,
+    client: str = "",
+    restored: GenerationRequest | None = None,
 ) -> GeneratedAnswer:
     """Return the answer before its first token, or that of a `restored` request. Raises RequestError."""
-    prompt, images = await prompt_of(api, chat)
+    prompt, images = await prompt_of(api, chat, client)
     stop_tokens, stop = stops_of(api, chat.settings)
     if restored is not None and images:
         if restored.prompt[: len(prompt.tokens)] != prompt.tokens:

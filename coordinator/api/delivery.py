@@ -314,8 +314,6 @@ class Delivery:
         if item is None:
             return []
         index, event = item
-        if isinstance(event, PrefillProgress):
-            self._meter.record_queue(event.queued)
         choice = self._answer.choices[index]
         if choice.done:
             return []  # the event was in the queue when a stop string ended the choice

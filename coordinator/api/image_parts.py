@@ -107,8 +107,10 @@ def with_images(turn: Json, parts: Any) -> Json:
     return {**turn, "images": urls} if urls else turn
 
 
-async def prompt_of(api: Api, chat: ChatRequest) -> tuple[ChatPrompt, tuple[PromptImage, ...]]:
-    """Render the conversation, and put the tokens of its images in their places.
+async def prompt_of(
+    api: Api, chat: ChatRequest, client: str
+) -> tuple[ChatPrompt, tuple[PromptImage, ...]]:
+    """Render the conversation of a client, and put the tokens of its images in their places.
 
     Raises RequestError, naming the field, for an unreadable image, or if the template rejects the messages.
     """
@@ -127,7 +129,7 @@ async def prompt_of(api: Api, chat: ChatRequest) -> tuple[ChatPrompt, tuple[Prom
         try:
             api.images.check(param)
             data = await _read(api, url, param)
-            found = await api.images.encode(data, name)
+            found = await api.images.encode(data, name, client)
         except RequestError as error:
             error.param = param
             raise

@@ -23,7 +23,7 @@ from coordinator.api.choice import (
     new_id,
     text_answer,
 )
-from coordinator.api.context import Api, api_of
+from coordinator.api.context import Api, api_of, client_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, json_line, serve_answer
 from coordinator.api.errors import field_error, message_of
 from coordinator.api.image_parts import IMAGE_TEXT, data_url
@@ -266,7 +266,8 @@ async def chat(request: Request) -> Response:
         """Render the conversation. Raises RequestError, naming the invalid field."""
         messages = [message.for_template() for message in body.messages or ()]
         tools = [{"type": "function", "function": tool.function} for tool in body.tools or ()]
-        return _prepared(await _chat_answer(api, body, messages, "messages", tools), body)
+        answer = await _chat_answer(request, body, messages, "messages", tools)
+        return _prepared(answer, body)
 
     return await serve_answer(request, "ollama_chat", prepare)
 
@@ -291,14 +292,18 @@ async def generate(request: Request) -> Response:
         else:
             messages = [{"role": "system", "content": body.system}] if body.system else []
             messages.append(Message(role="user", content=prompt, images=body.images).for_template())
-            answer = await _chat_answer(api, body, messages, "prompt")
+            answer = await _chat_answer(request, body, messages, "prompt")
         return _prepared(answer, body)
 
     return await serve_answer(request, "ollama_generate", prepare)
 
 
 async def _chat_answer(
-    api: Api, body: ModelBody, messages: list[Json], prompt_field: str, tools: Sequence[Json] = ()
+    request: Request,
+    body: ModelBody,
+    messages: list[Json],
+    prompt_field: str,
+    tools: Sequence[Json] = (),
 ) -> GeneratedAnswer:
     if isinstance(body.think, str):
         thinking, budget = reasoning_of(body.think)
@@ -308,7 +313,7 @@ async def _chat_answer(
     chat = ChatRequest(
         messages, settings, tools, thinking=thinking, reasoning_budget=budget, output=output
     )
-    return await chat_answer(api, chat, new_id("chat-"))
+    return await chat_answer(api_of(request), chat, new_id("chat-"), client_of(request))
 
 
 def _prepared(answer: GeneratedAnswer, body: ModelBody) -> PreparedAnswer:

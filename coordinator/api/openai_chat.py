@@ -19,7 +19,7 @@ from coordinator.api.choice import (
     new_id,
     text_answer,
 )
-from coordinator.api.context import Api
+from coordinator.api.context import Api, client_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_data
 from coordinator.api.errors import error_body
 from coordinator.api.image_parts import with_images
@@ -71,7 +71,7 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
         continue_final=bool(body.continue_final_message),
         user=body.user,
     )
-    answer = await chat_answer(api, chat, new_id("chatcmpl-"))
+    answer = await chat_answer(api, chat, new_id("chatcmpl-"), client_of(request))
     repeated = body.echo and body.continue_final_message
     echoes = [body.messages[-1].text] * len(answer.choices) if repeated else []
     writer = ChatWriter(answer, api.tokenizer, body, echoes)

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from coordinator.api.choice import ID_LENGTH, chat_answer, new_id
-from coordinator.api.context import Api
+from coordinator.api.context import Api, client_of
 from coordinator.api.delivery import PreparedAnswer
 from coordinator.api.errors import field_error, refused_field
 from coordinator.api.image_parts import InputImagePart, text_of, with_images
@@ -389,7 +389,8 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
         for item in body.items
     ]
     items = [*_items.validate_python(before), *own]
-    answer = await chat_answer(api, _internal_request(api, body, items), new_id("resp_"))
+    chat = _internal_request(api, body, items)
+    answer = await chat_answer(api, chat, new_id("resp_"), client_of(request))
     writer = ResponseWriter(answer, _repeated_fields(body), _names(body))
     if body.store is False:
         return PreparedAnswer(answer, writer, bool(body.stream))
@@ -410,7 +411,8 @@ async def restore(api: Api, record: Record, request: GenerationRequest) -> Prepa
     """Read the body of a record again, and continue the engine's request. See `Restore`."""
     body = ResponsesBody.model_validate_json(record.body)
     items = _items.validate_python([*record.history["before"], *record.history["input"]])
-    answer = await chat_answer(api, _internal_request(api, body, items), record.id, request)
+    chat = _internal_request(api, body, items)
+    answer = await chat_answer(api, chat, record.id, restored=request)
     answer = replace(answer, created=record.created)
     writer = ResponseWriter(answer, _repeated_fields(body), _names(body))
     return PreparedAnswer(answer, writer, stream=True, record=record)

@@ -31,7 +31,6 @@ from coordinator.text.chat_parser import ChatParser, Content, Part, Reasoning
 from coordinator.text.tokenizer import Piece, TextStream, Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
-from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.errors import RequestError, UsageError, WorkerLostError
 from proto.frame import TokenLogprob
 from proto.params import SamplingParams
@@ -252,7 +251,6 @@ def generate(
     kv_bits: options.KvBitsOption = None,
     exact: options.ExactOption = False,
     slices: options.SlicesOption = None,
-    draft_vocab: options.DraftVocabOption = "off",
     logprobs: Annotated[
         int | None,
         typer.Option(help="With --json: log-probabilities, and those of N alternatives."),
@@ -293,8 +291,7 @@ def generate(
         ngram=ngram,
         kv_bits=None if kv_bits is None else int(kv_bits),
         exact=exact,
-        slices=options.checked_slices(slices, exact, draft_vocab),
-        draft_vocab=DraftVocabularySize.parse(draft_vocab),
+        slices=options.checked_slices(slices, exact),
     )
     with naming_flags():
         asyncio.run(_run(engine, request, answer))

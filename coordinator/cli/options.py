@@ -11,15 +11,6 @@ from coordinator.planning.groups import MAX_GROUP, Parallel, Prefer
 from mtp.checkpoint.hub.resolve import BUILTIN, local_repos
 from proto.errors import UsageError
 
-DraftVocabOption = Annotated[
-    str,
-    typer.Option(
-        metavar="N|auto|off",
-        help="Draft from the tokenizer's N lowest tokens and the words of recent texts only, which reads less of "
-        "lm_head for each draft. auto does so while it pays. Answers do not change.",
-    ),
-]
-
 ExactOption = Annotated[
     bool,
     typer.Option(
@@ -109,7 +100,6 @@ def named_model(argument: str | None, option: str | None, default: str = "") -> 
 def checked_slices(
     slices: int | None,
     exact: bool,
-    draft_vocab: str,
     parallel: Parallel | None = None,
     nodes: int | None = None,
 ) -> int:
@@ -132,6 +122,4 @@ def checked_slices(
         raise UsageError(
             f"--slices {slices} cannot be shared by groups of {size}. Use a multiple of {size}"
         )
-    if slices > 1 and draft_vocab != "off":
-        raise UsageError("--draft-vocab does not work with --slices. Leave out one of them")
     return slices

@@ -23,7 +23,6 @@ from coordinator.serve.served_parts import DEFAULT_WAIT, ServeOptions
 from coordinator.serve.server import serve as run_server
 from coordinator.trust.key_ring import KeyRing
 from mtp.checkpoint.hub.resolve import BUILTIN
-from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.announcement import is_loopback, parse_address
 from proto.errors import UsageError
 from proto.images import MAX_IMAGES
@@ -81,7 +80,6 @@ def serve(
     kv_bits: options.KvBitsOption = None,
     exact: options.ExactOption = False,
     slices: options.SlicesOption = None,
-    draft_vocab: options.DraftVocabOption = "off",
     max_sequences: Annotated[
         int, typer.Option(min=1, max=256, help="Most requests served at once; others queue.")
     ] = DEFAULT_SEQUENCES,
@@ -237,7 +235,7 @@ def serve(
         )
     if insecure:
         log.warning("insecure: HTTP is not encrypted, and any worker on the network is accepted")
-    shared = _checked_parallel(parallel, draft_vocab, nodes, single_node)
+    shared = _checked_parallel(parallel, nodes, single_node)
     if single_node and (worker or nodes):
         raise UsageError("--single-node uses no worker. Leave out --worker and --nodes")
     if alone_ok and nodes is None and shared.machines is None:
@@ -258,8 +256,7 @@ def serve(
         ngram=ngram,
         kv_bits=None if kv_bits is None else int(kv_bits),
         exact=exact,
-        slices=options.checked_slices(slices, exact, draft_vocab, shared, nodes),
-        draft_vocab=DraftVocabularySize.parse(draft_vocab),
+        slices=options.checked_slices(slices, exact, shared, nodes),
         failure_timeout=failure_timeout,
         max_sequences=max_sequences,
         prefill_chunk=prefill_chunk,
@@ -308,9 +305,7 @@ def _checked_keys(api_key: list[str] | None) -> tuple[str, ...]:
     return tuple(key.strip() for key in api_key or ())
 
 
-def _checked_parallel(
-    text: str, draft_vocab: str, nodes: int | None, single_node: bool
-) -> Parallel:
+def _checked_parallel(text: str, nodes: int | None, single_node: bool) -> Parallel:
     """Return the value of --parallel. Raises UsageError for flags that do not work with groups."""
     found = Parallel.parse(text)
     if found.size == 1 and not found.auto:
@@ -322,9 +317,5 @@ def _checked_parallel(
     if nodes is not None and found.machines not in (None, nodes):
         raise UsageError(
             f"--parallel {found} needs {found.machines} machines, and --nodes is {nodes}"
-        )
-    if draft_vocab != "off":
-        raise UsageError(
-            f"--parallel {found} does not work with --draft-vocab. Leave out one of them"
         )
     return found

@@ -181,8 +181,6 @@ class PlanStart:
             mtp=self.model.with_head,
             exact=self.model.exact,
             slices=self.model.slices,
-            draft_vocab=self.model.draft_vocab.tokens,
-            draft_vocab_auto=self.model.draft_vocab.auto,
             limits=pb.Limits(
                 max_sequences=room.sequences,
                 kv_tokens=room.kv_tokens,

@@ -19,7 +19,6 @@ from coordinator.planning.groups import Machine, Parallel, Planning, Prefer, cho
 from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, Workload
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
-from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb
 
 SMALLEST_CONTEXT = 4096
@@ -46,7 +45,6 @@ class ServedModel:
     share_weights: bool = False
     exact: bool = False
     slices: int = 1
-    draft_vocab: DraftVocabularySize = field(default_factory=DraftVocabularySize)
     parallel: Parallel = field(default_factory=Parallel)
     prefer: Prefer = Prefer.latency
     _costs: dict[int, ModelCosts] = field(default_factory=dict, repr=False, compare=False)

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import time
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -38,7 +38,7 @@ ENCODE_SECONDS = 300.0
 """Seconds. Deadline of a request for one image. The image is computed on, for the next try."""
 
 MOST_WAITING = 64
-"""Images that wait for the tower or are in it."""
+"""Images that wait for the tower or are in it. A client has half of these places at most."""
 
 REST_SECONDS = 0.02
 """Seconds. Longest rest of the tower after a step. The first steps compile kernels, which leaves the GPU to others."""
@@ -89,6 +89,10 @@ class ImageEncoder:
         self._kept: OrderedDict[bytes, EncodedImage] = OrderedDict()
         self._tasks: dict[bytes, asyncio.Task[EncodedImage]] = {}
         """The images that are computed or wait for it. A client that leaves, or a deadline, does not end them."""
+        self._places: Counter[str] = Counter()
+        """The number of these images by client."""
+        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        """A lock of each client, so that only one of its images waits for the tower's, and clients take turns."""
         self._lock = asyncio.Lock()
         self._closed = False
         self._thread: EngineThread | None = None
@@ -112,10 +116,11 @@ class ImageEncoder:
         if self._reader is None:
             raise RequestError(f"{name}: {self._refusal}")
 
-    async def encode(self, data: bytes, name: str) -> EncodedImage:
+    async def encode(self, data: bytes, name: str, client: str = "") -> EncodedImage:
         """Return the rows of an image file. Raises RequestError, about the image `name`, for one that is not readable.
 
-        Raises CapacityError if too many images wait or are in use, and NotReadyError after ENCODE_SECONDS.
+        Images of several clients are computed in turns. Raises CapacityError if too many images wait or are in use, and
+        NotReadyError after ENCODE_SECONDS.
         """
         self.check(name)
         assert self._reader is not None
@@ -125,10 +130,12 @@ class ImageEncoder:
             return held
         task = self._tasks.get(digest)
         if task is None:
-            self._check_room()
-            task = asyncio.create_task(self._run(self._reader, digest, data, name))
+            self._check_room(client)
+            turn = self._turns.setdefault(client, asyncio.Lock())
+            task = asyncio.create_task(self._run(self._reader, digest, data, name, turn))
             self._tasks[digest] = task
-            task.add_done_callback(partial(self._forget_task, digest))
+            self._places[client] += 1
+            task.add_done_callback(partial(self._forget_task, digest, client))
         try:
             async with asyncio.timeout(ENCODE_SECONDS):
                 return await asyncio.shield(task)
@@ -139,15 +146,17 @@ class ImageEncoder:
                 raise NotReadyError(f"{name}: the server is ending.") from None
             raise
 
-    def _check_room(self) -> None:
+    def _check_room(self, client: str) -> None:
         in_use = sum(len(image.data) for image in self._held.values())
-        if len(self._tasks) >= MOST_WAITING or in_use >= MOST_BYTES:
+        is_full = max(len(self._tasks), 2 * self._places[client]) >= MOST_WAITING
+        if is_full or in_use >= MOST_BYTES:
             raise CapacityError("too many images wait for the model.", retry_after=RETRY_SECONDS)
         if self._closed:
             raise NotReadyError("the server is ending.")
 
-    def _forget_task(self, digest: bytes, task: asyncio.Task[EncodedImage]) -> None:
+    def _forget_task(self, digest: bytes, client: str, task: asyncio.Task[EncodedImage]) -> None:
         del self._tasks[digest]
+        self._places -= Counter([client])  # without names whose count is 0
         if not task.cancelled():
             task.exception()  # its requests may have gone
 
@@ -165,9 +174,9 @@ class ImageEncoder:
             await self._thread.close()
 
     async def _run(
-        self, reader: PatchReader, digest: bytes, data: bytes, name: str
+        self, reader: PatchReader, digest: bytes, data: bytes, name: str, turn: asyncio.Lock
     ) -> EncodedImage:
-        async with self._lock:
+        async with turn, self._lock:
             patches = await asyncio.to_thread(reader.read, data, name)
             started = time.monotonic()
             encoded = await self._own_thread().call(partial(self._compute, patches, digest))

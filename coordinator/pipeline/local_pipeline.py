@@ -10,7 +10,7 @@ import asyncio
 import gc
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,6 @@ from coordinator.status.cluster_status import NodeStatus
 from coordinator.status.frame_records import COORDINATOR, ProcessTrace, process_trace
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.device import FrameLimits
-from mtp.head.draft_vocabulary import DraftVocabularySize
 from mtp.vision.tower import tower_bytes
 from proto import cluster_pb2 as pb
 from proto.backup import LayerState, ReceivedStates
@@ -71,7 +70,6 @@ class LocalModel:
     kernels: Kernels = Kernels.auto
     exact: bool = False
     slices: int = 1
-    draft_vocab: DraftVocabularySize = field(default_factory=DraftVocabularySize)
     vision: bool = False
     """True if the vision tower takes memory beside the layers."""
 
@@ -97,7 +95,7 @@ class LocalModel:
         return [
             StageSpec(
                 span, i == 0, i == last, self.dtype, self.kv_bits, self.with_head,
-                self.exact, self.slices, self.draft_vocab,
+                self.exact, self.slices,
             )
             for i, span in enumerate(self.spans)
         ]  # fmt: skip

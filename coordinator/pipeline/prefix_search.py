@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
-from proto.held_prefixes import HeldPrefixes, spans_of
+from proto import cluster_pb2 as pb
 from proto.span import Span
 
 
@@ -31,10 +32,10 @@ class FoundPrefix:
     share: float = 0.0
 
 
-def longest_prefix(disks: Sequence[HeldPrefixes]) -> FoundPrefix:
-    """Return the longest prefixes with and without moves between `disks`."""
+def longest_prefix(disks: Sequence[pb.PrefixReply]) -> FoundPrefix:
+    """Return the longest prefixes with and without moves between `disks`, the answers of all workers."""
     most = FoundPrefix()
-    for length in sorted({length for disk in disks for length in disk.held}, reverse=True):
+    for length in sorted({one.length for disk in disks for one in disk.held}, reverse=True):
         moves = _moves(disks, length)
         if moves is None:
             continue
@@ -47,16 +48,26 @@ def longest_prefix(disks: Sequence[HeldPrefixes]) -> FoundPrefix:
     return most
 
 
-def _moves(disks: Sequence[HeldPrefixes], length: int) -> list[Move] | None:
-    """Return the moves after which each stage has `length` tokens, or None if some layer is on no disk."""
+def _moves(disks: Sequence[pb.PrefixReply], length: int) -> list[Move] | None:
+    """Return the moves after which each stage has `length` tokens, or None if some layer is on no disk.
+
+    Disks of another namespace have other bits.
+    """
+    held = [{n for one in disk.held if one.length == length for n in one.layers} for disk in disks]
     moves: list[Move] = []
     for target, disk in enumerate(disks):
-        missing = disk.missing(length)
+        missing = set(disk.layers) - held[target]
         for source, other in enumerate(disks):
-            if missing and other.namespace == disk.namespace:
-                found = missing & other.held.get(length, set())
-                moves += (Move(source, target, span) for span in spans_of(found))
-                missing -= found
+            found = missing & held[source] if other.namespace == disk.namespace else set[int]()
+            moves += (Move(source, target, span) for span in _spans(found))
+            missing -= found
         if missing:
             return None
     return moves
+
+
+def _spans(layers: Iterable[int]) -> Iterator[Span]:
+    """Yield the spans that `layers` form together."""
+    for _, run in groupby(enumerate(sorted(layers)), lambda pair: pair[1] - pair[0]):
+        numbers = [layer for _, layer in run]
+        yield Span(numbers[0], numbers[-1] + 1)

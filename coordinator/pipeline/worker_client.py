@@ -22,7 +22,6 @@ from proto.backup import LayerState, PieceJoiner, ReceivedStates, split
 from proto.control import check_version
 from proto.errors import AccessError, ClusterError, DeadlineError, WorkerLostError
 from proto.frame import VERSION
-from proto.held_prefixes import HeldPrefixes
 from proto.rpc.channels import open_channel
 from proto.rpc.data_connection import HopFigures
 from proto.rpc.status_codes import CLOSED, from_status, printable
@@ -457,11 +456,11 @@ class WorkerClient:
         pieces = chain([pb.BackupPiece(head=head)], split(states))
         await self._call(self._stub.WriteBackup, iter(pieces), BACKUP_SECONDS)
 
-    async def find_prefix(self, epoch: int, tokens: Sequence[int]) -> HeldPrefixes:
+    async def find_prefix(self, epoch: int, tokens: Sequence[int]) -> pb.PrefixReply:
         """Return which prefixes of a prompt are on the worker's disk."""
         requests = self._prefix_requests(epoch, 0, tokens)
         reply: pb.PrefixReply = await self._call(self._stub.FindPrefix, requests, FIND_SECONDS)
-        return HeldPrefixes.from_reply(reply)
+        return reply
 
     async def copy_blocks(self, source: WorkerClient, epoch: int, key: bytes, layers: Span) -> None:
         """Copy the blocks of a prefix from the disk of `source` to the disk of this worker."""

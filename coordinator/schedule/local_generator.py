@@ -18,7 +18,6 @@ from coordinator.schedule.scheduler import Scheduler
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import join_names
 from mtp.checkpoint.hub.resolve import snapshot_of
-from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.errors import UsageError
 from proto.terminal.progress import OnProgress
 
@@ -61,7 +60,6 @@ async def local_generator(
     kv_bits: int | None = None,
     exact: bool = False,
     slices: int = 1,
-    draft_vocab: DraftVocabularySize | None = None,
     prefix_cache: bool = True,
     state: Path | None = None,
     prefix_disk: int | None = None,
@@ -72,11 +70,10 @@ async def local_generator(
     """Load `checkpoint` in `stages` even stages, and serve requests until the block is left.
 
     `dtype` None keeps the stored type, and `kv_bits` 4 or 8 quantizes keys and values. With `exact` a row has the
-    same bits with any rows beside it, and each layer is computed in `slices`. `draft_vocab` None drafts from all
-    words. Without `prefix_cache` every prompt is computed from its first token. With `prefix_disk` bytes, prefixes stay
-    in the directory `state`. Requests with a grammar need the packed `vocabulary`. The loading thread calls
-    `on_progress(done, total)` with bytes. Raises SpanError for more stages than layers, UsageError for drafts without a
-    head, and the errors of loading.
+    same bits with any rows beside it, and each layer is computed in `slices`. Without `prefix_cache` every prompt is
+    computed from its first token. With `prefix_disk` bytes, prefixes stay in the directory `state`. Requests with a
+    grammar need the packed `vocabulary`. The loading thread calls `on_progress(done, total)` with bytes. Raises
+    SpanError for more stages than layers, UsageError for drafts without a head, and the errors of loading.
     """
     mode = effective_mtp_mode(checkpoint, mtp)
     model = LocalModel(
@@ -88,7 +85,6 @@ async def local_generator(
         prefix_cache=prefix_cache,
         exact=exact,
         slices=slices,
-        draft_vocab=draft_vocab or DraftVocabularySize(),
     )
     make = partial(LocalPipelines(model, state, prefix_disk).make, on_progress=on_progress)
     config = checkpoint.config

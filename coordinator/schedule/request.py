@@ -56,12 +56,11 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """`done` of `total` prompt tokens are computed, `cached` of them from the cache, after `queued` seconds."""
+    """`done` of `total` prompt tokens are computed, `cached` of them from the cache."""
 
     done: int
     total: int
     cached: int = 0
-    queued: float = 0.0
 
 
 @dataclass(frozen=True)

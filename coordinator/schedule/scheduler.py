@@ -606,8 +606,7 @@ class Scheduler:
     ) -> None:
         sequence.computed_tokens = segment.position + segment.width
         done, total = sequence.computed_tokens, sequence.prefill_tokens
-        queued = sequence.scheduled_at - sequence.arrived_at
-        progress = PrefillProgress(done, total, sequence.cached_tokens, queued)
+        progress = PrefillProgress(done, total, sequence.cached_tokens)
         result.events.append((sequence.seq_id, progress))
         if outcome.token is not None:
             sequence.first_token_at = sequence.first_token_at or result.now

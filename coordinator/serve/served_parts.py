@@ -34,7 +34,6 @@ from coordinator.text.tokenizer import ModelInfo, Tokenizer, generation_defaults
 from coordinator.trust.cluster_trust import Invitation
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import snapshot_of
-from mtp.head.draft_vocabulary import DraftVocabularySize
 from mtp.vision.tower import tower_bytes
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, MemoryLimitError
@@ -73,7 +72,6 @@ class ServeOptions:
     kv_bits: int | None
     exact: bool
     slices: int
-    draft_vocab: DraftVocabularySize
     failure_timeout: float
     max_sequences: int
     prefill_chunk: int | None
@@ -157,7 +155,6 @@ def served_model(model: OpenedModel) -> ServedModel:
         share_weights=options.share_weights,
         exact=options.exact,
         slices=options.slices,
-        draft_vocab=options.draft_vocab,
         parallel=options.parallel,
         prefer=options.prefer,
     )
@@ -196,14 +193,16 @@ class LastingParts:
 class OpenedModel:
     """A model whose files are open: everything that can be known before its weights are read.
 
-    The constructor blocks for the disk. It raises CheckpointError for a model that cannot be served, and
-    SpanError for one that cannot be cut into slices.
+    The constructor blocks for the disk. It raises CheckpointError for a model that cannot be served, SpanError for one
+    that cannot be cut into slices, and UsageError for one that cannot be exact.
     """
 
     def __init__(self, options: ServeOptions, path: Path) -> None:
         self.options = options
         self.checkpoint = Checkpoint.open(path)
         self.checkpoint.check_slices(options.slices)
+        if options.exact:
+            self.checkpoint.config.check_exact()
         self.name = served_name(options.model)
         self.mode = effective_mtp_mode(self.checkpoint, options.mtp)
         config = self.checkpoint.config
@@ -233,7 +232,6 @@ class OpenedModel:
             kernels=options.kernels,
             exact=options.exact,
             slices=options.slices,
-            draft_vocab=options.draft_vocab,
             vision=options.vision is not VisionMode.off,
         )
         seen = options.vision is not VisionMode.off

@@ -35,7 +35,6 @@ from coordinator.serve.served_parts import (
     served_name,
 )
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
-from coordinator.status.metrics import flush_spans, tracer_provider
 from coordinator.trust.authority import Authority
 from coordinator.trust.cluster_trust import ClusterTrust, make_invitation
 from coordinator.trust.key_ring import KeyRing
@@ -139,9 +138,7 @@ async def serve(options: ServeOptions) -> None:
     if not (options.insecure or options.single_node):
         trust = ClusterTrust.open(options.state, create=options.join_address is not None)
     server = _Server(options, listener, trust)
-    tracer_provider()  # a user learns of missing libraries at the start
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(asyncio.to_thread, flush_spans)
         if trust is not None and options.join_address is not None:
             await stack.enter_async_context(trust.listening(*options.join_address))
         stack.enter_context(keep_awake(enabled=options.awake))

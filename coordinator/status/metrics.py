@@ -1,14 +1,10 @@
-"""Metrics of requests: for Prometheus, with the cluster's status at each scrape, and spans for OpenTelemetry."""
+"""Metrics of requests for Prometheus, with the cluster's status at each scrape."""
 
 from __future__ import annotations
 
-import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -17,10 +13,6 @@ from prometheus_client.registry import Collector
 
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus, StatusSource
 from coordinator.status.history import LatencyLog, RequestLog
-from proto.errors import UsageError
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
 
 FIRST_TOKEN_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 """Seconds. Histogram buckets of the time to the first token, from a cached prompt to a long one."""
@@ -85,20 +77,12 @@ class RequestMeter:
         self._endpoint = endpoint
         self._began = metrics.clock()
         self._last: dict[int, float] = {}
-        self._phases = [("arrival", self._began)]
         self._record = metrics.request_log.begin_request(endpoint, time.time())
         metrics.open_requests.inc()
 
     def record_submission(self, tokens: int) -> None:
         """Record that the request, with `tokens` prompt tokens, enters the queue."""
         self._record.prompt_tokens = tokens
-        self._phases.append(("queue", self._metrics.clock()))
-
-    def record_queue(self, seconds: float) -> None:
-        """Record the seconds that the request was in the queue. Only the first call counts."""
-        name, began = self._phases[-1]
-        if name == "queue":
-            self._phases.append(("prompt", began + seconds))
 
     def record_tokens(self, choice: int, count: int) -> None:
         """Record the arrival of `count` tokens of the choice with index `choice`."""
@@ -109,8 +93,6 @@ class RequestMeter:
             self._metrics.gap.observe(now - self._last[choice])
             latency.gaps.append(now - self._last[choice])
         else:
-            if not self._last:
-                self._phases.append(("decode", now))
             self._metrics.first_token.observe(now - self._began)
             latency.answers.append((now, now - self._began))
             if self._record.first_token is None:
@@ -131,12 +113,6 @@ class RequestMeter:
         seconds = self.seconds
         self._metrics.request_seconds.observe(seconds)
         self._metrics.request_log.end_request(self._record, outcome, seconds)
-        figures: dict[str, str | int] = {
-            "mtp.outcome": outcome,
-            "gen_ai.usage.input_tokens": self._record.prompt_tokens,
-            "gen_ai.usage.output_tokens": self._record.tokens,
-        }
-        send_spans(self._endpoint, self._phases, self._began + seconds, figures, outcome == "error")
 
     @property
     def seconds(self) -> float:
@@ -215,67 +191,3 @@ def _node_gauges(nodes: tuple[NodeStatus, ...]) -> Iterator[Metric]:
         if node.stage_ms is not None:
             stage.add_metric([node.name, node.span or ""], node.stage_ms / 1000)
     yield stage
-
-
-ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-"""The standard variables that name a collector. Without them nothing is sent."""
-
-FLUSH_SECONDS = 3.0
-"""Seconds. Longest wait for the last spans at the end, when the collector may be unavailable."""
-
-
-@cache
-def tracer_provider() -> TracerProvider | None:
-    """Return the source of spans, or None without a collector. Raises UsageError without the libraries."""
-    name = next((name for name in ENDPOINTS if os.environ.get(name)), None)
-    if name is None:
-        return None
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError as error:
-        raise UsageError(
-            f"{name} is set, and {error.name} is not installed. Run pip install 'mtp-cluster[otlp]', or unset {name}"
-        ) from None
-    service = os.environ.get("OTEL_SERVICE_NAME", "mtp-cluster")
-    provider = TracerProvider(resource=Resource.create({"service.name": service}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return provider
-
-
-def send_spans(
-    endpoint: str,
-    phases: Sequence[tuple[str, float]],
-    now: float,
-    attributes: Mapping[str, str | int],
-    error: bool,
-) -> None:
-    """Send the span of a request that ends now, with a child for each phase but the first.
-
-    `phases` are names and starts in the clock of `now`, the arrival first. Each ends where the next begins.
-    """
-    if (provider := tracer_provider()) is None:
-        return
-    from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
-
-    tracer, epoch = provider.get_tracer("mtp-cluster"), time.time() - now
-    starts = [(name, int((epoch + at) * 1e9)) for name, at in [*phases, ("end", now)]]
-    end = starts[-1][1]
-    span = tracer.start_span(
-        endpoint, kind=SpanKind.SERVER, attributes=attributes, start_time=starts[0][1]
-    )
-    for (name, start), (_, until) in pairwise(starts[1:]):
-        tracer.start_span(name, set_span_in_context(span), start_time=start).end(until)
-    if error:
-        span.set_status(StatusCode.ERROR)
-    span.end(end)
-
-
-def flush_spans() -> None:
-    """Send the spans that wait, for at most FLUSH_SECONDS."""
-    if (provider := tracer_provider()) is not None:
-        thread = threading.Thread(target=provider.force_flush, daemon=True)
-        thread.start()
-        thread.join(FLUSH_SECONDS)

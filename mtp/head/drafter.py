@@ -17,7 +17,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.qwen3_5 import DecoderLayer, TextModelArgs
 
-from mtp.head.draft_vocabulary import DraftVocabulary
 from mtp.layers.kv_cache import KVRows
 from mtp.layers.layer import Hole, KVFormat, Layer
 from mtp.layers.reference.attention import AttentionLayer
@@ -212,33 +211,13 @@ class Drafter:
         unembed: Callable[[mx.array], mx.array],
         kv_format: KVFormat,
         exempt: Sequence[int] = (),
-        vocabulary: DraftVocabulary | None = None,
     ) -> None:
         self.head = head
         self.embed = embed
-        project = unembed if vocabulary is None else vocabulary
-        self.unembed: Callable[[mx.array], mx.array] = lambda rows: project(head.output(rows))
-        self.vocabulary = vocabulary
+        self.unembed: Callable[[mx.array], mx.array] = lambda rows: unembed(head.output(rows))
         self.kv_format = kv_format
         self.exempt = tuple(exempt)
         """Tokens that XTC never removes, as for the target."""
-
-    def record_tokens(self, tokens: Sequence[int], *, chosen: bool) -> None:
-        """Add the words of a text to the draft vocabulary. See `DraftVocabulary.record_tokens`."""
-        if self.vocabulary is not None:
-            self.vocabulary.record_tokens(tokens, chosen=chosen)
-
-    def measure_vocabulary(self) -> None:
-        """Measure what the draft vocabulary saves, on the thread that computes."""
-        if self.vocabulary is None:
-            return
-        hidden = mx.zeros((1, self.head.width), self.head.block.dtype)
-        first = mx.zeros((1,), mx.uint32)
-
-        def rest(x: mx.array) -> mx.array:
-            return self.advance(first, x, [self.head.block.new_cache(self.kv_format)], [1])
-
-        self.vocabulary.measure(self.head.output(hidden), hidden, rest)
 
     def new_state(self) -> HeadState:
         """Return the state of a new sequence."""

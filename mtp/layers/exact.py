@@ -20,7 +20,6 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 from mtp.device import DEVICES, Arithmetic
 from mtp.layers.layer import report_fallback
-from mtp.layers.select_blocks import select_blocks
 from proto.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -176,10 +175,6 @@ class RangedRows(nn.Module):
         super().__init__()
         self.inner = inner
         self.rows = rows
-
-    def select_blocks(self, blocks: slice | mx.array, size: int) -> Callable[[mx.array], mx.array]:
-        """Return `inner` with only these blocks of `size` outputs, for any number of rows."""
-        return select_blocks(getattr(self.inner, "__self__", self.inner), blocks, size)
 
     def __call__(self, *inputs: mx.array) -> mx.array:
         """Return `inner` of `inputs`, each `[rows, …]`: `[rows, …]`."""

@@ -8,6 +8,7 @@ the clock. It compares every finished answer, and reports how long clients waite
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import sys
 import tempfile
@@ -214,9 +215,13 @@ class Storm:
 
 
 def members_of(pid: int) -> list[psutil.Process]:
-    """Return the processes that the worker `pid` has started for its group."""
-    children = psutil.Process(pid).children()
-    return [child for child in children if "--member" in child.cmdline()]
+    """Return the processes of the worker `pid` that serve a group. A spare one listens to nothing yet."""
+    found = []
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.Error):
+            if "--member" in child.cmdline() and child.net_connections("tcp"):
+                found.append(child)
+    return found
 
 
 @contextmanager

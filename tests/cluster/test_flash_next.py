@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,12 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.api.streams import tokens_of_stream
 from tests.support.checkpoints.flash_next import reference_model, text_config, write_flash_next
 from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
 from tests.support.processes.processes import (
     Cluster,
     as_worker,
     ending,
+    launch_coordinator,
     launch_worker,
     serving,
     without_folder,
@@ -54,24 +55,21 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
             yield Cluster(workers, coordinator)
 
 
+def test_exact_mode_is_refused_before_a_worker_loads(model: Path, tmp_path: Path) -> None:
+    """The command ends, and names the family."""
+    with ending(launch_coordinator(tmp_path, str(model), "--exact", "--nodes", "1")) as process:
+        assert process.wait() == 2
+        assert "--exact is not supported for Qwen3.8-Flash-Next" in process.text()
+
+
 def answer(cluster: Cluster, kill: bool = False) -> list[int]:
     """Return the tokens of a greedy answer. With `kill` the last worker is killed after 20 tokens."""
     prompt = [(7 * i) % 250 for i in range(90)]
-    body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "stream": True}
+    body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True}
-    found: list[int] = []
+    after = 20 if kill else TOKENS + 1
     url = f"{cluster.url}/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=120) as reply:
-        for line in reply.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            assert "error" not in event, event
-            before = len(found)
-            found += [t for c in event["choices"] for t in c.get("token_ids") or ()]
-            if kill and before < 20 <= len(found):
-                cluster.workers[-1].kill()
-    return found
+    return tokens_of_stream(url, body, after, cluster.workers[-1].kill)
 
 
 def test_a_killed_worker_changes_no_token(cluster: Cluster) -> None:

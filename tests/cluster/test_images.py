@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ import openai
 import pytest
 from PIL import Image
 
+from tests.support.api.streams import tokens_of_stream
 from tests.support.checkpoints.vision import file_of, picture, write_vision_checkpoint
 from tests.support.processes.processes import Cluster, running_cluster
 
@@ -198,18 +198,8 @@ def test_unusual_files_are_read(cluster: Cluster) -> None:
 def test_a_killed_worker_changes_no_token(cluster: Cluster) -> None:
     """After a worker is killed during an answer to images, the rest of the answer is as before."""
     expected = tokens_of(ask(cluster, parts_of(FILE, OTHER), max_tokens=200))
-    found: list[int] = []
-    sent: Any = body_of(parts_of(FILE, OTHER), max_tokens=200, stream=True)
+    sent = body_of(parts_of(FILE, OTHER), max_tokens=200)
     url = f"{cluster.url}/v1/chat/completions"
-    with httpx.stream("POST", url, json=sent, timeout=120) as reply:
-        for line in reply.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            assert "error" not in event, event
-            before = len(found)
-            found += [t for c in event["choices"] for t in c.get("token_ids") or ()]
-            if before < 20 <= len(found):
-                cluster.workers[-1].kill()
+    found = tokens_of_stream(url, sent, 20, cluster.workers[-1].kill)
     assert found == expected
     assert httpx.get(f"{cluster.url}/status", timeout=60).json()["recoveries"] >= 1

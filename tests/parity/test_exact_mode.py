@@ -16,7 +16,6 @@ import pytest
 from coordinator.schedule.request import GenerationRequest
 from mtp.builtin import checkpoint_dir
 from mtp.device import DEVICES, Arithmetic
-from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.params import SamplingParams
 from tests.support.stages.local_run import Answered, run
 
@@ -64,11 +63,6 @@ def facts(answers: Sequence[Answered]) -> list[object]:
     return [(answer.tokens, answer.logprobs) for answer in answers]
 
 
-def accepted(answers: Sequence[Answered]) -> int:
-    """Return the number of accepted drafts."""
-    return sum(sum(answer.stats.accepted_by_position) for answer in answers)
-
-
 def variants(**options: Any) -> list[list[object]]:
     """Return the answers alone without drafts, with drafts, together, and together with drafts over two stages."""
     path, common = checkpoint_dir(), {"dtype": "float32", **options}
@@ -94,16 +88,3 @@ def test_exact_answers_do_not_depend_on_drafts_batch_or_cut(kv_bits: int | None)
     """Quantized keys and values are exact too: they are attended to row by row."""
     alone, *others = variants(exact=True, kv_bits=kv_bits)
     assert all(other == alone for other in others)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("auto", [False, True])
-def test_a_draft_vocabulary_changes_no_answer(auto: bool) -> None:
-    """Drafts come from 64 of 4096 words and those of the prompts, so some are wrong that would be right."""
-    path, size = checkpoint_dir(), DraftVocabularySize(64, auto)
-    expected = run(path, requests(), mtp="off", dtype="float32")
-    found = run(path, requests(), mtp="2", dtype="float32", draft_vocab=size)
-    assert facts(found) == facts(expected)
-    whole = run(path, requests(), mtp="2", dtype="float32")
-    if not auto:
-        assert accepted(found) < accepted(whole)

@@ -24,7 +24,6 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.flash_next import states
 from mtp.flash_next.args import IndexerArgs
 from mtp.flash_next.sparse import chosen_blocks, sparse_attention
-from mtp.head.draft_vocabulary import DraftVocabularySize
 from mtp.layers.kv_cache import PlainKV
 from mtp.layers.layer import KVFormat
 from proto.errors import CheckpointError, SpanError, UsageError
@@ -328,7 +327,7 @@ def test_what_cannot_be_served_is_refused(
 def test_commands_know_the_family(
     model: Path, expected: list[Answered], tmp_path: Path, text: dict[str, Any], reference: Any
 ) -> None:
-    """`add-mtp`, a draft vocabulary, the doctor's step and a pinned plan work. Mixed recipes and bytes do not."""
+    """`add-mtp`, the doctor's step and a pinned plan work. Mixed recipes and bytes do not."""
     bare = write_flash_next(tmp_path / "bare", reference, text, mtp=False)
     convert(Checkpoint.open(bare), tmp_path / "mlx", Settings())
     source = Checkpoint.open(model)
@@ -337,8 +336,6 @@ def test_commands_know_the_family(
     recipe = Settings(quantization=Quantization(4, 32), recipe="mixed_4_6")
     with pytest.raises(UsageError, match="mlx-lm has no mixed_4_6"):
         convert(Checkpoint.open(model), tmp_path / "mixed", recipe)
-    part = DraftVocabularySize(64, auto=True)
-    assert different(answers(model, "2", 1, 64, draft_vocab=part), expected) == 0
     build, summary = own_steps(Checkpoint.open(model))
     assert summary.startswith("8 flash-next")
     mx.eval(build(), build())

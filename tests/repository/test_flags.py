@@ -19,7 +19,6 @@ from coordinator.depth.ngrams import NgramMode
 from coordinator.images.encoder import VisionMode
 from coordinator.planning.groups import Parallel, Prefer
 from mtp.checkpoint.hub.resolve import find_model
-from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.errors import UsageError
 from proto.kernels import Kernels
 from proto.span import Span
@@ -82,7 +81,6 @@ SERVE: Rows = {
     "--kv-bits": (["8"], {"kv_bits": 8}),
     "--exact": ([], {"exact": True, "slices": 1}),
     "--slices": (["4", "--exact"], {"exact": True, "slices": 4}),
-    "--draft-vocab": (["4096"], {"draft_vocab": DraftVocabularySize(4096)}),
     "--max-sequences": (["5"], {"max_sequences": 5}),
     "--prefill-chunk": (["64"], {"prefill_chunk": 64}),
     "--no-prefix-cache": ([], {"prefix_cache": False}),
@@ -239,7 +237,6 @@ def test_a_listener_off_loopback_needs_a_key(decide_serve: Decide) -> None:
     [
         (("--exact", "--slices", "3"), "Use a multiple of 2"),
         (("--slices", "2"), "Add --exact"),
-        (("--draft-vocab", "auto"), "does not work with --draft-vocab"),
         (("--nodes", "3"), "needs 4 machines, and --nodes is 3"),
         (("--single-node",), "Leave out --single-node"),
     ],

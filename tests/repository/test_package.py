@@ -115,9 +115,6 @@ def test_every_library_we_import_is_declared() -> None:
     }
     providers = packages_distributions()
     declared = {canonicalize_name(r.name) for r in map(Requirement, PROJECT["dependencies"])}
-    # Of the extra `otlp`, imported where a collector is named.
-    optional = PROJECT["optional-dependencies"]["otlp"]
-    declared |= {canonicalize_name(Requirement(text).name) for text in optional}
     declared |= {
         canonicalize_name("torch")
     }  # of the extra `train`; tests/repository/test_layout.py keeps it in mtp/builtin

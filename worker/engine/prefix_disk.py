@@ -26,7 +26,6 @@ import numpy as np
 
 from proto import cluster_pb2 as pb
 from proto.errors import NotReadyError
-from proto.held_prefixes import HeldPrefixes
 from proto.prefix_key import prefix_key
 from proto.span import Span
 from proto.state_dir import state_dir
@@ -220,14 +219,15 @@ class StagePrefixes:
 
     # ---- reading
 
-    async def find(self, tokens: Sequence[int]) -> HeldPrefixes:
-        """Return which proper prefixes of `tokens` are on the disk."""
+    async def find(self, tokens: Sequence[int]) -> pb.PrefixReply:
+        """Return which proper prefixes of `tokens` are on the disk, with their layers."""
         held: dict[int, set[int]] = {}
         try:
             held = await asyncio.to_thread(self.index.held, self.namespace, tokens)
         except DISK_ERRORS as error:
             log.warning("prefixes not found", extra={"error": str(error)})
-        return HeldPrefixes(self.layers, self.namespace, held)
+        found = [pb.HeldPrefix(length=n, layers=layers) for n, layers in held.items()]
+        return pb.PrefixReply(layers=self.layers, namespace=self.namespace, held=found)
 
     async def read_blocks(self, key: bytes, layers: Span) -> AsyncIterator[pb.BackupPiece]:
         """Yield the blocks of the prefix `key`, for another worker. Raises NotReadyError."""

@@ -10,13 +10,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
 from mtp.device import Arithmetic, this_device
-from mtp.head.draft_vocabulary import DraftVocabularySize
 from mtp.layers.communicator import ALONE, Communicator, GroupCommunicator
 from proto.errors import MemoryLimitError
 from proto.frame import Admit, Frame
@@ -144,7 +143,7 @@ class StageSpec:
     """A stage of a plan. `dtype` None keeps the stored types; `kv_bits` None leaves keys and values unquantized.
 
     With `mtp` the last stage has the MTP head, if the checkpoint has one. With `exact` a row has the same bits with any
-    rows beside it, and each layer is computed in `slices`. `draft_vocab` is for the last stage.
+    rows beside it, and each layer is computed in `slices`.
     """
 
     span: Span
@@ -155,7 +154,6 @@ class StageSpec:
     mtp: bool = True
     exact: bool = False
     slices: int = 1
-    draft_vocab: DraftVocabularySize = field(default_factory=DraftVocabularySize)
     group: GroupSpec | None = None
     """The group of processes that hold the stage together; None for one process."""
 
@@ -259,9 +257,7 @@ class StageHost:
         wire_weights(wanted=wired)
         kv_format = checkpoint.config.kv_format(spec.kv_bits)
         expect(PROBE_SECONDS if spec.exact else TRIAL_SECONDS)
-        stage = Stage(
-            modules, kv_format, exact=spec.exact, draft_vocab=spec.draft_vocab, kernels=kernels
-        )
+        stage = Stage(modules, kv_format, exact=spec.exact, kernels=kernels)
         warn_of_emulated_bfloat16(stage.dtype)
         warm_up(stage, first=spec.first, last=spec.last, expect=expect)
         trim_allocator()
@@ -301,9 +297,7 @@ class StageHost:
     ) -> StageEngine:
         """Return an engine without sequences for plan `epoch`."""
         stage, spec = loaded.stage, loaded.spec
-        verifier = (
-            Verifier(stage.modules, stage.kv_format, stage.draft_vocab) if spec.last else None
-        )
+        verifier = Verifier(stage.modules, stage.kv_format) if spec.last else None
         engine = StageEngine(stage, epoch=epoch, first=spec.first, verifier=verifier, budget=budget)
         engine.disk = loaded.prefixes
         return engine

@@ -115,7 +115,7 @@ def warm_up(stage: Stage, *, first: bool, last: bool, expect: Callable[[float], 
     if not batches:
         return
     started = time.monotonic()
-    verifier = Verifier(stage.modules, stage.kv_format, stage.draft_vocab) if last else None
+    verifier = Verifier(stage.modules, stage.kv_format) if last else None
     drafts = 2 if verifier is not None and verifier.drafter is not None else 0
     engine = StageEngine(stage, epoch=0, first=first, verifier=verifier)
     frames = WarmUp(engine, drafts, batches)

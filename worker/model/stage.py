@@ -9,7 +9,6 @@ import mlx.core as mx
 import numpy as np
 
 from mtp.device import this_device
-from mtp.head.draft_vocabulary import DraftVocabularySize
 from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Segment
 from proto.images import ImageLayout
@@ -21,7 +20,6 @@ from worker.model.loader import StageModules
 Run = tuple[SequenceCache, Segment]
 """A segment that runs, and the sequence it extends."""
 
-ALL_WORDS = DraftVocabularySize()
 
 EVALUATED_FIRST = 2
 """Layers that start computing as soon as each is built."""
@@ -36,14 +34,12 @@ class Stage:
         kv_format: KVFormat,
         *,
         exact: bool = False,
-        draft_vocab: DraftVocabularySize = ALL_WORDS,
         kernels: Kernels = Kernels.auto,
     ) -> None:
         """Prepare `modules` for this device, by the value of `--kernels`. Raises UsageError for impossible `exact`."""
         self.dtype = modules.dtype
         self.variants = choose_variants(modules, kv_format, exact=exact, kernels=kernels)
         self.modules = modules
-        self.draft_vocab = draft_vocab
         self.kv_format = kv_format
         self._cadence = this_device().cadence
 

@@ -16,7 +16,6 @@ from typing import cast
 
 import mlx.core as mx
 
-from mtp.head.draft_vocabulary import DraftVocabularySize, draft_vocabulary
 from mtp.head.drafter import Drafter, DraftJob
 from mtp.head.window_drafts import WindowDrafts, WindowJob
 from mtp.layers.layer import KVFormat
@@ -158,8 +157,6 @@ class Verdict:
                 state.commit(segment.window - 1, accepted_length=1)
                 tokens = state.words_of(segment.tokens[: outcome.accepted_length])
                 state.append_tokens(tokens)
-                if self.drafter is not None:
-                    self.drafter.record_tokens(tokens, chosen=segment.open)
                 if state.head is not None and run.key not in drafted:
                     state.head.add_pairs(rows, tokens, outcome.token)
             state.expected = outcome.token
@@ -208,12 +205,7 @@ def _token_logprobs(tokens: Sequence[int], found: Logprobs) -> tuple[TokenLogpro
 class Verifier:
     """The parts after the layers: norm, lm_head (or tied embedding), and the MTP head if the checkpoint has it."""
 
-    def __init__(
-        self,
-        modules: StageModules,
-        kv_format: KVFormat,
-        draft_vocab: DraftVocabularySize | None = None,
-    ) -> None:
+    def __init__(self, modules: StageModules, kv_format: KVFormat) -> None:
         assert modules.norm is not None, "this stage is not the last"
         self.norm = modules.norm
         self.vocab = modules.config.vocab_size
@@ -223,14 +215,9 @@ class Verifier:
         self.drafter: Drafter | None = None
         if modules.head is not None:
             assert modules.embed_tokens is not None, "a head needs the embedding beside it"
-            size = draft_vocab or DraftVocabularySize()
-            module = modules.embed_tokens if modules.lm_head is None else modules.lm_head
-            part = draft_vocabulary(module, self.unembed, self.vocab, size)
             self.drafter = Drafter(
-                modules.head, modules.embed_tokens, self.unembed, kv_format, self.exempt, part
+                modules.head, modules.embed_tokens, self.unembed, kv_format, self.exempt
             )
-            if size.auto:
-                self.drafter.measure_vocabulary()
         self.states: dict[int, LastStageState] = {}
         self.vocabulary = b""
         """The tokenizer's packed vocabulary, from the first sequence with a grammar."""

@@ -2,6 +2,8 @@
 
 A collective can wait without end for a member that is lost, and MLX cannot leave a group. So the stage of a group runs
 in a process of its own, which can be killed. It serves the same calls as a worker, at a port of its own.
+
+Most of the start of a process is its imports. So a worker of a group keeps a spare one, which has done them and waits.
 """
 
 from __future__ import annotations
@@ -21,15 +23,22 @@ from proto.errors import NotReadyError
 START_SECONDS = 60.0
 """Seconds. Bound of the start of a process, which imports MLX: 2 s on an idle machine."""
 
-STOP_SECONDS = 3.0
-"""Seconds after SIGTERM before a process is killed."""
+SPARE_SECONDS = 5.0
+"""Seconds from the start of a member process to that of the spare one. The first measures its link before."""
 
-PROGRAM = (sys.executable, "-P", "-c", "from worker.cli import main; main()", "--member")
-"""The command of a member process, to which the flags of its worker are added."""
+PROGRAM = (
+    sys.executable,
+    "-P",
+    "-c",
+    "import sys; sys.modules['torch'] = None; from worker.cli import main; main()",
+    "--member",
+)
+"""The command of a member process, to which the flags of its worker are added. transformers would import torch."""
 
-ENVIRONMENT = {"MLX_USE_CUDA_GRAPHS": "0"}
-"""Settings of MLX in a member process. MLX builds a CUDA graph anew for each collective in it, which takes longer than
-to launch its kernels one by one: with 27B on two H200s a step of a group takes .58 of the time."""
+ENVIRONMENT = {"MLX_USE_CUDA_GRAPHS": "0", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+"""Settings of a member process. MLX builds a CUDA graph anew for each collective in it, which takes longer than to
+launch its kernels one by one: with 27B on two H200s a step of a group takes .58 of the time. transformers would warn
+that it has no torch."""
 
 
 def free_group_address(host: str) -> str:
@@ -55,16 +64,20 @@ def report_ready(port: int, host: str, rdma: str) -> None:
     threading.Thread(target=wait_for_end, name="worker-watch", daemon=True).start()
 
 
-class MemberProcess:
-    """A running member process."""
+def wait_until_needed() -> bool:
+    """Wait until the worker needs this process. Return False if the worker has ended, or needs it no more."""
+    return bool(sys.stdin.readline())
 
-    def __init__(self, process: asyncio.subprocess.Process, ready: pb.MemberReply) -> None:
-        self.ready = ready
+
+class MemberProcess:
+    """A member process. It waits until `serve` is called."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     @classmethod
-    async def start(cls, flags: tuple[str, ...]) -> MemberProcess:
-        """Start a process and wait until it listens. Raises NotReadyError if it does not."""
+    async def spawn(cls, flags: tuple[str, ...]) -> MemberProcess:
+        """Start a process, and return before its imports are done."""
         process = await asyncio.create_subprocess_exec(
             *PROGRAM,
             *flags,
@@ -73,36 +86,34 @@ class MemberProcess:
             env={**ENVIRONMENT, **os.environ},
             start_new_session=True,  # Ctrl-C drains the worker, which ends this process afterwards
         )
-        assert process.stdout is not None
+        return cls(process)
+
+    @property
+    def running(self) -> bool:
+        """True until the process has ended."""
+        return self._process.returncode is None
+
+    async def serve(self) -> pb.MemberReply:
+        """Return where the process listens from now on. Ends it and raises NotReadyError if it does not."""
+        assert self._process.stdin is not None and self._process.stdout is not None
         try:
             async with asyncio.timeout(START_SECONDS):
-                line = await process.stdout.readline()
-            return cls(process, pb.MemberReply(**json.loads(line)))
-        except (TimeoutError, ValueError, TypeError) as error:
-            await _end(process)
+                self._process.stdin.write(b"serve\n")
+                await self._process.stdin.drain()
+                line = await self._process.stdout.readline()
+            return pb.MemberReply(**json.loads(line))
+        except (TimeoutError, ValueError, TypeError, ConnectionError) as error:
+            await self.stop()
             raise NotReadyError(
                 "the process for a group did not start. The log of the worker has its error."
             ) from error
         except BaseException:
-            await _end(process)
+            await self.stop()
             raise
 
     async def stop(self) -> None:
-        """End the process, within STOP_SECONDS also if it is stuck."""
-        await _end(self._process)
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is not None:
-        return
-    if process.stdin is not None:
-        process.stdin.close()
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        async with asyncio.timeout(STOP_SECONDS):
-            await process.wait()
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+        """Kill the process, which may be stuck, and wait for its end."""
+        if self.running:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        await self._process.wait()

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from mtp.device import FrameLimits
-from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb
 from proto.control import Backend
 from proto.errors import BusyError, NotReadyError, ProtocolError, StaleEpochError, UsageError
@@ -31,7 +30,7 @@ from worker.engine.stage_engine import Budget
 from worker.engine.stage_host import LoadedStage, StageHost, StageSpec
 from worker.node.binding import Binding, Place, Traffic
 from worker.node.local_models import LocalModels
-from worker.node.member import MemberProcess
+from worker.node.member import SPARE_SECONDS, MemberProcess
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +106,6 @@ def requested_stage(request: pb.LoadRequest) -> StageSpec:
         mtp=request.mtp,
         exact=request.exact,
         slices=request.slices or 1,
-        draft_vocab=DraftVocabularySize(request.draft_vocab, request.draft_vocab_auto),
         group=group,
     )
 
@@ -133,6 +131,9 @@ class WorkerNode:
         """A marker of the current load. An older load that finds another marker ends."""
         self.member: MemberProcess | None = None
         """The process that holds this worker's part of a group's stage."""
+        self._spare: MemberProcess | None = None
+        """The next such process, while this worker is leased and was a member."""
+        self._preparing: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         """The end of the process before it, whose memory the next one needs."""
         self.draining = asyncio.Event()
@@ -174,6 +175,9 @@ class WorkerNode:
         self.released.set()
         self.epoch = 0  # every coordinator counts its own epochs
         self._end_plan()
+        if self._spare is not None:
+            spare, self._spare = self._spare, None
+            self._preparing = asyncio.create_task(spare.stop())
 
     def _end_plan(self) -> None:
         """End the current load or binding, and the process of a group."""
@@ -214,14 +218,29 @@ class WorkerNode:
         self.host.thread.submit(release_weights)
         self._become(pb.WORKER_STATE_IDLE)
         loading = self._loading = object()
+        member, self._spare = self._spare, None
+        if member is None or not member.running:
+            member = await MemberProcess.spawn(self.identity.member_flags)
         await self._wait_for_end()
-        member = await MemberProcess.start(self.identity.member_flags)
+        ready = await member.serve()
         if self._loading is not loading:
             await member.stop()
             raise StaleEpochError(f"plan {request.epoch} ended while its processes were starting")
         self.member = member
-        log.info("process for a group started", extra={"port": member.ready.port})
-        return member.ready
+        self._preparing = asyncio.create_task(self._prepare_spare())
+        log.info("process for a group started", extra={"port": ready.port})
+        return ready
+
+    async def _prepare_spare(self) -> None:
+        """Start the process that replaces the present one, unless it is there or the group has ended."""
+        await asyncio.sleep(SPARE_SECONDS)
+        if self.member is None or self._spare is not None:
+            return
+        spare = await MemberProcess.spawn(self.identity.member_flags)
+        if self.lease is None or self._spare is not None:
+            await spare.stop()
+        else:
+            self._spare = spare
 
     async def load(self, request: pb.LoadRequest, on_progress: OnProgress) -> pb.LoadResult:
         """Load a stage, unless it is in memory, and return what was loaded. Ends the plan of the worker before.

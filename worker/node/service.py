@@ -264,7 +264,7 @@ class WorkerService(pb_grpc.WorkerServicer):
     ) -> pb.PrefixReply:
         """Return which prefixes of a prompt the disk of this worker has."""
         _, disk, _, tokens = await self._prefix_call(requests)
-        return (await disk.find(tokens)).to_reply()
+        return await disk.find(tokens)
 
     async def LoadPrefix(
         self, requests: AsyncIterator[pb.PrefixRequest], context: Context

@@ -6,7 +6,6 @@ It reads the weights once for up to 32 rows, so it is made for decoding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -149,12 +148,6 @@ class DenseRows(nn.Module):
             and module.weight.dtype in HALF_TYPES
             and module.weight.shape[1] % CHUNK == 0
         )
-
-    def select_blocks(self, blocks: slice | mx.array, size: int) -> Callable[[mx.array], mx.array]:
-        """Return a product with only these blocks of `size` outputs."""
-        taken = self.weight.reshape(-1, size, self.weight.shape[1])[blocks]
-        weight = taken.reshape(-1, self.weight.shape[1])
-        return lambda x: x @ weight.T
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return `x [rows, K]` times the weights: `[rows, N]`."""

@@ -375,11 +375,6 @@ class PackedLinear(nn.Module):
         """Return `self(x)`, by the name that an embedding has for it."""
         return self(x)
 
-    def select_blocks(self, blocks: slice | mx.array, size: int) -> PackedLinear:
-        """Return the layer with only these blocks of `size` outputs, a tile each. A slice copies nothing."""
-        assert size == TILE, "a block of outputs is a tile"
-        return PackedLinear(self.w[blocks], self.factors[blocks], self.dtype)
-
     def pin_exact(self, products: Exact) -> PackedLinear:
         """Keep to the kernel, whose rows do not depend on each other."""
         self.one_arithmetic = True

@@ -39,11 +39,6 @@ class ColumnLinear(nn.Module):
             del module.weight
         return cls(weight, bias)
 
-    def select_blocks(self, blocks: slice | mx.array, size: int) -> ColumnLinear:
-        """Return the layer with only these blocks of `size` outputs. The columns are copied."""
-        columns = self.weight.reshape(self.weight.shape[0], -1, size)[:, blocks]
-        return ColumnLinear(mx.contiguous(columns.reshape(self.weight.shape[0], -1)))
-
     def __call__(self, x: mx.array) -> mx.array:
         """Return `x [rows, inputs]` times the weights: `[rows, outputs]`."""
         y = x.astype(mx.float32) @ self.weight

@@ -15,7 +15,6 @@ from coordinator.cluster.plan_start import PlanStart, workers_in_use
 from coordinator.cluster.view import Settings, View
 from coordinator.pipeline.remote_pipeline import RemotePipeline
 from mtp.device import FrameLimits
-from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, DeadlineError, MemoryLimitError
 from proto.span import Span
@@ -67,7 +66,6 @@ class Cluster:
             with_head=True,
             exact=False,
             slices=1,
-            draft_vocab=DraftVocabularySize(),
             provider=SimpleNamespace(provide_weights=self._provide),
         )
 

@@ -16,10 +16,10 @@ from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk, generate
 from coordinator.schedule.scheduler import Scheduler
+from proto import cluster_pb2 as pb
 from proto.backup import LayerState
 from proto.errors import NotReadyError
 from proto.frame import Frame, SavePrefix
-from proto.held_prefixes import HeldPrefixes
 from proto.prefix_key import prefix_key
 from proto.span import Span
 from tests.support.protocol.simulation import OnePipeline, SimulatedPipeline, Timing, run_virtually
@@ -148,10 +148,16 @@ def test_blocks_that_do_not_move_cost_no_answer(kind: str) -> None:
     assert again - usual < 0.1
 
 
-def disks(*held: dict[int, set[int]], namespace: str = "model") -> list[HeldPrefixes]:
+def disks(*held: dict[int, set[int]], namespace: str = "model") -> list[pb.PrefixReply]:
     """Return the disks of stages of two layers each."""
-    spans = (Span(2 * number, 2 * number + 2) for number in range(len(held)))
-    return [HeldPrefixes(s, namespace, one) for s, one in zip(spans, held, strict=True)]
+    return [
+        pb.PrefixReply(
+            layers=[2 * number, 2 * number + 1],
+            namespace=namespace,
+            held=[pb.HeldPrefix(length=n, layers=layers) for n, layers in one.items()],
+        )
+        for number, one in enumerate(held)
+    ]
 
 
 def test_all_stages_must_have_a_prefix() -> None:
@@ -168,9 +174,3 @@ def test_other_bits_are_not_moved() -> None:
     """A disk whose blocks were computed in another way is no source."""
     other = disks({}, {300: {0, 1, 2, 3}}, namespace="other")[1]
     assert longest_prefix([disks({})[0], other]) == FoundPrefix()
-
-
-def test_a_reply_has_what_a_disk_holds() -> None:
-    """The message and back."""
-    held = HeldPrefixes(Span(2, 9), "model", {300: {0, 1, 5}, 20: {7}, 7: set()})
-    assert HeldPrefixes.from_reply(held.to_reply()) == held
