@@ -53,7 +53,7 @@ worker.disk: proto
 worker.fetch: mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.terminal worker.engine
 worker.model: mtp mtp.checkpoint.format mtp.head mtp.layers mtp.layers.cuda mtp.layers.joined
     mtp.layers.metal mtp.layers.reference mtp.sampling proto proto.terminal worker.cache
-worker.node: mtp mtp.checkpoint.format mtp.checkpoint.hub mtp.head proto proto.rpc proto.terminal
+worker.node: mtp mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.terminal
     proto.trust worker.engine worker.fetch
 coordinator:
 coordinator.api: coordinator.cluster coordinator.images coordinator.planning coordinator.schedule
@@ -62,23 +62,23 @@ coordinator.api: coordinator.cluster coordinator.images coordinator.planning coo
 coordinator.cli: coordinator.api coordinator.depth coordinator.doctor coordinator.images
     coordinator.pipeline coordinator.planning coordinator.schedule coordinator.serve
     coordinator.status coordinator.text coordinator.trust mtp mtp.checkpoint.convert
-    mtp.checkpoint.format mtp.checkpoint.hub mtp.head mtp.vision proto proto.terminal proto.trust
-coordinator.cluster: coordinator.pipeline coordinator.planning mtp mtp.checkpoint.format mtp.head
-    proto proto.rpc proto.terminal
+    mtp.checkpoint.format mtp.checkpoint.hub mtp.vision proto proto.terminal proto.trust
+coordinator.cluster: coordinator.pipeline coordinator.planning mtp mtp.checkpoint.format proto
+    proto.rpc proto.terminal
 coordinator.depth: proto
 coordinator.doctor: coordinator.cluster coordinator.depth coordinator.pipeline coordinator.schedule
     coordinator.text mtp mtp.checkpoint.format mtp.layers proto proto.rpc proto.terminal
     worker.engine worker.model
 coordinator.images: mtp.checkpoint.format mtp.vision proto worker.engine
-coordinator.pipeline: coordinator.planning coordinator.status mtp mtp.checkpoint.format mtp.head
-    mtp.vision proto proto.rpc proto.terminal proto.trust worker.engine
+coordinator.pipeline: coordinator.planning coordinator.status mtp mtp.checkpoint.format mtp.vision
+    proto proto.rpc proto.terminal proto.trust worker.engine
 coordinator.planning: mtp.checkpoint.format mtp.head proto proto.terminal
-coordinator.schedule: coordinator.depth coordinator.pipeline coordinator.planning coordinator.status
-    mtp mtp.checkpoint.format mtp.checkpoint.hub mtp.head proto proto.rpc proto.terminal
+coordinator.schedule: coordinator.depth coordinator.pipeline coordinator.planning
+    coordinator.status mtp mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.terminal
 coordinator.serve: coordinator.api coordinator.cluster coordinator.depth coordinator.images
     coordinator.pipeline coordinator.planning coordinator.schedule coordinator.status
-    coordinator.text coordinator.trust mtp.checkpoint.format mtp.checkpoint.hub mtp.head mtp.vision
-    proto proto.rpc proto.terminal proto.trust
+    coordinator.text coordinator.trust mtp.checkpoint.format mtp.checkpoint.hub mtp.vision proto
+    proto.rpc proto.terminal proto.trust
 coordinator.status: coordinator.depth proto
 coordinator.text: mtp.checkpoint.format mtp.sampling proto
 coordinator.trust: proto proto.rpc proto.trust
