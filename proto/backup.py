@@ -25,6 +25,9 @@ class LayerState:
     layer: int
     appends: bool
     data: bytes
+    rank: int = 0
+    """The member whose share of the layer this is, in a group of `size`."""
+    size: int = 1
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,14 @@ def split(states: Iterable[LayerState]) -> Iterator[pb.BackupPiece]:
         for start in range(0, max(1, len(view)), PIECE_BYTES):
             end = start + PIECE_BYTES
             data, ends = bytes(view[start:end]), end >= len(view)
-            yield pb.BackupPiece(layer=state.layer, appends=state.appends, data=data, ends=ends)
+            yield pb.BackupPiece(
+                layer=state.layer,
+                appends=state.appends,
+                data=data,
+                ends=ends,
+                rank=state.rank,
+                size=state.size,
+            )
 
 
 @dataclass
@@ -62,5 +72,24 @@ class PieceJoiner:
             raise ProtocolError(f"a backup of {self._received} bytes exceeds the limit")
         self._open += piece.data
         if piece.ends:
-            self.states.append(LayerState(piece.layer, piece.appends, bytes(self._open)))
+            data, size = bytes(self._open), max(1, piece.size)
+            self.states.append(LayerState(piece.layer, piece.appends, data, piece.rank, size))
             self._open = bytearray()
+
+
+def by_layer(states: Iterable[LayerState]) -> dict[int, list[tuple[bytes, ...]]]:
+    """Return the states of each layer, the oldest first: each the shares of all members that made it together.
+
+    Raises ProtocolError if the share of a member is missing.
+    """
+    found: dict[int, list[list[LayerState]]] = {}
+    for state in states:
+        made = found.setdefault(state.layer, [])
+        if not state.rank:
+            made.append([])
+        if not made or len(made[-1]) != state.rank:
+            raise ProtocolError(f"a backup of layer {state.layer} has its shares in another order")
+        made[-1].append(state)
+    if any(len(one) != one[0].size for made in found.values() for one in made):
+        raise ProtocolError("a backup lacks the share of a member")
+    return {n: [tuple(s.data for s in one) for one in made] for n, made in found.items()}

@@ -1534,12 +1534,18 @@ class BackupPiece(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     ENDS_FIELD_NUMBER: _builtins.int
     BLOCK_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
     layer: _builtins.int
     """the number after the last layer stands for the MTP head"""
     appends: _builtins.bool
     """the state continues that of an earlier backup, as new tokens do for K/V"""
     data: _builtins.bytes
     ends: _builtins.bool
+    rank: _builtins.int
+    """the member of a group whose share of the layer this is"""
+    size: _builtins.int
+    """members of this group; 0 and 1 mean the whole layer"""
     @_builtins.property
     def head(self) -> Global___BackupHead: ...
     @_builtins.property
@@ -1553,10 +1559,12 @@ class BackupPiece(_message.Message):
         data: _builtins.bytes = ...,
         ends: _builtins.bool = ...,
         block: Global___BlockHead | None = ...,
+        rank: _builtins.int = ...,
+        size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appends", b"appends", "block", b"block", "data", b"data", "ends", b"ends", "head", b"head", "layer", b"layer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appends", b"appends", "block", b"block", "data", b"data", "ends", b"ends", "head", b"head", "layer", b"layer", "rank", b"rank", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

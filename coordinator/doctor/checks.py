@@ -16,10 +16,8 @@ from typing import Any
 
 import mlx.core as mx
 import psutil
-from mlx_lm.models import gated_delta
 
 from coordinator.pipeline.worker_client import Candidate, ConnectionPolicy, connect_worker
-from mtp.checkpoint.format.config import ModelConfig
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, VersionError
 from proto.rpc.status_codes import printable
@@ -199,58 +197,6 @@ def check_evaluation() -> Finding:
     slow = seconds > SLOW_SECONDS
     advice = "The device answers slowly. End other programs that use it." if slow else ""
     return judged("evaluation", f"{seconds * 1e3:.3f} ms", advice, {"seconds": seconds})
-
-
-TOLERANCE = 2e-2
-"""Largest difference between kernel and reference in bfloat16, over outputs of about 1."""
-
-GDN_WINDOW, CUT = 5, 3
-"""Tokens of a window of the recurrence, and accepted tokens of it in the replay."""
-
-
-def check_gdn(config: ModelConfig, dtype: mx.Dtype) -> Finding:
-    """Report a GDN kernel that differs from its reference, between widths, or in a replay."""
-    *rows, a_log, dt_bias, first = _gdn_inputs(config, dtype)
-
-    def run(steps: slice, state: mx.array = first, *, kernel: bool = True) -> list[mx.array]:
-        """Return the outputs and the state after the tokens of `steps`."""
-        q, k, v, a, b = (x[:, steps] for x in rows)
-        update = gated_delta.gated_delta_update
-        return list(update(q, k, v, a, b, a_log, dt_bias, state, use_kernel=kernel))
-
-    window, reference = run(slice(GDN_WINDOW)), run(slice(GDN_WINDOW), kernel=False)
-    difference = max(
-        float(mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max())
-        for a, b in zip(window, reference, strict=True)
-    )
-    single = [run(slice(0, 1))]
-    for i in range(1, GDN_WINDOW):
-        single.append(run(slice(i, i + 1), single[-1][1]))
-    together = [mx.concatenate([output for output, _ in single], axis=1), single[-1][1]]
-    windows = all(map(mx.array_equal, together, window))
-    replay = bool(mx.array_equal(single[CUT - 1][1], run(slice(CUT))[1]))
-    values = {"difference": difference, "windows_equal": windows, "replay_equal": replay}
-    figure = f"differs by {difference:.1e} from the reference"
-    if not difference < TOLERANCE:
-        advice = "mlx-lm's kernel computes garbage. Install the pinned versions of mlx and mlx-lm."
-        return Finding("GDN", Verdict.FAIL, figure, advice, values)
-    if not (windows and replay):
-        advice = "A window is not equal to its single steps, so drafts may change an answer. Use --mtp off."
-        return judged("GDN", figure, advice, values)
-    return judged("GDN", f"{figure}, equal in windows and after a rejection", "", values)
-
-
-def _gdn_inputs(config: ModelConfig, dtype: mx.Dtype) -> tuple[mx.array, ...]:
-    """Return random q, k, v, a, b, A_log, dt_bias and state with the model's heads."""
-    mx.random.seed(2)
-    key_heads, value_heads = config.gdn_key_heads, config.gdn_value_heads
-    keys = (1, GDN_WINDOW, key_heads, config.gdn_key_dim)
-    values = (1, GDN_WINDOW, value_heads, config.gdn_value_dim)
-    q, k = ((mx.random.normal(keys) * 0.1).astype(dtype) for _ in range(2))
-    v = mx.random.normal(values).astype(dtype)
-    a, b = (mx.random.normal((1, GDN_WINDOW, value_heads)).astype(dtype) for _ in range(2))
-    state = mx.random.normal((1, value_heads, config.gdn_value_dim, config.gdn_key_dim)) * 0.1
-    return q, k, v, a, b, mx.zeros(value_heads), mx.ones(value_heads), state
 
 
 def check_discovery(

@@ -8,14 +8,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import mlx.core as mx
-
 from coordinator.cluster.discovery import Discovery
 from coordinator.doctor import answer, checks, step
 from coordinator.doctor.checks import Finding, Verdict
 from coordinator.pipeline.worker_client import ConnectionPolicy
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.device import this_device
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError
 from worker.engine import hardware
@@ -49,7 +46,6 @@ class Diagnosis:
 
     async def run(self) -> list[Finding]:
         """Run the checks of the system, the network, the kernels and the model, and return the findings."""
-        dtype = mx.float32 if this_device().computes_on_host else mx.bfloat16
         await self.check("versions", checks.check_versions)
         await self.check("power", checks.check_power)
         await self._check_network()
@@ -57,7 +53,6 @@ class Diagnosis:
         speed = hardware.measured_bandwidth
         await self.check("bandwidth", lambda: checks.check_bandwidth(hardware.chip(), speed()))
         await self.check("memory", checks.check_memory)
-        await self.check("GDN", checks.check_gdn, self.checkpoint.config, dtype)
         await self.check_model()
         return self.findings
 

@@ -30,7 +30,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.device import FrameLimits
 from mtp.vision.tower import tower_bytes
 from proto import cluster_pb2 as pb
-from proto.backup import LayerState, ReceivedStates
+from proto.backup import LayerState, ReceivedStates, by_layer
 from proto.control import Rollback
 from proto.errors import ClusterError, NotReadyError, WorkerLostError
 from proto.frame import Frame
@@ -241,10 +241,7 @@ class LocalPipeline(Pipeline):
     async def write_backup(
         self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
     ) -> None:
-        layers: dict[int, list[bytes]] = {}
-        for state in states:
-            layers.setdefault(state.layer, []).append(state.data)
-        backup = ReceivedBackup(tuple(tokens), layers)
+        backup = ReceivedBackup(tuple(tokens), by_layer(states))
         for engine in self._engines:
             await self.thread.call(partial(engine.receive_backup, seq_id, backup))
 

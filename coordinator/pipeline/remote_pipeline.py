@@ -22,7 +22,7 @@ from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
 from proto.backup import LayerState, ReceivedStates
 from proto.control import Rollback
-from proto.errors import ClusterError, DeadlineError, NotReadyError, ProtocolError, StaleEpochError
+from proto.errors import ClusterError, DeadlineError, ProtocolError, StaleEpochError
 from proto.frame import Frame, decode, encode
 from proto.frame_stamps import CoordinatorStep, StampRing
 from proto.prefix_key import prefix_key
@@ -130,7 +130,7 @@ class RemotePipeline(Pipeline):
         self.owned: tuple[WorkerClient, ...] = ()
         """Clients that end with this plan."""
         self.suspect: str | None = None
-        self.makes_backups = all(len(workers) == 1 for workers in self.members)
+        self.makes_backups = True
         self.frame_limits = FrameLimits()
         self.stall_detector = StallDetector(self.stages)
         self.stamps = StampRing()
@@ -303,7 +303,7 @@ class RemotePipeline(Pipeline):
         return all(worker.has_disk for worker in self._all_workers)
 
     async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
-        calls = (worker.read_backup(self.epoch, seq_id, limit) for worker in self.workers)
+        calls = (worker.read_backup(self.epoch, seq_id, limit) for worker in self._all_workers)
         found = await asyncio.gather(*calls)
         lengths = {one.tokens for one in found}
         if len(lengths) != 1:
@@ -314,12 +314,12 @@ class RemotePipeline(Pipeline):
     async def write_backup(
         self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
     ) -> None:
-        if not self.makes_backups:  # one of a plan before has whole layers
-            raise NotReadyError(
-                "the members of a group hold shares of layers and restore no backup"
-            )
-        pairs = zip(self.workers, self._parts(states), strict=True)
-        calls = (worker.write_backup(self.epoch, seq_id, tokens, part) for worker, part in pairs)
+        pairs = zip(self.members, self._parts(states), strict=True)
+        calls = (
+            worker.write_backup(self.epoch, seq_id, tokens, part)
+            for workers, part in pairs
+            for worker in workers
+        )
         await asyncio.gather(*calls)
 
     async def find_prefix(self, tokens: Sequence[int]) -> FoundPrefix:

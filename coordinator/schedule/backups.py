@@ -35,7 +35,7 @@ class Backup:
         """Advance the backup to `tokens` tokens."""
         for state in states:
             kept = self.layers.setdefault(state.layer, [])
-            if not state.appends:
+            if not state.appends and not state.rank:  # shares of other members follow the first
                 kept.clear()
             kept.append(state)
         self.tokens = tokens

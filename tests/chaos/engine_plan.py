@@ -19,7 +19,7 @@ from coordinator.planning.capacity import Capacity
 from coordinator.status.frame_records import ProcessTrace
 from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
-from proto.backup import LayerState, ReceivedStates
+from proto.backup import LayerState, ReceivedStates, by_layer
 from proto.control import Rollback
 from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError
 from proto.frame import Frame, decode, encode
@@ -221,11 +221,9 @@ class EnginePlan:
         for stage, engine in enumerate(self.engines):
             await self._transfer(stage)
             span = engine.stage.modules.span
-            layers: dict[int, list[bytes]] = {}
-            for state in states:
-                if span.start <= state.layer < span.end + (stage == self.stages - 1):
-                    layers.setdefault(state.layer, []).append(state.data)
-            engine.receive_backup(seq_id, ReceivedBackup(tuple(tokens), layers))
+            end = span.end + (stage == self.stages - 1)
+            own = by_layer(s for s in states if span.start <= s.layer < end)
+            engine.receive_backup(seq_id, ReceivedBackup(tuple(tokens), own))
         self._counts["backups written"] += 1
 
     async def _transfer(self, stage: int) -> None:

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mtp.layers.layer import KVFormat
-from proto.backup import LayerState
+from proto.backup import LayerState, by_layer
 from proto.errors import ProtocolError
 from proto.frame import Admit, BackUp, Evict, Outcome, RestoreBackup, RestorePrefix, SavePrefix
 from proto.params import SamplingParams
@@ -45,19 +45,20 @@ def test_a_restored_backup_equals_a_prefill(checkpoints: Checkpoints, bits: int 
     """Tokens, drafts, log-probabilities and states are bit-equal, after two backups and a change of all spans."""
     path, text, form = checkpoints(layers=4), random_tokens(LONG), KVFormat(bits, 32)
     source, script = Chain(path, (2,), form), Script(0, text, PARAMS)
-    kept: dict[int, list[bytes]] = defaultdict(list)
+    kept: dict[int, list[LayerState]] = defaultdict(list)
     for start, end in ((0, EARLIER), (EARLIER, SAVED)):
         script.run(source, script.chunk(end - start, sample=False))
         source.send(ops=[BackUp(0, start)])
         for state in read_backup(source):
             if not state.appends:
                 kept[state.layer].clear()
-            kept[state.layer].append(state.data)
+            kept[state.layer].append(state)
     assert sorted(kept) == [0, 1, 2, 3, 4], "every layer, and the MTP head"
 
     target, restored = Chain(path, (1, 3), form), Script(7, text, PARAMS)
     for engine in target.engines:
-        engine.receive_backup(7, ReceivedBackup(tuple(text[:SAVED]), dict(kept)))
+        states = by_layer(state for layer in kept.values() for state in layer)
+        engine.receive_backup(7, ReceivedBackup(tuple(text[:SAVED]), states))
     restored.scheduled = SAVED
     restored.ops += [RestoreBackup(7, SAVED), SavePrefix(7, 0)]
     fresh, reader = Chain(path, (1, 3), form), Script(7, text, PARAMS)
@@ -84,7 +85,7 @@ def test_a_backup_that_does_not_fit_is_refused(checkpoints: Checkpoints) -> None
     script = Script(0, random_tokens(4))
     script.run(chain, script.chunk(4))
     for data in ((), (b"x",), (b"\x90",)):
-        layers = {layer: list(data) for layer in range(5)}
+        layers = {layer: [data] if data else [] for layer in range(5)}
         engine.receive_backup(1, ReceivedBackup((1, 2), layers))
         with pytest.raises(ProtocolError, match="backup"):
             engine.backups.restore_backup(

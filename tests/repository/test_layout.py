@@ -67,7 +67,7 @@ coordinator.cluster: coordinator.pipeline coordinator.planning mtp mtp.checkpoin
     proto.rpc proto.terminal
 coordinator.depth: proto
 coordinator.doctor: coordinator.cluster coordinator.depth coordinator.pipeline coordinator.schedule
-    coordinator.text mtp mtp.checkpoint.format mtp.layers proto proto.rpc proto.terminal
+    coordinator.text mtp.checkpoint.format mtp.layers proto proto.rpc proto.terminal
     worker.engine worker.model
 coordinator.images: mtp.checkpoint.format mtp.vision proto worker.engine
 coordinator.pipeline: coordinator.planning coordinator.status mtp mtp.checkpoint.format mtp.vision

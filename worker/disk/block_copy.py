@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import ExitStack
-from types import TracebackType
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import msgpack
@@ -15,7 +13,7 @@ from proto.backup import LayerState, PieceJoiner, split
 from proto.errors import NotReadyError, ProtocolError
 from proto.prefix_key import KEY_BYTES
 from proto.span import Span
-from worker.disk.block_file import SUFFIX, BlockReader, BlockWriter, LayerTensors, Tensor
+from worker.disk.block_file import DTYPES, SUFFIX, BlockReader, BlockWriter, LayerTensors, Tensor
 from worker.disk.block_index import Block, BlockIndex
 
 TENSORS_PER_LAYER = 8
@@ -71,63 +69,43 @@ def _state(layer: LayerTensors) -> LayerState:
     return LayerState(layer.layer, layer.appends, msgpack.packb(tensors))
 
 
-class BlockReceiver:
-    """The blocks from `read_blocks`, added to `index`. Use it as a context, whose end drops an incomplete block."""
+def receive_blocks(index: BlockIndex, namespace: str) -> Generator[None, pb.BackupPiece]:
+    """Receive the pieces of `read_blocks` by `send`, and add each whole block to `index`. `close` drops half of one.
 
-    def __init__(self, index: BlockIndex, namespace: str) -> None:
-        self._index = index
-        self._namespace = namespace
-        self._open = ExitStack()
-        self._joiner = PieceJoiner(index.limit)
-        self._writing: tuple[Block, BlockWriter] | None = None
-        self._missing = 0
+    Raises OSError for a disk that fails, and ProtocolError for malformed pieces.
+    """
+    joiner = PieceJoiner(index.limit)
+    while True:
+        head = (yield).block
+        block = _block_of(head, namespace)
+        writer = BlockWriter(index.folder / block.file, TENSORS_PER_LAYER * len(block.layers))
+        with writer:
+            for _ in range(head.states):
+                while not joiner.states:
+                    piece = yield
+                    if piece.HasField("block"):
+                        raise ProtocolError("a block begins before the one before it has ended")
+                    joiner.add_piece(piece)
+                writer.write(_layer_of(joiner.states.pop(), block.layers))
+            index.add(block, writer.finish())
 
-    def __enter__(self) -> BlockReceiver:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._open.__exit__(kind, error, trace)
+def _block_of(head: pb.BlockHead, namespace: str) -> Block:
+    layers = Span(head.layers.start, head.layers.end)
+    whole = not head.start and not head.parent
+    linked = 0 < head.start < head.length and len(head.parent) == KEY_BYTES
+    if head.namespace != namespace or len(head.key) != KEY_BYTES or not (whole or linked):
+        raise ProtocolError(f"a block of tokens {head.start} to {head.length} does not fit here")
+    file = block_file(namespace, head.key, layers)
+    return Block(namespace, head.key, layers, head.start, head.length, head.parent, file)
 
-    def add_piece(self, piece: pb.BackupPiece) -> None:
-        """Write the next piece. Raises OSError for a disk that fails, and ProtocolError for malformed pieces."""
-        if piece.HasField("block"):
-            self._begin(piece.block)
-        else:
-            self._joiner.add_piece(piece)
-            while self._joiner.states:
-                self._write(self._joiner.states.pop(0))
-        if self._writing is not None and not self._missing:
-            block, writer = self._writing
-            self._index.add(block, writer.finish())
-            self._writing = None
-            self._open.close()
 
-    def _begin(self, head: pb.BlockHead) -> None:
-        layers = Span(head.layers.start, head.layers.end)
-        whole = not head.start and not head.parent
-        linked = 0 < head.start < head.length and len(head.parent) == KEY_BYTES
-        if head.namespace != self._namespace or len(head.key) != KEY_BYTES or not (whole or linked):
-            raise ProtocolError(
-                f"a block of tokens {head.start} to {head.length} does not fit here"
-            )
-        name = block_file(head.namespace, head.key, layers)
-        block = Block(head.namespace, head.key, layers, head.start, head.length, head.parent, name)
-        writer = BlockWriter(self._index.folder / name, TENSORS_PER_LAYER * len(layers))
-        self._writing = block, self._open.enter_context(writer)
-        self._missing = head.states
-
-    def _write(self, state: LayerState) -> None:
-        if self._writing is None or state.layer not in self._writing[0].layers:
-            raise ProtocolError(f"layer {state.layer} is of no block")
-        try:
-            found: list[Any] = msgpack.unpackb(state.data, max_bin_len=len(state.data))
-            tensors = [Tensor(dtype, tuple(shape), data) for dtype, shape, data in found]
-            self._writing[1].write(LayerTensors(state.layer, state.appends, tensors))
-        except (ValueError, TypeError, KeyError) as error:
-            raise ProtocolError(f"malformed layer {state.layer} of a block: {error}") from error
-        self._missing -= 1
+def _layer_of(state: LayerState, layers: Span) -> LayerTensors:
+    try:
+        found: list[Any] = msgpack.unpackb(state.data, max_bin_len=len(state.data))
+        tensors = [Tensor(dtype, tuple(shape), memoryview(data)) for dtype, shape, data in found]
+        if state.layer not in layers or any(one.dtype not in DTYPES for one in tensors):
+            raise ValueError("another layer or type")
+    except (ValueError, TypeError) as error:
+        raise ProtocolError(f"malformed layer {state.layer} of a block: {error}") from error
+    return LayerTensors(state.layer, state.appends, tensors)

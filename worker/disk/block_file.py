@@ -40,10 +40,10 @@ READ_BYTES = 2**22
 MAX_HEADER = 2**26
 """Bytes. A longer header is damage."""
 
-_DTYPES = {**STORED_NAMES, "uint32": "U32", "uint8": "U8"}
+DTYPES = {**STORED_NAMES, "uint32": "U32", "uint8": "U8"}
 """The types of tensors, by MLX's names, as safetensors names them."""
 
-_NAMES = {stored: name for name, stored in _DTYPES.items()}
+_NAMES = {stored: name for name, stored in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class BlockWriter:
             name, view = f"{layer.layer}.{index}", memoryview(tensor.data).cast("B")
             self._sums[name] = zlib.crc32(view)
             place = [self._end, self._end + view.nbytes]
-            kind = _DTYPES[tensor.dtype]
+            kind = DTYPES[tensor.dtype]
             self._header[name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": place}
             self._end += view.nbytes
             while view:

@@ -13,6 +13,8 @@ import mlx.core as mx
 import msgpack
 import numpy as np
 
+from mtp.checkpoint.format.config import LayerKind, ModelConfig
+from mtp.checkpoint.format.cut import WHOLE, Cut
 from mtp.head.drafter import HeadState
 from mtp.layers.layer import LayerCache
 from proto.backup import LayerState
@@ -21,6 +23,7 @@ from proto.frame import BackUp, RestoreBackup
 from proto.span import Span
 from proto.wire import DTYPE_BYTES
 from worker.cache.sequence_cache import Border, LastStageState, SequenceCache
+from worker.engine.state_cut import StateCut
 
 _DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in (*DTYPE_BYTES, "uint32")}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -34,6 +37,10 @@ READ_BYTES = 2**25
 layer at a time would let every layer wait for a frame."""
 
 
+Stored = tuple[bytes, ...] | bytes | list[mx.array]
+"""A state in a `ReceivedBackup`."""
+
+
 @dataclass(frozen=True)
 class LayerArrays:
     """The arrays of layer number `layer`. With `appends` they continue those of an earlier backup."""
@@ -45,31 +52,40 @@ class LayerArrays:
 
 @dataclass(frozen=True)
 class SequenceBackup:
-    """The state of a sequence after `length` tokens. `head` is that of the MTP head, on the last stage."""
+    """The state of a sequence after `length` tokens. `head` is that of the MTP head, on the last stage.
+
+    In a group the states are the shares of the member that `cut` names.
+    """
 
     seq_id: int
     length: int
     layers: tuple[LayerArrays, ...]
     head: HeadState | None
+    cut: Cut = WHOLE
 
 
 @dataclass(frozen=True)
 class ReceivedBackup:
     """The state of a sequence after `tokens`, by layer number. It becomes caches when the sequence is admitted.
 
-    The states of a layer are bytes of `LayerState`, or arrays of a prefix on disk, whose `border` is known then.
+    The states of a layer are the bytes of all shares that were made together, as from `by_layer`. Those of a prefix on
+    disk are bytes or arrays of this member, and its `border` is known.
     """
 
     tokens: tuple[int, ...]
-    layers: Mapping[int, Sequence[bytes | list[mx.array]]]
+    layers: Mapping[int, Sequence[Stored]]
     border: Border | None = None
 
 
 class StageBackups:
-    """The backups on the stage of `span`: those that it made, and those that the coordinator has written."""
+    """The backups on the stage of `span`: those that it made, and those that the coordinator has written.
 
-    def __init__(self, span: Span) -> None:
+    `config` is that of its layers.
+    """
+
+    def __init__(self, span: Span, config: ModelConfig) -> None:
         self.span = span
+        self.config = config
         self.made: dict[int, SequenceBackup] = {}
         """The newest backup of each sequence, until it is read."""
         self.received: dict[int, ReceivedBackup] = {}
@@ -89,7 +105,9 @@ class StageBackups:
         if head is not None:
             mx.async_eval(head.arrays())
         self.made.pop(op.seq_id, None)
-        self.made[op.seq_id] = SequenceBackup(op.seq_id, stack.length, layers, head)
+        self.made[op.seq_id] = SequenceBackup(
+            op.seq_id, stack.length, layers, head, self.config.cut
+        )
         if len(self.made) > MAX_MADE:
             del self.made[next(iter(self.made))]
 
@@ -121,14 +139,17 @@ class StageBackups:
         backup = self.received.pop(op.seq_id, None)
         if backup is None or sequence.stack.length or len(backup.tokens) != op.length:
             raise ProtocolError(f"sequence {op.seq_id} has no backup of {op.length} tokens here")
+        cut, kinds = StateCut(self.config), self.config.layer_kinds
         sequence.layers = [
-            _restored(empty, [_arrays(state) for state in backup.layers.get(layer, [])], op.length)
-            for layer, empty in zip(self.span, sequence.layers, strict=True)
+            _restored(
+                empty, [_arrays(s, cut, kinds[n]) for s in backup.layers.get(n, [])], op.length
+            )
+            for n, empty in zip(self.span, sequence.layers, strict=True)
         ]
         sequence.stack.length = op.length
         if last is not None:
             if last.head is not None and (data := backup.layers.get(self.span.end)):
-                last.head = _head_from_bytes(data[-1], last.head)
+                last.head = _restored_head(data[-1], last.head, cut)
             last.append_tokens(backup.tokens)
         return backup.border
 
@@ -144,13 +165,14 @@ def layer_states(backup: SequenceBackup, index: int, limit: int = READ_BYTES) ->
 
 
 def _layer_state(backup: SequenceBackup, index: int) -> LayerState | None:
+    member = backup.cut.rank, backup.cut.size
     if index < len(backup.layers):
         found = backup.layers[index]
         data = msgpack.packb([_to_wire(array) for array in found.arrays])
-        return LayerState(found.layer, found.appends, data)
+        return LayerState(found.layer, found.appends, data, *member)
     if index > len(backup.layers) or backup.head is None:
         return None
-    return LayerState(backup.layers[-1].layer + 1, False, head_to_bytes(backup.head))
+    return LayerState(backup.layers[-1].layer + 1, False, head_to_bytes(backup.head), *member)
 
 
 def _restored(empty: LayerCache, states: list[list[mx.array]], length: int) -> LayerCache:
@@ -178,13 +200,15 @@ def head_to_bytes(head: HeadState) -> bytes:
     return data
 
 
-def _head_from_bytes(data: bytes | list[mx.array], empty: HeadState) -> HeadState:
+def _restored_head(data: Stored, empty: HeadState, cut: StateCut) -> HeadState:
     """Return the state of the head in `data`. Raises ProtocolError for malformed bytes."""
     try:
-        if not isinstance(data, bytes):
+        if isinstance(data, list):
             raise TypeError("arrays")
-        offset, kv, hidden, tokens, newest, successor = _unpack(data)
-        arrays = [array_of(*wire) for wire in kv]
+        shares = [_unpack(one) for one in ([data] if isinstance(data, bytes) else data)]
+        offset, _, hidden, tokens, newest, successor = shares[0]  # as on all members
+        held = [[array_of(*wire) for wire in share[1]] for share in shares]
+        arrays = held[0] if isinstance(data, bytes) else cut.own_share(held, "attention")
         cache = empty.cache.filled([arrays], offset) if arrays else empty.cache
         waiting = [array_of(*wire) for wire in hidden]
         found = None if newest is None else array_of(*newest)
@@ -219,11 +243,17 @@ def array_of(name: str, shape: Sequence[int], data: Any) -> mx.array:
     return array.view(dtype) if dtype == mx.bfloat16 else array
 
 
-def _arrays(data: bytes | list[mx.array]) -> list[mx.array]:
-    if not isinstance(data, bytes):
+def _arrays(data: Stored, cut: StateCut, kind: LayerKind) -> list[mx.array]:
+    """Return the arrays of a layer as this member holds them."""
+    if isinstance(data, list):
         return data
+    if isinstance(data, bytes):
+        raise ProtocolError("a backup of a layer is that of the MTP head")
     try:
-        return [array_of(*wire) for wire in _unpack(data)]
+        # In a group of the same size, each member needs its own share only.
+        own = data if len(data) != cut.cut.size else data[cut.cut.rank : cut.cut.rank + 1]
+        shares = [[array_of(*wire) for wire in _unpack(one)] for one in own]
+        return shares[0] if own is not data else cut.own_share(shares, kind)
     except (ValueError, TypeError, KeyError) as error:
         raise ProtocolError(f"malformed backup of a layer: {error}") from error
 

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -30,7 +31,7 @@ from proto.prefix_key import prefix_key
 from proto.span import Span
 from proto.state_dir import state_dir
 from worker.cache.sequence_cache import Border, PrefixEntry
-from worker.disk.block_copy import TENSORS_PER_LAYER, BlockReceiver, block_file, read_blocks
+from worker.disk.block_copy import TENSORS_PER_LAYER, block_file, read_blocks, receive_blocks
 from worker.disk.block_file import BlockReader, BlockWriter, LayerTensors, Tensor
 from worker.disk.block_index import Block, BlockIndex, Chain
 from worker.engine.backup import (
@@ -241,9 +242,10 @@ class StagePrefixes:
     async def write_blocks(self, pieces: AsyncIterator[pb.BackupPiece]) -> None:
         """Write the blocks of another worker. Raises NotReadyError, ProtocolError."""
         try:
-            with BlockReceiver(self.index, self.namespace) as receiver:
+            with closing(receive_blocks(self.index, self.namespace)) as receiver:
+                next(receiver)
                 async for piece in pieces:
-                    await asyncio.to_thread(receiver.add_piece, piece)
+                    await asyncio.to_thread(receiver.send, piece)
         except DISK_ERRORS as error:
             raise NotReadyError(f"the blocks cannot be written: {error}") from error
 

@@ -156,7 +156,7 @@ class StageEngine:
         """Tokens that continue windows, on the first of several stages."""
         if first and verifier is None:
             self.relayed = RelayedTokens(epoch, stage.modules.config.vocab_size)
-        self.backups = StageBackups(stage.modules.span)
+        self.backups = StageBackups(stage.modules.span, stage.modules.config)
         self.frames_done = 0
         self.last_finished = 0.0
         """Seconds of `time.perf_counter`. When the newest finished frame was finished."""

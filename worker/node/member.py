@@ -102,14 +102,13 @@ class MemberProcess:
                 await self._process.stdin.drain()
                 line = await self._process.stdout.readline()
             return pb.MemberReply(**json.loads(line))
-        except (TimeoutError, ValueError, TypeError, ConnectionError) as error:
+        except BaseException as error:
             await self.stop()
+            if isinstance(error, asyncio.CancelledError):
+                raise
             raise NotReadyError(
                 "the process for a group did not start. The log of the worker has its error."
             ) from error
-        except BaseException:
-            await self.stop()
-            raise
 
     async def stop(self) -> None:
         """Kill the process, which may be stuck, and wait for its end."""

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
-from proto.backup import PieceJoiner, split
+from proto.backup import PieceJoiner, by_layer, split
 from proto.control import check_signal, check_version
 from proto.errors import AccessError, BusyError, NotReadyError, ProtocolError, StaleEpochError
 from proto.frame import VERSION
@@ -250,12 +250,9 @@ class WorkerService(pb_grpc.WorkerServicer):
         joiner = PieceJoiner(self.node.identity.memory_limit)
         async for piece in requests:
             joiner.add_piece(piece)
-        layers: dict[int, list[bytes]] = {}
-        for state in joiner.states:
-            layers.setdefault(state.layer, []).append(state.data)
         if len(head.tokens) != head.length:
             raise ProtocolError(f"a backup of {head.length} tokens has {len(head.tokens)} of them")
-        received = ReceivedBackup(tuple(head.tokens), layers)
+        received = ReceivedBackup(tuple(head.tokens), by_layer(joiner.states))
         await self.node.host.thread.call(partial(engine.receive_backup, head.seq_id, received))
         return pb.BackupReply()
 

@@ -132,6 +132,8 @@ class ModelConfig:
     foreign: ForeignPacking | None = None
     head_only: bool = False
     cut: Cut = WHOLE
+    whole: ModelConfig | None = None
+    """The config of whole layers, for one of a member of a group."""
     """The share of the layers that these fields describe."""
     vision: dict[str, Any] | None = field(default=None, repr=False, hash=False)
     """The raw `vision_config`, None for a model of text."""
@@ -176,6 +178,7 @@ class ModelConfig:
             gdn_key_heads=text["linear_num_key_heads"],
             text_config=text,
             cut=cut,
+            whole=self,
         )
 
     @property

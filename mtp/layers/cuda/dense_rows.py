@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mtp.layers.cuda.kernel import HALF_TYPES, CudaKernel
-from mtp.layers.cuda.packed_linear import HEADER, MOST_ROWS
+from mtp.layers.cuda.packed_linear import HEADER, MOST_ROWS, MULTIPLY_CHUNKS
 
 CHUNK = 64
 """Inputs that a warp multiplies between two loads. The number of inputs must be a multiple of it."""
@@ -22,7 +22,8 @@ TILE = 16
 MANY_OUTPUTS = 8192
 """Outputs from which a block computes two tiles of them, which share their inputs. Fewer blocks would idle a GPU."""
 
-SOURCE = r"""
+SOURCE = (
+    r"""
   constexpr int WARPS = 8;
   const int K = x_shape[1];
   const int M = x_shape[0];
@@ -76,31 +77,9 @@ SOURCE = r"""
       }
     }
   };
-  Chunk ahead[AHEAD];
-  #pragma unroll
-  for (int i = 0; i < AHEAD; ++i) load(ahead[i], warp + i * WARPS);
-  for (int chunk = warp; chunk < chunks; chunk += AHEAD * WARPS) {
-    #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
-      const Chunk now = ahead[i];
-      load(ahead[i], chunk + (i + AHEAD) * WARPS);
-      multiply(now, chunk + i * WARPS);
-    }
-  }
-
-  __shared__ float partial[PARTS][WARPS][TILES * 8][17];
-  #pragma unroll
-  for (int p = 0; p < PARTS; ++p) {
-    #pragma unroll
-    for (int m = 0; m < TILES; ++m) {
-      #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        partial[p][warp][m * 8 + 2 * t + (i & 1)][g + 8 * (i >> 1)] = acc[p][m][i];
-      }
-    }
-  }
-  __syncthreads();
-  for (int j = tid; j < TILES * 8 * 16 * PARTS; j += WARPS * 32) {
+"""
+    + MULTIPLY_CHUNKS
+    + r"""  for (int j = tid; j < TILES * 8 * 16 * PARTS; j += WARPS * 32) {
     const int m = j / (16 * PARTS), p = j / 16 % PARTS, r = j % 16;
     const int n = first + p * 16 + r;
     if (m >= M || n >= N) continue;
@@ -110,6 +89,7 @@ SOURCE = r"""
     out[(long long)m * N + n] = static_cast<InT>(y);
   }
 """
+)
 
 _multiply = CudaKernel("dense_rows", ["x", "w"], ["out"], SOURCE, HEADER)
 

@@ -73,7 +73,35 @@ __device__ __forceinline__ unsigned pair_of(unsigned w, int i) {
 }
 """
 
-SOURCE = r"""
+MULTIPLY_CHUNKS = r"""  Chunk ahead[AHEAD];
+  #pragma unroll
+  for (int i = 0; i < AHEAD; ++i) load(ahead[i], warp + i * WARPS);
+  for (int chunk = warp; chunk < chunks; chunk += AHEAD * WARPS) {
+    #pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const Chunk now = ahead[i];
+      load(ahead[i], chunk + (i + AHEAD) * WARPS);
+      multiply(now, chunk + i * WARPS);
+    }
+  }
+
+  __shared__ float partial[PARTS][WARPS][TILES * 8][17];
+  #pragma unroll
+  for (int p = 0; p < PARTS; ++p) {
+    #pragma unroll
+    for (int m = 0; m < TILES; ++m) {
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        partial[p][warp][m * 8 + 2 * t + (i & 1)][g + 8 * (i >> 1)] = acc[p][m][i];
+      }
+    }
+  }
+  __syncthreads();
+"""
+"""Multiply the chunks of a warp, with the next ones on their way, and gather the sums of all warps in `partial`."""
+
+SOURCE = (
+    r"""
   // w [tiles][chunks][32 lanes]: for rows g and g + 8 of a tile of 16, 16 nibbles each of a chunk of 64 inputs.
   // factors [tiles][chunks][8]: scale and bias of rows g and g + 8.
   constexpr int WARPS = 8;
@@ -157,31 +185,9 @@ SOURCE = r"""
       }
     }
   };
-  Chunk ahead[AHEAD];
-  #pragma unroll
-  for (int i = 0; i < AHEAD; ++i) load(ahead[i], warp + i * WARPS);
-  for (int chunk = warp; chunk < chunks; chunk += AHEAD * WARPS) {
-    #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
-      const Chunk now = ahead[i];
-      load(ahead[i], chunk + (i + AHEAD) * WARPS);
-      multiply(now, chunk + i * WARPS);
-    }
-  }
-
-  __shared__ float partial[PARTS][WARPS][TILES * 8][17];
-  #pragma unroll
-  for (int p = 0; p < PARTS; ++p) {
-    #pragma unroll
-    for (int m = 0; m < TILES; ++m) {
-      #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        partial[p][warp][m * 8 + 2 * t + (i & 1)][g + 8 * (i >> 1)] = acc[p][m][i];
-      }
-    }
-  }
-  __syncthreads();
-  auto total = [&](int p, int m, int r) {
+"""
+    + MULTIPLY_CHUNKS
+    + r"""  auto total = [&](int p, int m, int r) {
     float y = 0.0f;
     #pragma unroll
     for (int v = 0; v < WARPS; ++v) y += partial[p][v][m][r];
@@ -199,6 +205,7 @@ SOURCE = r"""
     out[at] = static_cast<InT>(y);
   }
 """
+)
 
 UNPACK_SOURCE = r"""
   // A thread writes the 16 values of row n that lane group t holds of a chunk.

@@ -123,7 +123,7 @@ class TokenBackups(StageBackups):
         if backup is None or sequence.stack.length or len(backup.tokens) != op.length:
             raise ProtocolError(f"sequence {op.seq_id} has no backup of {op.length} tokens here")
         for layer in self.span:
-            parts = [json.loads(cast(bytes, data)) for data in backup.layers[layer]]
+            parts = [json.loads(data) for (data,) in cast(list[tuple[bytes]], backup.layers[layer])]
             tokens = [token for part in parts for token in part]
             assert tokens == list(backup.tokens), "a backup has other tokens"
         cache, state = layers_of(sequence.layers)
@@ -137,7 +137,7 @@ def formula_engine(
     """Return the engine of a stage in a new plan."""
     verifier = FormulaVerifier(Chooser()) if last else None
     engine = StageEngine(stage, epoch=epoch, first=first, verifier=verifier, budget=budget)
-    engine.backups = TokenBackups(stage.modules.span)
+    engine.backups = TokenBackups(stage.modules.span, stage.modules.config)
     return engine
 
 

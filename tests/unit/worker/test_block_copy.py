@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, NotReadyError, ProtocolError
 from proto.prefix_key import prefix_key
 from proto.span import Span
-from worker.disk.block_copy import BlockReceiver, block_file, read_blocks
+from worker.disk.block_copy import block_file, read_blocks, receive_blocks
 from worker.disk.block_file import BlockReader, BlockWriter, LayerTensors, Tensor
 from worker.disk.block_index import Block, BlockIndex
 
@@ -63,9 +64,10 @@ def target(tmp_path: Path) -> BlockIndex:
 
 
 def copy(pieces: Iterable[pb.BackupPiece], target: BlockIndex, namespace: str = "model") -> None:
-    with BlockReceiver(target, namespace) as receiver:
+    with closing(receive_blocks(target, namespace)) as receiver:
+        next(receiver)
         for piece in pieces:
-            receiver.add_piece(piece)
+            receiver.send(piece)
 
 
 def files(index: BlockIndex) -> list[str]:
