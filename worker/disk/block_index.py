@@ -121,14 +121,8 @@ class BlockIndex:
         with self._lock:
             rows = self._database.execute(query, (namespace, len(tokens))).fetchall()
         layers_of: dict[tuple[int, bytes], set[int]] = {}
-        for (
-            key,
-            first,
-            last,
-            start,
-            length,
-            parent,
-        ) in rows:  # a block follows those that it continues
+        # A block comes after those that it continues, as these are shorter.
+        for key, first, last, start, length, parent in rows:
             layers = set(range(first, last))
             if start:
                 layers &= layers_of.get((start, parent), set())

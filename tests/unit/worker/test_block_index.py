@@ -108,6 +108,16 @@ def test_a_block_without_its_beginning_is_refused(folder: Folder) -> None:
     assert folder.files == set() and folder.find() == []
 
 
+def test_a_block_is_not_found_once_its_beginning_is_gone(folder: Folder) -> None:
+    """A damaged beginning takes the blocks that continue it, for its own layers only."""
+    for layers in (Span(0, 3), Span(3, 8)):
+        assert folder.add(128, layers=layers) and folder.add(256, 128, layers)
+    first = folder.index.chains("model", Span(0, 3), prefix_key(TOKENS[:128]))[0].blocks[0]
+    folder.index.remove(first)
+    assert folder.find() == folder.find(Span(2, 4)) == []
+    assert folder.find(Span(3, 8)) == [256, 128]
+
+
 def test_two_processes_share_a_folder(folder: Folder) -> None:
     """Each finds what the other has written, and a damaged block is gone for both."""
     other = BlockIndex(folder.path, 10**6)
