@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import random
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from tests.bench.dialled_model import BITS, SHAPES, write_dialled_model
 from tests.bench.machine import about, parser_of
 from tests.bench.real_size import ROOT, answer, program, url_of, wait_until_serving
 from tests.bench.report import bars, publish
+from tests.support.processes.reserved_port import reserved_port
 
 LENGTHS = (2000, 8000, 16000, 30000)
 """Tokens of the prompts by default."""
@@ -52,15 +52,6 @@ ROWS: dict[str, tuple[str, ...]] = {
 }
 
 
-def free_ports(count: int) -> list[int]:
-    """Return ports of loopback that no program uses now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
 @contextmanager
 def serving(
     folder: Path, model: Path, state: Path, workers: Sequence[Path], gpu: int, *flags: str
@@ -69,8 +60,8 @@ def serving(
 
     All of them share one GPU.
     """
-    ports = free_ports(1 + len(workers))
     with ExitStack() as stack:
+        ports = [stack.enter_context(reserved_port()) for _ in range(1 + len(workers))]
         where = ["--nodes", str(len(workers))] if workers else ["--single-node"]
         for index, own in enumerate(workers):
             at = f"127.0.0.1:{ports[1 + index]}"

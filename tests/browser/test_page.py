@@ -24,6 +24,7 @@ from tests.support.processes.processes import (
     launch_worker,
     running_cluster,
 )
+from tests.support.processes.reserved_port import reserved_port
 
 COMPLETIONS = "**/v1/chat/completions"
 VIEWS = ("cluster", "chat", "timeline", "speed", "models", "connect")
@@ -380,14 +381,16 @@ def test_a_kill_and_a_join_show_while_the_page_is_open(
         page.wait_for_selector(".message.streaming .markdown > *", state="attached")
     victim = cluster.workers[0]
     victim.kill()
-    page.wait_for_selector(".message.streaming", state="detached")
-    assert "tokens/s" in page.locator(".answer-figures").last.inner_text()
-    opened.show("cluster")
-    page.wait_for_selector("text=Recovered from the loss of")
-    assert any("was lost" in text for text in events_of(page))
-    assert page.locator(".machine").count() == 1
-    assert page.locator(".other .dot[data-health=lost]").count() == 1
+    host, _, port = victim.address.rpartition(":")
     with ExitStack() as stack:
+        stack.enter_context(reserved_port(host, int(port)))
+        page.wait_for_selector(".message.streaming", state="detached")
+        assert "tokens/s" in page.locator(".answer-figures").last.inner_text()
+        opened.show("cluster")
+        page.wait_for_selector("text=Recovered from the loss of")
+        assert any("was lost" in text for text in events_of(page))
+        assert page.locator(".machine").count() == 1
+        assert page.locator(".other .dot[data-health=lost]").count() == 1
         arguments = ("--model", "builtin", "--listen", victim.address)
         process = launch_worker(tmp_path, "w9", *arguments)
         stack.enter_context(ending(process))

@@ -205,7 +205,7 @@ class Faults:
         self.team.end_faults()
 
     def _start_again(self, number: int) -> None:
-        launched = self.team.launch_again(number, self.model)
+        launched = self.team.launch(number, self.model)
         self.team.workers[number] = as_worker(launched)
 
 

@@ -45,7 +45,7 @@ def surroundings(
             place = found[number].place if found else Place()
             if net is not None:
                 place = Place(
-                    f"{net.address(number)}:0",
+                    net.address(number),
                     ("--insecure",),
                     (*net.prefix(number), *place.prefix),
                     place.env,

@@ -6,11 +6,11 @@ import contextlib
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -27,6 +27,7 @@ from tests.support.processes.processes import (
     launch_coordinator,
     launch_worker,
 )
+from tests.support.processes.reserved_port import reserved_port
 from tests.support.processes.waits import wait_until
 
 REPO = "someone/some-model"
@@ -50,26 +51,18 @@ def url_of(process: Process) -> str:
     raise AssertionError(f"no line about missing workers: {process.text()[-1000:]}")
 
 
-def free_ports(count: int) -> list[int]:
-    """Return ports that were free a moment ago."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 def test_a_server_waits_for_its_workers_and_uses_late_ones(tmp_path: Path, toy: Path) -> None:
     """--nodes 2 waits past the usual five seconds, answers /status meanwhile, and uses a third worker when idle."""
-    ports = free_ports(3)
-    flags = [flag for port in ports for flag in ("--worker", f"127.0.0.1:{port}")]
 
     def worker(index: int) -> Process:
         listen = f"127.0.0.1:{ports[index]}"
         return launch_worker(tmp_path, f"w{index}", "--listen", listen, "--model", str(toy))
 
-    launched = launch_coordinator(tmp_path, "--model", str(toy), "--nodes", "2", *flags)
-    with ending(launched) as process:
+    with ExitStack() as stack:
+        ports = [stack.enter_context(reserved_port()) for _ in range(3)]
+        flags = [flag for port in ports for flag in ("--worker", f"127.0.0.1:{port}")]
+        launched = launch_coordinator(tmp_path, "--model", str(toy), "--nodes", "2", *flags)
+        process = stack.enter_context(ending(launched))
         url = url_of(process)
         status = httpx.get(f"{url}/status", timeout=DEADLINE).json()
         assert status["ready"] is False
@@ -158,10 +151,12 @@ def test_a_server_answers_while_it_downloads(hub: Hub, tmp_path: Path) -> None:
     """/status has bytes and speed, the API answers 503, and the server serves once the file is complete."""
     hub.sent.clear()
     hub.faults.hold_at = 100_000
-    (port,) = free_ports(1)
-    flags = ["serve", REPO, "--single-node", "--port", str(port)]
     env = {**hub.environment(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-    with ending(launch(tmp_path, "downloading", "coordinator.cli", flags, env=env)) as process:
+    with ExitStack() as stack:
+        port = stack.enter_context(reserved_port())
+        flags = ["serve", REPO, "--single-node", "--port", str(port)]
+        launched = launch(tmp_path, "downloading", "coordinator.cli", flags, env=env)
+        process = stack.enter_context(ending(launched))
         url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + DEADLINE
         detail = ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from tests.support.processes.processes import (
     ending,
     launch_coordinator,
 )
+from tests.support.processes.reserved_port import reserved_port
 
 MINE, OTHER = ({"Authorization": f"Bearer {key}"} for key in ("mine-1", "other-1"))
 PROMPT = "Write a function that adds two numbers."
@@ -51,11 +51,10 @@ def start(folder: Path, port: int, addresses: list[str], name: str, *flags: str)
 
 
 @pytest.fixture
-def port() -> int:
-    """Return a port that is free now. The second coordinator has the port of the first."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        number: int = listener.getsockname()[1]
-        return number
+def port() -> Iterator[int]:
+    """Keep a port. The second coordinator has the port of the first."""
+    with reserved_port() as number:
+        yield number
 
 
 def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def reserved_port(host: str) -> Iterator[int]:
+def reserved_port(host: str = "127.0.0.1", port: int = 0) -> Iterator[int]:
     """Keep a port of `host` for a process that gets its number as an argument. No other process gets it meanwhile.
 
-    The socket does not listen, so a listener that sets SO_REUSEADDR may use its port.
+    It is `port`, if that is given and no process listens there. The socket does not listen, so a listener that sets
+    SO_REUSEADDR may use its port.
     """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((host, 0))
+        held.bind((host, port))
         yield int(held.getsockname()[1])

@@ -5,21 +5,22 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.processes.faulty_worker import FAULT
 from tests.support.processes.processes import Process, Worker, as_worker, ending, launch
 from tests.support.processes.proxy import Proxy, proxies
+from tests.support.processes.reserved_port import reserved_port
 from tests.support.processes.task_count import TASKS
 
 
 @dataclass(frozen=True)
 class Place:
-    """The machine of a worker: where it listens, and the command and environment that put a process there."""
+    """The machine of a worker: its address, and the command and environment that put a process there."""
 
-    listen: str = "127.0.0.1:0"
+    host: str = "127.0.0.1"
     flags: tuple[str, ...] = ()
     prefix: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
@@ -29,12 +30,17 @@ class Team:
     """Workers, usually behind proxies. Workers keep their addresses when they restart."""
 
     def __init__(
-        self, folder: Path, model: str | Path, count: int, places: Sequence[Place] = ()
+        self,
+        folder: Path,
+        model: str | Path,
+        places: Sequence[Place],
+        ports: Sequence[tuple[int, int]],
     ) -> None:
         self.folder = folder
         self.starts = 0
-        self.places = places or [Place()] * count
-        launched = [self._launch(i, model, self.places[i].listen) for i in range(count)]
+        self.places = places
+        self.ports = ports
+        launched = [self.launch(number, model) for number in range(len(places))]
         self.workers: list[Worker] = []
         try:
             self.workers = [as_worker(process) for process in launched]
@@ -44,10 +50,13 @@ class Team:
             raise
         self.proxies: list[Proxy] = []
 
-    def _launch(self, number: int, model: str | Path, listen: str, data_port: int = 0) -> Process:
+    def launch(self, number: int, model: str | Path) -> Process:
+        """Start a process for a worker, always at the same address."""
         self.starts += 1
         name = f"w{number}"
         place = self.places[number]
+        port, data_port = self.ports[number]
+        listen = f"{place.host}:{port}"
         arguments = ["--model", str(model), "--listen", listen, "--name", name, "--no-mdns"]
         arguments += ["--data-port", str(data_port)]
         return launch(
@@ -82,15 +91,10 @@ class Team:
         """Send SIGCONT to a worker."""
         os.kill(self.workers[number].pid, signal.SIGCONT)
 
-    def launch_again(self, number: int, model: str | Path) -> Process:
-        """Start a new process for an ended worker, at the same address."""
-        ended = self.workers[number]
-        return self._launch(number, model, ended.address, ended.data_port)
-
     def restart(self, number: int, model: str | Path) -> None:
         """Kill a worker if it runs, start it again and wait until it is ready."""
         self.workers[number].kill()
-        self.workers[number] = as_worker(self.launch_again(number, model))
+        self.workers[number] = as_worker(self.launch(number, model))
 
     def end_faults(self) -> None:
         """End all faults. Workers that ended stay ended."""
@@ -101,6 +105,16 @@ class Team:
             self.set_fault(number)
             if worker.running:
                 self.resume(number)
+
+    def end(self) -> None:
+        """End all workers."""
+        for worker in self.workers:
+            if worker.running:
+                os.kill(worker.pid, signal.SIGCONT)
+                worker.popen.terminate()
+        for worker in self.workers:
+            with ending(worker):
+                pass
 
 
 @contextmanager
@@ -113,16 +127,11 @@ def running_team(
     proxied: bool = True,
 ) -> Iterator[Team]:
     """Run `count` workers, with their proxies if they are `proxied`."""
-    team = Team(folder, model, count, places)
-    try:
+    places = places or [Place()] * count
+    with ExitStack() as stack:
+        ports = [stack.enter_context(reserved_port()) for _ in range(2 * len(places))]
+        team = Team(folder, model, places, list(zip(ports[::2], ports[1::2], strict=True)))
+        stack.callback(team.end)
         targets = team.workers if proxied else []
-        with proxies(targets) as team.proxies:
-            yield team
-    finally:
-        for worker in team.workers:
-            if worker.running:
-                os.kill(worker.pid, signal.SIGCONT)
-                worker.popen.terminate()
-        for worker in team.workers:
-            with ending(worker):
-                pass
+        team.proxies = stack.enter_context(proxies(targets))
+        yield team
