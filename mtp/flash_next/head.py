@@ -43,7 +43,8 @@ class FlashNextHead(MTPHead):
 
     def _reference(self) -> Layer:
         layer: Any = self.layers[0]
-        return stream_layer(layer)
+        self._block = stream_layer(layer)
+        return self._block
 
     @property
     def width(self) -> int:

@@ -10,13 +10,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mtp.flash_next.modules import FlashNextLayer, Indexer, spread
+from mtp.flash_next.modules import FlashNextLayer, Indexer, SigmoidGatedNorm, spread
 from mtp.flash_next.sparse import reads_everything, sparse_attention
 from mtp.flash_next.states import IndexedKV, NgramGDNCache, NgramState
 from mtp.layers.kv_cache import tiled_attention
-from mtp.layers.layer import Exact, Hole, KVFormat, Layer, PlainMLP
+from mtp.layers.layer import Exact, Hole, KVFormat, Layer, Mixer, PlainMLP
 from mtp.layers.reference.attention import AttentionLayer
-from mtp.layers.reference.gdn import GDNCache, GDNLayer
+from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.turns import image_turns, turn, turn_table
 from proto.errors import UsageError
 from proto.images import ImageLayout
@@ -32,6 +32,8 @@ class StreamLayer(Layer):
         self.experts = layer.mlp
         self.mlp = PlainMLP(layer.mlp)
         self.dtype: mx.Dtype = layer.attn_hyper_connection.hc_norm.weight.dtype
+        for connection in (layer.attn_hyper_connection, layer.mlp_hyper_connection):
+            connection.join()
 
     def pin_exact(self, products: Exact) -> None:
         raise UsageError("--exact is not supported for Qwen3.8-Flash-Next. Leave it out.")
@@ -46,9 +48,9 @@ class StreamLayer(Layer):
     ) -> mx.array:
         assert not holes, "the head of this family drafts from the host"
         inputs, gates = self.streams.attn_hyper_connection.mix(x)
-        x = x + spread(self._mixed(inputs, caches, widths, stay_open), gates)
+        x = spread(x, self._mixed(inputs, caches, widths, stay_open), gates)
         inputs, gates = self.streams.mlp_hyper_connection.mix(x)
-        return x + spread(self.experts(inputs), gates)
+        return spread(x, self.experts(inputs), gates)
 
     @abstractmethod
     def _mixed(
@@ -66,19 +68,20 @@ class StreamGDN(StreamLayer):
 
     def __init__(self, layer: FlashNextLayer) -> None:
         super().__init__(layer)
-        self.inner = GDNLayer.over(layer.linear_attn, self.dtype)
+        silu = not isinstance(layer.linear_attn.norm, SigmoidGatedNorm)
+        self.mixer: Mixer = GDNLayer.over(layer.linear_attn, self.dtype, silu=silu)
 
     def new_cache(self, kv_format: KVFormat) -> Any:
-        return self.inner.new_cache(kv_format)
+        return self.mixer.new_cache(kv_format)
 
     def _mixed(
         self,
         x: mx.array,
-        caches: Sequence[GDNCache],
+        caches: Sequence[Any],
         widths: Sequence[int],
         stay_open: Sequence[bool],
     ) -> mx.array:
-        return self.inner.mix(x, caches, widths, stay_open)
+        return self.mixer.mix(x, caches, widths, stay_open)
 
 
 class NgramGDN(StreamGDN):
@@ -89,7 +92,7 @@ class NgramGDN(StreamGDN):
         self.ple = layer.ple
 
     def new_cache(self, kv_format: KVFormat) -> NgramGDNCache:
-        gdn = self.inner.new_cache(kv_format)
+        gdn = self.mixer.new_cache(kv_format)
         return NgramGDNCache(gdn, NgramState.empty(self.ple, self.dtype))
 
     def add(
@@ -209,7 +212,7 @@ class SparseAttention(StreamLayer, AttentionLayer):
 
 
 def stream_layer(layer: FlashNextLayer) -> StreamLayer:
-    """Return a loaded layer behind the interface of this project."""
+    """Return a loaded layer behind the interface of this project. It joins weights, so call it once."""
     if not layer.is_linear:
         return SparseAttention(layer)
     return NgramGDN(layer) if "ple" in layer else StreamGDN(layer)

@@ -7,6 +7,8 @@ streams side by side: `[rows, streams x hidden]`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from operator import add, mul
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +19,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
 from mtp.flash_next.args import FlashNextArgs, IndexerArgs, NgramArgs
 from mtp.flash_next.ngrams import Ints, NgramHash, NgramTable
+from mtp.layers.linear import JoinedLinear
 
 
 class StreamNorm(nn.Module):
@@ -31,7 +34,12 @@ class StreamNorm(nn.Module):
         """Return `x [rows, width]` normalized. It is rounded once, after the weight."""
         apart = x.reshape(-1, self.streams, x.shape[-1] // self.streams).astype(mx.float32)
         normed = mx.fast.rms_norm(apart, None, self.eps).reshape(x.shape)
-        return (normed * self.weight.astype(mx.float32)).astype(x.dtype)
+        return _weighted(normed, self.weight)
+
+
+@partial(mx.compile, shapeless=True)
+def _weighted(normed: mx.array, weight: mx.array) -> mx.array:
+    return (normed * weight.astype(mx.float32)).astype(weight.dtype)
 
 
 class HyperConnection(nn.Module):
@@ -39,34 +47,74 @@ class HyperConnection(nn.Module):
 
     def __init__(self, args: FlashNextArgs, *, injects: bool = True) -> None:
         super().__init__()
-        self.streams = args.streams
+        self.streams, self.rank = args.streams, args.rank
         self.hc_norm = StreamNorm(args)
         self.input_mix_weight_down = nn.Linear(args.width, args.rank, bias=False)
         self.input_mix_weight_up = nn.Linear(args.rank, args.width, bias=False)
         if injects:
             self.block_inject_weight = nn.Linear(args.width, args.streams, bias=False)
+        self._joined: JoinedLinear | None = None
+
+    def join(self) -> None:
+        """Make one product of the two that read all streams, if they have one format. Call it once, after the load."""
+        pad = -(self.rank + self.streams) % PRODUCT_ROWS
+        inject: Any = self.block_inject_weight
+        for name in ("weight", "scales", "biases"):
+            if name in inject:
+                inject[name] = mx.pad(inject[name], [(0, pad), (0, 0)])
+        self._joined = JoinedLinear.of([self.input_mix_weight_down, inject])
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return the mix of the streams of `x`: `[rows, hidden]`."""
-        return self._mixed(self.hc_norm(x))
+        normed = self.hc_norm(x)
+        return self._mixed(normed, self.input_mix_weight_down(normed))
 
     def mix(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return the input of the block, `[rows, hidden]`, and the gates of its output, `[rows, streams]`."""
         normed = self.hc_norm(x)
-        gates = 2 * mx.sigmoid(self.block_inject_weight(normed) / self.streams)
-        return self._mixed(normed), gates
+        if self._joined is None:
+            low, gates = self.input_mix_weight_down(normed), self.block_inject_weight(normed)
+        else:
+            both = self._joined(normed)
+            low, gates = both[:, : self.rank], both[:, self.rank :]
+        return self._mixed(normed, low), _gates(gates[:, : self.streams], self.streams)
 
-    def _mixed(self, normed: mx.array) -> mx.array:
-        low = nn.silu(self.input_mix_weight_down(normed) / self.streams)
-        weights = mx.sigmoid(self.input_mix_weight_up(low))
-        return (
-            (weights * normed).reshape(-1, self.streams, normed.shape[-1] // self.streams).mean(1)
-        )
+    def _mixed(self, normed: mx.array, low: mx.array) -> mx.array:
+        weights = self.input_mix_weight_up(_low(low, self.streams))
+        return _mean(mx.split(weights, self.streams, -1), mx.split(normed, self.streams, -1))
 
 
-def spread(block: mx.array, gates: mx.array) -> mx.array:
-    """Return the output of a block `[rows, hidden]` in every stream by its gate: `[rows, streams x hidden]`."""
-    return (block[:, None] * gates[..., None]).reshape(block.shape[0], -1)
+PRODUCT_ROWS = 8
+"""Metal's fast product of one row with quantized weights has a multiple of this number of outputs."""
+
+
+@partial(mx.compile, shapeless=True)
+def _low(x: mx.array, streams: int) -> mx.array:
+    x = x / streams
+    return x * mx.sigmoid(x)
+
+
+@partial(mx.compile, shapeless=True)
+def _gates(x: mx.array, streams: int) -> mx.array:
+    return 2 * mx.sigmoid(x / streams)
+
+
+@partial(mx.compile, shapeless=True)
+def _mean(weights: Any, streams: Any) -> mx.array:
+    """Return the mean of the streams after their weights."""
+    total: mx.array = reduce(add, map(mul, map(mx.sigmoid, weights), streams))
+    return total / len(streams)
+
+
+def spread(x: mx.array, block: mx.array, gates: mx.array) -> mx.array:
+    """Return the streams `x [rows, streams x hidden]` with the output of a block `[rows, hidden]`, each by its gate."""
+    apart = x.reshape(x.shape[0], -1, block.shape[1])
+    return _added(apart, block[:, None], gates[..., None]).reshape(x.shape)
+
+
+@partial(mx.compile, shapeless=True)
+def _added(x: mx.array, block: mx.array, gates: mx.array) -> mx.array:
+    return x + block * gates
 
 
 class SigmoidGatedNorm(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +13,6 @@ from mtp.flash_next.modules import PerLayerEmbedding
 from mtp.flash_next.ngrams import Ints
 from mtp.layers.kv_cache import PlainKV
 from mtp.layers.layer import LayerCache, checked_state
-from mtp.layers.reference.gdn import GDNCache
 from proto.errors import ProtocolError
 
 Pool = Callable[[mx.array, int], mx.array]
@@ -130,9 +130,9 @@ class NgramState:
 
 @dataclass
 class NgramGDNCache(LayerCache):
-    """The state of a GatedDeltaNet layer with a PLE."""
+    """The state of a layer with a PLE. `gdn` is that of its GatedDeltaNet, of the variant that computes it."""
 
-    gdn: GDNCache
+    gdn: Any
     ngrams: NgramState
     coming: Ints | None = None
 

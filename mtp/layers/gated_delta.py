@@ -177,8 +177,8 @@ SOURCE = r"""
       for (int i = 0; i < 4; ++i) {
         const int e = lane + 32 * i;
         const float gate = static_cast<float>(z[e]);
-        const float silu = gate / (1.0f + expf(-gate));
-        to[e] = static_cast<InT>(results[t][e] * scale * static_cast<float>(norm_w[e]) * silu);
+        const float gated = (SILU ? gate : 1.0f) / (1.0f + expf(-gate));
+        to[e] = static_cast<InT>(results[t][e] * scale * static_cast<float>(norm_w[e]) * gated);
       }
     }
     __syncthreads();
@@ -233,11 +233,12 @@ def window_kernel(language: type[SourceKernel]) -> WindowKernel:
         constants: tuple[mx.array, ...],
     ) -> tuple[mx.array, mx.array, mx.array]:
         count, heads = spans.shape[0], shape.value_heads
+        sizes = [("HK", shape.key_heads), ("HV", heads), ("TAPS", TAPS), ("SILU", int(shape.silu))]
         out, conv_out, state_out = kernel(
             [rows, past, conv, state, spans, *constants],
             blocks=(heads, count, 1),
             threads=THREADS,
-            template=[("InT", rows.dtype), ("HK", shape.key_heads), ("HV", heads), ("TAPS", TAPS)],
+            template=[("InT", rows.dtype), *sizes],
             shapes=[
                 (rows.shape[0], heads * HEAD_DIM),
                 (count, TAPS - 1, shape.channels),

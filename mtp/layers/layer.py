@@ -129,6 +129,8 @@ class Layer(ABC):
     communicator: Communicator = ALONE
     """The members that share the layer. Each holds some of its heads and columns."""
     mlp: MLP
+    mixer: Mixer | None = None
+    """The GatedDeltaNet within a layer of another family, which a variant of a device may replace."""
 
     def share(self, communicator: Communicator) -> None:
         """Let the layer be that of one member: add the partial results of all of them after both of its halves."""
@@ -157,6 +159,22 @@ class Layer(ABC):
     @abstractmethod
     def pin_exact(self, products: Exact) -> None:
         """Keep the bits of every row independent of the rows beside it."""
+
+
+class Mixer(Protocol):
+    """A GatedDeltaNet without the layer around it."""
+
+    def new_cache(self, kv_format: KVFormat) -> Any:
+        """See `Layer.new_cache`."""
+
+    def mix(
+        self,
+        inputs: mx.array,
+        caches: Sequence[Any],
+        widths: Sequence[int],
+        stay_open: Sequence[bool],
+    ) -> mx.array:
+        """Return the outputs for normalized `inputs [rows, hidden]`, and advance the caches, as `Layer.add`."""
 
 
 class MLP(Protocol):

@@ -33,10 +33,11 @@ number of tokens after which its state is saved.
 
 @dataclass(frozen=True)
 class GatedDeltaShape:
-    """Heads of a layer."""
+    """Heads of a layer. The gate of its output is silu, or sigmoid without `silu`."""
 
     key_heads: int
     value_heads: int
+    silu: bool = True
 
     @property
     def channels(self) -> int:
@@ -185,6 +186,17 @@ class WindowArrays(NamedTuple):
     conv: mx.array
     state: mx.array
     spans: mx.array
+
+
+def next_windows(
+    caches: Sequence[SnapshotGDNCache], widths: Sequence[int], stay_open: Sequence[bool]
+) -> list[Window]:
+    """Return the windows of sequences whose rows follow each other."""
+    windows, start = [], 0
+    for cache, width, stays_open in zip(caches, widths, stay_open, strict=True):
+        windows.append(Window(cache.point, start, width, stays_open))
+        start += width
+    return windows
 
 
 def gather_windows(rows: mx.array, windows: Sequence[Window]) -> WindowArrays:

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.checkpoints.flash_next import reference_model, text_config, write_flash_next
 from tests.support.metal.kernel_count import (
+    LONG,
+    SHORT,
     OwnSteps,
     StockSteps,
     counted_kernels,
@@ -16,6 +19,9 @@ from tests.support.metal.kernel_count import (
 
 MOST_KERNELS = {(1, 1): 9.75, (1, 4): 9.75, (8, 1): 13.5}
 """Kernels a layer for sequences and tokens of each. A change that adds one says here what it pays for."""
+
+FLASH_NEXT_KERNELS = {(1, 1): 45.25, (1, 4): 45.25, (8, 1): 57.75}
+"""The same for Flash-Next in fp32. Eighteen of them are those of the residual streams, and most others the experts."""
 
 
 @pytest.fixture(scope="module")
@@ -30,3 +36,18 @@ def test_a_layer_launches_no_more_kernels(models: dict[int, Path], shape: tuple[
         own, stock = (layer_cost(steps, models, *shape) for steps in (OwnSteps, StockSteps))
     assert own.kernels <= MOST_KERNELS[shape], own.names
     assert stock.kernels == 24.75, stock.names
+
+
+@pytest.mark.parametrize("shape", FLASH_NEXT_KERNELS)
+def test_a_layer_of_flash_next(tmp_path: Path, shape: tuple[int, int]) -> None:
+    """The streams of a layer cost nine kernels a block, and its GatedDeltaNet three and the joined projections."""
+    pytest.importorskip("torch", reason="transformers needs torch")
+    heads = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    texts = {layers: text_config(layers, **heads) for layers in (SHORT, LONG)}
+    paths = {
+        layers: write_flash_next(tmp_path / str(layers), reference_model(text), text)
+        for layers, text in texts.items()
+    }
+    with counted_kernels():
+        own = layer_cost(OwnSteps, paths, *shape)
+    assert own.kernels <= FLASH_NEXT_KERNELS[shape], own

@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.flash_next.layers import StreamGDN
 from mtp.layers import gated_delta
 from mtp.layers.layer import KernelTrial, KVFormat, Layer
 from mtp.layers.metal import attention, gdn, join, trial
@@ -23,6 +24,7 @@ from proto.kernels import Kernels
 from proto.span import Span
 from tests.conftest import Checkpoints
 from tests.support.checkpoints import checkpoints as written
+from tests.support.checkpoints.flash_next import reference_model, text_config, write_flash_next
 from tests.support.metal.metal_path import metal_choices, metal_path
 from tests.support.metal.runner import reason_not_to_run
 from tests.support.stages import reference_kernels
@@ -84,15 +86,22 @@ def outputs(stage: Stage) -> mx.array:
     for number, width in enumerate(WIDTHS):
         runs = []
         for i, sequence in enumerate(sequences):
-            tokens = tuple(range(10 * number + i, 10 * number + i + width))
+            own = tuple(range(10 * number + i, 10 * number + i + width))
             place = sequence.stack.length
-            runs.append((sequence, Segment(i, number, place, tokens, open=number > 0)))
-        x = stage.embed(mx.array([t for _, segment in runs for t in segment.tokens]))
-        found.append(stage.forward(x, runs))
+            runs.append((sequence, Segment(i, number, place, own, open=number > 0)))
+        tokens = mx.array([t for _, segment in runs for t in segment.tokens])
+        if stage.reads_tokens:
+            stage.announce_tokens(tokens, runs)
+        found.append(stage.forward(stage.embed(tokens), runs))
         for i, (sequence, segment) in enumerate(runs):
             if segment.open:
                 sequence.commit(number, max(1, width - i - 1), in_header=True)
     return mx.concatenate(found).astype(mx.float32)
+
+
+def unchanged(*_: Any, **__: Any) -> SimpleNamespace:
+    """Return a joiner that replaces nothing."""
+    return SimpleNamespace(layer=lambda layer: layer, mixer=lambda mixer: mixer)
 
 
 def shared_outputs(stage: Stage) -> tuple[mx.array, int]:
@@ -114,12 +123,33 @@ def test_layers_compute_what_the_reference_does(
         expected_kinds = ", ".join(f"{n} {k}" for k, n in sorted(kinds.items()))
         assert stage.variants.summary.partition(";")[0] == expected_kinds
         found = outputs(stage)
-        unchanged = SimpleNamespace(layer=lambda layer: layer)
-        monkeypatch.setattr(choice, "MetalJoiner", lambda *_, **__: unchanged)
+        monkeypatch.setattr(choice, "MetalJoiner", unchanged)
         expected = outputs(stage_of(path))
     # In bfloat16 the reference itself is 9 % away from the same layers in fp32.
     limit = 1e-5 if stage.dtype == mx.float32 else 0.1
     assert (mx.abs(found - expected).mean() <= limit * mx.abs(expected).mean()).item()
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "silu"])
+@pytest.mark.parametrize("dim", [128, 32])
+def test_flash_next_computes_what_the_reference_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: str, dim: int
+) -> None:
+    """A GatedDeltaNet within residual streams runs in the window kernel, with either gate of its output."""
+    pytest.importorskip("torch", reason="transformers needs torch")
+    heads = {"linear_key_head_dim": dim, "linear_value_head_dim": dim}
+    text = text_config(4, **heads, output_gate_type=gate)
+    path = write_flash_next(tmp_path / "model", reference_model(text), text)
+    with metal_path():
+        stage = stage_of(path)
+        mixers = [
+            type(layer.mixer) for layer in stage.modules.layers if isinstance(layer, StreamGDN)
+        ]
+        assert mixers == [gdn.WindowMixer if dim == 128 else gdn.JoinedGDNLayer] * 3
+        found = outputs(stage)
+        monkeypatch.setattr(choice, "MetalJoiner", unchanged)
+        expected = outputs(stage_of(path))
+    assert (mx.abs(found - expected).mean() <= 1e-5 * mx.abs(expected).mean()).item()
 
 
 @pytest.mark.parametrize("form", list(FORMS)[:3])
@@ -130,8 +160,7 @@ def test_the_parts_of_the_members_are_added(
     path = written_as(checkpoints, monkeypatch, form)
     with metal_path():
         found, once = shared_outputs(stage_of(path))
-        unchanged = SimpleNamespace(layer=lambda layer: layer)
-        monkeypatch.setattr(choice, "MetalJoiner", lambda *_, **__: unchanged)
+        monkeypatch.setattr(choice, "MetalJoiner", unchanged)
         expected, again = shared_outputs(stage_of(path))
         alone = outputs(stage_of(path))
     # Compiled bodies ask for their sums once for each number of rows.

@@ -58,6 +58,9 @@ def choose_variants(
     elif device.variant == "metal" and not exact:
         joiner = MetalJoiner(modules.config.hidden_size, dtype, choice.choose)
         modules.replace_layers(joiner.layer)
+        for layer in modules.layers:
+            if layer.mixer is not None:
+                layer.mixer = joiner.mixer(layer.mixer)
     if exact:
         _pin(modules, ExactProducts(dtype, DenseRows if device.variant == "cuda" else None))
     # A member alone chooses its kernels: a trial with collectives would wait for members that try others.

@@ -27,8 +27,8 @@ from mtp.layers.windows import (
     Recurrence,
     SnapshotGDNCache,
     Snapshots,
-    Window,
     gather_windows,
+    next_windows,
     record_windows,
 )
 
@@ -88,10 +88,7 @@ class PackedGDNLayer(Layer):
         stay_open: Sequence[bool] = (),
         holes: Sequence[Hole] = (),
     ) -> mx.array:
-        windows, start = [], 0
-        for cache, width, stays_open in zip(caches, widths, stay_open, strict=True):
-            windows.append(Window(cache.point, start, width, stays_open))
-            start += width
+        windows = next_windows(caches, widths, stay_open)
         arrays = gather_windows(x, windows)
         # A first window has no past: any rows stand for it, and every shape of them would be traced.
         past = None if arrays.past is x else arrays.past

@@ -14,16 +14,9 @@ from mlx_lm.models.qwen3_5 import DecoderLayer
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.kv_cache import KVRows, new_kv
 from mtp.layers.layer import Hole, KVFormat
+from mtp.layers.linear import Format, JoinedLinear, Weights
 from mtp.layers.metal.kernel import MetalKernel
-from mtp.layers.metal.products import (
-    COMPILED_ROWS,
-    Format,
-    JoinedLinear,
-    JoinedMLP,
-    Weights,
-    add_norm,
-    gated_products,
-)
+from mtp.layers.metal.products import COMPILED_ROWS, JoinedMLP, add_norm, gated_products
 from mtp.layers.pair_kv import PairKV
 from mtp.layers.prepare_rows import (
     HEAD_DIM,

@@ -13,15 +13,9 @@ from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.gated_delta import window_constants, window_kernel
 from mtp.layers.layer import Exact, Hole, KVFormat, Layer, PlainMLP
+from mtp.layers.linear import Format, JoinedLinear
 from mtp.layers.metal.kernel import MetalKernel
-from mtp.layers.metal.products import (
-    COMPILED_ROWS,
-    Format,
-    JoinedLinear,
-    JoinedMLP,
-    add_norm,
-    gated_products,
-)
+from mtp.layers.metal.products import COMPILED_ROWS, JoinedMLP, add_norm, gated_products
 from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.windows import (
     GatedDeltaShape,
@@ -30,7 +24,9 @@ from mtp.layers.windows import (
     Snapshots,
     Window,
     gather_windows,
+    next_windows,
     record_windows,
+    run_windows,
 )
 
 gated_delta_window = window_kernel(MetalKernel)
@@ -48,6 +44,10 @@ class JoinedGDNLayer(GDNLayer):
 
     def __init__(self, layer: DecoderLayer, inputs: JoinedLinear) -> None:
         super().__init__(layer)
+        self.join(inputs)
+
+    def join(self, inputs: JoinedLinear) -> None:
+        """Use `inputs` in place of the projections of the GatedDeltaNet."""
         net = self.net
         self._inputs = inputs
         self._ends = [net.conv_dim, net.conv_dim + net.value_dim]
@@ -126,19 +126,47 @@ class WindowGDNLayer(Layer):
         stay_open: Sequence[bool] = (),
         holes: Sequence[Hole] = (),
     ) -> mx.array:
-        windows, start = [], 0
-        for cache, width, stays_open in zip(caches, widths, stay_open, strict=True):
-            windows.append(Window(cache.point, start, width, stays_open))
-            start += width
+        windows = next_windows(caches, widths, stay_open)
         arrays = gather_windows(x, windows)
         # A first window has no past. Any rows stand for it.
         past = None if arrays.past is x else arrays.past
-        run = self._compiled if past is not None and start <= COMPILED_ROWS else _run
+        run = self._compiled if past is not None and x.shape[0] <= COMPILED_ROWS else _run
         states = past, arrays.conv, arrays.state, arrays.spans
         x, rows, conv, state = run(self._shape, x, self._weights, states)
         kept, moved = _kept_rows(rows, windows)
         record_windows(caches, moved, kept, Snapshots(conv, state))
         return x if self._shape.mlp else self.mlp.add(x, self.mlp_norm)
+
+
+class WindowMixer:
+    """A GatedDeltaNet without the layer around it: a product, the kernel for windows, and a product."""
+
+    def __init__(
+        self, net: Any, dtype: mx.Dtype, inputs: JoinedLinear, out: JoinedLinear, *, silu: bool
+    ) -> None:
+        """Take the joined products of `net`, with caches of `dtype`. The gate of its norm is `silu` or sigmoid."""
+        heads = GatedDeltaShape(net.num_k_heads, net.num_v_heads, silu)
+        self._recurrence = Recurrence(gated_delta_window, heads, window_constants(net, dtype))
+        self._inputs, self._out, self._dtype = inputs, out, dtype
+
+    def new_cache(self, kv_format: KVFormat) -> SnapshotGDNCache:
+        """See `Layer.new_cache`."""
+        return SnapshotGDNCache.empty(self._recurrence, self._dtype)
+
+    def mix(
+        self,
+        inputs: mx.array,
+        caches: Sequence[SnapshotGDNCache],
+        widths: Sequence[int],
+        stay_open: Sequence[bool],
+    ) -> mx.array:
+        """See `GDNLayer.mix`."""
+        rows = self._inputs(inputs)
+        windows = next_windows(caches, widths, stay_open)
+        y, saved = run_windows(self._recurrence, rows, windows)
+        kept, moved = _kept_rows(rows, windows)
+        record_windows(caches, moved, kept, saved)
+        return self._out(y)
 
 
 def _kept_rows(rows: mx.array, windows: Sequence[Window]) -> tuple[mx.array, Sequence[Window]]:

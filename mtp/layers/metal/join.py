@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 
 from mtp.layers import gated_delta, prepare_rows
-from mtp.layers.layer import KernelTrial, Layer
+from mtp.layers.layer import KernelTrial, Layer, Mixer
+from mtp.layers.linear import Format, JoinedLinear
 from mtp.layers.metal.attention import (
     JoinedAttentionLayer,
     PreparedAttentionLayer,
     joined_projections,
 )
-from mtp.layers.metal.gdn import JoinedGDNLayer, WindowGDNLayer, joined_inputs
-from mtp.layers.metal.products import NORM_SOURCE, Format, JoinedMLP
-from mtp.layers.metal.trial import try_layer
+from mtp.layers.metal.gdn import JoinedGDNLayer, WindowGDNLayer, WindowMixer, joined_inputs
+from mtp.layers.metal.products import NORM_SOURCE, JoinedMLP
+from mtp.layers.metal.trial import MixerTrial, Tried, try_layer
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.reference.gdn import GDNLayer
 
@@ -29,6 +30,11 @@ class Choose(Protocol):
         self, kernel: str, shapes: str, source: str, run_trial: Callable[[], KernelTrial]
     ) -> bool:
         """Return whether to use `kernel` of text `source` at `shapes`. `run_trial` tries it."""
+
+
+def heads_of(net: Any) -> str:
+    """Return the heads of a GatedDeltaNet as the key of a trial has them."""
+    return f"{net.num_k_heads} and {net.num_v_heads} heads"
 
 
 class MetalJoiner:
@@ -60,20 +66,42 @@ class MetalJoiner:
         joined = JoinedGDNLayer(module, inputs)
         if mlp is not None:
             joined.mlp = mlp
-        if (
-            not gated_delta.has_window_kernel(net)
-            or inputs.dtype not in (self._dtype, mx.uint8)
-            or Format.of(net.out_proj) is None
-        ):
+        if not self._has_window_kernel(net, inputs):
             return joined
         window, joining = (
             WindowGDNLayer(module, self._dtype, inputs, mlp, joins_norm=joins)
             for joins in (False, True)
         )
-        shapes = f"{net.num_k_heads} and {net.num_v_heads} heads"
+        shapes = heads_of(net)
         if not self._wins("gated_delta_window", shapes, gated_delta.SOURCE, window, joined):
             return joined
         return joining if mlp and self._wins_norm(joining, window) else window
+
+    def mixer(self, inner: Any) -> Mixer:
+        """Return `inner`, a `GDNLayer.over` the modules, joined where its weights have one format, or itself."""
+        net = inner.net
+        if (inputs := joined_inputs(net)) is None:
+            return cast(Mixer, inner)
+        joined = JoinedGDNLayer.over(net, self._dtype)
+        joined.join(inputs)
+        out = JoinedLinear.of([net.out_proj])
+        if out is None or not self._has_window_kernel(net, inputs):
+            return joined
+        window = WindowMixer(net, self._dtype, inputs, out, silu=inner.silu)
+        shapes = heads_of(net) if inner.silu else f"{heads_of(net)} with a sigmoid gate"
+        sides = MixerTrial(window), MixerTrial(joined)
+        return (
+            window
+            if self._wins("gated_delta_window", shapes, gated_delta.SOURCE, *sides)
+            else joined
+        )
+
+    def _has_window_kernel(self, net: Any, inputs: JoinedLinear) -> bool:
+        return (
+            gated_delta.has_window_kernel(net)
+            and inputs.dtype in (self._dtype, mx.uint8)
+            and Format.of(net.out_proj) is not None
+        )
 
     def _attention(self, module: Any, mlp: JoinedMLP | None) -> Layer | None:
         attention = module.self_attn
@@ -93,7 +121,7 @@ class MetalJoiner:
         return self._wins("residual_norm", "any heads", NORM_SOURCE, joining, without)
 
     def _wins(
-        self, kernel: str, shapes: str, source: str, with_kernel: Layer, without: Layer
+        self, kernel: str, shapes: str, source: str, with_kernel: Tried, without: Tried
     ) -> bool:
         """Return whether a layer with `kernel` is right and not slower than the same layer without it."""
         known = f"{shapes}, rows of {self._hidden} in {self._dtype}"

@@ -11,7 +11,7 @@ import time
 
 import mlx.core as mx
 
-from mtp.layers.layer import KernelTrial, KVFormat, Layer
+from mtp.layers.layer import KernelTrial, KVFormat, Layer, Mixer
 
 BATCHES = ((1, 1), (1, 4), (8, 1))
 """Sequences and tokens of each. They are those of plain decoding, of drafts and of several clients."""
@@ -33,7 +33,17 @@ TOLERANCE = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 1e-1}
 """Largest norm of the difference over the norm of the result. Both round to `dtype` at different places."""
 
 
-def try_layer(own: Layer, replaced: Layer, hidden: int, dtype: mx.Dtype) -> KernelTrial:
+class MixerTrial:
+    """A mixer that is tried as a layer. It adds nothing to its input."""
+
+    def __init__(self, mixer: Mixer) -> None:
+        self.new_cache, self.add = mixer.new_cache, mixer.mix
+
+
+Tried = Layer | MixerTrial
+
+
+def try_layer(own: Tried, replaced: Tried, hidden: int, dtype: mx.Dtype) -> KernelTrial:
     """Return the trial of the kernel that `own` has and `replaced` has not, for rows `[…, hidden]` of `dtype`."""
     due, rounds = time.monotonic() + TRIAL_SECONDS, list[tuple[float, float]]()
     try:
@@ -64,7 +74,7 @@ def _is_open(rounds: list[tuple[float, float]]) -> bool:
     return len(rounds) < ROUNDS or 0.25 < won < 0.75
 
 
-def _added(layer: Layer, x: mx.array, sequences: int, steps: int) -> mx.array:
+def _added(layer: Tried, x: mx.array, sequences: int, steps: int) -> mx.array:
     """Return what `steps` steps of the layer add to `x`."""
     caches = [layer.new_cache(KVFormat()) for _ in range(sequences)]
     widths, start = [x.shape[0] // sequences] * sequences, x

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -111,6 +111,7 @@ class GDNLayer(Layer):
     """A GatedDeltaNet layer that runs the modules of mlx-lm."""
 
     kind = REFERENCE
+    silu = True
 
     def __init__(self, layer: DecoderLayer) -> None:
         self.module = layer
@@ -121,10 +122,13 @@ class GDNLayer(Layer):
         self._together = True
 
     @classmethod
-    def over(cls, net: GatedDeltaNet, dtype: mx.Dtype) -> GDNLayer:
-        """Return the computation of a GatedDeltaNet alone, for `mix`. It has neither norms nor an MLP."""
+    def over(cls, net: GatedDeltaNet, dtype: mx.Dtype, *, silu: bool = True) -> Self:
+        """Return the computation of a GatedDeltaNet alone, for `mix`. It has neither norms nor an MLP.
+
+        The gate of its output is `silu` or sigmoid.
+        """
         layer = cls.__new__(cls)
-        layer.net, layer.dtype, layer._together = net, dtype, True
+        layer.net, layer.dtype, layer._together, layer.silu = net, dtype, True, silu
         return layer
 
     def new_cache(self, kv_format: KVFormat) -> GDNCache:

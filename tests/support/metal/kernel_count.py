@@ -124,7 +124,10 @@ class OwnSteps:
             for i, sequence in enumerate(self.sequences)
         ]
         self.number += 1
-        x = self.stage.embed(mx.ones((len(runs) * self.width,), mx.uint32))
+        words = mx.ones((len(runs) * self.width,), mx.uint32)
+        if self.stage.reads_tokens:
+            self.stage.announce_tokens(words, runs)
+        x = self.stage.embed(words)
         with patch.object(mx, "async_eval"):
             x = self.stage.forward(x, runs)
         return [x, *(array for sequence in self.sequences for array in sequence.arrays())]
