@@ -23,6 +23,11 @@ MAX_FAULT = 300
 """Characters of the fault message of a process in logs and errors."""
 
 
+STARTING_SECONDS = 10.0
+"""Seconds. Least silence that loses a process before its stage serves. MLX holds Python's lock while it joins a group:
+its `ring` waits 1 s and then 2 s for a member that comes later."""
+
+
 class StartError(NotReadyError):
     """Failure to start a plan. `suspect` is the address of the worker to leave out, if one is known."""
 
@@ -79,6 +84,7 @@ class GroupStart:
         address = join_address(host_of(worker.address), reply.port)
         client = WorkerClient(address, self.me, worker.trust, worker.node, worker.owner)
         self._replies[worker.owner] = reply
+        client.starting_seconds = STARTING_SECONDS
         self.clients.append(client)
         worker.member = client
         on_status = partial(self._receive_status, client)
@@ -91,6 +97,12 @@ class GroupStart:
         hosts, rdma = [one.group_address for one in replies], [one.rdma for one in replies]
         backend = choose_backend(arithmetic, rdma)
         return pb.Group(rank=rank, hosts=hosts, backend=backend.value, rdma=rdma)
+
+    def serve(self, pipeline: RemotePipeline) -> None:
+        """Let `pipeline` have the processes, whose stages are loaded, and close their clients at its end."""
+        self.pipeline, pipeline.owned = pipeline, tuple(self.clients)
+        for client in self.clients:
+            client.starting_seconds = 0.0
 
     async def close(self) -> None:
         """Close the clients, so that the processes end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -97,7 +97,7 @@ class PlanStart:
         spans = [stage.span for stage in self.plan.stages]
         pipeline = RemotePipeline(stages, self.plan.epoch, room, timeout, spans)
         if group is not None:  # the pipeline closes the clients
-            group.pipeline, pipeline.owned = pipeline, tuple(group.clients)
+            group.serve(pipeline)
         pipeline.frame_limits = FrameLimits.joint(self._frame_limits)
         ids = {node: self.view.members[node].worker_id for node in self.plan.nodes}
         try:
@@ -146,21 +146,16 @@ class PlanStart:
         ]
         with byte_bar(label, log) as show:
             if group is not None:  # members wait for each other when they load
-                fetches = (self._fetch(ws[rank], request, show) for _, ws, rank, request in places)
-                await asyncio.gather(*fetches)
-            tasks = []
+                await _all([partial(self._fetch, ws[i], asked, show) for _, ws, i, asked in places])
+            steps = []
             for stage, workers, rank, request in places:
                 step = self._fetch if workers[rank].owner in busy else self._fetch_and_load
                 if group is not None:
                     arithmetic = self.view.members[stage.node].arithmetic
                     request.group.CopyFrom(group.seat(workers, rank, arithmetic))
                     step = self._load
-                tasks.append(asyncio.create_task(step(workers[rank], request, show)))
-            try:
-                await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
+                steps.append(partial(step, workers[rank], request, show))
+            await _all(steps)
 
     def _worker(self, address: str) -> WorkerClient:
         worker = self.membership.clients.get(address)
@@ -258,3 +253,13 @@ def workers_in_use(view: View, plan: Plan) -> frozenset[str]:
     if view.serving:
         return frozenset(view.serving)
     return frozenset(node for node in plan.nodes if on_this_machine(node))
+
+
+async def _all(steps: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    """Run `steps` at once. If one fails, cancel the others."""
+    tasks = [asyncio.ensure_future(step()) for step in steps]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

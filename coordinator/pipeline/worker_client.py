@@ -256,6 +256,8 @@ class WorkerClient:
         self._stub = pb_grpc.WorkerStub(self._channel)
         self._signals: asyncio.Queue[pb.Signal] = asyncio.Queue()
         self._watching: asyncio.Task[None] | None = None
+        self.starting_seconds = 0.0
+        """Least seconds of silence after which the worker is lost, while it starts."""
         self.worker_status: pb.WorkerStatus | None = None
         self._clock = ClockOffset()
         self._clock_until = 0.0  # monotonic seconds until which `_clock` is used
@@ -520,13 +522,14 @@ class WorkerClient:
             writing = asyncio.create_task(self._write_signals(call, interval))
             try:
                 while True:
-                    worker_status = await _in_time(call.read(), failure_timeout)
+                    allowed = max(failure_timeout, self.starting_seconds)
+                    worker_status = await _in_time(call.read(), allowed)
                     if not isinstance(worker_status, pb.WorkerStatus):  # grpc.aio.EOF
                         raise WorkerLostError(f"{self.address} closed its signal stream")
                     self.worker_status = worker_status
                     on_status(worker_status)
             except TimeoutError:
-                on_lost(WorkerLostError(f"{self.address} was silent for {failure_timeout:g} s"))
+                on_lost(WorkerLostError(f"{self.address} was silent for {allowed:g} s"))
             except grpc.aio.AioRpcError as error:
                 on_lost(self._translate(error))
             except ClusterError as error:

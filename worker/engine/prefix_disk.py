@@ -245,7 +245,11 @@ class StagePrefixes:
             with closing(receive_blocks(self.index, self.namespace)) as receiver:
                 next(receiver)
                 async for piece in pieces:
-                    await asyncio.to_thread(receiver.send, piece)
+                    sending = asyncio.ensure_future(asyncio.to_thread(receiver.send, piece))
+                    try:
+                        await asyncio.shield(sending)
+                    finally:  # the receiver cannot be closed while it runs
+                        await asyncio.wait({sending})
         except DISK_ERRORS as error:
             raise NotReadyError(f"the blocks cannot be written: {error}") from error
 

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import mlx.core as mx
+
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
 from mtp.device import Arithmetic, this_device
@@ -53,6 +55,10 @@ read then, and the speed of the machine is unknown."""
 
 NEW_SIZE_SECONDS = 2.0
 """Seconds added for the first frame of a size, whose kernels may have to be compiled."""
+
+GROUP_SECONDS = 10.0
+"""Seconds. Least deadline of a frame of a group. A member waits in its sums while another one is busy or compiles, and
+one that is lost is noticed by its silence."""
 
 SLACK = 4.0
 """Factor over the usual time of a size, for other programs, swapping and a hot machine."""
@@ -259,6 +265,9 @@ class StageHost:
         expect(PROBE_SECONDS if spec.exact else TRIAL_SECONDS)
         stage = Stage(modules, kv_format, exact=spec.exact, kernels=kernels)
         warn_of_emulated_bfloat16(stage.dtype)
+        if joined is not None:  # other members may read their weights from a slower disk
+            expect(PROBE_SECONDS + weight_bytes / SLOWEST_DISK)
+            mx.eval(joined.sum(mx.zeros(1)))
         warm_up(stage, first=spec.first, last=spec.last, expect=expect)
         trim_allocator()
         prefixes = self._prefixes(whole, spec, stage, kernels)
@@ -323,6 +332,8 @@ class StageHost:
         if not (frame.continues and engine.can_run_ahead(frame)):
             self.thread.run_deferred()
         seconds = self._deadlines.seconds(frame)
+        if engine.group.size > 1:
+            seconds = max(seconds, GROUP_SECONDS)
         self.thread.expect(seconds)
         begun = _begin(engine, frame, stamps)
         del engine  # after a failure no thread may keep its weights in memory

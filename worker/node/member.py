@@ -23,6 +23,9 @@ from proto.errors import NotReadyError
 START_SECONDS = 60.0
 """Seconds. Bound of the start of a process, which imports MLX: 2 s on an idle machine."""
 
+END_SECONDS = 10.0
+"""Seconds. Bound of the end of a killed process. A GPU driver or a network disk may keep it longer."""
+
 SPARE_SECONDS = 5.0
 """Seconds from the start of a member process to that of the spare one. The first measures its link before."""
 

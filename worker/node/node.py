@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -30,7 +31,7 @@ from worker.engine.stage_engine import Budget
 from worker.engine.stage_host import LoadedStage, StageHost, StageSpec
 from worker.node.binding import Binding, Place, Traffic
 from worker.node.local_models import LocalModels
-from worker.node.member import SPARE_SECONDS, MemberProcess
+from worker.node.member import END_SECONDS, SPARE_SECONDS, MemberProcess
 
 log = logging.getLogger(__name__)
 
@@ -204,9 +205,16 @@ class WorkerNode:
             raise StaleEpochError(f"epoch {epoch} has ended. This worker is in epoch {self.epoch}")
 
     async def _wait_for_end(self) -> None:
-        """Wait until the process of an earlier group has ended. A cancelled wait does not cancel its end."""
+        """Wait until the process of an earlier group has ended. A cancelled wait does not cancel its end.
+
+        Raises NotReadyError if it does not end.
+        """
         if self._ending is not None:
-            await asyncio.wait({self._ending})
+            _, running = await asyncio.wait({self._ending}, timeout=END_SECONDS)
+            if running:
+                raise NotReadyError(
+                    "the process of the group before was killed and does not end. Restart this machine if it stays."
+                )
 
     async def start_member(self, request: pb.MemberRequest) -> pb.MemberReply:
         """Start the process for a group's stage, and return where it listens. The stage of this process is dropped."""
@@ -218,10 +226,10 @@ class WorkerNode:
         self.host.thread.submit(release_weights)
         self._become(pb.WORKER_STATE_IDLE)
         loading = self._loading = object()
+        await self._wait_for_end()
         member, self._spare = self._spare, None
         if member is None or not member.running:
             member = await MemberProcess.spawn(self.identity.member_flags)
-        await self._wait_for_end()
         ready = await member.serve()
         if self._loading is not loading:
             await member.stop()
@@ -390,7 +398,8 @@ class WorkerNode:
     async def close(self) -> None:
         """End the plan, the process of a group and the engine thread."""
         self.release()
-        await self._wait_for_end()
+        with contextlib.suppress(NotReadyError):
+            await self._wait_for_end()
         await self.host.close()
 
 
