@@ -9,13 +9,14 @@ import weakref
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
+import worker.node.node
 from mtp import device
 from proto import cluster_pb2 as pb
-from proto.errors import CheckpointError, StaleEpochError
+from proto.errors import CheckpointError, NotReadyError, StaleEpochError
 from tests.support.processes.waits import until
 from worker.engine.stage_host import LoadedStage, StageHost, StageSpec
 from worker.model.stage import Stage
@@ -169,3 +170,21 @@ async def test_a_load_reports_the_frames_that_suit_its_gpu(
     monkeypatch.setattr(device, "this_device", lambda: device.DEVICES["metal"])
     found = await load(node, 2, 0)
     assert (found.longest_chunk, found.shortest_chunk, found.fused_width) == (512, 512, 5)
+
+
+async def test_a_cancelled_start_keeps_the_spare_process(
+    node: WorkerNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start waits for the end of the process before, with a deadline, and takes the spare one only then."""
+    monkeypatch.setattr(worker.node.node, "END_SECONDS", 0.2)
+    spare: Any = MagicMock(running=True, stop=AsyncMock())
+    node._spare = spare
+    ending = node._ending = asyncio.create_task(asyncio.sleep(PATIENCE))
+    start = asyncio.create_task(node.start_member(pb.MemberRequest(coordinator=ME, epoch=1)))
+    await asyncio.sleep(0.05)
+    start.cancel()
+    await asyncio.wait({start})
+    with pytest.raises(NotReadyError, match="does not end"):
+        await node.start_member(pb.MemberRequest(coordinator=ME, epoch=2))
+    assert node._spare is spare
+    ending.cancel()
