@@ -93,7 +93,7 @@ class ApiOptions:
     max_body_bytes: int = 16 * 2**20
     body_seconds: float = 30.0
     clamp_max_tokens: bool = False
-    max_images: int = 16
+    max_images: int = 32
     """Images of one request."""
     fetch_images: bool = False
     """Load images by their addresses, from public servers."""

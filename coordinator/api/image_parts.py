@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import json
+import secrets
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -29,11 +31,16 @@ IMAGE_WORD = "<|image_pad|>"
 IMAGE_TEXT = f"<|vision_start|>{IMAGE_WORD}<|vision_end|>"
 """An image as Qwen's chat templates write it."""
 
+_PLACE = f"image {secrets.token_hex(16)}"
+"""What stands for IMAGE_WORD until the prompt is rendered, so that a client's text with this word is no image."""
+
+IMAGE_PLACE = IMAGE_TEXT.replace(IMAGE_WORD, _PLACE)
+
 
 class _Image(Body):
     """A part of a message that is an image."""
 
-    text: ClassVar[str] = IMAGE_TEXT
+    text: ClassVar[str] = IMAGE_PLACE
 
     @property
     @abstractmethod
@@ -144,8 +151,15 @@ async def prompt_of(
                 param=param,
             )
     plain = [{k: v for k, v in message.items() if k != "images"} for message in chat.messages]
-    prompt = await render_chat(api, replace(chat, messages=plain))
+    prompt = await render_chat(api, replace(chat, messages=_with_places(plain)))
     return placed(prompt, encoded, api.tokenizer.control_id(IMAGE_WORD), param)
+
+
+def _with_places(messages: Sequence[Json]) -> list[Json]:
+    """Return `messages` with IMAGE_WORD for images alone. Within other text it is broken by a space of no width."""
+    text = json.dumps(messages).replace(IMAGE_WORD, IMAGE_WORD.replace("|", r"|\u200b", 1))
+    found: list[Json] = json.loads(text.replace(_PLACE, IMAGE_WORD))
+    return found
 
 
 def placed(

@@ -26,7 +26,7 @@ from coordinator.api.choice import (
 from coordinator.api.context import Api, api_of, client_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, json_line, serve_answer
 from coordinator.api.errors import field_error, message_of
-from coordinator.api.image_parts import IMAGE_TEXT, data_url
+from coordinator.api.image_parts import IMAGE_PLACE, data_url
 from coordinator.api.model_catalog import ModelFacts
 from coordinator.api.openai_schemas import SamplingBody
 from coordinator.api.request_body import Body, Many, read_body
@@ -122,7 +122,10 @@ class Message(Body):
     def for_template(self) -> Json:
         """Return the message as chat templates read it."""
         images = self.images or ()
-        turn: Json = {"role": self.role, "content": IMAGE_TEXT * len(images) + (self.content or "")}
+        turn: Json = {
+            "role": self.role,
+            "content": IMAGE_PLACE * len(images) + (self.content or ""),
+        }
         if images:
             turn["images"] = [data_url(image) for image in images]
         if self.thinking:

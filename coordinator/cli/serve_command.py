@@ -112,7 +112,7 @@ def serve(
     ] = VisionMode.auto,
     max_images: Annotated[
         int, typer.Option(min=0, max=MAX_IMAGES, help="Most images of one request.")
-    ] = 16,
+    ] = 32,
     fetch_images: Annotated[
         bool,
         typer.Option(

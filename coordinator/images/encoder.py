@@ -38,7 +38,7 @@ ENCODE_SECONDS = 300.0
 """Seconds. Deadline of a request for one image. The image is computed on, for the next try."""
 
 MOST_WAITING = 64
-"""Images that wait for the tower or are in it. A client has half of these places at most."""
+"""Images that wait for the tower or are in it, and requests that wait for one. A client has half of these at most."""
 
 REST_SECONDS = 0.02
 """Seconds. Longest rest of the tower after a step. The first steps compile kernels, which leaves the GPU to others."""
@@ -91,6 +91,8 @@ class ImageEncoder:
         """The images that are computed or wait for it. A client that leaves, or a deadline, does not end them."""
         self._places: Counter[str] = Counter()
         """The number of these images by client."""
+        self._waiting: Counter[str] = Counter()
+        """The number of requests that wait for an image by client. Each holds its image in memory."""
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         """A lock of each client, so that only one of its images waits for the tower's, and clients take turns."""
         self._lock = asyncio.Lock()
@@ -104,7 +106,14 @@ class ImageEncoder:
                 self._reader = _reader_of(checkpoint)
             except CheckpointError as error:  # text is served all the same
                 log.warning("images are refused", extra={"error": str(error)})
-                self._refusal = f"this server reads text only: {error.public}"
+                self._refusal = f"this server reads text only: {_without_path(error, checkpoint)}"
+
+    def fresh(self) -> ImageEncoder:
+        """Return an encoder of the same checkpoint with nothing in memory, for the next time that it is served."""
+        found = ImageEncoder()
+        found.checkpoint, found.dtype = self.checkpoint, self.dtype
+        found._reader, found._refusal = self._reader, self._refusal
+        return found
 
     @property
     def reads_images(self) -> bool:
@@ -128,14 +137,15 @@ class ImageEncoder:
         if (held := self._held.get(digest)) is not None:
             self._keep(digest, held)
             return held
+        self._check_room(client)
         task = self._tasks.get(digest)
         if task is None:
-            self._check_room(client)
             turn = self._turns.setdefault(client, asyncio.Lock())
             task = asyncio.create_task(self._run(self._reader, digest, data, name, turn))
             self._tasks[digest] = task
             self._places[client] += 1
             task.add_done_callback(partial(self._forget_task, digest, client))
+        self._waiting[client] += 1
         try:
             async with asyncio.timeout(ENCODE_SECONDS):
                 return await asyncio.shield(task)
@@ -145,10 +155,13 @@ class ImageEncoder:
             if task.cancelled():
                 raise NotReadyError(f"{name}: the server is ending.") from None
             raise
+        finally:
+            self._waiting -= Counter([client])
 
     def _check_room(self, client: str) -> None:
         in_use = sum(len(image.data) for image in self._held.values())
-        is_full = max(len(self._tasks), 2 * self._places[client]) >= MOST_WAITING
+        of_client = max(self._places[client], self._waiting[client])
+        is_full = max(len(self._tasks), self._waiting.total(), 2 * of_client) >= MOST_WAITING
         if is_full or in_use >= MOST_BYTES:
             raise CapacityError("too many images wait for the model.", retry_after=RETRY_SECONDS)
         if self._closed:
@@ -166,12 +179,14 @@ class ImageEncoder:
             await self._own_thread().call(self._loaded_tower)
 
     async def close(self) -> None:
-        """End the thread. Images that wait end with NotReadyError."""
+        """End the thread, and free the memory. Images that wait end with NotReadyError."""
         self._closed = True
         for task in self._tasks.values():
             task.cancel()
         if self._thread is not None:
             await self._thread.close()
+        self._tower = None
+        self._kept.clear()
 
     async def _run(
         self, reader: PatchReader, digest: bytes, data: bytes, name: str, turn: asyncio.Lock
@@ -196,7 +211,11 @@ class ImageEncoder:
         if self._tower is None:
             assert self.checkpoint is not None, "there is a reader"
             chosen: mx.Dtype | None = getattr(mx, self.dtype) if self.dtype else None
-            self._tower = load_tower(self.checkpoint, chosen)
+            try:
+                self._tower = load_tower(self.checkpoint, chosen)
+            except CheckpointError as error:
+                public = _without_path(error, self.checkpoint)
+                raise CheckpointError(str(error), public=public) from error
         return self._tower
 
     def _compute(self, patches: Patches, digest: bytes) -> EncodedImage:
@@ -220,6 +239,11 @@ class ImageEncoder:
         self._kept.move_to_end(digest)
         while len(self._kept) > 1 and sum(len(e.data) for e in self._kept.values()) > KEPT_BYTES:
             self._kept.popitem(last=False)
+
+
+def _without_path(error: CheckpointError, checkpoint: Checkpoint) -> str:
+    """Return the text of an error for clients, to whom paths of the server are not disclosed."""
+    return error.public.replace(f"{checkpoint.path}/", "")
 
 
 def _copied(data: memoryview) -> bytearray:

@@ -98,7 +98,7 @@ class ServeOptions:
     parallel: Parallel = field(default_factory=Parallel)
     prefer: Prefer = Prefer.latency
     vision: VisionMode = VisionMode.auto
-    max_images: int = 16
+    max_images: int = 32
     fetch_images: bool = False
     journal: bool = True
     """Keep stored answers in the state directory."""
@@ -250,7 +250,8 @@ class ServedParts:
         scheduler = Scheduler(limits, Controller(model.mode, ngram=options.ngram), model.vocabulary)
         waiting_for = manager.describe_gathering if manager else str
         self.loop = GenerationLoop(source, scheduler, describe_wait=waiting_for)
-        model.images.answers_run = lambda: bool(scheduler.running)
+        self.images = model.images.fresh()
+        self.images.answers_run = lambda: bool(scheduler.running)
         letters = {"gdn": "g", "attention": "a"}
         facts = ModelStatus(
             layers="".join(letters[kind] for kind in config.layer_kinds),
@@ -259,6 +260,7 @@ class ServedParts:
             quantization=model.info.quantization,
             weight_bytes=model.info.nbytes,
             vision_bytes=tower_bytes(model.checkpoint) if model.images.reads_images else 0,
+            max_images=options.max_images,
         )
         status = LiveStatus(self.loop, manager, model.name, model.local.status, facts)
         api = Api(
@@ -272,7 +274,7 @@ class ServedParts:
             lasting.switch,
             lasting.invite,
             vocabulary=model.vocabulary,
-            images=model.images,
+            images=self.images,
         )
         self.app = create_app(api, self.loop.frames, lasting.journal)
         self.stored_answers: StoredAnswers = self.app.state.stored_answers
@@ -281,7 +283,7 @@ class ServedParts:
         """Wait for the first plan."""
         await self.loop.start()
         if self.model.options.vision is VisionMode.always:
-            await self.model.images.load()
+            await self.images.load()
 
     def count_answers(self) -> int:
         """Return the number of answers that run or wait."""
@@ -296,4 +298,4 @@ class ServedParts:
             await self.stored_answers.fail_all(error)
         await self.loop.close("the server is shutting down" if error is None else error.public)
         self.app.state.api.compiler.close()
-        await self.model.images.close()
+        await self.images.close()

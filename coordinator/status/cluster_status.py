@@ -84,7 +84,7 @@ class ModelStatus:
     """The served model. `layers` has one letter per layer: `g` for GDN, `a` for attention.
 
     `quantization` is a short text such as `4-bit`, or empty. `context` is in tokens. `vision_bytes` are those of the
-    part that reads images, 0 for a model of text.
+    part that reads images, 0 for a model of text, and `max_images` the most of a request.
     """
 
     layers: str
@@ -93,6 +93,7 @@ class ModelStatus:
     quantization: str = ""
     weight_bytes: int = 0
     vision_bytes: int = 0
+    max_images: int = 0
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class FlashNextArgs:
         if fields.get("ple_layer_ids"):
             eos = fields["eos_token_id"]
             ngrams = NgramArgs(
-                layers=tuple(sorted(layer - 1 for layer in fields["ple_layer_ids"])),
+                layers=tuple(sorted({layer - 1 for layer in fields["ple_layer_ids"]})),
                 dim=fields.get("ple_embed_dim") or fields["hidden_size"],
                 kernel=fields["ple_conv_kernel_size"],
                 size=fields["ngram_size"],
@@ -118,7 +118,8 @@ def find_problem(text: Mapping[str, Any]) -> str | None:
     rope = text.get("rope_parameters") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         return f"rope_parameters.rope_type is {rope.get('rope_type')!r:.60}, and only 'default' is supported."
-    turned = int(fields["head_dim"] * rope.get("partial_rotary_factor", 1.0))
+    head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+    turned = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     checks = {
         "indexer_kv_heads": fields.get("indexer_kv_heads", 1) == 1,
         "indexer_compress_ratio": fields["indexer_budget"] % fields["indexer_compress_ratio"] == 0,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import mlx.core as mx
 import numpy as np
@@ -106,7 +107,7 @@ class _Mapped:
         self.dtype = parts[0].dtype
         self.ends = np.cumsum([part.shape[0] for part in parts])
         self._kind = np.dtype(ROW_TYPES[self.dtype])
-        self._parts = [(_map_file(part.file), part.start) for part in parts]
+        self._parts = [(_map_file(part.file, part.file.stat()), part.start) for part in parts]
 
     def read(self, ids: Ints) -> npt.NDArray[np.generic]:
         """Return the rows of `ids`, which are sorted. The disk reads all of them at once."""
@@ -127,11 +128,18 @@ class _Mapped:
         return found
 
 
-@lru_cache(maxsize=1024)
-def _map_file(file: Path) -> mmap.mmap:
+_mapped: WeakValueDictionary[tuple[int, ...], mmap.mmap] = WeakValueDictionary()
+"""The mappings in use, by device, inode, size and time: another file may come to the same path."""
+
+
+def _map_file(file: Path, found: os.stat_result) -> mmap.mmap:
     """Return the mapping of a file, of which several tensors may be parts."""
+    key = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    if (known := _mapped.get(key)) is not None:
+        return known
     with file.open("rb") as opened:
-        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped = _mapped[key] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    return mapped
 
 
 class NgramTable:

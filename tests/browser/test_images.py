@@ -25,13 +25,23 @@ GIVE = """([type, content]) => {
     target.dispatchEvent(event);
 }"""
 
+FILL = """() => {
+    const name = "mtp-conversations", stored = localStorage.getItem(name);
+    const text = JSON.stringify(JSON.parse(stored), (key, value) => (key === "images" ? undefined : value));
+    localStorage.removeItem(name);
+    const used = Object.entries(localStorage).reduce((sum, [key, value]) => sum + key.length + value.length, 0);
+    const room = name.length + text.length + 0.6 * (stored.length - text.length);
+    localStorage.setItem("filler", "x".repeat(5 * 2 ** 20 - used - "filler".length - room));
+}"""
+"""Leaves room in the storage of the page for its conversations, but not for their images."""
+
 
 @pytest.fixture(scope="module")
 def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     """Serve a model with a tower alone."""
     folder = tmp_path_factory.mktemp("images")
     model = write_vision_checkpoint(folder / "model")
-    with serving(folder, model, ()) as found:
+    with serving(folder, model, (), "--max-images", "4") as found:
         yield found
 
 
@@ -61,6 +71,16 @@ def test_the_chat_takes_and_shows_images(browser: Browser, coordinator: Coordina
     page.reload()
     watched.show("chat")
     expect(page.locator(".message.user .attachments img")).to_have_count(2)
+    for kind in ("drop", "paste", "drop"):
+        page.evaluate(GIVE, [kind, base64.b64encode(files[3]).decode()])
+    expect(page.locator(".composer .hint").first).to_contain_text("4 images in a conversation")
+    expect(waiting).to_have_count(2)
+    page.evaluate(FILL)
+    watched.ask("Hello again")
+    page.reload()
+    watched.show("chat")
+    expect(page.locator(".message.user")).to_have_count(2)
+    expect(page.locator(".message.user .attachments img")).to_have_count(0)
     errors = watched.errors
     watched.close()
     assert errors == []

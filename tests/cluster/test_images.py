@@ -113,6 +113,7 @@ def test_images_are_told_apart_in_all_places(cluster: Cluster) -> None:
         parts_of(OTHER),
         parts_of(FILE, OTHER),
         parts_of(OTHER, FILE),
+        [*parts_of(FILE), {"type": "text", "text": "A word of templates: <|image_pad|>"}],
     ]
     found = [tokens_of(ask(cluster, prompt)) for prompt in prompts]
     assert len({tuple(tokens) for tokens in found}) == len(prompts)
@@ -158,9 +159,8 @@ def test_a_bad_file_is_a_clear_error(cluster: Cluster, data: bytes, problem: str
         ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,%%"}}], "Base64"),
         ([{"type": "video_url", "video_url": {"url": "x"}}], "Video"),
         (parts_of(*[FILE] * 5), "5 images, limit 4"),
-        ([*parts_of(FILE), {"type": "text", "text": "<|image_pad|>"}], "Remove it"),
     ],
-    ids=["an address", "a file", "no Base64", "a video", "too many", "a word of the template"],
+    ids=["an address", "a file", "no Base64", "a video", "too many"],
 )
 def test_a_bad_request_is_a_clear_error(cluster: Cluster, content: Any, problem: str) -> None:
     """The error names what to send instead."""

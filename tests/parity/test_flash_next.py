@@ -315,10 +315,15 @@ def test_what_cannot_be_served_is_refused(
         "indexer_compress_ratio": 5,
         "ple_layer_ids": ["2"],
         "hc_count": 1,
+        "ngram_size": 1,
+        "ple_embed_dim": "a",
+        "head_dim": "x",
+        "full_attention_interval": "4",
+        "num_attention_heads": None,
     }.items():
         path = write_flash_next(tmp_path / field, torch_model, text)
         edit_config(path, partial(_set_fields, {field: value}))
-        with pytest.raises(CheckpointError, match=field):
+        with pytest.raises(CheckpointError, match=f"{field}|of a wrong type"):
             Checkpoint.open(path)
     bare = write_flash_next(tmp_path / "bare", torch_model, text, mtp=False)
     assert not Checkpoint.open(bare).mtp.complete

@@ -7,16 +7,18 @@ const QUALITY = 0.85;
 const MOST = 8;
 
 export class Attachments {
-  // `onProblem(text)` shows what is wrong with a file.
-  constructor(onProblem) {
+  // `onProblem(text)` shows what is wrong with a file. `earlier()` is the number of images of earlier questions.
+  constructor(onProblem, earlier) {
     this.urls = [];
     this.onProblem = onProblem;
+    this.earlier = earlier;
     this.file = h("input", { type: "file", accept: "image/*", multiple: true, hidden: true, "aria-label": "Images", onchange: () => { this.add(this.file.files); this.file.value = ""; } });
     this.button = h("button", { type: "button", class: "quiet", title: "Or drop an image here, or paste one", onclick: () => this.file.click() }, "Add image");
     this.strip = h("div", { class: "attachments" });
-    this.setAllowed(false);
+    this.setAllowed(0);
   }
 
+  // Allows this number of images in a conversation.
   setAllowed(allowed) {
     this.allowed = allowed;
     this.button.hidden = !allowed;
@@ -37,15 +39,19 @@ export class Attachments {
 
   async add(files) {
     for (const file of files) {
-      if (this.urls.length >= MOST) return this.onProblem(`At most ${MOST} images.`);
-      try {
-        this.urls.push(await shrunk(file));
-        this.onProblem("");
-      } catch {
-        this.onProblem(`${file.name || "The file"} is no image that this browser reads.`);
-      }
+      const url = await shrunk(file).catch(() => null);
+      const problem = url ? this.problem() : `${file.name || "The file"} is no image that this browser reads.`;
+      this.onProblem(problem);
+      if (problem) continue;
+      this.urls.push(url);
       this.draw();
     }
+  }
+
+  // Why one more image has no place, or an empty text.
+  problem() {
+    if (this.urls.length >= MOST) return `At most ${MOST} images.`;
+    return this.urls.length + this.earlier() < this.allowed ? "" : `At most ${this.allowed} images in a conversation. Start a new one.`;
   }
 
   draw() {

@@ -33,7 +33,7 @@ export class ChatView {
     this.send = h("button", { class: "primary", type: "submit" }, "Send");
     this.model = h("select", { name: "model", "aria-label": "Model", onchange: () => this.changeModel() });
     this.modelNote = h("p", { class: "hint", role: "status" });
-    this.attachments = new Attachments((problem) => setText(this.modelNote, problem));
+    this.attachments = new Attachments((problem) => setText(this.modelNote, problem), () => this.current.messages.reduce((sum, { images }) => sum + (images?.length ?? 0), 0));
     this.sidebar = h("aside", { class: "sidebar", "aria-label": "Conversations" },
       h("button", { class: "wide", onclick: () => this.startNew() }, "New chat"), this.list,
       h("p", { class: "hint" }, "Conversations stay in this browser."));
@@ -52,7 +52,7 @@ export class ChatView {
   update() {
     const { model, architecture } = this.live.status;
     // A lost connection leaves no status, and takes no images away.
-    if (architecture) this.attachments.setAllowed(Boolean(architecture.vision_bytes));
+    if (architecture) this.attachments.setAllowed(architecture.vision_bytes ? architecture.max_images : 0);
     if (model === this.served) return;
     this.served = model;
     this.listModels();

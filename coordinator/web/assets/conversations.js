@@ -24,19 +24,29 @@ export class Conversations {
     this.save();
   }
 
-  // Drops the oldest conversations when the browser has no room for all.
+  // When the browser has no room for all, leaves out images first, the oldest ones before others, and then the oldest conversations.
   save() {
-    const kept = this.list.filter((one) => one.messages.length);
+    let kept = this.list.filter((one) => one.messages.length);
+    let pictured = kept.filter((one) => one.messages.some(({ images }) => images)).length;
     while (kept.length) {
       try {
         localStorage.setItem(NAME, JSON.stringify(kept));
         return;
       } catch {
-        kept.pop();
+        if (pictured) kept = withoutImages(kept, --pictured);
+        else kept.pop();
       }
     }
     localStorage.removeItem(NAME);
   }
+}
+
+// The conversations, in which only the first `count` with images keep them.
+function withoutImages(conversations, count) {
+  return conversations.map((one) => {
+    if (!one.messages.some(({ images }) => images) || count-- > 0) return one;
+    return { ...one, messages: one.messages.map(({ images, ...rest }) => rest) };
+  });
 }
 
 function load() {

@@ -297,7 +297,11 @@ class _Reader:
         experts = self._count("num_experts")
         heads = self._positive("num_attention_heads")
         hidden = self._positive("hidden_size")
-        if problem := family.find_problem(self.text):
+        try:
+            problem = family.find_problem(self.text)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            problem = f"a field is missing or of a wrong type ({error!r:.100}). Download it again."
+        if problem:
             raise self._error(problem)
         for name in family.mlp_fields(self.text):
             self._positive(name)

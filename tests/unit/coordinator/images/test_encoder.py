@@ -88,6 +88,32 @@ async def test_memory_is_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     await encoder.close()
 
 
+async def test_requests_that_wait_for_one_image_are_bounded(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them holds its own copy of the file, so they count although the tower computes one image."""
+    monkeypatch.setattr(module, "MOST_WAITING", 8)
+    encoder = ImageEncoder(Checkpoint.open(path))
+    asked = [asyncio.create_task(encoder.encode(FILES[0], "m", "one")) for _ in range(5)]
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    assert [isinstance(one, CapacityError) for one in found] == [False] * 4 + [True]
+    assert encoder.towers_run == 1
+    assert await encoder.encode(FILES[0], "m", "one") is found[0]
+    await encoder.close()
+
+
+async def test_a_model_that_is_served_again_reads_images(path: Path) -> None:
+    """An encoder that has ended holds no tower, and a fresh one computes the same rows."""
+    encoder = ImageEncoder(Checkpoint.open(path))
+    await encoder.load()
+    first = await encoder.encode(FILES[0], "m")
+    await encoder.close()
+    again = encoder.fresh()
+    await again.load()
+    assert (await again.encode(FILES[0], "m")).data == first.data
+    await again.close()
+
+
 @pytest.mark.parametrize("part", ["rope", "tower"])
 async def test_a_model_that_is_not_supported_serves_text(tmp_path: Path, part: str) -> None:
     """YaRN and a tower with deepstack refuse images, and the server starts."""
@@ -100,5 +126,6 @@ async def test_a_model_that_is_not_supported_serves_text(tmp_path: Path, part: s
     (path / "config.json").write_text(json.dumps(config))
     encoder = ImageEncoder(Checkpoint.open(path))
     assert not encoder.reads_images
-    with pytest.raises(RequestError, match="reads text only"):
+    with pytest.raises(RequestError, match="reads text only") as refused:
         await encoder.encode(FILES[0], "m")
+    assert str(path) not in str(refused.value)
