@@ -360,7 +360,6 @@ SHORT_HEADER_BYTES = 448
 
 _FRAME_NAMES = ("epoch", "number", "stage time or shape")
 
-
 _packer = msgpack.Packer()
 """The packer of the headers of all threads, since a new one would allocate 256 KB. A call holds Python's lock."""
 

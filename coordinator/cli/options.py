@@ -29,7 +29,6 @@ SlicesOption = Annotated[
     ),
 ]
 
-
 MtpOption = Annotated[
     str,
     typer.Option(

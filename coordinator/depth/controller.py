@@ -57,7 +57,6 @@ class MtpMode:
 FILLED_WIDTHS = (1, 2, 3, 4, 6, 8)
 """Tokens. Widths of windows in a filled pipeline. Widths between them differ too little to measure them."""
 
-
 LENGTH_STEP = 4096
 """Tokens. Costs are separate for shorter texts, and for those up to twice this length, four times, and so on."""
 

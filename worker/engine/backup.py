@@ -36,7 +36,6 @@ READ_BYTES = 2**25
 """Bytes. States that the engine thread copies at once, before the next frame may run. The copy takes about 10 ms. One
 layer at a time would let every layer wait for a frame."""
 
-
 Stored = tuple[bytes, ...] | bytes | list[mx.array]
 """A state in a `ReceivedBackup`."""
 

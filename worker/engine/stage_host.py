@@ -124,7 +124,6 @@ LONGEST_WAIT = 0.02
 OnDone = Callable[[Frame], None]
 OnError = Callable[[Exception], None]
 
-
 PART_SECONDS = 10.0
 """Seconds. Deadline of reading one part of a stage, besides the time of its bytes."""
 
