@@ -95,10 +95,7 @@ def run(program: str, app: Callable[[], object]) -> None:
 
 
 def run_process(program: str, app: Callable[[], object]) -> NoReturn:
-    """Call `run`, and end the process without Python's finalization.
-
-    Finalization aborts the process (exit status -6) while a thread still computes with MLX.
-    """
+    """Call `run`, and skip Python's finalization, which aborts (status -6) while a thread still computes with MLX."""
     status: object = 0
     try:
         run(program, app)

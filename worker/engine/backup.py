@@ -77,10 +77,7 @@ class ReceivedBackup:
 
 
 class StageBackups:
-    """The backups on the stage of `span`: those that it made, and those that the coordinator has written.
-
-    `config` is that of its layers.
-    """
+    """The backups that the stage of `span` made, or that the coordinator wrote. `config` is that of its layers."""
 
     def __init__(self, span: Span, config: ModelConfig) -> None:
         self.span = span

@@ -1,7 +1,4 @@
-"""The host of stages: the loading of stages on the engine thread, and the frames that run there.
-
-A worker and a coordinator that serves alone use the same host.
-"""
+"""The host of stages, of a worker or a coordinator that serves alone: it loads and runs them on the engine thread."""
 
 from __future__ import annotations
 
