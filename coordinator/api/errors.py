@@ -88,9 +88,7 @@ def error_body(error: Exception) -> Json:
 
 def error_response(error: Exception, error_format: ErrorFormat = error_body) -> JSONResponse:
     """Return the HTTP response to `error`, with `Retry-After` if a later attempt can succeed."""
-    headers: dict[str, str] = {}
-    if isinstance(error, HTTPException):
-        headers.update(error.headers or {})
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if isinstance(error, CapacityError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     elif isinstance(error, NotReadyError):

@@ -34,13 +34,7 @@ from worker.cache.sequence_cache import Border, PrefixEntry
 from worker.disk.block_copy import TENSORS_PER_LAYER, block_file, read_blocks, receive_blocks
 from worker.disk.block_file import BlockReader, BlockWriter, LayerTensors, Tensor
 from worker.disk.block_index import Block, BlockIndex, Chain
-from worker.engine.backup import (
-    READ_BYTES,
-    ReceivedBackup,
-    head_to_bytes,
-    plain_array,
-    type_name,
-)
+from worker.engine.backup import READ_BYTES, ReceivedBackup, head_to_bytes, plain_array, type_name
 from worker.engine.engine_thread import EngineThread
 
 log = logging.getLogger(__name__)

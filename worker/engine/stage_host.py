@@ -82,15 +82,12 @@ class DeadlineEstimate:
         size = _size(frame)
         if (usual := self._usual.get(size)) is not None:
             return SLACK * usual
-        return min(FIRST_SECONDS, NEW_SIZE_SECONDS + SLACK * self._expected(size))
-
-    def _expected(self, size: Size) -> float:
-        """Return the expected seconds of a new size. The cost grows at most with rows times positions."""
         rows, end = size
-        return min(
+        expected = min(  # the cost grows at most with rows times positions
             usual * 2.0 ** (max(0, rows - seen_rows) + max(0, end - seen_end))
             for (seen_rows, seen_end), usual in self._usual.items()
         )
+        return min(FIRST_SECONDS, NEW_SIZE_SECONDS + SLACK * expected)
 
     def record_frame_time(self, frame: Frame, seconds: float) -> None:
         """Record that `frame` took `seconds`."""
@@ -106,9 +103,7 @@ def _brings_vocabulary(frame: Frame) -> bool:
 
 
 def _size(frame: Frame) -> Size:
-    end = 0
-    for segment in frame.segments:
-        end = max(end, segment.position + segment.width)
+    end = max((segment.position + segment.width for segment in frame.segments), default=0)
     return frame.rows.bit_length(), end.bit_length()
 
 
