@@ -145,8 +145,10 @@ def install_error_handlers(app: FastAPI, formats: Mapping[str, ErrorFormat]) -> 
         path = request.scope["path"]
         if isinstance(error, HTTPException):
             error = _routing_error(request, error)
-        if isinstance(error, RequestError) and (notes := getattr(request.state, "notes", None)):
-            notes.rename_field(error)
+        synonyms = notes.synonyms if (notes := getattr(request.state, "notes", None)) else {}
+        if isinstance(error, RequestError) and (sent := synonyms.get(error.param or "")):
+            error.public = re.sub(rf"\b{error.param}\b", sent, error.public)
+            error.param = sent  # the name that the client wrote
         for prefix, error_format in formats.items():
             if path.startswith(prefix):
                 return error_response(error, error_format)

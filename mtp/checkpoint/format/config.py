@@ -199,11 +199,6 @@ class ModelConfig:
         """Return the MTP head without weights."""
         return self.family.head(self._text())
 
-    def check_exact(self) -> None:
-        """Raise UsageError if `--exact` computes no layer of this family."""
-        if self.family.is_own:
-            raise UsageError(f"--exact is not supported for {self.family.releases}. Leave it out.")
-
     def kv_format(self, bits: int | None) -> KVFormat:
         """Return the format of K/V for `--kv-bits`. Raises UsageError if this family has no such format."""
         if bits is not None and not self.family.quantizes_kv:
