@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from proto.images import ImageLayout
-
-if TYPE_CHECKING:  # which imports this module
-    from mtp.layers.kv_cache import KVRows
 
 FIRST_POSITIONS = 4096
 """Positions. Length of the first table of RoPE, which doubles as texts grow."""
@@ -73,6 +70,17 @@ def _image_turns(
     return turns
 
 
+class TurnedCache(Protocol):
+    """A cache that knows the positions of its next rows."""
+
+    @property
+    def position(self) -> int:
+        """The position of the next row, if it is text."""
+
+    def image_turns(self, rope: nn.RoPE, width: int) -> mx.array | None:
+        """Return the turns of the next `width` rows, or None if all of them are text."""
+
+
 @dataclass(frozen=True)
 class KernelTurns:
     """RoPE by a kernel that knows one position for each row. Rows of images get position 0, and turn after it.
@@ -85,7 +93,7 @@ class KernelTurns:
     turns: mx.array | None
 
     @classmethod
-    def of(cls, rope: nn.RoPE, caches: Sequence[KVRows], widths: Sequence[int]) -> KernelTurns:
+    def of(cls, rope: nn.RoPE, caches: Sequence[TurnedCache], widths: Sequence[int]) -> KernelTurns:
         """Return the turns of sequences whose next `widths` rows run."""
         images = [cache.image_turns(rope, n) for cache, n in zip(caches, widths, strict=True)]
         pairs = list(zip(caches, images, strict=True))
