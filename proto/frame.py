@@ -168,15 +168,11 @@ def op_from_wire(wire: Any) -> Op:
         raise ProtocolError(f"{kind} takes {count} values, got {len(values)}")
     if operation is Admit:
         values[3] = SamplingParams.from_wire(values[3])
-        values[5] = _images_from_wire(values[5])
+        numbers = unpack_tokens(values[5], "images")
+        if len(numbers) % 3:
+            raise ProtocolError("an image has a start, rows and columns")
+        values[5] = tuple(ImageSpan(*numbers[i : i + 3]) for i in range(0, len(numbers), 3))
     return operation(*values)
-
-
-def _images_from_wire(packed: Any) -> tuple[ImageSpan, ...]:
-    numbers = unpack_tokens(packed, "images")
-    if len(numbers) % 3:
-        raise ProtocolError("an image has a start, rows and columns")
-    return tuple(ImageSpan(*numbers[i : i + 3]) for i in range(0, len(numbers), 3))
 
 
 MAX_DRAFTS = 32
@@ -359,7 +355,6 @@ SHORT_HEADER_BYTES = 448
 """Bytes. A header up to this length is read at once. No valid list in it has more than 64 elements, the limit below."""
 
 _FRAME_NAMES = ("epoch", "number", "stage time or shape")
-
 
 _packer = msgpack.Packer()
 """The packer of the headers of all threads, since a new one would allocate 256 KB. A call holds Python's lock."""

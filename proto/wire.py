@@ -19,7 +19,6 @@ STORED_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 DTYPE_BYTES = {name: STORED_BYTES[stored] for name, stored in STORED_NAMES.items()}
 """Bytes of one element of each activation type."""
 
-
 MAX_INT = 2**63 - 1
 """The largest integer of a frame, seeds excepted: what a signed 64-bit integer of any language holds."""
 

@@ -50,8 +50,7 @@ def worker(
         str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 takes any free one.")
     ] = f"127.0.0.1:{DEFAULT_PORT}",
     data_port: Annotated[
-        int,
-        typer.Option(min=0, max=65535, help="Port for frames, for a firewall.  [default: any]"),
+        int, typer.Option(min=0, max=65535, help="Port for frames, for a firewall.  [default: any]")
     ] = 0,
     name: Annotated[
         str | None,
@@ -132,15 +131,7 @@ def worker(
     log_format: Annotated[
         LogFormat, typer.Option(help="Log lines for people or as JSON.")
     ] = LogFormat.text,
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            callback=lambda asked: console.show_version(PROGRAM, asked),
-            is_eager=True,
-            help="Show versions and exit.",
-        ),
-    ] = False,
+    version: Annotated[bool, console.version_option(PROGRAM)] = False,
 ) -> None:
     """Hold some of a model's layers and run them for a coordinator.
 

@@ -167,11 +167,6 @@ class Choice:
                     raise WorkerLostError(event.error or f"the request was {event.reason}")
                 return self._end("stop" if event.reason == "stop" else "length")
 
-    def assign_client(self, client: str) -> None:
-        """Count the requests of this choice as those of `client`."""
-        self.request = replace(self.request, client=client)
-        self.next_request = replace(self.next_request, client=client)
-
     def replay(self, tokens: Sequence[int]) -> list[AnswerEvent]:
         """Restore the choice from `tokens`, read one by one as before; return the events. `next_request` goes on."""
         events: list[AnswerEvent] = []

@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from starlette.requests import Request
@@ -208,7 +208,8 @@ async def read_answer(
     try:
         prepared = await prepare(api, request)
         for choice in prepared.answer.choices:
-            choice.assign_client(client)
+            choice.request = replace(choice.request, client=client)
+            choice.next_request = replace(choice.next_request, client=client)
         return prepared, meter
     except BaseException as error:
         meter.end(_outcome(error))

@@ -88,9 +88,7 @@ def error_body(error: Exception) -> Json:
 
 def error_response(error: Exception, error_format: ErrorFormat = error_body) -> JSONResponse:
     """Return the HTTP response to `error`, with `Retry-After` if a later attempt can succeed."""
-    headers: dict[str, str] = {}
-    if isinstance(error, HTTPException):
-        headers.update(error.headers or {})
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if isinstance(error, CapacityError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     elif isinstance(error, NotReadyError):
@@ -147,8 +145,10 @@ def install_error_handlers(app: FastAPI, formats: Mapping[str, ErrorFormat]) -> 
         path = request.scope["path"]
         if isinstance(error, HTTPException):
             error = _routing_error(request, error)
-        if isinstance(error, RequestError) and (notes := getattr(request.state, "notes", None)):
-            notes.rename_field(error)
+        synonyms = notes.synonyms if (notes := getattr(request.state, "notes", None)) else {}
+        if isinstance(error, RequestError) and (sent := synonyms.get(error.param or "")):
+            error.public = re.sub(rf"\b{error.param}\b", sent, error.public)
+            error.param = sent  # the name that the client wrote
         for prefix, error_format in formats.items():
             if path.startswith(prefix):
                 return error_response(error, error_format)

@@ -15,7 +15,6 @@ from typing import Any
 
 from coordinator.api.errors import field_error
 from coordinator.text.calls import Json
-from proto.errors import RequestError
 
 log = logging.getLogger(__name__)
 
@@ -142,12 +141,6 @@ class FieldNotes:
             printable = re.sub(r"[^\w.\[\]-]", "?", path, flags=re.ASCII)[:64]
             self.unknown.add(printable)
             _log_unknown(printable)
-
-    def rename_field(self, error: RequestError) -> None:
-        """Give the field of `error` the name that the client wrote."""
-        if sent := self.synonyms.get(error.param or ""):
-            error.public = re.sub(rf"\b{error.param}\b", sent, error.public)
-            error.param = sent
 
 
 @lru_cache(1024)

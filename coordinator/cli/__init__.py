@@ -96,15 +96,7 @@ for _name, (_, _summary) in COMMANDS.items():
 
 @app.callback()
 def coordinator(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            callback=lambda asked: console.show_version(PROGRAM, asked),
-            is_eager=True,
-            help="Show versions and exit.",
-        ),
-    ] = False,
+    version: Annotated[bool, console.version_option(PROGRAM)] = False,
 ) -> None:
     """Serve one Qwen3.5 model from several machines, drafting with the model's own MTP head.
 

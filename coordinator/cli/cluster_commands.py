@@ -147,10 +147,11 @@ def _of(count: int, limit: int | None) -> str:
 
 def _acceptance(cluster: ClusterStatus) -> str:
     """Return the acceptance by draft position, such as `83 / 65 / 49 %`."""
-    rates = cluster.acceptance_by_position
-    if not any(rate is not None for rate in rates):
+    if not any(cluster.drafted_by_position):
         return "not known yet"
-    return " / ".join("-" if rate is None else f"{rate * 100:.0f}" for rate in rates) + " %"
+    pairs = zip(cluster.drafted_by_position, cluster.accepted_by_position, strict=True)
+    rates = [f"{kept / drafted * 100:.0f}" if drafted else "-" for drafted, kept in pairs]
+    return " / ".join(rates) + " %"
 
 
 POLL_SECONDS = 0.25

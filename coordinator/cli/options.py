@@ -29,7 +29,6 @@ SlicesOption = Annotated[
     ),
 ]
 
-
 MtpOption = Annotated[
     str,
     typer.Option(
@@ -98,10 +97,7 @@ def named_model(argument: str | None, option: str | None, default: str = "") -> 
 
 
 def checked_slices(
-    slices: int | None,
-    exact: bool,
-    parallel: Parallel | None = None,
-    nodes: int | None = None,
+    slices: int | None, exact: bool, parallel: Parallel | None = None, nodes: int | None = None
 ) -> int:
     """Return the value of --slices. Raises UsageError if it does not suit the flags beside it."""
     parallel = parallel or Parallel()

@@ -15,7 +15,10 @@ def apply(view: View, event: events.Event, now: float) -> View:
     """Return the view after `event`, which happened at `now`."""
     view = replace(view, now=now)
     if isinstance(event, events.MemberEvent):
-        following = _without_lost_preparation(view, _with_member_event(view, event))
+        following = _with_member_event(view, event)
+        ready = {m.worker_id for m in following.members.values() if m.state is MemberState.READY}
+        if not view.preparing | view.prepared <= ready:  # a worker may have lost its stage
+            following = _without_preparation(following)
         return _end_plan_without_its_workers(view, following)
     match event:
         case events.TimePassed(open_requests):
@@ -144,12 +147,6 @@ def _with_failed_plan(view: View, reason: str, address: str | None) -> View:
 
 def _without_preparation(view: View) -> View:
     return replace(view, preparing=frozenset(), prepared=frozenset())
-
-
-def _without_lost_preparation(before: View, view: View) -> View:
-    """Return `view` without a preparation if one of its workers is not ready any more and may have lost its stage."""
-    usable = {m.worker_id for m in view.members.values() if m.state is MemberState.READY}
-    return view if before.preparing | before.prepared <= usable else _without_preparation(view)
 
 
 def _with_failed_preparation(view: View, reason: str, address: str | None) -> View:

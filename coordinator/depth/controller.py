@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from coordinator.depth.ngrams import (
+    LONGEST_MATCH,
     MOST_DRAFTS,
-    MatchAcceptance,
     MatchResults,
     NgramMatcher,
     NgramMode,
@@ -57,12 +58,14 @@ class MtpMode:
 FILLED_WIDTHS = (1, 2, 3, 4, 6, 8)
 """Tokens. Widths of windows in a filled pipeline. Widths between them differ too little to measure them."""
 
-
 LENGTH_STEP = 4096
 """Tokens. Costs are separate for shorter texts, and for those up to twice this length, four times, and so on."""
 
 MATCHED_WIDTHS = (2, 3, 4, 6, 8, 12, 16)
 """Tokens. Widths of windows whose drafts come from the text."""
+
+LENGTH_CLASSES = (8, 16, LONGEST_MATCH)
+"""Tokens. Bounds of the classes of matches: a long match is a copy more often than a short one."""
 
 MATCHED_ROWS = 64
 """Rows of a step if each of its sequences has a match. Many sequences have two rows each."""
@@ -87,7 +90,8 @@ class Controller:
         """Width of the widest windows with fused attention. Wider ones are expected to cost more, until measured."""
         self.max_depth = max_depth
         self.acceptance = AcceptanceEstimate()
-        self.match_acceptance = MatchAcceptance()
+        self._match_acceptance = [AcceptanceEstimate() for _ in range(len(LENGTH_CLASSES) + 1)]
+        """Acceptance of matches by class of length. Every match counts, so it needs no probe."""
         self._searches: dict[tuple[int, int], dict[int, Search]] = {}
         """By the class of the number of sequences and the fill, and then by the class of the length."""
         self._newest: dict[tuple[int, int], Search] = {}  # the search of the length in use
@@ -110,13 +114,16 @@ class Controller:
         """Return the shape of a sequence's next window with the drafts of its match, or None if they do not pay."""
         if matcher.match is None:
             return None
-        estimate = self.match_acceptance.estimate_of(matcher.match.length)
+        estimate = self._match_estimate(matcher.match.length)
         shapes = matched_shapes(sequences, fill)
         return self._search(sequences, fill, tokens).matched_shape(estimate, shapes, sequences)
 
     def record_match(self, found: MatchResults) -> None:
         """Record the results of the drafts of a match."""
-        self.match_acceptance.estimate_of(found.length).record_drafts(found.results)
+        self._match_estimate(found.length).record_drafts(found.results)
+
+    def _match_estimate(self, length: int) -> AcceptanceEstimate:
+        return self._match_acceptance[bisect_right(LENGTH_CLASSES, length)]
 
     def record_drafts(self, results: Iterable[DraftResult]) -> None:
         """Record the results of a window's drafts. Do not call it for invalidated windows, nor for those of a match."""

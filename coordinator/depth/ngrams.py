@@ -8,12 +8,11 @@ kept while its drafts are right. As in LZ77, each n-gram knows its newest place,
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from coordinator.depth.search import AcceptanceEstimate, DraftResult
+from coordinator.depth.search import DraftResult
 from proto.images import FIRST_IMAGE_TOKEN
 
 GRAM = 4
@@ -135,18 +134,3 @@ def _copied(text: Sequence[int], follower: int) -> tuple[int, ...]:
     while len(found) < MOST_DRAFTS:
         found.append(found[-period])
     return tuple(found)
-
-
-LENGTH_CLASSES = (8, 16, LONGEST_MATCH)
-"""Tokens. Bounds of the classes of matches: a long match is a copy more often than a short one."""
-
-
-class MatchAcceptance:
-    """Acceptance of matches by length, shared by all sequences. Every match counts, so it needs no probe."""
-
-    def __init__(self) -> None:
-        self._by_class = [AcceptanceEstimate() for _ in range(len(LENGTH_CLASSES) + 1)]
-
-    def estimate_of(self, length: int) -> AcceptanceEstimate:
-        """Return the estimate for the drafts of a match of `length` tokens."""
-        return self._by_class[bisect_right(LENGTH_CLASSES, length)]

@@ -140,17 +140,10 @@ MAX_CHANCE = 0.98
 """Upper bound of an acceptance in `expected_run`: it bounds the mean run at fifty tokens."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """The mean yield of a filled pipeline between two misspeculations: tokens, and windows that return."""
+def expected_run(chances: Sequence[float], width: int) -> tuple[float, float]:
+    """Return the mean tokens, and windows that return, of a filled pipeline between two misspeculations.
 
-    tokens: float
-    windows: float
-
-
-def expected_run(chances: Sequence[float], width: int) -> Run:
-    """Return the mean run whose drafts are accepted with `chances`, given those before them.
-
+    Each draft is accepted with one of `chances`, given those before it.
     The windows after the first ones take their drafts from the end of the chain, so its last `width` positions repeat.
 
     tokens = 1 + a_1 + a_1 a_2 + …      windows of w = 1 + a_1…a_w + a_1…a_2w + …
@@ -167,7 +160,7 @@ def expected_run(chances: Sequence[float], width: int) -> Run:
     behind = len(bounded) % width
     following = reach * onward ** (width - behind)
     windows += following / (1 - onward**width)
-    return Run(tokens, windows)
+    return tokens, windows
 
 
 SWITCH_GAIN = math.log(1.02)
@@ -342,7 +335,7 @@ class Search:
         chances = self.acceptance.by_position(shape.depth)
         if shape.fill == 1:
             return expected_accepted_length(chances)
-        return expected_run(chances, shape.width).tokens
+        return expected_run(chances, shape.width)[0]
 
     def _value(self, shape: Shape, chances: Sequence[float] | None = None) -> float:
         """Return the logarithm of tokens per second, up to a constant."""
@@ -356,9 +349,9 @@ class Search:
     def _run_value(self, shape: Shape, chances: Sequence[float]) -> float:
         """Return the value of a filled pipeline: a run's tokens over a pass and an interval per further window."""
         cost = self.costs.relative_cost(shape)
-        run = expected_run(chances, shape.width)
-        passes = 1 + (run.windows - 1) * self.costs.interval_share(shape)
-        return math.log(run.tokens / passes) - cost
+        tokens, windows = expected_run(chances, shape.width)
+        passes = 1 + (windows - 1) * self.costs.interval_share(shape)
+        return math.log(tokens / passes) - cost
 
     def _goes_on(self, probe: Shape) -> bool:
         """Return whether more steps at the probed shape could show it to be the best."""

@@ -73,10 +73,7 @@ class PatchReader:
             ) from error
 
     def read(self, data: bytes, name: str) -> Patches:
-        """Return the patches of an image file, which errors call `name`.
-
-        Raises RequestError for a file that is damaged, of another format, or too large.
-        """
+        """Return the patches of an image file. Raises RequestError, naming `name`, for one that is not readable."""
         image = _decoded(data, name)
         if max(image.size) > LONGEST_RATIO * min(image.size):
             raise RequestError(f"{name}: one side is more than {LONGEST_RATIO} times the other.")

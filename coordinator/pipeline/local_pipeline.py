@@ -18,12 +18,8 @@ import mlx.core as mx
 
 from coordinator.pipeline.pipeline import Pipeline, PipelineSource
 from coordinator.pipeline.prefix_search import FoundPrefix, Move, longest_prefix
-from coordinator.planning.capacity import (
-    DEFAULT_SEQUENCES,
-    Capacity,
-    model_costs,
-    whole_model_capacity,
-)
+from coordinator.planning.capacity import DEFAULT_SEQUENCES, Capacity, model_costs, plan_capacity
+from coordinator.planning.plan import StagePlan
 from coordinator.status.cluster_status import NodeStatus
 from coordinator.status.frame_records import COORDINATOR, ProcessTrace, process_trace
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -80,14 +76,12 @@ class LocalModel:
         )
         # A large image needs about as much for its activations.
         vision = 2 * tower_bytes(self.checkpoint) if self.vision else 0
-        return whole_model_capacity(
-            costs,
-            "this machine",
-            default_memory_limit() - reserved - vision,
-            self.checkpoint.config.max_positions,
-            self.max_sequences,
-            self.prefix_cache,
-        )
+        limit = default_memory_limit() - reserved - vision
+        weights = sum(layer.weight_bytes for layer in costs.layers)
+        weights += costs.embed_bytes + costs.last_stage_bytes
+        span, context = Span(0, len(costs.layers)), self.checkpoint.config.max_positions
+        whole = StagePlan("this machine", span, True, True, weights, 0, limit, 0.0)
+        return plan_capacity(costs, [whole], context, self.max_sequences, self.prefix_cache)
 
     def specs(self) -> list[StageSpec]:
         """Return the stages, in order."""
@@ -177,7 +171,8 @@ class LocalPipeline(Pipeline):
     def _process(self, frame: Frame, own: FrameStamps, stamps: list[FrameStamps]) -> None:
         if not self._engines:
             return  # an earlier frame has failed
-        done, failed = partial(self._post_result, own), partial(self._engine_failed, own)
+        done = partial(self.thread.post, self._queue_result, own)
+        failed = partial(self._engine_failed, own)
         stamps[0].mark(StageStep.STARTED)
         if self.stages == 1:
             self.host.run_frame(self._engines[0], frame, stamps[0], done, failed)
@@ -199,18 +194,17 @@ class LocalPipeline(Pipeline):
             self._engines[0].receive_tokens(message)
         return frame
 
-    def _post_result(self, own: FrameStamps, result: Frame | ClusterError) -> None:
-        self.thread.post(self._queue_result, result, own)
-
     def _engine_failed(self, own: FrameStamps, error: Exception) -> None:
         """Drop the engines after an invalid frame, a bug or a lack of memory. Runs on the engine thread."""
         self._engines = []
         if not isinstance(error, ClusterError):
             log.error("engine failed", exc_info=error)
             error = _worker_lost("the engine failed", error)
-        self._post_result(own, _without_traceback(error))
+        # The frames of a traceback and of a cause would keep the engine and its weights.
+        error.__cause__ = error.__context__ = None
+        self.thread.post(self._queue_result, own, error.with_traceback(None))
 
-    def _queue_result(self, result: Frame | ClusterError, own: FrameStamps) -> None:
+    def _queue_result(self, own: FrameStamps, result: Frame | ClusterError) -> None:
         own.mark(CoordinatorStep.RECEIVED)
         self._outbox.put_nowait(result)
 
@@ -342,12 +336,6 @@ class LocalSource(PipelineSource):
 
     def report_failure(self, pipeline: Pipeline, error: Exception) -> None:
         """Do nothing: there is no other machine to exclude."""
-
-
-def _without_traceback(error: ClusterError) -> ClusterError:
-    """Return the error without traceback and cause, whose frames would keep the engine and its weights."""
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)
 
 
 def _worker_lost(what: str, error: Exception) -> WorkerLostError:

@@ -49,15 +49,13 @@ def longest_prefix(disks: Sequence[pb.PrefixReply]) -> FoundPrefix:
 
 
 def _moves(disks: Sequence[pb.PrefixReply], length: int) -> list[Move] | None:
-    """Return the moves after which each stage has `length` tokens, or None if some layer is on no disk.
-
-    Disks of another namespace have other bits.
-    """
+    """Return the moves after which each stage has `length` tokens, or None if some layer is on no disk."""
     held = [{n for one in disk.held if one.length == length for n in one.layers} for disk in disks]
     moves: list[Move] = []
     for target, disk in enumerate(disks):
         missing = set(disk.layers) - held[target]
         for source, other in enumerate(disks):
+            # Disks of another namespace have other bits.
             found = missing & held[source] if other.namespace == disk.namespace else set[int]()
             moves += (Move(source, target, span) for span in _spans(found))
             missing -= found

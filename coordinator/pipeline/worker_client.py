@@ -294,8 +294,7 @@ class WorkerClient:
 
     async def start_member(self, request: pb.MemberRequest) -> pb.MemberReply:
         """Start a process of the worker for a group's stage."""
-        reply: pb.MemberReply = await self._call(self._stub.StartMember, request, MEMBER_SECONDS)
-        return reply
+        return await self._call(self._stub.StartMember, request, MEMBER_SECONDS)
 
     async def load(self, request: pb.LoadRequest, on_progress: OnProgress) -> pb.LoadResult:
         """Load a stage on the worker. Raises DeadlineError without progress, and the worker's error."""
@@ -396,8 +395,7 @@ class WorkerClient:
 
     async def update_trust(self, request: pb.TrustUpdate) -> pb.TrustReply:
         """Install the cluster's authorities, removed nodes and, if given, a new certificate on the worker."""
-        reply: pb.TrustReply = await self._call(self._stub.UpdateTrust, request)
-        return reply
+        return await self._call(self._stub.UpdateTrust, request)
 
     async def unload(self, epoch: int) -> None:
         """Make the worker drop its stage and its lease."""
@@ -428,8 +426,7 @@ class WorkerClient:
     async def report_state(self) -> pb.StateReport:
         """Return what the worker holds of requests."""
         request = pb.StateReportRequest(coordinator=self.me)
-        reply: pb.StateReport = await self._call(self._stub.ReportState, request)
-        return reply
+        return await self._call(self._stub.ReportState, request)
 
     async def read_backup(self, epoch: int, seq_id: int, limit: int) -> ReceivedStates:
         """Return the newest backup of a sequence. Raises ProtocolError for a backup of more than `limit` bytes."""
@@ -461,8 +458,7 @@ class WorkerClient:
     async def find_prefix(self, epoch: int, tokens: Sequence[int]) -> pb.PrefixReply:
         """Return which prefixes of a prompt are on the worker's disk."""
         requests = self._prefix_requests(epoch, 0, tokens)
-        reply: pb.PrefixReply = await self._call(self._stub.FindPrefix, requests, FIND_SECONDS)
-        return reply
+        return await self._call(self._stub.FindPrefix, requests, FIND_SECONDS)
 
     async def copy_blocks(self, source: WorkerClient, epoch: int, key: bytes, layers: Span) -> None:
         """Copy the blocks of a prefix from the disk of `source` to the disk of this worker."""

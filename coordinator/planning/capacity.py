@@ -78,16 +78,6 @@ class Capacity:
         return tokens * self.token_bytes + self.state_bytes
 
 
-def whole_model_capacity(
-    costs: ModelCosts, name: str, limit: int, context: int, wanted: int, prefix_cache: bool = True
-) -> Capacity:
-    """Return the capacity of a machine `name` that holds the whole model in `limit` bytes. See `plan_capacity`."""
-    weights = sum(layer.weight_bytes for layer in costs.layers)
-    weights += costs.embed_bytes + costs.last_stage_bytes
-    stage = StagePlan(name, Span(0, len(costs.layers)), True, True, weights, 0, limit, 0.0)
-    return plan_capacity(costs, [stage], context, wanted, prefix_cache)
-
-
 def plan_capacity(
     costs: ModelCosts,
     stages: Sequence[StagePlan],

@@ -144,11 +144,6 @@ PREEMPTION_PAUSE = 3.0
 Running = Mapping[int, Sequence]
 
 
-def has_streams(running: Running) -> bool:
-    """Return whether an answer is being decoded."""
-    return any(sequence.decoding for sequence in running.values())
-
-
 class Prompts:
     """The order of prompts, admitted or waiting, the time that they take, and the tokens that fit into a frame.
 
@@ -193,7 +188,8 @@ class Prompts:
         """Return the waiting sequence that has room and joins the next frame, or None. A shorter prompt may pass."""
         if not waiting or len(running) >= room.sequences:
             return None
-        left = self.frame_tokens(limits, stages, streams=has_streams(running))
+        streams = any(one.decoding for one in running.values())
+        left = self.frame_tokens(limits, stages, streams=streams)
         for sequence in self._sort_prompts(running, waiting):
             if sequence.seq_id not in running:
                 reserved = sum(one.capacity for one in (*running.values(), sequence))
@@ -264,7 +260,8 @@ class Prompts:
         """
         if not any(sequence.prefilling for sequence in running.values()):
             return []
-        streams, chunks = has_streams(running), list[tuple[Sequence, int]]()
+        streams = any(one.decoding for one in running.values())
+        chunks = list[tuple[Sequence, int]]()
         left = self.frame_tokens(limits, stages, streams=streams)
         prompts = self._sort_prompts(running, waiting)
         for sequence in prompts:

@@ -232,10 +232,7 @@ class Scheduler:
     # ---- requests
 
     def submit(self, request: GenerationRequest, now: float) -> Sequence:
-        """Queue a request and return its sequence.
-
-        Raises RequestError if it can never be served, CapacityError if the queue is full.
-        """
+        """Queue a request. Raises RequestError if it can never be served, and CapacityError if the queue is full."""
         check_request(request, self.limits.context, self.limits.vocab, self.capacity.kv_tokens)
         served = self.capacity.sequences
         places = self.capacity.queue + max(0, served - len(self.running))

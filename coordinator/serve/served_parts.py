@@ -36,7 +36,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import snapshot_of
 from mtp.vision.tower import tower_bytes
 from proto import cluster_pb2 as pb
-from proto.errors import ClusterError, MemoryLimitError
+from proto.errors import ClusterError, MemoryLimitError, UsageError
 from proto.kernels import Kernels
 from proto.span import Span
 from proto.state_dir import state_dir
@@ -201,8 +201,9 @@ class OpenedModel:
         self.options = options
         self.checkpoint = Checkpoint.open(path)
         self.checkpoint.check_slices(options.slices)
-        if options.exact:
-            self.checkpoint.config.check_exact()
+        family = self.checkpoint.config.family
+        if options.exact and family.is_own:
+            raise UsageError(f"--exact is not supported for {family.releases}. Leave it out.")
         self.name = served_name(options.model)
         self.mode = effective_mtp_mode(self.checkpoint, options.mtp)
         config = self.checkpoint.config

@@ -145,12 +145,6 @@ class ClusterStatus:
     architecture: ModelStatus | None = None
     mtp_choices: tuple[SearchReport, ...] = ()
 
-    @property
-    def acceptance_by_position(self) -> tuple[float | None, ...]:
-        """The accepted fraction of the drafts at each position; None for a position without drafts."""
-        pairs = zip(self.drafted_by_position, self.accepted_by_position, strict=True)
-        return tuple(accepted / drafted if drafted else None for drafted, accepted in pairs)
-
 
 class StatusSource(Protocol):
     """A provider of the live status. The server passes `LiveStatus`; tests pass a fake."""

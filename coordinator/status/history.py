@@ -16,7 +16,7 @@ MAX_FIRST_TOKENS = 2000
 """Bounds the memory of a server with many short requests: three requests a second for ten minutes."""
 
 MAX_GAPS = 4096
-"""Bounds the gaps between two calls of `take_gaps`: 16 streams with 50 windows a second for 5 seconds."""
+"""Bounds the gaps between two samples: 16 streams with 50 windows a second for 5 seconds."""
 
 
 class LatencyLog:
@@ -34,12 +34,6 @@ class LatencyLog:
         while self.answers and self.answers[0][0] < now - KEPT_SECONDS:
             self.answers.popleft()
         return [seconds for _, seconds in self.answers]
-
-    def take_gaps(self) -> list[float]:
-        """Return the gaps since the last call."""
-        gaps = list(self.gaps)
-        self.gaps.clear()
-        return gaps
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:
@@ -174,10 +168,11 @@ class History:
         if before is None:
             return None
         first = self._latency.first_tokens(now)
-        gaps = self._latency.take_gaps()
+        gaps = list(self._latency.gaps)
         rate = new_tokens / (now - before)
         share = new_accepted / new_drafted if 0 <= new_accepted <= new_drafted > 0 else None
         latencies = [percentile(times, part) for times in (first, gaps) for part in (0.5, 0.95)]
+        self._latency.gaps.clear()
         sample = Sample(at, rate, share, status.running, status.waiting, *latencies)
         self.samples.append(sample)
         return sample

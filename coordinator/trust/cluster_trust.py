@@ -27,13 +27,7 @@ from proto.announcement import join_address
 from proto.errors import ClusterError, NotReadyError, ProtocolError, UsageError
 from proto.rpc.listener import Acceptor, BackgroundTasks, bind_listener
 from proto.state_dir import write_private
-from proto.trust.certificates import (
-    NodeIdentity,
-    Role,
-    from_pem,
-    key_to_pem,
-    requested_key,
-)
+from proto.trust.certificates import NodeIdentity, Role, from_pem, key_to_pem, requested_key
 from proto.trust.joining import (
     JOIN_SECONDS,
     MAX_LINE_BYTES,

@@ -93,10 +93,7 @@ def constants_of(attention: Any) -> tuple[mx.array, ...]:
 def prepare_kernel(
     language: type[SourceKernel], outputs: list[str], head: str, values: str
 ) -> SourceKernel:
-    """Return the kernel in `language`.
-
-    `head` is where head `h` begins in a row. `values` is where the values begin in the outputs.
-    """
+    """Return the kernel in `language`. Head `h` begins at `head` in a row, the values at `values` in the outputs."""
     inputs = ["x", "places", "q_norm", "k_norm", "inv_freq", "eps"]
     source = SOURCE.replace("$head", head).replace("$values", values)
     return language("attention_prepare", inputs, outputs, source)

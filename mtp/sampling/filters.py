@@ -13,7 +13,6 @@ from proto.params import SamplingParams
 
 MASK_64 = 2**64 - 1
 
-
 SMALLEST_UNIFORM = 2.0**-33
 """Half of the finest step of a uniform number of 32 bits. It replaces 0, whose logarithm is not finite."""
 

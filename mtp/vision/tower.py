@@ -165,19 +165,14 @@ class _Merger(nn.Module):
         return y
 
 
-class _PatchEmbed(nn.Module):
-    def __init__(self, config: VisionConfig) -> None:
-        super().__init__()
-        self.proj = nn.Linear(config.patch_values, config.hidden_size)
-
-
 class VisionTower(nn.Module):
     """The tower. Not safe for several threads."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.config = config
-        self.patch_embed = _PatchEmbed(config)
+        self.patch_embed = nn.Module()
+        self.patch_embed.proj = nn.Linear(config.patch_values, config.hidden_size)
         self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
         self.blocks = [_Block(config) for _ in range(config.depth)]
         self.merger = _Merger(config)
@@ -262,8 +257,10 @@ def load_tower(checkpoint: Checkpoint, dtype: mx.Dtype | None) -> VisionTower:
     source = checkpoint.path / "config.json"
     tower = VisionTower(VisionConfig.parse(source, config.vision, config.hidden_size))
     weights = tower_weights(checkpoint)
-    if PATCHES in weights:
-        weights[PATCHES] = _flat_patches(weights[PATCHES], tower.config)
+    if (kernel := weights.get(PATCHES)) is not None:
+        if kernel.ndim == 5 and kernel.shape[1] != tower.config.in_channels:
+            kernel = kernel.transpose(0, 4, 1, 2, 3)
+        weights[PATCHES] = kernel.reshape(kernel.shape[0], -1)  # the convolution as a product
     try:
         tower.load_weights(list(weights.items()), strict=True)
     except ValueError as error:
@@ -300,10 +297,3 @@ def tower_weights(checkpoint: Checkpoint) -> dict[str, mx.array]:
         parts = found.pop(f"{base}.weight"), found.pop(scales), found.pop(f"{base}.biases")
         found[f"{base}.weight"] = mx.dequantize(*parts, group_size=group, bits=bits)
     return found
-
-
-def _flat_patches(weight: mx.array, config: VisionConfig) -> mx.array:
-    """Return the convolution of the patches as a product."""
-    if weight.ndim == 5 and weight.shape[1] != config.in_channels:
-        weight = weight.transpose(0, 4, 1, 2, 3)
-    return weight.reshape(weight.shape[0], -1)

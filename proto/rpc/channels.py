@@ -19,7 +19,6 @@ from proto.trust.node_trust import NodeTrust
 FIRST_MESSAGE_SECONDS = 10.0
 """Seconds. Maximum wait for the first message of a stream, which its caller sends at once."""
 
-
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

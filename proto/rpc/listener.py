@@ -192,7 +192,6 @@ def _problem(error: OSError) -> str:
 MAX_CONTROL_BYTES = 256 * 1024
 """Bytes of a control message. The largest names a path and the layers of a model, in a few kilobytes."""
 
-
 MAX_TRANSFERS = 4
 """Bounds the transfers of weights to one worker at a time. A coordinator needs one, and one more after a cut."""
 

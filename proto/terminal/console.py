@@ -11,7 +11,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import typer
 
 from proto.errors import ClusterError
 from proto.frame import VERSION
@@ -95,10 +97,7 @@ def run(program: str, app: Callable[[], object]) -> None:
 
 
 def run_process(program: str, app: Callable[[], object]) -> NoReturn:
-    """Call `run`, and end the process without Python's finalization.
-
-    Finalization aborts the process (exit status -6) while a thread still computes with MLX.
-    """
+    """Call `run`, and skip Python's finalization, which aborts (status -6) while a thread still computes with MLX."""
     status: object = 0
     try:
         run(program, app)
@@ -119,9 +118,13 @@ def end_process(status: int) -> NoReturn:
     os._exit(status)
 
 
-def show_version(program: str, asked: bool) -> None:
-    """Print versions, such as `mtp-worker 0.1.0, wire protocol 1, Python 3.11.7`, and exit, if `asked`."""
-    if asked:
-        own, python = version("mtp-cluster"), platform.python_version()
-        sys.stdout.write(f"{program} {own}, wire protocol {VERSION}, Python {python}\n")
-        raise SystemExit
+def version_option(program: str) -> Any:
+    """Return the flag that prints versions, such as `mtp-worker 0.1.0, wire protocol 1, Python 3.11.7`, and exits."""
+
+    def show(asked: bool) -> None:
+        if asked:
+            own, python = version("mtp-cluster"), platform.python_version()
+            sys.stdout.write(f"{program} {own}, wire protocol {VERSION}, Python {python}\n")
+            raise SystemExit
+
+    return typer.Option("--version", callback=show, is_eager=True, help="Show versions and exit.")

@@ -23,7 +23,6 @@ from proto.errors import UsageError
 OnProgress = Callable[[int, int], None]
 """`on_progress(done, total)`, in bytes."""
 
-
 _UNITS = {
     "B": 1,
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},

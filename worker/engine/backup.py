@@ -36,7 +36,6 @@ READ_BYTES = 2**25
 """Bytes. States that the engine thread copies at once, before the next frame may run. The copy takes about 10 ms. One
 layer at a time would let every layer wait for a frame."""
 
-
 Stored = tuple[bytes, ...] | bytes | list[mx.array]
 """A state in a `ReceivedBackup`."""
 
@@ -78,10 +77,7 @@ class ReceivedBackup:
 
 
 class StageBackups:
-    """The backups on the stage of `span`: those that it made, and those that the coordinator has written.
-
-    `config` is that of its layers.
-    """
+    """The backups that the stage of `span` made, or that the coordinator wrote. `config` is that of its layers."""
 
     def __init__(self, span: Span, config: ModelConfig) -> None:
         self.span = span

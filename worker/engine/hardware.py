@@ -18,7 +18,6 @@ import mlx.core as mx
 import psutil
 
 from mtp.device import Arithmetic, this_device
-from proto import cluster_pb2 as pb
 from proto.frame import Frame
 
 log = logging.getLogger(__name__)
@@ -96,16 +95,6 @@ def measured_bandwidth() -> float:
     mx.clear_cache()
     octaves = math.log2(sum(matrix.nbytes for matrix in matrices) / best)
     return float(2 ** (round(2 * octaves) / 2))
-
-
-def describe(memory_limit: int, bytes_per_second: float) -> pb.Hardware:
-    """Return the Hardware message of Describe."""
-    return pb.Hardware(
-        chip=chip(),
-        memory_limit=memory_limit,
-        bytes_per_second=bytes_per_second,
-        arithmetic=str(Arithmetic.here()),
-    )
 
 
 def warn_of_emulated_bfloat16(dtype: mx.Dtype) -> None:

@@ -34,13 +34,7 @@ from worker.cache.sequence_cache import Border, PrefixEntry
 from worker.disk.block_copy import TENSORS_PER_LAYER, block_file, read_blocks, receive_blocks
 from worker.disk.block_file import BlockReader, BlockWriter, LayerTensors, Tensor
 from worker.disk.block_index import Block, BlockIndex, Chain
-from worker.engine.backup import (
-    READ_BYTES,
-    ReceivedBackup,
-    head_to_bytes,
-    plain_array,
-    type_name,
-)
+from worker.engine.backup import READ_BYTES, ReceivedBackup, head_to_bytes, plain_array, type_name
 from worker.engine.engine_thread import EngineThread
 
 log = logging.getLogger(__name__)
@@ -146,10 +140,7 @@ class StagePrefixes:
     # ---- writing
 
     def save_soon(self, entry: PrefixEntry, parent: Border | None) -> None:
-        """Write a prefix entry beside the next frames, unless it is known.
-
-        `parent` is the newest border of its sequence before it.
-        """
+        """Write an unknown prefix entry beside the next frames. `parent` is the border of its sequence before it."""
         self.thread.post(self._enqueue, SavedPrefix(weakref.ref(entry), entry.border, parent))
 
     def _enqueue(self, saved: SavedPrefix) -> None:
@@ -285,10 +276,7 @@ class StagePrefixes:
         return await asyncio.to_thread(self.index.chains, self.namespace, self.layers, key)
 
     def _parts_of(self, chain: Chain) -> list[_Part]:
-        """Return the blocks of a chain, the first tokens first.
-
-        Only the last block has states that do not append.
-        """
+        """Return the blocks of a chain, the first tokens first. Only the last block has states that do not append."""
         found: list[_Part] = []
         for block in chain.blocks:
             with self.index.removing(block):
@@ -346,10 +334,7 @@ State = tuple[int, bool, list[tuple[str, tuple[int, ...], Any]]]
 
 
 def _entry_states(entry: PrefixEntry, layers: Span, start: int, done: int) -> list[State]:
-    """Return the states of an entry from the `done`-th layer on, about READ_BYTES of them.
-
-    Runs on the engine thread. The arrays may be unfinished.
-    """
+    """Return about READ_BYTES of states from the `done`-th layer on, perhaps unfinished. Runs on the engine thread."""
     states: list[State] = []
     total = 0
     while done + len(states) < len(layers) and total < READ_BYTES:

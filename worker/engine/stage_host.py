@@ -1,7 +1,4 @@
-"""The host of stages: the loading of stages on the engine thread, and the frames that run there.
-
-A worker and a coordinator that serves alone use the same host.
-"""
+"""The host of stages, of a worker or a coordinator that serves alone: it loads and runs them on the engine thread."""
 
 from __future__ import annotations
 
@@ -91,15 +88,12 @@ class DeadlineEstimate:
         size = _size(frame)
         if (usual := self._usual.get(size)) is not None:
             return SLACK * usual
-        return min(FIRST_SECONDS, NEW_SIZE_SECONDS + SLACK * self._expected(size))
-
-    def _expected(self, size: Size) -> float:
-        """Return the expected seconds of a new size. The cost grows at most with rows times positions."""
         rows, end = size
-        return min(
+        expected = min(  # the cost grows at most with rows times positions
             usual * 2.0 ** (max(0, rows - seen_rows) + max(0, end - seen_end))
             for (seen_rows, seen_end), usual in self._usual.items()
         )
+        return min(FIRST_SECONDS, NEW_SIZE_SECONDS + SLACK * expected)
 
     def record_frame_time(self, frame: Frame, seconds: float) -> None:
         """Record that `frame` took `seconds`."""
@@ -115,9 +109,7 @@ def _brings_vocabulary(frame: Frame) -> bool:
 
 
 def _size(frame: Frame) -> Size:
-    end = 0
-    for segment in frame.segments:
-        end = max(end, segment.position + segment.width)
+    end = max((segment.position + segment.width for segment in frame.segments), default=0)
     return frame.rows.bit_length(), end.bit_length()
 
 
@@ -129,7 +121,6 @@ LONGEST_WAIT = 0.02
 
 OnDone = Callable[[Frame], None]
 OnError = Callable[[Exception], None]
-
 
 PART_SECONDS = 10.0
 """Seconds. Deadline of reading one part of a stage, besides the time of its bytes."""

@@ -20,7 +20,6 @@ from worker.model.loader import StageModules
 Run = tuple[SequenceCache, Segment]
 """A segment that runs, and the sequence it extends."""
 
-
 EVALUATED_FIRST = 2
 """Layers that start computing as soon as each is built."""
 

@@ -124,10 +124,8 @@ class Verdict:
 
     def _decide(self, run: VerifiedRun, chosen: Sequence[int]) -> Outcome:
         segment, state = run.segment, run.state
-        if not segment.open:
+        if not segment.open or segment.continues:
             return self._outcome(run, segment.width, chosen)
-        if segment.continues:
-            return self._outcome(run, 1, chosen)
         return self._outcome(run, accepted_length(segment.tokens, chosen, state.expected), chosen)
 
     def _outcome(self, run: VerifiedRun, count: int, chosen: Sequence[int]) -> Outcome:

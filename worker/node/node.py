@@ -61,7 +61,6 @@ class Identity:
 FIRST_LEASE = 10.0
 """Seconds of a lease whose coordinator has not set a duration."""
 
-
 MAX_NAME = 128
 """Characters of a coordinator's id and name, which appear in logs and answers. Our coordinators send 16 for the id."""
 

@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 import mlx.core as mx
 
+from mtp.device import Arithmetic
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.backup import PieceJoiner, by_layer, split
@@ -147,7 +148,12 @@ class WorkerService(pb_grpc.WorkerServicer):
             protocol_version=VERSION,
             worker_id=identity.id,
             name=identity.name,
-            hardware=hardware.describe(identity.memory_limit, identity.bytes_per_second),
+            hardware=pb.Hardware(
+                chip=hardware.chip(),
+                memory_limit=identity.memory_limit,
+                bytes_per_second=identity.bytes_per_second,
+                arithmetic=str(Arithmetic.here()),
+            ),
             model=identity.models.own.name if identity.models.own else "",
             state=node.state,
             node_id=identity.trust.identity.node if identity.trust else "",

@@ -281,7 +281,7 @@ def _way(group: Group, module: Repacked | None) -> str:
 
 
 def group_parameters(parameters: dict[str, mx.array]) -> list[Group]:
-    """Return the parameters group_parameters by module, in their order."""
+    """Return the parameters grouped by module, in their order."""
     groups = []
     for _, members in groupby(parameters.items(), key=lambda item: item[0].rpartition(".")[0]):
         tensors = list(members)

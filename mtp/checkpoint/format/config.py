@@ -20,10 +20,7 @@ from proto.errors import CheckpointError, SpanError, UsageError
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Return the object in `file`.
-
-    Raises CheckpointError for a missing or unreadable file, invalid JSON, or a value that is not an object.
-    """
+    """Return the object in `file`. Raises CheckpointError for an unreadable file, invalid JSON, or another value."""
     try:
         content = file.read_bytes()
     except FileNotFoundError:
@@ -34,10 +31,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 
 def parse_json_object(content: bytes, source: str) -> dict[str, Any]:
-    """Return the object in `content`, which errors name as `source`.
-
-    Raises CheckpointError for invalid JSON and for a value that is not an object.
-    """
+    """Return the object in `content`. Raises CheckpointError, naming `source`, for invalid JSON or another value."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -158,10 +152,7 @@ class ModelConfig:
     def parse(
         cls, file: Path, config: dict[str, Any], eos_token_ids: tuple[int, ...] = ()
     ) -> ModelConfig:
-        """Check the object of a config.json; errors name it as `file`.
-
-        Raises CheckpointError for another architecture, or a missing or unsupported field.
-        """
+        """Check the object of the config.json `file`. Raises CheckpointError for an unsupported model or field."""
         config = with_quantization(config, None)
         text = with_rope_parameters(_text(file, config))
         return _Reader(file, config, text).read(eos_token_ids)
@@ -207,11 +198,6 @@ class ModelConfig:
     def head(self) -> MTPHead:
         """Return the MTP head without weights."""
         return self.family.head(self._text())
-
-    def check_exact(self) -> None:
-        """Raise UsageError if `--exact` computes no layer of this family."""
-        if self.family.is_own:
-            raise UsageError(f"--exact is not supported for {self.family.releases}. Leave it out.")
 
     def kv_format(self, bits: int | None) -> KVFormat:
         """Return the format of K/V for `--kv-bits`. Raises UsageError if this family has no such format."""

@@ -38,7 +38,6 @@ _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})")
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 """The files of a checkpoint and its tokenizer. The other formats of a repo are not downloaded."""
 
-
 _LAST = "config.json"
 """The file that is downloaded last, after all others are checked. A directory without it is not a model."""
 

@@ -6,7 +6,7 @@ and the attention itself are per sequence. The modules and their weights are mlx
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -75,8 +75,10 @@ class AttentionLayer(Layer):
         outputs: list[mx.array] = []
         start = 0
         # With a bound on the queries, RoPE takes one sequence at a time too.
-        runs = _runs_of(widths) if self._queries is None else ((width, 1) for width in widths)
-        for width, count in runs:
+        runs = [[width] for width in widths]
+        if self._queries is None:
+            runs = [list(equal) for _, equal in groupby(widths)]
+        for width, count in ((run[0], len(run)) for run in runs):
             own = slice(start, start + width * count)
             group = caches[len(outputs) : len(outputs) + count]
             q, k, v = (
@@ -127,11 +129,7 @@ class AttentionLayer(Layer):
         return rope(q, offset=starts), rope(k, offset=starts)
 
     def _turned_apart(
-        self,
-        q: mx.array,
-        k: mx.array,
-        caches: Sequence[KVRows],
-        images: Sequence[mx.array | None],
+        self, q: mx.array, k: mx.array, caches: Sequence[KVRows], images: Sequence[mx.array | None]
     ) -> tuple[mx.array, mx.array]:
         """Return what `_turned` does, sequence by sequence. Some have rows of images."""
         parts = []
@@ -147,9 +145,3 @@ class AttentionLayer(Layer):
 def _turned_heads(x: mx.array, turns: mx.array) -> mx.array:
     """Return `x [1, heads, width, dim]` after RoPE by `turns [width, 2, half]`."""
     return turn(x[0].transpose(1, 0, 2), turns).transpose(1, 0, 2)[None]
-
-
-def _runs_of(widths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield each width and how many sequences in a row have it."""
-    for width, group in groupby(widths):
-        yield width, len(list(group))
