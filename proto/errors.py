@@ -30,16 +30,19 @@ class ClusterError(Exception):
     grpc_status: str = "INTERNAL"
     http_status: int = 500
 
+    def __init_subclass__(cls, grpc: str = "", http: int = 0) -> None:
+        """Set the statuses with which a subclass is reported, if they differ from those of its base."""
+        cls.grpc_status, cls.http_status = grpc or cls.grpc_status, http or cls.http_status
+
     def __init__(self, message: str, *, public: str | None = None) -> None:
         super().__init__(message)
         self.public = message if public is None else public
 
 
-class UsageError(ClusterError):
+class UsageError(ClusterError, grpc="INVALID_ARGUMENT", http=400):
     """An invalid flag, file or value from the user."""
 
     exit_code = 2
-    grpc_status, http_status = "INVALID_ARGUMENT", 400
 
 
 class CheckpointError(UsageError):
@@ -58,65 +61,45 @@ class RequestError(UsageError):
         self.param = param
 
 
-class ProtocolError(ClusterError):
+class ProtocolError(ClusterError, grpc="INVALID_ARGUMENT", http=400):
     """Bytes from a peer that are not a valid frame or message, or that arrive in the wrong order."""
 
-    grpc_status, http_status = "INVALID_ARGUMENT", 400
 
-
-class VersionError(ProtocolError):
+class VersionError(ProtocolError, grpc="FAILED_PRECONDITION", http=409):
     """Different protocol versions of two processes. Both need the same release."""
 
-    grpc_status, http_status = "FAILED_PRECONDITION", 409
 
-
-class StaleEpochError(ClusterError):
+class StaleEpochError(ClusterError, grpc="ABORTED", http=409):
     """A frame, signal or call of a plan that has been replaced."""
 
-    grpc_status, http_status = "ABORTED", 409
 
-
-class CapacityError(ClusterError):
+class CapacityError(ClusterError, grpc="RESOURCE_EXHAUSTED", http=429):
     """Temporarily full queues or memory. `retry_after` is in seconds."""
-
-    grpc_status, http_status = "RESOURCE_EXHAUSTED", 429
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
 
 
-class MemoryLimitError(ClusterError):
+class MemoryLimitError(ClusterError, grpc="RESOURCE_EXHAUSTED", http=507):
     """A model, or one stage of it, that does not fit into the available memory."""
 
-    grpc_status, http_status = "RESOURCE_EXHAUSTED", 507
 
-
-class BusyError(ClusterError):
+class BusyError(ClusterError, grpc="FAILED_PRECONDITION", http=409):
     """A worker that serves another coordinator. The message names the coordinator."""
 
-    grpc_status, http_status = "FAILED_PRECONDITION", 409
 
-
-class NotReadyError(ClusterError):
+class NotReadyError(ClusterError, grpc="UNAVAILABLE", http=503):
     """A request while no plan serves: before the first plan, or after a recovery timed out."""
 
-    grpc_status, http_status = "UNAVAILABLE", 503
 
-
-class WorkerLostError(ClusterError):
+class WorkerLostError(ClusterError, grpc="UNAVAILABLE", http=503):
     """A worker that died, stalled or is unreachable."""
 
-    grpc_status, http_status = "UNAVAILABLE", 503
 
-
-class DeadlineError(ClusterError):
+class DeadlineError(ClusterError, grpc="DEADLINE_EXCEEDED", http=504):
     """A wait that reached its deadline."""
 
-    grpc_status, http_status = "DEADLINE_EXCEEDED", 504
 
-
-class AccessError(ClusterError):
+class AccessError(ClusterError, grpc="PERMISSION_DENIED", http=403):
     """A call that the peer, its role or its key may not make."""
-
-    grpc_status, http_status = "PERMISSION_DENIED", 403

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -19,8 +18,6 @@ def prefix_key(tokens: Sequence[int]) -> bytes:
 def prefix_keys(tokens: Sequence[int], lengths: Iterable[int]) -> Iterator[bytes]:
     """Yield the key of the first `n` tokens for each `n` in `lengths`, which ascend. Reads `tokens` once."""
     words = array("I", tokens)
-    if sys.byteorder == "big":
-        words.byteswap()
     data, digest, done = memoryview(words).cast("B"), hashlib.blake2b(digest_size=KEY_BYTES), 0
     for length in lengths:
         digest.update(data[done * words.itemsize : length * words.itemsize])

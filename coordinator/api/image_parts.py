@@ -32,7 +32,7 @@ IMAGE_TEXT = f"<|vision_start|>{IMAGE_WORD}<|vision_end|>"
 """An image as Qwen's chat templates write it."""
 
 _PLACE = f"image {secrets.token_hex(16)}"
-"""What stands for IMAGE_WORD until the prompt is rendered, so that a client's text with this word is no image."""
+"""It stands for IMAGE_WORD until the prompt is rendered, so that a client's text with this word is no image."""
 
 IMAGE_PLACE = IMAGE_TEXT.replace(IMAGE_WORD, _PLACE)
 

@@ -53,9 +53,8 @@ def doctor(
 ) -> None:
     """Check this machine, its kernels and its workers, and print advice.
 
-    Takes about 30 seconds with the built-in model. With another MODEL the recurrence is checked at that model's widths,
-    and the answers come from it, which loads its weights. Exits with status 1 if a check fails. With --retry this check
-    and the next start of a worker try the optional kernels again.
+    Takes about 30 seconds with the built-in model. With another MODEL the answers come from it. Exits with status 1 if
+    a check fails. With --retry this check and the next start of a worker try the optional kernels again.
     """
     logging.getLogger().setLevel(logging.ERROR)
     if retry:

@@ -22,7 +22,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Segment
 from proto.span import Span
-from worker.engine.hardware import measured_bandwidth, release_weights
+from worker.engine.hardware import release_weights
 from worker.model.kernel_choice import write_trials
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
@@ -37,9 +37,6 @@ STEPS = 30
 """Measured steps. Their medians count."""
 
 WARM_STEPS = 4
-
-DISPATCHES = 512
-"""Operations of the chain that measures a dispatch."""
 
 
 def kernels_of(arrays: Sequence[mx.array]) -> Counter[str]:
@@ -114,50 +111,24 @@ def measure_steps(build: BuildStep) -> StepFigures:
     return StepFigures(kernels, statistics.median(built), statistics.median(whole))
 
 
-def dispatch_seconds() -> float:
-    """Return the seconds of one small operation that depends on the one before it."""
-    times = []
-    for count in (1, DISPATCHES + 1):
-        taken = []
-        for _ in range(WARM_STEPS + 3):
-            x = mx.zeros((8,))
-            started = time.perf_counter()
-            for _ in range(count):
-                x = mx.abs(x)
-            mx.eval(x)
-            taken.append(time.perf_counter() - started)
-        times.append(min(taken))
-    return max(0.0, times[1] - times[0]) / DISPATCHES
-
-
 def forget_trials() -> None:
     """Forget the trials of kernels on this machine, so that the next stage tries all kernels."""
     write_trials({})
 
 
 def check_step(checkpoint: Checkpoint) -> Finding:
-    """Measure a plain step of this project and of mlx-lm, and predict both from their weights and dispatches."""
-    dispatch, sizes = dispatch_seconds(), checkpoint.part_bytes()
-    reading = sum(size for part, size in sizes.items() if part.startswith("layers."))
-    reading_seconds = reading / measured_bandwidth()
+    """Measure a plain step of this project and of mlx-lm."""
     stock = measure_steps(stock_steps(checkpoint))
     release_weights()
     build, layers = own_steps(checkpoint)
     own = measure_steps(build)
     del build
     release_weights()
-    figures = {"this project": own, "mlx-lm": stock}
-    predicted = {name: reading_seconds + one.kernels * dispatch for name, one in figures.items()}
-    values: dict[str, Any] = {
-        name: asdict(one) | {"predicted": predicted[name]} for name, one in figures.items()
-    }
     figure = (
         f"{own.kernels} kernels ({stock.kernels} in mlx-lm), built in {own.build * 1e3:.2f} ms "
-        f"({stock.build * 1e3:.2f}), computed in {own.whole * 1e3:.2f} ms ({stock.whole * 1e3:.2f}). "
-        f"Predicted {predicted['this project'] * 1e3:.2f} ms ({predicted['mlx-lm'] * 1e3:.2f}) from a dispatch of "
-        f"{dispatch * 1e6:.1f} us and the weights. Layers: {layers}"
+        f"({stock.build * 1e3:.2f}), computed in {own.whole * 1e3:.2f} ms ({stock.whole * 1e3:.2f}). Layers: {layers}"
     )
     slower = own.whole > 1.1 * stock.whole
     advice = "mlx-lm's step is faster. Please report it with --full --json, and try --kernels mlx."
-    values |= {"dispatch": dispatch, "layers": layers}
+    values = {"this project": asdict(own), "mlx-lm": asdict(stock), "layers": layers}
     return judged("step", figure, advice if slower else "", values)

@@ -96,7 +96,6 @@ class ImageEncoder:
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         """A lock of each client, so that only one of its images waits for the tower's, and clients take turns."""
         self._lock = asyncio.Lock()
-        self._closed = False
         self._thread: EngineThread | None = None
         self._tower: VisionTower | None = None
         self._reader: PatchReader | None = None
@@ -107,13 +106,6 @@ class ImageEncoder:
             except CheckpointError as error:  # text is served all the same
                 log.warning("images are refused", extra={"error": str(error)})
                 self._refusal = f"this server reads text only: {_without_path(error, checkpoint)}"
-
-    def fresh(self) -> ImageEncoder:
-        """Return an encoder of the same checkpoint with nothing in memory, for the next time that it is served."""
-        found = ImageEncoder()
-        found.checkpoint, found.dtype = self.checkpoint, self.dtype
-        found._reader, found._refusal = self._reader, self._refusal
-        return found
 
     @property
     def reads_images(self) -> bool:
@@ -164,8 +156,6 @@ class ImageEncoder:
         is_full = max(len(self._tasks), self._waiting.total(), 2 * of_client) >= MOST_WAITING
         if is_full or in_use >= MOST_BYTES:
             raise CapacityError("too many images wait for the model.", retry_after=RETRY_SECONDS)
-        if self._closed:
-            raise NotReadyError("the server is ending.")
 
     def _forget_task(self, digest: bytes, client: str, task: asyncio.Task[EncodedImage]) -> None:
         del self._tasks[digest]
@@ -179,14 +169,13 @@ class ImageEncoder:
             await self._own_thread().call(self._loaded_tower)
 
     async def close(self) -> None:
-        """End the thread, and free the memory. Images that wait end with NotReadyError."""
-        self._closed = True
+        """End the thread and free the memory until the next image. Images that wait end with NotReadyError."""
         for task in self._tasks.values():
             task.cancel()
-        if self._thread is not None:
-            await self._thread.close()
-        self._tower = None
+        thread, self._thread, self._tower = self._thread, None, None
         self._kept.clear()
+        if thread is not None:
+            await thread.close()
 
     async def _run(
         self, reader: PatchReader, digest: bytes, data: bytes, name: str, turn: asyncio.Lock

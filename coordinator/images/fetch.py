@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-import ssl
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from urllib.parse import urljoin, urlsplit
@@ -24,11 +23,8 @@ MAX_REDIRECTS = 3
 _NAMES = ThreadPoolExecutor(4, thread_name_prefix="names")
 """Threads of their own, because a search for a name may outlive its request by far, and other work needs threads."""
 
-
-@cache
-def _tls() -> ssl.SSLContext:
-    """Return the context of all connections, which takes 30 ms to make."""
-    return httpx.create_ssl_context(trust_env=False)
+_tls = cache(partial(httpx.create_ssl_context, trust_env=False))
+"""Returns the context of all connections, which takes 30 ms to make."""
 
 
 async def fetch_image(url: str, param: str) -> bytes:

@@ -251,8 +251,7 @@ class ServedParts:
         scheduler = Scheduler(limits, Controller(model.mode, ngram=options.ngram), model.vocabulary)
         waiting_for = manager.describe_gathering if manager else str
         self.loop = GenerationLoop(source, scheduler, describe_wait=waiting_for)
-        self.images = model.images.fresh()
-        self.images.answers_run = lambda: bool(scheduler.running)
+        model.images.answers_run = lambda: bool(scheduler.running)
         letters = {"gdn": "g", "attention": "a"}
         facts = ModelStatus(
             layers="".join(letters[kind] for kind in config.layer_kinds),
@@ -275,7 +274,7 @@ class ServedParts:
             lasting.switch,
             lasting.invite,
             vocabulary=model.vocabulary,
-            images=self.images,
+            images=model.images,
         )
         self.app = create_app(api, self.loop.frames, lasting.journal)
         self.stored_answers: StoredAnswers = self.app.state.stored_answers
@@ -284,7 +283,7 @@ class ServedParts:
         """Wait for the first plan."""
         await self.loop.start()
         if self.model.options.vision is VisionMode.always:
-            await self.images.load()
+            await self.model.images.load()
 
     def count_answers(self) -> int:
         """Return the number of answers that run or wait."""
@@ -299,4 +298,4 @@ class ServedParts:
             await self.stored_answers.fail_all(error)
         await self.loop.close("the server is shutting down" if error is None else error.public)
         self.app.state.api.compiler.close()
-        await self.images.close()
+        await self.model.images.close()

@@ -10,8 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
 from mtp.layers.communicator import ALONE, Communicator
-from mtp.layers.cuda.gated_delta import gated_delta_window
-from mtp.layers.cuda.kernel import HALF_TYPES
+from mtp.layers.cuda.kernel import HALF_TYPES, CudaKernel
 from mtp.layers.cuda.packed_linear import (
     FEW_ROWS,
     PackedLinear,
@@ -20,7 +19,7 @@ from mtp.layers.cuda.packed_linear import (
     add_product,
     joined,
 )
-from mtp.layers.gated_delta import has_window_kernel, window_constants
+from mtp.layers.gated_delta import has_window_kernel, window_constants, window_kernel
 from mtp.layers.layer import Exact, Hole, KVFormat, Layer, PlainMLP
 from mtp.layers.windows import (
     GatedDeltaShape,
@@ -31,6 +30,8 @@ from mtp.layers.windows import (
     next_windows,
     record_windows,
 )
+
+gated_delta_window = window_kernel(CudaKernel)
 
 
 def can_pack_gdn(layer: GatedDeltaNet, dtype: mx.Dtype) -> bool:

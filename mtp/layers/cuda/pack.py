@@ -8,8 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from mtp.layers.cuda.attention import PackedAttentionLayer, can_pack_attention, shape_of
-from mtp.layers.cuda.gated_delta import gated_delta_window
-from mtp.layers.cuda.gdn import PackedGDNLayer, can_pack_gdn
+from mtp.layers.cuda.gdn import PackedGDNLayer, can_pack_gdn, gated_delta_window
 from mtp.layers.cuda.kernel import HALF_TYPES
 from mtp.layers.cuda.packed_linear import (
     PackedEmbedding,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -22,19 +22,8 @@ from mtp.layers.metal.trial import MixerTrial, Tried, try_layer
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.reference.gdn import GDNLayer
 
-
-class Choose(Protocol):
-    """A function that chooses between a kernel of this project and the operations that it replaces."""
-
-    def __call__(
-        self, kernel: str, shapes: str, source: str, run_trial: Callable[[], KernelTrial]
-    ) -> bool:
-        """Return whether to use `kernel` of text `source` at `shapes`. `run_trial` tries it."""
-
-
-def heads_of(net: Any) -> str:
-    """Return the heads of a GatedDeltaNet as the key of a trial has them."""
-    return f"{net.num_k_heads} and {net.num_v_heads} heads"
+Choose = Callable[[str, str, str, Callable[[], KernelTrial]], bool]
+"""A function of a kernel's name, its shapes, its source and its trial. It returns whether to use the kernel."""
 
 
 class MetalJoiner:
@@ -72,7 +61,7 @@ class MetalJoiner:
             WindowGDNLayer(module, self._dtype, inputs, mlp, joins_norm=joins)
             for joins in (False, True)
         )
-        shapes = heads_of(net)
+        shapes = f"{net.num_k_heads} and {net.num_v_heads} heads"
         if not self._wins("gated_delta_window", shapes, gated_delta.SOURCE, window, joined):
             return joined
         return joining if mlp and self._wins_norm(joining, window) else window
@@ -88,7 +77,8 @@ class MetalJoiner:
         if out is None or not self._has_window_kernel(net, inputs):
             return joined
         window = WindowMixer(net, self._dtype, inputs, out, silu=inner.silu)
-        shapes = heads_of(net) if inner.silu else f"{heads_of(net)} with a sigmoid gate"
+        shapes = f"{net.num_k_heads} and {net.num_v_heads} heads"
+        shapes += "" if inner.silu else " with a sigmoid gate"
         sides = MixerTrial(window), MixerTrial(joined)
         return (
             window

@@ -12,7 +12,7 @@ from coordinator.cli import app
 from coordinator.doctor import step
 from coordinator.doctor.checks import Finding, Verdict
 from coordinator.doctor.diagnosis import Diagnosis
-from coordinator.doctor.step import check_step, dispatch_seconds, kernels_of, own_steps
+from coordinator.doctor.step import check_step, kernels_of, own_steps
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import KernelTrial
@@ -30,7 +30,7 @@ def test_views_are_no_kernels() -> None:
 
 
 def test_a_step_is_measured_beside_mlx_lms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report has the kernels, the times and the prediction of both, and what the layers are."""
+    """The report has the kernels, the times of both, and what the layers are."""
     monkeypatch.setattr(step, "STEPS", 3)
     finding = check_step(Checkpoint.open(checkpoint_dir()))
     own, stock = finding.values["this project"], finding.values["mlx-lm"]
@@ -38,9 +38,7 @@ def test_a_step_is_measured_beside_mlx_lms(monkeypatch: pytest.MonkeyPatch) -> N
     assert 0 < own["kernels"] < stock["kernels"], "the layers of this project join operations"
     for one in (own, stock):
         assert 0 < one["build"] < one["whole"]
-        assert one["predicted"] > 0
     assert finding.values["layers"]
-    assert 0 < dispatch_seconds() < 1e-3
 
 
 def test_a_lazy_step_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
