@@ -394,12 +394,13 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
     writer = ResponseWriter(answer, _repeated_fields(body), _names(body))
     if body.store is False:
         return PreparedAnswer(answer, writer, bool(body.stream))
+    without_input = body.model_copy(update={"input": "in the history"})
     record = Record(
         id=answer.id,
         owner=owner_of(request),
         model=api.model.fingerprint,
         created=answer.created,
-        body=body.model_dump_json(exclude_none=True, by_alias=True),
+        body=without_input.model_dump_json(exclude_none=True, by_alias=True),
         request=pin_request(answer.choices[0].request),
         history={"before": before, "input": [item.model_dump(exclude_none=True) for item in own]},
         background=bool(body.background),
