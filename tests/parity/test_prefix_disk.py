@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -186,20 +187,33 @@ def test_another_checkpoint_finds_nothing(
     assert cached(answers(requests[:1], state, path=other)) == [0]
 
 
+def damage_file(file: Path, fault: str) -> None:
+    """Change a block as the fault does, if it is one of files."""
+    data = bytearray(file.read_bytes())
+    if fault == "gone":
+        file.unlink()
+    elif fault == "short":
+        file.write_bytes(data[: len(data) // 2])
+    elif fault == "a bit":
+        data[-5] ^= 1
+        file.write_bytes(data)
+
+
+def fill(descriptor: int) -> None:
+    """Fail as a full disk does."""
+    raise OSError(28, "No space left on device")
+
+
+FSYNC: dict[str, Callable[[int], None]] = {"full": fill, "slow": lambda _: time.sleep(0.3)}
+
+
 @pytest.mark.parametrize("damage", ["a bit", "short", "gone"])
 def test_a_damaged_block_is_computed_again(
     state: Path, requests: list[GenerationRequest], expected: list[Answered], damage: str
 ) -> None:
     """The answer is that of a computed prompt, and the block is replaced."""
     for file in files(state):
-        data = bytearray(file.read_bytes())
-        if damage == "gone":
-            file.unlink()
-        elif damage == "short":
-            file.write_bytes(data[: len(data) // 2])
-        else:
-            data[-5] ^= 1
-            file.write_bytes(data)
+        damage_file(file, damage)
     found = answers(requests[:1], state)
     compare(found, expected[:1])
     assert cached(found) == [0]
@@ -227,14 +241,40 @@ def test_a_full_disk_stops_the_writing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The failure is reported, the answer is whole, and no file is left."""
-
-    def fail(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("worker.disk.block_file.os.fsync", fail)
+    monkeypatch.setattr("worker.disk.block_file.os.fsync", fill)
     with caplog.at_level(logging.WARNING):
         compare(answers(requests[:2], tmp_path), expected[:2])
     assert "prefix not written" in caplog.text
     assert [
         f.name for f in (tmp_path / "prefixes").iterdir() if not f.name.startswith("index")
     ] == []
+
+
+FAULTS = ("none", "a bit", "short", "gone", "slow", "full")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_ten_thousand_tokens_beside_bad_disks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns of chats, over any cut, with faults of the disk before each engine, have the tokens of computed prompts."""
+    drawn, compared = random.Random(8), 0
+    text = [t for one in held_out_prompts(Tokenizer.load(checkpoint_dir()), 40) for t in one]
+    while compared < 10_000:
+        start, lengths = drawn.randrange(len(text) - 400), drawn.sample(range(130, 400), 4)
+        sampled = SamplingParams(temperature=0.9, seed=compared, logprobs=0)
+        asked = [
+            GenerationRequest(tuple(text[start : start + length]), 64, params)
+            for length, params in zip(sorted(lengths), (PARAMS[0], sampled) * 2, strict=True)
+        ]
+        expected = answers(asked, None)
+        for _ in range(2):
+            fault = drawn.choice(FAULTS)
+            for file in files(tmp_path):
+                if drawn.random() < 0.5:
+                    damage_file(file, fault)
+            with monkeypatch.context() as patch:
+                patch.setattr("worker.disk.block_file.os.fsync", FSYNC.get(fault, os.fsync))
+                compare(answers(asked, tmp_path, stages=drawn.choice((1, 2, 3))), expected)
+            compared += sum(len(answer.tokens) for answer in expected)

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import MagicMock, patch
+
 import pytest
 
+from proto.errors import ProtocolError
 from proto.frame import Frame, Segment
-from worker.engine.stage_host import FIRST_SECONDS, NEW_SIZE_SECONDS, SLACK, DeadlineEstimate
+from worker.engine.engine_thread import EngineThread
+from worker.engine.stage_host import (
+    FIRST_SECONDS,
+    GROUP_SECONDS,
+    NEW_SIZE_SECONDS,
+    SLACK,
+    DeadlineEstimate,
+    StageHost,
+)
 
 
 def frame(rows: int, position: int = 0) -> Frame:
@@ -49,3 +61,16 @@ def test_no_deadline_is_below_the_least() -> None:
     assert deadline_estimate.seconds(frame(1)) == deadline_estimate.seconds(frame(8)) == 120.0
     deadline_estimate.record_frame_time(frame(512), 40.0)
     assert deadline_estimate.seconds(frame(512)) == SLACK * 40.0
+
+
+async def test_a_frame_of_a_group_has_time_for_the_other_members() -> None:
+    """A member waits in its sums while another one is slow, so the times of its own frames say little."""
+    host, given = StageHost(), list[float]()
+    host._deadlines.record_frame_time(frame(1), 0.01)
+    with patch.object(EngineThread, "expect", lambda _, seconds: given.append(seconds)):
+        for size in (1, 2):
+            engine: Any = MagicMock()
+            engine.group.size, engine.begin.side_effect = size, ProtocolError("a bad frame")
+            host.run_frame(engine, frame(1), MagicMock(), MagicMock(), MagicMock())
+    assert given == [SLACK * 0.01, GROUP_SECONDS]
+    await host.close()

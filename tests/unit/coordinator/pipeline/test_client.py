@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,13 +13,14 @@ import pytest
 from coordinator.pipeline.worker_client import WorkerClient
 from proto import cluster_pb2 as pb
 from proto.errors import WorkerLostError
+from tests.support.processes.waits import until
 
 PATIENCE = 20.0
 """Seconds. Deadline of each wait."""
 
 
 class SilentWorker:
-    """A worker with two calls, which begin and never end."""
+    """A worker with three calls, which begin and never end."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
@@ -26,6 +28,12 @@ class SilentWorker:
     async def load(self, request: pb.LoadRequest, context: Any) -> AsyncIterator[pb.LoadProgress]:
         """Yield one progress message."""
         yield pb.LoadProgress(progress=pb.LoadBytes(done=1, total=2))
+        self.begun.set()
+        await asyncio.Event().wait()
+
+    async def signals(self, requests: Any, context: Any) -> AsyncIterator[pb.WorkerStatus]:
+        """Yield one status."""
+        yield pb.WorkerStatus()
         self.begun.set()
         await asyncio.Event().wait()
 
@@ -44,6 +52,9 @@ async def worker() -> AsyncIterator[tuple[WorkerClient, SilentWorker]]:
     methods: dict[str, Any] = {
         "Load": grpc.unary_stream_rpc_method_handler(
             service.load, pb.LoadRequest.FromString, pb.LoadProgress.SerializeToString
+        ),
+        "Signals": grpc.stream_stream_rpc_method_handler(
+            service.signals, pb.Signal.FromString, pb.WorkerStatus.SerializeToString
         ),
         "Provide": grpc.stream_stream_rpc_method_handler(
             service.provide, pb.Weights.FromString, pb.WeightsReply.SerializeToString
@@ -82,6 +93,23 @@ async def test_a_closed_connection_is_a_lost_worker(
     await client.close()
     with pytest.raises(WorkerLostError, match=client.address):
         await asyncio.wait_for(task, PATIENCE)
+
+
+async def test_a_worker_that_starts_may_be_silent_for_longer(
+    worker: tuple[WorkerClient, SilentWorker],
+) -> None:
+    """A process that joins a group is not lost by the failure timeout, but by the longer one."""
+    client, service = worker
+    lost: list[Any] = []
+    client.starting_seconds = 1.2
+    client.watch(0.2, lambda status: None, lost.append)
+    await asyncio.wait_for(service.begun.wait(), PATIENCE)
+    began = time.monotonic()
+    await asyncio.sleep(0.5)
+    assert not lost
+    await until(lambda: lost, "the loss")
+    assert "was silent for 1.2 s" in str(lost[0])
+    assert time.monotonic() - began > 1.0
 
 
 @pytest.mark.parametrize("call", [_load, _provide])
