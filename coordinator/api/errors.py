@@ -31,17 +31,15 @@ ErrorFormat = Callable[[Exception], Json]
 """A function that returns the error body of a dialect."""
 
 
-class UnknownModelError(RequestError):
+class UnknownModelError(RequestError, http=404):
     """The request names a model that this server does not serve."""
 
-    http_status = 404
     code = "model_not_found"
 
 
-class ModelNotLoadedError(RequestError):
+class ModelNotLoadedError(RequestError, http=409):
     """The request names a model that is on this machine and not loaded."""
 
-    http_status = 409
     code = "model_not_loaded"
 
 

@@ -22,7 +22,7 @@ from coordinator.api.choice import (
 from coordinator.api.context import Api, client_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_data
 from coordinator.api.errors import error_body
-from coordinator.api.image_parts import with_images
+from coordinator.api.image_parts import IMAGE_PLACE, IMAGE_TEXT, with_images
 from coordinator.api.openai_schemas import (
     ChatBody,
     CompletionBody,
@@ -73,7 +73,8 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
     )
     answer = await chat_answer(api, chat, new_id("chatcmpl-"), client_of(request))
     repeated = body.echo and body.continue_final_message
-    echoes = [body.messages[-1].text] * len(answer.choices) if repeated else []
+    echo = body.messages[-1].text.replace(IMAGE_PLACE, IMAGE_TEXT)
+    echoes = [echo] * len(answer.choices) if repeated else []
     writer = ChatWriter(answer, api.tokenizer, body, echoes)
     return PreparedAnswer(answer, writer, bool(body.stream))
 

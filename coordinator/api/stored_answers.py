@@ -258,10 +258,8 @@ Restore = Callable[[Api, Record, GenerationRequest], Awaitable[PreparedAnswer]]
 """A function that reads the body of a record again and continues the engine's request."""
 
 
-class UnknownAnswerError(RequestError):
+class UnknownAnswerError(RequestError, http=404):
     """The request names an answer that is not stored, or that belongs to another key."""
-
-    http_status = 404
 
 
 class StoredAnswers:

@@ -11,7 +11,7 @@ from itertools import chain
 
 from coordinator.cluster.discovery import on_this_machine
 from coordinator.cluster.events import PlanPrepared, PreparationFailed
-from coordinator.cluster.group_start import GroupStart, StartError
+from coordinator.cluster.group_start import STARTING_SECONDS, GroupStart, StartError
 from coordinator.cluster.membership import ManagerOptions, Membership
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import View
@@ -81,7 +81,7 @@ class PlanStart:
             worker.member = None
         group: GroupStart | None = None
         if self.plan.group_size > 1:
-            group = GroupStart(self.options.me, self.plan.epoch, timeout, lease_ms(timeout))
+            group = GroupStart(self.options.me, self.plan.epoch, timeout, self._lease_ms)
             try:
                 stages = await group.start(stages)
             except StartError as error:
@@ -181,7 +181,7 @@ class PlanStart:
                 kv_tokens=room.kv_tokens,
                 prefix_bytes=room.prefix_bytes,
             ),
-            lease_ms=lease_ms(self.options.failure_timeout),
+            lease_ms=self._lease_ms,
         )
 
     async def _fetch_and_load(
@@ -232,10 +232,11 @@ class PlanStart:
         await self.membership.probe(worker.owner)
         return StartError(str(error), worker.owner)
 
-
-def lease_ms(failure_timeout: float) -> int:
-    """Return the milliseconds without a message after which a worker ends the lease of its coordinator."""
-    return int(LEASE_TIMEOUTS * failure_timeout * 1000)
+    @property
+    def _lease_ms(self) -> int:
+        """Milliseconds without a message after which a worker ends the lease of its coordinator."""
+        least = STARTING_SECONDS if self.plan.group_size > 1 else 0.0
+        return int(LEASE_TIMEOUTS * max(least, self.options.failure_timeout) * 1000)
 
 
 def describe_failure(error: Exception) -> tuple[str, str | None]:

@@ -96,6 +96,8 @@ class ImageEncoder:
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         """A lock of each client, so that only one of its images waits for the tower's, and clients take turns."""
         self._lock = asyncio.Lock()
+        self.closed = False
+        """True from `close` on, until the checkpoint is served again."""
         self._thread: EngineThread | None = None
         self._tower: VisionTower | None = None
         self._reader: PatchReader | None = None
@@ -156,6 +158,8 @@ class ImageEncoder:
         is_full = max(len(self._tasks), self._waiting.total(), 2 * of_client) >= MOST_WAITING
         if is_full or in_use >= MOST_BYTES:
             raise CapacityError("too many images wait for the model.", retry_after=RETRY_SECONDS)
+        if self.closed:
+            raise NotReadyError("the server is ending.")
 
     def _forget_task(self, digest: bytes, client: str, task: asyncio.Task[EncodedImage]) -> None:
         del self._tasks[digest]
@@ -169,13 +173,14 @@ class ImageEncoder:
             await self._own_thread().call(self._loaded_tower)
 
     async def close(self) -> None:
-        """End the thread and free the memory until the next image. Images that wait end with NotReadyError."""
+        """End the thread and free the memory. Images that wait end with NotReadyError."""
+        self.closed = True
         for task in self._tasks.values():
             task.cancel()
-        thread, self._thread, self._tower = self._thread, None, None
+        if self._thread is not None:
+            await self._thread.close()
+        self._thread = self._tower = None
         self._kept.clear()
-        if thread is not None:
-            await thread.close()
 
     async def _run(
         self, reader: PatchReader, digest: bytes, data: bytes, name: str, turn: asyncio.Lock

@@ -252,6 +252,7 @@ class ServedParts:
         waiting_for = manager.describe_gathering if manager else str
         self.loop = GenerationLoop(source, scheduler, describe_wait=waiting_for)
         model.images.answers_run = lambda: bool(scheduler.running)
+        model.images.closed = False
         letters = {"gdn": "g", "attention": "a"}
         facts = ModelStatus(
             layers="".join(letters[kind] for kind in config.layer_kinds),

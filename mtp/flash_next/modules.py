@@ -34,12 +34,12 @@ class StreamNorm(nn.Module):
         """Return `x [rows, width]` normalized. It is rounded once, after the weight."""
         apart = x.reshape(-1, self.streams, x.shape[-1] // self.streams).astype(mx.float32)
         normed = mx.fast.rms_norm(apart, None, self.eps).reshape(x.shape)
-        return _weighted(normed, self.weight)
+        return _weighted(normed, self.weight, x)
 
 
 @partial(mx.compile, shapeless=True)
-def _weighted(normed: mx.array, weight: mx.array) -> mx.array:
-    return (normed * weight.astype(mx.float32)).astype(weight.dtype)
+def _weighted(normed: mx.array, weight: mx.array, x: mx.array) -> mx.array:
+    return (normed * weight.astype(mx.float32)).astype(x.dtype)
 
 
 class HyperConnection(nn.Module):

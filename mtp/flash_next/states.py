@@ -158,7 +158,7 @@ class NgramGDNCache(LayerCache):
     @property
     def nbytes(self) -> int:
         """Bytes of the present state."""
-        return sum(array.nbytes for array in self.arrays())
+        return int(self.gdn.nbytes) + sum(array.nbytes for array in self.ngrams.arrays())
 
     def backup_arrays(self, start: int) -> tuple[bool, list[mx.array]]:
         return False, self.copy().arrays()

@@ -204,10 +204,7 @@ class WorkerNode:
             raise StaleEpochError(f"epoch {epoch} has ended. This worker is in epoch {self.epoch}")
 
     async def _wait_for_end(self) -> None:
-        """Wait until the process of an earlier group has ended. A cancelled wait does not cancel its end.
-
-        Raises NotReadyError if it does not end.
-        """
+        """Wait for the end of an earlier group's process, or raise NotReadyError. A cancelled wait cancels nothing."""
         if self._ending is not None:
             _, running = await asyncio.wait({self._ending}, timeout=END_SECONDS)
             if running:
@@ -286,10 +283,10 @@ class WorkerNode:
     async def _load_weights(
         self, spec: StageSpec, model: pb.ModelRef, on_progress: OnProgress
     ) -> LoadedStage:
-        self._become(pb.WORKER_STATE_LOADING)
         self.loaded = None  # frees its memory for the new stage
         loading = self._loading = object()
         await self._wait_for_end()
+        self._become(pb.WORKER_STATE_LOADING)
         thread = self.host.thread
 
         def check() -> None:

@@ -38,13 +38,15 @@ async def test_a_client_that_leaves_loses_no_work(path: Path) -> None:
 
 
 async def test_the_end_of_a_server_ends_images_that_wait(path: Path) -> None:
-    """They fail with a clear error."""
+    """They fail with a clear error, and so do later ones."""
     encoder = ImageEncoder(Checkpoint.open(path))
     asked = [asyncio.create_task(encoder.encode(data, "m")) for data in FILES]
     await asyncio.sleep(0)
     await encoder.close()
     found = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
     assert all(isinstance(one, NotReadyError) for one in found)
+    with pytest.raises(NotReadyError, match="ending"):
+        await encoder.encode(FILES[0], "m")
 
 
 async def test_clients_take_turns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +108,7 @@ async def test_a_model_that_is_served_again_reads_images(path: Path) -> None:
     await encoder.encode(FILES[0], "m")
     for data in FILES[:2]:
         await encoder.close()
+        encoder.closed = False
         await asyncio.wait_for(encoder.load(), 20)
         assert (await asyncio.wait_for(encoder.encode(data, "m"), 20)).tokens
     assert encoder.towers_run == 3
