@@ -126,9 +126,9 @@ class ModelConfig:
     foreign: ForeignPacking | None = None
     head_only: bool = False
     cut: Cut = WHOLE
+    """The share of the layers that these fields describe."""
     whole: ModelConfig | None = None
     """The config of whole layers, for one of a member of a group."""
-    """The share of the layers that these fields describe."""
     vision: dict[str, Any] | None = field(default=None, repr=False, hash=False)
     """The raw `vision_config`, None for a model of text."""
     image_token: int = 0
