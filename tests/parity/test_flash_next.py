@@ -23,6 +23,7 @@ from mtp.checkpoint.convert.converted_weights import Quantization, Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.flash_next import states
 from mtp.flash_next.args import IndexerArgs
+from mtp.flash_next.ngrams import NgramTable, TablePart
 from mtp.flash_next.sparse import chosen_blocks, sparse_attention
 from mtp.layers.kv_cache import PlainKV
 from mtp.layers.layer import KVFormat
@@ -327,6 +328,17 @@ def test_what_cannot_be_served_is_refused(
             Checkpoint.open(path)
     bare = write_flash_next(tmp_path / "bare", torch_model, text, mtp=False)
     assert not Checkpoint.open(bare).mtp.complete
+
+
+def test_a_table_at_the_path_of_another_is_read(tmp_path: Path) -> None:
+    """A checkpoint that is converted again has other rows in a file of the same name."""
+    file, found = tmp_path / "rows", []
+    for value in (1, 2):
+        file.unlink(missing_ok=True)
+        np.full((4, 8), value, np.float32).tofile(file)
+        table = NgramTable([TablePart(file, "F32", 0, (4, 8))])
+        found.append(table.read(np.array([3]), 8, mx.float32)[0, 0].item())
+    assert found == [1, 2]
 
 
 def test_commands_know_the_family(

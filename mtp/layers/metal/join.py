@@ -80,11 +80,8 @@ class MetalJoiner:
         shapes = f"{net.num_k_heads} and {net.num_v_heads} heads"
         shapes += "" if inner.silu else " with a sigmoid gate"
         sides = MixerTrial(window), MixerTrial(joined)
-        return (
-            window
-            if self._wins("gated_delta_window", shapes, gated_delta.SOURCE, *sides)
-            else joined
-        )
+        won = self._wins("gated_delta_window", shapes, gated_delta.SOURCE, *sides)
+        return window if won else joined
 
     def _has_window_kernel(self, net: Any, inputs: JoinedLinear) -> bool:
         return (
