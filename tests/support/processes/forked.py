@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -92,7 +93,8 @@ class Forked:
     def send_signal(self, sig: int) -> None:
         """Send a signal, unless the process has ended."""
         if self.poll() is None:
-            os.kill(self.pid, sig)
+            with suppress(ProcessLookupError):  # the server of forks knows of an end before `poll`
+                os.kill(self.pid, sig)
 
     def terminate(self) -> None:
         """Send SIGTERM."""
