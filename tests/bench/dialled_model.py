@@ -8,6 +8,7 @@ right. Every matrix is still read and multiplied, so a pass costs what it costs 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.names import module_path, part_names
 from mtp.checkpoint.format.parts import part_module
 from tests.support.checkpoints.checkpoints import config_of
+from tests.support.checkpoints.published import FLASH_NEXT
 
 VOCAB = 248_320
 
@@ -33,6 +35,9 @@ SHARD_BYTES = 2 * 10**9
 
 NOISE = 17.0
 """Noise of the head at 5,120 hidden units for an acceptance near .82. Wider states need more, by the square root."""
+
+TABLE = "ple.ple_embedding.ngram_embedding.shard_0.weight"
+"""Name of the rows of n-grams within their layer."""
 
 GROUP_SIZE = 64
 BITS = 4
@@ -55,6 +60,10 @@ class ModelShape:
     vocab: int = VOCAB
     state: int = 128
     """Width of the keys and values of a GatedDeltaNet head."""
+    per_token: int = 8
+    """Experts that a token reads."""
+    ngram_rows: int = 0
+    """About the rows of each of the 16 tables of n-grams that make the model a Flash-Next, with random rows."""
 
     def config(self, bits: int) -> dict[str, Any]:
         """Return config.json, with weights of `bits` bits. lm_head is never tied, because the text depends on it."""
@@ -82,12 +91,16 @@ class ModelShape:
         if self.experts:
             text |= {
                 "num_experts": self.experts,
-                "num_experts_per_tok": 8,
+                "num_experts_per_tok": self.per_token,
                 "moe_intermediate_size": self.mlp,
                 "shared_expert_intermediate_size": self.mlp,
             }
         else:
             text["intermediate_size"] = self.mlp
+        if self.ngram_rows:
+            config["model_type"] = "qwen4_exp"
+            text |= FLASH_NEXT | {"model_type": "qwen4_exp_text", "eos_token_id": 4095}
+            text["ngram_vocab_size_base"] = self.ngram_rows
         if bits == FULL_BITS:
             return config
         quantization = {"group_size": GROUP_SIZE, "bits": bits, "mode": "affine"}
@@ -102,6 +115,10 @@ SHAPES = {
     "35B-A3B": ModelShape(2048, 40, 16, 2, 32, 512, experts=256),
     "toy": ModelShape(1024, 4, 4, 2, 16, 2048),
     "four": ModelShape(256, 4, 8, 4, 16, 512, vocab=4096, state=32),
+    # 36 of Flash-Next's 48 layers and 1 of its 51 billion values of n-grams, so that one GPU of 80 GB holds it.
+    "Flash-Next": ModelShape(
+        2560, 36, 24, 2, 48, 640, experts=512, per_token=10, ngram_rows=390_000
+    ),
 }
 
 
@@ -149,6 +166,7 @@ def write_dialled_model(
             _quiet(holder.part.layers[0], 0.0, bits)
         if part.startswith("layers."):
             _quiet(holder.part, live, bits)
+            shards.add_tables(part, holder.part)
         shards.add(part, holder.part)
     shards.close()
     return cycle
@@ -183,6 +201,13 @@ class _Shards:
         if sum(value.nbytes for value in self._held.values()) > SHARD_BYTES:
             self._write()
 
+    def add_tables(self, part: str, layer: Any) -> None:
+        """Add the rows of n-grams of a layer that has them."""
+        if "ple" in layer:
+            ple = layer.ple
+            rows = mx.random.normal((ple.hash.rows, ple.ngrams.row_dim), mx.bfloat16)
+            self._held[f"language_model.model.{part}.{TABLE}"] = rows
+
     def close(self) -> None:
         """Write what is left, and the index."""
         self._write()
@@ -203,15 +228,19 @@ def _tensors(module: nn.Module) -> list[tuple[str, mx.array]]:
 
 
 def _is_quantized(path: str, module: nn.Module) -> bool:
-    return hasattr(module, "to_quantized") and not path.endswith(("fc", "gate"))
+    return hasattr(module, "to_quantized") and not re.search(r"fc(_\w+)?$|gate$", path)
 
 
 def _dial(head: Any, noise: float) -> None:
     """Let the head pass on the embedding of the newest token, plus noise."""
-    hidden = head.fc.weight.shape[0]
+    hidden = head.pre_fc_norm_embedding.weight.shape[0]
     error = mx.random.normal((hidden, hidden)) * (noise / hidden**0.5)
-    weight = mx.concatenate([mx.eye(hidden) + error, mx.zeros((hidden, hidden))], axis=1)
-    head.fc.weight = weight.astype(mx.bfloat16)
+    weight, other = mx.eye(hidden) + error, mx.zeros((hidden, hidden))
+    if "fc" in head:
+        head.fc.weight = mx.concatenate([weight, other], axis=1).astype(mx.bfloat16)
+    else:
+        head.fc_embedding.weight = weight.astype(mx.bfloat16)
+        head.fc_hidden.weight = other.astype(mx.bfloat16)
 
 
 def _follow_cycle(lm_head: Any, embedding: dict[str, mx.array], cycle: list[int]) -> None:
@@ -232,7 +261,8 @@ def _quiet(layer: Any, live: float, bits: int) -> None:
         if "down_proj" in mlp
         else [mlp.switch_mlp.down_proj, mlp.shared_expert.down_proj]
     )
-    for module in (mixer, *downs):
+    values = [layer.ple.value_proj] if "ple" in layer else []
+    for module in (mixer, *downs, *values):
         for name, value in list(module.items()):
             if isinstance(value, mx.array) and (name != "weight" or bits == FULL_BITS):
                 module[name] = value * live

@@ -122,9 +122,12 @@ def _search_path() -> list[str]:
 
 @contextmanager
 def started(
-    folder: Path, root: Path, model: Path, setup: Setup, port: int, gpu: int | None
+    folder: Path, root: Path, model: Path, setup: Setup, port: int, cards: Sequence[int]
 ) -> Iterator[Program]:
-    """Run what `setup` names, with its HTTP port at `port`. Yield the coordinator, which may not serve yet."""
+    """Run what `setup` names, with its HTTP port at `port`. Yield the coordinator, which may not serve yet.
+
+    Each worker has one of the GPUs `cards`. One process has the first one.
+    """
     with ExitStack() as stack:
         flags = ["--nodes", str(setup.workers)] if setup.workers else ["--single-node"]
         name = re.sub(r"\W+", "-", setup.name)
@@ -132,13 +135,15 @@ def started(
             own, at = f"{name}-{index}", f"127.0.0.1:{port + 1 + index}"
             worker = ["--listen", at, "--model", str(model), "--name", own, "--no-mdns"]
             worker += ["--state-dir", str(folder / own)]
-            stack.enter_context(program(folder, own, root, index, "worker.cli", *worker))
+            card = cards[index % len(cards)] if cards else None
+            stack.enter_context(program(folder, own, root, card, "worker.cli", *worker))
             flags += ["--worker", at]
         command = ["serve", str(model), "--mtp", setup.mtp, "--port", str(port), "--no-mdns"]
         command += flags + (["--exact"] if setup.exact else [])
         command += ["--parallel", "tensor"] if setup.group else []
         command += ["--state-dir", str(folder / name)]
-        yield stack.enter_context(program(folder, name, root, gpu, "coordinator.cli", *command))
+        card = cards[0] if cards and not setup.workers else None
+        yield stack.enter_context(program(folder, name, root, card, "coordinator.cli", *command))
 
 
 def url_of(port: int) -> str:
@@ -317,18 +322,20 @@ def bandwidth() -> float:
 
 
 def weight_bytes(model: Path) -> int:
-    """Return the bytes that a token reads, for a dense model: all weights but the embedding and the head."""
+    """Return the bytes that a token reads: all weights but the embedding, the head, and experts that are not chosen."""
+    text = json.loads((model / "config.json").read_text())["text_config"]
+    chosen = text["num_experts_per_tok"] / text["num_experts"] if "num_experts" in text else 1.0
     index = json.loads((model / "model.safetensors.index.json").read_text())["weight_map"]
     total = 0
     for file in sorted(set(index.values())):
         weights = mx.load(str(model / file))
         assert isinstance(weights, dict)
         total += sum(
-            value.nbytes
+            value.nbytes * (chosen if "switch_mlp" in name else 1)
             for name, value in weights.items()
-            if not re.search(r"embed_tokens|\bmtp\.", name)
+            if not re.search(r"embed|\bmtp\.", name)
         )
-    return total
+    return round(total)
 
 
 # ---- the table
@@ -355,12 +362,14 @@ def table(found: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def gpus() -> int:
-    """Return the number of NVIDIA GPUs, 0 on other backends."""
+def gpus() -> list[int]:
+    """Return the numbers of the NVIDIA GPUs that CUDA_VISIBLE_DEVICES allows, none on other backends."""
     if mx.default_device() == mx.Device(mx.cpu) or mx.metal.is_available():
-        return 0
+        return []
+    if allowed := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return [int(number) for number in allowed.split(",")]
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return listed.stdout.count("GPU ")
+    return list(range(listed.stdout.count("GPU ")))
 
 
 def setups(mode: str, gpu_count: int, options: argparse.Namespace) -> list[Setup]:
@@ -377,15 +386,14 @@ def measure_mode(
     mode: str, folder: Path, model: Path, options: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
     """Start all programs of one `--mtp` and return their figures. One that fails to start is left out."""
-    cycle, count = json.loads((model / "words.json").read_text()), gpus()
+    cycle, cards = json.loads((model / "words.json").read_text()), gpus()
     root = options.root.resolve()
     found: dict[str, Asker] = {}
     with ExitStack() as stack:
         servers = {}
-        for number, setup in enumerate(setups(mode, count, options)):
+        for number, setup in enumerate(setups(mode, len(cards), options)):
             port = options.port + 10 * number
-            gpu = 0 if count and not setup.workers else None
-            server = stack.enter_context(started(folder, root, model, setup, port, gpu))
+            server = stack.enter_context(started(folder, root, model, setup, port, cards))
             servers[setup.name] = (url_of(port), server)
         for name, (url, server) in servers.items():
             try:
@@ -423,7 +431,7 @@ def main() -> None:
             (model / "words.json").write_text(json.dumps(cycle))
         speed, read = bandwidth(), weight_bytes(model)
         print(f"{about()}\n{options}", flush=True)
-        print(f"{gpus()} GPUs; {speed / 1e12:.2f} TB/s; {read / 1e9:.2f} GB a token", flush=True)
+        print(f"GPUs {gpus()}; {speed / 1e12:.2f} TB/s; {read / 1e9:.2f} GB a token", flush=True)
         print(f"bound of one stream without drafts: {speed / read:.0f} tokens/s\n", flush=True)
         mx.clear_cache()
         found: dict[str, dict[str, float]] = {}
