@@ -230,6 +230,12 @@ class Backups:
         self.kept.pop(seq_id, None)
         self.in_flight.pop(seq_id, None)
 
+    def drop_all(self) -> None:
+        """Drop the backups of all sequences and prompts."""
+        self.kept.clear()
+        self.prefixes.kept.clear()
+        self._full_from = math.inf
+
 
 def _near_prefix(sequence: GenerationSequence) -> bool:
     """Return whether the next chunk of a prompt ends where a prefix is saved, which is then backed up."""

@@ -253,7 +253,11 @@ class GenerationLoop(Generator):
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _adopt_pipeline(self, pipeline: Pipeline) -> None:
-        restored = await self._backups.restore(pipeline)
+        restored: dict[int, int] = {}
+        if self._failures < 2:
+            restored = await self._backups.restore(pipeline)
+        else:  # a backup may be what fails the plans
+            self.scheduler.backups.drop_all()
         self.pipeline = pipeline
         self.scheduler.backups.enabled = pipeline.makes_backups
         now = self.clock()

@@ -326,7 +326,7 @@ def weight_bytes(model: Path) -> int:
     text = json.loads((model / "config.json").read_text())["text_config"]
     chosen = text["num_experts_per_tok"] / text["num_experts"] if "num_experts" in text else 1.0
     index = json.loads((model / "model.safetensors.index.json").read_text())["weight_map"]
-    total = 0
+    total = 0.0
     for file in sorted(set(index.values())):
         weights = mx.load(str(model / file))
         assert isinstance(weights, dict)

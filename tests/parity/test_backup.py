@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 
 import mlx.core as mx
 import pytest
 
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.flash_next.states import IndexedKV
+from mtp.head.drafter import HeadState
+from mtp.layers.kv_cache import PlainKV, QuantizedKV
 from mtp.layers.layer import KVFormat
+from mtp.layers.pair_kv import PairKV
 from proto.backup import LayerState, by_layer
 from proto.errors import ProtocolError
 from proto.frame import Admit, BackUp, Evict, Outcome, RestoreBackup, RestorePrefix, SavePrefix
 from proto.params import SamplingParams
 from tests.conftest import Checkpoints
 from tests.support.stages.chain import Chain, Script, random_tokens, same
-from worker.engine.backup import ReceivedBackup, layer_states
+from worker.engine.backup import ReceivedBackup, head_from_bytes, head_to_bytes, layer_states
+from worker.engine.state_cut import StateCut
 
 SAVED, EARLIER, LONG = 11, 5, 17
 """Tokens of the backup, of an earlier backup that it continues, and of the prompt."""
@@ -76,6 +83,26 @@ def test_a_restored_backup_equals_a_prefill(checkpoints: Checkpoints, bits: int 
     again.scheduled, again.number = SAVED, 2
     assert [o.token for o in continued(target, again)] == [o.token for o in answer]
     assert same(target.state(8), fresh.state(7))
+
+
+@pytest.mark.parametrize("empty", [PairKV(), PlainKV(), QuantizedKV(32, 4), IndexedKV(4)])
+def test_a_head_of_every_cache_is_restored(
+    checkpoints: Checkpoints, empty: PairKV | PlainKV | QuantizedKV | IndexedKV
+) -> None:
+    """The state of an MTP head has the same keys and values again, whatever its layer holds them in."""
+    rows = [mx.random.normal((1, 2, SAVED, 32)) for _ in range(2)]
+    cache = copy.deepcopy(empty)
+    if isinstance(cache, IndexedKV):
+        cache.append_index(mx.random.normal((SAVED, 32)))
+        cache.update_and_fetch(*rows)
+        cache.block_keys(lambda keys, _: keys[::4])
+    else:
+        cache.update_and_fetch(*rows)
+    cut = StateCut(Checkpoint.open(checkpoints(layers=4)).config)
+    found = head_from_bytes(head_to_bytes(HeadState(cache)), HeadState(empty), cut)
+    assert found.cache.offset == SAVED
+    (_, held), (_, wanted) = (one.backup_arrays(0) for one in (found.cache, cache))
+    assert all(map(mx.array_equal, held, wanted))
 
 
 def test_a_backup_that_does_not_fit_is_refused(checkpoints: Checkpoints) -> None:

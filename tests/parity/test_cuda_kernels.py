@@ -338,7 +338,8 @@ def test_a_step_copies_no_cache(attention: PackedAttentionLayer, kind: str) -> N
         peaks.append(mx.get_peak_memory() - before)
         if kind == "open":
             cache.trim(2)
-    assert statistics.median(peaks) < cache.nbytes / 4, (peaks, cache.nbytes)
+    # A copy of the keys alone has half of these bytes. Three rows need .3 of them for partial sums.
+    assert statistics.median(peaks) < cache.nbytes / 2.5, (peaks, cache.nbytes)
 
 
 def test_a_step_after_a_long_text_takes_as_long(stage: Stage) -> None:

@@ -145,7 +145,7 @@ class StageBackups:
         sequence.stack.length = op.length
         if last is not None:
             if last.head is not None and (data := backup.layers.get(self.span.end)):
-                last.head = _restored_head(data[-1], last.head, cut)
+                last.head = head_from_bytes(data[-1], last.head, cut)
             last.append_tokens(backup.tokens)
         return backup.border
 
@@ -183,10 +183,11 @@ def _restored(empty: LayerCache, states: list[list[mx.array]], length: int) -> L
 
 def head_to_bytes(head: HeadState) -> bytes:
     """Return the state of the MTP head as bytes."""
+    arrays = head.cache.backup_arrays(0)[1] if head.cache.offset else []
     data: bytes = msgpack.packb(
         [
             head.cache.offset,
-            [_to_wire(array) for array in head.cache.arrays()],
+            [_to_wire(array) for array in arrays],
             [_to_wire(array) for array in head.waiting_hidden],
             head.waiting_tokens,
             None if head.newest is None else _to_wire(head.newest),
@@ -196,7 +197,7 @@ def head_to_bytes(head: HeadState) -> bytes:
     return data
 
 
-def _restored_head(data: Stored, empty: HeadState, cut: StateCut) -> HeadState:
+def head_from_bytes(data: Stored, empty: HeadState, cut: StateCut) -> HeadState:
     """Return the state of the head in `data`. Raises ProtocolError for malformed bytes."""
     try:
         if isinstance(data, list):

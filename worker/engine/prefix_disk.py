@@ -39,7 +39,7 @@ from worker.engine.engine_thread import EngineThread
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Version of the states in blocks. Blocks of another version are never found."""
 
 LOAD_BYTES = 2**27

@@ -69,6 +69,7 @@ class FailingSource:
     transfer: float = TRANSFER
     epoch: int = 0
     present: SimulatedPipeline | None = None
+    kind: type[BackedPipeline] = BackedPipeline
 
     async def acquire(self) -> Pipeline:
         """Return the next pipeline."""
@@ -76,7 +77,7 @@ class FailingSource:
             await asyncio.sleep(self.down)
         self.epoch += 1
         last = FakeLastStage(self.epoch)
-        self.present = BackedPipeline(
+        self.present = self.kind(
             self.timing,
             last,
             self.epoch,
@@ -253,6 +254,37 @@ def test_a_transfer_that_fails_is_not_repeated_at_once() -> None:
         return pipeline.reads
 
     assert 1 <= run_virtually(work()) <= 4, "in 4 seconds"
+
+
+class RefusingPipeline(BackedPipeline):
+    """A pipeline that fails when a sequence starts from a backup."""
+
+    def send_frame(self, frame: Frame) -> None:
+        """Refuse backups."""
+        if any(isinstance(op, RestoreBackup) for op in frame.ops):
+            self.fail(ProtocolError("the backup does not fit"))
+        super().send_frame(frame)
+
+
+def test_a_backup_that_fails_a_plan_is_given_up() -> None:
+    """The plan after it computes everything, so the answer goes on."""
+
+    async def work() -> tuple[list[int], int]:
+        """Answer one request while a pipeline fails. Return its tokens and the number of plans."""
+        source = FailingSource(Timing(1), 1e6, 0.1, backups=True, kind=RefusingPipeline)
+        scheduler = Scheduler(Limits(context=4096), Controller(MtpMode(0)))
+        loop = GenerationLoop(source, scheduler, asyncio.get_running_loop().time)
+        await loop.start()
+        answer = asyncio.create_task(tokens_of(loop, GenerationRequest(PROMPT, 300)))
+        while not scheduler.backups.kept:
+            await asyncio.sleep(0.01)
+        assert source.present is not None
+        source.present.fail(WorkerLostError("a fault"))
+        tokens = await answer
+        await loop.close()
+        return tokens, source.epoch
+
+    assert run_virtually(work()) == (plain(PROMPT, 300), 3)
 
 
 PREFIX_ROOM = Capacity(sequences=2, kv_tokens=10_000, prefix_bytes=2**20, token_bytes=1)
