@@ -11,7 +11,7 @@ import numpy as np
 
 from mtp.flash_next.args import IndexerArgs
 
-TILE_BYTES = 2**25
+TILE_BYTES = 2**28
 """Bytes. Bound of the keys and values that are gathered for some queries at once. MLX may copy them for each head."""
 
 

@@ -15,7 +15,10 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import mlx.core as mx
 
-from mtp.layers.layer import LayerCache, checked_state
+from mtp.layers.layer import KVFormat, LayerCache, checked_state
+
+Product = Callable[[mx.array], mx.array]
+"""A linear layer."""
 
 HEAD_DIM = 128
 """Dimension of keys and values; the kernel supports only this one."""
@@ -262,6 +265,52 @@ def record_windows(
             cache.tapes.append(cache.point)
         else:
             cache.point = Point(saved, slot)
+
+
+def kept_rows(rows: mx.array, windows: Sequence[Window]) -> tuple[mx.array, Sequence[Window]]:
+    """Return the rows of open windows, and the windows with their places in them.
+
+    Rows of prompt chunks would stay in memory as long as a window beside them is open.
+    """
+    if all(w.stays_open for w in windows) or not any(w.stays_open for w in windows):
+        return rows, windows
+    parts, moved, start = [], [], 0
+    for window in windows:
+        moved.append(replace(window, start=start))
+        if window.stays_open:
+            parts.append(rows[window.start : window.start + window.count])
+            start += window.count
+    return (mx.contiguous(parts[0]) if len(parts) == 1 else mx.concatenate(parts)), moved
+
+
+class WindowMixer:
+    """A GatedDeltaNet without the layer around it: a product, the kernel for windows, and a product."""
+
+    def __init__(
+        self, recurrence: Recurrence, dtype: mx.Dtype, inputs: Product, out: Product
+    ) -> None:
+        """Take the joined products of the inputs and that of the output, with caches of `dtype`."""
+        self._recurrence, self._dtype = recurrence, dtype
+        self._inputs, self._out = inputs, out
+
+    def new_cache(self, kv_format: KVFormat) -> SnapshotGDNCache:
+        """See `Layer.new_cache`."""
+        return SnapshotGDNCache.empty(self._recurrence, self._dtype)
+
+    def mix(
+        self,
+        inputs: mx.array,
+        caches: Sequence[SnapshotGDNCache],
+        widths: Sequence[int],
+        stay_open: Sequence[bool],
+    ) -> mx.array:
+        """See `GDNLayer.mix`."""
+        rows = self._inputs(inputs)
+        windows = next_windows(caches, widths, stay_open)
+        y, saved = run_windows(self._recurrence, rows, windows)
+        kept, moved = kept_rows(rows, windows)
+        record_windows(caches, moved, kept, saved)
+        return self._out(y)
 
 
 def _join(parts: Sequence[T], size: Callable[[T], int]) -> tuple[list[T], list[int]]:

@@ -9,25 +9,29 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import cast
 
 import mlx.core as mx
 import pytest
 
+from mtp.flash_next.modules import SigmoidGatedNorm
 from mtp.layers.cuda import pack as packing
 from mtp.layers.cuda import packed_linear
 from mtp.layers.cuda.attention import PackedAttentionLayer
 from mtp.layers.cuda.dense_rows import DenseRows
 from mtp.layers.cuda.gdn import PackedGDNLayer
 from mtp.layers.cuda.kernel import CudaKernel
+from mtp.layers.cuda.pack import Packer
 from mtp.layers.cuda.packed_linear import PackedLinear, multiply_rows, pack, unpack
 from mtp.layers.kv_cache import tiled_attention
-from mtp.layers.layer import KVFormat
+from mtp.layers.layer import KVFormat, Mixer
 from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.windows import (
     GatedDeltaShape,
     SnapshotGDNCache,
     Window,
+    WindowMixer,
     record_windows,
     run_windows,
 )
@@ -182,6 +186,30 @@ def test_tokens_at_once_are_tokens_one_by_one(recurrence: Recurrence, width: int
     assert same(found, mx.concatenate(steps))
     for a, b in zip(recurrence.state_of(at_once), recurrence.state_of(one_by_one), strict=True):
         assert same(a, b)
+
+
+@pytest.mark.parametrize("silu", [True, False])
+def test_a_mixer_agrees_with_its_modules(silu: bool) -> None:
+    """A GatedDeltaNet in a layer of Flash-Next has the kernel, with either gate, for prompts and for steps."""
+    mx.random.seed(3)
+    net = cast(GDNLayer, random_stage(wide_config(EIGHTHS, 1)).layers[0]).net
+    if not silu:
+        net.norm = SigmoidGatedNorm(128, 1e-6)
+    modules = GDNLayer.over(net, mx.bfloat16, silu=silu)
+    x = mx.random.normal((40, net.hidden_size)).astype(mx.bfloat16)
+
+    def outputs(mixer: Mixer) -> mx.array:
+        """Return the outputs of a prompt and of five steps."""
+        cache = mixer.new_cache(KVFormat())
+        ends = [0, 35, 36, 37, 38, 39, 40]
+        parts = [mixer.mix(x[a:b], [cache], [b - a], [False]) for a, b in pairwise(ends)]
+        mx.eval(parts)
+        return mx.concatenate(parts)
+
+    expected = outputs(modules)
+    kernels = Packer(mx.bfloat16, KVFormat()).mixer(modules)
+    assert isinstance(kernels, WindowMixer)
+    assert error_of(outputs(kernels), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("accepted", range(6))

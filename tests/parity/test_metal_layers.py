@@ -18,6 +18,7 @@ from mtp.layers.layer import KernelTrial, KVFormat, Layer
 from mtp.layers.metal import attention, gdn, join, trial
 from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.prepare_rows import AttentionShape
+from mtp.layers.windows import WindowMixer
 from proto.frame import Admit, Segment
 from proto.images import ImageSpan
 from proto.kernels import Kernels
@@ -145,7 +146,7 @@ def test_flash_next_computes_what_the_reference_does(
         mixers = [
             type(layer.mixer) for layer in stage.modules.layers if isinstance(layer, StreamGDN)
         ]
-        assert mixers == [gdn.WindowMixer if dim == 128 else gdn.JoinedGDNLayer] * 3
+        assert mixers == [WindowMixer if dim == 128 else gdn.JoinedGDNLayer] * 3
         found = outputs(stage)
         monkeypatch.setattr(choice, "MetalJoiner", unchanged)
         expected = outputs(stage_of(path))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,7 +17,7 @@ from mtp.layers.cuda.pack import Packer
 from mtp.layers.cuda.packed_linear import FEW_ROWS
 from mtp.layers.exact import ExactProducts
 from mtp.layers.joined.join import Joiner
-from mtp.layers.layer import KVFormat
+from mtp.layers.layer import KVFormat, Mixer
 from mtp.layers.metal.join import MetalJoiner
 from proto.kernels import Kernels
 from worker.model.kernel_choice import KernelChoice
@@ -58,9 +60,7 @@ def choose_variants(
     elif device.variant == "metal" and not exact:
         joiner = MetalJoiner(modules.config.hidden_size, dtype, choice.choose)
         modules.replace_layers(joiner.layer)
-        for layer in modules.layers:
-            if layer.mixer is not None:
-                layer.mixer = joiner.mixer(layer.mixer)
+        _mix(modules, joiner.mixer)
     if exact:
         _pin(modules, ExactProducts(dtype, DenseRows if device.variant == "cuda" else None))
     # A member alone chooses its kernels: a trial with collectives would wait for members that try others.
@@ -79,10 +79,18 @@ def choose_variants(
 
 def _pack(modules: StageModules, packer: Packer) -> None:
     modules.replace_layers(packer.layer)
+    _mix(modules, packer.mixer)
     if modules.lm_head is not None:
         modules.lm_head = packer.projection(modules.lm_head)
     elif modules.norm is not None and modules.embed_tokens is not None:
         modules.embed_tokens = packer.embedding(modules.embed_tokens)
+
+
+def _mix(modules: StageModules, replaced: Callable[[Any], Mixer]) -> None:
+    """Replace the GatedDeltaNets of layers that compute the rest themselves."""
+    for layer in modules.layers:
+        if layer.mixer is not None:
+            layer.mixer = replaced(layer.mixer)
 
 
 def _join(modules: StageModules, joiner: Joiner) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -14,16 +14,18 @@ from mtp.layers.cuda.packed_linear import (
     PackedEmbedding,
     PackedLinear,
     can_pack,
+    joined,
     multiply_rows,
     pack,
     pack_mlp,
     unpack,
 )
 from mtp.layers.cuda.row_attention import SLOTS, RowArrays, attend_rows, prepare_rows
-from mtp.layers.layer import KVFormat, Layer, report_fallback
+from mtp.layers.gated_delta import window_constants
+from mtp.layers.layer import KVFormat, Layer, Mixer, report_fallback
 from mtp.layers.prepare_rows import constants_of
 from mtp.layers.reference import ReferenceLayer
-from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape
+from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape, Recurrence, WindowMixer
 
 
 class Packer:
@@ -62,6 +64,19 @@ class Packer:
             layer.mlp = mlp
         mx.clear_cache()
         return packed or layer
+
+    def mixer(self, inner: Any) -> Mixer:
+        """Return `inner`, a `GDNLayer.over` the modules, with the kernels, or itself where they do not compute it."""
+        net: Any = inner.net
+        shape = GatedDeltaShape(net.num_k_heads, net.num_v_heads, inner.silu)
+        if not can_pack_gdn(net, self._dtype) or not self._tries(
+            "gated_delta_window", lambda: _try_gdn(shape, self._dtype)
+        ):
+            return cast(Mixer, inner)
+        constants = window_constants(net, self._dtype)
+        inputs = joined([net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a], padded=True)
+        recurrence = Recurrence(gated_delta_window, shape, constants)
+        return WindowMixer(recurrence, self._dtype, inputs, joined([net.out_proj]))
 
     def projection(self, module: Any) -> Any:
         """Return an lm_head packed, or itself."""

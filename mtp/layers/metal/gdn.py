@@ -22,11 +22,10 @@ from mtp.layers.windows import (
     Recurrence,
     SnapshotGDNCache,
     Snapshots,
-    Window,
     gather_windows,
+    kept_rows,
     next_windows,
     record_windows,
-    run_windows,
 )
 
 gated_delta_window = window_kernel(MetalKernel)
@@ -133,56 +132,9 @@ class WindowGDNLayer(Layer):
         run = self._compiled if past is not None and x.shape[0] <= COMPILED_ROWS else _run
         states = past, arrays.conv, arrays.state, arrays.spans
         x, rows, conv, state = run(self._shape, x, self._weights, states)
-        kept, moved = _kept_rows(rows, windows)
+        kept, moved = kept_rows(rows, windows)
         record_windows(caches, moved, kept, Snapshots(conv, state))
         return x if self._shape.mlp else self.mlp.add(x, self.mlp_norm)
-
-
-class WindowMixer:
-    """A GatedDeltaNet without the layer around it: a product, the kernel for windows, and a product."""
-
-    def __init__(
-        self, net: Any, dtype: mx.Dtype, inputs: JoinedLinear, out: JoinedLinear, *, silu: bool
-    ) -> None:
-        """Take the joined products of `net`, with caches of `dtype`. The gate of its norm is `silu` or sigmoid."""
-        heads = GatedDeltaShape(net.num_k_heads, net.num_v_heads, silu)
-        self._recurrence = Recurrence(gated_delta_window, heads, window_constants(net, dtype))
-        self._inputs, self._out, self._dtype = inputs, out, dtype
-
-    def new_cache(self, kv_format: KVFormat) -> SnapshotGDNCache:
-        """See `Layer.new_cache`."""
-        return SnapshotGDNCache.empty(self._recurrence, self._dtype)
-
-    def mix(
-        self,
-        inputs: mx.array,
-        caches: Sequence[SnapshotGDNCache],
-        widths: Sequence[int],
-        stay_open: Sequence[bool],
-    ) -> mx.array:
-        """See `GDNLayer.mix`."""
-        rows = self._inputs(inputs)
-        windows = next_windows(caches, widths, stay_open)
-        y, saved = run_windows(self._recurrence, rows, windows)
-        kept, moved = _kept_rows(rows, windows)
-        record_windows(caches, moved, kept, saved)
-        return self._out(y)
-
-
-def _kept_rows(rows: mx.array, windows: Sequence[Window]) -> tuple[mx.array, Sequence[Window]]:
-    """Return the rows of open windows, and the windows with their places in them.
-
-    Rows of prompt chunks would stay in memory as long as a window beside them is open.
-    """
-    if all(w.stays_open for w in windows) or not any(w.stays_open for w in windows):
-        return rows, windows
-    parts, moved, start = [], [], 0
-    for window in windows:
-        moved.append(replace(window, start=start))
-        if window.stays_open:
-            parts.append(rows[window.start : window.start + window.count])
-            start += window.count
-    return (mx.contiguous(parts[0]) if len(parts) == 1 else mx.concatenate(parts)), moved
 
 
 @lru_cache(maxsize=8)

@@ -16,11 +16,17 @@ from mtp.layers.metal.attention import (
     PreparedAttentionLayer,
     joined_projections,
 )
-from mtp.layers.metal.gdn import JoinedGDNLayer, WindowGDNLayer, WindowMixer, joined_inputs
+from mtp.layers.metal.gdn import (
+    JoinedGDNLayer,
+    WindowGDNLayer,
+    gated_delta_window,
+    joined_inputs,
+)
 from mtp.layers.metal.products import NORM_SOURCE, JoinedMLP
 from mtp.layers.metal.trial import MixerTrial, Tried, try_layer
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.reference.gdn import GDNLayer
+from mtp.layers.windows import GatedDeltaShape, Recurrence, WindowMixer
 
 Choose = Callable[[str, str, str, Callable[[], KernelTrial]], bool]
 """A function of a kernel's name, its shapes, its source and its trial. It returns whether to use the kernel."""
@@ -76,7 +82,10 @@ class MetalJoiner:
         out = JoinedLinear.of([net.out_proj])
         if out is None or not self._has_window_kernel(net, inputs):
             return joined
-        window = WindowMixer(net, self._dtype, inputs, out, silu=inner.silu)
+        heads = GatedDeltaShape(net.num_k_heads, net.num_v_heads, inner.silu)
+        constants = gated_delta.window_constants(net, self._dtype)
+        recurrence = Recurrence(gated_delta_window, heads, constants)
+        window = WindowMixer(recurrence, self._dtype, inputs, out)
         shapes = f"{net.num_k_heads} and {net.num_v_heads} heads"
         shapes += "" if inner.silu else " with a sigmoid gate"
         sides = MixerTrial(window), MixerTrial(joined)
