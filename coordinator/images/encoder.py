@@ -11,7 +11,6 @@ import logging
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -39,9 +38,6 @@ ENCODE_SECONDS = 300.0
 
 MOST_WAITING = 64
 """Images that wait for the tower or are in it, and requests that wait for one. A client has half of these at most."""
-
-REST_SECONDS = 0.02
-"""Seconds. Longest rest of the tower after a step. The first steps compile kernels, which leaves the GPU to others."""
 
 RETRY_SECONDS = 10.0
 """Seconds after which a client may send images again."""
@@ -80,8 +76,6 @@ class ImageEncoder:
         """Prepare the tower of `checkpoint`, in the type `dtype` or as stored. Without one there are no images."""
         self.checkpoint = checkpoint
         self.dtype = dtype
-        self.answers_run: Callable[[], bool] = bool
-        """Tells if answers are computed, which then get half of the time."""
         self.towers_run = 0
         """Images that the tower has computed."""
         self._held: weakref.WeakValueDictionary[bytes, EncodedImage] = weakref.WeakValueDictionary()
@@ -215,18 +209,13 @@ class ImageEncoder:
     def _compute(self, patches: Patches, digest: bytes) -> EncodedImage:
         """Return the rows of an image. Runs on the thread."""
         tower = self._loaded_tower()
-        rows = tower.rows(patches.values, patches.height, patches.width, self._rest)
+        rows = tower.rows(patches.values, patches.height, patches.width)
         self.towers_run += 1
         dtype, _, data = to_bytes(rows)
         merge = tower.config.spatial_merge_size
         tokens = image_tokens(digest, rows.shape[0])
         height, width = patches.height // merge, patches.width // merge
         return EncodedImage(tokens, height, width, dtype, memoryview(_copied(data)))
-
-    def _rest(self, seconds: float) -> None:
-        """Leave the GPU to answers for as long as a step took. Their kernels wait for those of the tower."""
-        if self.answers_run():
-            time.sleep(min(seconds, REST_SECONDS))
 
     def _keep(self, digest: bytes, encoded: EncodedImage) -> None:
         self._kept[digest] = encoded

@@ -251,7 +251,6 @@ class ServedParts:
         scheduler = Scheduler(limits, Controller(model.mode, ngram=options.ngram), model.vocabulary)
         waiting_for = manager.describe_gathering if manager else str
         self.loop = GenerationLoop(source, scheduler, describe_wait=waiting_for)
-        model.images.answers_run = lambda: bool(scheduler.running)
         model.images.closed = False
         letters = {"gdn": "g", "attention": "a"}
         facts = ModelStatus(

@@ -69,10 +69,12 @@ def sparse_attention(
         tokens = mx.minimum(mx.concatenate([inner, newest], axis=1), keys.shape[2] - 1)
         k, v = (held[0].transpose(1, 0, 2)[tokens].transpose(0, 2, 1, 3) for held in (keys, values))
         mask = mx.concatenate(visible, axis=1)[:, None, None]
+        # The heads that share keys are the rows of one product, which reads the keys once for all of them.
+        heads = q[0, :, own].reshape(keys.shape[1], -1, len(places), q.shape[3])
         found = mx.fast.scaled_dot_product_attention(
-            q[0, :, own].transpose(1, 0, 2)[:, :, None], k, v, scale=scale, mask=mask
+            heads.transpose(2, 0, 1, 3), k, v, scale=scale, mask=mask
         )
-        outputs.append(found[:, :, 0].transpose(1, 0, 2)[None])
+        outputs.append(found.reshape(len(places), -1, q.shape[3]).transpose(1, 0, 2)[None])
         if own.stop < q.shape[2]:
             mx.eval(outputs[-1])  # one tile at a time is in memory
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)

@@ -6,9 +6,8 @@ after another, so that no mask between them is needed, and block after block, so
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,9 +37,6 @@ ROPE_THETA = 10000.0
 """Base of the rotary positions, where the config has none."""
 
 ACTIVATION = "gelu_pytorch_tanh"
-
-Rest = Callable[[float], None]
-"""Called after each step with its seconds."""
 
 
 @dataclass(frozen=True)
@@ -137,17 +133,15 @@ class _Block(nn.Module):
         self.attn = _Attention(config)
         self.mlp = _MLP(config)
 
-    def add(self, x: mx.array, turns: mx.array, rest: Rest) -> mx.array:
+    def add(self, x: mx.array, turns: mx.array) -> mx.array:
         """Return `x [patches, hidden]` after the block. Every step is evaluated, so that others may run between."""
-        parts = [_evaluated(part, rest) for part in self.attn.steps(self.norm1(x), turns)]
+        parts = [_evaluated(part) for part in self.attn.steps(self.norm1(x), turns)]
         x = x + mx.concatenate(parts)
-        return _evaluated(x + self.mlp(self.norm2(x)), rest)
+        return _evaluated(x + self.mlp(self.norm2(x)))
 
 
-def _evaluated(x: mx.array, rest: Rest) -> mx.array:
-    started = time.monotonic()
+def _evaluated(x: mx.array) -> mx.array:
     mx.eval(x)
-    rest(time.monotonic() - started)
     return x
 
 
@@ -177,13 +171,11 @@ class VisionTower(nn.Module):
         self.blocks = [_Block(config) for _ in range(config.depth)]
         self.merger = _Merger(config)
 
-    def rows(
-        self, patches: np.ndarray[Any, Any], height: int, width: int, rest: Rest = lambda _: None
-    ) -> mx.array:
+    def rows(self, patches: np.ndarray[Any, Any], height: int, width: int) -> mx.array:
         """Return the evaluated rows `[patches / merge², out_hidden_size]` of one image.
 
         `patches [height x width, values]` are in the order of transformers' image processor: merged blocks row by row,
-        and the patches of a block row by row. `rest` is called with the seconds of each step.
+        and the patches of a block row by row.
         """
         # A copy from numpy holds Python's lock: 100 MB at once stop the streams for 50 ms.
         parts = [
@@ -194,7 +186,7 @@ class VisionTower(nn.Module):
         x = x + self._learned_positions(places, (height, width)).astype(x.dtype)
         turns = self._turns(places)
         for block in self.blocks:
-            x = block.add(x, turns, rest)
+            x = block.add(x, turns)
         rows: mx.array = self.merger(x)
         mx.eval(rows)
         return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import mlx.nn as nn
@@ -14,6 +15,17 @@ from mtp.layers.reference import reference_layer
 
 Text = dict[str, Any]
 """The fields of a language model in config.json, with `rope_parameters`. mlx-lm modifies its input: pass a copy."""
+
+
+_FIELDS = frozenset(field.name for field in fields(TextModelArgs))
+
+
+def model_args(text: Text) -> TextModelArgs:
+    """Return mlx-lm's arguments from `text`.
+
+    Its own `from_dict` inspects a signature for each field, which takes seconds of a load.
+    """
+    return TextModelArgs(**{name: value for name, value in text.items() if name in _FIELDS})
 
 
 class Family(ABC):

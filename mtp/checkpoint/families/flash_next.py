@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import mlx.nn as nn
 from mlx_lm.models.qwen3_5 import TextModelArgs
 
-from mtp.checkpoint.families.family import Family, Text
+from mtp.checkpoint.families.family import Family, Text, model_args
 from mtp.flash_next.args import FlashNextArgs, find_problem
 from mtp.flash_next.head import FlashNextHead
 from mtp.flash_next.layers import stream_layer
@@ -33,8 +33,7 @@ class FlashNext(Family):
     is_own = True
 
     def text_args(self, text: Text) -> TextModelArgs:
-        args: TextModelArgs = TextModelArgs.from_dict(text)
-        return args
+        return model_args(text)
 
     def backbone(self, text: Text) -> nn.Module:
         return FlashNextModel(self.text_args(text), FlashNextArgs.of(text))

@@ -7,7 +7,7 @@ from typing import ClassVar
 import mlx.nn as nn
 from mlx_lm.models.qwen3_5 import DecoderLayer, TextModel, TextModelArgs
 
-from mtp.checkpoint.families.family import Family, Text
+from mtp.checkpoint.families.family import Family, Text, model_args
 
 
 class Qwen35(Family):
@@ -25,8 +25,7 @@ class Qwen35(Family):
 
     def text_args(self, text: Text) -> TextModelArgs:
         """Return mlx-lm's arguments. The weights of the chosen experts always have the sum 1, as in transformers."""
-        args: TextModelArgs = TextModelArgs.from_dict({**text, "norm_topk_prob": True})
-        return args
+        return model_args({**text, "norm_topk_prob": True})
 
     def backbone(self, text: Text) -> nn.Module:
         return TextModel(self.text_args(text))

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
 from mlx_lm.models.qwen3_next import Model, ModelArgs, Qwen3NextDecoderLayer
 
-from mtp.checkpoint.families.family import Family, Text
+from mtp.checkpoint.families.family import Family, Text, model_args
 
 _DEFAULTS: Text = {
     "decoder_sparse_step": 1,
@@ -38,8 +38,7 @@ class Qwen3Next(Family):
 
     def text_args(self, text: Text) -> TextModelArgs:
         """Return the arguments of Qwen3.5's modules for the same sizes."""
-        args: TextModelArgs = TextModelArgs.from_dict({**_DEFAULTS, **text})
-        return args
+        return model_args({**_DEFAULTS, **text})
 
     def backbone(self, text: Text) -> nn.Module:
         return Model(self._model_args(text))
