@@ -16,10 +16,11 @@ from enum import StrEnum
 from functools import partial
 
 import mlx.core as mx
+import numpy as np
 
 from coordinator.images.pixels import Patches, PatchReader
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.vision.tower import COPY_BYTES, VisionConfig, VisionTower, has_tower, load_tower
+from mtp.vision.tower import VisionConfig, VisionTower, has_tower, load_tower
 from proto.errors import CapacityError, CheckpointError, NotReadyError, RequestError
 from proto.images import image_tokens
 from worker.engine.engine_thread import EngineThread
@@ -215,7 +216,9 @@ class ImageEncoder:
         merge = tower.config.spatial_merge_size
         tokens = image_tokens(digest, rows.shape[0])
         height, width = patches.height // merge, patches.width // merge
-        return EncodedImage(tokens, height, width, dtype, memoryview(_copied(data)))
+        # numpy copies without Python's lock.
+        held = np.array(np.frombuffer(data, np.uint8)).data
+        return EncodedImage(tokens, height, width, dtype, held)
 
     def _keep(self, digest: bytes, encoded: EncodedImage) -> None:
         self._kept[digest] = encoded
@@ -227,14 +230,6 @@ class ImageEncoder:
 def _without_path(error: CheckpointError, checkpoint: Checkpoint) -> str:
     """Return the text of an error for clients, to whom paths of the server are not disclosed."""
     return error.public.replace(f"{checkpoint.path}/", "")
-
-
-def _copied(data: memoryview) -> bytearray:
-    """Return a copy of `data`, made in parts, because each of them holds Python's lock."""
-    copy = bytearray(len(data))
-    for start in range(0, len(data), COPY_BYTES):
-        copy[start : start + COPY_BYTES] = data[start : start + COPY_BYTES]
-    return copy
 
 
 def _reader_of(checkpoint: Checkpoint) -> PatchReader:

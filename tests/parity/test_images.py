@@ -158,7 +158,10 @@ def test_the_tower_is_that_of_transformers(path: Path, size: tuple[int, int], na
     theirs.load_state_dict(weights)
     tower = load_tower(checkpoint, None)
     count = size[0] * size[1]
-    patches = np.random.default_rng(1).normal(size=(count, tower.config.patch_values))
+    values = tower.config.patch_values // tower.config.temporal_patch_size
+    once = np.random.default_rng(1).normal(size=(count, tower.config.in_channels, 1, values // 3))
+    times = np.repeat(once, tower.config.temporal_patch_size, axis=2)  # an image stands still
+    patches = times.reshape(count, -1)
     with torch.no_grad():
         grid = torch.tensor([[1, *size]])
         expected = theirs(torch.tensor(patches, dtype=torch.float32), grid).pooler_output.numpy()
