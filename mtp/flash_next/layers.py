@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mtp.flash_next.modules import FlashNextLayer, Indexer, SigmoidGatedNorm, spread
 from mtp.flash_next.sparse import reads_everything, sparse_attention
 from mtp.flash_next.states import IndexedKV, NgramGDNCache, NgramState
+from mtp.layers.experts import join_experts
 from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import Exact, Hole, KVFormat, Layer, Mixer, PlainMLP
 from mtp.layers.reference.attention import AttentionLayer
@@ -29,8 +30,8 @@ class StreamLayer(Layer):
 
     def __init__(self, layer: FlashNextLayer) -> None:
         self.streams = layer
-        self.experts = layer.mlp
-        self.mlp = PlainMLP(layer.mlp)
+        self.experts = join_experts(layer.mlp)
+        self.mlp = PlainMLP(self.experts)
         self.dtype: mx.Dtype = layer.attn_hyper_connection.hc_norm.weight.dtype
         for connection in (layer.attn_hyper_connection, layer.mlp_hyper_connection):
             connection.join()

@@ -19,7 +19,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
 from mtp.flash_next.args import FlashNextArgs, IndexerArgs, NgramArgs
 from mtp.flash_next.ngrams import Ints, NgramHash, NgramTable
-from mtp.layers.linear import JoinedLinear
+from mtp.layers.linear import JoinedLinear, pad_outputs
 
 
 class StreamNorm(nn.Module):
@@ -57,12 +57,9 @@ class HyperConnection(nn.Module):
 
     def join(self) -> None:
         """Make one product of the two that read all streams, if they have one format. Call it once, after the load."""
-        pad = -(self.rank + self.streams) % PRODUCT_ROWS
-        inject: Any = self.block_inject_weight
-        for name in ("weight", "scales", "biases"):
-            if name in inject:
-                inject[name] = mx.pad(inject[name], [(0, pad), (0, 0)])
-        self._joined = JoinedLinear.of([self.input_mix_weight_down, inject])
+        pad_outputs(self.block_inject_weight, self.rank)
+        parts = [self.input_mix_weight_down, self.block_inject_weight]
+        self._joined = JoinedLinear.of(parts)
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return the mix of the streams of `x`: `[rows, hidden]`."""
@@ -82,10 +79,6 @@ class HyperConnection(nn.Module):
     def _mixed(self, normed: mx.array, low: mx.array) -> mx.array:
         weights = self.input_mix_weight_up(_low(low, self.streams))
         return _mean(mx.split(weights, self.streams, -1), mx.split(normed, self.streams, -1))
-
-
-PRODUCT_ROWS = 8
-"""Metal's fast product of one row with quantized weights has a multiple of this number of outputs."""
 
 
 @partial(mx.compile, shapeless=True)

@@ -8,8 +8,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 Weights = tuple[mx.array, ...]
+
+PRODUCT_ROWS = 8
+"""Metal's fast product of one row with quantized weights has a multiple of this number of outputs."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +29,9 @@ class Format:
         """Return the format of a linear layer that can be joined, None for any other module."""
         if "weight" not in module or "bias" in module or "global_scale" in module:
             return None
-        if type(module) is nn.Linear:
+        if type(module) in (nn.Linear, SwitchLinear):
             return cls()
-        if type(module) is nn.QuantizedLinear:
+        if type(module) in (nn.QuantizedLinear, QuantizedSwitchLinear):
             return cls(module.bits, module.group_size, module.mode)
         return None
 
@@ -40,6 +44,21 @@ class Format:
         return mx.quantized_matmul(
             x, weight, scales, biases, True, self.group_size, self.bits, self.mode
         )
+
+    def gather(
+        self, x: mx.array, weights: Weights, experts: mx.array, rows: mx.array | None
+    ) -> mx.array:
+        """Return rows `x [..., 1, inputs]` times the weights of `experts [...]`: `[..., 1, outputs]`.
+
+        `rows [...]` are the numbers of the rows. Without them the experts are sorted, and each has its own row.
+        """
+        chosen: Any = {"lhs_indices": rows, "rhs_indices": experts, "sorted_indices": rows is None}
+        if self.bits is None:
+            return mx.gather_mm(x, weights[0].swapaxes(-1, -2), **chosen)
+        weight, scales, biases = (*weights, None)[:3]
+        assert weight is not None and scales is not None
+        chosen |= {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+        return mx.gather_qmm(x, weight, scales, biases, **chosen)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,16 +73,21 @@ class JoinedLinear:
         """The type of dense weights or of scales."""
         return self.weights[0 if self.format.bits is None else 1].dtype
 
+    @staticmethod
+    def fits(modules: Sequence[Any]) -> bool:
+        """Return whether `modules` have one format that can be joined."""
+        formats = {Format.of(module) for module in modules}
+        types = {(m.scales if "scales" in m else m.weight).dtype for m in modules}
+        return len(formats) == len(types) == 1 and None not in formats
+
     @classmethod
     def of(cls, modules: Sequence[Any], order: mx.array | None = None) -> JoinedLinear | None:
         """Return `modules` as one, or None if they have different formats. Several modules lose their weights.
 
-        `order` are the outputs in another order.
+        `order` are the outputs in another order. The modules may be those of all experts.
         """
-        formats = {Format.of(module) for module in modules}
-        types = {(m.scales if "scales" in m else m.weight).dtype for m in modules}
-        joined_format = formats.pop()
-        if formats or len(types) > 1 or joined_format is None:
+        joined_format = Format.of(modules[0])
+        if joined_format is None or not cls.fits(modules):
             return None
         names = [name for name in ("weight", "scales", "biases") if name in modules[0]]
         weights = tuple(_joined([module[name] for module in modules], order) for name in names)
@@ -79,7 +103,19 @@ class JoinedLinear:
         """Return the outputs for `x [rows, inputs]`."""
         return self.format.multiply(x, self.weights)
 
+    def gather(self, x: mx.array, experts: mx.array, rows: mx.array | None) -> mx.array:
+        """Return the outputs of some experts, if the layers are those of all experts. See `Format.gather`."""
+        return self.format.gather(x, self.weights, experts, rows)
+
+
+def pad_outputs(module: Any, before: int) -> None:
+    """Add outputs of zero to a linear layer, so that `before` others and its own are a multiple of PRODUCT_ROWS."""
+    missing = -(before + module.weight.shape[0]) % PRODUCT_ROWS
+    for name in ("weight", "scales", "biases"):
+        if name in module:
+            module[name] = mx.pad(module[name], [(0, missing), (0, 0)])
+
 
 def _joined(parts: Sequence[mx.array], order: mx.array | None) -> mx.array:
-    rows = parts[0] if len(parts) == 1 else mx.concatenate(list(parts))
+    rows = parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=-2)
     return rows if order is None else rows[order]

@@ -20,8 +20,11 @@ from tests.support.metal.kernel_count import (
 MOST_KERNELS = {(1, 1): 9.75, (1, 4): 9.75, (8, 1): 13.5}
 """Kernels a layer for sequences and tokens of each. A change that adds one says here what it pays for."""
 
-FLASH_NEXT_KERNELS = {(1, 1): 45.25, (1, 4): 45.25, (8, 1): 57.75}
-"""The same for Flash-Next in fp32. Eighteen of them are those of the residual streams, and most others the experts."""
+EXPERTS_KERNELS = {(1, 1): 19.75, (1, 4): 19.75, (8, 1): 23.5}
+"""The same for a mixture of experts, whose MLP has 11 of them."""
+
+FLASH_NEXT_KERNELS = {(1, 1): 34.25, (1, 4): 34.25, (8, 1): 46.75}
+"""The same for Flash-Next in fp32. Eighteen of them are those of the residual streams."""
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +39,16 @@ def test_a_layer_launches_no_more_kernels(models: dict[int, Path], shape: tuple[
         own, stock = (layer_cost(steps, models, *shape) for steps in (OwnSteps, StockSteps))
     assert own.kernels <= MOST_KERNELS[shape], own.names
     assert stock.kernels == 24.75, stock.names
+
+
+@pytest.mark.parametrize("shape", EXPERTS_KERNELS)
+def test_a_mixture_of_experts(tmp_path: Path, shape: tuple[int, int]) -> None:
+    """A layer with experts launches about half of the kernels of stock mlx-lm."""
+    paths = write_models(tmp_path, moe=True)
+    with counted_kernels():
+        own, stock = (layer_cost(steps, paths, *shape) for steps in (OwnSteps, StockSteps))
+    assert own.kernels <= EXPERTS_KERNELS[shape], own.names
+    assert stock.kernels == 43.75, stock.names
 
 
 @pytest.mark.parametrize("shape", FLASH_NEXT_KERNELS)

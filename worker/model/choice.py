@@ -52,7 +52,7 @@ def choose_variants(
     choice = KernelChoice(kernels)
     if device.variant == "cuda" and kernels is not Kernels.mlx:
         split_rows = FEW_ROWS
-        packer = Packer(dtype, kv_format)
+        packer = Packer(dtype, kv_format, exact=exact)
         if packer.works and modules.slices == 1:
             _pack(modules, packer)
     elif device.variant == "joined" and not exact:

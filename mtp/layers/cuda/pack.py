@@ -21,8 +21,9 @@ from mtp.layers.cuda.packed_linear import (
     unpack,
 )
 from mtp.layers.cuda.row_attention import SLOTS, RowArrays, attend_rows, prepare_rows
+from mtp.layers.experts import join_experts
 from mtp.layers.gated_delta import window_constants
-from mtp.layers.layer import KVFormat, Layer, Mixer, report_fallback
+from mtp.layers.layer import KVFormat, Layer, Mixer, PlainMLP, report_fallback
 from mtp.layers.prepare_rows import constants_of
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape, Recurrence, WindowMixer
@@ -31,9 +32,9 @@ from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape, Recurrence, Wind
 class Packer:
     """The parts of a stage that the kernels compute. A part whose kernel fails to compile stays as it is."""
 
-    def __init__(self, dtype: mx.Dtype, kv_format: KVFormat) -> None:
-        self._dtype = dtype
-        self._kv_format = kv_format
+    def __init__(self, dtype: mx.Dtype, kv_format: KVFormat, *, exact: bool = False) -> None:
+        """Pack for activations of `dtype`. Exact mode has products of its own for experts."""
+        self._dtype, self._kv_format, self._exact = dtype, kv_format, exact
         self._trials: dict[str, bool] = {}
 
     @property
@@ -46,6 +47,8 @@ class Packer:
     def layer(self, layer: ReferenceLayer) -> Layer:
         """Return `layer` packed, or itself where no kernel computes it."""
         module: Any = layer.module
+        if not self._exact:
+            module.mlp = join_experts(module.mlp)
         mlp = pack_mlp(module.mlp)
         packed: Layer | None = None
         if module.is_linear and can_pack_gdn(module.linear_attn, self._dtype):
@@ -60,8 +63,8 @@ class Packer:
             and self._tries("row_attention", lambda: _try_attention(module.self_attn, self._dtype))
         ):
             packed = PackedAttentionLayer(module, mlp)
-        if packed is None and mlp is not None:
-            layer.mlp = mlp
+        if packed is None:
+            layer.mlp = mlp or PlainMLP(module.mlp)
         mx.clear_cache()
         return packed or layer
 

@@ -9,7 +9,8 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mtp.layers import gated_delta, prepare_rows
-from mtp.layers.layer import KernelTrial, Layer, Mixer
+from mtp.layers.experts import join_experts
+from mtp.layers.layer import KernelTrial, Layer, Mixer, PlainMLP
 from mtp.layers.linear import Format, JoinedLinear
 from mtp.layers.metal.attention import (
     JoinedAttentionLayer,
@@ -45,12 +46,13 @@ class MetalJoiner:
     def layer(self, layer: ReferenceLayer) -> Layer:
         """Return `layer` joined where its weights have one format, or itself."""
         module: Any = layer.module
+        module.mlp = join_experts(module.mlp)
         mlp = JoinedMLP.of(module.mlp)
         replaced = (
             self._gdn(layer, mlp) if isinstance(layer, GDNLayer) else self._attention(module, mlp)
         )
-        if replaced is None and mlp is not None:
-            layer.mlp = mlp
+        if replaced is None:
+            layer.mlp = mlp or PlainMLP(module.mlp)
         return replaced or layer
 
     def _gdn(self, layer: GDNLayer, mlp: JoinedMLP | None) -> Layer | None:

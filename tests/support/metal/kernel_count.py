@@ -133,12 +133,13 @@ class OwnSteps:
         return [x, *(array for sequence in self.sequences for array in sequence.arrays())]
 
 
-def write_models(folder: Path) -> dict[int, Path]:
+def write_models(folder: Path, *, moe: bool = False) -> dict[int, Path]:
     """Write two models of 4 bits, by their number of layers, whose heads are those that kernels need."""
     with patch.multiple(checkpoints, GDN_DIM=128, HEAD_DIM=256):
         return {
             layers: checkpoints.write_checkpoint(
                 folder / str(layers),
+                moe=moe,
                 layers=layers,
                 layout="mlx",
                 quantize=4,

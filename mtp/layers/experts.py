@@ -1,0 +1,96 @@
+"""Mixtures of experts in fewer operations than mlx-lm's modules: joined products, and fused element-wise operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mtp.layers.linear import JoinedLinear, pad_outputs
+
+SORTED_FROM = 64
+"""Pairs of a row and an expert that are computed expert by expert, as mlx-lm does. Fewer are not worth the sorting."""
+
+
+class JoinedExperts(nn.Module):
+    """The experts of a layer, whose gate and up projections are one. The router and the shared gate are one, too."""
+
+    def __init__(self, block: Any, products: Sequence[JoinedLinear]) -> None:
+        """Take the sizes of mlx-lm's `block`.
+
+        `products` are the router's, gate and up of the experts, their down, and gate, up and down of the shared one.
+        """
+        super().__init__()
+        self._count, self._chosen = block.num_experts, block.top_k
+        self._router, self._gate_up, self._down, self._shared_gate_up, self._shared_down = products
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return the sum of the chosen experts and the shared one for `x [rows, hidden]`."""
+        routed = self._router(x)
+        logits = routed[:, : self._count]
+        chosen = mx.argpartition(logits, kth=-self._chosen, axis=-1)[:, -self._chosen :]
+        # The softmax of the chosen logits is that of all logits, over its sum for the chosen ones.
+        shares = mx.softmax(mx.take_along_axis(logits, chosen, axis=-1), axis=-1, precise=True)
+        outputs = self._outputs(x, chosen)
+        shared = self._shared_down(_halves_gated(self._shared_gate_up(x)))
+        gate = routed[:, self._count : self._count + 1]
+        return _added((shares[:, None] @ outputs)[:, 0], shared, gate)
+
+    def _outputs(self, x: mx.array, chosen: mx.array) -> mx.array:
+        """Return the outputs `[rows, k, hidden]` of the experts `chosen [rows, k]`."""
+        if chosen.size < SORTED_FROM:
+            rows, pairs = _places(*chosen.shape)
+            both = self._gate_up.gather(x[:, None], chosen, rows)
+            return self._down.gather(_halves_gated(both), chosen, pairs).squeeze(-2)
+        experts = chosen.flatten()
+        order = mx.argsort(experts)
+        rows, experts = x[order // self._chosen][:, None], experts[order]
+        found = self._down.gather(
+            _halves_gated(self._gate_up.gather(rows, experts, None)), experts, None
+        )
+        return found[mx.argsort(order)].reshape(*chosen.shape, -1)
+
+
+@lru_cache(maxsize=SORTED_FROM)
+def _places(rows: int, chosen: int) -> tuple[mx.array, mx.array]:
+    """Return the row of each of `chosen` experts a row, and the number of each pair. MLX would compute them."""
+    pairs = np.arange(rows * chosen, dtype=np.uint32).reshape(rows, chosen)
+    return mx.array(pairs // chosen), mx.array(pairs)
+
+
+def _halves_gated(both: mx.array) -> mx.array:
+    """Return the gated product of gate and up, the halves of `both`."""
+    return _gated(*mx.split(both, 2, axis=-1))
+
+
+def join_experts(block: Any) -> Any:
+    """Return mlx-lm's `SparseMoeBlock` joined. Other modules, and one with several formats, stay as they are."""
+    if "switch_mlp" not in block or not block.norm_topk_prob:
+        return block
+    experts, shared = block.switch_mlp, block.shared_expert
+    parts = [
+        [block.gate, block.shared_expert_gate],
+        [experts.gate_proj, experts.up_proj],
+        [experts.down_proj],
+        [shared.gate_proj, shared.up_proj],
+        [shared.down_proj],
+    ]
+    if not all(map(JoinedLinear.fits, parts)):
+        return block
+    pad_outputs(block.shared_expert_gate, block.num_experts)
+    joined = [product for part in parts if (product := JoinedLinear.of(part))]
+    return JoinedExperts(block, joined)
+
+
+@partial(mx.compile, shapeless=True)
+def _gated(gate: mx.array, up: mx.array) -> mx.array:
+    return gate * mx.sigmoid(gate) * up
+
+
+@partial(mx.compile, shapeless=True)
+def _added(experts: mx.array, shared: mx.array, gate: mx.array) -> mx.array:
+    return experts + mx.sigmoid(gate) * shared

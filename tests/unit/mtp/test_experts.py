@@ -1,0 +1,56 @@
+"""Experts in joined products compute what mlx-lm's modules compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.qwen3_5 import SparseMoeBlock, TextModelArgs
+
+from mtp.layers.experts import JoinedExperts, join_experts
+
+
+def block_of(bits: int | None, dtype: mx.Dtype = mx.float32) -> Any:
+    """Return the same random experts for each call."""
+    sizes: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+    args: Any = TextModelArgs(
+        model_type="qwen3_5_moe_text", hidden_size=128, shared_expert_intermediate_size=64, **sizes
+    )
+    args.norm_topk_prob = True
+    mx.random.seed(1)
+    block = SparseMoeBlock(args)
+    block.set_dtype(dtype)
+    if bits is not None:
+        nn.quantize(block, 64, bits)
+    mx.eval(block.parameters())
+    return block
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("rows", [1, 3, 8, 40])
+def test_the_outputs_are_those_of_mlx_lm(bits: int | None, rows: int) -> None:
+    """A few rows and a prompt have the same outputs, and those of a row do not depend on the others."""
+    x = mx.random.normal((rows, 128), key=mx.random.key(2))
+    stock, joined = block_of(bits), join_experts(block_of(bits))
+    assert isinstance(joined, JoinedExperts)
+    found = joined(x)
+    assert mx.allclose(found, stock(x), rtol=0.0, atol=1e-6)
+    assert mx.array_equal(found, mx.concatenate([joined(x[i : i + 1]) for i in range(rows)]))
+
+
+def test_experts_of_several_formats_stay() -> None:
+    """A conversion may store gate and up differently. Then mlx-lm's modules compute, and lose no weights."""
+    block = block_of(4)
+    plain = block_of(None)
+    block.switch_mlp.up_proj = plain.switch_mlp.up_proj
+    assert join_experts(block) is block
+    assert "weight" in block.gate
+    assert block(mx.ones((2, 128))).shape == (2, 128)
+
+
+def test_a_dense_mlp_stays() -> None:
+    """A module without experts is returned."""
+    mlp = block_of(None).shared_expert
+    assert join_experts(mlp) is mlp
