@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,6 @@ class Count:
     tokens: int = 0
     answers_with_other_tokens: int = 0
     answers_with_other_logprobs: int = 0
-    first_places: list[int] = field(default_factory=list)
 
     def compare(self, found: Answered, expected: Answered) -> None:
         """Count one answer."""
@@ -66,8 +64,6 @@ class Count:
         self.tokens += len(found.tokens)
         if found.tokens != expected.tokens:
             self.answers_with_other_tokens += 1
-            pairs = zip(found.tokens, expected.tokens, strict=False)
-            self.first_places.append(next((i for i, (a, b) in enumerate(pairs) if a != b), -1))
         elif found.logprobs != expected.logprobs:
             self.answers_with_other_logprobs += 1
             entries = zip(found.logprobs, expected.logprobs, strict=True)
@@ -137,8 +133,8 @@ async def answers_together(
 
 async def measure(
     path: Path, prompts: Sequence[Sequence[int]], options: argparse.Namespace
-) -> dict[str, Any]:
-    """Return what was compared and what differed, by --mtp."""
+) -> None:
+    """Print what was compared and what differed, by --mtp."""
     rng = random.Random(options.seed)
     checkpoint = Checkpoint.open(path)
     common: dict[str, Any] = {"exact": options.exact}
@@ -156,7 +152,6 @@ async def measure(
     async with local_generator(checkpoint, mtp=MtpMode(0), prefix_cache=False, **common) as loop:
         expected = await answers_alone(loop, requests, rng)
     print(f"{len(requests)} answers alone: {time.perf_counter() - started:.0f} s", flush=True)
-    rows: dict[str, Any] = {}
     for mode, stages in itertools.product(options.modes, options.stages):
         started, total = time.perf_counter(), Count()
         order = rng.sample(range(len(requests)), len(requests))
@@ -169,13 +164,11 @@ async def measure(
             recoveries, matched = loop.recoveries, loop.status().ngram_accepted
         for i, one in zip(order, found, strict=True):
             total.compare(one, expected[i])
-        rows[f"{mode}, {stages}"] = vars(total) | {"recoveries": recoveries, "matched": matched}
         print(
             f"| {mode} | {stages} | {matched} | {total.answers} | {total.tokens} | {total.answers_with_other_tokens} | "
             f"{total.answers_with_other_logprobs} | {recoveries} | {time.perf_counter() - started:.0f} s |",
             flush=True,
         )
-    return rows
 
 
 def model_of(options: argparse.Namespace, folder: Path) -> tuple[Path, list[list[int]]]:
@@ -196,7 +189,7 @@ def model_of(options: argparse.Namespace, folder: Path) -> tuple[Path, list[list
 
 
 def main() -> None:
-    """Print the table, and the facts as JSON with --out."""
+    """Print the table."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", default=BUILTIN, choices=[BUILTIN, *SHAPES])
     parser.add_argument("--quantize", type=int, choices=[4, 8], help="bits of the weights")
@@ -211,7 +204,6 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[1])
     parser.add_argument("--ngrams", action="store_true", help="draft from every match of the text")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     print(
         f"{about()}; {options.model} {options.quantize or ''} {options.dtype or ''} exact={options.exact}"
@@ -223,9 +215,7 @@ def main() -> None:
     print("| --- " * 9 + "|")
     with tempfile.TemporaryDirectory() as folder:
         path, prompts = model_of(options, Path(folder))
-        rows = asyncio.run(measure(path, prompts, options))
-    if options.out:
-        options.out.write_text(json.dumps(rows))
+        asyncio.run(measure(path, prompts, options))
 
 
 if __name__ == "__main__":

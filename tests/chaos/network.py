@@ -31,8 +31,6 @@ class Network:
 
     def __init__(self, count: int, relay: subprocess.Popen[str], token: str, subnet: str) -> None:
         self.own = count
-        self.netem = False
-        """True once `tc netem` has impaired packets. The relay did all of it otherwise."""
         self._relay = relay
         self._token, self._subnet = token, subnet
         self._links: dict[tuple[int, int], Impairment] = {}
@@ -98,7 +96,6 @@ class Network:
         except (subprocess.CalledProcessError, FileNotFoundError):
             return False
         self._disciplines.add(machine)
-        self.netem = True
         return True
 
 

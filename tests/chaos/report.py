@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from tests.chaos.load import Outcome
 from tests.chaos.pauses import PARTS, Episode, spread
@@ -17,7 +16,6 @@ from tests.support.processes.resource_use import ResourceUse, grown
 class Report:
     """The result of a run. `resource_use` samples the coordinator and the one worker that was never ended."""
 
-    seed: int
     seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
     not_back: list[str] = field(default_factory=list)
@@ -33,8 +31,6 @@ class Report:
     """Tracebacks and aborts in the logs of all processes."""
     pieces: Counter[int] = field(default_factory=Counter)
     """Pieces of the answers by the number of workers of the plan."""
-    netem: bool = False
-    """True if the kernel's netem impaired packets."""
     resource_use: dict[str, list[ResourceUse]] = field(default_factory=dict)
 
     @property
@@ -86,19 +82,3 @@ class Report:
 
     def __str__(self) -> str:
         return "\n".join(f"{name:46} {value}" for name, value in self.rows())
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the whole report as plain JSON values."""
-        outcome = {k: v for k, v in vars(self.outcome).items() if k != "answers"}
-        return {
-            **vars(self),
-            "faults": dict(self.faults),
-            "pieces": dict(self.pieces),
-            "outcome": outcome,
-            "episodes": [asdict(episode) for episode in self.episodes],
-            "replans": [asdict(episode) for episode in self.replans],
-            "resource_use": {
-                name: [asdict(v) for v in found] for name, found in self.resource_use.items()
-            },
-            "pauses": [answer.pause for answer in self.outcome.answers],
-        }

@@ -1,7 +1,7 @@
 """Random faults under load: processes, networks and machines fail while clients compare answers.
 
 A run first asks every question without faults. It then repeats the questions while faults come in a seeded order, and
-compares the answers. `python -m tests.chaos.run --faults 200 --seed 1 --out chaos.json` starts a long run. With
+compares the answers. `python -m tests.chaos.run --faults 200 --seed 1` starts a long run. With
 `--workers 1 --serve mtp=off` every plan is one stage that runs ahead of the coordinator. `--kinds network` and
 `--kinds host` choose other faults.
 """
@@ -9,7 +9,6 @@ compares the answers. `python -m tests.chaos.run --faults 200 --seed 1 --out cha
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import tempfile
@@ -112,13 +111,11 @@ def coordinating(
 
 
 class Run:
-    """One run. The same seed injects the same faults into the same workers in the same order."""
+    """One run: its processes, its faults and its report."""
 
-    def __init__(
-        self, folder: Path, team: Team, coordinator: Coordinator, faults: Faults, seed: int
-    ) -> None:
+    def __init__(self, folder: Path, team: Team, coordinator: Coordinator, faults: Faults) -> None:
         self.folder, self.team, self.coordinator, self.faults = folder, team, coordinator, faults
-        self.report = Report(seed)
+        self.report = Report()
         self.injected: list[Injected] = []
 
     def status(self) -> dict[str, Any]:
@@ -248,15 +245,14 @@ def run(
 ) -> Report:
     """Inject `faults` faults of these kinds, one at a time and `pace` seconds apart, under load. Return the report.
 
-    `options` are those of `mtp-coord serve`.
+    Equal seeds give the same faults in the same order. `options` are those of `mtp-coord serve`.
     """
     started = time.monotonic()
     timeout = FAILURE_TIMEOUT if {*kinds} <= {*KINDS} else PATIENT_TIMEOUT
     seconds = (timeout + LONGER_SECONDS[0], timeout + LONGER_SECONDS[1])
     due = schedule(seed, faults, workers, seconds, kinds)
     with surroundings(folder, workers, kinds, seed) as around:
-        report = _run_in(around, folder, model, due, seed, pace, verbose, options, timeout)
-        report.netem = around.network is not None and around.network.netem
+        report = _run_in(around, folder, model, due, pace, verbose, options, timeout)
     report.crashes = crashes_of(folder)
     report.seconds = time.monotonic() - started
     return report
@@ -267,7 +263,6 @@ def _run_in(
     folder: Path,
     model: str,
     due: Sequence[Fault],
-    seed: int,
     pace: float,
     verbose: bool,
     options: Sequence[str],
@@ -288,7 +283,7 @@ def _run_in(
             network=around.network,
             hosts=around.hosts,
         )
-        doing = Run(folder, team, coordinator, faults, seed)
+        doing = Run(folder, team, coordinator, faults)
         with clients(coordinator.url, name, wanted, CLIENTS) as asking:
             doing.go(due, pace, asking, verbose=verbose)
         return doing.complete_report(asking)
@@ -324,7 +319,6 @@ def main() -> None:
     parser.add_argument("--serve", default="", help="options of serve, such as mtp=off")
     parser.add_argument("--kinds", default="process", help="process, network, host, or kinds")
     parser.add_argument("--workers", type=int, help="4; under faults of networks and hosts 3")
-    parser.add_argument("--out", type=Path, help="write the whole report to this file, as JSON")
     parser.add_argument("--logs", type=Path, help="an empty folder for the logs of all processes")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: ENDED.set())
@@ -355,8 +349,6 @@ def main() -> None:
     )
     for line in report.outcome.wrong[:5]:
         print("  wrong:", line)
-    if given.out:
-        given.out.write_text(json.dumps(report.as_json(), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -61,23 +61,14 @@ QUESTIONS = tuple(
 )
 """Greedy and sampled questions whose prompts have about 150 to 1,500 tokens."""
 
-ASKED_AGAIN = 12
-"""Answers of a storm with fresh prompts that are compared with a second answer after it."""
-
 
 @dataclass
 class Load:
-    """Clients that repeat the questions until `stop`, and everything that they received.
-
-    With `fresh` each prompt begins with a line of its own, so no prompt repeats.
-    """
+    """Clients that repeat the questions until `stop`, and everything that they received."""
 
     url: str
     model: str
     wanted: dict[Question, Answer]
-    fresh: bool = False
-    asked: list[tuple[Question, Answer]] = field(default_factory=list)
-    """Fresh questions with their finished answers."""
     answers: list[Answer] = field(default_factory=list)
     finished: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -90,9 +81,6 @@ class Load:
         chance = random.Random(number)
         while not self._stop.is_set():
             question, answer = chance.choice(QUESTIONS), Answer()
-            if self.fresh:
-                line = f"# {self.started} {number} {chance.random()}\n"
-                question = replace(question, prompt=line + question.prompt)
             self.answers.append(answer)
             try:
                 ask(self.url, self.model, question, answer)
@@ -102,19 +90,9 @@ class Load:
                 self._stop.wait(1.0)
                 continue
             self.finished += 1
-            if self.fresh:
-                self.asked.append((question, answer))
-            elif wanted := self.wanted.get(question):
-                self._compare(answer, wanted)
-
-    def _compare(self, answer: Answer, wanted: Answer) -> None:
-        if (answer.text, answer.tokens) != (wanted.text, wanted.tokens):
-            self.wrong.append(f"{answer.text!r} instead of {wanted.text!r}")
-
-    def ask_again(self) -> None:
-        """Ask the last ASKED_AGAIN fresh questions once more, undisturbed, and compare the answers."""
-        for question, answer in self.asked[-ASKED_AGAIN:]:
-            self._compare(answer, ask(self.url, self.model, question))
+            wanted = self.wanted[question]
+            if (answer.text, answer.tokens) != (wanted.text, wanted.tokens):
+                self.wrong.append(f"{answer.text!r} instead of {wanted.text!r}")
 
     def stop(self) -> None:
         """Ask the clients to end after their present answers."""
@@ -147,11 +125,9 @@ class Load:
 
 
 @contextmanager
-def loading(
-    url: str, model: str, wanted: dict[Question, Answer], count: int, *, fresh: bool
-) -> Iterator[Load]:
+def loading(url: str, model: str, wanted: dict[Question, Answer], count: int) -> Iterator[Load]:
     """Run `count` clients while the block runs. Their last answers have ended when it exits."""
-    load = Load(url, model, wanted, fresh, started=time.time())
+    load = Load(url, model, wanted, started=time.time())
     threads = [threading.Thread(target=load.run, args=(i,), daemon=True) for i in range(count)]
     for thread in threads:
         thread.start()
@@ -243,7 +219,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=WORKERS)
     parser.add_argument("--clients", type=int, default=CLIENTS)
-    parser.add_argument("--fresh", action="store_true", help="no prompt repeats")
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--parallel", default="pipeline", help="that of mtp-coord serve")
     parser.add_argument("--logs", type=Path, help="an empty folder for the logs of all processes")
@@ -260,14 +235,13 @@ def main() -> None:
         with ThreadPoolExecutor(given.clients) as pool:
             found = pool.map(lambda question: ask(coordinator.url, name, question), QUESTIONS)
             wanted = dict(zip(QUESTIONS, found, strict=True))
-        with loading(coordinator.url, name, wanted, given.clients, fresh=given.fresh) as calm:
+        with loading(coordinator.url, name, wanted, given.clients) as calm:
             time.sleep(given.calm)
         faults = Faults(team, given.model, coordinator.pid)
         kinds = GROUP_KINDS if groups else KINDS
         storm = Storm(faults, coordinator.url, given.seed, given.every, given.workers, kinds)
-        with loading(coordinator.url, name, wanted, given.clients, fresh=given.fresh) as load:
+        with loading(coordinator.url, name, wanted, given.clients) as load:
             storm.run(given.seconds)
-        load.ask_again()
         records = coordinator.records()
     plans = sum(record.get("message") == SERVING for record in records)
     print(f"faults {sum(storm.counts.values())}, plans {plans}: {dict(storm.counts)}")

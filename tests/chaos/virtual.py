@@ -1,4 +1,4 @@
-"""Thousands of faults in virtual time, under the real loop, scheduler, frames and engines with the built-in model.
+"""Thousands of faults in virtual time, under the real loop, scheduler, frames and engines with a text by formula.
 
 Clients repeat questions while plans fail, change and are restored, and coordinators end and begin again. Every token
 and log-probability is compared with the undisturbed answer. `python -m tests.chaos.virtual --faults 10000` starts a
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import json
 import logging
 import random
 import sys
@@ -18,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 from coordinator.depth.controller import Controller, MtpMode
@@ -38,7 +35,7 @@ from proto.errors import StaleEpochError, WorkerLostError
 from proto.frame import Evict
 from proto.params import SamplingParams
 from tests.chaos.engine_plan import EnginePlan
-from tests.chaos.virtual_models import CAPACITY, CUTS, BuiltinModel, FormulaModel, Model
+from tests.chaos.virtual_models import CAPACITY, CUTS, FormulaModel
 from tests.support.protocol.simulation import run_virtually
 from tests.support.stages.formula_stages import formula_copies
 
@@ -122,7 +119,7 @@ class Result:
 class Plans:
     """The source of plans. Each has other cuts and a new epoch."""
 
-    def __init__(self, model: Model, chance: random.Random) -> None:
+    def __init__(self, model: FormulaModel, chance: random.Random) -> None:
         self.model, self.chance = model, chance
         self.epoch = 0
         self.fruitless = 0
@@ -157,7 +154,7 @@ class Plans:
 class Study:
     """Clients, faults and coordinators of one run."""
 
-    def __init__(self, model: Model, seed: int) -> None:
+    def __init__(self, model: FormulaModel, seed: int) -> None:
         self.chance = random.Random(seed)
         self.plans = Plans(model, self.chance)
         self.result = Result()
@@ -358,26 +355,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--model", choices=("formula", "builtin"), default="formula")
-    parser.add_argument("--out", type=Path, help="write the counts to this file, as JSON")
     given = parser.parse_args()
     logging.disable(logging.WARNING)
     began = time.monotonic()
 
     async def study() -> Result:
         """Run the study inside the loop of virtual time."""
-        model = BuiltinModel() if given.model == "builtin" else FormulaModel()
-        return await Study(model, given.seed).run(given.faults)
+        return await Study(FormulaModel(), given.seed).run(given.faults)
 
-    with formula_copies() if given.model == "formula" else contextlib.nullcontext():
+    with formula_copies():
         result = run_virtually(study())
     minutes = (time.monotonic() - began) / 60
     print(f"{sum(result.faults.values())} faults in {minutes:.1f} minutes: {dict(result.faults)}")
     print(f"{dict(result.counts)}; longest silence {result.longest:.1f} virtual seconds")
     print(*result.wrong[:5], sep="\n")
-    if given.out:
-        found = {"faults": result.faults, "counts": result.counts, "wrong": result.wrong[:20]}
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
     sys.exit(bool(result.wrong))
 
 

@@ -16,7 +16,6 @@ from mtp.sampling.choice import accepted_length
 from proto.backup import LayerState
 from proto.errors import ProtocolError
 from proto.frame import Admit, BackUp, Outcome, RestoreBackup, Segment, TokenLogprob
-from proto.span import Span
 from tests.support.stages.fake_last_stage import VOCAB, target
 from tests.support.stages.token_stages import (
     Chooser,
@@ -33,13 +32,6 @@ from worker.engine.stage_engine import Budget, StageEngine
 
 RIGHT, OUT_OF = 3, 5
 """Drafts for the first RIGHT of every OUT_OF positions are the target's own."""
-
-
-class FormulaStage(TokenStage):
-    """A token stage whose two layers stand for all layers of `span`."""
-
-    def __init__(self, span: Span) -> None:
-        super().__init__(span=span)
 
 
 @dataclass
@@ -132,9 +124,9 @@ class TokenBackups(StageBackups):
 
 
 def formula_engine(
-    stage: FormulaStage, epoch: int, *, first: bool, last: bool, budget: Budget
+    stage: TokenStage, epoch: int, *, first: bool, last: bool, budget: Budget
 ) -> StageEngine:
-    """Return the engine of a stage in a new plan."""
+    """Return the engine of a stage in a new plan. The two layers of the stage stand for all layers of its span."""
     verifier = FormulaVerifier(Chooser()) if last else None
     engine = StageEngine(stage, epoch=epoch, first=first, verifier=verifier, budget=budget)
     engine.backups = TokenBackups(stage.modules.span, stage.modules.config)
