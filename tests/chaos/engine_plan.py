@@ -14,16 +14,14 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from coordinator.pipeline.prefix_search import FoundPrefix, Move
 from coordinator.planning.capacity import Capacity
-from coordinator.status.frame_records import ProcessTrace
 from mtp.device import FrameLimits
-from proto import cluster_pb2 as pb
 from proto.backup import LayerState, ReceivedStates, by_layer
 from proto.control import Rollback
 from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError
 from proto.frame import Frame, decode, encode
 from proto.frame_stamps import StampRing
+from tests.support.protocol.simulation import PipelineWithoutWorkers
 from worker.engine.backup import ReceivedBackup
 from worker.engine.stage_engine import StageEngine, relayed_tokens
 
@@ -37,7 +35,7 @@ FAILURE_TIMEOUT = 2.0
 """Virtual seconds. Time until silence counts as the loss of a worker."""
 
 
-class EnginePlan:
+class EnginePlan(PipelineWithoutWorkers):
     """The implementation of `coordinator.pipeline.pipeline.Pipeline` over engines of this process."""
 
     def __init__(
@@ -204,16 +202,6 @@ class EnginePlan:
         assert len(lengths) == 1, f"the backups of a sequence have {lengths} tokens"
         return ReceivedStates(lengths.pop(), states, self._clock.time() - began)
 
-    async def find_prefix(self, tokens: Sequence[int]) -> FoundPrefix:
-        """Return nothing: no stage has a disk."""
-        return FoundPrefix()
-
-    async def move_blocks(self, tokens: Sequence[int], moves: Sequence[Move]) -> None:
-        """Do nothing."""
-
-    async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
-        """Do nothing."""
-
     async def write_backup(
         self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
     ) -> None:
@@ -289,14 +277,7 @@ class EnginePlan:
                 raise AssertionError(f"a frame of an older plan ran in epoch {engine.epoch}")
             assert (engine.frames_done, engine.report_state()) == before
 
-    # ---- the rest of Pipeline
-
-    def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
-        """Do nothing: no worker process takes part."""
-
-    async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
-        """Return no traces: the times are virtual."""
-        return []
+    # ---- the end
 
     async def close(self) -> None:
         """End the plan."""

@@ -165,12 +165,8 @@ def test_another_protocol_version_is_refused(worker: str) -> None:
         return stub.Describe(pb.DescribeRequest(protocol_version=VERSION + 1), timeout=10)
 
     def signals(channel: grpc.Channel) -> object:
-        me = pb.Coordinator(id="test", name="a test")
-        hello = pb.Signal(
-            hello=pb.Hello(coordinator=me, protocol_version=VERSION, status_interval_ms=100)
-        )
-        hello.hello.protocol_version = VERSION + 1
-        return list(pb_grpc.WorkerStub(channel).Signals(iter([hello]), timeout=10))
+        hello = pb.Hello(coordinator=ME, protocol_version=VERSION + 1, status_interval_ms=100)
+        return list(pb_grpc.WorkerStub(channel).Signals(iter([pb.Signal(hello=hello)]), timeout=10))
 
     for call in (describe, signals):
         code, details = status_of(call, worker)

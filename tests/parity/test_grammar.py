@@ -15,13 +15,13 @@ from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.calls import CallArguments, CallEnd, CallStart
 from coordinator.text.chat_parser import ChatParser, join_parts
-from coordinator.text.grammars import OutputFormat, call_grammar, compile_format, pack_vocabulary
+from coordinator.text.grammars import OutputFormat, call_grammar
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from mtp.head import drafter
-from mtp.sampling.grammar import tokenizer_of
 from proto.params import SamplingParams
 from tests.support.stages.local_run import Answered, run
+from tests.unit.mtp.test_grammar import compiled, vocabulary
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -55,17 +55,6 @@ PROMPTS = ("Describe the file as JSON:\n", "import os\n\n\ndef main():\n    ")
 def tokenizer() -> Tokenizer:
     """Return the built-in model's tokenizer, with its end tokens."""
     return Tokenizer.load(checkpoint_dir(), (4089,))
-
-
-@cache
-def vocabulary() -> bytes:
-    """Return the packed vocabulary of the built-in model."""
-    return pack_vocabulary(tokenizer())
-
-
-def compiled(output: OutputFormat) -> bytes:
-    """Return the grammar of a format."""
-    return compile_format(output, tokenizer_of(vocabulary()))
 
 
 def formats() -> list[OutputFormat]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 import pytest
@@ -12,7 +12,7 @@ from mtp.layers.metal.gdn import gated_delta_window
 from mtp.layers.metal.products import add_norm
 from mtp.layers.prepare_rows import AttentionShape
 from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape, WindowKernel
-from tests.support.metal.metal_path import metal_path
+from tests.parity.test_metal_path import a_mac as a_mac
 from tests.support.metal.runner import reason_not_to_run
 from tests.support.stages import reference_kernels
 
@@ -26,13 +26,6 @@ TOLERANCE = {mx.bfloat16: 1e-2, mx.float16: 2e-3, mx.float32: 1e-5}
 """Difference from the reference over the largest value. Outputs are rounded to the type, states are fp32."""
 
 Arrays = tuple[mx.array, ...]
-
-
-@pytest.fixture(autouse=True)
-def a_mac() -> Iterator[None]:
-    """Run what a Mac would."""
-    with metal_path():
-        yield
 
 
 class Case:

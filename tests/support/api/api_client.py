@@ -154,10 +154,7 @@ class DisconnectingClient:
     `received` is everything sent so far, `writes` the same by write.
     """
 
-    def __init__(
-        self, api: ApiClient, path: str, body: dict[str, Any], seconds_to_read: float = 0.0
-    ) -> None:
-        self.seconds_to_read = seconds_to_read
+    def __init__(self, api: ApiClient, path: str, body: dict[str, Any]) -> None:
         self.received = bytearray()
         self.writes: list[bytes] = []
         self.status: int | None = None
@@ -187,7 +184,7 @@ class DisconnectingClient:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:
-        await asyncio.sleep(self.seconds_to_read)
+        await asyncio.sleep(0)
         if message["type"] == "http.response.start":
             self.status = message["status"]
         self.received += message.get("body", b"")

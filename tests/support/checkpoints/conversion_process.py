@@ -1,4 +1,4 @@
-"""A conversion in its own process, which a test can kill, limit or measure.
+"""A conversion in its own process, which a test can kill or measure.
 
 `python -m tests.support.checkpoints.conversion_process SOURCE OUT BITS SHARD_BYTES FILES` prints one JSON object:
 `peak`, the maximum growth of memory in bytes. If FILES is not 0, the process stops after it has written FILES whole
@@ -12,7 +12,6 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -42,16 +41,14 @@ def start(
     bits: int = 0,
     shard_bytes: int = 2**31,
     files: int = 0,
-    limit: Callable[[], None] | None = None,
 ) -> subprocess.Popen[str]:
-    """Start a conversion. `bits` 0 leaves the weights unquantized. `limit` runs in the child before the conversion."""
+    """Start a conversion. `bits` 0 leaves the weights unquantized."""
     arguments = [str(source), str(out), str(bits), str(shard_bytes), str(files)]
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.checkpoints.conversion_process", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=limit,
     )
 
 

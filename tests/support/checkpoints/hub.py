@@ -99,9 +99,9 @@ class Hub:
         """Root of the server."""
         return f"http://127.0.0.1:{self._server.server_port}"
 
-    def add(self, name: str, path: Path, gate: str | None = None) -> None:
+    def add(self, name: str, path: Path) -> None:
         """Serve the directory `path` as the repo `name`."""
-        self.repos[name] = Repo(path, gate)
+        self.repos[name] = Repo(path)
 
     @property
     def weights_sent(self) -> int:
@@ -118,19 +118,16 @@ class Hub:
                 self._etags[key] = hashlib.file_digest(stream, kind).hexdigest()
         return self._etags[key]
 
-    def environment(self, home: Path, token: str | None = None) -> dict[str, str]:
+    def environment(self, home: Path) -> dict[str, str]:
         """Return the environment for a process that uses this hub and its own cache at `home`."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home),
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_OFFLINE": "0",
-            **({"HF_TOKEN": token} if token else {}),
         }
 
-    def install(
-        self, monkeypatch: pytest.MonkeyPatch, home: Path, token: str | None = None
-    ) -> None:
+    def install(self, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
         """Make this process use the hub. The library reads its environment once, when it is imported."""
         constants = "huggingface_hub.constants"
         monkeypatch.setattr(f"{constants}.ENDPOINT", self.url)
@@ -141,10 +138,7 @@ class Hub:
         monkeypatch.setattr(f"{constants}.HF_TOKEN_PATH", str(home / "token"))
         monkeypatch.setattr(f"{constants}.HF_HUB_OFFLINE", False)
         monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
-        if token is None:
-            monkeypatch.delenv("HF_TOKEN", raising=False)
-        else:
-            monkeypatch.setenv("HF_TOKEN", token)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
 
 
 class _Server(ThreadingHTTPServer):

@@ -33,13 +33,7 @@ TEMPLATE = """\
 """
 
 
-def write_tokenizer(
-    folder: Path,
-    *,
-    template: str | None = TEMPLATE,
-    special_markers: bool = False,
-    vision: bool = False,
-) -> Path:
+def write_tokenizer(folder: Path, *, template: str | None = TEMPLATE, vision: bool = False) -> Path:
     """Write tokenizer.json and its companion files into the existing `folder`. Return `folder`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -51,8 +45,7 @@ def write_tokenizer(
     )
     tokenizer.train_from_iterator(TEXT, trainer)
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in CONTROL])
-    markers = [AddedToken(t, special=special_markers, normalized=False) for t in MARKERS]
-    (tokenizer.add_special_tokens if special_markers else tokenizer.add_tokens)(markers)
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKERS])
     if vision:
         tokenizer.add_special_tokens([AddedToken(t, special=True) for t in VISION])
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -83,16 +83,14 @@ class InProcessCoordinator:
         """Run all requests concurrently. Return their records in order."""
         return list(await asyncio.gather(*map(self.answer, requests)))
 
-    async def until(
-        self, condition: Callable[[], bool], what: str, timeout: float = DEADLINE
-    ) -> float:
+    async def until(self, condition: Callable[[], bool], what: str) -> float:
         """Wait until `condition` is true. Return the seconds it took.
 
-        Raises AssertionError if the condition, described by `what`, is not true within `timeout`.
+        Raises AssertionError if the condition, described by `what`, is not true within DEADLINE.
         """
         started = time.monotonic()
         while not condition():
-            assert time.monotonic() < started + timeout, f"{what}: never. {self.view}"
+            assert time.monotonic() < started + DEADLINE, f"{what}: never. {self.view}"
             await asyncio.sleep(0.01)
         return time.monotonic() - started
 

@@ -186,17 +186,13 @@ def proxies(targets: list[Worker]) -> Iterator[list[Proxy]]:
     thread.start()
     made = [Proxy(target, loop) for target in targets]
 
-    def do(work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` on the proxies' loop and wait for it."""
-        asyncio.run_coroutine_threadsafe(work, loop).result(START_SECONDS)
-
     try:
         for proxy in made:
-            do(proxy.start())
+            proxy._do(proxy.start())
         yield made
     finally:
         for proxy in made:
-            do(proxy.stop())
+            proxy._do(proxy.stop())
         loop.call_soon_threadsafe(loop.stop)
         thread.join(START_SECONDS)
         loop.close()

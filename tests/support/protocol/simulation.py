@@ -105,8 +105,29 @@ class Timing:
         return self.stages * self.stage + (self.stages + 1) * self.hop
 
 
+class PipelineWithoutWorkers:
+    """The methods of `coordinator.pipeline.pipeline.Pipeline` that need worker processes, disks or real times."""
+
+    async def find_prefix(self, tokens: Sequence[int]) -> FoundPrefix:
+        """Return nothing: no stage has a disk."""
+        return FoundPrefix()
+
+    async def move_blocks(self, tokens: Sequence[int], moves: Sequence[Move]) -> None:
+        """Do nothing."""
+
+    async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
+        """Do nothing: no worker process takes part."""
+
+    async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
+        """Return no traces: the times are virtual."""
+        return []
+
+
 @dataclass
-class SimulatedPipeline:
+class SimulatedPipeline(PipelineWithoutWorkers):
     """The implementation of `coordinator.pipeline.pipeline.Pipeline` in virtual time."""
 
     timing: Timing
@@ -184,10 +205,6 @@ class SimulatedPipeline:
     def broadcast_cancel(self, seq_id: int) -> None:
         """Do nothing: stages that sleep have nothing to skip."""
 
-    async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
-        """Return no traces: the times are virtual."""
-        return []
-
     async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
         """Raise NotReadyError: the stages hold no state."""
         raise NotReadyError("a simulated pipeline makes no backups")
@@ -196,19 +213,6 @@ class SimulatedPipeline:
         self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
     ) -> None:
         """Do nothing: the stages hold no state."""
-
-    async def find_prefix(self, tokens: Sequence[int]) -> FoundPrefix:
-        """Return nothing: no stage has a disk."""
-        return FoundPrefix()
-
-    async def move_blocks(self, tokens: Sequence[int], moves: Sequence[Move]) -> None:
-        """Do nothing."""
-
-    async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
-        """Do nothing."""
-
-    def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
-        """Do nothing: no worker takes part."""
 
     def fail(self, error: ClusterError) -> None:
         """Make `receive_frame` raise `error`."""

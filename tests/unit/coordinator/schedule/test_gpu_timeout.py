@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from coordinator.depth.controller import Controller, MtpMode
 from coordinator.pipeline.pipeline import Pipeline
-from coordinator.schedule.loop import MAX_FAILURES, GenerationLoop, is_gpu_timeout
+from coordinator.schedule.loop import MAX_FAILURES, is_gpu_timeout
 from coordinator.schedule.prompts import SHORTEST_CHUNK, Limits
-from coordinator.schedule.request import Finished, GenerationRequest, generate
+from coordinator.schedule.request import Finished
 from coordinator.schedule.scheduler import Scheduler
 from proto.errors import WorkerLostError
 from tests.support.protocol.simulation import SimulatedPipeline, Timing, run_virtually
+from tests.unit.coordinator.schedule.test_loop import heard
 
 TIMEOUT = (
     "w1: RuntimeError: [METAL] Command buffer execution failed: Caused GPU Timeout Error "
@@ -66,23 +65,17 @@ class Watchdog:
         self.epoch += 1
 
 
-async def finish(source: Watchdog) -> Finished:
+def end_of(source: Watchdog) -> Finished:
     """Return the end of one request."""
-    loop = GenerationLoop(source, source.scheduler, asyncio.get_running_loop().time)
-    await loop.start()
-    try:
-        async for event in generate(loop, GenerationRequest((1, 2, 3), 4)):
-            if isinstance(event, Finished):
-                return event
-    finally:
-        await loop.close()
-    raise AssertionError("the answer has no end")
+    end = run_virtually(heard(source, source.scheduler))[-1]
+    assert isinstance(end, Finished)
+    return end
 
 
 def test_a_long_prompt_is_tried_with_shorter_chunks() -> None:
     """Chunks are halved until the GPU accepts them, and none of these plans counts as a failure of the request."""
     source = Watchdog(TIMEOUT, SHORTEST_CHUNK)
-    assert run_virtually(finish(source)).reason == "length"
+    assert end_of(source).reason == "length"
     assert source.scheduler.limits.longest_chunk == SHORTEST_CHUNK
     assert source.scheduler.limits.step_tokens == 2048 // 8
     assert source.epoch == 3
@@ -91,12 +84,12 @@ def test_a_long_prompt_is_tried_with_shorter_chunks() -> None:
 def test_a_gpu_that_never_accepts_ends_the_request() -> None:
     """After the shortest chunk, failed plans count, and the request ends with an error."""
     source = Watchdog(TIMEOUT, 0, most=3 + MAX_FAILURES)
-    assert run_virtually(finish(source)).reason == "error"
+    assert end_of(source).reason == "error"
     assert source.scheduler.limits.longest_chunk == SHORTEST_CHUNK
 
 
 def test_other_failures_keep_the_chunks() -> None:
     """A failure of another kind does not shorten chunks."""
     source = Watchdog("w1: engine failed", 0, most=MAX_FAILURES)
-    assert run_virtually(finish(source)).reason == "error"
+    assert end_of(source).reason == "error"
     assert source.scheduler.limits.longest_chunk == 512

@@ -6,29 +6,21 @@ import asyncio
 import gc
 import socket
 import time
-from functools import cache
 from typing import Any
 
 import psutil
 import pytest
 
 from coordinator.text import grammars
-from coordinator.text.grammars import GrammarProcess, OutputFormat, pack_vocabulary
-from coordinator.text.tokenizer import Tokenizer
-from mtp.builtin import checkpoint_dir
+from coordinator.text.grammars import GrammarProcess, OutputFormat
 from proto.errors import CapacityError, NotReadyError, RequestError
+from tests.unit.mtp.test_grammar import vocabulary
 
 PATIENCE = 20.0
 """Seconds. Longest wait for a process to end."""
 
 
 SHORT_WAIT = 0.5
-
-
-@cache
-def vocabulary() -> bytes:
-    """Return the vocabulary of the built-in model."""
-    return pack_vocabulary(Tokenizer.load(checkpoint_dir(), (4089,)))
 
 
 @pytest.fixture
