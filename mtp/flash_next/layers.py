@@ -13,9 +13,10 @@ import mlx.nn as nn
 from mtp.flash_next.modules import FlashNextLayer, Indexer, SigmoidGatedNorm, spread
 from mtp.flash_next.sparse import reads_everything, sparse_attention
 from mtp.flash_next.states import IndexedKV, NgramGDNCache, NgramState
+from mtp.layers.exact import ExactProducts
 from mtp.layers.experts import join_experts
 from mtp.layers.kv_cache import tiled_attention
-from mtp.layers.layer import Exact, Hole, KVFormat, Layer, Mixer, PlainMLP
+from mtp.layers.layer import Hole, KVFormat, Layer, Mixer, PlainMLP
 from mtp.layers.reference.attention import AttentionLayer
 from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.turns import image_turns, turn, turn_table
@@ -36,7 +37,7 @@ class StreamLayer(Layer):
         for connection in (layer.attn_hyper_connection, layer.mlp_hyper_connection):
             connection.join()
 
-    def pin_exact(self, products: Exact) -> None:
+    def pin_exact(self, products: ExactProducts) -> None:
         raise UsageError("--exact is not supported for Qwen3.8-Flash-Next. Leave it out.")
 
     def add(

@@ -19,22 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp.flash_next.args import NgramArgs
+from mtp.sampling.filters import splitmix64
 
 Ints = npt.NDArray[np.int64]
 
-_MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 
 ROW_TYPES = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "U32": np.uint32}
 """The types of rows by their names in safetensors. numpy has no bfloat16."""
-
-
-def _splitmix(value: int) -> int:
-    """Return the output of SplitMix64 for a state (Steele, Lea and Flood, 2014)."""
-    value = (value + _GAMMA) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
 
 
 def _primes_from(start: int, count: int) -> list[int]:
@@ -63,7 +55,7 @@ class NgramHash:
         half = max(1, ((1 << 63) - 1) // args.vocab // 2)
         seed = args.seed + 10007 * place
         self._factors = [
-            2 * (_splitmix((seed + _GAMMA * (i + 1)) & _MASK) % half) + 1 for i in range(args.size)
+            2 * (splitmix64(seed + _GAMMA * (i + 1)) % half) + 1 for i in range(args.size)
         ]
 
     @property

@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from mtp.device import DEVICES, Arithmetic
-from mtp.layers.layer import report_fallback
+from mtp.layers.source_kernel import report_fallback
 from proto.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -256,7 +256,7 @@ class DenseKernel(Protocol):
 class ExactProducts:
     """The row ranges of one stage's products. Products of equal shape and kind are probed once.
 
-    `kernel` computes dense products where the device has one. It implements `mtp.layers.layer.Exact`.
+    `kernel` computes dense products where the device has one.
     """
 
     def __init__(self, dtype: mx.Dtype, kernel: DenseKernel | None = None) -> None:

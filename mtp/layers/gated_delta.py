@@ -232,6 +232,13 @@ def window_kernel(language: type[SourceKernel]) -> WindowKernel:
         spans: mx.array,
         constants: tuple[mx.array, ...],
     ) -> tuple[mx.array, mx.array, mx.array]:
+        """Run `spans` int32 `[n, 6]`. Return outputs `[rows, value_heads * 128]`, and the saved states.
+
+        A span has the slot of a state, start and number of its past rows, start and number of the rows that run now,
+        and the number of tokens after which the state is saved. `rows` and `past` are `[any, shape.row]`; the slots
+        index `conv [slots, 3, channels]` and `state [slots, value_heads, 128, 128]`. `constants` are those of
+        `window_constants`. Rows that no span names are not written.
+        """
         count, heads = spans.shape[0], shape.value_heads
         sizes = [("HK", shape.key_heads), ("HV", heads), ("TAPS", TAPS), ("SILU", int(shape.silu))]
         out, conv_out, state_out = kernel(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, Protocol, Self
 
 import mlx.core as mx
@@ -15,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp.layers.communicator import ALONE, Communicator
+from mtp.layers.exact import ExactProducts
 from proto.errors import ProtocolError
 from proto.images import ImageLayout
-
-log = logging.getLogger(__name__)
 
 REFERENCE = "reference"
 """The kind of the layers that run mlx-lm's modules."""
@@ -102,23 +99,6 @@ def checked_state(found: Sequence[mx.array], held: Sequence[mx.array]) -> Sequen
     return found
 
 
-class Exact(Protocol):
-    """The replacement of products by those that have one arithmetic: `mtp.layers.exact.ExactProducts`."""
-
-    @property
-    def queries(self) -> int | None:
-        """Rows of one call of MLX's attention; None for any number."""
-
-    def replace_children(self, module: nn.Module) -> None:
-        """Replace the products among the descendants of `module`."""
-
-    def replaced(self, module: Any) -> Any:
-        """Return `module` with its products replaced, or what replaces `module` itself."""
-
-    def joined_rows(self, modules: Sequence[Any]) -> nn.Module | None:
-        """Return dense products side by side as one of a kernel with one arithmetic, or None if there is none."""
-
-
 class Layer(ABC):
     """A decoder layer of the model over flat rows of many sequences: norm, attention or GDN, norm, MLP."""
 
@@ -157,7 +137,7 @@ class Layer(ABC):
         """
 
     @abstractmethod
-    def pin_exact(self, products: Exact) -> None:
+    def pin_exact(self, products: ExactProducts) -> None:
         """Keep the bits of every row independent of the rows beside it."""
 
 
@@ -186,7 +166,7 @@ class MLP(Protocol):
     def add(self, x: mx.array, norm: Callable[[mx.array], mx.array]) -> mx.array:
         """Return `x [rows, hidden]` plus the MLP of its norm."""
 
-    def pin_exact(self, products: Exact) -> None:
+    def pin_exact(self, products: ExactProducts) -> None:
         """Keep the bits of every row independent of the rows beside it."""
 
 
@@ -203,12 +183,11 @@ class PlainMLP:
         y: mx.array = x + self.communicator.sum(self.module(norm(x)))
         return y
 
-    def pin_exact(self, products: Exact) -> None:
+    def pin_exact(self, products: ExactProducts) -> None:
         """See `MLP.pin_exact`."""
         self.module = products.replaced(self.module)
 
 
-@cache
 @dataclass(frozen=True)
 class KernelTrial:
     """The trial of a kernel: seconds of a step with it and with MLX's operations, over several batches.
@@ -224,10 +203,3 @@ class KernelTrial:
     def is_won(self) -> bool:
         """True if the kernel is right and not slower."""
         return not self.problem and self.own <= self.mlx
-
-
-def report_fallback(kernel: str, error: str) -> None:
-    """Log, once for each kernel and cause, that slower operations replace a kernel of this project."""
-    log.warning(
-        "kernel unavailable, using the slower operations", extra={"kernel": kernel, "error": error}
-    )

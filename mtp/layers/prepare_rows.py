@@ -29,7 +29,7 @@ SOURCE = r"""
   for (int i = 0; i < E; ++i) v[i] = static_cast<float>(from[lane + 32 * i]);
   $device InT* to = h < HQ ? q + (($int64)r * HQ + h) * D
           : h < HQ + HK ? k + (($int64)(h - HQ) * rows_ + r) * D
-                        : $values + (($int64)(h - HQ - HK) * rows_ + r) * D;
+                        : k + ($int64)HK * rows_ * D + (($int64)(h - HQ - HK) * rows_ + r) * D;
   if (h < HQ + HK) {
     float sum = 0.0f;
     #pragma unroll
@@ -90,13 +90,10 @@ def constants_of(attention: Any) -> tuple[mx.array, ...]:
     )
 
 
-def prepare_kernel(
-    language: type[SourceKernel], outputs: list[str], head: str, values: str
-) -> SourceKernel:
-    """Return the kernel in `language`. Head `h` begins at `head` in a row, the values at `values` in the outputs."""
+def prepare_kernel(language: type[SourceKernel], head: str) -> SourceKernel:
+    """Return the kernel in `language`. Head `h` begins at `head` in a row."""
     inputs = ["x", "places", "q_norm", "k_norm", "inv_freq", "eps"]
-    source = SOURCE.replace("$head", head).replace("$values", values)
-    return language("attention_prepare", inputs, outputs, source)
+    return language("attention_prepare", inputs, ["q", "k"], SOURCE.replace("$head", head))
 
 
 def run_prepare(

@@ -7,11 +7,15 @@ pointer into an array of integers.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 import mlx.core as mx
+
+log = logging.getLogger(__name__)
 
 THREADS = 256
 """Threads of a block, unless a kernel says otherwise."""
@@ -62,3 +66,11 @@ class SourceKernel(ABC):
             output_dtypes=list(dtypes),
         )
         return outputs
+
+
+@cache
+def report_fallback(kernel: str, error: str) -> None:
+    """Log, once for each kernel and cause, that slower operations replace a kernel of this project."""
+    log.warning(
+        "kernel unavailable, using the slower operations", extra={"kernel": kernel, "error": error}
+    )

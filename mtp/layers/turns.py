@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -70,17 +70,6 @@ def _image_turns(
     return turns
 
 
-class TurnedCache(Protocol):
-    """A cache that knows the positions of its next rows."""
-
-    @property
-    def position(self) -> int:
-        """The position of the next row, if it is text."""
-
-    def image_turns(self, rope: nn.RoPE, width: int) -> mx.array | None:
-        """Return the turns of the next `width` rows, or None if all of them are text."""
-
-
 @dataclass(frozen=True)
 class KernelTurns:
     """RoPE by a kernel that knows one position for each row. Rows of images get position 0, and turn after it.
@@ -93,8 +82,8 @@ class KernelTurns:
     turns: mx.array | None
 
     @classmethod
-    def of(cls, rope: nn.RoPE, caches: Sequence[TurnedCache], widths: Sequence[int]) -> KernelTurns:
-        """Return the turns of sequences whose next `widths` rows run."""
+    def of(cls, rope: nn.RoPE, caches: Sequence[Any], widths: Sequence[int]) -> KernelTurns:
+        """Return the turns of sequences whose next `widths` rows run. `caches` are `KVRows`."""
         images = [cache.image_turns(rope, n) for cache, n in zip(caches, widths, strict=True)]
         pairs = list(zip(caches, images, strict=True))
         starts = tuple(cache.position if turns is None else None for cache, turns in pairs)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 
@@ -25,13 +25,6 @@ HEAD_DIM = 128
 
 TAPS = 4
 """Inputs of the convolution."""
-
-SPAN_FIELDS = 6
-"""Integers for each sequence, in this order.
-
-They are the slot of its state; start and number of its past rows; start and number of the rows that run now; and the
-number of tokens after which its state is saved.
-"""
 
 
 @dataclass(frozen=True)
@@ -53,25 +46,8 @@ class GatedDeltaShape:
         return self.channels + self.value_heads * (HEAD_DIM + 2)
 
 
-class WindowKernel(Protocol):
-    """A kernel that runs windows of several sequences."""
-
-    def __call__(
-        self,
-        shape: GatedDeltaShape,
-        rows: mx.array,
-        past: mx.array,
-        conv: mx.array,
-        state: mx.array,
-        spans: mx.array,
-        constants: tuple[mx.array, ...],
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        """Run `spans` int32 `[n, SPAN_FIELDS]`. Return outputs `[rows, value_heads * 128]`, and the saved states.
-
-        `rows` and `past` are `[any, shape.row]`; `conv [slots, 3, channels]` and `state [slots, value_heads, 128, 128]`
-        are what the spans' slots index. `constants` are the layer's convolution weights, A_log, dt_bias, norm weight
-        and eps. Rows that no span names are not written.
-        """
+WindowKernel = Callable[..., tuple[mx.array, mx.array, mx.array]]
+"""A kernel that runs windows of several sequences: see `mtp.layers.gated_delta.window_kernel`."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,7 +37,7 @@ def key(seed: int, position: int, stream: Stream) -> tuple[int, int]:
     never share a key. Because of the first round, seed + 1 does not give the noise of this seed shifted by a position.
     """
     word = (position << STREAM_BITS) | stream
-    mixed = _splitmix64(_splitmix64(seed) ^ word)
+    mixed = splitmix64(splitmix64(seed) ^ word)
     return mixed >> 32, mixed & 0xFFFFFFFF
 
 
@@ -72,7 +72,7 @@ def _uniforms(keys: mx.array, shape: tuple[int, ...]) -> mx.array:
     return draws
 
 
-def _splitmix64(x: int) -> int:
+def splitmix64(x: int) -> int:
     """Return one output of splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014)."""
     x = (x + 0x9E3779B97F4A7C15) & MASK_64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64

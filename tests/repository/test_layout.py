@@ -36,7 +36,7 @@ mtp.checkpoint.families: mtp.flash_next mtp.head mtp.layers mtp.layers.reference
 mtp.checkpoint.format: mtp.checkpoint.families mtp.flash_next mtp.head mtp.layers proto
     proto.terminal
 mtp.checkpoint.hub: mtp.builtin mtp.checkpoint.convert mtp.checkpoint.format proto proto.terminal
-mtp.flash_next: mtp.head mtp.layers mtp.layers.reference proto
+mtp.flash_next: mtp.head mtp.layers mtp.layers.reference mtp.sampling proto
 mtp.head: mtp.layers mtp.layers.reference mtp.sampling proto
 mtp.layers: mtp proto
 mtp.layers.cuda: mtp.layers mtp.layers.reference

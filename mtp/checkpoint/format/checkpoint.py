@@ -15,7 +15,7 @@ from typing import Any
 
 from mlx.utils import tree_flatten
 
-from mtp.checkpoint.format.config import ModelConfig
+from mtp.checkpoint.format.config import ModelConfig, read_json_object
 from mtp.checkpoint.format.cut import Cut, is_cut, is_kv
 from mtp.checkpoint.format.names import (
     ADAPTER_FILES,
@@ -332,18 +332,22 @@ def drop_replaced(headers: dict[Path, Header], weight_map: dict[str, str]) -> No
 
 def read_weight_map(index: Path) -> dict[str, str]:
     """Return the file name of each tensor, read from `index`. Raises CheckpointError when the index is invalid."""
-    try:
-        weight_map: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{index}: cannot be read: {error!r:.120}") from error
+    return checked_weight_map(read_json_object(index), index)
+
+
+def checked_weight_map(index: dict[str, Any], source: object) -> dict[str, str]:
+    """Return the file name of each tensor in an index. Raises CheckpointError, which names `source`, if it is invalid."""
+    weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
-            f"{index}: weight_map is not an object with entries. Download it again."
+            f"{source}: weight_map is not an object with entries. Take another copy or revision."
         )
     for name in weight_map.values():
-        if not isinstance(name, str) or Path(name).name != name:
+        if not (
+            isinstance(name, str) and name.isprintable() and 0 < len(Path(name).name) == len(name)
+        ):
             raise CheckpointError(
-                f"{index}: {name!r:.120} is not the name of a file in the same directory."
+                f"{source}: {name!r:.120} is not the name of a file in the same directory."
             )
     return weight_map
 

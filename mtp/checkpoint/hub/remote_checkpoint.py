@@ -13,6 +13,7 @@ from mtp.checkpoint.format.checkpoint import (
     Checkpoint,
     check_not_head_only,
     check_not_packed,
+    checked_weight_map,
     detect_layout,
     drop_replaced,
     merge_headers,
@@ -100,11 +101,7 @@ def _headers(hub: HubRepo, wanted: Callable[[str], bool]) -> dict[Path, Header]:
     """Read the headers of the files with wanted tensors, and of one file whose convolution shows the layout."""
     if hub.size(INDEX) is None:
         return {Path(_ONLY_FILE): hub.read_header(_ONLY_FILE)}
-    weight_map = _read_object(hub, INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
-        raise CheckpointError(
-            f"{hub.repo}: {INDEX} has no valid weight_map. Give another repo or revision."
-        )
+    weight_map = checked_weight_map(_read_object(hub, INDEX), f"{hub.repo}/{INDEX}")
     files = {file for name, file in weight_map.items() if wanted(name)}
     telling = [file for name, file in weight_map.items() if name.endswith(_CONVOLUTION)]
     if files.isdisjoint(telling):
@@ -119,10 +116,3 @@ def _read_object(hub: HubRepo, file: str) -> dict[str, Any]:
     if content is None:
         raise CheckpointError(f"{hub.repo}: no {file} found. Give a repo that holds a checkpoint.")
     return parse_json_object(content, f"{hub.repo}/{file}")
-
-
-def _is_file_name(value: object) -> bool:
-    """Return whether `value` is the name of a file in the repo's main folder."""
-    return (
-        isinstance(value, str) and value.isprintable() and 0 < len(Path(value).name) == len(value)
-    )

@@ -11,7 +11,6 @@ from mlx_lm.models.qwen3_5 import DecoderLayer
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
 from mtp.layers.communicator import Communicator
-from mtp.layers.cuda.kernel import HALF_TYPES
 from mtp.layers.cuda.packed_linear import (
     FEW_ROWS,
     PackedLinear,
@@ -21,8 +20,9 @@ from mtp.layers.cuda.packed_linear import (
     joined,
 )
 from mtp.layers.cuda.row_attention import SLOTS, SPLIT, RowArrays, attend_rows, prepare_rows
+from mtp.layers.exact import ExactProducts
 from mtp.layers.kv_cache import tiled_attention
-from mtp.layers.layer import Exact, Hole, KVFormat, Layer, PlainMLP
+from mtp.layers.layer import Hole, KVFormat, Layer, PlainMLP
 from mtp.layers.pair_kv import PairKV
 from mtp.layers.prepare_rows import HEAD_DIM, AttentionShape, can_prepare, constants_of
 from mtp.layers.turns import KernelTurns
@@ -32,10 +32,9 @@ MOST_GROUPED = 16
 
 
 def can_pack_attention(attention: Qwen3NextAttention, dtype: mx.Dtype) -> bool:
-    """Return whether the kernels compute `attention` with activations of `dtype`."""
+    """Return whether the kernels compute `attention` with activations of `dtype`, of half precision."""
     return (
-        dtype in HALF_TYPES
-        and can_prepare(attention)
+        can_prepare(attention)
         and attention.num_attention_heads // attention.num_key_value_heads <= MOST_GROUPED
         and attention.q_norm.weight.dtype == dtype
     )
@@ -70,7 +69,7 @@ class PackedAttentionLayer(Layer):
         assert kv_format.bits is None, "the kernels read keys and values in the type of the model"
         return PairKV()
 
-    def pin_exact(self, products: Exact) -> None:
+    def pin_exact(self, products: ExactProducts) -> None:
         self._one_arithmetic = True
         self.qkv.pin_exact(products)
         self.out.pin_exact(products)

@@ -7,10 +7,10 @@ from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
+from mlx_lm.models.qwen3_5 import DecoderLayer
 
 from mtp.layers.communicator import ALONE, Communicator
-from mtp.layers.cuda.kernel import HALF_TYPES, CudaKernel
+from mtp.layers.cuda.kernel import CudaKernel
 from mtp.layers.cuda.packed_linear import (
     FEW_ROWS,
     PackedLinear,
@@ -19,8 +19,9 @@ from mtp.layers.cuda.packed_linear import (
     add_product,
     joined,
 )
-from mtp.layers.gated_delta import has_window_kernel, window_constants, window_kernel
-from mtp.layers.layer import Exact, Hole, KVFormat, Layer, PlainMLP
+from mtp.layers.exact import ExactProducts
+from mtp.layers.gated_delta import window_constants, window_kernel
+from mtp.layers.layer import Hole, KVFormat, Layer, PlainMLP
 from mtp.layers.windows import (
     GatedDeltaShape,
     Recurrence,
@@ -32,11 +33,6 @@ from mtp.layers.windows import (
 )
 
 gated_delta_window = window_kernel(CudaKernel)
-
-
-def can_pack_gdn(layer: GatedDeltaNet, dtype: mx.Dtype) -> bool:
-    """Return whether the kernel computes `layer` with activations of `dtype`."""
-    return dtype in HALF_TYPES and has_window_kernel(layer)
 
 
 class PackedGDNLayer(Layer):
@@ -76,7 +72,7 @@ class PackedGDNLayer(Layer):
         recurrence = Recurrence(gated_delta_window, self.shape, self.constants)
         return SnapshotGDNCache.empty(recurrence, self.dtype)
 
-    def pin_exact(self, products: Exact) -> None:
+    def pin_exact(self, products: ExactProducts) -> None:
         self.projection.pin_exact(products)
         self.out.pin_exact(products)
         self.mlp.pin_exact(products)

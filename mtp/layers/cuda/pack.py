@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
 
 from mtp.layers.cuda.attention import PackedAttentionLayer, can_pack_attention, shape_of
-from mtp.layers.cuda.gdn import PackedGDNLayer, can_pack_gdn, gated_delta_window
+from mtp.layers.cuda.gdn import PackedGDNLayer, gated_delta_window
 from mtp.layers.cuda.kernel import HALF_TYPES
 from mtp.layers.cuda.packed_linear import (
     PackedEmbedding,
@@ -22,10 +23,11 @@ from mtp.layers.cuda.packed_linear import (
 )
 from mtp.layers.cuda.row_attention import SLOTS, RowArrays, attend_rows, prepare_rows
 from mtp.layers.experts import join_experts
-from mtp.layers.gated_delta import window_constants
-from mtp.layers.layer import KVFormat, Layer, Mixer, PlainMLP, report_fallback
+from mtp.layers.gated_delta import has_window_kernel, window_constants
+from mtp.layers.layer import KVFormat, Layer, Mixer, PlainMLP
 from mtp.layers.prepare_rows import constants_of
 from mtp.layers.reference import ReferenceLayer
+from mtp.layers.source_kernel import report_fallback
 from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape, Recurrence, WindowMixer
 
 
@@ -51,14 +53,11 @@ class Packer:
             module.mlp = join_experts(module.mlp)
         mlp = pack_mlp(module.mlp)
         packed: Layer | None = None
-        if module.is_linear and can_pack_gdn(module.linear_attn, self._dtype):
-            net = module.linear_attn
-            shape = GatedDeltaShape(net.num_k_heads, net.num_v_heads)
-            if self._tries("gated_delta_window", lambda: _try_gdn(shape, self._dtype)):
+        if module.is_linear:
+            if self._has_window_kernel(module.linear_attn):
                 packed = PackedGDNLayer(module, self._dtype, mlp)
         elif (
-            not module.is_linear
-            and self._kv_format.bits is None
+            self._kv_format.bits is None
             and can_pack_attention(module.self_attn, self._dtype)
             and self._tries("row_attention", lambda: _try_attention(module.self_attn, self._dtype))
         ):
@@ -71,15 +70,17 @@ class Packer:
     def mixer(self, inner: Any) -> Mixer:
         """Return `inner`, a `GDNLayer.over` the modules, with the kernels, or itself where they do not compute it."""
         net: Any = inner.net
-        shape = GatedDeltaShape(net.num_k_heads, net.num_v_heads, inner.silu)
-        if not can_pack_gdn(net, self._dtype) or not self._tries(
-            "gated_delta_window", lambda: _try_gdn(shape, self._dtype)
-        ):
+        if not self._has_window_kernel(net, silu=inner.silu):
             return cast(Mixer, inner)
+        shape = GatedDeltaShape(net.num_k_heads, net.num_v_heads, inner.silu)
         constants = window_constants(net, self._dtype)
         inputs = joined([net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a], padded=True)
         recurrence = Recurrence(gated_delta_window, shape, constants)
         return WindowMixer(recurrence, self._dtype, inputs, joined([net.out_proj]))
+
+    def _has_window_kernel(self, net: Any, *, silu: bool = True) -> bool:
+        trial = partial(_try_gdn, net, silu, self._dtype)
+        return has_window_kernel(net) and self._tries("gated_delta_window", trial)
 
     def projection(self, module: Any) -> Any:
         """Return an lm_head packed, or itself."""
@@ -121,25 +122,14 @@ def _try_linear(dtype: mx.Dtype) -> list[mx.array]:
     ]
 
 
-def _try_gdn(shape: GatedDeltaShape, dtype: mx.Dtype) -> tuple[mx.array, ...]:
+def _try_gdn(net: Any, silu: bool, dtype: mx.Dtype) -> tuple[mx.array, ...]:
+    shape = GatedDeltaShape(net.num_k_heads, net.num_v_heads, silu)
     rows = mx.zeros((1, shape.row), dtype)
-    heads = mx.zeros((shape.value_heads,))
-    constants = (
-        mx.zeros((shape.channels, TAPS), dtype),
-        heads,
-        heads,
-        mx.zeros((HEAD_DIM,), dtype),
-        mx.array([1e-6]),
-    )
-    return gated_delta_window(
-        shape,
-        rows,
-        rows,
-        mx.zeros((1, TAPS - 1, shape.channels), dtype),
-        mx.zeros((1, shape.value_heads, HEAD_DIM, HEAD_DIM)),
-        mx.array([[0, 0, 0, 0, 1, 1]], dtype=mx.int32),
-        constants,
-    )
+    conv = mx.zeros((1, TAPS - 1, shape.channels), dtype)
+    state = mx.zeros((1, shape.value_heads, HEAD_DIM, HEAD_DIM))
+    spans = mx.array([[0, 0, 0, 0, 1, 1]], dtype=mx.int32)
+    constants = window_constants(net, dtype)
+    return gated_delta_window(shape, rows, rows, conv, state, spans, constants)
 
 
 def _try_attention(attention: Any, dtype: mx.Dtype) -> list[mx.array]:

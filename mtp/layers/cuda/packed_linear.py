@@ -19,7 +19,7 @@ import mlx.nn as nn
 
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.cuda.kernel import HALF_TYPES, CudaKernel
-from mtp.layers.layer import Exact
+from mtp.layers.exact import ExactProducts
 from mtp.layers.source_kernel import THREADS
 
 TILE = 16
@@ -382,7 +382,7 @@ class PackedLinear(nn.Module):
         """Return `self(x)`, by the name that an embedding has for it."""
         return self(x)
 
-    def pin_exact(self, products: Exact) -> PackedLinear:
+    def pin_exact(self, products: ExactProducts) -> PackedLinear:
         """Keep to the kernel, whose rows do not depend on each other."""
         self.one_arithmetic = True
         return self
@@ -418,7 +418,7 @@ class SideBySide(nn.Module):
         y = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=-1)
         return y if residual is None else y + residual
 
-    def pin_exact(self, products: Exact) -> SideBySide:
+    def pin_exact(self, products: ExactProducts) -> SideBySide:
         """Join the parts to one product where a kernel computes it, or replace each of them."""
         joined = products.joined_rows(self.parts)
         self.parts = (
@@ -460,7 +460,7 @@ class PackedMLP(nn.Module):
         """Return `x [rows, hidden]` plus the MLP of its norm."""
         return add_product(self.communicator, self.down, self.gate_up.swiglu(norm(x)), x)
 
-    def pin_exact(self, products: Exact) -> None:
+    def pin_exact(self, products: ExactProducts) -> None:
         """Keep to the kernels."""
         self.gate_up.pin_exact(products)
         self.down.pin_exact(products)

@@ -185,12 +185,7 @@ _COMBINE_SOURCE = r"""
   out[((long long)row * heads + head) * D + d] = static_cast<InT>(acc / sum / (1.0f + expf(-gate)));
 """
 
-_prepare = prepare_kernel(
-    CudaKernel,
-    ["q", "k"],
-    head="(h < HQ ? h * 2 * D : 2 * HQ * D + (h - HQ) * D)",
-    values="k + ($int64)HK * rows_ * D",
-)
+_prepare = prepare_kernel(CudaKernel, "(h < HQ ? h * 2 * D : 2 * HQ * D + (h - HQ) * D)")
 _combine = CudaKernel(
     "attention_combine", ["partial", "sums", "spans", "x"], ["out"], _COMBINE_SOURCE
 )

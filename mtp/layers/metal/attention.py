@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -16,7 +16,7 @@ from mtp.layers.kv_cache import KVRows, new_kv
 from mtp.layers.layer import Hole, KVFormat
 from mtp.layers.linear import Format, JoinedLinear, Weights
 from mtp.layers.metal.kernel import MetalKernel
-from mtp.layers.metal.products import COMPILED_ROWS, JoinedMLP, add_norm, gated_products
+from mtp.layers.metal.products import COMPILED_ROWS, JoinedMLP, add_norm, compiled, gated_products
 from mtp.layers.pair_kv import PairKV
 from mtp.layers.prepare_rows import (
     HEAD_DIM,
@@ -94,12 +94,12 @@ class JoinedAttentionLayer(AttentionLayer):
         norms = self.norm.weight, attention.q_norm.weight, attention.k_norm.weight
         self._inputs = (inputs.weights, norms)
         self._outputs = (out.weights, self.mlp_norm.weight, mlp.weights if mlp else ())
-        self._compiled = _compiled(self._shape)
+        self._compiled = [compiled(part, self._shape) for part in (_project, _finish)]
 
     def share(self, communicator: Communicator) -> None:
         super().share(communicator)
         self._shape = replace(self._shape, communicator=communicator)
-        self._compiled = _compiled(self._shape)
+        self._compiled = [compiled(part, self._shape) for part in (_project, _finish)]
 
     def _project(
         self, x: mx.array, caches: Sequence[KVRows], widths: Sequence[int], holes: Sequence[Hole]
@@ -128,7 +128,7 @@ class PreparedAttentionLayer(JoinedAttentionLayer):
         constants = constants_of(self.attention)
         mx.eval(constants)
         self._arrays = parts[0].weights, self.norm.weight, constants
-        self._prepare = _compiled_prepare(self._shape)
+        self._prepare = compiled(_prepare, self._shape)
 
     def new_cache(self, kv_format: KVFormat) -> KVRows:
         return PairKV() if kv_format.bits is None else new_kv(kv_format)
@@ -176,14 +176,6 @@ def _places(widths: tuple[int, ...], starts: tuple[int | None, ...]) -> tuple[li
     return list(accumulate(widths[:-1])), mx.array(found, dtype=mx.int32)
 
 
-@lru_cache(maxsize=8)
-def _compiled(shape: _Shape) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return `_project` and `_finish`, traced once for each number of rows."""
-    project = mx.compile(lambda *arrays: _project(shape, *arrays))
-    finish = mx.compile(lambda *arrays: _finish(shape, *arrays))
-    return lambda _, *arrays: project(*arrays), lambda _, *arrays: finish(*arrays)
-
-
 def _project(shape: _Shape, x: mx.array, weights: Weights, norms: Weights) -> Projected:
     """Return queries, keys and values `[rows, heads, dim]`, and gates `[rows, heads * dim]`."""
     norm, q_norm, k_norm = norms
@@ -198,13 +190,6 @@ def _project(shape: _Shape, x: mx.array, weights: Weights, norms: Weights) -> Pr
         v.reshape(rows, -1, dim),
         gate,
     )
-
-
-@lru_cache(maxsize=8)
-def _compiled_prepare(shape: _Shape) -> Callable[..., Any]:
-    """Return `_prepare`, traced once for each number of rows."""
-    run = mx.compile(lambda *arrays: _prepare(shape, *arrays))
-    return lambda _, *arrays: run(*arrays)
 
 
 def _prepare(
@@ -223,7 +208,7 @@ def _prepare(
     return mx.expand_dims(q.transpose(1, 0, 2), 0), new, gate
 
 
-_kernel = prepare_kernel(MetalKernel, ["q", "k"], head="h * D", values="k + ($int64)HK * rows_ * D")
+_kernel = prepare_kernel(MetalKernel, "h * D")
 
 
 def prepare_rows(

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
 from mtp.layers.communicator import ALONE, Communicator
+from mtp.layers.exact import ExactProducts
 from mtp.layers.gated_delta import window_constants, window_kernel
-from mtp.layers.layer import Exact, Hole, KVFormat, Layer, PlainMLP
+from mtp.layers.layer import Hole, KVFormat, Layer, PlainMLP
 from mtp.layers.linear import Format, JoinedLinear
 from mtp.layers.metal.kernel import MetalKernel
-from mtp.layers.metal.products import COMPILED_ROWS, JoinedMLP, add_norm, gated_products
+from mtp.layers.metal.products import COMPILED_ROWS, JoinedMLP, add_norm, compiled, gated_products
 from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.windows import (
     GatedDeltaShape,
@@ -103,17 +103,17 @@ class WindowGDNLayer(Layer):
         self._dtype = dtype
         norms = norm.weight, self.mlp_norm.weight
         self._weights = (norms, inputs.weights, out.weights, mlp.weights if mlp else (), constants)
-        self._compiled = _compiled(self._shape)
+        self._compiled = compiled(_run, self._shape)
 
     def share(self, communicator: Communicator) -> None:
         super().share(communicator)
         self._shape = replace(self._shape, communicator=communicator)
-        self._compiled = _compiled(self._shape)
+        self._compiled = compiled(_run, self._shape)
 
     def new_cache(self, kv_format: KVFormat) -> SnapshotGDNCache:
         return SnapshotGDNCache.empty(self._recurrence, self._dtype)
 
-    def pin_exact(self, products: Exact) -> None:
+    def pin_exact(self, products: ExactProducts) -> None:
         """Raise, because a stage in exact mode keeps the reference."""
         raise NotImplementedError("a joined layer has no exact mode")
 
@@ -135,13 +135,6 @@ class WindowGDNLayer(Layer):
         kept, moved = kept_rows(rows, windows)
         record_windows(caches, moved, kept, Snapshots(conv, state))
         return x if self._shape.mlp else self.mlp.add(x, self.mlp_norm)
-
-
-@lru_cache(maxsize=8)
-def _compiled(shape: _Shape) -> Callable[..., Any]:
-    """Return `_run`, traced once for all shapes of the arguments."""
-    run = mx.compile(lambda *arrays: _run(shape, *arrays))
-    return lambda _, *arrays: run(*arrays)
 
 
 def _run(shape: _Shape, x: mx.array, weights: Any, states: Any) -> Any:

@@ -7,18 +7,26 @@ A function that runs a part of a layer takes its weights as arguments, so that l
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mtp.layers.communicator import ALONE, Communicator
-from mtp.layers.layer import Exact
+from mtp.layers.exact import ExactProducts
 from mtp.layers.linear import Format, JoinedLinear, Weights
 from mtp.layers.metal.kernel import MetalKernel
 
 COMPILED_ROWS = 64
 """Rows up to which parts of a layer are compiled. Each number of rows is traced once, and prompts have many."""
+
+
+@lru_cache(maxsize=32)
+def compiled(function: Callable[..., Any], shape: Any) -> Callable[..., Any]:
+    """Return `function` of `shape` and of arrays, traced once for each number of rows."""
+    run = mx.compile(lambda *arrays: function(shape, *arrays))
+    return lambda _, *arrays: run(*arrays)
 
 
 class JoinedMLP:
@@ -45,7 +53,7 @@ class JoinedMLP:
         """See `MLP.add`."""
         return x + self.communicator.sum(gated_products(self.formats, self.weights, norm(x)))
 
-    def pin_exact(self, products: Exact) -> None:
+    def pin_exact(self, products: ExactProducts) -> None:
         """Raise, because a stage in exact mode keeps the reference."""
         raise NotImplementedError("a joined MLP has no exact mode")
 

@@ -13,8 +13,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer
 
+from mtp.layers.exact import ExactProducts
 from mtp.layers.kv_cache import KVRows, new_kv
-from mtp.layers.layer import MLP, REFERENCE, Exact, Hole, KVFormat, Layer, PlainMLP
+from mtp.layers.layer import MLP, REFERENCE, Hole, KVFormat, Layer, PlainMLP
 from mtp.layers.turns import turn
 
 Projected = tuple[mx.array, mx.array, mx.array, mx.array]
@@ -38,7 +39,7 @@ class AttentionLayer(Layer):
     def new_cache(self, kv_format: KVFormat) -> KVRows:
         return new_kv(kv_format)
 
-    def pin_exact(self, products: Exact) -> None:
+    def pin_exact(self, products: ExactProducts) -> None:
         products.replace_children(self.attention)
         self.mlp.pin_exact(products)
         self._queries = products.queries

@@ -19,10 +19,10 @@ from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
 from mtp.device import this_device
+from mtp.layers.exact import ExactProducts
 from mtp.layers.layer import (
     MLP,
     REFERENCE,
-    Exact,
     Hole,
     KVFormat,
     Layer,
@@ -134,7 +134,7 @@ class GDNLayer(Layer):
     def new_cache(self, kv_format: KVFormat) -> GDNCache:
         return GDNCache.empty(self.net, self.dtype)
 
-    def pin_exact(self, products: Exact) -> None:
+    def pin_exact(self, products: ExactProducts) -> None:
         products.replace_children(self.net)
         self.mlp.pin_exact(products)
         self._together = products.queries is None
