@@ -60,31 +60,6 @@ WORKER_STATE_FAILED: WorkerState.ValueType  # 6
 """`fault` has the cause; a new Load may help"""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
-class _FaultKind:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _FaultKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FaultKind.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    FAULT_KIND_UNSPECIFIED: _FaultKind.ValueType  # 0
-    FAULT_KIND_ENGINE: _FaultKind.ValueType  # 1
-    """the MLX thread raised"""
-    FAULT_KIND_LINK: _FaultKind.ValueType  # 2
-    """the next hop is lost or does not accept frames"""
-    FAULT_KIND_PROTOCOL: _FaultKind.ValueType  # 3
-    """a frame was malformed, missing or out of order"""
-
-class FaultKind(_FaultKind, metaclass=_FaultKindEnumTypeWrapper): ...
-
-FAULT_KIND_UNSPECIFIED: FaultKind.ValueType  # 0
-FAULT_KIND_ENGINE: FaultKind.ValueType  # 1
-"""the MLX thread raised"""
-FAULT_KIND_LINK: FaultKind.ValueType  # 2
-"""the next hop is lost or does not accept frames"""
-FAULT_KIND_PROTOCOL: FaultKind.ValueType  # 3
-"""a frame was malformed, missing or out of order"""
-Global___FaultKind: _TypeAlias = FaultKind  # noqa: Y015
-
 @_typing.final
 class Span(_message.Message):
     """---- shared messages
@@ -212,11 +187,8 @@ class DescribeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
-    COORDINATOR_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    @_builtins.property
-    def coordinator(self) -> Global___Coordinator: ...
     @_builtins.property
     def model(self) -> Global___ModelRef:
         """if set, the reply has the fingerprint of this model if the worker has it"""
@@ -225,12 +197,11 @@ class DescribeRequest(_message.Message):
         self,
         *,
         protocol_version: _builtins.int = ...,
-        coordinator: Global___Coordinator | None = ...,
         model: Global___ModelRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "model", b"model", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -592,17 +563,12 @@ Global___WantedTensor: _TypeAlias = WantedTensor  # noqa: Y015
 class WeightsKept(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    RECEIVED_FIELD_NUMBER: _builtins.int
-    received: _builtins.int
-    """bytes received in this call"""
     def __init__(
         self,
-        *,
-        received: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["received", b"received"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -828,14 +794,12 @@ Global___LoadBytes: _TypeAlias = LoadBytes  # noqa: Y015
 class LoadResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     HAS_MTP_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     LONGEST_CHUNK_FIELD_NUMBER: _builtins.int
     SHORTEST_CHUNK_FIELD_NUMBER: _builtins.int
     FUSED_WIDTH_FIELD_NUMBER: _builtins.int
     COLLECTIVE_US_FIELD_NUMBER: _builtins.int
-    weight_bytes: _builtins.int
     has_mtp: _builtins.bool
     layers: _builtins.str
     """how the layers compute, for people, such as "48 packed, exact" """
@@ -850,7 +814,6 @@ class LoadResult(_message.Message):
     def __init__(
         self,
         *,
-        weight_bytes: _builtins.int = ...,
         has_mtp: _builtins.bool = ...,
         layers: _builtins.str = ...,
         longest_chunk: _builtins.int = ...,
@@ -860,7 +823,7 @@ class LoadResult(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective_us", b"collective_us", "fused_width", b"fused_width", "has_mtp", b"has_mtp", "layers", b"layers", "longest_chunk", b"longest_chunk", "shortest_chunk", b"shortest_chunk", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective_us", b"collective_us", "fused_width", b"fused_width", "has_mtp", b"has_mtp", "layers", b"layers", "longest_chunk", b"longest_chunk", "shortest_chunk", b"shortest_chunk"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -876,29 +839,21 @@ class ConnectRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
     NUM_STAGES_FIELD_NUMBER: _builtins.int
-    NEXT_ADDRESS_FIELD_NUMBER: _builtins.int
-    NEXT_WORKER_ID_FIELD_NUMBER: _builtins.int
     PLAN_TOKEN_FIELD_NUMBER: _builtins.int
     HOP_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     PREVIOUS_NODE_FIELD_NUMBER: _builtins.int
-    NEXT_NODE_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    NEXT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     stage: _builtins.int
     num_stages: _builtins.int
-    next_address: _builtins.str
-    """host:port; empty for the last stage"""
-    next_worker_id: _builtins.str
-    """the worker at that address; empty for the last stage"""
     plan_token: _builtins.bytes
     """16 random bytes of this epoch; a stream without it is refused"""
     hop_timeout_ms: _builtins.int
     """a frame that the next hop does not accept within this time is a fault"""
     previous_node: _builtins.str
     """node id of the previous stage; for stage 0 of the last one. Secured workers only"""
-    next_node: _builtins.str
-    """node id of the next stage; empty for the last stage. Secured workers only"""
     rank: _builtins.int
     """the place of this member in its group; 0 for a stage of one machine"""
     @_builtins.property
@@ -907,6 +862,10 @@ class ConnectRequest(_message.Message):
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Peer]:
         """the other members, to which the first one sends the frames that it has decided"""
 
+    @_builtins.property
+    def next(self) -> Global___Peer:
+        """the next stage; unset for the last stage"""
+
     def __init__(
         self,
         *,
@@ -914,18 +873,16 @@ class ConnectRequest(_message.Message):
         epoch: _builtins.int = ...,
         stage: _builtins.int = ...,
         num_stages: _builtins.int = ...,
-        next_address: _builtins.str = ...,
-        next_worker_id: _builtins.str = ...,
         plan_token: _builtins.bytes = ...,
         hop_timeout_ms: _builtins.int = ...,
         previous_node: _builtins.str = ...,
-        next_node: _builtins.str = ...,
         rank: _builtins.int = ...,
         members: _abc.Iterable[Global___Peer] | None = ...,
+        next: Global___Peer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "next", b"next"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "epoch", b"epoch", "hop_timeout_ms", b"hop_timeout_ms", "members", b"members", "next_address", b"next_address", "next_node", b"next_node", "next_worker_id", b"next_worker_id", "num_stages", b"num_stages", "plan_token", b"plan_token", "previous_node", b"previous_node", "rank", b"rank", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "epoch", b"epoch", "hop_timeout_ms", b"hop_timeout_ms", "members", b"members", "next", b"next", "num_stages", b"num_stages", "plan_token", b"plan_token", "previous_node", b"previous_node", "rank", b"rank", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -996,34 +953,28 @@ class RingRequest(_message.Message):
 
     COORDINATOR_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
-    FIRST_ADDRESS_FIELD_NUMBER: _builtins.int
-    FIRST_WORKER_ID_FIELD_NUMBER: _builtins.int
-    FIRST_NODE_FIELD_NUMBER: _builtins.int
     HOP_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    first_address: _builtins.str
-    """host:port of stage 0"""
-    first_worker_id: _builtins.str
-    """the worker at that address"""
-    first_node: _builtins.str
-    """its node id. Secured workers only"""
     hop_timeout_ms: _builtins.int
     """as in ConnectRequest"""
     @_builtins.property
     def coordinator(self) -> Global___Coordinator: ...
+    @_builtins.property
+    def first(self) -> Global___Peer:
+        """stage 0"""
+
     def __init__(
         self,
         *,
         coordinator: Global___Coordinator | None = ...,
         epoch: _builtins.int = ...,
-        first_address: _builtins.str = ...,
-        first_worker_id: _builtins.str = ...,
-        first_node: _builtins.str = ...,
         hop_timeout_ms: _builtins.int = ...,
+        first: Global___Peer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "first", b"first"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "epoch", b"epoch", "first_address", b"first_address", "first_node", b"first_node", "first_worker_id", b"first_worker_id", "hop_timeout_ms", b"hop_timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "epoch", b"epoch", "first", b"first", "hop_timeout_ms", b"hop_timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1165,23 +1116,20 @@ Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
 class Fault(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    KIND_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     PEER_FIELD_NUMBER: _builtins.int
-    kind: Global___FaultKind.ValueType
     message: _builtins.str
     peer: _builtins.str
     """worker id of the receiver of a lost link"""
     def __init__(
         self,
         *,
-        kind: Global___FaultKind.ValueType = ...,
         message: _builtins.str = ...,
         peer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "message", b"message", "peer", b"peer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "peer", b"peer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1410,25 +1358,21 @@ class TraceRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    COORDINATOR_FIELD_NUMBER: _builtins.int
     WITH_FRAMES_FIELD_NUMBER: _builtins.int
     SINCE_NS_FIELD_NUMBER: _builtins.int
     with_frames: _builtins.bool
     """false asks for the clock alone"""
     since_ns: _builtins.int
     """in the worker's clock; earlier frames are left out"""
-    @_builtins.property
-    def coordinator(self) -> Global___Coordinator: ...
     def __init__(
         self,
         *,
-        coordinator: Global___Coordinator | None = ...,
         with_frames: _builtins.bool = ...,
         since_ns: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "since_ns", b"since_ns", "with_frames", b"with_frames"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["since_ns", b"since_ns", "with_frames", b"with_frames"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1442,12 +1386,10 @@ class FrameTimes(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
-    STAGE_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     TIMES_NS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     number: _builtins.int
-    stage: _builtins.int
     rows: _builtins.int
     @_builtins.property
     def times_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -1456,13 +1398,12 @@ class FrameTimes(_message.Message):
         *,
         epoch: _builtins.int = ...,
         number: _builtins.int = ...,
-        stage: _builtins.int = ...,
         rows: _builtins.int = ...,
         times_ns: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "number", b"number", "rows", b"rows", "stage", b"stage", "times_ns", b"times_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "number", b"number", "rows", b"rows", "times_ns", b"times_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

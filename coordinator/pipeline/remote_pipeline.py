@@ -143,6 +143,11 @@ class RemotePipeline(Pipeline):
 
     async def open(self, worker_ids: Mapping[str, str]) -> None:
         """Bind the stages of `worker_ids` (by address), last to first, and open the data plane. Raises ClusterError."""
+
+        def peer_of(receiver: WorkerClient) -> pb.Peer:
+            worker_id = worker_ids[receiver.owner]
+            return pb.Peer(address=receiver.address, worker_id=worker_id, node=receiver.node)
+
         self._owners = {worker_id: address for address, worker_id in worker_ids.items()}
         for stage in reversed(range(self.stages)):
             following = self.workers[min(stage + 1, self.stages - 1)]
@@ -151,18 +156,15 @@ class RemotePipeline(Pipeline):
             await self._connect_members(stage)
             previous = "" if self.stages == 1 else self.workers[stage - 1].node
             request = self._connect_request(stage, previous)
-            for m in self.members[stage][1:]:
-                request.members.add(address=m.address, worker_id=worker_ids[m.owner], node=m.node)
+            request.members.extend(map(peer_of, self.members[stage][1:]))
             if stage < self.stages - 1:
-                request.next_address, request.next_node = following.address, following.node
-                request.next_worker_id = worker_ids[following.owner]
+                request.next.CopyFrom(peer_of(following))
             await self.workers[stage].connect(request)
         first, timeout_ms = self.workers[0], int(self.hop_timeout * 1000)
         self.suspect = first.owner
         if self.stages > 1:
             ring = pb.RingRequest(coordinator=first.me, epoch=self.epoch, hop_timeout_ms=timeout_ms)
-            ring.first_address, ring.first_node = first.address, first.node
-            ring.first_worker_id = worker_ids[first.owner]
+            ring.first.CopyFrom(peer_of(first))
             await self.workers[-1].connect_ring(ring)
         await self._open_results(self._binding(self.stages - 1))
         self._link = Link(

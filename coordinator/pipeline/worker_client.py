@@ -287,7 +287,7 @@ class WorkerClient:
         self, model: pb.ModelRef | None = None, timeout: float = DESCRIBE_SECONDS
     ) -> pb.WorkerInfo:
         """Return the worker's description. Raises VersionError for another release, or WorkerLostError."""
-        request = pb.DescribeRequest(protocol_version=VERSION, coordinator=self.me, model=model)
+        request = pb.DescribeRequest(protocol_version=VERSION, model=model)
         info: pb.WorkerInfo = await self._call(self._stub.Describe, request, timeout)
         check_version(info.protocol_version)
         return info
@@ -405,7 +405,7 @@ class WorkerClient:
         """Return the worker's stamps of the frames of `epoch` since `since_ns`, in the coordinator's clock."""
         clock = await self._align_clock()
         since = max(0, since_ns + clock.offset_ns)
-        request = pb.TraceRequest(coordinator=self.me, with_frames=True, since_ns=since)
+        request = pb.TraceRequest(with_frames=True, since_ns=since)
         reply: pb.TraceReport = await self._call(self._stub.ReportTrace, request)
         own = (one for one in reply.frames if one.epoch == epoch)
         frames = (clock.align_times(f.epoch, f.number, f.rows, f.times_ns) for f in own)
@@ -414,7 +414,7 @@ class WorkerClient:
     async def _align_clock(self) -> ClockOffset:
         """Return the offset of the worker's clock, measured within the last CLOCK_SECONDS."""
         if time.monotonic() >= self._clock_until:
-            request, trips = pb.TraceRequest(coordinator=self.me), []
+            request, trips = pb.TraceRequest(), []
             for _ in range(CLOCK_ROUND_TRIPS):
                 sent = time.monotonic_ns()
                 reply: pb.TraceReport = await self._call(self._stub.ReportTrace, request)

@@ -353,9 +353,8 @@ async def provide(
     try:
         while (reply := await replies.get()) is not None:
             yield reply
-        received = await filled
-        log.info("weights received", extra={"received": format_size(received)})
-        yield pb.WeightsReply(kept=pb.WeightsKept(received=received))
+        log.info("weights received", extra={"received": format_size(await filled)})
+        yield pb.WeightsReply(kept=pb.WeightsKept())
     except ClusterError as error:
         log.warning("weights refused", extra={"error": str(error)})
         yield _refusal(error)

@@ -130,10 +130,8 @@ class Binding:
         """Open the links, make the engine on its thread, and return the figures of the hop, None without one."""
         figures, timeout_ms = None, request.hop_timeout_ms
         self.hop_timeout = timeout_ms / 1000
-        if request.next_address:
-            address, node = request.next_address, request.next_node
-            peer = pb.Peer(address=address, worker_id=request.next_worker_id, node=node)
-            self.link = self._make_link(peer, self.place.stage + 1, timeout_ms)
+        if request.HasField("next"):
+            self.link = self._make_link(request.next, self.place.stage + 1, timeout_ms)
             figures = await self.link.open()
         for member in request.members:
             self.members.append(self._make_link(member, self.place.stage, timeout_ms))
@@ -149,9 +147,7 @@ class Binding:
         place = self.place
         if not place.last or place.stage == 0 or self.ring is not None:
             raise ProtocolError(f"stage {place.stage} of {place.num_stages} opens no ring now")
-        address, node = request.first_address, request.first_node
-        peer = pb.Peer(address=address, worker_id=request.first_worker_id, node=node)
-        self.ring = self._make_link(peer, place.num_stages, request.hop_timeout_ms)
+        self.ring = self._make_link(request.first, place.num_stages, request.hop_timeout_ms)
         return await self.ring.open()
 
     def _make_link(self, peer: pb.Peer, hop: int, timeout_ms: int) -> Link:
@@ -161,7 +157,7 @@ class Binding:
             peer.address,
             StreamBinding(self.place.epoch, hop, self._worker_id, self.place.token),
             timeout=timeout_ms / 1000,
-            on_failure=lambda error: self._fail(pb.FAULT_KIND_LINK, str(error), peer.worker_id),
+            on_failure=lambda error: self._fail(str(error), peer.worker_id),
             trust=self._trust,
             node=peer.node,
         )
@@ -208,12 +204,12 @@ class Binding:
         self._parked.clear()
         mx.clear_cache()
 
-    def _fail(self, kind: pb.FaultKind.ValueType, message: str, peer: str = "") -> None:
+    def _fail(self, message: str, peer: str = "") -> None:
         """Record the failure of this stage. The worker status and the end of the results report it."""
         if self._closed:
             return
         log.error("stage failed", extra={"error": message, "epoch": self.place.epoch})
-        self.fault = pb.Fault(kind=kind, message=message[:500], peer=peer)
+        self.fault = pb.Fault(message=message[:500], peer=peer)
         self.ended.put_nowait(NotReadyError(f"this stage failed: {message}"))
         self._on_failure()
 
@@ -333,20 +329,18 @@ class Binding:
         if self._closed:
             return
         if target is None:
-            message = "a receiver of this stage's messages is not connected"
-            self.thread.post(self._fail, pb.FAULT_KIND_PROTOCOL, message)
+            self.thread.post(self._fail, "a receiver of this stage's messages is not connected")
             return
         self.traffic.sent.count(len(data) + len(tensor))
         target.send(data, on_written, tensor)
 
     def _engine_failed(self, error: Exception) -> None:
         """Drop the engine after an invalid frame, a bug or a lack of memory. Runs on the engine thread."""
-        self.engine = None
-        if isinstance(error, ClusterError):
-            self.thread.post(self._fail, pb.FAULT_KIND_PROTOCOL, str(error))
-            return
-        log.error("engine failed", exc_info=error)
-        self.thread.post(self._fail, pb.FAULT_KIND_ENGINE, f"{type(error).__name__}: {error}")
+        self.engine, message = None, str(error)
+        if not isinstance(error, ClusterError):
+            log.error("engine failed", exc_info=error)
+            message = f"{type(error).__name__}: {error}"
+        self.thread.post(self._fail, message)
 
     # ---- signals
 

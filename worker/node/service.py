@@ -335,9 +335,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         """Return the clock of the process and the stamps of its newest frames."""
         report = pb.TraceReport(now_ns=time.monotonic_ns())
         for s in self.node.host.stamps.since(request.since_ns) if request.with_frames else []:
-            report.frames.add(
-                epoch=s.epoch, number=s.number, stage=s.stage, rows=s.rows, times_ns=s.times
-            )
+            report.frames.add(epoch=s.epoch, number=s.number, rows=s.rows, times_ns=s.times)
         return report
 
     async def Signals(
