@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -63,7 +63,8 @@ def demo(
     """
     MtpMode.parse(mtp)
     console = Console(highlight=False, emoji=False)
-    signal.signal(signal.SIGTERM, _leave)
+    # As after Ctrl-C, the started processes are stopped.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtp-demo-")))
         names = [f"worker-{i + 1}" for i in range(workers)]
@@ -88,11 +89,6 @@ def demo(
         if sys.stdin.isatty() and sys.stdout.isatty():
             console.print(f"\n[bold]Chat with it in a browser: {url.removesuffix('/v1')}/[/bold]")
             console.input("[dim]Enter ends the demo.[/dim] ")
-
-
-def _leave(number: int, _: object) -> None:
-    """Exit as Ctrl-C does, so that the started processes are stopped."""
-    sys.exit(128 + number)
 
 
 @contextmanager
@@ -138,10 +134,11 @@ def _wait_for(program: Program, console: Console, message: str, field: str) -> s
         # First, because the log of an ended program is complete.
         status, said = program.process.poll(), program.log.read_text(errors="replace")
         for line in said.splitlines():
-            record = _record(line)
-            if record.get("message") == message and field in record:
-                console.print(f"[dim]{name} is ready after {seconds:.0f} s[/dim]")
-                return str(record[field])
+            with suppress(ValueError):  # an incomplete line, or a traceback
+                record = json.loads(line)
+                if record.get("message") == message and field in record:
+                    console.print(f"[dim]{name} is ready after {seconds:.0f} s[/dim]")
+                    return str(record[field])
         if status is not None:
             raise WorkerLostError(f"{name} ended with status {status}: {said[-500:].strip()}")
         if seconds > START_SECONDS:
@@ -149,14 +146,6 @@ def _wait_for(program: Program, console: Console, message: str, field: str) -> s
                 f"{name} was not ready after {START_SECONDS:g} s; its log ends with: {said[-500:]}"
             )
         time.sleep(0.1)
-
-
-def _record(line: str) -> dict[str, Any]:
-    try:
-        record: dict[str, Any] = json.loads(line)
-    except ValueError:
-        return {}  # an incomplete line, or a traceback
-    return record
 
 
 def _complete(client: httpx.Client, console: Console, prompt: str, max_tokens: int) -> None:

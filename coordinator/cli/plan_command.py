@@ -59,10 +59,8 @@ def plan(
     context: Annotated[
         int, typer.Option(min=1, help="Tokens that every plan must have room for.")
     ] = 4096,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, float16 or bfloat16 instead of the stored type.")
-    ] = None,
-    kv_bits: Annotated[int | None, typer.Option(help="4 or 8: keys and values quantized.")] = None,
+    dtype: options.DtypeOption = None,
+    kv_bits: options.KvBitsOption = None,
     parallel: options.ParallelOption = "pipeline",
     prefer: options.PreferOption = Prefer.latency,
     sum_us: Annotated[
@@ -79,8 +77,6 @@ def plan(
     each machine's bandwidth. They are lower bounds that real passes come near. A table compares one machine, a
     pipeline and groups of machines of equal speed that share every layer.
     """
-    if dtype not in (None, "float32", "float16", "bfloat16") or kv_bits not in (None, 4, 8):
-        raise UsageError("--dtype is float32, float16 or bfloat16, and --kv-bits 4 or 8")
     model = options.named_model(argument, option)
     specs = given_nodes(node or [], nodes, memory)
     if not specs:
@@ -89,7 +85,8 @@ def plan(
     if missing := missing_from_backbone(checkpoint):
         raise checkpoint.missing_tensors_error(missing)
     choice = Parallel.parse(parallel), prefer, sum_us / 1e6
-    facts = answer(checkpoint, specs, mtp, sequences, context, dtype, kv_bits, choice)
+    bits = None if kv_bits is None else int(kv_bits)
+    facts = answer(checkpoint, specs, mtp, sequences, context, dtype, bits, choice)
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
     else:

@@ -240,6 +240,8 @@ def serve(
         raise UsageError("--single-node uses no worker. Leave out --worker and --nodes")
     if alone_ok and nodes is None and shared.machines is None:
         raise UsageError("--alone-ok needs --nodes. Without it, serving alone is allowed")
+    if prefix_disk is not None and no_prefix_cache:
+        raise UsageError("--prefix-disk keeps prefixes on disk. Leave out --no-prefix-cache")
     settings = ServeOptions(
         model=options.named_model(argument, model, BUILTIN),
         host=host,
@@ -261,7 +263,7 @@ def serve(
         max_sequences=max_sequences,
         prefill_chunk=prefill_chunk,
         prefix_cache=not no_prefix_cache,
-        prefix_disk=_disk_bytes(prefix_disk, no_prefix_cache),
+        prefix_disk=None if prefix_disk is None else parse_size(prefix_disk),
         vision=vision,
         max_images=max_images,
         fetch_images=fetch_images,
@@ -285,13 +287,6 @@ def serve(
         name=socket.gethostname().partition(".")[0],
     )
     asyncio.run(run_server(settings))
-
-
-def _disk_bytes(size: str | None, no_prefix_cache: bool) -> int | None:
-    """Return the bytes of --prefix-disk. Raises UsageError without prefixes to keep."""
-    if size is not None and no_prefix_cache:
-        raise UsageError("--prefix-disk keeps prefixes on disk. Leave out --no-prefix-cache")
-    return None if size is None else parse_size(size)
 
 
 def _checked_keys(api_key: list[str] | None) -> tuple[str, ...]:

@@ -336,7 +336,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def checked_weight_map(index: dict[str, Any], source: object) -> dict[str, str]:
-    """Return the file name of each tensor in an index. Raises CheckpointError, which names `source`, if it is invalid."""
+    """Return the file name of each tensor in an index. Raises CheckpointError, which names `source`."""
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
