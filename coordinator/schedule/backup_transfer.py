@@ -69,7 +69,7 @@ class BackupTransfer:
         self, pipeline: Pipeline | None, sequence: Sequence, then: Callable[[], None]
     ) -> None:
         """Give the stages a prefix that a sequence lacks, from a backup or disks. It waits until `then` is called."""
-        if pipeline is None:
+        if pipeline is None or not sequence.may_restore:
             return
         scheduler = self._scheduler
         entry = scheduler.prefixes.find_entry(sequence.tokens)
@@ -193,7 +193,7 @@ class BackupTransfer:
         if not pipeline.has_disk:
             return scheduler.sequences_to_restore()
         open_ones = (*scheduler.running.values(), *scheduler.waiting)
-        return sorted(open_ones, key=lambda sequence: sequence.seq_id)
+        return sorted((s for s in open_ones if s.may_restore), key=lambda sequence: sequence.seq_id)
 
     async def _write_all(self, pipeline: Pipeline, restored: dict[int, int]) -> None:
         scheduler, started = self._scheduler, self._clock()

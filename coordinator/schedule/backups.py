@@ -230,11 +230,10 @@ class Backups:
         self.kept.pop(seq_id, None)
         self.in_flight.pop(seq_id, None)
 
-    def drop_all(self) -> None:
-        """Drop the backups of all sequences and prompts."""
-        self.kept.clear()
+    def give_up(self, seq_id: int) -> None:
+        """Drop a backup that plans do not survive, and those of prompts, which may have the same states."""
+        self.drop_backup(seq_id)
         self.prefixes.kept.clear()
-        self._full_from = math.inf
 
 
 def _near_prefix(sequence: GenerationSequence) -> bool:

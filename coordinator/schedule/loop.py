@@ -253,11 +253,7 @@ class GenerationLoop(Generator):
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _adopt_pipeline(self, pipeline: Pipeline) -> None:
-        restored: dict[int, int] = {}
-        if self._failures < 2:
-            restored = await self._backups.restore(pipeline)
-        else:  # a backup may be what fails the plans
-            self.scheduler.backups.drop_all()
+        restored = await self._backups.restore(pipeline)
         self.pipeline = pipeline
         self.scheduler.backups.enabled = pipeline.makes_backups
         now = self.clock()

@@ -209,6 +209,8 @@ class Scheduler:
         for place, sequence in enumerate(running):
             sequence.reset_for_plan()
             sequence.interrupted = place < capacity.sequences
+            if not sequence.may_restore:
+                self.backups.give_up(sequence.seq_id)
         self.waiting.extendleft(reversed(running))
         for sequence in self.waiting:
             sequence.expected_prefix = 0
@@ -226,7 +228,7 @@ class Scheduler:
     def sequences_to_restore(self) -> list[Sequence]:
         """Return the sequences with a backup in the order in which the next plan continues them: the oldest first."""
         open_ones = (*self.running.values(), *self.waiting)
-        found = [one for one in open_ones if self.backups.tokens_of(one.seq_id)]
+        found = [s for s in open_ones if s.may_restore and self.backups.tokens_of(s.seq_id)]
         return sorted(found, key=lambda sequence: sequence.seq_id)
 
     # ---- requests
@@ -513,6 +515,7 @@ class Scheduler:
         prompt = tuple(sequence.tokens)
         if sequence.restorable_tokens:
             self.ops.append(RestoreBackup(sequence.seq_id, sequence.restorable_tokens))
+            sequence.open_restores += 1
             sequence.start_after(sequence.restorable_tokens)
             restored = prompt[: sequence.scheduled_tokens]
             if sequence.from_disk or restored in self.backups.prefixes.kept:
@@ -602,6 +605,7 @@ class Scheduler:
         self, sequence: Sequence, segment: Segment, outcome: Outcome, result: FrameOutcome
     ) -> None:
         sequence.computed_tokens = segment.position + segment.width
+        sequence.open_restores = 0
         done, total = sequence.computed_tokens, sequence.prefill_tokens
         progress = PrefillProgress(done, total, sequence.cached_tokens)
         result.events.append((sequence.seq_id, progress))

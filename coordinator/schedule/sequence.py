@@ -114,6 +114,10 @@ class WindowOutcome:
         return sum(result.accepted for result in self.draft_results)
 
 
+MOST_RESTORES = 2
+"""Restores of a sequence that end with their plan before its backup is given up."""
+
+
 @dataclass
 class Sequence:
     """A request and its state. `tokens` (prompt and emitted ones) suffice to rebuild everything else."""
@@ -134,6 +138,8 @@ class Sequence:
     """Tokens of a backup that the stages of the present plan have, until it is restored."""
     from_disk: bool = False
     """True if that backup is a prefix from the disks of the stages."""
+    open_restores: int = 0
+    """Restores in a row after which no frame of it has returned. One of them may be what fails plans."""
     expected_prefix: int = 0
     """Tokens of the prefix entry that the stages had for it when it was queued."""
     restoring: bool = False
@@ -319,6 +325,11 @@ class Sequence:
     def await_backup(self, tokens: int, *, from_disk: bool = False) -> None:
         """Start, when admitted, from a backup of `tokens` tokens that the stages have, `from_disk` or from memory."""
         self.restorable_tokens, self.restoring, self.from_disk = tokens, False, from_disk
+
+    @property
+    def may_restore(self) -> bool:
+        """False once plans fail again and again after a restore. Then everything is computed."""
+        return self.open_restores < MOST_RESTORES
 
     def start_after(self, tokens: int) -> None:
         """Continue after the first `tokens` tokens, which the stages restore."""

@@ -234,8 +234,8 @@ def window_kernel(language: type[SourceKernel]) -> WindowKernel:
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Run `spans` int32 `[n, 6]`. Return outputs `[rows, value_heads * 128]`, and the saved states.
 
-        A span has the slot of a state, start and number of its past rows, start and number of the rows that run now,
-        and the number of tokens after which the state is saved. `rows` and `past` are `[any, shape.row]`; the slots
+        A span has the slot of a state, start and number of its past rows, and start and number of the new ones. Then
+        comes the number of tokens after which the state is saved. `rows` and `past` are `[any, shape.row]`. The slots
         index `conv [slots, 3, channels]` and `state [slots, value_heads, 128, 128]`. `constants` are those of
         `window_constants`. Rows that no span names are not written.
         """

@@ -173,7 +173,8 @@ class QuantizedKV(KVRows, QuantizedKVCache):
         self, q: mx.array, keys: Any, values: Any, offset: int, scale: float, queries: int | None
     ) -> mx.array:
         width, held = q.shape[2], (keys, values)
-        tile = width if queries is None else queries
+        tile = _queries_at_once(q, offset + width)
+        tile = tile if queries is None else queries
         outputs = []
         for start in range(0, width, tile):
             own = q[:, :, start : start + tile]
@@ -214,6 +215,11 @@ def new_kv(kv_format: KVFormat) -> KVRows:
     return QuantizedKV(group_size=kv_format.group_size, bits=kv_format.bits)
 
 
+def _queries_at_once(q: mx.array, tokens: int) -> int:
+    """Return how many queries of `q [1, heads, width, dim]` have scores of `tokens` tokens within SCORE_BYTES."""
+    return max(1, SCORE_BYTES // (q.shape[1] * tokens * q.itemsize))
+
+
 def tiled_attention(
     q: mx.array,
     keys: mx.array,
@@ -227,11 +233,10 @@ def tiled_attention(
     Where MLX has no fused kernel it holds the scores of all queries at once; a tile's stay below `SCORE_BYTES`.
     A tile has at most `queries` queries, where given. The same keys then get the same kernel in any cache.
     """
-    heads, width = q.shape[1:3]
+    width = q.shape[2]
     if queries is not None and this_device().token_major_exact:
         keys, values = _token_major(keys), _token_major(values)
-    end = offset + width
-    tile = width if fuses_prompts(width) else max(1, SCORE_BYTES // (heads * end * q.itemsize))
+    tile = width if fuses_prompts(width) else _queries_at_once(q, offset + width)
     tile = tile if queries is None else min(tile, queries)
     outputs = []
     for start in range(0, width, tile):

@@ -6,9 +6,11 @@ import copy
 from collections import defaultdict
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.device import DEVICES
 from mtp.flash_next.states import IndexedKV
 from mtp.head.drafter import HeadState
 from mtp.layers.kv_cache import PlainKV, QuantizedKV
@@ -20,7 +22,14 @@ from proto.frame import Admit, BackUp, Evict, Outcome, RestoreBackup, RestorePre
 from proto.params import SamplingParams
 from tests.conftest import Checkpoints
 from tests.support.stages.chain import Chain, Script, random_tokens, same
-from worker.engine.backup import ReceivedBackup, head_from_bytes, head_to_bytes, layer_states
+from worker.engine.backup import (
+    ReceivedBackup,
+    head_from_bytes,
+    head_to_bytes,
+    host_array,
+    layer_states,
+    plain_array,
+)
 from worker.engine.state_cut import StateCut
 
 SAVED, EARLIER, LONG = 11, 5, 17
@@ -103,6 +112,21 @@ def test_a_head_of_every_cache_is_restored(
     assert found.cache.offset == SAVED
     (_, held), (_, wanted) = (one.backup_arrays(0) for one in (found.cache, cache))
     assert all(map(mx.array_equal, held, wanted))
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32, mx.uint32])
+def test_the_host_reads_other_memory_on_cuda(
+    dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX moves what the host reads there, and a running sequence may share the memory. The bytes are the same."""
+    x = mx.random.normal((3, 5), key=mx.random.key(0)).astype(dtype)
+    expected = bytes(plain_array(x))
+    monkeypatch.setattr("worker.engine.backup.this_device", lambda: DEVICES["cuda"])
+    found = host_array(x)
+    assert bytes(found) == expected
+    assert (
+        np.array(found, copy=False).ctypes.data != np.array(plain_array(x), copy=False).ctypes.data
+    )
 
 
 def test_a_backup_that_does_not_fit_is_refused(checkpoints: Checkpoints) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from mtp.checkpoint.format.config import LayerKind, ModelConfig
 from mtp.checkpoint.format.cut import WHOLE, Cut
+from mtp.device import this_device
 from mtp.head.drafter import HeadState
 from mtp.layers.layer import LayerCache
 from proto.backup import LayerState
@@ -222,13 +223,25 @@ def plain_array(array: mx.array) -> mx.array:
     return array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
 
 
+def host_array(array: mx.array) -> mx.array:
+    """Return the bits of `array` for numpy. On CUDA they have memory of their own, since a read by the host moves it.
+
+    States of running sequences and prefix entries may share the memory that moves.
+    """
+    plain = plain_array(array)
+    if this_device().variant != "cuda":
+        return plain
+    words = plain.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[plain.itemsize])
+    return mx.bitwise_or(words, mx.array(0, words.dtype))
+
+
 def type_name(array: mx.array) -> str:
     """Return the name of an array's type on the wire and on disk."""
     return _NAMES[array.dtype]
 
 
 def _to_wire(array: mx.array) -> tuple[str, tuple[int, ...], bytes]:
-    plain = np.array(plain_array(array), copy=False)
+    plain = np.array(host_array(array), copy=False)
     return type_name(array), tuple(array.shape), plain.tobytes()
 
 

@@ -53,9 +53,10 @@ def use_requested_device() -> None:
 
 
 def default_memory_limit() -> int:
-    """Return the bytes a process may use: a share of what Metal recommends, or of the machine's memory."""
-    if this_device().wires_memory:
-        recommended = mx.device_info().get("max_recommended_working_set_size")
+    """Return the bytes a process may use: of what Metal recommends, of an NVIDIA GPU, or of the machine's memory."""
+    keys = {"metal": "max_recommended_working_set_size", "cuda": "total_memory"}
+    if key := keys.get(this_device().variant):
+        recommended = mx.device_info().get(key)
         if isinstance(recommended, int):
             return int(recommended * RECOMMENDED_SHARE)
     return int(_total_memory() * DEFAULT_SHARE)

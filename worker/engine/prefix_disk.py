@@ -34,7 +34,7 @@ from worker.cache.sequence_cache import Border, PrefixEntry
 from worker.disk.block_copy import TENSORS_PER_LAYER, block_file, read_blocks, receive_blocks
 from worker.disk.block_file import BlockReader, BlockWriter, LayerTensors, Tensor
 from worker.disk.block_index import Block, BlockIndex, Chain
-from worker.engine.backup import READ_BYTES, ReceivedBackup, head_to_bytes, plain_array, type_name
+from worker.engine.backup import READ_BYTES, ReceivedBackup, head_to_bytes, host_array, type_name
 from worker.engine.engine_thread import EngineThread
 
 log = logging.getLogger(__name__)
@@ -346,7 +346,7 @@ def _entry_states(entry: PrefixEntry, layers: Span, start: int, done: int) -> li
             states.append((number, False, [("uint8", (len(data),), data)]))
             break
         appends, arrays = entry.layers[place].backup_arrays(start)
-        plain = [plain_array(array) for array in arrays]
+        plain = [host_array(array) for array in arrays]
         mx.async_eval(plain)
         pairs = zip(arrays, plain, strict=True)
         named = [(type_name(a), tuple(a.shape), p) for a, p in pairs]

@@ -110,7 +110,7 @@ class PackedAttentionLayer(Layer):
             finish = _compiled_end(self.shape, eps, self.communicator)
             x = finish(x, outputs, self._mlp_weights, q, rows, groups, self.scale, pairs)
             return x if self._mlp_weights else self.mlp.add(x, self.mlp_norm)
-        if few or self._one_arithmetic:
+        if few or holes or self._one_arithmetic:
             y = _attend_few(self.shape, q, rows, groups, self.scale, pairs)
         else:
             y = _attend_many(self.shape, caches, widths, q, rows)
@@ -165,20 +165,20 @@ def _attend_few(
     pairs: Sequence[mx.array],
 ) -> mx.array:
     """Attend row by row, `SLOTS` sequences a launch. Return the outputs."""
-    if len(groups) == 1 and rows.shape[0] <= FEW_ROWS:
-        return attend_rows(shape, q, rows, RowArrays(*groups[0]), scale, pairs)
     outputs, start = [], 0
     for group, (places, spans, caps) in enumerate(groups):
         held = pairs[group * SLOTS : (group + 1) * SLOTS]
         splits = -(-max(pair.shape[2] for pair in held) // SPLIT)
         tile = max(1, PARTIAL_BYTES // (shape.query_heads * splits * HEAD_DIM * 4))
+        if len(groups) == 1 and rows.shape[0] <= tile:
+            return attend_rows(shape, q, rows, RowArrays(places, spans, caps), scale, held)
         for first in range(0, places.shape[0], tile):
             some = slice(first, first + tile)
             own = slice(start, start + places[some].shape[0])
             at = RowArrays(places[some], spans[some], caps)
             outputs.append(attend_rows(shape, q[own], rows[own], at, scale, held))
             start = own.stop
-    return mx.concatenate(outputs)
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 
 def _attend_many(

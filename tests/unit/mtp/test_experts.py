@@ -14,7 +14,11 @@ from mtp.layers.experts import JoinedExperts, join_experts
 
 def block_of(bits: int | None, dtype: mx.Dtype = mx.float32) -> Any:
     """Return the same random experts for each call."""
-    sizes: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+    sizes: dict[str, Any] = {
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 64,
+    }
     args: Any = TextModelArgs(
         model_type="qwen3_5_moe_text", hidden_size=128, shared_expert_intermediate_size=64, **sizes
     )

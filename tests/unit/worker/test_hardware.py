@@ -25,6 +25,13 @@ def test_the_environment_can_choose_the_cpu(
     assert asked == chosen
 
 
+def test_the_memory_of_a_gpu_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host has more memory than its NVIDIA GPU, on which the stage is."""
+    monkeypatch.setattr(hardware, "this_device", lambda: DEVICES["cuda"])
+    monkeypatch.setattr(mx, "device_info", lambda: {"total_memory": 1000})
+    assert hardware.default_memory_limit() == 850
+
+
 @pytest.mark.parametrize(("chip", "speed"), [("M4", 120e9), ("M4 Max", 546e9), ("M3 Ultra", 819e9)])
 def test_the_bandwidth_probe_sees_the_chip_and_not_the_evaluation(
     monkeypatch: pytest.MonkeyPatch, chip: str, speed: float

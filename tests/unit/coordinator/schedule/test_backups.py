@@ -15,6 +15,7 @@ from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk, generate
 from coordinator.schedule.scheduler import Scheduler
+from coordinator.schedule.sequence import MOST_RESTORES
 from proto.backup import LayerState, ReceivedStates
 from proto.errors import NotReadyError, ProtocolError, WorkerLostError
 from proto.frame import BackUp, Frame, Op, RestoreBackup, RestorePrefix
@@ -266,25 +267,29 @@ class RefusingPipeline(BackedPipeline):
         super().send_frame(frame)
 
 
-def test_a_backup_that_fails_a_plan_is_given_up() -> None:
-    """The plan after it computes everything, so the answer goes on."""
+def test_a_backup_that_fails_plans_is_given_up() -> None:
+    """A later plan computes everything, so the answer goes on, and so does another one, which returns frames before."""
 
-    async def work() -> tuple[list[int], int]:
-        """Answer one request while a pipeline fails. Return its tokens and the number of plans."""
+    async def work() -> tuple[list[list[int]], int]:
+        """Answer two requests while a pipeline fails. Return their tokens and the number of plans."""
         source = FailingSource(Timing(1), 1e6, 0.1, backups=True, kind=RefusingPipeline)
         scheduler = Scheduler(Limits(context=4096), Controller(MtpMode(0)))
         loop = GenerationLoop(source, scheduler, asyncio.get_running_loop().time)
         await loop.start()
-        answer = asyncio.create_task(tokens_of(loop, GenerationRequest(PROMPT, 300)))
-        while not scheduler.backups.kept:
-            await asyncio.sleep(0.01)
+        asked = [GenerationRequest(PROMPT[:150], 700), GenerationRequest(PROMPT[5:], 600)]
+        answers = [asyncio.create_task(tokens_of(loop, request)) for request in asked]
+        await asyncio.sleep(5.0)
+        assert len(scheduler.backups.kept) == 2
+        del scheduler.backups.kept[0]
         assert source.present is not None
         source.present.fail(WorkerLostError("a fault"))
-        tokens = await answer
+        tokens = [await answer for answer in answers]
         await loop.close()
         return tokens, source.epoch
 
-    assert run_virtually(work()) == (plain(PROMPT, 300), 3)
+    tokens, plans = run_virtually(work())
+    assert tokens == [plain(PROMPT[:150], 700), plain(PROMPT[5:], 600)]
+    assert plans == 2 + MOST_RESTORES
 
 
 PREFIX_ROOM = Capacity(sequences=2, kv_tokens=10_000, prefix_bytes=2**20, token_bytes=1)
