@@ -1,8 +1,13 @@
-"""The backup of a sequence: the state of its layers as bytes, in the pieces that travel between the processes."""
+"""The backup of a sequence: the state of its layers as bytes, in the pieces that travel between the processes.
+
+Prefixes are named by a hash of their tokens, equal in the coordinator and on every stage.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from proto import cluster_pb2 as pb
@@ -93,3 +98,22 @@ def by_layer(states: Iterable[LayerState]) -> dict[int, list[tuple[bytes, ...]]]
     if any(len(one) != one[0].size for made in found.values() for one in made):
         raise ProtocolError("a backup lacks the share of a member")
     return {n: [tuple(s.data for s in one) for one in made] for n, made in found.items()}
+
+
+KEY_BYTES = 16
+"""Bytes of a key. Two prefixes share one by chance once in 2**64 entries."""
+
+
+def prefix_key(tokens: Sequence[int]) -> bytes:
+    """Return the key of `tokens`."""
+    return next(prefix_keys(tokens, [len(tokens)]))
+
+
+def prefix_keys(tokens: Sequence[int], lengths: Iterable[int]) -> Iterator[bytes]:
+    """Yield the key of the first `n` tokens for each `n` in `lengths`, which ascend. Reads `tokens` once."""
+    words = array("I", tokens)
+    data, digest, done = memoryview(words).cast("B"), hashlib.blake2b(digest_size=KEY_BYTES), 0
+    for length in lengths:
+        digest.update(data[done * words.itemsize : length * words.itemsize])
+        done = length
+        yield digest.digest()

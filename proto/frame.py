@@ -11,10 +11,10 @@ from typing import Any, ClassVar, get_args
 
 import msgpack
 
+from proto.backup import KEY_BYTES
 from proto.errors import ProtocolError, VersionError
 from proto.images import ImageSpan, check_images
 from proto.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
-from proto.prefix_key import KEY_BYTES
 from proto.wire import (
     DTYPE_BYTES,
     MAX_TOKEN,

@@ -107,7 +107,10 @@ async def prepare_completion(api: Api, request: Request) -> PreparedAnswer:
     answer = await text_answer(
         api, settings, prompts, new_id("cmpl-"), user=body.user, output=body.output
     )
-    echoes = [_text(api, choice.request.prompt) for choice in answer.choices] if body.echo else ()
+    echoed = [choice.request.prompt for choice in answer.choices if body.echo]
+    echoes = [
+        b"".join(map(api.tokenizer.token_bytes, p)).decode("utf-8", "replace") for p in echoed
+    ]
     writer = CompletionWriter(answer, api.tokenizer, body, echoes)
     return PreparedAnswer(answer, writer, stream=bool(body.stream))
 
@@ -117,10 +120,6 @@ async def _tokens(api: Api, prompt: str | list[int]) -> tuple[int, ...]:
         return await api.large_work.run(len(prompt), partial(api.tokenizer.encode, prompt))
     check_tokens(api, prompt, "prompt")
     return tuple(prompt)
-
-
-def _text(api: Api, tokens: tuple[int, ...]) -> str:
-    return b"".join(map(api.tokenizer.token_bytes, tokens)).decode("utf-8", "replace")
 
 
 def usage_of(answer: GeneratedAnswer) -> Json:

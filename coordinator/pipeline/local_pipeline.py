@@ -17,7 +17,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from coordinator.pipeline.pipeline import Pipeline, PipelineSource
-from coordinator.pipeline.prefix_search import FoundPrefix, Move, longest_prefix
+from coordinator.pipeline.prefix_search import FoundPrefix, longest_prefix
 from coordinator.planning.capacity import DEFAULT_SEQUENCES, Capacity, model_costs, plan_capacity
 from coordinator.planning.plan import StagePlan
 from coordinator.status.cluster_status import NodeStatus
@@ -25,9 +25,7 @@ from coordinator.status.frame_records import COORDINATOR, ProcessTrace, process_
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.device import FrameLimits
 from mtp.vision.tower import tower_bytes
-from proto import cluster_pb2 as pb
 from proto.backup import LayerState, ReceivedStates, by_layer
-from proto.control import Rollback
 from proto.errors import ClusterError, NotReadyError, WorkerLostError
 from proto.frame import Frame
 from proto.frame_stamps import CoordinatorStep, FrameStamps, StageStep, StampRing
@@ -215,12 +213,6 @@ class LocalPipeline(Pipeline):
             raise result
         return result
 
-    def broadcast_rollback(self, rollback: Rollback) -> None:
-        """Do nothing: on one thread, the next frame's header comes as soon as a signal would."""
-
-    def broadcast_cancel(self, seq_id: int) -> None:
-        """Do nothing, for the same reason."""
-
     async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
         found = [process_trace("coordinator", COORDINATOR, self.stamps.since(since_ns))]
         stamps = self.host.stamps.since(since_ns)
@@ -246,9 +238,6 @@ class LocalPipeline(Pipeline):
     async def find_prefix(self, tokens: Sequence[int]) -> FoundPrefix:
         return longest_prefix(await asyncio.gather(*(disk.find(tokens) for disk in self._disks)))
 
-    async def move_blocks(self, tokens: Sequence[int], moves: Sequence[Move]) -> None:
-        """Do nothing: all stages of a process use one folder."""
-
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         for engine, disk in zip(self._engines, self._disks, strict=True):
             received = await disk.load(tokens)
@@ -257,9 +246,6 @@ class LocalPipeline(Pipeline):
     @property
     def _disks(self) -> list[StagePrefixes]:
         return [engine.disk for engine in self._engines if engine.disk is not None]
-
-    def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
-        """Do nothing: no worker takes part."""
 
     def fail(self, error: ClusterError) -> None:
         self._outbox.put_nowait(error)
@@ -333,9 +319,6 @@ class LocalSource(PipelineSource):
     async def acquire(self) -> Pipeline:
         self._epoch += 1
         return await self._make(self._epoch)
-
-    def report_failure(self, pipeline: Pipeline, error: Exception) -> None:
-        """Do nothing: there is no other machine to exclude."""
 
 
 def _worker_lost(what: str, error: Exception) -> WorkerLostError:

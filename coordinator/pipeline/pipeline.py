@@ -20,7 +20,8 @@ from proto.frame_stamps import StampRing
 class Pipeline(Protocol):
     """A plan that serves. It takes frames in order and returns them in the same order with outcomes.
 
-    `send_frame` and the broadcasts return at once. The scheduler bounds the frames in flight.
+    `send_frame` and the broadcasts return at once. The scheduler bounds the frames in flight. Stages of this process
+    need neither the broadcasts, since a header comes as soon, nor copies of blocks, nor the status of workers.
     """
 
     epoch: int
@@ -47,9 +48,11 @@ class Pipeline(Protocol):
 
     def broadcast_rollback(self, rollback: Rollback) -> None:
         """Send a rollback to every stage at once."""
+        return
 
     def broadcast_cancel(self, seq_id: int) -> None:
         """Tell every stage at once that a sequence has no client any more."""
+        return
 
     async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
         """Return the newest backup of a sequence, of at most `limit` bytes, after the frame of its BackUp.
@@ -67,12 +70,14 @@ class Pipeline(Protocol):
 
     async def move_blocks(self, tokens: Sequence[int], moves: Sequence[Move]) -> None:
         """Copy blocks of the prefix `tokens` to the disks that lack them. Raises ClusterError."""
+        return
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Let every stage read the state after `tokens` from its disk, for RestoreBackup. Raises ClusterError."""
 
     def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
         """Use the status of a worker of this plan to detect frames that do not move."""
+        return
 
     async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
         """Return the traces of the coordinator and of all stages since `since_ns` in the coordinator's clock."""
@@ -91,4 +96,5 @@ class PipelineSource(Protocol):
         """Wait for a plan that serves and return its pipeline. Raises ClusterError after the source's deadline."""
 
     def report_failure(self, pipeline: Pipeline, error: Exception) -> None:
-        """Tell the source that `pipeline` failed with `error`."""
+        """Tell the source that `pipeline` failed with `error`. A source of this process has no machine to exclude."""
+        return

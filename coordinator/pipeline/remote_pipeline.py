@@ -20,12 +20,11 @@ from coordinator.planning.capacity import Capacity
 from coordinator.status.frame_records import COORDINATOR, ProcessTrace, process_trace
 from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
-from proto.backup import LayerState, ReceivedStates
+from proto.backup import LayerState, ReceivedStates, prefix_key
 from proto.control import Rollback
 from proto.errors import ClusterError, DeadlineError, ProtocolError, StaleEpochError
 from proto.frame import Frame, decode, encode
 from proto.frame_stamps import CoordinatorStep, StampRing
-from proto.prefix_key import prefix_key
 from proto.rpc.channels import open_channel
 from proto.rpc.data_connection import RESULTS, TOKEN_BYTES, StreamBinding
 from proto.rpc.link import Link, LoopFrameReader, end_of_connection, open_connection

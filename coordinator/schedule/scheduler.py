@@ -38,6 +38,7 @@ from coordinator.schedule.request import (
 from coordinator.schedule.sequence import FrameInFlight, Sequence
 from coordinator.schedule.step_cost import StepCostMeter
 from mtp.device import FrameLimits
+from proto.backup import prefix_key
 from proto.control import Rollback
 from proto.errors import ProtocolError, StaleEpochError
 from proto.frame import (
@@ -51,7 +52,6 @@ from proto.frame import (
     SavePrefix,
     Segment,
 )
-from proto.prefix_key import prefix_key
 from proto.wire import DTYPE_BYTES
 
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_5 import GatedDeltaNet
 
 from mtp.layers.source_kernel import SourceKernel
-from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape, WindowKernel
+from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape, Recurrence, WindowKernel
 
 THREADS = 512
 """Threads of a block: four for each of the 128 rows of a state."""
@@ -217,6 +217,14 @@ def window_constants(net: GatedDeltaNet, dtype: mx.Dtype) -> tuple[mx.array, ...
     )
     mx.eval(constants)
     return constants
+
+
+def recurrence_of(
+    kernel: WindowKernel, net: GatedDeltaNet, dtype: mx.Dtype, *, silu: bool = True
+) -> Recurrence:
+    """Return a layer as `kernel` takes it, with activations of `dtype`. The gate of its output is `silu` or sigmoid."""
+    heads = GatedDeltaShape(net.num_k_heads, net.num_v_heads, silu)
+    return Recurrence(kernel, heads, window_constants(net, dtype))
 
 
 def window_kernel(language: type[SourceKernel]) -> WindowKernel:

@@ -136,9 +136,9 @@ class Layer(ABC):
         every width is 1.
         """
 
-    @abstractmethod
     def pin_exact(self, products: ExactProducts) -> None:
-        """Keep the bits of every row independent of the rows beside it."""
+        """Keep the bits of every row independent of the rows beside it. A stage in exact mode has layers that can."""
+        raise NotImplementedError(f"{self.kind} layers have no exact mode")
 
 
 class Mixer(Protocol):

@@ -45,21 +45,6 @@ class Format:
             x, weight, scales, biases, True, self.group_size, self.bits, self.mode
         )
 
-    def gather(
-        self, x: mx.array, weights: Weights, experts: mx.array, rows: mx.array | None
-    ) -> mx.array:
-        """Return rows `x [..., 1, inputs]` times the weights of `experts [...]`: `[..., 1, outputs]`.
-
-        `rows [...]` are the numbers of the rows. Without them the experts are sorted, and each has its own row.
-        """
-        chosen: Any = {"lhs_indices": rows, "rhs_indices": experts, "sorted_indices": rows is None}
-        if self.bits is None:
-            return mx.gather_mm(x, weights[0].swapaxes(-1, -2), **chosen)
-        weight, scales, biases = (*weights, None)[:3]
-        assert weight is not None and scales is not None
-        chosen |= {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
-        return mx.gather_qmm(x, weight, scales, biases, **chosen)
-
 
 @dataclass(frozen=True, eq=False)
 class JoinedLinear:
@@ -104,8 +89,17 @@ class JoinedLinear:
         return self.format.multiply(x, self.weights)
 
     def gather(self, x: mx.array, experts: mx.array, rows: mx.array | None) -> mx.array:
-        """Return the outputs of some experts, if the layers are those of all experts. See `Format.gather`."""
-        return self.format.gather(x, self.weights, experts, rows)
+        """Return rows `x [..., 1, inputs]` times the weights of `experts [...]`, where the layers are those of experts.
+
+        `rows [...]` are the numbers of the rows. Without them the experts are sorted, and each has its own row.
+        """
+        chosen: Any = {"lhs_indices": rows, "rhs_indices": experts, "sorted_indices": rows is None}
+        kind = self.format
+        if kind.bits is None:
+            return mx.gather_mm(x, self.weights[0].swapaxes(-1, -2), **chosen)
+        weight, scales, *biases = self.weights
+        chosen |= {"group_size": kind.group_size, "bits": kind.bits, "mode": kind.mode}
+        return mx.gather_qmm(x, weight, scales, biases[0] if biases else None, **chosen)
 
 
 def pad_outputs(module: Any, before: int) -> None:

@@ -139,14 +139,14 @@ class _Block(nn.Module):
 
     def add(self, x: mx.array, turns: mx.array) -> mx.array:
         """Return `x [patches, hidden]` after the block. Every step is evaluated, so that others may run between."""
-        parts = [_evaluated(part) for part in self.attn.steps(self.norm1(x), turns)]
+        parts = []
+        for part in self.attn.steps(self.norm1(x), turns):
+            mx.eval(part)
+            parts.append(part)
         x = x + mx.concatenate(parts)
-        return _evaluated(x + self.mlp(self.norm2(x)))
-
-
-def _evaluated(x: mx.array) -> mx.array:
-    mx.eval(x)
-    return x
+        x = x + self.mlp(self.norm2(x))
+        mx.eval(x)
+        return x
 
 
 class _Merger(nn.Module):

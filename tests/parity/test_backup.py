@@ -24,13 +24,13 @@ from tests.conftest import Checkpoints
 from tests.support.stages.chain import Chain, Script, random_tokens, same
 from worker.engine.backup import (
     ReceivedBackup,
+    StateCut,
     head_from_bytes,
     head_to_bytes,
     host_array,
     layer_states,
     plain_array,
 )
-from worker.engine.state_cut import StateCut
 
 SAVED, EARLIER, LONG = 11, 5, 17
 """Tokens of the backup, of an earlier backup that it continues, and of the prompt."""

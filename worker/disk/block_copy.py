@@ -9,9 +9,8 @@ from typing import Any
 import msgpack
 
 from proto import cluster_pb2 as pb
-from proto.backup import LayerState, PieceJoiner, split
+from proto.backup import KEY_BYTES, LayerState, PieceJoiner, split
 from proto.errors import NotReadyError, ProtocolError
-from proto.prefix_key import KEY_BYTES
 from proto.span import Span
 from worker.disk.block_file import DTYPES, SUFFIX, BlockReader, BlockWriter, LayerTensors, Tensor
 from worker.disk.block_index import Block, BlockIndex
@@ -43,7 +42,8 @@ def read_blocks(
             with index.removing(block):
                 reader = BlockReader(index.folder / block.file)
                 sent = [layer for layer in chain.layers if last or layer in reader.appends]
-                own = block.key if last else _link_key(block.key)
+                link = hashlib.blake2b(b"link" + block.key, digest_size=KEY_BYTES)
+                own = block.key if last else link.digest()
                 yield pb.BackupPiece(
                     block=pb.BlockHead(
                         namespace=namespace,
@@ -58,10 +58,6 @@ def read_blocks(
                 for layer in sent:
                     yield from split([_state(reader.read(layer))])
             parent = own
-
-
-def _link_key(key: bytes) -> bytes:
-    return hashlib.blake2b(b"link" + key, digest_size=KEY_BYTES).digest()
 
 
 def _state(layer: LayerTensors) -> LayerState:

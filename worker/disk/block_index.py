@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from proto.backup import prefix_keys
 from proto.errors import ProtocolError
-from proto.prefix_key import prefix_keys
 from proto.span import Span
 from worker.disk.block_file import SUFFIX, TEMPORARY
 

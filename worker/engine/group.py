@@ -54,14 +54,6 @@ class GroupSpec:
         return rank | {"MLX_WORLD_SIZE": size, "NCCL_HOST_IP": host.strip("[]"), "NCCL_PORT": port}
 
 
-@dataclass(frozen=True)
-class CollectiveFigures:
-    """Seconds of one sum over the members: of a row of a token, in a chain, and of the rows of a prompt chunk."""
-
-    row: float
-    chunk: float
-
-
 def join_group(spec: GroupSpec, *, exact: bool) -> GroupCommunicator:
     """Join the group and return the communicator. Raises NotReadyError if it cannot be formed.
 
@@ -106,24 +98,15 @@ def _advice(error: Exception) -> str:
 CHAIN = 32
 """Sums in a row of one measurement. Each needs the result of the one before, as in a pass through the layers."""
 
-CHUNK_ROWS = 512
-"""Rows of a prompt chunk."""
 
-
-def measure_collectives(
-    communicator: GroupCommunicator, hidden: int, dtype: mx.Dtype
-) -> CollectiveFigures:
-    """Measure sums of `[rows, hidden]`. Every member must call it at the same place."""
-
-    def chain(rows: int, count: int) -> float:
-        ones = mx.ones((rows, hidden), dtype)
-        taken = 0.0
-        for _ in range(2):  # the first one compiles kernels
-            x, started = ones, time.perf_counter()
-            for _ in range(count):
-                x = communicator.sum(x) * (1 / communicator.size)
-            mx.eval(x)
-            taken = time.perf_counter() - started
-        return taken / count
-
-    return CollectiveFigures(chain(1, CHAIN), chain(CHUNK_ROWS, 2))
+def measure_collective(communicator: GroupCommunicator, hidden: int, dtype: mx.Dtype) -> float:
+    """Return the seconds of one sum of `[1, hidden]` in a chain. Every member must call it at the same place."""
+    ones = mx.ones((1, hidden), dtype)
+    taken = 0.0
+    for _ in range(2):  # the first one compiles kernels
+        x, started = ones, time.perf_counter()
+        for _ in range(CHAIN):
+            x = communicator.sum(x) * (1 / communicator.size)
+        mx.eval(x)
+        taken = time.perf_counter() - started
+    return taken / CHAIN

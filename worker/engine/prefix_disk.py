@@ -26,8 +26,8 @@ import mlx.core as mx
 import numpy as np
 
 from proto import cluster_pb2 as pb
+from proto.backup import prefix_key
 from proto.errors import NotReadyError
-from proto.prefix_key import prefix_key
 from proto.span import Span
 from proto.state_dir import state_dir
 from worker.cache.sequence_cache import Border, PrefixEntry

@@ -25,10 +25,9 @@ from proto.terminal.progress import OnProgress
 from worker.engine.engine_thread import EngineThread
 from worker.engine.group import (
     JOIN_SECONDS,
-    CollectiveFigures,
     GroupSpec,
     join_group,
-    measure_collectives,
+    measure_collective,
 )
 from worker.engine.hardware import (
     CacheTrimmer,
@@ -164,8 +163,8 @@ class LoadedStage:
     weight_bytes: int
     prefixes: StagePrefixes | None = None
     """Its prefixes on disk, None without a folder."""
-    collectives: CollectiveFigures | None = None
-    """The times of sums over the members of its group; None for one process."""
+    collective: float = 0.0
+    """Seconds of a sum over the members of its group, 0 for one process."""
 
 
 class StageHost:
@@ -229,11 +228,11 @@ class StageHost:
             if on_progress is not None:
                 on_progress(done, total)
 
-        collectives = None
+        collective = 0.0
         if joined is not None:
             expect(JOIN_SECONDS)  # other members may still open the checkpoint
             hidden, dtype = checkpoint.config.hop_width, DTYPES[spec.dtype or "bfloat16"]
-            collectives = measure_collectives(joined, hidden, dtype)
+            collective = measure_collective(joined, hidden, dtype)
             expect(seconds)
         modules = load_stage(
             whole,
@@ -262,7 +261,7 @@ class StageHost:
         warm_up(stage, first=spec.first, last=spec.last, expect=expect)
         trim_allocator()
         prefixes = self._prefixes(whole, spec, stage, kernels)
-        return LoadedStage(spec, stage, weight_bytes, prefixes, collectives)
+        return LoadedStage(spec, stage, weight_bytes, prefixes, collective)
 
     def _prefixes(
         self, checkpoint: Checkpoint, spec: StageSpec, stage: Stage, kernels: Kernels

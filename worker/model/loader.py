@@ -204,7 +204,8 @@ def _build(
     _check_experts(part, module, weights)
     module.load_weights(list(weights.items()))
     if part.startswith("layers."):
-        module = checkpoint.config.engine_layer(module)
+        config = checkpoint.config
+        module = config.family.engine_layer(config.text(), module)
     if part in checkpoint.tables:
         module.ple.table = open_table(checkpoint, part, module.ple.hash.rows)
     return module.eval()

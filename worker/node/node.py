@@ -271,7 +271,7 @@ class WorkerNode:
             longest_chunk=frames.longest,
             shortest_chunk=frames.shortest,
             fused_width=frames.fused_width or 0,
-            collective_us=1e6 * (loaded.collectives.row if loaded.collectives else 0.0),
+            collective_us=1e6 * loaded.collective,
         )
 
     def _become(self, state: pb.WorkerState.ValueType) -> None:

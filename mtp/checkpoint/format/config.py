@@ -181,23 +181,15 @@ class ModelConfig:
 
     def text_args(self) -> TextModelArgs:
         """Return mlx-lm's arguments for the engine's modules of this model."""
-        return self.family.text_args(self._text())
+        return self.family.text_args(self.text())
 
     def backbone(self) -> nn.Module:
         """Return mlx-lm's model without weights: its names begin with `model.` and `lm_head.`."""
-        return self.family.backbone(self._text())
-
-    def layer(self, index: int) -> nn.Module:
-        """Return layer `index` without weights, with the parameter names of a converted checkpoint."""
-        return self.family.layer(self._text(), index)
-
-    def norm(self) -> nn.Module:
-        """Return the final norm without weights."""
-        return self.family.norm(self._text())
+        return self.family.backbone(self.text())
 
     def head(self) -> MTPHead:
         """Return the MTP head without weights."""
-        return self.family.head(self._text())
+        return self.family.head(self.text())
 
     def kv_format(self, bits: int | None) -> KVFormat:
         """Return the format of K/V for `--kv-bits`. Raises UsageError if this family has no such format."""
@@ -222,17 +214,13 @@ class ModelConfig:
         """The layers that read the tokens of their rows, and belong to the first stage."""
         return self.family.token_layers(self.text_config)
 
-    def engine_layer(self, layer: nn.Module) -> nn.Module:
-        """Return a loaded `layer` with the modules that the engine runs."""
-        return self.family.engine_layer(self._text(), layer)
-
     @property
     def image_sections(self) -> tuple[int, int, int]:
         """The pairs of a head that turn by the time, height and width of an image's rows."""
         time, height, width = self.text_config["rope_parameters"].get("mrope_section", (11, 11, 10))
         return time, height, width
 
-    def _text(self) -> dict[str, Any]:
+    def text(self) -> dict[str, Any]:
         """Return a copy of `text_config`, since mlx-lm modifies its input."""
         tied = {"tie_word_embeddings": self.tie_word_embeddings}
         return copy.deepcopy(self.text_config) | tied

@@ -35,14 +35,14 @@ def part_module(config: ModelConfig, part: str) -> nn.Module:
         case "embed", _, _:
             module = nn.Embedding(args.vocab_size, args.hidden_size)
         case "norm", _, _:
-            module = config.norm()
+            module = config.family.norm(config.text())
         case "lm_head", _, _:
             outputs = args.vocab_size // (config.cut.size if config.cuts_vocabulary else 1)
             module = nn.Linear(args.hidden_size, outputs, bias=False)
         case "mtp", _, _:
             module = config.head()
         case _, _, layer:
-            module = config.layer(int(layer))
+            module = config.family.layer(config.text(), int(layer))
     # Every lazy random weight adds a lazy split to the key of the generator. Without this evaluation the splits
     # accumulate over the loads of a worker.
     mx.eval(mx.random.state)

@@ -20,11 +20,10 @@ from mtp.layers.cuda.packed_linear import (
     joined,
 )
 from mtp.layers.exact import ExactProducts
-from mtp.layers.gated_delta import window_constants, window_kernel
+from mtp.layers.gated_delta import recurrence_of, window_kernel
 from mtp.layers.layer import Hole, KVFormat, Layer, PlainMLP
 from mtp.layers.windows import (
     GatedDeltaShape,
-    Recurrence,
     SnapshotGDNCache,
     Snapshots,
     gather_windows,
@@ -45,9 +44,9 @@ class PackedGDNLayer(Layer):
         net = layer.linear_attn
         self.norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
         self.mlp: PackedMLP | PlainMLP = PlainMLP(layer.mlp) if mlp is None else mlp
-        self.shape = GatedDeltaShape(net.num_k_heads, net.num_v_heads)
         self.dtype = dtype
-        self.constants = window_constants(net, dtype)
+        self.recurrence = recurrence_of(gated_delta_window, net, dtype)
+        self.shape, self.constants = self.recurrence.shape, self.recurrence.constants
         inputs = [net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a]
         self.projection = joined(inputs, padded=True)
         self.out = joined([net.out_proj])
@@ -69,8 +68,7 @@ class PackedGDNLayer(Layer):
             self._body = _compiled_body(self.shape, self.norm.eps, communicator)
 
     def new_cache(self, kv_format: KVFormat) -> SnapshotGDNCache:
-        recurrence = Recurrence(gated_delta_window, self.shape, self.constants)
-        return SnapshotGDNCache.empty(recurrence, self.dtype)
+        return SnapshotGDNCache.empty(self.recurrence, self.dtype)
 
     def pin_exact(self, products: ExactProducts) -> None:
         self.projection.pin_exact(products)

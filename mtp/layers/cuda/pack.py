@@ -23,12 +23,12 @@ from mtp.layers.cuda.packed_linear import (
 )
 from mtp.layers.cuda.row_attention import SLOTS, RowArrays, attend_rows, prepare_rows
 from mtp.layers.experts import join_experts
-from mtp.layers.gated_delta import has_window_kernel, window_constants
+from mtp.layers.gated_delta import has_window_kernel, recurrence_of, window_constants
 from mtp.layers.layer import KVFormat, Layer, Mixer, PlainMLP
 from mtp.layers.prepare_rows import constants_of
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.source_kernel import report_fallback
-from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape, Recurrence, WindowMixer
+from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape, WindowMixer
 
 
 class Packer:
@@ -72,10 +72,8 @@ class Packer:
         net: Any = inner.net
         if not self._has_window_kernel(net, silu=inner.silu):
             return cast(Mixer, inner)
-        shape = GatedDeltaShape(net.num_k_heads, net.num_v_heads, inner.silu)
-        constants = window_constants(net, self._dtype)
+        recurrence = recurrence_of(gated_delta_window, net, self._dtype, silu=inner.silu)
         inputs = joined([net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a], padded=True)
-        recurrence = Recurrence(gated_delta_window, shape, constants)
         return WindowMixer(recurrence, self._dtype, inputs, joined([net.out_proj]))
 
     def _has_window_kernel(self, net: Any, *, silu: bool = True) -> bool:

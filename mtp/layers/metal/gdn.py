@@ -10,8 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
 from mtp.layers.communicator import ALONE, Communicator
-from mtp.layers.exact import ExactProducts
-from mtp.layers.gated_delta import window_constants, window_kernel
+from mtp.layers.gated_delta import recurrence_of, window_kernel
 from mtp.layers.layer import Hole, KVFormat, Layer, PlainMLP
 from mtp.layers.linear import Format, JoinedLinear
 from mtp.layers.metal.kernel import MetalKernel
@@ -19,7 +18,6 @@ from mtp.layers.metal.products import COMPILED_ROWS, JoinedMLP, add_norm, compil
 from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.windows import (
     GatedDeltaShape,
-    Recurrence,
     SnapshotGDNCache,
     Snapshots,
     gather_windows,
@@ -96,9 +94,8 @@ class WindowGDNLayer(Layer):
         self.mlp_norm = layer.post_attention_layernorm
         formats = mlp.formats if mlp else None
         norm = layer.input_layernorm
-        heads = GatedDeltaShape(net.num_k_heads, net.num_v_heads)
-        constants = window_constants(net, dtype)
-        self._recurrence = Recurrence(gated_delta_window, heads, constants)
+        self._recurrence = recurrence_of(gated_delta_window, net, dtype)
+        heads, constants = self._recurrence.shape, self._recurrence.constants
         self._shape = _Shape(heads, inputs.format, out.format, formats, norm.eps, joins_norm)
         self._dtype = dtype
         norms = norm.weight, self.mlp_norm.weight
@@ -112,10 +109,6 @@ class WindowGDNLayer(Layer):
 
     def new_cache(self, kv_format: KVFormat) -> SnapshotGDNCache:
         return SnapshotGDNCache.empty(self._recurrence, self._dtype)
-
-    def pin_exact(self, products: ExactProducts) -> None:
-        """Raise, because a stage in exact mode keeps the reference."""
-        raise NotImplementedError("a joined layer has no exact mode")
 
     def add(
         self,

@@ -27,7 +27,7 @@ from mtp.layers.metal.products import NORM_SOURCE, JoinedMLP
 from mtp.layers.metal.trial import MixerTrial, Tried, try_layer
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.reference.gdn import GDNLayer
-from mtp.layers.windows import GatedDeltaShape, Recurrence, WindowMixer
+from mtp.layers.windows import WindowMixer
 
 Choose = Callable[[str, str, str, Callable[[], KernelTrial]], bool]
 """A function of a kernel's name, its shapes, its source and its trial. It returns whether to use the kernel."""
@@ -84,9 +84,9 @@ class MetalJoiner:
         out = JoinedLinear.of([net.out_proj])
         if out is None or not self._has_window_kernel(net, inputs):
             return joined
-        heads = GatedDeltaShape(net.num_k_heads, net.num_v_heads, inner.silu)
-        constants = gated_delta.window_constants(net, self._dtype)
-        recurrence = Recurrence(gated_delta_window, heads, constants)
+        recurrence = gated_delta.recurrence_of(
+            gated_delta_window, net, self._dtype, silu=inner.silu
+        )
         window = WindowMixer(recurrence, self._dtype, inputs, out)
         shapes = f"{net.num_k_heads} and {net.num_v_heads} heads"
         shapes += "" if inner.silu else " with a sigmoid gate"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from proto import cluster_pb2 as pb
+from proto.backup import prefix_key
 from proto.errors import ClusterError, NotReadyError, ProtocolError
-from proto.prefix_key import prefix_key
 from proto.span import Span
 from worker.disk.block_copy import block_file, read_blocks, receive_blocks
 from worker.disk.block_file import BlockReader, BlockWriter, LayerTensors, Tensor

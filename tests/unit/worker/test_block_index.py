@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from proto.prefix_key import prefix_key
+from proto.backup import prefix_key
 from proto.span import Span
 from worker.disk.block_index import STALE_SECONDS, VERSION, Block, BlockIndex
 

@@ -17,10 +17,9 @@ from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk, generate
 from coordinator.schedule.scheduler import Scheduler
 from proto import cluster_pb2 as pb
-from proto.backup import LayerState
+from proto.backup import LayerState, prefix_key
 from proto.errors import NotReadyError
 from proto.frame import Frame, SavePrefix
-from proto.prefix_key import prefix_key
 from proto.span import Span
 from tests.support.protocol.simulation import OnePipeline, SimulatedPipeline, Timing, run_virtually
 from tests.support.stages.fake_last_stage import FakeLastStage, plain
