@@ -67,14 +67,14 @@ class HyperConnection(nn.Module):
         return self._mixed(normed, self.input_mix_weight_down(normed))
 
     def mix(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the input of the block, `[rows, hidden]`, and the gates of its output, `[rows, streams]`."""
+        """Return the input of the block, `[rows, hidden]`, and the logits of its gates, `[rows, streams]`."""
         normed = self.hc_norm(x)
         if self._joined is None:
             low, gates = self.input_mix_weight_down(normed), self.block_inject_weight(normed)
         else:
             both = self._joined(normed)
             low, gates = both[:, : self.rank], both[:, self.rank :]
-        return self._mixed(normed, low), _gates(gates[:, : self.streams], self.streams)
+        return self._mixed(normed, low), gates[:, : self.streams]
 
     def _mixed(self, normed: mx.array, low: mx.array) -> mx.array:
         weights = self.input_mix_weight_up(_low(low, self.streams))
@@ -88,26 +88,21 @@ def _low(x: mx.array, streams: int) -> mx.array:
 
 
 @partial(mx.compile, shapeless=True)
-def _gates(x: mx.array, streams: int) -> mx.array:
-    return 2 * mx.sigmoid(x / streams)
-
-
-@partial(mx.compile, shapeless=True)
 def _mean(weights: Any, streams: Any) -> mx.array:
     """Return the mean of the streams after their weights."""
     total: mx.array = reduce(add, map(mul, map(mx.sigmoid, weights), streams))
     return total / len(streams)
 
 
-def spread(x: mx.array, block: mx.array, gates: mx.array) -> mx.array:
+def spread(x: mx.array, block: mx.array, logits: mx.array) -> mx.array:
     """Return the streams `x [rows, streams x hidden]` with the output of a block `[rows, hidden]`, each by its gate."""
     apart = x.reshape(x.shape[0], -1, block.shape[1])
-    return _added(apart, block[:, None], gates[..., None]).reshape(x.shape)
+    return _added(apart, block[:, None], logits[..., None], logits.shape[1]).reshape(x.shape)
 
 
 @partial(mx.compile, shapeless=True)
-def _added(x: mx.array, block: mx.array, gates: mx.array) -> mx.array:
-    return x + block * gates
+def _added(x: mx.array, block: mx.array, logits: mx.array, streams: int) -> mx.array:
+    return x + block * (2 * mx.sigmoid(logits / streams))
 
 
 class SigmoidGatedNorm(nn.Module):
