@@ -71,8 +71,7 @@ class JoinedLinear:
 
         `order` are the outputs in another order. The modules may be those of all experts.
         """
-        joined_format = Format.of(modules[0])
-        if joined_format is None or not cls.fits(modules):
+        if (joined_format := Format.of(modules[0])) is None or not cls.fits(modules):
             return None
         names = [name for name in ("weight", "scales", "biases") if name in modules[0]]
         weights = tuple(_joined([module[name] for module in modules], order) for name in names)

@@ -11,14 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
 from mtp.layers.layer import KVFormat, LayerCache, checked_state
-
-Product = Callable[[mx.array], mx.array]
-"""A linear layer."""
 
 HEAD_DIM = 128
 """Dimension of keys and values; the kernel supports only this one."""
@@ -262,10 +259,8 @@ def kept_rows(rows: mx.array, windows: Sequence[Window]) -> tuple[mx.array, Sequ
 class WindowMixer:
     """A GatedDeltaNet without the layer around it: a product, the kernel for windows, and a product."""
 
-    def __init__(
-        self, recurrence: Recurrence, dtype: mx.Dtype, inputs: Product, out: Product
-    ) -> None:
-        """Take the joined products of the inputs and that of the output, with caches of `dtype`."""
+    def __init__(self, recurrence: Recurrence, dtype: mx.Dtype, inputs: Any, out: Any) -> None:
+        """Take the joined product of the inputs and that of the output, with caches of `dtype`."""
         self._recurrence, self._dtype = recurrence, dtype
         self._inputs, self._out = inputs, out
 
@@ -281,12 +276,13 @@ class WindowMixer:
         stay_open: Sequence[bool],
     ) -> mx.array:
         """See `GDNLayer.mix`."""
-        rows = self._inputs(inputs)
+        rows: mx.array = self._inputs(inputs)
         windows = next_windows(caches, widths, stay_open)
         y, saved = run_windows(self._recurrence, rows, windows)
         kept, moved = kept_rows(rows, windows)
         record_windows(caches, moved, kept, saved)
-        return self._out(y)
+        out: mx.array = self._out(y)
+        return out
 
 
 def _join(parts: Sequence[T], size: Callable[[T], int]) -> tuple[list[T], list[int]]:

@@ -271,10 +271,7 @@ def plain_array(array: mx.array) -> mx.array:
 
 
 def host_array(array: mx.array) -> mx.array:
-    """Return the bits of `array` for numpy. On CUDA they have memory of their own, since a read by the host moves it.
-
-    States of running sequences and prefix entries may share the memory that moves.
-    """
+    """Return the bits of `array` for numpy. On CUDA a read moves memory that others may share, so they are a copy."""
     plain = plain_array(array)
     if this_device().variant != "cuda":
         return plain
