@@ -15,7 +15,7 @@ TEXT: dict[str, Any] = {
     "model_type": "qwen4_exp_text",
     "hidden_size": 32,
     "num_hidden_layers": 8,
-    "num_attention_heads": 4,
+    "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 32,
     "vocab_size": VOCAB,
