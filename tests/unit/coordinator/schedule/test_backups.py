@@ -263,7 +263,8 @@ class RefusingPipeline(BackedPipeline):
     def send_frame(self, frame: Frame) -> None:
         """Refuse backups."""
         if any(isinstance(op, RestoreBackup) for op in frame.ops):
-            self.fail(ProtocolError("the backup does not fit"))
+            refusal = ProtocolError("the backup does not fit")
+            self._loop.call_later(1.5 * self.timing.step, self.fail, refusal)
         super().send_frame(frame)
 
 
@@ -272,15 +273,18 @@ def test_a_backup_that_fails_plans_is_given_up() -> None:
 
     async def work() -> tuple[list[list[int]], int]:
         """Answer two requests while a pipeline fails. Return their tokens and the number of plans."""
-        source = FailingSource(Timing(1), 1e6, 0.1, backups=True, kind=RefusingPipeline)
+        source = FailingSource(
+            Timing(1), 1e6, 0.1, backups=True, kind=RefusingPipeline, transfer=0.2
+        )
         scheduler = Scheduler(Limits(context=4096), Controller(MtpMode(0)))
         loop = GenerationLoop(source, scheduler, asyncio.get_running_loop().time)
         await loop.start()
-        asked = [GenerationRequest(PROMPT[:150], 700), GenerationRequest(PROMPT[5:], 600)]
-        answers = [asyncio.create_task(tokens_of(loop, request)) for request in asked]
-        await asyncio.sleep(5.0)
-        assert len(scheduler.backups.kept) == 2
-        del scheduler.backups.kept[0]
+        asked = [GenerationRequest(PROMPT, 900), GenerationRequest(PROMPT[:90], 100)]
+        answers = [asyncio.create_task(tokens_of(loop, asked[0]))]
+        await asyncio.sleep(7.4)  # the next backup is almost due, so the other answer goes first
+        answers.append(asyncio.create_task(tokens_of(loop, asked[1])))
+        await asyncio.sleep(0.1)
+        assert list(scheduler.backups.kept) == [0]
         assert source.present is not None
         source.present.fail(WorkerLostError("a fault"))
         tokens = [await answer for answer in answers]
@@ -288,7 +292,7 @@ def test_a_backup_that_fails_plans_is_given_up() -> None:
         return tokens, source.epoch
 
     tokens, plans = run_virtually(work())
-    assert tokens == [plain(PROMPT[:150], 700), plain(PROMPT[5:], 600)]
+    assert tokens == [plain(PROMPT, 900), plain(PROMPT[:90], 100)]
     assert plans == 2 + MOST_RESTORES
 
 
