@@ -41,7 +41,7 @@ def _made(target: str) -> list[bytes]:
         "frame": [encode(frame), encode(tensor), encode(result)],
         "signal": [signal.SerializeToString() for signal in signals],
         "announcement": [
-            b"v=1\0id=0123456789abcdef\0name=mac-2\0layers=0-31\0cluster=0123456789abcdef\0node=0123456789abcdef"
+            b"v=2\0id=0123456789abcdef\0name=mac-2\0layers=0-31\0cluster=0123456789abcdef\0node=0123456789abcdef"
         ],
         "join_token": [str(new_token("0123456789abcdef", bytes(32), "10.0.0.1:50504")).encode()],
         "join_message": [
