@@ -32,7 +32,7 @@ RECORD = ServiceRecord(
     r"mac\0322-0a1b2c3d._mtp-worker._tcp",
     "localhost",
     50505,
-    {b"v": b"1", b"id": b"0a1b2c3d4e5f6071", b"name": b"mac 2", b"layers": b"0-3"},
+    {b"v": b"2", b"id": b"0a1b2c3d4e5f6071", b"name": b"mac 2", b"layers": b"0-3"},
 )
 
 Install = Callable[[str], Path]
