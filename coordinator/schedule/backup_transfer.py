@@ -20,7 +20,7 @@ from proto.rpc.listener import BackgroundTasks
 log = logging.getLogger(__name__)
 
 LONGEST_RESTORE = 5.0
-"""Seconds. Longest expected transfer of a prefix to the stages. A longer one may take more time than to compute it."""
+"""Seconds. Longest expected transfer of a state to the stages while the time to compute it is unknown."""
 
 SHORTEST_LOAD = 1.0
 """Seconds. Time that a disk has to find a prefix, and at least to load it."""
@@ -43,6 +43,13 @@ class BackupTransfer:
         self._no_disk_until = -math.inf  # no disk is asked before, because one was stuck
         self._no_moves_until = -math.inf  # the same for blocks of other workers
         self._moving = asyncio.Lock()
+        self.start_plan()
+
+    def start_plan(self) -> None:
+        """Let no write of the former plan delay those of the next one."""
+        self._writing = (
+            asyncio.Lock()
+        )  # one after the other, so that the first sequences start soon
 
     def read_soon(self, pipeline: Pipeline, made: BackupInFlight) -> None:
         """Start to read a backup that the stages have made."""
@@ -65,11 +72,32 @@ class BackupTransfer:
             )
         backups.end_backup(made, seconds, self._clock())
 
-    def restore_prefix(
-        self, pipeline: Pipeline | None, sequence: Sequence, then: Callable[[], None]
+    def restore_states(self, pipeline: Pipeline, then: Callable[[], None]) -> None:
+        """Start to give the stages states that waiting sequences lack, in their order, while these have room.
+
+        A state takes memory beside the running sequences, and so counts as one of them. `then` is called after each.
+        """
+        scheduler, room = self._scheduler, pipeline.capacity
+        if all(one.sought for one in scheduler.waiting):
+            return
+        held = [one for one in scheduler.waiting if one.restoring or one.restorable_tokens]
+        reserved = sum(one.capacity for one in (*scheduler.running.values(), *held))
+        for sequence in scheduler.prompts.sort_waiting(scheduler.running, scheduler.waiting):
+            if sequence.sought:
+                continue
+            if len(held) >= room.sequences or reserved + sequence.capacity > room.kv_tokens:
+                return
+            sequence.sought = True
+            self._restore_state(pipeline, sequence, then)
+            if sequence.restoring:
+                held.append(sequence)
+                reserved += sequence.capacity
+
+    def _restore_state(
+        self, pipeline: Pipeline, sequence: Sequence, then: Callable[[], None]
     ) -> None:
-        """Give the stages a prefix that a sequence lacks, from a backup or disks. It waits until `then` is called."""
-        if pipeline is None or not sequence.may_restore:
+        """Start to give the stages the state of a sequence, from its backup or from disks. It waits until then."""
+        if not sequence.may_restore:
             return
         scheduler = self._scheduler
         entry = scheduler.prefixes.find_entry(sequence.tokens)
@@ -78,17 +106,16 @@ class BackupTransfer:
         if backup is not None and not (
             pipeline.makes_backups
             and backup.tokens > held
-            and total_bytes([backup]) <= self._bytes_per_second * LONGEST_RESTORE
+            and total_bytes([backup])
+            <= self._bytes_per_second * self._longest_load(backup.tokens - held)
         ):
             backup = None
         searches = pipeline.has_disk and len(sequence.tokens) - held > SMALLEST_ENTRY
-        written = sum(one.restoring or one.restorable_tokens > 0 for one in scheduler.waiting)
-        if (backup or searches) and written < pipeline.capacity.sequences:
-            sequence.restoring = True
-            restore = self._restore_prefix(pipeline, sequence, backup, held, then)
-            self._background.spawn(restore)
+        sequence.restoring = bool(backup or searches)
+        if sequence.restoring:
+            self._background.spawn(self._transfer_state(pipeline, sequence, backup, held, then))
 
-    async def _restore_prefix(
+    async def _transfer_state(
         self,
         pipeline: Pipeline,
         sequence: Sequence,
@@ -100,10 +127,12 @@ class BackupTransfer:
         found = await self._load_prefix(pipeline, sequence, max(tokens, held))
         try:
             if not found and backup is not None:
-                restored = sequence.tokens[:tokens]
-                await pipeline.write_backup(sequence.seq_id, restored, backup.states)
+                async with self._writing:
+                    restored = sequence.tokens[:tokens]
+                    await pipeline.write_backup(sequence.seq_id, restored, backup.states)
+                log.info("backup restored", extra={"epoch": pipeline.epoch, "tokens": tokens})
         except ClusterError as error:
-            log.debug("prefix not restored", extra={"error": str(error)})
+            log.info("backup not restored", extra={"error": str(error)})
             tokens = 0
         tokens = found or tokens
         if scheduler.epoch != pipeline.epoch:
@@ -171,55 +200,6 @@ class BackupTransfer:
         """Return the seconds in which a load of `tokens` tokens is faster than to compute them."""
         computed = self._scheduler.prompts.expected_seconds(tokens)
         return max(SHORTEST_LOAD, computed or LONGEST_RESTORE)
-
-    async def restore(self, pipeline: Pipeline) -> dict[int, int]:
-        """Give the stages backups until the pipeline fails. Return the tokens of each that all have, by sequence."""
-        restored: dict[int, int] = {}
-        if not self._to_restore(pipeline):
-            return restored
-        writing = asyncio.create_task(self._write_all(pipeline, restored))
-        failing = asyncio.create_task(pipeline.receive_frame())  # no frame is in flight yet
-        try:
-            await asyncio.wait({writing, failing}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            writing.cancel()
-            failing.cancel()
-            await asyncio.gather(writing, failing, return_exceptions=True)
-        return restored
-
-    def _to_restore(self, pipeline: Pipeline) -> list[Sequence]:
-        """Return the sequences that the next plan may continue from a backup or a prefix on disk, the oldest first."""
-        scheduler = self._scheduler
-        if not pipeline.has_disk:
-            return scheduler.sequences_to_restore()
-        open_ones = (*scheduler.running.values(), *scheduler.waiting)
-        return sorted((s for s in open_ones if s.may_restore), key=lambda sequence: sequence.seq_id)
-
-    async def _write_all(self, pipeline: Pipeline, restored: dict[int, int]) -> None:
-        scheduler, started = self._scheduler, self._clock()
-        for sequence in self._to_restore(pipeline)[: pipeline.capacity.sequences]:
-            backup = scheduler.backups.kept.get(sequence.seq_id, Backup())
-            if tokens := await self._load_prefix(pipeline, sequence, backup.tokens):
-                restored[sequence.seq_id] = tokens
-                continue
-            if not backup.tokens:
-                continue  # none on disk, or its client has left meanwhile
-            try:
-                held = sequence.tokens[: backup.tokens]
-                await pipeline.write_backup(sequence.seq_id, held, backup.states)
-            except ClusterError as error:
-                log.info("backup not restored", extra={"error": str(error)})
-                return
-            restored[sequence.seq_id] = backup.tokens
-        log.info(
-            "backups restored",
-            extra={
-                "epoch": pipeline.epoch,
-                "sequences": len(restored),
-                "tokens": sum(restored.values()),
-                "seconds": round(self._clock() - started, 3),
-            },
-        )
 
     async def close(self) -> None:
         """Cancel the transfers."""

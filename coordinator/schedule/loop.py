@@ -79,7 +79,7 @@ class GenerationLoop(Generator):
 
     async def start(self) -> None:
         """Acquire the first pipeline and begin to serve. Raises ClusterError if the source has none."""
-        await self._adopt_pipeline(await self.source.acquire())
+        self._adopt_pipeline(await self.source.acquire())
         self._task = asyncio.create_task(self._serve(), name="generation loop")
 
     async def close(self, reason: str = "the server is shutting down") -> None:
@@ -143,7 +143,6 @@ class GenerationLoop(Generator):
         sequence = self.scheduler.submit(request, self.clock())
         self._listeners[sequence.seq_id] = sequence, deliver
         log.debug("request queued", extra={"seq_id": sequence.seq_id, "id": request.request_id})
-        self._backups.restore_prefix(self.pipeline, sequence, self._send_frames)
         self._send_frames()
         return partial(self._cancel_request, sequence.seq_id)
 
@@ -242,7 +241,7 @@ class GenerationLoop(Generator):
     async def _acquire_pipeline(self) -> None:
         """Acquire the next pipeline. If none is available within the source's deadline, end all requests."""
         try:
-            await self._adopt_pipeline(await self.source.acquire())
+            self._adopt_pipeline(await self.source.acquire())
         except ClusterError as error:
             log.error("no plan can serve", extra={"error": str(error)})
             self._fail_requests(error.public)
@@ -252,14 +251,14 @@ class GenerationLoop(Generator):
             self._fail_requests("the server failed while it looked for a plan")
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _adopt_pipeline(self, pipeline: Pipeline) -> None:
-        restored = await self._backups.restore(pipeline)
+    def _adopt_pipeline(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
+        self._backups.start_plan()
         self.scheduler.backups.enabled = pipeline.makes_backups
         now = self.clock()
         self._rebuilding += self.scheduler.running.values()
         outcome = self.scheduler.reset(
-            pipeline.stages, pipeline.epoch, pipeline.capacity, now, restored, pipeline.frame_limits
+            pipeline.stages, pipeline.epoch, pipeline.capacity, now, pipeline.frame_limits
         )
         self._deliver_events(outcome)
         self._send_frames()
@@ -277,6 +276,7 @@ class GenerationLoop(Generator):
         """Send all frames that the scheduler has now."""
         if self.pipeline is None:
             return
+        self._backups.restore_states(self.pipeline, self._send_frames)
         while (frame := self.scheduler.next_frame(self.clock())) is not None:
             self.pipeline.send_frame(frame)
 

@@ -190,10 +190,15 @@ class Prompts:
             return None
         streams = any(one.decoding for one in running.values())
         left = self.frame_tokens(limits, stages, streams=streams)
+        placed = [*running.values()]
         for sequence in self._sort_prompts(running, waiting):
+            if sequence.restoring:
+                placed.append(sequence)  # it keeps its turn, though it joins a later frame
+                continue
             if sequence.seq_id not in running:
-                reserved = sum(one.capacity for one in (*running.values(), sequence))
-                return sequence if reserved <= room.kv_tokens else None
+                reserved = sum(one.capacity for one in (*placed, sequence))
+                fits = len(placed) < room.sequences and reserved <= room.kv_tokens
+                return sequence if fits else None
             left -= min(limits.chunk_length(sequence.prefill_tokens), sequence.prompt_left)
             if left <= 0:
                 return None
@@ -203,9 +208,13 @@ class Prompts:
         self, running: Running, waiting: Collection[Sequence], request: GenerationRequest
     ) -> int | None:
         """Return the position of `request` in the order of the waiting prompts, from 1 on, or None."""
-        order = (one for one in self._sort_prompts(running, waiting) if one.seq_id not in running)
+        order = self.sort_waiting(running, waiting)
         found = (place for place, one in enumerate(order, 1) if one.request is request)
         return next(found, None)
+
+    def sort_waiting(self, running: Running, waiting: Collection[Sequence]) -> list[Sequence]:
+        """Return the waiting sequences in the order in which they are admitted."""
+        return [one for one in self._sort_prompts(running, waiting) if one.seq_id not in running]
 
     def next_to_preempt(
         self, running: Running, waiting: Collection[Sequence], room: Capacity, now: float
@@ -284,7 +293,7 @@ class Prompts:
     def _sort_prompts(self, running: Running, waiting: Collection[Sequence]) -> list[Sequence]:
         """Return the prompts in the order in which the next frame takes them."""
         prompts = [sequence for sequence in running.values() if sequence.prefilling]
-        prompts += [sequence for sequence in waiting if not sequence.restoring]
+        prompts += waiting
         admitted = _count_clients(running)
         prompts.sort(key=lambda sequence: _key(sequence, admitted))
         if prompts and self.other_frames >= OTHER_FRAMES:

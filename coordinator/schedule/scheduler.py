@@ -17,7 +17,7 @@ The caller passes times in seconds. The scheduler only subtracts them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from collections.abc import Sequence as Row
 from dataclasses import dataclass, field, replace
 
@@ -182,19 +182,17 @@ class Scheduler:
         epoch: int,
         capacity: Capacity,
         now: float,
-        restored: Mapping[int, int] | None = None,
         frame_limits: FrameLimits | None = None,
     ) -> FrameOutcome:
         """Start a new plan: forget the frames in flight, and queue every running sequence again.
 
-        Running sequences go to the head of the queue, the oldest first, and are prefilled from their tokens. `restored`
-        has the number of tokens of each backup that the stages have, by sequence. A sequence that exceeds the capacity
-        of the new plan ends with an error. `frame_limits` are those of the plan's machines.
+        Running sequences go to the head of the queue, the oldest first, and are prefilled from their tokens. A
+        sequence that exceeds the capacity of the new plan ends with an error. `frame_limits` are those of the plan's
+        machines.
         """
         if frame_limits is not None:
             self.limits = replace(self.limits, frames=frame_limits)
             self.controller.fused_width = frame_limits.fused_width
-        restored = restored or {}
         self.stages, self.epoch, self.capacity = stages, epoch, capacity
         self.next_number = 0
         self.in_flight.clear()
@@ -213,10 +211,8 @@ class Scheduler:
                 self.backups.give_up(sequence.seq_id)
         self.waiting.extendleft(reversed(running))
         for sequence in self.waiting:
-            sequence.expected_prefix = 0
-            sequence.await_backup(restored.get(sequence.seq_id, 0))
-        left = restored.keys() - {sequence.seq_id for sequence in self.waiting}
-        self.ops += [Evict(seq_id) for seq_id in left]
+            sequence.expected_prefix, sequence.sought = 0, False
+            sequence.await_backup(0)
         outcome = FrameOutcome(now)
         for sequence in [s for s in self.waiting if s.capacity > capacity.kv_tokens]:
             self.waiting.remove(sequence)
@@ -224,12 +220,6 @@ class Scheduler:
             ended = Finished("error", sequence.stats(now), error=message)
             outcome.events.append((sequence.seq_id, ended))
         return outcome
-
-    def sequences_to_restore(self) -> list[Sequence]:
-        """Return the sequences with a backup in the order in which the next plan continues them: the oldest first."""
-        open_ones = (*self.running.values(), *self.waiting)
-        found = [s for s in open_ones if s.may_restore and self.backups.tokens_of(s.seq_id)]
-        return sorted(found, key=lambda sequence: sequence.seq_id)
 
     # ---- requests
 
@@ -308,7 +298,7 @@ class Scheduler:
         del self.running[chosen.seq_id]
         self.backups.in_flight.pop(chosen.seq_id, None)
         chosen.reset_for_plan()
-        chosen.interrupted = False
+        chosen.interrupted = chosen.sought = False
         if sum(s.capacity for s in (*self.running.values(), wanted)) <= self.capacity.kv_tokens:
             self._place_sequence(wanted, now)
         self._queue_sequence(chosen)

@@ -144,6 +144,8 @@ class Sequence:
     """Tokens of the prefix entry that the stages had for it when it was queued."""
     restoring: bool = False
     """True while the stages receive its backup. It is not admitted meanwhile."""
+    sought: bool = False
+    """True once its prefix was looked for among backups and on disks."""
     window_count: int = 0
     interrupted: bool = False
     """True if a plan that has failed was computing it."""

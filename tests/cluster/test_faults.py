@@ -191,8 +191,7 @@ async def test_a_worker_that_is_stopped(
         await clients.noticed(lambda: team.pause(0), USUAL + SLACK / 2)
         await head.served_by(second)
         await clients.end_well()
-        (restored,) = (r for r in caplog.records if r.message == "backups restored")
-        assert vars(restored)["sequences"] > 0
+        assert any(record.message == "backup restored" for record in caplog.records)
         team.resume(0)
         await head.until(lambda: head.state(first) is MemberState.READY, "back again")
         await head.check_nothing_left()

@@ -172,7 +172,7 @@ def test_a_lost_worker_leaves_the_others_serving(tmp_path: Path) -> None:
         found = tokens_of_stream(url, body, 150, cluster.workers[1].kill)
         assert tokens_of_stream(url, body, 300, lambda: None) == found
         spare = psutil.Process(cluster.workers[0].pid).children()
-        restored = cluster.coordinator.records("backups restored")
+        restored = cluster.coordinator.records("backup restored")
         assert sum(record["tokens"] for record in restored) > 0, "the shares were put together"
         cluster.coordinator.stop()
         assert not psutil.wait_procs([*members, *spare], timeout=20)[1]

@@ -49,12 +49,12 @@ class Drive:
     def new_plan(self, stage: FakeLastStage, stages: int = 1, room: Capacity = ROOM) -> None:
         """Start a new plan, whose stage has the backups. The frames in flight are lost."""
         self.stage = stage
-        restored = {}
-        for sequence in self.scheduler.sequences_to_restore()[: room.sequences]:
-            backup = self.scheduler.backups.kept[sequence.seq_id]
-            stage.receive_backup(sequence.seq_id, backup.states)
-            restored[sequence.seq_id] = backup.tokens
-        self.record_outcome(self.scheduler.reset(stages, stage.epoch, room, self.now, restored))
+        self.record_outcome(self.scheduler.reset(stages, stage.epoch, room, self.now))
+        for sequence in list(self.scheduler.waiting)[: room.sequences]:
+            backup = self.scheduler.backups.kept.get(sequence.seq_id)
+            if backup is not None and sequence.may_restore:
+                stage.receive_backup(sequence.seq_id, backup.states)
+                sequence.await_backup(backup.tokens)
         self.scheduler.check()
 
     def record_outcome(self, outcome: FrameOutcome) -> None:

@@ -18,7 +18,7 @@ from coordinator.schedule.scheduler import Scheduler
 from coordinator.schedule.sequence import MOST_RESTORES
 from proto.backup import LayerState, ReceivedStates
 from proto.errors import NotReadyError, ProtocolError, WorkerLostError
-from proto.frame import BackUp, Frame, Op, RestoreBackup, RestorePrefix
+from proto.frame import Admit, BackUp, Frame, Op, RestoreBackup, RestorePrefix
 from tests.support.protocol.scheduler_drive import Drive
 from tests.support.protocol.simulation import (
     ROOM,
@@ -294,6 +294,29 @@ def test_a_backup_that_fails_plans_is_given_up() -> None:
     tokens, plans = run_virtually(work())
     assert tokens == [plain(PROMPT, 900), plain(PROMPT[:90], 100)]
     assert plans == 2 + MOST_RESTORES
+
+
+def test_an_answer_keeps_its_place_while_its_backup_is_written() -> None:
+    """A request that waits for the only place does not take it meanwhile."""
+
+    async def work() -> list[int]:
+        """Let a plan fail with an answer and a waiting request. Return the sequences that the next one admits."""
+        room = Capacity(sequences=1, kv_tokens=10_000, prefix_bytes=0)
+        source = FailingSource(Timing(1), 1e6, 0.1, backups=True, room=room)
+        scheduler = Scheduler(Limits(context=4096), Controller(MtpMode(0)))
+        loop = GenerationLoop(source, scheduler, asyncio.get_running_loop().time)
+        await loop.start()
+        first = asyncio.create_task(tokens_of(loop, GenerationRequest(PROMPT, 900)))
+        await asyncio.sleep(7.4)
+        second = asyncio.create_task(tokens_of(loop, GenerationRequest(PROMPT[:90], 100)))
+        await asyncio.sleep(0.1)
+        assert source.present is not None and list(scheduler.backups.kept) == [0]
+        source.present.fail(WorkerLostError("a fault"))
+        assert await first == plain(PROMPT, 900) and await second == plain(PROMPT[:90], 100)
+        await loop.close()
+        return [op.seq_id for op in ops_of(source.present.last.seen) if isinstance(op, Admit)]
+
+    assert run_virtually(work()) == [0, 1]
 
 
 PREFIX_ROOM = Capacity(sequences=2, kv_tokens=10_000, prefix_bytes=2**20, token_bytes=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -25,6 +25,7 @@ from tests.support.protocol.simulation import OnePipeline, SimulatedPipeline, Ti
 from tests.support.stages.fake_last_stage import FakeLastStage, plain
 
 ROOM = Capacity(sequences=2, kv_tokens=10_000, prefix_bytes=2**20, token_bytes=1)
+LIMITS = Limits(context=4096)
 PROMPT = tuple(range(400))
 STORED = 320
 """Tokens of the prompt that the disks have."""
@@ -72,7 +73,7 @@ async def answer(disk: str, *prompts: tuple[int, ...]) -> tuple[list[int], float
     """Return the tokens of the last of some requests, the seconds until its first token, and the pipeline."""
     clock = asyncio.get_running_loop().time
     pipeline = DiskPipeline(Timing(2), FakeLastStage(1), 1, ROOM, has_disk=disk != "", disk=disk)
-    scheduler = Scheduler(Limits(context=4096), Controller(MtpMode(0)))
+    scheduler = Scheduler(LIMITS, Controller(MtpMode(0)))
     loop = GenerationLoop(OnePipeline(pipeline), scheduler, clock)
     await loop.start()
     tokens, first = list[int](), 0.0
@@ -120,7 +121,7 @@ def test_workers_move_blocks_once() -> None:
         last = FakeLastStage(1)
         pipeline = DiskPipeline(Timing(2), last, 1, ROOM, has_disk=True, disk="moves")
         loop = GenerationLoop(
-            OnePipeline(pipeline), Scheduler(Limits(context=4096), Controller(MtpMode(0))), clock
+            OnePipeline(pipeline), Scheduler(LIMITS, Controller(MtpMode(0))), clock
         )
         await loop.start()
 
@@ -145,6 +146,41 @@ def test_blocks_that_do_not_move_cost_no_answer(kind: str) -> None:
     assert first - usual < 5.5
     _, again, _ = run_virtually(answer(kind, PROMPT, PROMPT[::-1]))
     assert again - usual < 0.1
+
+
+@dataclass
+class CrowdedPipeline(DiskPipeline):
+    """Stages with K/V memory for one and a half answers, which refuse a prefix beyond it."""
+
+    scheduler: Scheduler = field(default_factory=lambda: Scheduler(LIMITS, Controller(MtpMode(0))))
+
+    async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """Give the stages the state after `tokens`."""
+        waiting = [one for one in self.scheduler.waiting if one.restoring or one.restorable_tokens]
+        held = sum(one.capacity for one in (*self.scheduler.running.values(), *waiting))
+        assert held <= self.capacity.kv_tokens
+        await super().load_prefix(seq_id, tokens)
+
+
+def test_waiting_prefixes_take_the_room_of_the_running_ones() -> None:
+    """A prompt without room gets its prefix once another answer has ended, and not beside it."""
+
+    async def three() -> tuple[list[list[int]], int]:
+        room = Capacity(sequences=4, kv_tokens=700, prefix_bytes=0, token_bytes=1)
+        pipeline = CrowdedPipeline(Timing(2), FakeLastStage(1), 1, room, has_disk=True, disk="good")
+        clock = asyncio.get_running_loop().time
+        loop = GenerationLoop(OnePipeline(pipeline), pipeline.scheduler, clock)
+        await loop.start()
+
+        async def tokens() -> list[int]:
+            events = [event async for event in generate(loop, GenerationRequest(PROMPT, 20))]
+            return [t for event in events if isinstance(event, TokenChunk) for t in event.tokens]
+
+        found = await asyncio.gather(*(tokens() for _ in range(3)))
+        await loop.close()
+        return found, pipeline.loaded
+
+    assert run_virtually(three()) == ([plain(PROMPT, 20)] * 3, 3)
 
 
 def disks(*held: dict[int, set[int]], namespace: str = "model") -> list[pb.PrefixReply]:
