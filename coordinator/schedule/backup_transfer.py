@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import deque
 from collections.abc import Callable
+from statistics import median_low
 
 from coordinator.pipeline.pipeline import Pipeline
 from coordinator.pipeline.prefix_search import FoundPrefix
@@ -28,6 +30,9 @@ SHORTEST_LOAD = 1.0
 DISK_PAUSE = 60.0
 """Seconds without loads after a disk was too slow, so that it does not delay every prompt and every open answer."""
 
+RECENT_TRANSFERS = 5
+"""Transfers. The speed of the network is their median, since those of few bytes seem slow."""
+
 SHORTEST_TRANSFER = 1e-3
 """Seconds. Lower bound of a measured transfer, whose clock may not advance."""
 
@@ -39,7 +44,7 @@ class BackupTransfer:
         self._scheduler = scheduler
         self._clock = clock
         self._background = BackgroundTasks()
-        self._bytes_per_second = 0.0  # speed of the newest transfer
+        self._speeds: deque[float] = deque(maxlen=RECENT_TRANSFERS)  # bytes per second
         self._no_disk_until = -math.inf  # no disk is asked before, because one was stuck
         self._no_moves_until = -math.inf  # the same for blocks of other workers
         self._moving = asyncio.Lock()
@@ -65,7 +70,7 @@ class BackupTransfer:
         else:
             backups.complete_backup(made, found.tokens, found.states)
             seconds = max(found.seconds, SHORTEST_TRANSFER)
-            self._bytes_per_second = sum(len(state.data) for state in found.states) / seconds
+            self._speeds.append(sum(len(state.data) for state in found.states) / seconds)
             log.debug(
                 "backup read",
                 extra={"seq_id": made.seq_id, "tokens": found.tokens, "bytes": backups.nbytes},
@@ -106,8 +111,7 @@ class BackupTransfer:
         if backup is not None and not (
             pipeline.makes_backups
             and backup.tokens > held
-            and total_bytes([backup])
-            <= self._bytes_per_second * self._longest_load(backup.tokens - held)
+            and total_bytes([backup]) <= self._movable_bytes(backup.tokens - held)
         ):
             backup = None
         searches = pipeline.has_disk and len(sequence.tokens) - held > SMALLEST_ENTRY
@@ -179,7 +183,7 @@ class BackupTransfer:
             return False
         limit = self._longest_load(gained)
         nbytes = found.share * pipeline.capacity.entry_bytes(found.most)
-        if self._bytes_per_second and nbytes > limit * self._bytes_per_second:
+        if self._speeds and nbytes > self._movable_bytes(gained):
             return False
         prefix = sequence.tokens[: found.most]
         try:
@@ -200,6 +204,10 @@ class BackupTransfer:
         """Return the seconds in which a load of `tokens` tokens is faster than to compute them."""
         computed = self._scheduler.prompts.expected_seconds(tokens)
         return max(SHORTEST_LOAD, computed or LONGEST_RESTORE)
+
+    def _movable_bytes(self, tokens: int) -> float:
+        """Return the bytes that the network transfers in the time that `tokens` tokens take to compute."""
+        return median_low(self._speeds) * self._longest_load(tokens) if self._speeds else 0.0
 
     async def close(self) -> None:
         """Cancel the transfers."""

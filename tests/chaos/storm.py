@@ -17,13 +17,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import psutil
 
+from proto.state_dir import STATE_DIR
 from tests.bench.machine import about
 from tests.chaos.faults import SURVIVOR, Fault, Faults
 from tests.chaos.load import Answer, HungError, Question, ask
@@ -34,7 +35,7 @@ from tests.support.processes.processes import (
     ending,
     launch_coordinator,
 )
-from tests.support.processes.team import Team, running_team
+from tests.support.processes.team import Place, Team, running_team
 
 WORKERS, CLIENTS = 4, 8
 
@@ -221,17 +222,22 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=CLIENTS)
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--parallel", default="pipeline", help="that of mtp-coord serve")
+    parser.add_argument("--prefix-disk", help="that of mtp-worker, for each of them")
     parser.add_argument("--logs", type=Path, help="an empty folder for the logs of all processes")
     given = parser.parse_args()
     name, groups = Path(given.model).name, given.parallel != "pipeline"
     print(about())
-    with (
-        tempfile.TemporaryDirectory() as made,
-        running_team(
-            given.logs or Path(made), given.model, given.workers, proxied=not groups
-        ) as team,
-        coordinating(given.logs or Path(made), given.model, team, given.parallel) as coordinator,
-    ):
+    with tempfile.TemporaryDirectory() as made, ExitStack() as stack:
+        folder = given.logs or Path(made)
+        disk = ("--prefix-disk", given.prefix_disk) if given.prefix_disk else ()
+        places = [
+            Place(flags=disk, env={STATE_DIR: str(folder / f"worker-{number}")})
+            for number in range(given.workers)
+        ]
+        team = stack.enter_context(
+            running_team(folder, given.model, given.workers, places, proxied=not groups)
+        )
+        coordinator = stack.enter_context(coordinating(folder, given.model, team, given.parallel))
         with ThreadPoolExecutor(given.clients) as pool:
             found = pool.map(lambda question: ask(coordinator.url, name, question), QUESTIONS)
             wanted = dict(zip(QUESTIONS, found, strict=True))
