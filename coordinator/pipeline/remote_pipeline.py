@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -321,7 +321,7 @@ class RemotePipeline(Pipeline):
             for workers, part in pairs
             for worker in workers
         )
-        await asyncio.gather(*calls)
+        await _wait_for_all(calls)
 
     async def find_prefix(self, tokens: Sequence[int]) -> FoundPrefix:
         calls = (worker.find_prefix(self.epoch, tokens) for worker in self._all_workers)
@@ -337,7 +337,7 @@ class RemotePipeline(Pipeline):
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         calls = (worker.load_prefix(self.epoch, seq_id, tokens) for worker in self._all_workers)
-        await asyncio.gather(*calls)
+        await _wait_for_all(calls)
 
     def _parts(self, states: Sequence[LayerState]) -> list[list[LayerState]]:
         """Return the states of each stage. The last stage also gets that of the MTP head."""
@@ -370,6 +370,13 @@ class RemotePipeline(Pipeline):
                     await self._link.close()
                 if self._channel is not None:
                     await self._channel.close()
+
+
+async def _wait_for_all(calls: Iterable[Awaitable[None]]) -> None:
+    """Wait until all `calls` have ended, so that none arrives later. Raise the first error."""
+    for found in await asyncio.gather(*calls, return_exceptions=True):
+        if found is not None:
+            raise found
 
 
 def _check_outcomes(frame: Frame) -> None:

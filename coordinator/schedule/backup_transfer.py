@@ -21,20 +21,17 @@ from proto.rpc.listener import BackgroundTasks
 
 log = logging.getLogger(__name__)
 
-LONGEST_RESTORE = 5.0
-"""Seconds. Longest expected transfer of a state to the stages while the time to compute it is unknown."""
+SHORTEST_RESTORE = 0.2
+"""Seconds. A backup may always take so long, since the stages compute other sequences meanwhile."""
+
+USUAL_LOAD = 5.0
+"""Seconds that a disk has to load a prefix while the time to compute it is unknown."""
 
 SHORTEST_LOAD = 1.0
 """Seconds. Time that a disk has to find a prefix, and at least to load it."""
 
 DISK_PAUSE = 60.0
 """Seconds without loads after a disk was too slow, so that it does not delay every prompt and every open answer."""
-
-RECENT_TRANSFERS = 5
-"""Transfers. The speed of the network is their median, since those of few bytes seem slow."""
-
-SHORTEST_TRANSFER = 1e-3
-"""Seconds. Lower bound of a measured transfer, whose clock may not advance."""
 
 
 class BackupTransfer:
@@ -44,17 +41,12 @@ class BackupTransfer:
         self._scheduler = scheduler
         self._clock = clock
         self._background = BackgroundTasks()
-        self._speeds: deque[float] = deque(maxlen=RECENT_TRANSFERS)  # bytes per second
+        # Bytes per second. Transfers of few bytes seem slow, so the median of the newest ones counts.
+        self._speeds: deque[float] = deque(maxlen=5)
         self._no_disk_until = -math.inf  # no disk is asked before, because one was stuck
         self._no_moves_until = -math.inf  # the same for blocks of other workers
         self._moving = asyncio.Lock()
-        self.start_plan()
-
-    def start_plan(self) -> None:
-        """Let no write of the former plan delay those of the next one."""
-        self._writing = (
-            asyncio.Lock()
-        )  # one after the other, so that the first sequences start soon
+        self._giving = asyncio.Lock()  # one after the other, so that the first ones start soon
 
     def read_soon(self, pipeline: Pipeline, made: BackupInFlight) -> None:
         """Start to read a backup that the stages have made."""
@@ -69,7 +61,7 @@ class BackupTransfer:
             seconds = self._clock() - started
         else:
             backups.complete_backup(made, found.tokens, found.states)
-            seconds = max(found.seconds, SHORTEST_TRANSFER)
+            seconds = found.seconds or 1e-3
             self._speeds.append(sum(len(state.data) for state in found.states) / seconds)
             log.debug(
                 "backup read",
@@ -80,72 +72,72 @@ class BackupTransfer:
     def restore_states(self, pipeline: Pipeline, then: Callable[[], None]) -> None:
         """Start to give the stages states that waiting sequences lack, in their order, while these have room.
 
-        A state takes memory beside the running sequences, and so counts as one of them. `then` is called after each.
+        A state takes the place and the memory of a running sequence. `then` is called after each.
         """
         scheduler, room = self._scheduler, pipeline.capacity
         if all(one.sought for one in scheduler.waiting):
             return
-        held = [one for one in scheduler.waiting if one.restoring or one.restorable_tokens]
-        reserved = sum(one.capacity for one in (*scheduler.running.values(), *held))
+        placed = [*scheduler.running.values(), *(s for s in scheduler.waiting if s.is_placed)]
         for sequence in scheduler.prompts.sort_waiting(scheduler.running, scheduler.waiting):
-            if sequence.sought:
+            if sequence.sought or not sequence.may_restore:
                 continue
-            if len(held) >= room.sequences or reserved + sequence.capacity > room.kv_tokens:
+            reserved = sum(one.capacity for one in (*placed, sequence))
+            if len(placed) >= room.sequences or reserved > room.kv_tokens:
                 return
             sequence.sought = True
-            self._restore_state(pipeline, sequence, then)
-            if sequence.restoring:
-                held.append(sequence)
-                reserved += sequence.capacity
+            entry = scheduler.prefixes.find_entry(sequence.tokens)
+            held = 0 if entry is None else len(entry.tokens)
+            searches = pipeline.has_disk and len(sequence.tokens) - held > SMALLEST_ENTRY
+            if searches or self._useful_backup(sequence, held) is not None:
+                sequence.restoring = True
+                placed.append(sequence)
+                self._background.spawn(self._transfer_state(pipeline, sequence, held, then))
 
-    def _restore_state(
-        self, pipeline: Pipeline, sequence: Sequence, then: Callable[[], None]
-    ) -> None:
-        """Start to give the stages the state of a sequence, from its backup or from disks. It waits until then."""
-        if not sequence.may_restore:
-            return
-        scheduler = self._scheduler
-        entry = scheduler.prefixes.find_entry(sequence.tokens)
-        held = 0 if entry is None else len(entry.tokens)
-        backup = scheduler.backups.kept.get(sequence.seq_id)
-        if backup is not None and not (
-            pipeline.makes_backups
-            and backup.tokens > held
-            and total_bytes([backup]) <= self._movable_bytes(backup.tokens - held)
-        ):
-            backup = None
-        searches = pipeline.has_disk and len(sequence.tokens) - held > SMALLEST_ENTRY
-        sequence.restoring = bool(backup or searches)
-        if sequence.restoring:
-            self._background.spawn(self._transfer_state(pipeline, sequence, backup, held, then))
+    def _useful_backup(self, sequence: Sequence, held: int) -> Backup | None:
+        """Return the backup of a sequence if it seems faster than to compute what follows `held` tokens."""
+        backup = self._scheduler.backups.kept.get(sequence.seq_id)
+        if backup is None or backup.tokens <= held:
+            return None
+        computed = self._scheduler.prompts.expected_seconds(backup.tokens - held)
+        seconds = math.inf if computed is None else max(SHORTEST_RESTORE, computed)
+        speed = median_low(self._speeds or [math.inf])
+        return backup if total_bytes([backup]) <= seconds * speed else None
 
     async def _transfer_state(
-        self,
-        pipeline: Pipeline,
-        sequence: Sequence,
-        backup: Backup | None,
-        held: int,
-        then: Callable[[], None],
+        self, pipeline: Pipeline, sequence: Sequence, held: int, then: Callable[[], None]
     ) -> None:
-        scheduler, tokens = self._scheduler, 0 if backup is None else backup.tokens
-        found = await self._load_prefix(pipeline, sequence, max(tokens, held))
+        scheduler, found, tokens = self._scheduler, 0, 0
+        tried = sequence.open_restores
         try:
-            if not found and backup is not None:
-                async with self._writing:
-                    restored = sequence.tokens[:tokens]
-                    await pipeline.write_backup(sequence.seq_id, restored, backup.states)
-                log.info("backup restored", extra={"epoch": pipeline.epoch, "tokens": tokens})
-        except ClusterError as error:
-            log.info("backup not restored", extra={"error": str(error)})
-            tokens = 0
-        tokens = found or tokens
-        if scheduler.epoch != pipeline.epoch:
-            return  # the sequence is part of another plan now
-        if sequence in scheduler.waiting:
+            backup = self._useful_backup(sequence, held)
+            known = held if backup is None else backup.tokens
+            found = tokens = await self._load_prefix(pipeline, sequence, known)
+            if not found:
+                tokens = await self._write_backup(pipeline, sequence, held)
+        except Exception:  # a bug here: the sequence must not wait without end
+            log.exception("a state could not be restored")
+        waits = sequence in scheduler.waiting
+        if waits:
             sequence.await_backup(tokens, from_disk=found > 0)
-        elif tokens or pipeline.has_disk:  # its client has left, and some stages may have loaded
-            scheduler.ops.append(Evict(sequence.seq_id))
+        if sequence.open_restores > tried and not (tokens and waits):
+            scheduler.ops.append(Evict(sequence.seq_id))  # some stages may have it
         then()
+
+    async def _write_backup(self, pipeline: Pipeline, sequence: Sequence, held: int) -> int:
+        """Give the stages the backup of a sequence. Return its tokens, or 0 without one or if it fails."""
+        async with self._giving:
+            backup = self._useful_backup(sequence, held)
+            if backup is None or sequence not in self._scheduler.waiting:
+                return 0
+            sequence.open_restores += 1
+            tokens = sequence.tokens[: backup.tokens]
+            try:
+                await pipeline.write_backup(sequence.seq_id, tokens, backup.states)
+            except ClusterError as error:
+                log.info("backup not restored", extra={"error": str(error)})
+                return 0
+        log.info("backup restored", extra={"epoch": pipeline.epoch, "tokens": len(tokens)})
+        return len(tokens)
 
     async def _load_prefix(self, pipeline: Pipeline, sequence: Sequence, held: int) -> int:
         """Let stages load a prefix longer than `held` from their disks, unless it takes too long. Return its length."""
@@ -159,8 +151,12 @@ class BackupTransfer:
                 found = FoundPrefix(found.most)
             if found.tokens < held + MIN_NEW_TOKENS:
                 return 0
-            async with asyncio.timeout(self._longest_load(found.tokens - held)):
-                await pipeline.load_prefix(sequence.seq_id, tokens[: found.tokens])
+            async with self._giving:
+                if sequence not in self._scheduler.waiting:
+                    return 0
+                sequence.open_restores += 1
+                async with asyncio.timeout(self._longest_load(found.tokens - held)):
+                    await pipeline.load_prefix(sequence.seq_id, tokens[: found.tokens])
         except TimeoutError:
             self._no_disk_until = self._clock() + DISK_PAUSE
             log.warning("prefix not loaded: the disk is too slow", extra={"seconds": DISK_PAUSE})
@@ -183,7 +179,7 @@ class BackupTransfer:
             return False
         limit = self._longest_load(gained)
         nbytes = found.share * pipeline.capacity.entry_bytes(found.most)
-        if self._speeds and nbytes > self._movable_bytes(gained):
+        if nbytes > limit * median_low(self._speeds or [math.inf]):
             return False
         prefix = sequence.tokens[: found.most]
         try:
@@ -203,12 +199,8 @@ class BackupTransfer:
     def _longest_load(self, tokens: int) -> float:
         """Return the seconds in which a load of `tokens` tokens is faster than to compute them."""
         computed = self._scheduler.prompts.expected_seconds(tokens)
-        return max(SHORTEST_LOAD, computed or LONGEST_RESTORE)
-
-    def _movable_bytes(self, tokens: int) -> float:
-        """Return the bytes that the network transfers in the time that `tokens` tokens take to compute."""
-        return median_low(self._speeds) * self._longest_load(tokens) if self._speeds else 0.0
+        return max(SHORTEST_LOAD, computed or USUAL_LOAD)
 
     async def close(self) -> None:
-        """Cancel the transfers."""
+        """Cancel the transfers, which end with their plan."""
         await self._background.close()

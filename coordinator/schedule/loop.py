@@ -220,6 +220,7 @@ class GenerationLoop(Generator):
         else:
             log.warning("pipeline failed", extra={"epoch": pipeline.epoch, "error": str(error)})
         self.pipeline = None
+        await self._backups.close()
         self.recoveries += 1
         self.scheduler.backups.record_failure(self.clock())
         self._failures += not (replaced or self._shorten_chunks(error))
@@ -253,7 +254,6 @@ class GenerationLoop(Generator):
 
     def _adopt_pipeline(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
-        self._backups.start_plan()
         self.scheduler.backups.enabled = pipeline.makes_backups
         now = self.clock()
         self._rebuilding += self.scheduler.running.values()

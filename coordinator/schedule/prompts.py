@@ -190,15 +190,15 @@ class Prompts:
             return None
         streams = any(one.decoding for one in running.values())
         left = self.frame_tokens(limits, stages, streams=streams)
-        placed = [*running.values()]
+        placed = [*running.values(), *(one for one in waiting if one.is_placed)]
+        fits = len(placed) < room.sequences
         for sequence in self._sort_prompts(running, waiting):
-            if sequence.restoring:
-                placed.append(sequence)  # it keeps its turn, though it joins a later frame
-                continue
             if sequence.seq_id not in running:
                 reserved = sum(one.capacity for one in (*placed, sequence))
-                fits = len(placed) < room.sequences and reserved <= room.kv_tokens
-                return sequence if fits else None
+                if sequence.is_placed or (fits and reserved <= room.kv_tokens):
+                    return sequence
+                fits = False  # only one that has its room may pass it
+                continue
             left -= min(limits.chunk_length(sequence.prefill_tokens), sequence.prompt_left)
             if left <= 0:
                 return None
@@ -213,7 +213,7 @@ class Prompts:
         return next(found, None)
 
     def sort_waiting(self, running: Running, waiting: Collection[Sequence]) -> list[Sequence]:
-        """Return the waiting sequences in the order in which they are admitted."""
+        """Return the waiting sequences in their order, without those being restored."""
         return [one for one in self._sort_prompts(running, waiting) if one.seq_id not in running]
 
     def next_to_preempt(
@@ -232,8 +232,9 @@ class Prompts:
         wanted = min(prompts, key=lambda sequence: _key(sequence, admitted))
         most, own = max(admitted.values()), admitted[wanted.request.client]
         spare = max(most - own - 1, int(not own))
-        missing = sum(one.capacity for one in (*running.values(), wanted)) - room.kv_tokens
-        if not spare or (len(running) < room.sequences and missing <= 0):
+        placed = [*running.values(), *(one for one in waiting if one.is_placed)]
+        missing = sum(one.capacity for one in (*placed, wanted)) - room.kv_tokens
+        if not spare or (len(placed) < room.sequences and missing <= 0):
             return None
         found = [
             sequence
@@ -293,7 +294,7 @@ class Prompts:
     def _sort_prompts(self, running: Running, waiting: Collection[Sequence]) -> list[Sequence]:
         """Return the prompts in the order in which the next frame takes them."""
         prompts = [sequence for sequence in running.values() if sequence.prefilling]
-        prompts += waiting
+        prompts += [sequence for sequence in waiting if not sequence.restoring]
         admitted = _count_clients(running)
         prompts.sort(key=lambda sequence: _key(sequence, admitted))
         if prompts and self.other_frames >= OTHER_FRAMES:

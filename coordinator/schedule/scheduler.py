@@ -207,15 +207,16 @@ class Scheduler:
         for place, sequence in enumerate(running):
             sequence.reset_for_plan()
             sequence.interrupted = place < capacity.sequences
-            if not sequence.may_restore:
-                self.backups.give_up(sequence.seq_id)
         self.waiting.extendleft(reversed(running))
         for sequence in self.waiting:
+            if not sequence.may_restore:
+                self.backups.give_up(sequence.seq_id)
             sequence.expected_prefix, sequence.sought = 0, False
             sequence.await_backup(0)
         outcome = FrameOutcome(now)
         for sequence in [s for s in self.waiting if s.capacity > capacity.kv_tokens]:
             self.waiting.remove(sequence)
+            self.backups.drop_backup(sequence.seq_id)
             message = "the remaining machines have too little memory to continue this request"
             ended = Finished("error", sequence.stats(now), error=message)
             outcome.events.append((sequence.seq_id, ended))
@@ -298,8 +299,10 @@ class Scheduler:
         del self.running[chosen.seq_id]
         self.backups.in_flight.pop(chosen.seq_id, None)
         chosen.reset_for_plan()
-        chosen.interrupted = chosen.sought = False
-        if sum(s.capacity for s in (*self.running.values(), wanted)) <= self.capacity.kv_tokens:
+        # Stages might evict it only after they have received its backup.
+        chosen.interrupted, chosen.sought = False, True
+        placed = [s for s in self.waiting if s.is_placed or s is wanted]
+        if sum(s.capacity for s in (*self.running.values(), *placed)) <= self.capacity.kv_tokens:
             self._place_sequence(wanted, now)
         self._queue_sequence(chosen)
 
@@ -505,7 +508,6 @@ class Scheduler:
         prompt = tuple(sequence.tokens)
         if sequence.restorable_tokens:
             self.ops.append(RestoreBackup(sequence.seq_id, sequence.restorable_tokens))
-            sequence.open_restores += 1
             sequence.start_after(sequence.restorable_tokens)
             restored = prompt[: sequence.scheduled_tokens]
             if sequence.from_disk or restored in self.backups.prefixes.kept:

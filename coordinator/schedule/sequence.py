@@ -329,6 +329,11 @@ class Sequence:
         self.restorable_tokens, self.restoring, self.from_disk = tokens, False, from_disk
 
     @property
+    def is_placed(self) -> bool:
+        """True of a waiting sequence whose state the stages have or receive. It takes memory as a running one does."""
+        return self.restoring or self.restorable_tokens > 0
+
+    @property
     def may_restore(self) -> bool:
         """False once plans fail again and again after a restore. Then everything is computed."""
         return self.open_restores < MOST_RESTORES

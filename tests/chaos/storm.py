@@ -30,12 +30,11 @@ from tests.chaos.faults import SURVIVOR, Fault, Faults
 from tests.chaos.load import Answer, HungError, Question, ask
 from tests.chaos.pauses import SERVING, spread
 from tests.support.processes.processes import (
-    Coordinator,
     as_coordinator,
     ending,
     launch_coordinator,
 )
-from tests.support.processes.team import Place, Team, running_team
+from tests.support.processes.team import Place, running_team
 
 WORKERS, CLIENTS = 4, 8
 
@@ -201,16 +200,6 @@ def members_of(pid: int) -> list[psutil.Process]:
     return found
 
 
-@contextmanager
-def coordinating(folder: Path, model: str, team: Team, parallel: str) -> Iterator[Coordinator]:
-    """Run a coordinator with its usual settings over the workers of `team`."""
-    flags = [flag for address in team.addresses for flag in ("--worker", address)]
-    flags += ["--model", model, "--dtype", "float32", "--nodes", str(len(team.workers))]
-    flags += ["--parallel", parallel]
-    with ending(launch_coordinator(folder, *flags)) as process:
-        yield as_coordinator(process)
-
-
 def main() -> None:
     """Run the study from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -237,7 +226,12 @@ def main() -> None:
         team = stack.enter_context(
             running_team(folder, given.model, given.workers, places, proxied=not groups)
         )
-        coordinator = stack.enter_context(coordinating(folder, given.model, team, given.parallel))
+        flags = [flag for address in team.addresses for flag in ("--worker", address)]
+        flags += ["--model", given.model, "--dtype", "float32", "--parallel", given.parallel]
+        flags += ["--nodes", str(given.workers)]
+        coordinator = as_coordinator(
+            stack.enter_context(ending(launch_coordinator(folder, *flags)))
+        )
         with ThreadPoolExecutor(given.clients) as pool:
             found = pool.map(lambda question: ask(coordinator.url, name, question), QUESTIONS)
             wanted = dict(zip(QUESTIONS, found, strict=True))

@@ -124,8 +124,8 @@ class FakeLastStage:
                 assert held.stack.stale or held.stack.length == held.upstream.length
             case Evict():
                 self.backups.pop(op.seq_id, None)
-                if self.received.pop(op.seq_id, None) is None:
-                    del self.sequences[op.seq_id]
+                self.received.pop(op.seq_id, None)
+                self.sequences.pop(op.seq_id, None)
             case BackUp():
                 held = self.sequences[op.seq_id]
                 assert not held.upstream.windows

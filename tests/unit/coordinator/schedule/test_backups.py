@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from unittest.mock import patch
 
+import pytest
+
 from coordinator.depth.controller import Controller, MtpMode
 from coordinator.pipeline.pipeline import Pipeline
 from coordinator.planning.capacity import Capacity
@@ -296,27 +298,49 @@ def test_a_backup_that_fails_plans_is_given_up() -> None:
     assert plans == 2 + MOST_RESTORES
 
 
+async def interrupted(
+    source: FailingSource, asked: list[GenerationRequest], leaves: bool = False
+) -> tuple[list[list[int]], list[int], list[int]]:
+    """Let a plan fail once `asked` have backups. Return all answers, and what the next plan admits and restores."""
+    scheduler = Scheduler(Limits(context=4096), Controller(MtpMode(0)))
+    loop = GenerationLoop(source, scheduler, asyncio.get_running_loop().time)
+    await loop.start()
+    answers = [asyncio.create_task(tokens_of(loop, one)) for one in asked]
+    await asyncio.sleep(7.4)
+    assert source.present is not None and scheduler.backups.kept
+    source.backups = False
+    source.present.fail(WorkerLostError("a fault"))
+    if leaves:
+        await asyncio.sleep(0.1 + TRANSFER / 2)
+        answers[0].cancel()
+        await asyncio.gather(answers[0], return_exceptions=True)
+    found = [await one for one in answers[leaves:]]
+    await asyncio.sleep(1.0)
+    await loop.close()
+    assert source.present.last.received == {}, "no state is left of a client that left"
+    ops = ops_of(source.present.last.seen)
+    admitted = [op.seq_id for op in ops if isinstance(op, Admit)]
+    return found, admitted, [op.seq_id for op in ops if isinstance(op, RestoreBackup)]
+
+
 def test_an_answer_keeps_its_place_while_its_backup_is_written() -> None:
     """A request that waits for the only place does not take it meanwhile."""
+    source = FailingSource(
+        Timing(1), 1e6, 0.1, backups=True, room=Capacity(1, kv_tokens=10_000, prefix_bytes=0)
+    )
+    asked = [GenerationRequest(PROMPT, 900), GenerationRequest(PROMPT[:90], 100)]
+    tokens = [plain(PROMPT, 900), plain(PROMPT[:90], 100)]
+    assert run_virtually(interrupted(source, asked)) == (tokens, [0, 1], [0])
 
-    async def work() -> list[int]:
-        """Let a plan fail with an answer and a waiting request. Return the sequences that the next one admits."""
-        room = Capacity(sequences=1, kv_tokens=10_000, prefix_bytes=0)
-        source = FailingSource(Timing(1), 1e6, 0.1, backups=True, room=room)
-        scheduler = Scheduler(Limits(context=4096), Controller(MtpMode(0)))
-        loop = GenerationLoop(source, scheduler, asyncio.get_running_loop().time)
-        await loop.start()
-        first = asyncio.create_task(tokens_of(loop, GenerationRequest(PROMPT, 900)))
-        await asyncio.sleep(7.4)
-        second = asyncio.create_task(tokens_of(loop, GenerationRequest(PROMPT[:90], 100)))
-        await asyncio.sleep(0.1)
-        assert source.present is not None and list(scheduler.backups.kept) == [0]
-        source.present.fail(WorkerLostError("a fault"))
-        assert await first == plain(PROMPT, 900) and await second == plain(PROMPT[:90], 100)
-        await loop.close()
-        return [op.seq_id for op in ops_of(source.present.last.seen) if isinstance(op, Admit)]
 
-    assert run_virtually(work()) == [0, 1]
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_plan_that_makes_no_backups_restores_those_of_others(leaves: bool) -> None:
+    """A coordinator that serves alone restores what its workers made, but for a client that has left."""
+    source = FailingSource(Timing(1), 1e6, 0.1, backups=True)
+    asked = [GenerationRequest(PROMPT[first:], 900) for first in (0, 1)]
+    tokens = [plain(PROMPT[first:], 900) for first in (0, 1)]
+    whole = list(range(leaves, 2))
+    assert run_virtually(interrupted(source, asked, leaves)) == (tokens[leaves:], whole, whole)
 
 
 PREFIX_ROOM = Capacity(sequences=2, kv_tokens=10_000, prefix_bytes=2**20, token_bytes=1)

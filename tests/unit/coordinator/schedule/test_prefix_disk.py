@@ -87,6 +87,12 @@ async def answer(disk: str, *prompts: tuple[int, ...]) -> tuple[list[int], float
     return tokens, first, pipeline
 
 
+async def tokens_of(loop: GenerationLoop) -> list[int]:
+    """Return the tokens of an answer to PROMPT."""
+    events = [event async for event in generate(loop, GenerationRequest(PROMPT, 20))]
+    return [t for event in events if isinstance(event, TokenChunk) for t in event.tokens]
+
+
 def positions(frames: Sequence[Frame]) -> list[int]:
     return [segment.position for frame in frames for segment in frame.segments]
 
@@ -117,19 +123,12 @@ def test_workers_move_blocks_once() -> None:
     """A prompt waits until the stages have copied what they lack, and the one beside it uses the same copy."""
 
     async def two() -> tuple[list[int], int, int]:
-        clock = asyncio.get_running_loop().time
-        last = FakeLastStage(1)
+        last, clock = FakeLastStage(1), asyncio.get_running_loop().time
         pipeline = DiskPipeline(Timing(2), last, 1, ROOM, has_disk=True, disk="moves")
-        loop = GenerationLoop(
-            OnePipeline(pipeline), Scheduler(LIMITS, Controller(MtpMode(0))), clock
-        )
+        scheduler = Scheduler(LIMITS, Controller(MtpMode(0)))
+        loop = GenerationLoop(OnePipeline(pipeline), scheduler, clock)
         await loop.start()
-
-        async def tokens() -> list[int]:
-            events = [event async for event in generate(loop, GenerationRequest(PROMPT, 20))]
-            return [t for event in events if isinstance(event, TokenChunk) for t in event.tokens]
-
-        first, second = await asyncio.gather(tokens(), tokens())
+        first, second = await asyncio.gather(tokens_of(loop), tokens_of(loop))
         await loop.close()
         assert first == second
         return first, pipeline.moved, min(positions(last.seen))
@@ -171,12 +170,7 @@ def test_waiting_prefixes_take_the_room_of_the_running_ones() -> None:
         clock = asyncio.get_running_loop().time
         loop = GenerationLoop(OnePipeline(pipeline), pipeline.scheduler, clock)
         await loop.start()
-
-        async def tokens() -> list[int]:
-            events = [event async for event in generate(loop, GenerationRequest(PROMPT, 20))]
-            return [t for event in events if isinstance(event, TokenChunk) for t in event.tokens]
-
-        found = await asyncio.gather(*(tokens() for _ in range(3)))
+        found = await asyncio.gather(*(tokens_of(loop) for _ in range(3)))
         await loop.close()
         return found, pipeline.loaded
 
