@@ -107,29 +107,31 @@ class BackupTransfer:
         self, pipeline: Pipeline, sequence: Sequence, held: int, then: Callable[[], None]
     ) -> None:
         scheduler, found, tokens = self._scheduler, 0, 0
-        tried = sequence.open_restores
+        attempt = sequence.open_restores + 1  # disk and backup together are one
         try:
             backup = self._useful_backup(sequence, held)
             known = held if backup is None else backup.tokens
-            found = tokens = await self._load_prefix(pipeline, sequence, known)
+            found = tokens = await self._load_prefix(pipeline, sequence, known, attempt)
             if not found:
-                tokens = await self._write_backup(pipeline, sequence, held)
+                tokens = await self._write_backup(pipeline, sequence, held, attempt)
         except Exception:  # a bug here: the sequence must not wait without end
             log.exception("a state could not be restored")
         waits = sequence in scheduler.waiting
         if waits:
             sequence.await_backup(tokens, from_disk=found > 0)
-        if sequence.open_restores > tried and not (tokens and waits):
+        if sequence.open_restores == attempt and not (tokens and waits):
             scheduler.ops.append(Evict(sequence.seq_id))  # some stages may have it
         then()
 
-    async def _write_backup(self, pipeline: Pipeline, sequence: Sequence, held: int) -> int:
+    async def _write_backup(
+        self, pipeline: Pipeline, sequence: Sequence, held: int, attempt: int
+    ) -> int:
         """Give the stages the backup of a sequence. Return its tokens, or 0 without one or if it fails."""
         async with self._giving:
             backup = self._useful_backup(sequence, held)
             if backup is None or sequence not in self._scheduler.waiting:
                 return 0
-            sequence.open_restores += 1
+            sequence.open_restores = attempt
             tokens = sequence.tokens[: backup.tokens]
             try:
                 await pipeline.write_backup(sequence.seq_id, tokens, backup.states)
@@ -139,7 +141,9 @@ class BackupTransfer:
         log.info("backup restored", extra={"epoch": pipeline.epoch, "tokens": len(tokens)})
         return len(tokens)
 
-    async def _load_prefix(self, pipeline: Pipeline, sequence: Sequence, held: int) -> int:
+    async def _load_prefix(
+        self, pipeline: Pipeline, sequence: Sequence, held: int, attempt: int
+    ) -> int:
         """Let stages load a prefix longer than `held` from their disks, unless it takes too long. Return its length."""
         started, tokens = self._clock(), sequence.tokens
         if not pipeline.has_disk or started < self._no_disk_until:
@@ -154,7 +158,7 @@ class BackupTransfer:
             async with self._giving:
                 if sequence not in self._scheduler.waiting:
                     return 0
-                sequence.open_restores += 1
+                sequence.open_restores = attempt
                 async with asyncio.timeout(self._longest_load(found.tokens - held)):
                     await pipeline.load_prefix(sequence.seq_id, tokens[: found.tokens])
         except TimeoutError:
