@@ -95,9 +95,7 @@ for _name, (_, _summary) in COMMANDS.items():
 
 
 @app.callback()
-def coordinator(
-    version: Annotated[bool, console.version_option(PROGRAM)] = False,
-) -> None:
+def coordinator(version: Annotated[bool, console.version_option(PROGRAM)] = False) -> None:
     """Serve one Qwen3.5 model from several machines, drafting with the model's own MTP head.
 
     Start mtp-worker on each machine, then mtp-coord serve on one of them. Without workers the same engine

@@ -163,9 +163,9 @@ class ImageEncoder:
             task.exception()  # its requests may have gone
 
     async def load(self) -> None:
-        """Read the tower now, if there is one."""
+        """Read the tower now, if there is one, and run it once."""
         if self._reader is not None:
-            await self._own_thread().call(self._loaded_tower)
+            await self._own_thread().call(self._warm_up)
 
     async def close(self) -> None:
         """End the thread and free the memory. Images that wait end with NotReadyError."""
@@ -206,6 +206,12 @@ class ImageEncoder:
                 public = _without_path(error, self.checkpoint)
                 raise CheckpointError(str(error), public=public) from error
         return self._tower
+
+    def _warm_up(self) -> None:
+        """Compute an image of one token. MLX compiles CUDA kernels when they first run, which holds the streams up."""
+        tower = self._loaded_tower()
+        side = tower.config.spatial_merge_size
+        tower.rows(np.zeros((side**2, tower.config.patch_values), np.float32), side, side)
 
     def _compute(self, patches: Patches, digest: bytes) -> EncodedImage:
         """Return the rows of an image. Runs on the thread."""

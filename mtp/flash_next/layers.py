@@ -56,11 +56,7 @@ class StreamLayer(Layer):
 
     @abstractmethod
     def _mixed(
-        self,
-        x: mx.array,
-        caches: Sequence[Any],
-        widths: Sequence[int],
-        stay_open: Sequence[bool],
+        self, x: mx.array, caches: Sequence[Any], widths: Sequence[int], stay_open: Sequence[bool]
     ) -> mx.array:
         """Return the output `[rows, hidden]` of the mixer of tokens, and advance the caches."""
 
@@ -77,11 +73,7 @@ class StreamGDN(StreamLayer):
         return self.mixer.new_cache(kv_format)
 
     def _mixed(
-        self,
-        x: mx.array,
-        caches: Sequence[Any],
-        widths: Sequence[int],
-        stay_open: Sequence[bool],
+        self, x: mx.array, caches: Sequence[Any], widths: Sequence[int], stay_open: Sequence[bool]
     ) -> mx.array:
         return self.mixer.mix(x, caches, widths, stay_open)
 

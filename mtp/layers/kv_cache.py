@@ -105,9 +105,8 @@ class KVRows(LayerCache):
         k, v = self.update_and_fetch(k, v)
         places = mx.arange(self.offset)
         visible = (places < hole.end - hole.count) | (places >= hole.end)
-        out: mx.array = scaled_dot_product_attention(
-            q, k, v, cache=self, scale=scale, mask=visible[None, None, None]
-        )
+        cache, mask = None if isinstance(k, mx.array) else self, visible[None, None, None]
+        out: mx.array = scaled_dot_product_attention(q, k, v, cache=cache, scale=scale, mask=mask)
         return out
 
     def apply_commit(self, whole: int, cut: int | None, trim: int) -> None:
@@ -169,9 +168,19 @@ class PlainKV(KVRows, KVCache):
 class QuantizedKV(KVRows, QuantizedKVCache):
     """Keys and values in 4 or 8 bits, each as packed values, scales and biases."""
 
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:  # type: ignore[override]
+        """Append keys and values, and return all of them: plain on CUDA, whose products refuse parts of a buffer."""
+        fetched = super().update_and_fetch(keys, values)
+        if this_device().variant != "cuda":
+            return fetched
+        bits = {"group_size": self.group_size, "bits": self.bits}
+        return tuple(mx.dequantize(*parts, **bits) for parts in fetched)
+
     def _attention(
         self, q: mx.array, keys: Any, values: Any, offset: int, scale: float, queries: int | None
     ) -> mx.array:
+        if isinstance(keys, mx.array):
+            return tiled_attention(q, keys, values, offset, scale, queries)
         width, held = q.shape[2], (keys, values)
         tile = _queries_at_once(q, offset + width)
         tile = tile if queries is None else queries

@@ -92,7 +92,9 @@ def program(
     It starts there: Python looks in the directory of a program given with -c before it looks in PYTHONPATH.
     """
     log = folder / f"{name}.log"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *_search_path()])}
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [str(root), *(path for path in others if path not in ("", str(ROOT)))]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if gpu is not None:
         env["CUDA_VISIBLE_DEVICES"] = str(gpu)
     start = f"import sys; sys.modules['torch'] = None; from {module} import main; main()"
@@ -113,11 +115,6 @@ def program(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _search_path() -> list[str]:
-    """Return PYTHONPATH without this checkout."""
-    return [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(ROOT)]
 
 
 @contextmanager

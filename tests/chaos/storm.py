@@ -29,11 +29,7 @@ from tests.bench.machine import about
 from tests.chaos.faults import SURVIVOR, Fault, Faults
 from tests.chaos.load import Answer, HungError, Question, ask
 from tests.chaos.pauses import SERVING, spread
-from tests.support.processes.processes import (
-    as_coordinator,
-    ending,
-    launch_coordinator,
-)
+from tests.support.processes.processes import as_coordinator, ending, launch_coordinator
 from tests.support.processes.team import Place, running_team
 
 WORKERS, CLIENTS = 4, 8

@@ -110,10 +110,7 @@ SERVE: Rows = {
     "--allowed-host": (["chat.example"], {"allowed_hosts": ("chat.example",)}),
     "--state-dir": (["state"], {"state": Path("state")}),
     "--no-journal": ([], {"journal": False}),
-    "--parallel": (
-        ["2x2"],
-        {"parallel": Parallel(groups=2, size=2)},
-    ),
+    "--parallel": (["2x2"], {"parallel": Parallel(groups=2, size=2)}),
     "--prefer": (["throughput"], {"prefer": Prefer.throughput}),
     "--no-wired-memory": ([], {"wired": False}),
     "--kernels": (["own"], {"kernels": Kernels.own}),

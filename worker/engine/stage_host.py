@@ -23,12 +23,7 @@ from proto.kernels import Kernels
 from proto.span import Span
 from proto.terminal.progress import OnProgress
 from worker.engine.engine_thread import EngineThread
-from worker.engine.group import (
-    JOIN_SECONDS,
-    GroupSpec,
-    join_group,
-    measure_collective,
-)
+from worker.engine.group import JOIN_SECONDS, GroupSpec, join_group, measure_collective
 from worker.engine.hardware import (
     CacheTrimmer,
     release_weights,

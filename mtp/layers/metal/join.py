@@ -17,12 +17,7 @@ from mtp.layers.metal.attention import (
     PreparedAttentionLayer,
     joined_projections,
 )
-from mtp.layers.metal.gdn import (
-    JoinedGDNLayer,
-    WindowGDNLayer,
-    gated_delta_window,
-    joined_inputs,
-)
+from mtp.layers.metal.gdn import JoinedGDNLayer, WindowGDNLayer, gated_delta_window, joined_inputs
 from mtp.layers.metal.products import NORM_SOURCE, JoinedMLP
 from mtp.layers.metal.trial import MixerTrial, Tried, try_layer
 from mtp.layers.reference import ReferenceLayer

@@ -34,7 +34,8 @@ def scripted_answer(request: GenerationRequest) -> str:
     """
     tokenizer = tiny_tokenizer()
     prompt = b"".join(map(tokenizer.token_bytes, request.prompt)).decode()
-    return _reasoning(prompt) + _answer(prompt, bool(request.params.grammar))
+    thought = f"{THOUGHT}\n</think>\n\n" if prompt.endswith("<think>\n") else ""
+    return thought + _answer(prompt, bool(request.params.grammar))
 
 
 def _answer(prompt: str, forced: bool) -> str:
@@ -54,10 +55,6 @@ def _answer(prompt: str, forced: bool) -> str:
     if forced:
         return json.dumps(OBJECT)
     return REPORT if has_result else GREETING
-
-
-def _reasoning(prompt: str) -> str:
-    return f"{THOUGHT}\n</think>\n\n" if prompt.endswith("<think>\n") else ""
 
 
 def _tools(prompt: str) -> dict[str, Any]:

@@ -35,12 +35,7 @@ def peak_memory() -> int:
 
 
 def start(
-    source: Path,
-    out: Path,
-    *,
-    bits: int = 0,
-    shard_bytes: int = 2**31,
-    files: int = 0,
+    source: Path, out: Path, *, bits: int = 0, shard_bytes: int = 2**31, files: int = 0
 ) -> subprocess.Popen[str]:
     """Start a conversion. `bits` 0 leaves the weights unquantized."""
     arguments = [str(source), str(out), str(bits), str(shard_bytes), str(files)]

@@ -39,9 +39,7 @@ def write_tokenizer(folder: Path, *, template: str | None = TEMPLATE, vision: bo
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(TEXT, trainer)
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in CONTROL])

@@ -171,7 +171,7 @@ def layer_cost(
     for layers, path in paths.items():
         loop = steps(path, count, width)
         for _ in range(3):
-            arrays = _different(loop.build())
+            arrays = list({id(array): array for array in loop.build()}.values())
             found[layers] = kernels_of(arrays)
             mx.eval(arrays)
     more = LONG - SHORT
@@ -181,7 +181,3 @@ def layer_cost(
         names.total() / more,
         {name: number / more for name, number in sorted(names.items()) if number},
     )
-
-
-def _different(arrays: Sequence[mx.array]) -> list[mx.array]:
-    return list({id(array): array for array in arrays}.values())

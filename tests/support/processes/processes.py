@@ -135,11 +135,7 @@ def launch(
         if not prefix and can_fork(env or {}):
             return Process(name, Forked(start, [*arguments, *LOG_FORMAT], whole, log), log)
         popen = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=stream,
-            env=whole,
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stream, env=whole
         )
     return Process(name, popen, log)
 

@@ -40,17 +40,13 @@ class CommandLine:
         """Return the flags that the program does not have. Raises KeyError if the command does not exist."""
         known = {"--help", "-h", "--version"}
         if self.program == "mtp-worker":
-            known |= _flags_of_worker()
+            known |= {flag for param in get_command(worker_app).params for flag in _flags(param)}
         elif self.command is not None:
             known |= _flags_of_command(self.command)
         else:
             known |= {flag for param in get_command(app).params for flag in _flags(param)}
         given = [arg.partition("=")[0] for arg in self.args if re.match(r"-{1,2}[a-z]", arg)]
         return [flag for flag in given if flag not in known]
-
-
-def _flags_of_worker() -> set[str]:
-    return {flag for param in get_command(worker_app).params for flag in _flags(param)}
 
 
 def _flags_of_command(name: str) -> set[str]:

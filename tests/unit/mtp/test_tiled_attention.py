@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
+from mtp.device import DEVICES
 from mtp.layers import kv_cache as module
-from mtp.layers.kv_cache import tiled_attention
+from mtp.layers.kv_cache import new_kv, tiled_attention
+from mtp.layers.layer import Hole, KVFormat
 
 HEADS, DIM, WIDTH = 4, 32, 37
 OFFSETS = (0, 11)
@@ -16,11 +19,8 @@ OFFSETS = (0, 11)
 
 def tensors(offset: int) -> tuple[mx.array, mx.array, mx.array]:
     """Return queries, and keys and values with room behind the last query."""
-    shapes = (
-        (1, HEADS, WIDTH, DIM),
-        (1, 2, offset + WIDTH + 5, DIM),
-        (1, 2, offset + WIDTH + 5, DIM),
-    )
+    held = (1, 2, offset + WIDTH + 5, DIM)
+    shapes = (1, HEADS, WIDTH, DIM), held, held
     found = [mx.random.normal(s, key=mx.random.key(i)) for i, s in enumerate(shapes)]
     return found[0], found[1], found[2]
 
@@ -58,3 +58,21 @@ def test_the_scores_of_a_tile_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(queries for queries, _ in seen) == WIDTH
     assert all(queries == 1 or HEADS * queries * keys * 4 <= 2000 for queries, keys in seen)
     assert [keys for _, keys in seen][-1] == 11 + WIDTH
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_keys_and_values_are_plain_on_cuda(
+    bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX's CUDA products refuse parts of a buffer. The attention is that of other devices, and so is what is kept."""
+    results, hole = [], Hole(20, mx.array(3))
+    for variant in ("joined", "cuda"):
+        device = replace(DEVICES["cpu"], variant=variant)
+        monkeypatch.setattr(module, "this_device", lambda device=device: device)
+        cache = new_kv(KVFormat.of(DIM, bits))
+        prompt = [part[:, :, :WIDTH] for part in tensors(0)]
+        q, k, v = (part[:, :, :1] for part in prompt)
+        outputs = cache.attend(*prompt, 1.0, None), cache.attend_around(q, k, v, 1.0, hole)
+        results.append([*outputs, *cache.arrays()])
+        assert isinstance(cache.update_and_fetch(k, v)[0], mx.array) is (variant == "cuda")
+    assert all(mx.allclose(*pair, atol=1e-5).item() for pair in zip(*results, strict=True))

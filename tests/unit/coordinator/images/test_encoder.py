@@ -12,6 +12,7 @@ import pytest
 from coordinator.images import encoder as module
 from coordinator.images.encoder import ImageEncoder
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.vision.tower import VisionTower
 from proto.errors import CapacityError, NotReadyError, RequestError
 from tests.support.checkpoints.vision import file_of, picture, write_vision_checkpoint
 
@@ -113,6 +114,16 @@ async def test_a_model_that_is_served_again_reads_images(path: Path) -> None:
         assert (await asyncio.wait_for(encoder.encode(data, "m"), 20)).tokens
     assert encoder.towers_run == 3
     await encoder.close()
+
+
+async def test_the_tower_runs_at_load(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So its CUDA kernels are compiled before the first stream."""
+    sizes: list[tuple[int, int]] = []
+    monkeypatch.setattr(VisionTower, "rows", lambda _, _patches, *size: sizes.append(size))
+    encoder = ImageEncoder(Checkpoint.open(path))
+    await encoder.load()
+    await encoder.close()
+    assert sizes == [(2, 2)]
 
 
 @pytest.mark.parametrize("part", ["rope", "tower"])
