@@ -102,11 +102,13 @@ class KVRows(LayerCache):
         self, q: mx.array, k: mx.array, v: mx.array, scale: float, hole: Hole
     ) -> mx.array:
         """Append one row, and return its attention to all entries but those of `hole`."""
-        k, v = self.update_and_fetch(k, v)
+        keys, values = self.update_and_fetch(k, v)
         places = mx.arange(self.offset)
         visible = (places < hole.end - hole.count) | (places >= hole.end)
-        cache, mask = None if isinstance(k, mx.array) else self, visible[None, None, None]
-        out: mx.array = scaled_dot_product_attention(q, k, v, cache=cache, scale=scale, mask=mask)
+        cache = None if isinstance(keys, mx.array) else self
+        out: mx.array = scaled_dot_product_attention(
+            q, keys, values, cache=cache, scale=scale, mask=visible[None, None, None]
+        )
         return out
 
     def apply_commit(self, whole: int, cut: int | None, trim: int) -> None:
@@ -168,13 +170,14 @@ class PlainKV(KVRows, KVCache):
 class QuantizedKV(KVRows, QuantizedKVCache):
     """Keys and values in 4 or 8 bits, each as packed values, scales and biases."""
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:  # type: ignore[override]
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append keys and values, and return all of them: plain on CUDA, whose products refuse parts of a buffer."""
         fetched = super().update_and_fetch(keys, values)
         if this_device().variant != "cuda":
             return fetched
-        bits = {"group_size": self.group_size, "bits": self.bits}
-        return tuple(mx.dequantize(*parts, **bits) for parts in fetched)
+        size, bits = self.group_size, self.bits
+        k, v = (mx.dequantize(w, scales, biases, size, bits) for w, scales, biases in fetched)
+        return k, v
 
     def _attention(
         self, q: mx.array, keys: Any, values: Any, offset: int, scale: float, queries: int | None
