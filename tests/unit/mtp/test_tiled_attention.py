@@ -70,9 +70,9 @@ def test_quantized_keys_and_values_are_plain_on_cuda(
         device = replace(DEVICES["cpu"], variant=variant)
         monkeypatch.setattr(module, "this_device", lambda device=device: device)
         cache = new_kv(KVFormat.of(DIM, bits))
-        prompt = [part[:, :, :WIDTH] for part in tensors(0)]
-        q, k, v = (part[:, :, :1] for part in prompt)
-        outputs = cache.attend(*prompt, 1.0, None), cache.attend_around(q, k, v, 1.0, hole)
-        results.append([*outputs, *cache.arrays()])
+        q, k, v = (part[:, :, :WIDTH] for part in tensors(0))
+        results.append([cache.attend(q, k, v, 1.0, None)])
+        q, k, v = (part[:, :, :1] for part in (q, k, v))
+        results[-1] += [cache.attend_around(q, k, v, 1.0, hole), *cache.arrays()]
         assert isinstance(cache.update_and_fetch(k, v)[0], mx.array) is (variant == "cuda")
-    assert all(mx.allclose(*pair, atol=1e-5).item() for pair in zip(*results, strict=True))
+    assert all(mx.allclose(a, b, atol=1e-5).item() for a, b in zip(*results, strict=True))
