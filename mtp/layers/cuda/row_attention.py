@@ -12,6 +12,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mtp.layers.cuda.kernel import CudaKernel
+from mtp.layers.cuda.packed_linear import HEADER
 from mtp.layers.prepare_rows import HEAD_DIM, AttentionShape, prepare_kernel, run_prepare
 
 SPLIT = 64
@@ -32,84 +33,65 @@ class RowArrays(NamedTuple):
 
 
 _ATTEND_SOURCE = r"""
-  // One block: one query row, one K/V head, one split of SPLIT keys. A warp takes keys warp, warp + 8, ...
+  // One block: one query row, one K/V head, one split of SPLIT keys. Tensor cores multiply all heads with the keys
+  // warp, warp + 8, ... of a warp. For the values a warp has 32 elements of D, and half a warp every other key.
   // The rows of a window are neighbours in the grid, so the later ones find the keys in the cache of the GPU.
-  constexpr int SPLIT = 64, WARPS = 8, OWN = SPLIT / WARPS, E = D / 32;
+  constexpr int SPLIT = 64, WARPS = 8, STEPS = D / 32, HEADS = GQA <= 8 ? 8 : 16;
   const int row = blockIdx.x, split = blockIdx.y, kv_head = blockIdx.z;
   const int slot = places[2 * row];
   const int length = spans[3 * row] + 1, hole = spans[3 * row + 1], hole_end = spans[3 * row + 2];
   const int begin = split * SPLIT;
   if (begin >= length) return;
   const int n = min(SPLIT, length - begin);
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, column = lane >> 2, part = lane & 3;
   const int splits = gridDim.y, heads = gridDim.z * GQA;
   const long long first = (long long)row * heads + kv_head * GQA;
   const InT* const table[] = {PAIRS};
   const long long head_size = (long long)caps[slot] * D;
-  const InT* k_ = table[slot] + kv_head * head_size + (long long)begin * D + lane * E;
+  const InT* k_ = table[slot] + kv_head * head_size + (long long)begin * D;
   const InT* v_ = k_ + gridDim.z * head_size;
-  __shared__ float scores[GQA][SPLIT];
-  __shared__ float shares[2][WARPS][D];
-  // All loads of a lane are under way at once: elements E * lane ... of its warp's keys.
-  uint4 held[OWN];
+  __shared__ __align__(16) float scores[SPLIT][HEADS];
+  // All loads of a lane are under way at once. The fragments of queries and keys have the elements in one order.
+  const int own = warp + WARPS * column;
+  uint4 keys[STEPS];
   #pragma unroll
-  for (int i = 0; i < OWN; ++i) {
-    const int key = warp + WARPS * i;
-    held[i] = key < n ? *reinterpret_cast<const uint4*>(k_ + key * D) : make_uint4(0, 0, 0, 0);
+  for (int j = 0; j < STEPS; ++j) {
+    const InT* from = k_ + own * D + 32 * j + 8 * part;
+    keys[j] = own < n ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
   }
-  {
-    float kf[OWN][E];
-    #pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-      const InT* raw = reinterpret_cast<const InT*>(&held[i]);
-      #pragma unroll
-      for (int e = 0; e < E; ++e) kf[i][e] = static_cast<float>(raw[e]);
-    }
-    #pragma unroll 1
-    for (int h = 0; h < GQA; ++h) {
-      const uint4 packed = *reinterpret_cast<const uint4*>(q + (first + h) * D + lane * E);
-      const InT* raw = reinterpret_cast<const InT*>(&packed);
-      float sums_[OWN] = {};
-      #pragma unroll
-      for (int e = 0; e < E; ++e) {
-        const float qe = static_cast<float>(raw[e]) * scale[0];
-        #pragma unroll
-        for (int i = 0; i < OWN; ++i) sums_[i] = __fmaf_rn(qe, kf[i][e], sums_[i]);
-      }
-      // Each exchange adds two lanes and halves the keys of a lane, until it has one.
-      #pragma unroll
-      for (int half = OWN / 2, m = 16; half > 0; half >>= 1, m >>= 1) {
-        const bool upper = lane & m;
-        #pragma unroll
-        for (int i = 0; i < half; ++i) {
-          const float given = upper ? sums_[i] : sums_[i + half];
-          const float kept = upper ? sums_[i + half] : sums_[i];
-          sums_[i] = kept + __shfl_xor_sync(0xffffffff, given, m);
-        }
-      }
-      float sum = sums_[0];
-      sum += __shfl_xor_sync(0xffffffff, sum, 2);
-      sum += __shfl_xor_sync(0xffffffff, sum, 1);
-      const int key = warp + WARPS * (lane >> 2);
-      const bool visible = begin + key < hole || begin + key >= hole_end;
-      if ((lane & 3) == 0) scores[h][key] = visible ? sum : -INFINITY;
-    }
+  const int half = lane >> 4, d = 32 * warp + 2 * (lane & 15);
+  unsigned values[SPLIT / 2];
+  #pragma unroll
+  for (int i = 0; i < SPLIT / 2; ++i) {
+    const int key = 2 * i + half;
+    values[i] = key < n ? *reinterpret_cast<const unsigned*>(v_ + key * D + d) : 0u;
+  }
+  float dots[4] = {};
+  const InT* q_ = q + (first + column) * D + 8 * part;
+  #pragma unroll
+  for (int j = 0; j < STEPS; ++j) {
+    uint4 a = make_uint4(0, 0, 0, 0), b = make_uint4(0, 0, 0, 0);
+    if (column < GQA) a = *reinterpret_cast<const uint4*>(q_ + 32 * j);
+    if (column + 8 < GQA) b = *reinterpret_cast<const uint4*>(q_ + 8 * D + 32 * j);
+    Tensor<InT>::mma(dots, a.x, b.x, a.y, b.y, keys[j].x, keys[j].y);
+    Tensor<InT>::mma(dots, a.z, b.z, a.w, b.w, keys[j].z, keys[j].w);
   }
   #pragma unroll
-  for (int i = 0; i < OWN; ++i) {
-    const int key = warp + WARPS * i;
-    if (key < n) held[i] = *reinterpret_cast<const uint4*>(v_ + key * D);
+  for (int i = 0; i < 2; ++i) {
+    const int key = warp + WARPS * (2 * part + i), place = begin + key;
+    const bool visible = key < n && (place < hole || place >= hole_end);
+    if (column < GQA) scores[key][column] = visible ? dots[i] * scale[0] : -INFINITY;
+    if (column + 8 < GQA) scores[key][column + 8] = visible ? dots[2 + i] * scale[0] : -INFINITY;
   }
   __syncthreads();
   for (int h = warp; h < GQA; h += WARPS) {
-    const float a = lane < n ? scores[h][lane] : -INFINITY;
-    const float b = lane + 32 < n ? scores[h][lane + 32] : -INFINITY;
+    const float a = scores[lane][h], b = scores[lane + 32][h];
     float top = fmaxf(a, b);
     #pragma unroll
     for (int m = 16; m > 0; m >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, m));
     const float pa = expf(a - top), pb = expf(b - top);
-    scores[h][lane] = pa;
-    scores[h][lane + 32] = pb;
+    scores[lane][h] = pa;
+    scores[lane + 32][h] = pb;
     float sum = pa + pb;
     #pragma unroll
     for (int m = 16; m > 0; m >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, m);
@@ -120,33 +102,28 @@ _ATTEND_SOURCE = r"""
     }
   }
   __syncthreads();
-  float acc[GQA][E] = {};
+  float acc[HEADS][2] = {};
   #pragma unroll
-  for (int i = 0; i < OWN; ++i) {
-    const int key = warp + WARPS * i;
-    if (key < n) {
-      const InT* raw = reinterpret_cast<const InT*>(&held[i]);
-      float v[E];
+  for (int i = 0; i < SPLIT / 2; ++i) {
+    const float4* shares = reinterpret_cast<const float4*>(scores[2 * i + half]);
+    const float low = Tensor<InT>::low(values[i]), high = Tensor<InT>::high(values[i]);
+    #pragma unroll
+    for (int h = 0; h < GQA; h += 4) {
+      const float4 p = shares[h / 4];
+      const float own_[4] = {p.x, p.y, p.z, p.w};
       #pragma unroll
-      for (int e = 0; e < E; ++e) v[e] = static_cast<float>(raw[e]);
-      #pragma unroll
-      for (int h = 0; h < GQA; ++h) {
-        const float p = scores[h][key];
-        #pragma unroll
-        for (int e = 0; e < E; ++e) acc[h][e] = __fmaf_rn(p, v[e], acc[h][e]);
+      for (int c = 0; c < 4; ++c) {
+        acc[h + c][0] = __fmaf_rn(own_[c], low, acc[h + c][0]);
+        acc[h + c][1] = __fmaf_rn(own_[c], high, acc[h + c][1]);
       }
     }
   }
   #pragma unroll
   for (int h = 0; h < GQA; ++h) {
-    float (*shared)[D] = shares[h & 1];
-    #pragma unroll
-    for (int e = 0; e < E; ++e) shared[warp][lane + 32 * e] = acc[h][e];
-    __syncthreads();
-    float sum = 0.0f;
-    #pragma unroll
-    for (int w = 0; w < WARPS; ++w) sum += shared[w][tid];
-    partial[((first + h) * splits + split) * D + lane * E + warp] = sum;
+    const float low = acc[h][0] + __shfl_xor_sync(0xffffffff, acc[h][0], 16);
+    const float high = acc[h][1] + __shfl_xor_sync(0xffffffff, acc[h][1], 16);
+    float* to = partial + ((first + h) * splits + split) * D + d;
+    if (half == 0) *reinterpret_cast<float2*>(to) = make_float2(low, high);
   }
 """
 
@@ -195,7 +172,7 @@ def _attend_kernel(slots: int) -> CudaKernel:
     pairs = [f"pair{slot}" for slot in range(slots)]
     source = _ATTEND_SOURCE.replace("PAIRS", ", ".join(pairs))
     inputs = ["q", "places", "spans", "caps", "scale", *pairs]
-    return CudaKernel(f"attention_split{slots}", inputs, ["partial", "sums"], source)
+    return CudaKernel(f"attention_split{slots}", inputs, ["partial", "sums"], source, HEADER)
 
 
 _attend = {slots: _attend_kernel(slots) for slots in (1, SLOTS)}
