@@ -33,97 +33,100 @@ class RowArrays(NamedTuple):
 
 
 _ATTEND_SOURCE = r"""
-  // One block: one query row, one K/V head, one split of SPLIT keys. Tensor cores multiply all heads with the keys
-  // warp, warp + 8, ... of a warp. For the values a warp has 32 elements of D, and half a warp every other key.
-  // The rows of a window are neighbours in the grid, so the later ones find the keys in the cache of the GPU.
-  constexpr int SPLIT = 64, WARPS = 8, STEPS = D / 32, HEADS = GQA <= 8 ? 8 : 16;
-  const int row = blockIdx.x, split = blockIdx.y, kv_head = blockIdx.z;
-  const int slot = places[2 * row];
-  const int length = spans[3 * row] + 1, hole = spans[3 * row + 1], hole_end = spans[3 * row + 2];
-  const int begin = split * SPLIT;
-  if (begin >= length) return;
-  const int n = min(SPLIT, length - begin);
+  // One block: ROWS neighbouring query rows, one K/V head, one split of SPLIT keys. Rows of one sequence run together.
+  // Tensor cores multiply all their heads with the keys warp, warp + 8, ... of a warp. For the values a warp has 32
+  // elements of D, and half a warp every other key. No row's bits depend on the rows beside it.
+  constexpr int SPLIT = 64, WARPS = 8, STEPS = D / 32, ALL = ROWS * GQA, PADDED = ALL <= 8 ? 8 : 16;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, column = lane >> 2, part = lane & 3;
-  const int splits = gridDim.y, heads = gridDim.z * GQA;
-  const long long first = (long long)row * heads + kv_head * GQA;
+  const int half = lane >> 4, d = 32 * warp + 2 * (lane & 15), own = warp + WARPS * column;
+  const int split = blockIdx.y, splits = gridDim.y, begin = split * SPLIT, heads = gridDim.z * GQA;
   const InT* const table[] = {PAIRS};
-  const long long head_size = (long long)caps[slot] * D;
-  const InT* k_ = table[slot] + kv_head * head_size + (long long)begin * D;
-  const InT* v_ = k_ + gridDim.z * head_size;
-  __shared__ __align__(16) float scores[SPLIT][HEADS];
-  // All loads of a lane are under way at once. The fragments of queries and keys have the elements in one order.
-  const int own = warp + WARPS * column;
-  uint4 keys[STEPS];
-  #pragma unroll
-  for (int j = 0; j < STEPS; ++j) {
-    const InT* from = k_ + own * D + 32 * j + 8 * part;
-    keys[j] = own < n ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
-  }
-  const int half = lane >> 4, d = 32 * warp + 2 * (lane & 15);
-  unsigned values[SPLIT / 2];
-  #pragma unroll
-  for (int i = 0; i < SPLIT / 2; ++i) {
-    const int key = 2 * i + half;
-    values[i] = key < n ? *reinterpret_cast<const unsigned*>(v_ + key * D + d) : 0u;
-  }
-  float dots[4] = {};
-  const InT* q_ = q + (first + column) * D + 8 * part;
-  #pragma unroll
-  for (int j = 0; j < STEPS; ++j) {
-    uint4 a = make_uint4(0, 0, 0, 0), b = make_uint4(0, 0, 0, 0);
-    if (column < GQA) a = *reinterpret_cast<const uint4*>(q_ + 32 * j);
-    if (column + 8 < GQA) b = *reinterpret_cast<const uint4*>(q_ + 8 * D + 32 * j);
-    Tensor<InT>::mma(dots, a.x, b.x, a.y, b.y, keys[j].x, keys[j].y);
-    Tensor<InT>::mma(dots, a.z, b.z, a.w, b.w, keys[j].z, keys[j].w);
-  }
-  #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int key = warp + WARPS * (2 * part + i), place = begin + key;
-    const bool visible = key < n && (place < hole || place >= hole_end);
-    if (column < GQA) scores[key][column] = visible ? dots[i] * scale[0] : -INFINITY;
-    if (column + 8 < GQA) scores[key][column + 8] = visible ? dots[2 + i] * scale[0] : -INFINITY;
-  }
-  __syncthreads();
-  for (int h = warp; h < GQA; h += WARPS) {
-    const float a = scores[lane][h], b = scores[lane + 32][h];
-    float top = fmaxf(a, b);
+  __shared__ __align__(16) float scores[SPLIT][PADDED];
+  const int end = min((int)(blockIdx.x + 1) * ROWS, (int)places_shape[0]);
+  for (int row = blockIdx.x * ROWS, together = 0; row < end; row += together) {
+    const int slot = places[2 * row];
+    int length = 0;
+    for (together = 0; row + together < end && places[2 * (row + together)] == slot; ++together)
+      length = max(length, spans[3 * (row + together)] + 1);
+    if (begin >= length) continue;
+    const int n = min(SPLIT, length - begin), count = together * GQA;
+    // The place of a row's head in `q`, without D.
+    auto of = [&](int m) { return (long long)(row + m / GQA) * heads + blockIdx.z * GQA + m % GQA; };
+    const long long head_size = (long long)caps[slot] * D;
+    const InT* k_ = table[slot] + blockIdx.z * head_size + (long long)begin * D;
+    const InT* v_ = k_ + gridDim.z * head_size;
+    // All loads of a lane are under way at once. The fragments of queries and keys have the elements in one order.
+    uint4 keys[STEPS];
     #pragma unroll
-    for (int m = 16; m > 0; m >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, m));
-    const float pa = expf(a - top), pb = expf(b - top);
-    scores[lane][h] = pa;
-    scores[lane + 32][h] = pb;
-    float sum = pa + pb;
-    #pragma unroll
-    for (int m = 16; m > 0; m >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, m);
-    if (lane == 0) {
-      float* to = sums + ((first + h) * splits + split) * 2;
-      to[0] = top;
-      to[1] = sum;
+    for (int j = 0; j < STEPS; ++j) {
+      const InT* from = k_ + own * D + 32 * j + 8 * part;
+      keys[j] = own < n ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
     }
-  }
-  __syncthreads();
-  float acc[HEADS][2] = {};
-  #pragma unroll
-  for (int i = 0; i < SPLIT / 2; ++i) {
-    const float4* shares = reinterpret_cast<const float4*>(scores[2 * i + half]);
-    const float low = Tensor<InT>::low(values[i]), high = Tensor<InT>::high(values[i]);
+    unsigned values[SPLIT / 2];
     #pragma unroll
-    for (int h = 0; h < GQA; h += 4) {
-      const float4 p = shares[h / 4];
-      const float own_[4] = {p.x, p.y, p.z, p.w};
+    for (int i = 0; i < SPLIT / 2; ++i) {
+      const int key = 2 * i + half;
+      values[i] = key < n ? *reinterpret_cast<const unsigned*>(v_ + key * D + d) : 0u;
+    }
+    float dots[4] = {};
+    const InT* low_ = q + of(column) * D + 8 * part;
+    const InT* high_ = q + of(column + 8) * D + 8 * part;
+    #pragma unroll
+    for (int j = 0; j < STEPS; ++j) {
+      uint4 a = make_uint4(0, 0, 0, 0), b = make_uint4(0, 0, 0, 0);
+      if (column < count) a = *reinterpret_cast<const uint4*>(low_ + 32 * j);
+      if (column + 8 < count) b = *reinterpret_cast<const uint4*>(high_ + 32 * j);
+      Tensor<InT>::mma(dots, a.x, b.x, a.y, b.y, keys[j].x, keys[j].y);
+      Tensor<InT>::mma(dots, a.z, b.z, a.w, b.w, keys[j].z, keys[j].w);
+    }
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int m = column + 8 * (i >> 1), key = warp + WARPS * (2 * part + (i & 1)), place = begin + key;
+      if (m >= count) continue;
+      const int* span = spans + 3 * (row + m / GQA);
+      const bool visible = place <= span[0] && (place < span[1] || place >= span[2]);
+      scores[key][m] = visible ? dots[i] * scale[0] : -INFINITY;
+    }
+    __syncthreads();
+    for (int m = warp; m < count; m += WARPS) {
+      const float a = scores[lane][m], b = scores[lane + 32][m];
+      float top = fmaxf(a, b);
       #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        acc[h + c][0] = __fmaf_rn(own_[c], low, acc[h + c][0]);
-        acc[h + c][1] = __fmaf_rn(own_[c], high, acc[h + c][1]);
+      for (int x = 16; x > 0; x >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, x));
+      const float pa = expf(a - top), pb = expf(b - top);
+      scores[lane][m] = pa;
+      scores[lane + 32][m] = pb;
+      float sum = pa + pb;
+      #pragma unroll
+      for (int x = 16; x > 0; x >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, x);
+      float* to = sums + (of(m) * splits + split) * 2;
+      if (lane == 0) *reinterpret_cast<float2*>(to) = make_float2(top, sum);
+    }
+    __syncthreads();
+    float acc[PADDED][2] = {};
+    #pragma unroll
+    for (int i = 0; i < SPLIT / 2; ++i) {
+      const float4* shares = reinterpret_cast<const float4*>(scores[2 * i + half]);
+      const float low = Tensor<InT>::low(values[i]), high = Tensor<InT>::high(values[i]);
+      #pragma unroll
+      for (int m = 0; m < ALL; m += 4) {
+        const float4 four = shares[m / 4];
+        const float p[4] = {four.x, four.y, four.z, four.w};
+        #pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          acc[m + c][0] = __fmaf_rn(p[c], low, acc[m + c][0]);
+          acc[m + c][1] = __fmaf_rn(p[c], high, acc[m + c][1]);
+        }
       }
     }
-  }
-  #pragma unroll
-  for (int h = 0; h < GQA; ++h) {
-    const float low = acc[h][0] + __shfl_xor_sync(0xffffffff, acc[h][0], 16);
-    const float high = acc[h][1] + __shfl_xor_sync(0xffffffff, acc[h][1], 16);
-    float* to = partial + ((first + h) * splits + split) * D + d;
-    if (half == 0) *reinterpret_cast<float2*>(to) = make_float2(low, high);
+    #pragma unroll
+    for (int m = 0; m < ALL; ++m) {
+      const float low = acc[m][0] + __shfl_xor_sync(0xffffffff, acc[m][0], 16);
+      const float high = acc[m][1] + __shfl_xor_sync(0xffffffff, acc[m][1], 16);
+      float* to = partial + (of(m) * splits + split) * D + d;
+      if (m < count && half == 0) *reinterpret_cast<float2*>(to) = make_float2(low, high);
+    }
+    __syncthreads();
   }
 """
 
@@ -200,11 +203,13 @@ def attend_rows(
     places, spans, caps = rows
     count, heads, kv = q.shape[0], shape.query_heads, shape.kv_heads
     slots = 1 if len(pairs) == 1 else SLOTS
+    # Neighbours of one sequence share the keys of a block, which has 16 places for the heads of rows.
+    together = 1 if count == len(pairs) else 16 * kv // heads
     splits = -(-max(pair.shape[2] for pair in pairs) // SPLIT)
     partial, sums = _attend[slots](
         [q, places, spans, caps, scale, *pairs, *[pairs[0]] * (slots - len(pairs))],
-        blocks=(count, splits, kv),
-        template=[("InT", q.dtype), ("GQA", heads // kv), ("D", HEAD_DIM)],
+        blocks=(-(-count // together), splits, kv),
+        template=[("InT", q.dtype), ("GQA", heads // kv), ("D", HEAD_DIM), ("ROWS", together)],
         shapes=[(count, heads, splits, HEAD_DIM), (count, heads, splits, 2)],
         dtypes=[mx.float32] * 2,
     )
