@@ -14,7 +14,7 @@ HALF_TYPES = (mx.bfloat16, mx.float16)
 
 
 class CudaKernel(SourceKernel):
-    """A CUDA kernel. MLX keeps what it compiles on disk."""
+    """A CUDA kernel. MLX compiles it anew in each process, and keeps only its own kernels on disk."""
 
     names: ClassVar[Mapping[str, str]] = {
         "$device ": "",
