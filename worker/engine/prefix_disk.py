@@ -39,8 +39,8 @@ from worker.engine.engine_thread import EngineThread
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
-"""Version of the states in blocks. Blocks of another version are never found."""
+FORMAT = 3
+"""Version of the states in blocks and of the kernels that computed them. Blocks of another one are never found."""
 
 LOAD_BYTES = 2**27
 """Bytes that the engine thread loads at once, before the next frame may run; at least a layer."""

@@ -19,16 +19,20 @@ from mtp.layers.cuda.packed_linear import (
     add_product,
     joined,
 )
-from mtp.layers.cuda.row_attention import SLOTS, SPLIT, RowArrays, attend_rows, prepare_rows
+from mtp.layers.cuda.row_attention import (
+    MOST_GROUPED,
+    SLOTS,
+    SPLIT,
+    RowArrays,
+    attend_rows,
+    prepare_rows,
+)
 from mtp.layers.exact import ExactProducts
 from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import Hole, KVFormat, Layer, PlainMLP
 from mtp.layers.pair_kv import PairKV
 from mtp.layers.prepare_rows import HEAD_DIM, AttentionShape, can_prepare, constants_of
 from mtp.layers.turns import KernelTurns
-
-MOST_GROUPED = 16
-"""Query heads for each K/V head that the kernel holds in registers."""
 
 
 def can_pack_attention(attention: Qwen3NextAttention, dtype: mx.Dtype) -> bool:

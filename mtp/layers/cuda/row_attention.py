@@ -15,6 +15,9 @@ from mtp.layers.cuda.kernel import CudaKernel
 from mtp.layers.cuda.packed_linear import HEADER
 from mtp.layers.prepare_rows import HEAD_DIM, AttentionShape, prepare_kernel, run_prepare
 
+MOST_GROUPED = 16
+"""Query heads of a K/V head, over all rows of a block: the rows of a tensor core's product."""
+
 SPLIT = 64
 SLOTS = 8
 """Sequences of one launch: each has a K/V array of its own, which is an argument of the kernel."""
@@ -203,8 +206,7 @@ def attend_rows(
     places, spans, caps = rows
     count, heads, kv = q.shape[0], shape.query_heads, shape.kv_heads
     slots = 1 if len(pairs) == 1 else SLOTS
-    # Neighbours of one sequence share the keys of a block, which has 16 places for the heads of rows.
-    together = 1 if count == len(pairs) else 16 * kv // heads
+    together = 1 if count == len(pairs) else MOST_GROUPED * kv // heads
     splits = -(-max(pair.shape[2] for pair in pairs) // SPLIT)
     partial, sums = _attend[slots](
         [q, places, spans, caps, scale, *pairs, *[pairs[0]] * (slots - len(pairs))],
