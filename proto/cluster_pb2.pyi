@@ -1608,6 +1608,7 @@ class BlockHead(_message.Message):
     LENGTH_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     key: _builtins.bytes
     start: _builtins.int
@@ -1617,6 +1618,8 @@ class BlockHead(_message.Message):
     """key of the block that it continues"""
     states: _builtins.int
     """layers that follow"""
+    nbytes: _builtins.int
+    """their bytes"""
     @_builtins.property
     def layers(self) -> Global___Span: ...
     def __init__(
@@ -1629,10 +1632,11 @@ class BlockHead(_message.Message):
         length: _builtins.int = ...,
         parent: _builtins.bytes = ...,
         states: _builtins.int = ...,
+        nbytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "layers", b"layers", "length", b"length", "namespace", b"namespace", "parent", b"parent", "start", b"start", "states", b"states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "layers", b"layers", "length", b"length", "namespace", b"namespace", "nbytes", b"nbytes", "parent", b"parent", "start", b"start", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ from tests.support.stages.chain import Chain, Script, random_tokens, same
 from worker.engine.backup import (
     ReceivedBackup,
     StateCut,
-    head_from_bytes,
+    head_from,
     head_to_bytes,
     host_array,
     layer_states,
@@ -108,7 +108,7 @@ def test_a_head_of_every_cache_is_restored(
     else:
         cache.update_and_fetch(*rows)
     cut = StateCut(Checkpoint.open(checkpoints(layers=4)).config)
-    found = head_from_bytes(head_to_bytes(HeadState(cache)), HeadState(empty), cut)
+    found = head_from((head_to_bytes(HeadState(cache)),), HeadState(empty), cut)
     assert found.cache.offset == SAVED
     (_, held), (_, wanted) = (one.backup_arrays(0) for one in (found.cache, cache))
     assert all(map(mx.array_equal, held, wanted))

@@ -15,9 +15,6 @@ from proto.span import Span
 from worker.disk.block_file import DTYPES, SUFFIX, BlockReader, BlockWriter, LayerTensors, Tensor
 from worker.disk.block_index import Block, BlockIndex
 
-TENSORS_PER_LAYER = 8
-"""Upper bound, for the room of a header: quantized keys and values have six."""
-
 
 def block_file(namespace: str, key: bytes, layers: Span) -> str:
     """Return the name of a block's file."""
@@ -53,6 +50,7 @@ def read_blocks(
                         length=block.length,
                         parent=parent,
                         states=len(sent),
+                        nbytes=sum(map(reader.nbytes, sent)),
                     )
                 )
                 for layer in sent:
@@ -74,7 +72,9 @@ def receive_blocks(index: BlockIndex, namespace: str) -> Generator[None, pb.Back
     while True:
         head = (yield).block
         block = _block_of(head, namespace)
-        writer = BlockWriter(index.folder / block.file, TENSORS_PER_LAYER * len(block.layers))
+        if head.nbytes > index.limit:
+            raise ProtocolError(f"a block of {head.nbytes} bytes exceeds the disk's {index.limit}")
+        writer = BlockWriter(index.folder / block.file, len(block.layers), head.nbytes)
         with writer:
             for _ in range(head.states):
                 while not joiner.states:
@@ -82,7 +82,8 @@ def receive_blocks(index: BlockIndex, namespace: str) -> Generator[None, pb.Back
                     if piece.HasField("block"):
                         raise ProtocolError("a block begins before the one before it has ended")
                     joiner.add_piece(piece)
-                writer.write(_layer_of(joiner.states.pop(), block.layers))
+                for part in _layer_of(joiner.states.pop(), block.layers).pieces():
+                    writer.write(part)
             index.add(block, writer.finish())
 
 

@@ -1,7 +1,8 @@
 """A block: the states of some layers after a prefix, in one file of safetensors.
 
-A block has tensors named `layer.index`. Its metadata has the checksum of each tensor, and which layers continue the
-block before it. A file is written under a temporary name, synced and renamed, so a reader never sees half of one.
+A tensor of a layer is stored in flat pieces `layer.index.piece`. The metadata has the shapes of the whole tensors, the
+checksum of each piece, and which layers continue the block before it. A file is written under a temporary name, synced
+and renamed, so a reader never sees half of one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +28,22 @@ TEMPORARY = ".part"
 """Ending of a file that is being written."""
 
 HEADER_BYTES = 1024
-"""Bytes of a header before its tensors, for the metadata. Each tensor takes TENSOR_BYTES more."""
+"""Bytes of a header before its pieces, for the metadata. Each piece takes ENTRY_BYTES more."""
 
-TENSOR_BYTES = 256
+ENTRY_BYTES = 256
+
+TENSORS_PER_LAYER = 8
+"""Upper bound, for the room of a header: quantized keys and values have six."""
+
+PIECE_BYTES = 2**23
+"""Bytes of a piece.
+
+On CUDA MLX reads each tensor of a file into new memory of the host. The C library maps that anew above 32 MB, and then
+the first touch of its pages takes longer than the copies: an H200 had 1.8 GB/s with 62 MB, and 4.5 with 4 to 10.
+"""
 
 READERS = 8
-"""Threads that read and check tensors. Both release Python's lock."""
+"""Threads that read and check pieces. Both release Python's lock."""
 
 READ_BYTES = 2**22
 """Bytes that a thread reads at once."""
@@ -63,21 +74,47 @@ class LayerTensors:
     appends: bool
     tensors: list[Tensor]
 
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the pieces of all tensors."""
+        for index, tensor in enumerate(self.tensors):
+            view = memoryview(tensor.data).cast("B")
+            for start in range(0, max(1, view.nbytes), PIECE_BYTES):
+                data = view[start : start + PIECE_BYTES]
+                yield Piece(self.layer, self.appends, index, tensor.dtype, tensor.shape, data)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The next bytes, at most PIECE_BYTES, of tensor number `index` of a layer, which has `dtype` and `shape`."""
+
+    layer: int
+    appends: bool
+    index: int
+    dtype: str
+    shape: tuple[int, ...]
+    data: Any
+    """A buffer, which may be an array of MLX."""
+
 
 class BlockWriter:
-    """The writing of a block to `path`, layer by layer. Use it as a context: an error removes the temporary file.
+    """The writing of a block to `path`, piece by piece. Use it as a context: an error removes the temporary file.
 
-    `tensors` bounds the number of tensors, for the room of the header. Raises OSError for a disk that fails.
+    `layers` and `nbytes` bound the layers and their bytes, for the room of the header. Raises OSError for a disk that
+    fails.
     """
 
-    def __init__(self, path: Path, tensors: int) -> None:
+    def __init__(self, path: Path, layers: int, nbytes: int) -> None:
         self.path = path
         # Another process may write the same block.
         self._temporary = path.with_name(f"{path.stem}-{os.getpid()}{TEMPORARY}")
-        self._room = HEADER_BYTES + TENSOR_BYTES * tensors
+        pieces = TENSORS_PER_LAYER * layers + nbytes // PIECE_BYTES
+        self._room = HEADER_BYTES + ENTRY_BYTES * pieces
         self._header: dict[str, Any] = {}
         self._sums: dict[str, int] = {}
-        self._appends: list[int] = []
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._appends: set[int] = set()
+        self._place = 0
+        """Pieces of the newest tensor."""
         self._end = 0
 
     def __enter__(self) -> BlockWriter:
@@ -86,23 +123,30 @@ class BlockWriter:
         self._file.seek(8 + self._room)
         return self
 
-    def write(self, layer: LayerTensors) -> None:
-        """Append the tensors of a layer."""
-        if layer.appends:
-            self._appends.append(layer.layer)
-        for index, tensor in enumerate(layer.tensors):
-            name, view = f"{layer.layer}.{index}", memoryview(tensor.data).cast("B")
-            self._sums[name] = zlib.crc32(view)
-            place = [self._end, self._end + view.nbytes]
-            kind = DTYPES[tensor.dtype]
-            self._header[name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": place}
-            self._end += view.nbytes
-            while view:
-                view = view[self._file.write(view) :]
+    def write(self, piece: Piece) -> None:
+        """Append a piece. Those of a tensor come one after another."""
+        tensor, data = f"{piece.layer}.{piece.index}", memoryview(piece.data)
+        view = data.cast("B") if data.nbytes else memoryview(b"")
+        self._place = self._place + 1 if tensor in self._shapes else 0
+        self._shapes[tensor] = piece.shape
+        if piece.appends:
+            self._appends.add(piece.layer)
+        name, kind = f"{tensor}.{self._place}", DTYPES[piece.dtype]
+        self._sums[name] = zlib.crc32(view)
+        size, start = view.nbytes, self._end
+        self._end += size
+        shape = [size // STORED_BYTES[kind]]
+        self._header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, self._end]}
+        while view:
+            view = view[self._file.write(view) :]
 
     def finish(self) -> int:
         """Write the header, sync, and rename. Return the bytes of the file."""
-        metadata = {"appends": json.dumps(self._appends), "crc32": json.dumps(self._sums)}
+        metadata = {
+            "appends": json.dumps(sorted(self._appends)),
+            "crc32": json.dumps(self._sums),
+            "shapes": json.dumps(self._shapes),
+        }
         header = json.dumps({"__metadata__": metadata, **self._header}).encode()
         if len(header) > self._room:
             raise OSError(f"the header of {self.path.name} exceeds its room of {self._room} bytes")
@@ -131,27 +175,23 @@ class BlockReader:
                 metadata = header.pop("__metadata__")
                 self.appends: frozenset[int] = frozenset(json.loads(metadata["appends"]))
                 self._sums: dict[str, int] = json.loads(metadata["crc32"])
-                self._tensors = {name: _place(info, 8 + length) for name, info in header.items()}
-                self._names = _by_layer(header)
-                self._kinds = {
-                    name: (_NAMES[info["dtype"]], tuple(info["shape"]))
-                    for name, info in header.items()
-                }
+                self._places = {name: _place(info, 8 + length) for name, info in header.items()}
+                self._tensors = _by_layer(header, json.loads(metadata["shapes"]))
             except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
                 raise _damaged(path, error) from error
 
     def nbytes(self, layer: int) -> int:
         """Return the bytes of the tensors of `layer`, 0 if it has none here."""
-        return sum(self._tensors[name][1] for name in self._names.get(layer, ()))
+        return sum(self._places[name][1] for name in self._pieces(layer))
 
     def check(self, layers: Collection[int]) -> None:
-        """Read the tensors of `layers` and compare their checksums. `load` gets them from the system's memory then.
+        """Read the pieces of `layers` and compare their checksums. `load` gets them from the system's memory then.
 
         On a GPU the checksums of loaded arrays would move them to the host and back. Raises ProtocolError for a file
         that is too short, or has other bytes than those that were written.
         """
         with self.path.open("rb") as file, ThreadPoolExecutor(READERS) as pool:
-            names = [name for layer in layers for name in self._names.get(layer, ())]
+            names = [name for layer in layers for name in self._pieces(layer)]
             for one in [pool.submit(self._check, file.fileno(), name) for name in names]:
                 one.result()
 
@@ -159,12 +199,9 @@ class BlockReader:
         """Return the tensors of `layer`. Raises ProtocolError for damaged ones."""
         tensors = []
         with self.path.open("rb") as file:
-            for name in self._names.get(layer, ()):
-                start, size = self._tensors[name]
-                data = os.pread(file.fileno(), size, start)
-                if len(data) != size or zlib.crc32(data) != self._sums.get(name):
-                    raise _damaged(self.path, f"other bytes of {name}")
-                tensors.append(Tensor(*self._kinds[name], data))
+            for stored in self._tensors.get(layer, ()):
+                pieces = [self._read(file.fileno(), name) for name in stored.pieces]
+                tensors.append(Tensor(stored.dtype, stored.shape, b"".join(pieces)))
         return LayerTensors(layer, layer in self.appends, tensors)
 
     def load(self, layers: Iterable[int]) -> dict[int, list[mx.array]]:
@@ -173,17 +210,28 @@ class BlockReader:
         Raises ProtocolError for a file that another process dropped.
         """
         try:
-            tensors = mx.load(str(self.path))
-            assert isinstance(tensors, dict)
-            here = [layer for layer in layers if layer in self._names]
-            found = {layer: [tensors[name] for name in self._names[layer]] for layer in here}
+            pieces = mx.load(str(self.path))
+            assert isinstance(pieces, dict)
+            here = [layer for layer in layers if layer in self._tensors]
+            found = {n: [stored.joined(pieces) for stored in self._tensors[n]] for n in here}
             mx.eval(found)
         except (RuntimeError, ValueError, KeyError) as error:
             raise _damaged(self.path, error) from error
         return found
 
+    def _pieces(self, layer: int) -> Iterator[str]:
+        for stored in self._tensors.get(layer, ()):
+            yield from stored.pieces
+
+    def _read(self, descriptor: int, name: str) -> bytes:
+        start, size = self._places[name]
+        data = os.pread(descriptor, size, start)
+        if len(data) != size or zlib.crc32(data) != self._sums.get(name):
+            raise _damaged(self.path, f"other bytes of {name}")
+        return data
+
     def _check(self, descriptor: int, name: str) -> None:
-        start, size = self._tensors[name]
+        start, size = self._places[name]
         buffer, done, checksum = memoryview(bytearray(min(size, READ_BYTES))), 0, 0
         while done < size:
             count = os.preadv(descriptor, [buffer[: size - done]], start + done)
@@ -195,19 +243,40 @@ class BlockReader:
             raise _damaged(self.path, f"another checksum of {name}")
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of a file, and the names of its pieces in their order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[str, ...]
+
+    def joined(self, pieces: Mapping[str, mx.array]) -> mx.array:
+        """Return the whole tensor."""
+        own = [pieces[name] for name in self.pieces]
+        return (own[0] if len(own) == 1 else mx.concatenate(own)).reshape(self.shape)
+
+
 def _place(info: dict[str, Any], start: int) -> tuple[int, int]:
-    """Return the place and the size of a tensor. Raises ValueError if they do not fit its shape."""
+    """Return the place and the size of a piece. Raises ValueError if they do not fit its shape."""
     begin, end = map(int, info["data_offsets"])
     if begin < 0 or end - begin != STORED_BYTES[info["dtype"]] * math.prod(map(int, info["shape"])):
         raise ValueError(f"{end - begin} bytes of shape {info['shape']}")
     return start + begin, end - begin
 
 
-def _by_layer(names: Iterable[str]) -> dict[int, list[str]]:
-    """Return the names `layer.index` of each layer, in their order. Raises ValueError for other names."""
-    found: dict[int, list[str]] = {}
-    for layer, index in sorted(tuple(map(int, name.split(".", 1))) for name in names):
-        found.setdefault(layer, []).append(f"{layer}.{index}")
+def _by_layer(header: dict[str, Any], shapes: dict[str, list[int]]) -> dict[int, list[_Stored]]:
+    """Return the tensors of each layer in their order. Raises ValueError if pieces do not fit the shapes."""
+    pieces: dict[tuple[int, int], list[str]] = {}
+    for layer, index, place in sorted(tuple(map(int, name.split("."))) for name in header):
+        pieces.setdefault((layer, index), []).append(f"{layer}.{index}.{place}")
+    found: dict[int, list[_Stored]] = {}
+    for (layer, index), names in pieces.items():
+        shape = tuple(map(int, shapes[f"{layer}.{index}"]))
+        kinds = {header[name]["dtype"] for name in names}
+        if len(kinds) != 1 or sum(header[n]["shape"][0] for n in names) != math.prod(shape):
+            raise ValueError(f"pieces of tensor {index} of layer {layer} do not fit {shape}")
+        found.setdefault(layer, []).append(_Stored(_NAMES[kinds.pop()], shape, tuple(names)))
     return found
 
 

@@ -25,9 +25,11 @@ from proto.span import Span
 from proto.wire import DTYPE_BYTES
 from worker.cache.sequence_cache import Border, LastStageState, SequenceCache
 
-_DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in (*DTYPE_BYTES, "uint32")}
+_DTYPES: dict[str, mx.Dtype] = {
+    name: getattr(mx, name) for name in (*DTYPE_BYTES, "uint32", "uint8")
+}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-"""The types of states. Quantized K/V is packed into uint32."""
+"""The types of states. Quantized K/V is packed into uint32, and the numbers of an MTP head are bytes."""
 
 Arrays = list[mx.array]
 """The state of a layer: arrays `[1, heads, …]` of an attention layer, or `conv [1, taps, q k v]` and `state
@@ -40,7 +42,7 @@ READ_BYTES = 2**25
 """Bytes. States that the engine thread copies at once, before the next frame may run. The copy takes about 10 ms. One
 layer at a time would let every layer wait for a frame."""
 
-Stored = tuple[bytes, ...] | bytes | list[mx.array]
+Stored = tuple[bytes, ...] | list[mx.array]
 """A state in a `ReceivedBackup`."""
 
 
@@ -193,7 +195,7 @@ class StageBackups:
         sequence.stack.length = op.length
         if last is not None:
             if last.head is not None and (data := backup.layers.get(self.span.end)):
-                last.head = head_from_bytes(data[-1], last.head, cut)
+                last.head = head_from(data[-1], last.head, cut)
             last.append_tokens(backup.tokens)
         return backup.border
 
@@ -229,36 +231,45 @@ def _restored(empty: LayerCache, states: list[list[mx.array]], length: int) -> L
 # ---- the state of the MTP head
 
 
+def head_parts(head: HeadState) -> tuple[bytes, list[mx.array]]:
+    """Return the state of the MTP head: its numbers as bytes, and its arrays."""
+    held = head.cache.backup_arrays(0)[1] if head.cache.offset else []
+    newest = [] if head.newest is None else [head.newest]
+    waiting = [mx.concatenate(head.waiting_hidden)] if head.waiting_hidden else []
+    numbers = [
+        head.cache.offset, len(held), head.waiting_tokens, len(newest), head.successor
+    ]  # fmt: skip
+    return msgpack.packb(numbers), [*held, *newest, *waiting]
+
+
 def head_to_bytes(head: HeadState) -> bytes:
     """Return the state of the MTP head as bytes."""
-    arrays = head.cache.backup_arrays(0)[1] if head.cache.offset else []
-    data: bytes = msgpack.packb(
-        [
-            head.cache.offset,
-            [_to_wire(array) for array in arrays],
-            [_to_wire(array) for array in head.waiting_hidden],
-            head.waiting_tokens,
-            None if head.newest is None else _to_wire(head.newest),
-            head.successor,
-        ]
-    )
+    numbers, arrays = head_parts(head)
+    data: bytes = msgpack.packb([numbers, [_to_wire(array) for array in arrays]])
     return data
 
 
-def head_from_bytes(data: Stored, empty: HeadState, cut: StateCut) -> HeadState:
-    """Return the state of the head in `data`. Raises ProtocolError for malformed bytes."""
+def head_from(data: Stored, empty: HeadState, cut: StateCut) -> HeadState:
+    """Return the state of the head in `data`. Raises ProtocolError if it is malformed.
+
+    Data of a disk are the arrays of this member, after one with the numbers of `head_parts`.
+    """
     try:
+        shares: list[tuple[bytes, list[mx.array]]] = []
         if isinstance(data, list):
-            raise TypeError("arrays")
-        shares = [_unpack(one) for one in ([data] if isinstance(data, bytes) else data)]
-        offset, _, hidden, tokens, newest, successor = shares[0]  # as on all members
-        held = [[array_of(*wire) for wire in share[1]] for share in shares]
-        arrays = held[0] if isinstance(data, bytes) else cut.own_share(held, "attention")
-        cache = empty.cache.filled([arrays], offset) if arrays else empty.cache
-        waiting = [array_of(*wire) for wire in hidden]
-        found = None if newest is None else array_of(*newest)
-        return HeadState(cache, found, successor, waiting, [int(token) for token in tokens])
-    except (ValueError, TypeError, KeyError) as error:
+            shares.append((np.array(data[0]).tobytes(), data[1:]))
+        else:
+            for numbers, wires in map(_unpack, data):
+                shares.append((numbers, [array_of(*wire) for wire in wires]))
+        numbers, arrays = shares[0]  # as on all members, but for the heads of the cache
+        offset, count, tokens, newest, successor = _unpack(numbers)
+        own, rest = arrays[:count], arrays[count:]
+        if own and not isinstance(data, list):
+            own = cut.own_share([held[:count] for _, held in shares], "attention")
+        cache = empty.cache.filled([own], offset) if own else empty.cache
+        found = rest.pop(0) if newest else None
+        return HeadState(cache, found, successor, rest, [int(token) for token in tokens])
+    except (ValueError, TypeError, KeyError, IndexError) as error:
         raise ProtocolError(f"malformed backup of the MTP head: {error}") from error
 
 
@@ -301,8 +312,6 @@ def _arrays(data: Stored, cut: StateCut, kind: LayerKind) -> list[mx.array]:
     """Return the arrays of a layer as this member holds them."""
     if isinstance(data, list):
         return data
-    if isinstance(data, bytes):
-        raise ProtocolError("a backup of a layer is that of the MTP head")
     try:
         # In a group of the same size, each member needs its own share only.
         own = data if len(data) != cut.cut.size else data[cut.cut.rank : cut.cut.rank + 1]

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -31,15 +30,15 @@ from proto.errors import NotReadyError
 from proto.span import Span
 from proto.state_dir import state_dir
 from worker.cache.sequence_cache import Border, PrefixEntry
-from worker.disk.block_copy import TENSORS_PER_LAYER, block_file, read_blocks, receive_blocks
-from worker.disk.block_file import BlockReader, BlockWriter, LayerTensors, Tensor
+from worker.disk.block_copy import block_file, read_blocks, receive_blocks
+from worker.disk.block_file import PIECE_BYTES, BlockReader, BlockWriter, Piece
 from worker.disk.block_index import Block, BlockIndex, Chain
-from worker.engine.backup import READ_BYTES, ReceivedBackup, head_to_bytes, host_array, type_name
+from worker.engine.backup import ReceivedBackup, head_parts, host_array, type_name
 from worker.engine.engine_thread import EngineThread
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 """Version of the states in blocks and of the kernels that computed them. Blocks of another one are never found."""
 
 LOAD_BYTES = 2**27
@@ -51,15 +50,13 @@ LOAD_SECONDS = 20.0
 CLOSE_SECONDS = 2.0
 """Seconds in which the end of a plan or a process waits for the disk."""
 
-WRITE_SHARE = 0.05
-"""Share of time that writing may take while frames come, its wait for the engine's thread included.
-
-It copies from the device and takes Python's lock. At a share of .15, without that wait, an H100 decoded 8 to 14 %
-slower.
-"""
+WRITE_SHARE = 0.03
+"""Share of time that writing may take while frames come. It copies from the device and takes Python's lock."""
 
 IDLE_SECONDS = 0.05
-"""Seconds without frames after which writing goes on at full speed."""
+"""Seconds without frames after which writing goes on at full speed, for IDLE_BYTES at a time."""
+
+IDLE_BYTES = 2**27
 
 PAUSE_SECONDS = 60.0
 """Seconds without writes after the disk has failed. It may be full, and users free it."""
@@ -175,19 +172,17 @@ class StagePrefixes:
             start = parent.length
         name = block_file(self.namespace, border.key, self.layers)
         writer = await asyncio.to_thread(
-            BlockWriter, self.index.folder / name, TENSORS_PER_LAYER * len(self.layers)
+            BlockWriter, self.index.folder / name, len(self.layers), entry.nbytes
         )
         with writer:
-            done = 0
-            states_from = partial(_entry_states, entry, self.layers, start)
-            while True:
-                started = time.monotonic()
-                states = await self.thread.call(partial(states_from, done))
-                done += len(states)
-                await asyncio.to_thread(_write_states, writer, states)
-                if done == len(self.layers):
-                    break
-                await self._rest(time.monotonic() - started)
+            take = partial(_take, _pieces(entry, self.layers, start))
+            free, more = 0, True  # `free` are bytes before the next rest
+            while more:
+                pieces, more, worked = await self.thread.call(take)
+                worked += await asyncio.to_thread(_write_pieces, writer, pieces)
+                free -= sum(piece.data.nbytes for piece in pieces)
+                if free <= 0 and more:
+                    free = IDLE_BYTES if await self._rest(worked) else 0
             size = await asyncio.to_thread(writer.finish)
         block = Block(
             self.namespace,
@@ -200,14 +195,15 @@ class StagePrefixes:
         )
         await asyncio.to_thread(self.index.add, block, size)
 
-    async def _rest(self, worked: float) -> None:
-        """Let frames have the machine after `worked` seconds of writing, until none came for IDLE_SECONDS."""
+    async def _rest(self, worked: float) -> bool:
+        """Let frames have the machine after `worked` seconds of writing. Return True if none came for IDLE_SECONDS."""
         end = time.monotonic() + worked * (1 / WRITE_SHARE - 1)
         while time.monotonic() < end and not self._closing:
             busy = self.thread.busy_us
             await asyncio.sleep(min(IDLE_SECONDS, end - time.monotonic()))
             if self.thread.busy_us == busy:
-                return
+                return True
+        return self._closing
 
     # ---- reading
 
@@ -249,7 +245,7 @@ class StagePrefixes:
         key, started = prefix_key(tokens), time.monotonic()
         try:
             chains = await self._chains(key)
-            layers: dict[int, list[bytes | list[mx.array]]] = {}
+            layers: dict[int, list[list[mx.array]]] = {}
             for chain in chains:
                 parts = await asyncio.to_thread(self._parts_of, chain)
                 spans = [*_together(parts, chain.layers)]
@@ -295,18 +291,13 @@ class StagePrefixes:
 
     def _load(
         self, parts: Sequence[_Part], layers: Iterable[int]
-    ) -> list[tuple[int, bytes | list[mx.array]]]:
-        """Return the states of `layers` as arrays, and that of the MTP head as bytes. Runs on the engine thread."""
+    ) -> list[tuple[int, list[mx.array]]]:
+        """Return the states of `layers`. Runs on the engine thread."""
         self.thread.expect(LOAD_SECONDS)
-        states: list[tuple[int, bytes | list[mx.array]]] = []
+        states: list[tuple[int, list[mx.array]]] = []
         for part in parts:
             with self.index.removing(part.block):
-                loaded = part.reader.load([layer for layer in layers if layer in part.wanted])
-            for layer, arrays in loaded.items():
-                if arrays and arrays[0].dtype == mx.uint8:
-                    states.append((layer, np.array(arrays[0]).tobytes()))
-                else:
-                    states.append((layer, arrays))
+                states += part.reader.load([n for n in layers if n in part.wanted]).items()
         return states
 
 
@@ -329,33 +320,42 @@ def _together(parts: Sequence[_Part], layers: Span) -> Iterator[Span]:
             start, total = layer + 1, 0
 
 
-State = tuple[int, bool, list[tuple[str, tuple[int, ...], Any]]]
-"""A layer, whether it appends, and the type, the shape and the plain array or the bytes of each of its arrays."""
+def _pieces(entry: PrefixEntry, layers: Span, start: int) -> Iterator[Piece]:
+    """Yield the pieces of the tokens from `start` on, perhaps unfinished. Runs on the engine thread."""
+    for layer, cache in zip(layers, entry.layers, strict=False):
+        appends, arrays = cache.backup_arrays(start)
+        yield from _cut(layer, appends, arrays)
+    if entry.last_stage is not None and entry.last_stage.head is not None:
+        numbers, arrays = head_parts(entry.last_stage.head)
+        first = mx.array(np.frombuffer(numbers, np.uint8))
+        yield from _cut(layers.end - 1, False, [first, *arrays])
 
 
-def _entry_states(entry: PrefixEntry, layers: Span, start: int, done: int) -> list[State]:
-    """Return about READ_BYTES of states from the `done`-th layer on, perhaps unfinished. Runs on the engine thread."""
-    states: list[State] = []
-    total = 0
-    while done + len(states) < len(layers) and total < READ_BYTES:
-        place = done + len(states)
-        number = layers.start + place
-        if place == len(entry.layers):
-            head = entry.last_stage.head if entry.last_stage is not None else None
-            data = b"" if head is None else head_to_bytes(head)
-            states.append((number, False, [("uint8", (len(data),), data)]))
+def _cut(layer: int, appends: bool, arrays: Iterable[mx.array]) -> Iterator[Piece]:
+    for index, array in enumerate(arrays):
+        flat, step = array.reshape(-1), PIECE_BYTES // array.itemsize
+        for first in range(0, max(1, flat.size), step):
+            data = host_array(flat[first : first + step])
+            yield Piece(layer, appends, index, type_name(array), tuple(array.shape), data)
+
+
+def _take(pieces: Iterator[Piece]) -> tuple[list[Piece], bool, float]:
+    """Return pieces of about PIECE_BYTES, perhaps unfinished, whether more may follow, and the seconds of it.
+
+    Runs on the engine thread.
+    """
+    started, taken, more = time.monotonic(), list[Piece](), False
+    for piece in pieces:
+        taken.append(piece)
+        if more := sum(one.data.nbytes for one in taken) >= PIECE_BYTES:
             break
-        appends, arrays = entry.layers[place].backup_arrays(start)
-        plain = [host_array(array) for array in arrays]
-        mx.async_eval(plain)
-        pairs = zip(arrays, plain, strict=True)
-        named = [(type_name(a), tuple(a.shape), p) for a, p in pairs]
-        states.append((number, appends, named))
-        total += sum(array.nbytes for array in arrays)
-    return states
+    mx.async_eval([piece.data for piece in taken])
+    return taken, more, time.monotonic() - started
 
 
-def _write_states(writer: BlockWriter, states: Sequence[State]) -> None:
-    for layer, appends, arrays in states:
-        tensors = [Tensor(dtype, shape, memoryview(data)) for dtype, shape, data in arrays]
-        writer.write(LayerTensors(layer, appends, tensors))
+def _write_pieces(writer: BlockWriter, pieces: Sequence[Piece]) -> float:
+    """Write `pieces`. Return the seconds of it."""
+    started = time.monotonic()
+    for piece in pieces:
+        writer.write(piece)
+    return time.monotonic() - started

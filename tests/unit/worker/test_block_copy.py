@@ -39,9 +39,10 @@ def write_chain(index: BlockIndex, layers: Span) -> None:
     start = 0
     for length in LENGTHS:
         file = block_file("model", KEYS[length], layers)
-        with BlockWriter(index.folder / file, 8 * len(layers)) as writer:
+        with BlockWriter(index.folder / file, len(layers), 0) as writer:
             for layer in layers:
-                writer.write(tensors_of(layer, start, length))
+                for piece in tensors_of(layer, start, length).pieces():
+                    writer.write(piece)
             size = writer.finish()
         parent = KEYS[start] if start else b""
         assert index.add(Block("model", KEYS[length], layers, start, length, parent, file), size)
