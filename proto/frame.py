@@ -315,7 +315,7 @@ def _logprob_from_wire(wire: Any) -> TokenLogprob:
     return TokenLogprob(token, logprob, tuple((one, p) for one, p in pairs))
 
 
-VERSION = 2
+VERSION = 3
 MAGIC = b"MTPF"
 _PREFIX = struct.Struct("<4sB3xII")
 
