@@ -128,9 +128,7 @@ class KVRows(LayerCache):
         """Bytes of the arrays, which have room for more tokens."""
         return sum(array.nbytes for array in self.arrays())
 
-    @property
-    def kv_nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of keys and values."""
+    def copied_nbytes(self, rows: int) -> int:
         return self.nbytes
 
     def backup_arrays(self, start: int) -> tuple[bool, list[mx.array]]:

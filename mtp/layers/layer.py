@@ -49,8 +49,6 @@ class Hole:
 class LayerCache(ABC):
     """The state of one sequence in one layer."""
 
-    kv_nbytes: int = 0
-    """Bytes of keys and values, which grow with the sequence."""
     layout: ImageLayout | None
     """The images of the sequence, which only attention reads."""
 
@@ -67,6 +65,10 @@ class LayerCache(ABC):
     @abstractmethod
     def copy(self) -> Self:
         """Return an independent copy in its own memory. No window may be open."""
+
+    def copied_nbytes(self, rows: int) -> int:
+        """Return the bytes that a frame of `rows` rows copies if unfinished work reads them."""
+        return 0
 
     @abstractmethod
     def arrays(self) -> list[mx.array]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.layers.cuda.in_place_kv import InPlaceKV
 from mtp.layers.kv_cache import KVRows
 from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Segment
@@ -62,7 +63,8 @@ def stage(
 
 def kv_of(sequence: SequenceCache) -> list[mx.array]:
     """Return the arrays of keys and values."""
-    return [a for c in sequence.layers if isinstance(c, KVRows) for a in c.arrays()]
+    arrays = [a for c in sequence.layers if isinstance(c, KVRows) for a in c.arrays()]
+    return [array for array in arrays if array.ndim > 1]
 
 
 def places(sequences: list[SequenceCache]) -> list[tuple[int, int]]:
@@ -147,10 +149,12 @@ def test_a_copy_of_the_state_does_not_make_the_next_step_copy(stage: Stage, kind
     assert all(np.array_equal(a, b) for a, b in zip(kept, held, strict=True))
 
 
-def test_the_count_sees_a_copy(stage: Stage) -> None:
-    """A cache that something else refers to is copied, which the count shows."""
+def test_a_cache_that_something_refers_to_is_copied(stage: Stage) -> None:
+    """The count shows it. A kernel for NVIDIA GPUs writes in place all the same, behind the tokens that are read."""
     texts = Texts(stage)
     caches = [cast(KVRows, s.layers[3]) for s in texts.sequences]
-    held = [[part[:, :, :8] for part in cache.arrays()] for cache in caches]
+    held = [[part[:, :, :8] for part in kv_of(sequence)] for sequence in texts.sequences]
     mx.eval(held)
-    assert texts.run(1, stays_open=False) > 8 * texts.step_bytes
+    found = texts.run(1, stays_open=False)
+    in_place = isinstance(caches[0], InPlaceKV)
+    assert found == texts.step_bytes if in_place else found > 8 * texts.step_bytes

@@ -188,10 +188,9 @@ class SequenceCache:
         """Return every array of the present state, without the tapes of open windows."""
         return arrays_of(self.layers)
 
-    @property
-    def kv_nbytes(self) -> int:
-        """Bytes of the keys and values."""
-        return sum(cache.kv_nbytes for cache in self.layers)
+    def copied_nbytes(self, rows: int) -> int:
+        """Return the bytes that a frame of `rows` rows copies if unfinished work reads them."""
+        return sum(cache.copied_nbytes(rows) for cache in self.layers)
 
     @property
     def nbytes(self) -> int:

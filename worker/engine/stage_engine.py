@@ -216,7 +216,7 @@ class StageEngine:
     def can_run_ahead(self, frame: Frame) -> bool:
         """Return whether `frame` may begin before the frame before it is finished.
 
-        MLX copies a K/V cache that unfinished work reads, instead of updating it in place.
+        MLX copies a K/V cache that unfinished work reads, instead of updating it in place. NVIDIA GPUs have a kernel.
         """
         if self.stage.reads_tokens:
             return False
@@ -225,7 +225,8 @@ class StageEngine:
             # a frame before they begin the next one, so that all of them have one order of collectives.
             return False
         held = (self.sequences.get(segment.seq_id) for segment in frame.segments)
-        copied = sum(s.kv_nbytes for s in held if s is not None)
+        rows = sum(max(1, len(segment.tokens)) for segment in frame.segments)
+        copied = sum(s.copied_nbytes(rows) for s in held if s is not None)
         return copied <= this_device().ahead_kv_bytes
 
     def rollback(self, epoch: int, seq_id: int, window: int, trim: int) -> None:

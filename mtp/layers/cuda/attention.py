@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ from mlx_lm.models.qwen3_5 import DecoderLayer
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
 from mtp.layers.communicator import Communicator
+from mtp.layers.cuda.in_place_kv import InPlaceKV, write_rows
 from mtp.layers.cuda.packed_linear import (
     FEW_ROWS,
     PackedLinear,
@@ -30,7 +32,6 @@ from mtp.layers.cuda.row_attention import (
 from mtp.layers.exact import ExactProducts
 from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import Hole, KVFormat, Layer, PlainMLP
-from mtp.layers.pair_kv import PairKV
 from mtp.layers.prepare_rows import HEAD_DIM, AttentionShape, can_prepare, constants_of
 from mtp.layers.turns import KernelTurns
 
@@ -69,9 +70,9 @@ class PackedAttentionLayer(Layer):
         """True keeps to the row kernel for any number of rows. Otherwise prompt chunks take MLX's attention."""
         mx.eval(self.constants, self.scale)
 
-    def new_cache(self, kv_format: KVFormat) -> PairKV:
+    def new_cache(self, kv_format: KVFormat) -> InPlaceKV:
         assert kv_format.bits is None, "the kernels read keys and values in the type of the model"
-        return PairKV()
+        return InPlaceKV()
 
     def pin_exact(self, products: ExactProducts) -> None:
         self._one_arithmetic = True
@@ -82,7 +83,7 @@ class PackedAttentionLayer(Layer):
     def add(
         self,
         x: mx.array,
-        caches: Sequence[PairKV],
+        caches: Sequence[InPlaceKV],
         widths: Sequence[int],
         stay_open: Sequence[bool] = (),
         holes: Sequence[Hole] = (),
@@ -104,11 +105,7 @@ class PackedAttentionLayer(Layer):
             rows = qkv(self.norm(x))
             q, new = prepare_rows(self.shape, rows, _places(groups), self.constants)
         q, new = turns.turn_new(q, new)
-        pairs, start = [], 0
-        for cache, width in zip(caches, widths, strict=True):
-            own = new if len(caches) == 1 else new[:, :, start : start + width]
-            pairs.append(cache.write(own))
-            start += width
+        pairs, groups = _write(caches, widths, new, groups, few=few)
         if few and out.packed:
             outputs = (out.w, out.factors)
             finish = _compiled_end(self.shape, eps, self.communicator)
@@ -160,6 +157,38 @@ def _compiled_end(
     return mx.compile(body)
 
 
+def _write(
+    caches: Sequence[InPlaceKV],
+    widths: Sequence[int],
+    new: mx.array,
+    groups: Sequence[RowArrays],
+    *,
+    few: bool,
+) -> tuple[list[mx.array], tuple[RowArrays, ...]]:
+    """Append `new [2, kv_heads, rows, 256]` to the caches. Return their arrays, and `groups` that wait for them."""
+    waiting, start = [], 0
+    for number, group in enumerate(groups):
+        some = slice(number * SLOTS, (number + 1) * SLOTS)
+        own, end = caches[some], start + group.places.shape[0]
+        if few and all(cache.takes_rows for cache in own):
+            rows = new if len(groups) == 1 else new[:, :, start:end]
+            before = [group.written if c.written is None else c.written for c in own]
+            group = group._replace(written=write_rows(rows, group, _pairs(own), before))
+            for cache, width in zip(own, widths[some], strict=True):
+                cache.add_rows(width, group.written)
+        else:
+            ends = accumulate(widths[some], initial=start)
+            for cache, (first, last) in zip(own, pairwise(ends), strict=True):
+                cache.write(new if len(caches) == 1 else new[:, :, first:last])
+        waiting.append(group)
+        start = end
+    return _pairs(caches), tuple(waiting)
+
+
+def _pairs(caches: Sequence[InPlaceKV]) -> list[mx.array]:
+    return [cache.pair for cache in caches if cache.pair is not None]
+
+
 def _attend_few(
     shape: AttentionShape,
     q: mx.array,
@@ -170,16 +199,16 @@ def _attend_few(
 ) -> mx.array:
     """Attend row by row, `SLOTS` sequences a launch. Return the outputs."""
     outputs, start = [], 0
-    for group, (places, spans, caps) in enumerate(groups):
-        held = pairs[group * SLOTS : (group + 1) * SLOTS]
+    for number, group in enumerate(groups):
+        held = pairs[number * SLOTS : (number + 1) * SLOTS]
         splits = -(-max(pair.shape[2] for pair in held) // SPLIT)
         tile = max(1, PARTIAL_BYTES // (shape.query_heads * splits * HEAD_DIM * 4))
         if len(groups) == 1 and rows.shape[0] <= tile:
-            return attend_rows(shape, q, rows, RowArrays(places, spans, caps), scale, held)
-        for first in range(0, places.shape[0], tile):
+            return attend_rows(shape, q, rows, group, scale, held)
+        for first in range(0, group.places.shape[0], tile):
             some = slice(first, first + tile)
-            own = slice(start, start + places[some].shape[0])
-            at = RowArrays(places[some], spans[some], caps)
+            at = group._replace(places=group.places[some], spans=group.spans[some])
+            own = slice(start, start + at.places.shape[0])
             outputs.append(attend_rows(shape, q[own], rows[own], at, scale, held))
             start = own.stop
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
@@ -187,7 +216,7 @@ def _attend_few(
 
 def _attend_many(
     shape: AttentionShape,
-    caches: Sequence[PairKV],
+    caches: Sequence[InPlaceKV],
     widths: Sequence[int],
     q: mx.array,
     rows: mx.array,
@@ -230,18 +259,18 @@ def _row_arrays(
         spans = [(index, 0, 0) for _, index in rows]
         turned = KernelTurns(starts[some], None).places(widths[some])
         rows = [(slot, place) for (slot, _), place in zip(rows, turned, strict=True)]
-        groups.append(RowArrays(*(mx.array(a, dtype=mx.int32) for a in (rows, spans, caps))))
+        groups.append(RowArrays(*(mx.array(a, dtype=mx.int32) for a in (rows, spans, caps, [0]))))
     return tuple(groups)
 
 
 def _around(groups: Sequence[RowArrays], holes: Sequence[Hole]) -> tuple[RowArrays, ...]:
     """Return the arrays of one row a sequence, each of which has the position without its hole, and does not see it."""
     moved = []
-    for first, (places, spans, caps) in zip(range(0, len(holes), SLOTS), groups, strict=True):
+    for first, group in zip(range(0, len(holes), SLOTS), groups, strict=True):
         own = holes[first : first + SLOTS]
         counts = mx.concatenate([hole.count for hole in own])
         zeros, ends = mx.zeros_like(counts), mx.array([hole.end for hole in own], dtype=mx.int32)
-        places = places - mx.stack([zeros, counts], axis=1)
-        spans = spans + mx.stack([zeros, ends - counts, ends], axis=1)
-        moved.append(RowArrays(places, spans, caps))
+        places = group.places - mx.stack([zeros, counts], axis=1)
+        spans = group.spans + mx.stack([zeros, ends - counts, ends], axis=1)
+        moved.append(group._replace(places=places, spans=spans))
     return tuple(moved)

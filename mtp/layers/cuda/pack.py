@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from mtp.layers.cuda.attention import PackedAttentionLayer, can_pack_attention, shape_of
 from mtp.layers.cuda.gdn import PackedGDNLayer, gated_delta_window
+from mtp.layers.cuda.in_place_kv import write_rows
 from mtp.layers.cuda.kernel import HALF_TYPES
 from mtp.layers.cuda.packed_linear import (
     PackedEmbedding,
@@ -139,8 +140,16 @@ def _try_attention(attention: Any, dtype: mx.Dtype) -> list[mx.array]:
         mx.zeros((1, 2), mx.int32),
         mx.zeros((1, 3), mx.int32),
         mx.array([256] * SLOTS, dtype=mx.int32),
+        mx.zeros((1,), mx.int32),
     )
     pair = mx.zeros((2, shape.kv_heads, 256, attention.head_dim), dtype)
     q, new = prepare_rows(shape, x, at.places, constants)
     scale = mx.array([attention.scale])
-    return [new, *(attend_rows(shape, q, x, at, scale, [pair] * n) for n in (1, 2))]
+    return [
+        result
+        for n in (1, 2)
+        for result in (
+            write_rows(new, at, [pair] * n, [at.written] * n),
+            attend_rows(shape, q, x, at, scale, [pair] * n),
+        )
+    ]

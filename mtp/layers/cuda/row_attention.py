@@ -24,15 +24,17 @@ SLOTS = 8
 
 
 class RowArrays(NamedTuple):
-    """The places of the rows of a launch, in three int32 arrays.
+    """The places of the rows of a launch, in int32 arrays.
 
     `places [rows, 2]` has slot and position of each row. `caps [SLOTS]` has the lengths of the K/V arrays of the slots.
     `spans [rows, 3]` has the last entry that a row sees, its own, and begin and end of a range that it does not see.
+    `written [1]` is computed before the rows attend.
     """
 
     places: mx.array
     spans: mx.array
     caps: mx.array
+    written: mx.array
 
 
 _ATTEND_SOURCE = r"""
@@ -177,7 +179,7 @@ _combine = CudaKernel(
 def _attend_kernel(slots: int) -> CudaKernel:
     pairs = [f"pair{slot}" for slot in range(slots)]
     source = _ATTEND_SOURCE.replace("PAIRS", ", ".join(pairs))
-    inputs = ["q", "places", "spans", "caps", "scale", *pairs]
+    inputs = ["q", "places", "spans", "caps", "written", "scale", *pairs]
     return CudaKernel(f"attention_split{slots}", inputs, ["partial", "sums"], source, HEADER)
 
 
@@ -203,13 +205,13 @@ def attend_rows(
 
     The result has the shape `[rows, query_heads * 256]`. `pairs`, up to `SLOTS`, are `[2, kv_heads, room, 256]`.
     """
-    places, spans, caps = rows
+    places, spans, caps, written = rows
     count, heads, kv = q.shape[0], shape.query_heads, shape.kv_heads
     slots = 1 if len(pairs) == 1 else SLOTS
     together = 1 if count == len(pairs) else MOST_GROUPED * kv // heads
     splits = -(-max(pair.shape[2] for pair in pairs) // SPLIT)
     partial, sums = _attend[slots](
-        [q, places, spans, caps, scale, *pairs, *[pairs[0]] * (slots - len(pairs))],
+        [q, places, spans, caps, written, scale, *pairs, *[pairs[0]] * (slots - len(pairs))],
         blocks=(-(-count // together), splits, kv),
         template=[("InT", q.dtype), ("GQA", heads // kv), ("D", HEAD_DIM), ("ROWS", together)],
         shapes=[(count, heads, splits, HEAD_DIM), (count, heads, splits, 2)],
