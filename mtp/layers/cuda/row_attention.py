@@ -19,6 +19,9 @@ MOST_GROUPED = 16
 """Query heads of a K/V head, over all rows of a block: the rows of a tensor core's product."""
 
 SPLIT = 64
+BLOCKS = 2 * 132
+"""Blocks that run at once on an H200. Each computes every so many splits."""
+
 SLOTS = 8
 """Sequences of one launch: each has a K/V array of its own, which is an argument of the kernel."""
 
@@ -37,14 +40,24 @@ class RowArrays(NamedTuple):
     written: mx.array
 
 
+_BOUNDED = """
+// Two blocks share a multiprocessor. MLX writes the kernel's declaration, and has no argument for its bounds.
+#undef __global__
+#define __global__ __attribute__((global)) __launch_bounds__(256, 2)
+"""
+
 _ATTEND_SOURCE = r"""
-  // One block: ROWS neighbouring query rows, one K/V head, one split of SPLIT keys. Rows of one sequence run together.
-  // Tensor cores multiply all their heads with the keys warp, warp + 8, ... of a warp. For the values a warp has 32
-  // elements of D, and half a warp every other key. No row's bits depend on the rows beside it.
+  // One block: ROWS neighbouring query rows, one K/V head, every gridDim.y-th split of SPLIT keys. Rows of one sequence
+  // run together. Tensor cores multiply all their heads with the keys warp, warp + 8, ... of a warp. For the values a
+  // warp has 32 elements of D, and half a warp every other key. No row's bits depend on the rows beside it. While a
+  // split is computed, the loads of the next one are under way.
   constexpr int SPLIT = 64, WARPS = 8, STEPS = D / 32, ALL = ROWS * GQA, PADDED = ALL <= 8 ? 8 : 16;
+  constexpr int EARLY = ALL <= 8 ? STEPS : STEPS / 2;  // more would take too many registers for two blocks
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, column = lane >> 2, part = lane & 3;
   const int half = lane >> 4, d = 32 * warp + 2 * (lane & 15), own = warp + WARPS * column;
-  const int split = blockIdx.y, splits = gridDim.y, begin = split * SPLIT, heads = gridDim.z * GQA;
+  const int heads = gridDim.z * GQA;
+  int splits = 0;
+  for (int i = 0; i < caps_shape[0]; ++i) splits = max(splits, (caps[i] + SPLIT - 1) / SPLIT);
   const InT* const table[] = {PAIRS};
   __shared__ __align__(16) float scores[SPLIT][PADDED];
   const int end = min((int)(blockIdx.x + 1) * ROWS, (int)places_shape[0]);
@@ -53,85 +66,101 @@ _ATTEND_SOURCE = r"""
     int length = 0;
     for (together = 0; row + together < end && places[2 * (row + together)] == slot; ++together)
       length = max(length, spans[3 * (row + together)] + 1);
-    if (begin >= length) continue;
-    const int n = min(SPLIT, length - begin), count = together * GQA;
+    const int count = together * GQA;
     // The place of a row's head in `q`, without D.
     auto of = [&](int m) { return (long long)(row + m / GQA) * heads + blockIdx.z * GQA + m % GQA; };
     const long long head_size = (long long)caps[slot] * D;
-    const InT* k_ = table[slot] + blockIdx.z * head_size + (long long)begin * D;
-    const InT* v_ = k_ + gridDim.z * head_size;
-    // All loads of a lane are under way at once. The fragments of queries and keys have the elements in one order.
-    uint4 keys[STEPS];
-    #pragma unroll
-    for (int j = 0; j < STEPS; ++j) {
-      const InT* from = k_ + own * D + 32 * j + 8 * part;
-      keys[j] = own < n ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
-    }
-    unsigned values[SPLIT / 2];
-    #pragma unroll
-    for (int i = 0; i < SPLIT / 2; ++i) {
-      const int key = 2 * i + half;
-      values[i] = key < n ? *reinterpret_cast<const unsigned*>(v_ + key * D + d) : 0u;
-    }
-    float dots[4] = {};
+    const InT* k_ = table[slot] + blockIdx.z * head_size + own * D + 8 * part;
+    const InT* v_ = table[slot] + (gridDim.z + blockIdx.z) * head_size + half * D + d;
     const InT* low_ = q + of(column) * D + 8 * part;
     const InT* high_ = q + of(column + 8) * D + 8 * part;
-    #pragma unroll
-    for (int j = 0; j < STEPS; ++j) {
-      uint4 a = make_uint4(0, 0, 0, 0), b = make_uint4(0, 0, 0, 0);
-      if (column < count) a = *reinterpret_cast<const uint4*>(low_ + 32 * j);
-      if (column + 8 < count) b = *reinterpret_cast<const uint4*>(high_ + 32 * j);
-      Tensor<InT>::mma(dots, a.x, b.x, a.y, b.y, keys[j].x, keys[j].y);
-      Tensor<InT>::mma(dots, a.z, b.z, a.w, b.w, keys[j].z, keys[j].w);
-    }
-    #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int m = column + 8 * (i >> 1), key = warp + WARPS * (2 * part + (i & 1)), place = begin + key;
-      if (m >= count) continue;
-      const int* span = spans + 3 * (row + m / GQA);
-      const bool visible = place <= span[0] && (place < span[1] || place >= span[2]);
-      scores[key][m] = visible ? dots[i] * scale[0] : -INFINITY;
-    }
-    __syncthreads();
-    for (int m = warp; m < count; m += WARPS) {
-      const float a = scores[lane][m], b = scores[lane + 32][m];
-      float top = fmaxf(a, b);
+    // The fragments of queries and keys have the elements in one order.
+    uint4 keys[STEPS];
+    unsigned values[SPLIT / 2];
+    auto load_keys = [&](int begin, int first, int last) {
+      const InT* from = k_ + (long long)begin * D;
+      const bool there = begin + own < length;
       #pragma unroll
-      for (int x = 16; x > 0; x >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, x));
-      const float pa = expf(a - top), pb = expf(b - top);
-      scores[lane][m] = pa;
-      scores[lane + 32][m] = pb;
-      float sum = pa + pb;
+      for (int j = first; j < last; ++j)
+        keys[j] = there ? *reinterpret_cast<const uint4*>(from + 32 * j) : make_uint4(0, 0, 0, 0);
+    };
+    auto load_values = [&](int begin) {
+      const InT* from = v_ + (long long)begin * D;
+      const int n = length - begin - half;
       #pragma unroll
-      for (int x = 16; x > 0; x >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, x);
-      float* to = sums + (of(m) * splits + split) * 2;
-      if (lane == 0) *reinterpret_cast<float2*>(to) = make_float2(top, sum);
+      for (int i = 0; i < SPLIT / 2; ++i)
+        values[i] = 2 * i < n ? *reinterpret_cast<const unsigned*>(from + 2 * i * D) : 0u;
+    };
+    int begin = blockIdx.y * SPLIT;
+    if (begin < length) {
+      load_keys(begin, 0, STEPS);
+      load_values(begin);
     }
-    __syncthreads();
-    float acc[PADDED][2] = {};
-    #pragma unroll
-    for (int i = 0; i < SPLIT / 2; ++i) {
-      const float4* shares = reinterpret_cast<const float4*>(scores[2 * i + half]);
-      const float low = Tensor<InT>::low(values[i]), high = Tensor<InT>::high(values[i]);
+    for (; begin < length; begin += gridDim.y * SPLIT) {
+      const int split = begin / SPLIT, next = begin + gridDim.y * SPLIT;
+      float dots[4] = {};
       #pragma unroll
-      for (int m = 0; m < ALL; m += 4) {
-        const float4 four = shares[m / 4];
-        const float p[4] = {four.x, four.y, four.z, four.w};
+      for (int j = 0; j < STEPS; ++j) {
+        uint4 a = make_uint4(0, 0, 0, 0), b = make_uint4(0, 0, 0, 0);
+        if (column < count) a = *reinterpret_cast<const uint4*>(low_ + 32 * j);
+        if (column + 8 < count) b = *reinterpret_cast<const uint4*>(high_ + 32 * j);
+        Tensor<InT>::mma(dots, a.x, b.x, a.y, b.y, keys[j].x, keys[j].y);
+        Tensor<InT>::mma(dots, a.z, b.z, a.w, b.w, keys[j].z, keys[j].w);
+      }
+      if (next < length) load_keys(next, 0, EARLY);
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int m = column + 8 * (i >> 1), key = warp + WARPS * (2 * part + (i & 1)), place = begin + key;
+        if (m >= count) continue;
+        const int* span = spans + 3 * (row + m / GQA);
+        const bool visible = place <= span[0] && (place < span[1] || place >= span[2]);
+        scores[key][m] = visible ? dots[i] * scale[0] : -INFINITY;
+      }
+      __syncthreads();
+      for (int m = warp; m < count; m += WARPS) {
+        const float a = scores[lane][m], b = scores[lane + 32][m];
+        float top = fmaxf(a, b);
         #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          acc[m + c][0] = __fmaf_rn(p[c], low, acc[m + c][0]);
-          acc[m + c][1] = __fmaf_rn(p[c], high, acc[m + c][1]);
+        for (int x = 16; x > 0; x >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, x));
+        const float pa = expf(a - top), pb = expf(b - top);
+        scores[lane][m] = pa;
+        scores[lane + 32][m] = pb;
+        float sum = pa + pb;
+        #pragma unroll
+        for (int x = 16; x > 0; x >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, x);
+        float* to = sums + (of(m) * splits + split) * 2;
+        if (lane == 0) *reinterpret_cast<float2*>(to) = make_float2(top, sum);
+      }
+      __syncthreads();
+      float acc[PADDED][2] = {};
+      #pragma unroll
+      for (int i = 0; i < SPLIT / 2; ++i) {
+        const float4* shares = reinterpret_cast<const float4*>(scores[2 * i + half]);
+        const float low = Tensor<InT>::low(values[i]), high = Tensor<InT>::high(values[i]);
+        #pragma unroll
+        for (int m = 0; m < ALL; m += 4) {
+          const float4 four = shares[m / 4];
+          const float p[4] = {four.x, four.y, four.z, four.w};
+          #pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            acc[m + c][0] = __fmaf_rn(p[c], low, acc[m + c][0]);
+            acc[m + c][1] = __fmaf_rn(p[c], high, acc[m + c][1]);
+          }
         }
       }
+      if (next < length) {
+        load_keys(next, EARLY, STEPS);
+        load_values(next);
+      }
+      #pragma unroll
+      for (int m = 0; m < ALL; ++m) {
+        const float low = acc[m][0] + __shfl_xor_sync(0xffffffff, acc[m][0], 16);
+        const float high = acc[m][1] + __shfl_xor_sync(0xffffffff, acc[m][1], 16);
+        float* to = partial + (of(m) * splits + split) * D + d;
+        if (m < count && half == 0) *reinterpret_cast<float2*>(to) = make_float2(low, high);
+      }
+      __syncthreads();
     }
-    #pragma unroll
-    for (int m = 0; m < ALL; ++m) {
-      const float low = acc[m][0] + __shfl_xor_sync(0xffffffff, acc[m][0], 16);
-      const float high = acc[m][1] + __shfl_xor_sync(0xffffffff, acc[m][1], 16);
-      float* to = partial + (of(m) * splits + split) * D + d;
-      if (m < count && half == 0) *reinterpret_cast<float2*>(to) = make_float2(low, high);
-    }
-    __syncthreads();
   }
 """
 
@@ -180,7 +209,9 @@ def _attend_kernel(slots: int) -> CudaKernel:
     pairs = [f"pair{slot}" for slot in range(slots)]
     source = _ATTEND_SOURCE.replace("PAIRS", ", ".join(pairs))
     inputs = ["q", "places", "spans", "caps", "written", "scale", *pairs]
-    return CudaKernel(f"attention_split{slots}", inputs, ["partial", "sums"], source, HEADER)
+    return CudaKernel(
+        f"attention_split{slots}", inputs, ["partial", "sums"], source, HEADER + _BOUNDED
+    )
 
 
 _attend = {slots: _attend_kernel(slots) for slots in (1, SLOTS)}
@@ -210,9 +241,11 @@ def attend_rows(
     slots = 1 if len(pairs) == 1 else SLOTS
     together = 1 if count == len(pairs) else MOST_GROUPED * kv // heads
     splits = -(-max(pair.shape[2] for pair in pairs) // SPLIT)
+    wide = -(-count // together)
+    each = -(-splits * kv * wide // BLOCKS)
     partial, sums = _attend[slots](
         [q, places, spans, caps, written, scale, *pairs, *[pairs[0]] * (slots - len(pairs))],
-        blocks=(-(-count // together), splits, kv),
+        blocks=(wide, -(-splits // each), kv),
         template=[("InT", q.dtype), ("GQA", heads // kv), ("D", HEAD_DIM), ("ROWS", together)],
         shapes=[(count, heads, splits, HEAD_DIM), (count, heads, splits, 2)],
         dtypes=[mx.float32] * 2,
