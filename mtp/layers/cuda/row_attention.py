@@ -20,7 +20,7 @@ MOST_GROUPED = 16
 
 SPLIT = 64
 BLOCKS = 2 * 132
-"""Blocks that run at once on an H200. Each computes every so many splits."""
+"""Blocks that run at once on an H200. With more splits, each computes several."""
 
 SLOTS = 8
 """Sequences of one launch: each has a K/V array of its own, which is an argument of the kernel."""
