@@ -10,15 +10,9 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
+from coordinator.api import request_settings
 from coordinator.api.context import Api
 from coordinator.api.image_parts import prompt_of
-from coordinator.api.request_settings import (
-    ChatRequest,
-    GenerationSettings,
-    grammar_fields,
-    requests_of,
-    stops_of,
-)
 from coordinator.schedule.request import (
     Finished,
     GenerationEvent,
@@ -299,7 +293,7 @@ class GeneratedAnswer:
 
     id: str
     model: str
-    settings: GenerationSettings
+    settings: request_settings.GenerationSettings
     choices: Sequence[Choice]
     user: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
@@ -337,7 +331,7 @@ class GeneratedAnswer:
 
 async def text_answer(
     api: Api,
-    settings: GenerationSettings,
+    settings: request_settings.GenerationSettings,
     prompts: Sequence[tuple[int, ...]],
     answer_id: str,
     *,
@@ -348,32 +342,32 @@ async def text_answer(
     forced = {}
     if output is not None:
         forced["grammar"] = await api.compiler.compile([output])
-    stop_tokens, stop = stops_of(api, settings)
-    requests = requests_of(api, settings, prompts, answer_id, stop_tokens, forced)
+    stop_tokens, stop = request_settings.stops_of(api, settings)
+    requests = request_settings.requests_of(api, settings, prompts, answer_id, stop_tokens, forced)
     choices = [Choice(index, each, api.tokenizer, stop) for index, each in enumerate(requests)]
     return GeneratedAnswer(answer_id, api.model.id, settings, choices, user)
 
 
 async def chat_answer(
     api: Api,
-    chat: ChatRequest,
+    chat: request_settings.ChatRequest,
     answer_id: str,
     client: str = "",
     restored: GenerationRequest | None = None,
 ) -> GeneratedAnswer:
     """Return the answer before its first token, or that of a `restored` request. Raises RequestError."""
     prompt, images = await prompt_of(api, chat, client)
-    stop_tokens, stop = stops_of(api, chat.settings)
+    stop_tokens, stop = request_settings.stops_of(api, chat.settings)
     if restored is not None and images:
         if restored.prompt[: len(prompt.tokens)] != prompt.tokens:
             raise RequestError("the images of this answer have changed since it began")
         restored = replace(restored, images=images)
     requests = [restored] if restored else []
     if restored is None:
-        forced = await grammar_fields(api, chat, thinking=prompt.thinking)
+        forced = await request_settings.grammar_fields(api, chat, thinking=prompt.thinking)
         requests = [
             replace(request, turn=prompt.turn, continued=prompt.continued, images=images)
-            for request in requests_of(
+            for request in request_settings.requests_of(
                 api, chat.settings, [prompt.tokens], answer_id, stop_tokens, forced
             )
         ]

@@ -15,6 +15,7 @@ from pydantic import Field, field_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from coordinator.api import request_settings
 from coordinator.api.choice import (
     AnswerEvent,
     GeneratedAnswer,
@@ -30,14 +31,6 @@ from coordinator.api.image_parts import IMAGE_PLACE, data_url
 from coordinator.api.model_catalog import ModelFacts
 from coordinator.api.openai_schemas import SamplingBody
 from coordinator.api.request_body import Body, Many, read_body
-from coordinator.api.request_settings import (
-    TAG,
-    ChatRequest,
-    GenerationSettings,
-    check_model,
-    reasoning_of,
-    template_call,
-)
 from coordinator.text.calls import CallEnd, Json
 from coordinator.text.chat_parser import Content, Reasoning
 from coordinator.text.grammars import ANY_OBJECT, OutputFormat
@@ -47,7 +40,7 @@ from proto.errors import RequestError
 
 def tagged_name(name: str) -> str:
     """Return `name` with a tag, as Ollama lists it."""
-    return name if ":" in name else name + TAG
+    return name if ":" in name else name + request_settings.TAG
 
 
 def utc_time(seconds: float) -> str:
@@ -84,7 +77,7 @@ class ModelBody(Body):
         schema = ANY_OBJECT if self.format == "json" else self.format
         return OutputFormat("json_schema", schema, "format")
 
-    def settings(self, prompt_field: str) -> GenerationSettings:
+    def settings(self, prompt_field: str) -> request_settings.GenerationSettings:
         """Return the settings of the internal request. A negative `num_predict` means no limit of the client."""
         options = self.options or Options.model_validate({})
         return options.sampling_settings(
@@ -136,7 +129,9 @@ class Message(Body):
             turn["tool_call_id"] = self.tool_call_id
         if self.tool_calls:
             calls = [(c.id or str(n), c.function) for n, c in enumerate(self.tool_calls)]
-            turn["tool_calls"] = [template_call(i, f.name, f.arguments) for i, f in calls]
+            turn["tool_calls"] = [
+                request_settings.template_call(i, f.name, f.arguments) for i, f in calls
+            ]
         return turn
 
 
@@ -261,7 +256,7 @@ async def chat(request: Request) -> Response:
     """Generate the next message of a conversation."""
     body = await read_body(request, ChatBody)
     api = api_of(request)
-    check_model(api, body.model)
+    request_settings.check_model(api, body.model)
     if not body.messages:
         return _loaded(api, {"message": {"role": "assistant", "content": ""}})
 
@@ -280,7 +275,7 @@ async def generate(request: Request) -> Response:
     """Generate the answer to a prompt, or with `raw` the continuation of a text."""
     body = await read_body(request, GenerateBody)
     api, prompt = api_of(request), body.prompt
-    check_model(api, body.model)
+    request_settings.check_model(api, body.model)
     if not prompt:
         return _loaded(api, {"response": ""})
 
@@ -309,11 +304,11 @@ async def _chat_answer(
     tools: Sequence[Json] = (),
 ) -> GeneratedAnswer:
     if isinstance(body.think, str):
-        thinking, budget = reasoning_of(body.think)
+        thinking, budget = request_settings.reasoning_of(body.think)
     else:
         thinking, budget = body.think, None
     settings, output = body.settings(prompt_field), body.output
-    chat = ChatRequest(
+    chat = request_settings.ChatRequest(
         messages, settings, tools, thinking=thinking, reasoning_budget=budget, output=output
     )
     return await chat_answer(api_of(request), chat, new_id("chat-"), client_of(request))
@@ -370,7 +365,7 @@ async def show(request: Request) -> Response:
     name = body.model or body.name
     if name is None:
         raise RequestError("model: required. Send the model's name.", param="model")
-    check_model(api, name)
+    request_settings.check_model(api, name)
     capabilities = ["completion"]
     capabilities += ["tools"] if api.tokenizer.has_tools else []
     capabilities += ["thinking"] if api.tokenizer.reasoning_end else []

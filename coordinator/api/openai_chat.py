@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from coordinator.api import openai_schemas
 from coordinator.api.choice import (
     AnswerEvent,
     ChoiceEnd,
@@ -23,13 +24,6 @@ from coordinator.api.context import Api, client_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_data
 from coordinator.api.errors import error_body
 from coordinator.api.image_parts import IMAGE_PLACE, IMAGE_TEXT, with_images
-from coordinator.api.openai_schemas import (
-    ChatBody,
-    CompletionBody,
-    GenerationBody,
-    Message,
-    StreamOptions,
-)
 from coordinator.api.request_body import read_body
 from coordinator.api.request_settings import ChatRequest, call_message, check_model, check_tokens
 from coordinator.text.calls import CallArguments, CallEnd, CallStart, Json
@@ -48,7 +42,7 @@ async def chat_completions(request: Request) -> Response:
 
 async def prepare(api: Api, request: Request) -> PreparedAnswer:
     """Read the body and render the conversation. Raises RequestError, naming the invalid field."""
-    body = await read_body(request, ChatBody)
+    body = await read_body(request, openai_schemas.ChatBody)
     check_model(api, body.model)
     thinking, budget = body.thinking
     variables = body.chat_template_kwargs or {}
@@ -79,7 +73,7 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
     return PreparedAnswer(answer, writer, bool(body.stream))
 
 
-def template_message(message: Message, markers: tuple[str, str]) -> Json:
+def template_message(message: openai_schemas.Message, markers: tuple[str, str]) -> Json:
     """Return a message as chat templates read it: no nulls, `system` for `developer`, arguments as objects."""
     role = "system" if message.role == "developer" else message.role
     turn: Json = {"role": role, "content": message.text}
@@ -100,7 +94,7 @@ async def completions(request: Request) -> Response:
 
 async def prepare_completion(api: Api, request: Request) -> PreparedAnswer:
     """Read the body and tokenize its prompts. Raises RequestError, naming the invalid field."""
-    body = await read_body(request, CompletionBody)
+    body = await read_body(request, openai_schemas.CompletionBody)
     check_model(api, body.model)
     prompts = [await _tokens(api, prompt) for prompt in body.prompts]
     settings = body.generation_settings("prompt", body.logprobs)
@@ -185,13 +179,13 @@ class ChunkWriter(AnswerWriter):
         self,
         answer: GeneratedAnswer,
         tokenizer: Tokenizer,
-        body: GenerationBody,
+        body: openai_schemas.GenerationBody,
         echoes: Sequence[str],
     ) -> None:
         super().__init__(answer)
         self._tokenizer = tokenizer
         self._echoes = echoes or [""] * len(answer.choices)
-        self._options = body.stream_options or StreamOptions()
+        self._options = body.stream_options or openai_schemas.StreamOptions()
         self._token_ids = bool(body.return_token_ids)
         self._shown: dict[int, int] = {}  # token ids that each choice has shown
 

@@ -9,17 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
+import pydantic
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -80,10 +70,10 @@ def number_in_query(request: Request, name: str, default: int) -> int:
     return int(text)
 
 
-class Body(BaseModel):
+class Body(pydantic.BaseModel):
     """A JSON object without conversion of types. `FieldNotes` decides about other fields; `place` is its path."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
     place: ClassVar[str] = ""
     names: ClassVar[frozenset[str]]
 
@@ -92,9 +82,9 @@ class Body(BaseModel):
         """Collect the names of the fields, as clients write them."""
         cls.names = frozenset(each.alias or name for name, each in cls.model_fields.items())
 
-    @model_validator(mode="before")
+    @pydantic.model_validator(mode="before")
     @classmethod
-    def _translate_fields(cls, sent: Any, info: ValidationInfo) -> Any:
+    def _translate_fields(cls, sent: Any, info: pydantic.ValidationInfo) -> Any:
         if not isinstance(sent, dict) or cls.model_config.get("extra") == "allow":
             return sent
         notes = info.context if isinstance(info.context, FieldNotes) else FieldNotes()
@@ -104,7 +94,7 @@ class Body(BaseModel):
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
-Many = Annotated[list[T], Field(fail_fast=True)]
+Many = Annotated[list[T], pydantic.Field(fail_fast=True)]
 """A list whose validation ends at the first error. A client could otherwise cause an error object for each byte."""
 
 MAX_LABEL = 256
@@ -117,11 +107,11 @@ def _check_label(text: str) -> str:
     return text
 
 
-Label = Annotated[str, AfterValidator(_check_label)]
+Label = Annotated[str, pydantic.AfterValidator(_check_label)]
 """A client's name for the log."""
 
-StopString = Annotated[str, Field(min_length=1, max_length=256)]
-StopStrings = Annotated[list[StopString], Field(max_length=64)]
+StopString = Annotated[str, pydantic.Field(min_length=1, max_length=256)]
+StopStrings = Annotated[list[StopString], pydantic.Field(max_length=64)]
 """Stop strings. The end of the text is compared with each of them at every token."""
 
 
@@ -131,22 +121,22 @@ def _check_limit(limit: int) -> int | None:
     return limit if limit > 0 else None
 
 
-TokenLimit = Annotated[int, Field(ge=-2), AfterValidator(_check_limit)]
+TokenLimit = Annotated[int, pydantic.Field(ge=-2), pydantic.AfterValidator(_check_limit)]
 """A number of tokens, None for a negative one: llama.cpp's and LM Studio's clients send it for no limit."""
 
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+Seed = Annotated[int, pydantic.Field(ge=-(2**63), lt=2**64)]
 
 
-def shape(description: str) -> WrapValidator:
+def shape(description: str) -> pydantic.WrapValidator:
     """Return a validator with one message for a union of types, instead of one per type."""
 
-    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    def check(value: Any, handler: pydantic.ValidatorFunctionWrapHandler) -> Any:
         try:
             return handler(value)
-        except ValidationError as error:
+        except pydantic.ValidationError as error:
             raise PydanticCustomError("shape", "send {what}", {"what": description}) from error
 
-    return WrapValidator(check)
+    return pydantic.WrapValidator(check)
 
 
 ADMIN_PATHS = frozenset({"/replan", "/trace", "/v1/models/load"})
@@ -255,7 +245,7 @@ def parse_body(kind: type[B], content: bytes | bytearray, notes: FieldNotes) -> 
     """Return `content` as a `kind`. Raises RequestError for invalid content."""
     try:
         return kind.model_validate_json(content, context=notes)
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         raise request_error(error) from error
 
 

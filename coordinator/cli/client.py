@@ -13,14 +13,7 @@ import httpx
 import typer
 
 from coordinator.trust.key_ring import OWNER_KEY
-from proto.errors import (
-    AccessError,
-    ClusterError,
-    NotReadyError,
-    ProtocolError,
-    UsageError,
-    WorkerLostError,
-)
+from proto import errors
 from proto.state_dir import STATE_DIR, read_json, state_dir
 
 API_KEY = "MTP_API_KEY"
@@ -46,7 +39,7 @@ def server_url(url: str) -> str:
     except ValueError:
         valid = False
     if not valid:
-        raise UsageError(f"--url {url!r}: write it as in {DEFAULT_URL}")
+        raise errors.UsageError(f"--url {url!r}: write it as in {DEFAULT_URL}")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
@@ -57,7 +50,7 @@ def _owner_key(url: str) -> tuple[str, ...]:
     Another user of this machine may listen at another address of that name.
     """
     found: dict[str, str] = {}
-    with contextlib.suppress(UsageError):  # as for another user's directory
+    with contextlib.suppress(errors.UsageError):  # as for another user's directory
         found = read_json(state_dir(None) / OWNER_KEY)
     own, asked = urlsplit(found.get("url", "")), urlsplit(url)
     same_port = (asked.scheme, asked.port) == (own.scheme, own.port)
@@ -99,7 +92,9 @@ def call(
                 for part in reply.iter_raw():
                     body += part
                     if len(body) > max_bytes:
-                        raise ProtocolError(f"{url}{path}: the answer exceeds {max_bytes} bytes")
+                        raise errors.ProtocolError(
+                            f"{url}{path}: the answer exceeds {max_bytes} bytes"
+                        )
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise _no_answer(url, error) from error
     if not reply.is_success:
@@ -121,33 +116,33 @@ def stream_events(
                     continue
                 event: dict[str, Any] = json.loads(line.removeprefix("data: "))
                 if "error" in event:
-                    raise WorkerLostError(str(event["error"].get("message", event["error"])))
+                    raise errors.WorkerLostError(str(event["error"].get("message", event["error"])))
                 yield event
     except httpx.TransportError as error:
         raise _no_answer(url, error) from error
 
 
-def _no_answer(url: str, error: Exception) -> NotReadyError:
-    return NotReadyError(
+def _no_answer(url: str, error: Exception) -> errors.NotReadyError:
+    return errors.NotReadyError(
         f"no coordinator answers at {url} ({type(error).__name__}). Start mtp-coord serve, or give its --url"
     )
 
 
-def _refusal(url: str, status: int, body: bytes) -> ClusterError:
+def _refusal(url: str, status: int, body: bytes) -> errors.ClusterError:
     """Return the error for `status`, a ProtocolError if the answer is not that of an mtp-coord."""
     if status == 401:
-        return AccessError(
+        return errors.AccessError(
             f"{url} requires an API key. Give one with --api-key or {API_KEY}. On the server's own machine, set "
             f"{STATE_DIR} to its --state-dir instead"
         )
     try:
         message = str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return ProtocolError(
+        return errors.ProtocolError(
             f"{url} answered with status {status}. Give the --url of an mtp-coord serve of this release"
         )
     if status in (502, 503, 504):
-        return NotReadyError(f"the server is not ready: {message}")
+        return errors.NotReadyError(f"the server is not ready: {message}")
     if status >= 500:
-        return WorkerLostError(f"the server failed with status {status}: {message}")
-    return UsageError(f"the server refused the request: {message}")
+        return errors.WorkerLostError(f"the server failed with status {status}: {message}")
+    return errors.UsageError(f"the server refused the request: {message}")

@@ -14,19 +14,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
-from coordinator.cluster import events
+from coordinator.cluster import decide, events
 from coordinator.cluster.apply import apply
-from coordinator.cluster.decide import (
-    Action,
-    GiveUp,
-    KeepPlan,
-    PostponePlan,
-    PreparePlan,
-    StartAlone,
-    StartPlan,
-    decide,
-    describe_wait,
-)
 from coordinator.cluster.discovery import on_this_machine
 from coordinator.cluster.group_start import MAX_FAULT
 from coordinator.cluster.membership import ManagerOptions, Membership
@@ -114,7 +103,7 @@ class ClusterManager(PipelineSource):
         """Return what the first plan waits for, while it does; else an empty text."""
         if self.view.phase is not Phase.GATHERING:
             return ""
-        return f"waiting for workers: {describe_wait(self.view, self._planner)}"
+        return f"waiting for workers: {decide.describe_wait(self.view, self._planner)}"
 
     def replan(self) -> None:
         """Look for a better plan over the workers that are ready now. `replans` has the result."""
@@ -243,7 +232,7 @@ class ClusterManager(PipelineSource):
             self._stop_plan(WorkerLostError(self.view.problem))
         if before.preparing and not self.view.preparing:
             self._cancel_preparation()
-        action = decide(self.view, self._planner)
+        action = decide.decide(self.view, self._planner)
         if action is not None:
             self._execute(action)
 
@@ -255,9 +244,9 @@ class ClusterManager(PipelineSource):
         self.plan = None
         self._drop_pipeline(error)
 
-    def _execute(self, action: Action) -> None:
+    def _execute(self, action: decide.Action) -> None:
         match action:
-            case StartPlan(plan, reason):
+            case decide.StartPlan(plan, reason):
                 if plan.reason:
                     log.info("plan", extra={"epoch": plan.epoch, "reason": plan.reason})
                 if reason:
@@ -270,7 +259,7 @@ class ClusterManager(PipelineSource):
                     )
                 starting = events.PlanStarting(plan.epoch, plan.nodes, plan.group_size)
                 self._begin(starting, self._serve(plan))
-            case PreparePlan(plan, reason, workers):
+            case decide.PreparePlan(plan, reason, workers):
                 self._cancel_preparation()
                 start = PlanStart(plan, self.view, self.model, self.options, self.membership)
                 new = [address for address in plan.nodes if address not in start.busy]
@@ -278,19 +267,19 @@ class ClusterManager(PipelineSource):
                 log.info("preparing the next plan", extra={"loading": names, "reason": reason})
                 self._preparation = self._background.spawn(self._prepare(start, workers))
                 self._apply_event(events.PlanPreparing(workers))
-            case StartAlone(epoch):
+            case decide.StartAlone(epoch):
                 self._begin(events.PlanStarting(epoch, ()), self._serve_alone(epoch))
-            case KeepPlan(reason):
+            case decide.KeepPlan(reason):
                 log.info("the plan stays as it is", extra={"reason": reason})
                 self.replans.record(f"the plan stays as it is: {reason}")
                 self._apply_event(events.PlanKept())
-            case PostponePlan(workers):
+            case decide.PostponePlan(workers):
                 log.info(
                     "workers joined: they will be used when no answer is open, or at once by mtp-coord replan",
                     extra={"workers": ", ".join(workers)},
                 )
                 self._apply_event(events.PlanPostponed())
-            case GiveUp(reason):
+            case decide.GiveUp(reason):
                 self.replans.record(reason)
                 self._apply_event(events.GatheringFailed(reason))
                 if self._waiter is not None and not self._waiter.done():

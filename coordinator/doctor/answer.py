@@ -7,15 +7,9 @@ from dataclasses import dataclass, replace
 
 from coordinator.depth.controller import MtpMode
 from coordinator.doctor.checks import Finding, Verdict, judged
+from coordinator.schedule import request
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop
-from coordinator.schedule.request import (
-    Finished,
-    GenerationRequest,
-    GenerationStats,
-    TokenChunk,
-    generate,
-)
 from coordinator.text.tokenizer import Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
 
@@ -37,7 +31,7 @@ class Answer:
 
     depth: int
     tokens: tuple[int, ...]
-    stats: GenerationStats
+    stats: request.GenerationStats
     restart: float | None = None
 
     @property
@@ -74,12 +68,12 @@ async def measure_answer(
 
 async def _generate(
     loop: GenerationLoop, prompt: tuple[int, ...], tokens: int
-) -> tuple[tuple[int, ...], GenerationStats]:
+) -> tuple[tuple[int, ...], request.GenerationStats]:
     found: list[int] = []
-    async for event in generate(loop, GenerationRequest(prompt, tokens)):
-        if isinstance(event, TokenChunk):
+    async for event in request.generate(loop, request.GenerationRequest(prompt, tokens)):
+        if isinstance(event, request.TokenChunk):
             found += event.tokens
-        elif isinstance(event, Finished):
+        elif isinstance(event, request.Finished):
             return tuple(found), event.stats
     raise AssertionError("the answer has no end")
 

@@ -23,15 +23,7 @@ from coordinator.pipeline.pipeline import PipelineSource
 from coordinator.serve.served_parts import OpenedModel, ServedParts, ServeOptions, served_model
 from coordinator.status.cluster_status import LoadPhase, LoadReport
 from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
-from proto.errors import (
-    BusyError,
-    CheckpointError,
-    ClusterError,
-    DeadlineError,
-    MemoryLimitError,
-    NotReadyError,
-    StaleEpochError,
-)
+from proto import errors
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +85,7 @@ class ModelSwitch(ModelLoader):
             return self._arguments[name]
         try:
             path = self._catalog.find_path(name)
-        except ClusterError:
+        except errors.ClusterError:
             return None
         if path is None or name == BUILTIN or path.parent != self._catalog.directory:
             return None if path is None else name
@@ -110,7 +102,7 @@ class ModelSwitch(ModelLoader):
                     self._listed = await asyncio.to_thread(self._catalog.list_models)
                     self._listed_at = clock()
         except TimeoutError:
-            raise DeadlineError(
+            raise errors.DeadlineError(
                 f"reading the models: no answer within {DISK_SECONDS:g} s. Try again"
             ) from None
         listed = {model.name for model in self._listed}
@@ -121,16 +113,18 @@ class ModelSwitch(ModelLoader):
         directory = name if Path(name).is_absolute() else None
         if directory is not None:
             if not (Path(directory) / "config.json").is_file():
-                raise CheckpointError(
+                raise errors.CheckpointError(
                     f"model {directory!r:.200}: not found, or without config.json. Name a model on the server"
                 )
             name = Path(directory).name
         if self._task is not None and not self._task.done():
             if self.report.model != name:
-                raise BusyError(f"the server changes to {self.report.model!r:.80}. Try again later")
+                raise errors.BusyError(
+                    f"the server changes to {self.report.model!r:.80}. Try again later"
+                )
             return self.report
         if self._host.parts is None:
-            raise NotReadyError("the server is starting. Try again later")
+            raise errors.NotReadyError("the server is starting. Try again later")
         same = name == self._host.parts.model.name and self._serves
         if same and directory in (None, self._arguments.get(name)):
             self._report = LoadReport(name, "ready")
@@ -171,11 +165,11 @@ class ModelSwitch(ModelLoader):
                 await self._serve(before.model)
                 raise
         except Exception as error:
-            known = isinstance(error, ClusterError)
+            known = isinstance(error, errors.ClusterError)
             level = logging.WARNING if known else logging.ERROR
             extra = {"model": name, "error": str(error)}
             log.log(level, "model not changed", extra=extra, exc_info=not known)
-            text = error.public if isinstance(error, ClusterError) else "internal error"
+            text = error.public if isinstance(error, errors.ClusterError) else "internal error"
             self._report = LoadReport(name, "failed", error=text)
         else:
             self._arguments[name] = argument
@@ -189,7 +183,7 @@ class ModelSwitch(ModelLoader):
         if (manager := self._host.manager) is not None:
             problem = await manager.problem_with(served_model(model), model.why_not_alone)
         if problem:
-            raise MemoryLimitError(f"the cluster cannot serve {model.name}: {problem}")
+            raise errors.MemoryLimitError(f"the cluster cannot serve {model.name}: {problem}")
 
     async def _serve(self, model: OpenedModel) -> None:
         """Load `model` on the workers, or in this process if there are none, and publish it."""
@@ -225,7 +219,7 @@ class ModelSwitch(ModelLoader):
                     if not before.count_answers():
                         break
                     await asyncio.sleep(POLL_SECONDS)
-        await before.close(StaleEpochError(f"the server changed to the model {name}"))
+        await before.close(errors.StaleEpochError(f"the server changed to the model {name}"))
 
     def _set_phase(self, phase: LoadPhase) -> None:
         assert self._report is not None

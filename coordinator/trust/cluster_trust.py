@@ -27,16 +27,8 @@ from proto.announcement import join_address
 from proto.errors import ClusterError, NotReadyError, ProtocolError, UsageError
 from proto.rpc.listener import Acceptor, BackgroundTasks, bind_listener
 from proto.state_dir import write_private
+from proto.trust import joining
 from proto.trust.certificates import NodeIdentity, Role, from_pem, key_to_pem, requested_key
-from proto.trust.joining import (
-    JOIN_SECONDS,
-    MAX_LINE_BYTES,
-    new_token,
-    read_message,
-    session_binding,
-    text_of,
-    write_message,
-)
 from proto.trust.node_trust import NodeTrust
 
 log = logging.getLogger(__name__)
@@ -58,7 +50,7 @@ def make_invitation(trust: ClusterTrust) -> Invitation:
     address = trust.registry.address()
     if not address:
         raise NotReadyError("machines cannot join: start mtp-coord serve with --listen")
-    token = new_token(trust.authority.cluster, trust.authority.fingerprint, address)
+    token = joining.new_token(trust.authority.cluster, trust.authority.fingerprint, address)
     trust.registry.add_token(token, INVITATION_SECONDS, 1)
     command = f"mtp-worker --listen 0.0.0.0:50505 --join {token}"
     return Invitation(command, round(time.time() + INVITATION_SECONDS))
@@ -128,12 +120,15 @@ class JoinServer:
         context = self._context
         certificate = self._certificate.public_bytes(serialization.Encoding.DER)
         loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(MAX_LINE_BYTES, loop)
+        reader = asyncio.StreamReader(joining.MAX_LINE_BYTES, loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
         try:
-            async with asyncio.timeout(JOIN_SECONDS):
+            async with asyncio.timeout(joining.JOIN_SECONDS):
                 transport, _ = await loop.connect_accepted_socket(
-                    lambda: protocol, connection, ssl=context, ssl_handshake_timeout=JOIN_SECONDS
+                    lambda: protocol,
+                    connection,
+                    ssl=context,
+                    ssl_handshake_timeout=joining.JOIN_SECONDS,
                 )
                 writer = asyncio.StreamWriter(transport, protocol, reader, loop)
                 try:
@@ -159,14 +154,14 @@ class JoinServer:
         greeting = {"authorities": self._authority.chain}
         if self._is_limited(peer):
             log.warning("join refused", extra={"peer": peer, "reason": "too many joins"})
-            await write_message(writer, greeting | {"refused": LIMITED})
+            await joining.write_message(writer, greeting | {"refused": LIMITED})
             return
-        await write_message(writer, greeting)
+        await joining.write_message(writer, greeting)
         # A program that connects by mistake, such as a gRPC client, ends here. It has tried no token.
-        request = await read_message(reader)
+        request = await joining.read_message(reader)
         tls = writer.get_extra_info("ssl_object")
         try:
-            reply = self._admit(request, session_binding(tls, certificate), peer)
+            reply = self._admit(request, joining.session_binding(tls, certificate), peer)
         except UsageError as error:  # such as a full disk
             log.error("join failed", extra={"peer": peer, "error": str(error)})
             reply = {"refused": UNWRITABLE}
@@ -174,7 +169,7 @@ class JoinServer:
             self._failures.append((time.monotonic(), peer))
             log.warning("join refused", extra={"peer": peer, "reason": str(error)})
             reply = {"refused": REFUSED.format(error)}
-        await write_message(writer, reply)
+        await joining.write_message(writer, reply)
 
     def _is_limited(self, peer: str) -> bool:
         """Return whether too many joins are in progress or were refused, in all or from `peer`."""
@@ -187,10 +182,10 @@ class JoinServer:
 
     def _admit(self, request: dict[str, object], session: bytes, peer: str) -> dict[str, str]:
         """Return the certificate for a valid request. Raises AccessError or ProtocolError otherwise."""
-        token_id, csr = text_of(request, "token_id"), text_of(request, "request")
-        name = "".join(c for c in text_of(request, "name") if c.isprintable())[:64]
+        token_id, csr = joining.text_of(request, "token_id"), joining.text_of(request, "request")
+        name = "".join(c for c in joining.text_of(request, "name") if c.isprintable())[:64]
         try:
-            proof = bytes.fromhex(text_of(request, "proof"))
+            proof = bytes.fromhex(joining.text_of(request, "proof"))
         except ValueError as error:
             raise ProtocolError("the proof is malformed") from error
         key = requested_key(csr)
@@ -270,7 +265,7 @@ class ClusterTrust:
 
     def _write_local_token(self, file: Path, address: str) -> float:
         """Write a valid token to `file`, which only this user can read. Returns the seconds until the next is due."""
-        token = new_token(self.authority.cluster, self.authority.fingerprint, address)
+        token = joining.new_token(self.authority.cluster, self.authority.fingerprint, address)
         try:
             self.registry.add_token(token, LOCAL_TOKEN_SECONDS, LOCAL_TOKEN_USES, is_local=True)
             write_private(file, str(token))

@@ -13,16 +13,9 @@ from itertools import count, takewhile
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+from coordinator.status import history
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
 from coordinator.status.frame_records import CollectTraces, FrameRecord, FrameRecords
-from coordinator.status.history import (
-    ClusterEvent,
-    EventLog,
-    History,
-    LatencyLog,
-    RequestLog,
-    Sample,
-)
 from proto.errors import CapacityError
 from proto.terminal.progress import format_size
 
@@ -101,15 +94,15 @@ class LiveFeed:
     """The state that pages show. It looks at `source` from `start` or the first subscriber until `close`."""
 
     source: StatusSource
-    latency: LatencyLog
+    latency: history.LatencyLog
     clock: Callable[[], float] = time.perf_counter
     """The clock of `latency`, in seconds."""
     frames: FrameRecords = field(default_factory=FrameRecords)
-    requests: RequestLog = field(default_factory=RequestLog)
+    requests: history.RequestLog = field(default_factory=history.RequestLog)
 
     def __post_init__(self) -> None:
-        self.events = EventLog()
-        self.history = History(self.latency)
+        self.events = history.EventLog()
+        self.history = history.History(self.latency)
         self._sent_requests: list[Json] = []  # the open requests that pages have
         self._sent_ended = 0  # ended requests that pages have
         self._sent_frame = 0  # number of the newest frame that pages have
@@ -118,8 +111,8 @@ class LiveFeed:
         self._status: Json = {}
         self._encoded = b""
         """The snapshot for pages that open before the next message, or nothing. It is encoded for the first of them."""
-        self._new_events: list[ClusterEvent] = []  # since the last message
-        self._new_samples: list[Sample] = []  # since the last message
+        self._new_events: list[history.ClusterEvent] = []  # since the last message
+        self._new_samples: list[history.Sample] = []  # since the last message
         self.subscribers: set[Subscriber] = set()
         self._admitted: WeakSet[Subscriber] = WeakSet()
         """The queues of all pages, those included whose first message has not been asked for yet."""

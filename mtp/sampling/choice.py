@@ -7,17 +7,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mtp.sampling.filters import (
-    History,
-    Stream,
-    Tokens,
-    adjusted,
-    filtered,
-    gumbel,
-    gumbel_of,
-    key_array,
-    token_array,
-)
+from mtp.sampling import filters
 from proto.params import SamplingParams
 
 
@@ -25,8 +15,8 @@ def choose(
     logits: mx.array,
     params: SamplingParams,
     first_position: int,
-    history: History | None = None,
-    pending: Tokens = (),
+    history: filters.History | None = None,
+    pending: filters.Tokens = (),
     exempt: Sequence[int] = (),
 ) -> mx.array:
     """Return the tokens for the rows of `logits` `[w, vocab]`: int32 `[w]`, lazy.
@@ -36,11 +26,13 @@ def choose(
     random draws, as in mlx-lm.
     """
     if params.greedy:
-        scores = adjusted(logits, params, history, pending)
+        scores = filters.adjusted(logits, params, history, pending)
         return mx.argmax(scores, axis=-1).astype(mx.int32)
-    scores = filtered(logits, params, first_position, history, pending, exempt)
+    scores = filters.filtered(logits, params, first_position, history, pending, exempt)
     rows, vocab = scores.shape
-    noise = gumbel(params.seed, range(first_position, first_position + rows), vocab, Stream.TARGET)
+    noise = filters.gumbel(
+        params.seed, range(first_position, first_position + rows), vocab, filters.Stream.TARGET
+    )
     return mx.argmax(scores + noise, axis=-1).astype(mx.int32)
 
 
@@ -61,7 +53,9 @@ def choose_rows(
 
     Row i has the seed and the position of `places[i]`, and gets the token that `choose` gives it.
     """
-    return choose_with_keys(logits, params, lambda: key_array(places, Stream.TARGET))
+    return choose_with_keys(
+        logits, params, lambda: filters.key_array(places, filters.Stream.TARGET)
+    )
 
 
 def choose_with_keys(
@@ -70,8 +64,8 @@ def choose_with_keys(
     """Return the tokens of `choose_rows` for rows whose noise has `keys()`, perhaps lazy. Greedy rows need none."""
     if params.greedy:
         return mx.argmax(logits.astype(mx.float32), axis=-1).astype(mx.int32)
-    scores = filtered(logits, params, 0)
-    return mx.argmax(scores + gumbel_of(keys(), scores.shape[-1]), axis=-1).astype(mx.int32)
+    scores = filters.filtered(logits, params, 0)
+    return mx.argmax(scores + filters.gumbel_of(keys(), scores.shape[-1]), axis=-1).astype(mx.int32)
 
 
 class Logprobs(NamedTuple):
@@ -85,14 +79,14 @@ class Logprobs(NamedTuple):
     """fp32 `[w, top]`"""
 
 
-def logprobs(logits: mx.array, tokens: Tokens, top: int) -> Logprobs:
+def logprobs(logits: mx.array, tokens: filters.Tokens, top: int) -> Logprobs:
     """Return the model's own log-probabilities of `tokens` `[w]` and of the `top` best tokens.
 
     They are the log-softmax of `logits` `[w, vocab]`, before bias, penalties, temperature and filters, as in vLLM.
     """
     scores = logits.astype(mx.float32)
     scores = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(scores, token_array(tokens)[:, None], axis=-1)[:, 0]
+    chosen = mx.take_along_axis(scores, filters.token_array(tokens)[:, None], axis=-1)[:, 0]
     top_tokens, best = _likeliest(scores, min(top, scores.shape[-1]))
     return Logprobs(chosen, top_tokens, best)
 

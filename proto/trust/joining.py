@@ -22,18 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from proto.announcement import parse_address
 from proto.errors import AccessError, DeadlineError, ProtocolError, UsageError, WorkerLostError
-from proto.trust.certificates import (
-    ID_BYTES,
-    Role,
-    check_issued_by,
-    fingerprint,
-    from_pem,
-    identity_of,
-    is_authority,
-    new_key,
-    signing_request,
-    utc_now,
-)
+from proto.trust import certificates
 from proto.trust.node_trust import NodeTrust
 
 PREFIX = "mtp1."
@@ -41,7 +30,7 @@ SECRET_BYTES = 16
 """Bytes of the secret: enough that nothing can guess it."""
 
 _CHECK_BYTES = 4
-_FIXED = struct.Struct(f"{ID_BYTES}s32s{ID_BYTES}s{SECRET_BYTES}s")
+_FIXED = struct.Struct(f"{certificates.ID_BYTES}s32s{certificates.ID_BYTES}s{SECRET_BYTES}s")
 """Cluster, SHA-256 of its authority, token id and secret."""
 
 _CONTEXT = b"mtp-cluster join 1\0"
@@ -100,7 +89,7 @@ class JoinToken:
 
 def new_token(cluster: str, authority: bytes, address: str) -> JoinToken:
     """Return a token with a random id and a random secret."""
-    token_id, secret = secrets.token_hex(ID_BYTES), secrets.token_bytes(SECRET_BYTES)
+    token_id, secret = secrets.token_hex(certificates.ID_BYTES), secrets.token_bytes(SECRET_BYTES)
     return JoinToken(cluster, authority, token_id, secret, address)
 
 
@@ -212,8 +201,8 @@ async def _exchange(
     _check_server(certificate, text_of(greeting, "authorities"), token)
     if "refused" in greeting:
         raise AccessError(f"--join: {text_of(greeting, 'refused')}")
-    key = new_key()
-    request = signing_request(key)
+    key = certificates.new_key()
+    request = certificates.signing_request(key)
     proof = token.proof(session_binding(tls, certificate), request)
     fields = {"token_id": token.token_id, "proof": proof.hex(), "request": request, "name": name}
     await write_message(writer, fields)
@@ -223,7 +212,10 @@ async def _exchange(
     trust = NodeTrust(
         key, text_of(reply, "certificate"), text_of(reply, "authorities"), directory=directory
     )
-    if trust.identity.cluster != token.cluster or trust.identity.role is not Role.WORKER:
+    if (
+        trust.identity.cluster != token.cluster
+        or trust.identity.role is not certificates.Role.WORKER
+    ):
         raise AccessError("--join: the coordinator issued a certificate of another cluster or role")
     try:
         trust.save()
@@ -235,17 +227,17 @@ async def _exchange(
 def _check_server(certificate: bytes, authorities: str, token: JoinToken) -> None:
     """Raise AccessError unless `certificate` is a coordinator's, issued by the authority that the token names."""
     try:
-        chain, now = from_pem(authorities), utc_now()
-        trusted = [a for a in chain if fingerprint(a) == token.authority]
+        chain, now = certificates.from_pem(authorities), certificates.utc_now()
+        trusted = [a for a in chain if certificates.fingerprint(a) == token.authority]
         # After a rotation, the token's authority issued the next one's certificate.
         for cross in reversed(chain):
             with contextlib.suppress(AccessError):
-                check_issued_by(cross, trusted, now)
-                trusted += [cross] if is_authority(cross) else []
+                certificates.check_issued_by(cross, trusted, now)
+                trusted += [cross] if certificates.is_authority(cross) else []
         leaf = x509.load_der_x509_certificate(certificate)
-        check_issued_by(leaf, trusted, now)
-        identity = identity_of(leaf)
-        if identity.cluster != token.cluster or identity.role is not Role.COORDINATOR:
+        certificates.check_issued_by(leaf, trusted, now)
+        identity = certificates.identity_of(leaf)
+        if identity.cluster != token.cluster or identity.role is not certificates.Role.COORDINATOR:
             raise AccessError("the certificate is of another cluster or role")
     except (AccessError, ProtocolError, ValueError) as error:
         raise AccessError(

@@ -22,15 +22,9 @@ from proto.frame_stamps import FrameStamps, StampRing
 from proto.kernels import Kernels
 from proto.span import Span
 from proto.terminal.progress import OnProgress
+from worker.engine import hardware
 from worker.engine.engine_thread import EngineThread
 from worker.engine.group import JOIN_SECONDS, GroupSpec, join_group, measure_collective
-from worker.engine.hardware import (
-    CacheTrimmer,
-    release_weights,
-    trim_allocator,
-    warn_of_emulated_bfloat16,
-    wire_weights,
-)
 from worker.engine.prefix_disk import PrefixDisk, StagePrefixes, namespace_of
 from worker.engine.stage_engine import BegunFrame, Budget, StageEngine
 from worker.engine.warm_up import warm_up
@@ -172,7 +166,7 @@ class StageHost:
         self.stamps = StampRing()
         """Stamps of the newest frames on the stages."""
         self._deadlines = DeadlineEstimate(this_device().compile_seconds)
-        self._trimmer = CacheTrimmer()
+        self._trimmer = hardware.CacheTrimmer()
         self._stage_prefixes: list[StagePrefixes] = []
         self._usual = 0.0
         """Seconds that the newest finished frame took."""
@@ -196,7 +190,7 @@ class StageHost:
         """
         expect = self.thread.expect
         expect(PART_SECONDS)
-        release_weights()
+        hardware.release_weights()
         joined: GroupCommunicator | None = None
         if spec.group is not None:
             # First, because MLX holds Python's lock until all members have come, and no status is sent meanwhile.
@@ -245,16 +239,16 @@ class StageHost:
                 "no MTP: config.json announces a head, but tensors of it are missing",
                 extra={"checkpoint": checkpoint.path.name, "missing": len(checkpoint.mtp.missing)},
             )
-        wire_weights(wanted=wired)
+        hardware.wire_weights(wanted=wired)
         kv_format = checkpoint.config.kv_format(spec.kv_bits)
         expect(PROBE_SECONDS if spec.exact else TRIAL_SECONDS)
         stage = Stage(modules, kv_format, exact=spec.exact, kernels=kernels)
-        warn_of_emulated_bfloat16(stage.dtype)
+        hardware.warn_of_emulated_bfloat16(stage.dtype)
         if joined is not None:  # other members may read their weights from a slower disk
             expect(PROBE_SECONDS + weight_bytes / SLOWEST_DISK)
             mx.eval(joined.sum(mx.zeros(1)))
         warm_up(stage, first=spec.first, last=spec.last, expect=expect)
-        trim_allocator()
+        hardware.trim_allocator()
         prefixes = self._prefixes(whole, spec, stage, kernels)
         return LoadedStage(spec, stage, weight_bytes, prefixes, collective)
 

@@ -17,14 +17,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
-from mtp.checkpoint.convert.convert import (
-    HEAD_FILE,
-    check_free_space,
-    save_config,
-    save_index,
-    shard_writer,
-    write_shard,
-)
+from mtp.checkpoint.convert import convert
 from mtp.checkpoint.convert.converted_weights import (
     SAFETENSORS,
     Choice,
@@ -77,22 +70,22 @@ class HeadAddition:
         """Add the head from `source`, the planned source with its tensors on this machine. Raises CheckpointError."""
         weights, _ = read_source_part(source, "mtp", self.dtype)
         groups = self._groups(weights)
-        writer = shard_writer(self.target.path / HEAD_FILE, groups)
+        writer = convert.shard_writer(self.target.path / convert.HEAD_FILE, groups)
         total, done = writer.nbytes, 0
-        check_free_space(self.target.path, total)
+        convert.check_free_space(self.target.path, total)
 
         def on_group(group: Group) -> None:
             nonlocal done
             done += group.nbytes
             on_progress(done, total)
 
-        write_shard(writer, groups, on_group)
-        save_config(self.target.path, self._config())
+        convert.write_shard(writer, groups, on_group)
+        convert.save_config(self.target.path, self._config())
         stays = {name: info for name, info in self.target.tensors.items() if not is_head(name)}
         weight_map = {name: info.file.name for name, info in stays.items()}
-        weight_map |= dict.fromkeys((entry.name for entry in writer.entries), HEAD_FILE)
+        weight_map |= dict.fromkeys((entry.name for entry in writer.entries), convert.HEAD_FILE)
         nbytes = total + sum(info.nbytes for info in stays.values())
-        save_index(self.target.path, nbytes, weight_map)
+        convert.save_index(self.target.path, nbytes, weight_map)
 
     def _groups(self, weights: dict[str, mx.array] | None) -> list[Group]:
         """Return the head's tensors as they are written; without `weights`, only their names and shapes."""

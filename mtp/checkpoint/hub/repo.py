@@ -28,15 +28,7 @@ from huggingface_hub import (
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.hf_api import RepoFile
 
-from mtp.checkpoint.format.shard import (
-    LENGTH_BYTES,
-    Header,
-    PartFile,
-    TensorInfo,
-    header_bytes,
-    parse_header,
-    read_file,
-)
+from mtp.checkpoint.format import shard
 from proto.errors import CheckpointError, ClusterError, NotReadyError
 from proto.terminal.progress import OnProgress
 
@@ -111,20 +103,22 @@ class HubRepo:
             )
         return b"".join(self.read_range(file, 0, size))
 
-    def read_header(self, file: str) -> Header:
+    def read_header(self, file: str) -> shard.Header:
         """Read the header of a safetensors file."""
         size = self.size(file)
         if size is None:
             raise self._missing(file)
         name = Path(file)
-        prefix = b"".join(self.read_range(file, 0, min(LENGTH_BYTES, size)))
-        end = LENGTH_BYTES + header_bytes(name, prefix, size)
-        return parse_header(name, b"".join(self.read_range(file, LENGTH_BYTES, end)), size)
+        prefix = b"".join(self.read_range(file, 0, min(shard.LENGTH_BYTES, size)))
+        end = shard.LENGTH_BYTES + shard.header_bytes(name, prefix, size)
+        return shard.parse_header(
+            name, b"".join(self.read_range(file, shard.LENGTH_BYTES, end)), size
+        )
 
     def read_range(self, file: str, start: int, end: int) -> Iterator[bytes]:
         """Yield the bytes `[start, end)` of a file in pieces; after a broken connection, request only the rest."""
         if (cached := self._cached(file)) is not None:
-            yield from read_file(cached, start, end)
+            yield from shard.read_file(cached, start, end)
             return
         pauses = _RetryPauses(f"{self.repo}/{file}")
         while start < end:
@@ -143,7 +137,7 @@ class HubRepo:
             except (TransientError, httpx.TransportError) as error:
                 pauses.wait_after(error)
 
-    def read_tensors(self, infos: Sequence[TensorInfo], skip: int = 0) -> Iterator[bytes]:
+    def read_tensors(self, infos: Sequence[shard.TensorInfo], skip: int = 0) -> Iterator[bytes]:
         """Yield the bytes of `infos` after the first `skip`. Adjacent tensors share a request and its pieces."""
         ranges: list[tuple[str, int, int]] = []
         for info in infos:
@@ -262,7 +256,7 @@ class Blob:
     @property
     def done(self) -> int:
         """Bytes on this disk."""
-        missing = PartFile(self.path, self.size).missing_bytes()
+        missing = shard.PartFile(self.path, self.size).missing_bytes()
         return self.size if self.path.exists() else self.size - missing
 
 
@@ -333,7 +327,7 @@ def download_blobs(
 def _download_one(source: HubRepo, blob: Blob, stop: threading.Event) -> None:
     """Download the missing bytes of a blob, or wait until another process has done it."""
     blob.path.parent.mkdir(parents=True, exist_ok=True)
-    file = PartFile(blob.path, blob.size)
+    file = shard.PartFile(blob.path, blob.size)
 
     def write_rest() -> None:
         for piece in source.read_range(blob.file, file.written, blob.size):

@@ -11,15 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from huggingface_hub import constants, scan_cache_dir, snapshot_download
-from huggingface_hub.errors import (
-    CacheNotFound,
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
+from huggingface_hub import constants, errors, scan_cache_dir, snapshot_download
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from mtp.builtin import checkpoint_dir
@@ -67,9 +59,9 @@ def find_model(name: str) -> Path | None:
         raise _unknown(name)
     try:
         found = Path(snapshot_download(name, allow_patterns=FILES, local_files_only=True))
-    except HFValidationError:
+    except errors.HFValidationError:
         raise _unknown(name) from None
-    except LocalEntryNotFoundError:
+    except errors.LocalEntryNotFoundError:
         return _in_lm_studio(name)
     return found if _is_whole(found) else _in_lm_studio(name)
 
@@ -85,7 +77,7 @@ def local_repos() -> list[str]:
     folders = [Path(folder).expanduser() for folder in LM_STUDIO]
     configs = [config for folder in folders for config in folder.glob(f"*/*/{_LAST}")]
     names = {"/".join(config.parts[-3:-1]) for config in configs}
-    with suppress(CacheNotFound):
+    with suppress(errors.CacheNotFound):
         cache = scan_cache_dir(constants.HF_HUB_CACHE)
         names |= {repo.repo_id for repo in cache.repos if repo.repo_type == "model"}
     return sorted(names)
@@ -171,17 +163,17 @@ def _hub_errors(repo: str) -> Iterator[None]:
         yield
     except ClusterError:
         raise
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise CheckpointError(
             f"model {repo}: the owner requires you to accept terms. Accept them on the page of the repo, then set "
             "HF_TOKEN."
         ) from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         raise CheckpointError(
             f"model {repo}: neither a directory here nor a repo on the hub that you may read. Check the spelling, "
             "and HF_TOKEN if the repo is private."
         ) from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise CheckpointError(
             f"model {repo}: no such directory, not in the local cache, and the hub is unavailable. Connect to the "
             f"network once, or copy the checkpoint and give its directory, or use {BUILTIN}."

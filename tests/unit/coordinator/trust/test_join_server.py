@@ -30,7 +30,7 @@ from coordinator.trust.cluster_trust import (
 from coordinator.trust.registry import Registry
 from proto.errors import AccessError
 from proto.rpc.channels import open_channel
-from proto.trust import joining as joins
+from proto.trust import certificates
 from proto.trust.certificates import Role, from_pem, new_key, utc_now
 from proto.trust.joining import JoinToken, _check_server, join, new_token
 from tests.support.trust.cluster_ca import make_authority, trust_of
@@ -193,7 +193,7 @@ async def test_a_machine_with_a_wrong_clock_learns_why(
     """The error of a join names both times, and the token is not used."""
     async with joining(tmp_path) as (_, token):
         with monkeypatch.context() as patch:
-            patch.setattr(joins, "utc_now", lambda: utc_now() + timedelta(days=days))
+            patch.setattr(certificates, "utc_now", lambda: utc_now() + timedelta(days=days))
             with pytest.raises(AccessError, match="clock of this machine says"):
                 await join(token, "mac-1", tmp_path / "m")
         assert Registry(tmp_path / "a").tokens()[token.token_id]["uses"] == 1000
