@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from tests.fuzz.mutation import SEPARATOR
-from tests.support.api.api_client import ApiClient
+from tests.support.api.api_client import ApiClient, post_scope
 
 CRASHES = (b"internal server error", b"Traceback")
 """Parts of answers that only a defect of the server produces."""
@@ -47,21 +47,7 @@ async def _post(api: ApiClient, path: bytes, body: bytes) -> tuple[int, bytes]:
         """Record a part of the answer."""
         messages.append(message)
 
-    text = path.decode("latin-1")
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": text,
-        "raw_path": path,
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-        "client": ("test", 1),
-        "server": ("test", 80),
-    }
-    await api.app(scope, receive, send)
+    await api.app(post_scope(path), receive, send)
     answered.set()
     content = b"".join(message.get("body", b"") for message in messages)
     assert not messages[-1].get("more_body", False), "the answer has no end"

@@ -148,6 +148,23 @@ def api_saying(text: str, **options: Any) -> ApiClient:
     return ApiClient(FakeGenerator(tiny_tokenizer(), text, **options))
 
 
+def post_scope(path: bytes) -> dict[str, Any]:
+    """Return the ASGI scope of a POST request with a JSON body."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path.decode("latin-1"),
+        "raw_path": path,
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "client": ("test", 1),
+        "server": ("test", 80),
+    }
+
+
 class DisconnectingClient:
     """A client that sends one POST to an ASGI app, records what the app sends, and can disconnect.
 
@@ -161,19 +178,7 @@ class DisconnectingClient:
         self._left = asyncio.Event()
         self._news = asyncio.Condition()
         self._body: bytes | None = json.dumps(body).encode()
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
-            "client": ("test", 1),
-            "server": ("test", 80),
-        }
+        scope = post_scope(path.encode())
         self.task = asyncio.create_task(api.app(scope, self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:

@@ -7,14 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from playwright.sync_api import (
-    Browser,
-    BrowserContext,
-    ConsoleMessage,
-    Page,
-    expect,
-    sync_playwright,
-)
+from playwright import sync_api
 
 PATIENCE_MS = 60_000
 """Milliseconds. Longest wait for an element, on a machine that runs other tests too."""
@@ -26,11 +19,11 @@ def find_chromium() -> str | None:
 
 
 @contextmanager
-def running_browser() -> Iterator[Browser]:
+def running_browser() -> Iterator[sync_api.Browser]:
     """Run one headless browser. Call it only if `find_chromium` found one."""
     path = find_chromium()
     assert path is not None, "Chromium is not installed"
-    with sync_playwright() as playwright:
+    with sync_api.sync_playwright() as playwright:
         # The sandbox needs privileges that a container lacks, and this browser opens only pages of these tests.
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         try:
@@ -46,17 +39,17 @@ class WatchedPage:
     Errors reach this process later than the page shows their effect. So name them before their cause.
     """
 
-    page: Page
+    page: sync_api.Page
     errors: list[str] = field(default_factory=list)
     expected: tuple[str, ...] = ()
 
     @classmethod
-    def open(cls, browser: Browser, url: str, **context: object) -> WatchedPage:
+    def open(cls, browser: sync_api.Browser, url: str, **context: object) -> WatchedPage:
         """Open `url` in a context of its own; `context` has Playwright's options such as `color_scheme`."""
         return cls.open_tab(browser.new_context(**context), url)  # type: ignore[arg-type]
 
     @classmethod
-    def open_tab(cls, context: BrowserContext, url: str) -> WatchedPage:
+    def open_tab(cls, context: sync_api.BrowserContext, url: str) -> WatchedPage:
         """Open `url` in one more tab of `context`."""
         page = context.new_page()
         page.set_default_timeout(PATIENCE_MS)
@@ -66,7 +59,7 @@ class WatchedPage:
         page.goto(url)
         return watched
 
-    def _record_message(self, message: ConsoleMessage) -> None:
+    def _record_message(self, message: sync_api.ConsoleMessage) -> None:
         if message.type not in ("error", "warning"):
             return
         if not any(part in message.text for part in self.expected):
@@ -83,7 +76,7 @@ class WatchedPage:
         before = answers.count()
         self.page.fill("#chat-input", text)
         self.page.keyboard.press("Enter")
-        expect(answers).to_have_count(before + 1, timeout=PATIENCE_MS)
+        sync_api.expect(answers).to_have_count(before + 1, timeout=PATIENCE_MS)
 
     def close(self) -> None:
         """Close the page with its context."""

@@ -11,38 +11,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import cast
 
+from coordinator.cluster import decide, events
 from coordinator.cluster.apply import apply
-from coordinator.cluster.decide import (
-    Action,
-    GiveUp,
-    KeepPlan,
-    Planner,
-    PostponePlan,
-    PreparePlan,
-    StartAlone,
-    StartPlan,
-    decide,
-)
-from coordinator.cluster.events import (
-    Event,
-    GatheringFailed,
-    GatheringRestarted,
-    PlanFailed,
-    PlanKept,
-    PlanPostponed,
-    PlanPrepared,
-    PlanPreparing,
-    PlanServing,
-    PlanStarting,
-    PreparationFailed,
-    ReplanRequested,
-    TimePassed,
-    WorkerDraining,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerLost,
-    WorkerRefused,
-)
 from coordinator.cluster.view import Member, Phase, View
 from coordinator.planning.plan import Plan
 from proto.errors import ClusterError, MemoryLimitError
@@ -53,7 +23,9 @@ def worker(address: str, process: int = 1) -> Member:
     return Member(address, f"{address}{process}", f"name-{address}", 10**9)
 
 
-def planner_for(fewest: int, error: Callable[[str], ClusterError] = MemoryLimitError) -> Planner:
+def planner_for(
+    fewest: int, error: Callable[[str], ClusterError] = MemoryLimitError
+) -> decide.Planner:
     """Return a planner that uses all members in order, and raises `error` if they are fewer than `fewest`."""
 
     def plan(members: Sequence[Member], epoch: int) -> Plan:
@@ -73,11 +45,11 @@ def planner_for(fewest: int, error: Callable[[str], ClusterError] = MemoryLimitE
 class Step:
     """`event` came `after` seconds, and led from `before` by `actions` to `view`, where `planner` plans."""
 
-    planner: Planner
+    planner: decide.Planner
     before: View
-    event: Event
+    event: events.Event
     after: float
-    actions: tuple[Action, ...]
+    actions: tuple[decide.Action, ...]
     view: View
 
     @property
@@ -90,71 +62,71 @@ class Step:
         return bool(self.view.usable())
 
 
-def happen(view: View, event: Event, planner: Planner, after: float = 0.0) -> Step:
+def happen(view: View, event: events.Event, planner: decide.Planner, after: float = 0.0) -> Step:
     """Apply one event and carry out all actions that follow from it."""
     now = view.now + after
     following = apply(view, event, now)
-    actions: list[Action] = []
-    while (action := decide(following, planner)) is not None:
+    actions: list[decide.Action] = []
+    while (action := decide.decide(following, planner)) is not None:
         actions.append(action)
         following = apply(following, _done(action), now)
         assert len(actions) < 5, actions
     return Step(planner, view, event, after, tuple(actions), following)
 
 
-def _done(action: Action) -> Event:
+def _done(action: decide.Action) -> events.Event:
     match action:
-        case PreparePlan(_, _, workers):
-            return PlanPreparing(workers)
-        case StartPlan(plan):
-            return PlanStarting(plan.epoch, tuple(stage.node for stage in plan.stages))
-        case StartAlone(epoch):
-            return PlanStarting(epoch, ())
-        case KeepPlan():
-            return PlanKept()
-        case PostponePlan():
-            return PlanPostponed()
-        case GiveUp(reason):
-            return GatheringFailed(reason)
+        case decide.PreparePlan(_, _, workers):
+            return events.PlanPreparing(workers)
+        case decide.StartPlan(plan):
+            return events.PlanStarting(plan.epoch, tuple(stage.node for stage in plan.stages))
+        case decide.StartAlone(epoch):
+            return events.PlanStarting(epoch, ())
+        case decide.KeepPlan():
+            return events.PlanKept()
+        case decide.PostponePlan():
+            return events.PlanPostponed()
+        case decide.GiveUp(reason):
+            return events.GatheringFailed(reason)
 
 
-def possible(view: View, addresses: str) -> Iterator[tuple[Event, float]]:
+def possible(view: View, addresses: str) -> Iterator[tuple[events.Event, float]]:
     """Yield the events that can happen next, with their delays. Delays lie on both sides of every limit."""
     for seconds in (0.6, 3.0, 31.0, 61.0):
-        yield TimePassed(), seconds
-    yield TimePassed(open_requests=1), 3.0
+        yield events.TimePassed(), seconds
+    yield events.TimePassed(open_requests=1), 3.0
     for address in addresses:
         yield from _news_of(address, view)
     if view.phase in (Phase.STARTING, Phase.SERVING):
-        yield PlanFailed(view.epoch, "a hop broke"), 0.0
+        yield events.PlanFailed(view.epoch, "a hop broke"), 0.0
         for address in view.serving:
-            yield PlanFailed(view.epoch, "it cannot load", address), 0.0
+            yield events.PlanFailed(view.epoch, "it cannot load", address), 0.0
     if view.preparing:
-        yield PlanPrepared(view.preparing), 0.0
-        yield PreparationFailed(view.preparing, "it cannot load", "b"), 0.0
-        yield PreparationFailed(view.preparing, "of no worker"), 0.0
-    yield PlanPrepared(frozenset({"a1", "of an older preparation"})), 0.0
-    yield PlanServing(view.epoch), 0.0
-    yield PlanServing(view.epoch - 1), 0.0
-    yield PlanFailed(view.epoch - 1, "of an older plan"), 0.0
-    yield ReplanRequested(), 0.0
+        yield events.PlanPrepared(view.preparing), 0.0
+        yield events.PreparationFailed(view.preparing, "it cannot load", "b"), 0.0
+        yield events.PreparationFailed(view.preparing, "of no worker"), 0.0
+    yield events.PlanPrepared(frozenset({"a1", "of an older preparation"})), 0.0
+    yield events.PlanServing(view.epoch), 0.0
+    yield events.PlanServing(view.epoch - 1), 0.0
+    yield events.PlanFailed(view.epoch - 1, "of an older plan"), 0.0
+    yield events.ReplanRequested(), 0.0
     if view.phase is Phase.ENDED:
-        yield GatheringRestarted(), 0.0
+        yield events.GatheringRestarted(), 0.0
 
 
-def _news_of(address: str, view: View) -> Iterator[tuple[Event, float]]:
+def _news_of(address: str, view: View) -> Iterator[tuple[events.Event, float]]:
     member = view.members.get(address)
-    yield WorkerJoined(worker(address)), 0.0
-    yield WorkerRefused(worker(address), "has another checkpoint"), 0.0
+    yield events.WorkerJoined(worker(address)), 0.0
+    yield events.WorkerRefused(worker(address), "has another checkpoint"), 0.0
     if member is not None:
-        yield WorkerJoined(worker(address, process=2)), 0.0
-        yield WorkerLost(address, "silent"), 0.0
-        yield WorkerDraining(address), 0.0
-        yield WorkerLeft(address), 0.0
+        yield events.WorkerJoined(worker(address, process=2)), 0.0
+        yield events.WorkerLost(address, "silent"), 0.0
+        yield events.WorkerDraining(address), 0.0
+        yield events.WorkerLeft(address), 0.0
 
 
 def walk(
-    start: View, planner: Planner, addresses: str, depth: int, check: Callable[[Step], None]
+    start: View, planner: decide.Planner, addresses: str, depth: int, check: Callable[[Step], None]
 ) -> tuple[int, int]:
     """Walk every order of up to `depth` events over the workers. Return the numbers of steps and of views.
 

@@ -16,15 +16,8 @@ from mtp.sampling.choice import accepted_length
 from proto.backup import LayerState
 from proto.errors import ProtocolError
 from proto.frame import Admit, BackUp, Outcome, RestoreBackup, Segment, TokenLogprob
+from tests.support.stages import token_stages
 from tests.support.stages.fake_last_stage import VOCAB, target
-from tests.support.stages.token_stages import (
-    Chooser,
-    TokenStage,
-    TruthfulVerifier,
-    copies,
-    layers_of,
-    tokens_of,
-)
 from worker.cache.sequence_cache import LastStageState, SequenceCache
 from worker.engine import stage_engine
 from worker.engine.backup import StageBackups
@@ -35,7 +28,7 @@ RIGHT, OUT_OF = 3, 5
 
 
 @dataclass
-class FormulaVerifier(TruthfulVerifier):
+class FormulaVerifier(token_stages.TruthfulVerifier):
     """A verifier whose targets are a formula of the tokens that the layers hold."""
 
     admitted: dict[int, Admit] = field(default_factory=dict)
@@ -56,7 +49,7 @@ class FormulaVerifier(TruthfulVerifier):
         if not (segment.open or segment.sample):
             return Outcome(segment.seq_id, segment.window, segment.width)
         params = self.admitted[segment.seq_id].params
-        held = tokens_of(sequence)
+        held = token_stages.tokens_of(sequence)
         ends = range(segment.position + 1, segment.position + segment.width + 1)
         targets = [target(held[:end], params.seed) for end in ends]
         count = segment.width
@@ -98,7 +91,7 @@ class TokenBackups(StageBackups):
         stack = sequence.stack
         if stack.windows or op.start > stack.length:
             raise ProtocolError(f"sequence {op.seq_id} cannot be backed up from token {op.start}")
-        tokens = tokens_of(sequence)
+        tokens = token_stages.tokens_of(sequence)
         assert len(tokens) == stack.length
         new, whole = (json.dumps(part).encode() for part in (tokens[op.start :], tokens))
         states = [
@@ -118,16 +111,16 @@ class TokenBackups(StageBackups):
             parts = [json.loads(data) for (data,) in cast(list[tuple[bytes]], backup.layers[layer])]
             tokens = [token for part in parts for token in part]
             assert tokens == list(backup.tokens), "a backup has other tokens"
-        cache, state = layers_of(sequence.layers)
+        cache, state = token_stages.layers_of(sequence.layers)
         cache.tokens, state.seen = list(backup.tokens), backup.tokens
         sequence.stack.length = op.length
 
 
 def formula_engine(
-    stage: TokenStage, epoch: int, *, first: bool, last: bool, budget: Budget
+    stage: token_stages.TokenStage, epoch: int, *, first: bool, last: bool, budget: Budget
 ) -> StageEngine:
     """Return the engine of a stage in a new plan. The two layers of the stage stand for all layers of its span."""
-    verifier = FormulaVerifier(Chooser()) if last else None
+    verifier = FormulaVerifier(token_stages.Chooser()) if last else None
     engine = StageEngine(stage, epoch=epoch, first=first, verifier=verifier, budget=budget)
     engine.backups = TokenBackups(stage.modules.span, stage.modules.config)
     return engine
@@ -136,5 +129,5 @@ def formula_engine(
 @contextmanager
 def formula_copies() -> Iterator[None]:
     """Let engines copy layers that hold tokens for their prefix entries."""
-    with patch.object(stage_engine, "copies_of", copies):
+    with patch.object(stage_engine, "copies_of", token_stages.copies):
         yield

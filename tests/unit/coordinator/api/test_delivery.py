@@ -10,14 +10,7 @@ import pytest
 from coordinator.api import delivery
 from coordinator.api.context import ApiOptions
 from coordinator.schedule.request import GenerationRequest
-from proto.errors import (
-    CapacityError,
-    ClusterError,
-    MemoryLimitError,
-    NotReadyError,
-    RequestError,
-    WorkerLostError,
-)
+from proto import errors
 from tests.support.api.api_client import (
     PATIENCE,
     USER,
@@ -43,11 +36,11 @@ async def tasks_end() -> None:
 
 
 REFUSALS = [
-    (CapacityError("the queue is full", retry_after=2.5), 429, "3"),
-    (NotReadyError("no plan is serving"), 503, "5"),
-    (RequestError("too long", param="prompt"), 400, None),
-    (WorkerLostError(f"{SECRET} lost", public="a worker was lost"), 503, None),
-    (MemoryLimitError("no plan fits"), 507, None),
+    (errors.CapacityError("the queue is full", retry_after=2.5), 429, "3"),
+    (errors.NotReadyError("no plan is serving"), 503, "5"),
+    (errors.RequestError("too long", param="prompt"), 400, None),
+    (errors.WorkerLostError(f"{SECRET} lost", public="a worker was lost"), 503, None),
+    (errors.MemoryLimitError("no plan fits"), 507, None),
     (ValueError(SECRET), 500, None),
 ]
 
@@ -64,7 +57,7 @@ async def test_a_refusal_has_its_status_streamed_or_not(
     assert response.headers.get("retry-after") == retry
     assert SECRET not in response.text
     assert response.json()["error"]["message"]
-    if isinstance(refusal, RequestError):
+    if isinstance(refusal, errors.RequestError):
         assert response.json()["error"]["param"] == "messages"
     assert b"mtp_open_requests 0.0" in client.app.state.api.metrics.render()
     await tasks_end()
@@ -72,7 +65,7 @@ async def test_a_refusal_has_its_status_streamed_or_not(
 
 async def test_an_error_during_a_stream_is_its_last_event() -> None:
     """The stream has the text so far and one error event without a path, and no [DONE]."""
-    failure = WorkerLostError(SECRET, public="a worker was lost")
+    failure = errors.WorkerLostError(SECRET, public="a worker was lost")
     client = api(failure=failure, fail_after=2)
     events = await client.stream("/v1/completions")
     assert "a worker was lost" in events.data[-1]["error"]["message"]
@@ -109,7 +102,7 @@ async def test_the_chunks_of_a_window_are_sent_in_one_write() -> None:
 
 async def test_an_error_during_a_whole_answer_is_its_status() -> None:
     """The response has no part of the answer."""
-    response = await api(failure=WorkerLostError("lost"), fail_after=2).chat()
+    response = await api(failure=errors.WorkerLostError("lost"), fail_after=2).chat()
     assert response.status_code == 503
     assert response.json()["error"]["type"] == "server_error"
 
@@ -129,7 +122,7 @@ async def test_one_failing_choice_ends_the_answer_and_the_others() -> None:
 
     def answer(request: Any) -> str:
         if request.params.seed == 1:
-            raise WorkerLostError("lost")
+            raise errors.WorkerLostError("lost")
         return "word " * 1000
 
     client = api(answer=answer)
@@ -218,5 +211,5 @@ async def test_an_answer_that_nobody_reads_is_cancelled(monkeypatch: pytest.Monk
     assert sorted(generator.cancelled) == ["0", "1"]
     for _ in range(20):  # 10 + 2 x 5
         assert await unread.next_event(PATIENCE)
-    with pytest.raises(ClusterError, match="did not read"):
+    with pytest.raises(errors.ClusterError, match="did not read"):
         await unread.next_event(PATIENCE)

@@ -10,19 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.cluster.decide import (
-    CALM_SECONDS,
-    LONGEST_PATIENCE,
-    Action,
-    GiveUp,
-    KeepPlan,
-    Planner,
-    PostponePlan,
-    PreparePlan,
-    StartAlone,
-    StartPlan,
-    describe_wait,
-)
+from coordinator.cluster import decide
 from coordinator.cluster.events import (
     GatheringRestarted,
     PlanFailed,
@@ -57,7 +45,7 @@ REQUIRED = replace(AUTO, nodes_required=True, first_wait=math.inf)
 REMOTE = replace(PATIENT, why_not_alone="it serves nothing alone here")
 
 
-def serving(*addresses: str, planner: Planner, settings: Settings = PATIENT) -> View:
+def serving(*addresses: str, planner: decide.Planner, settings: Settings = PATIENT) -> View:
     """Return a cluster that serves over these workers."""
     view = View(replace(settings, nodes=len(addresses)))
     for address in addresses:
@@ -86,33 +74,33 @@ def check(step: Step) -> None:
     ready = {m.worker_id for m in view.members.values() if m.state is MemberState.READY}
     assert view.preparing | view.prepared <= ready
     assert view.phase is Phase.SERVING or not view.preparing
-    if isinstance((step.actions or (None,))[-1], KeepPlan):
+    if isinstance((step.actions or (None,))[-1], decide.KeepPlan):
         assert not view.preparing, "nothing is prepared, and nobody reports its end"
     _check_change(step)
     _check_holds(step)
     _check_done(step)
 
 
-def _check_action(action: Action, step: Step, limit: float) -> None:
+def _check_action(action: decide.Action, step: Step, limit: float) -> None:
     view, before = step.view, step.before
     match action:
-        case StartPlan(plan):
+        case decide.StartPlan(plan):
             assert plan.epoch > before.epoch
             for stage in plan.stages:
                 member = view.members[stage.node]
                 assert member.state is MemberState.READY
                 assert member.backoff_until <= view.now or _is_last_resort(step)
-        case StartAlone(epoch):
+        case decide.StartAlone(epoch):
             assert epoch > before.epoch
             assert not view.settings.why_not_alone
             leaving = [m for m in view.members.values() if m.state is MemberState.DRAINING]
             assert leaving or before.waited + step.after >= 5.0
-        case GiveUp(reason):
+        case decide.GiveUp(reason):
             assert before.waited + step.after >= limit
             assert reason
-        case KeepPlan() | PostponePlan():
+        case decide.KeepPlan() | decide.PostponePlan():
             assert before.serving == view.serving
-        case PreparePlan(plan):
+        case decide.PreparePlan(plan):
             assert before.serving == view.serving
             assert any(stage.node not in view.serving for stage in plan.stages)
 
@@ -121,7 +109,7 @@ def _is_last_resort(step: Step) -> bool:
     """Return whether back-offs end early: a recovery has waited, and this process cannot serve."""
     before = step.before
     stuck = before.settings.why_not_alone or before.alone_problem
-    patience = FIRST_BACKOFF if stuck else LONGEST_PATIENCE
+    patience = FIRST_BACKOFF if stuck else decide.LONGEST_PATIENCE
     return before.recovering and before.waited + step.after >= patience
 
 
@@ -174,7 +162,7 @@ def _check_done(step: Step) -> None:
         if MemberState.DRAINING in states:
             assert waiting or not (step.plannable or alone), "a draining worker was kept"
     if view.phase is Phase.ENDED and step.before.phase is not Phase.ENDED:
-        assert isinstance(step.actions[-1], GiveUp), "it ended without a reason"
+        assert isinstance(step.actions[-1], decide.GiveUp), "it ended without a reason"
 
 
 @pytest.mark.parametrize("settings", [PATIENT, REMOTE, AUTO, replace(PATIENT, nodes=None)])
@@ -273,7 +261,7 @@ def test_the_first_plan_waits_for_other_workers(nodes: int | None) -> None:
     one = happen(View(replace(PATIENT, nodes=nodes)), WorkerJoined(worker("a")), planner)
     assert one.actions == ()
     two = happen(one.view, WorkerJoined(worker("b")), planner)
-    assert [type(a) for a in two.actions] == ([StartPlan] if nodes else [])
+    assert [type(a) for a in two.actions] == ([decide.StartPlan] if nodes else [])
     late = happen(one.view, TimePassed(), planner, after=5.0)
     assert late.view.serving == ("a",)
 
@@ -309,12 +297,12 @@ def test_this_machine_serves_when_workers_do_not_come_back() -> None:
     planner = planner_for(1)
     view = happen(serving("a", planner=planner), WorkerLost("a", "silent"), planner).view
     alone = happen(view, TimePassed(), planner, after=5.0)
-    assert [type(a) for a in alone.actions] == [StartAlone]
+    assert [type(a) for a in alone.actions] == [decide.StartAlone]
     too_big = happen(alone.view, PlanFailed(alone.view.epoch, "too little memory"), planner)
     assert (too_big.actions, too_big.view.phase) == ((), Phase.GATHERING)
     over = happen(too_big.view, TimePassed(), planner, after=25.0)
     (end,) = over.actions
-    assert isinstance(end, GiveUp)
+    assert isinstance(end, decide.GiveUp)
     assert "too little memory" in end.reason
     assert "name-a" in end.reason
     again = happen(over.view, GatheringRestarted(), planner).view
@@ -328,7 +316,7 @@ def test_the_end_names_each_lost_worker_once() -> None:
     view = serving("h:1", planner=planner, settings=REMOTE)
     view = happen(view, WorkerLost("h:1", "h:1 is lost: it was silent"), planner).view
     (end,) = happen(view, TimePassed(), planner, after=60.0).actions
-    assert isinstance(end, GiveUp)
+    assert isinstance(end, decide.GiveUp)
     assert end.reason.count("is lost") == 1, end.reason
 
 
@@ -337,11 +325,11 @@ def test_pinned_layers_that_do_not_fit_are_an_error() -> None:
     planner = planner_for(2, SpanError)
     view = happen(View(replace(PATIENT, nodes=1)), WorkerJoined(worker("a")), planner).view
     (end,) = happen(view, TimePassed(), planner, after=5.0).actions
-    assert isinstance(end, GiveUp)
+    assert isinstance(end, decide.GiveUp)
     assert "too few" in end.reason
     view = happen(serving("a", "b", planner=planner), WorkerLost("b", "silent"), planner).view
     (action,) = happen(view, TimePassed(), planner, after=5.0).actions
-    assert isinstance(action, StartAlone)
+    assert isinstance(action, decide.StartAlone)
 
 
 def test_plans_that_cannot_start_are_tried_for_a_bounded_time() -> None:
@@ -390,12 +378,12 @@ def test_without_auto_replan_a_joined_worker_waits_for_a_replan() -> None:
     planner = planner_for(1)
     view = serving("a", planner=planner)
     same = happen(view, ReplanRequested(), planner)
-    assert [type(a) for a in same.actions] == [KeepPlan]
+    assert [type(a) for a in same.actions] == [decide.KeepPlan]
     assert not same.view.replan
     joined = happen(view, WorkerJoined(worker("b")), planner)
     assert joined.actions == ()
     asked = happen(joined.view, ReplanRequested(), planner)
-    assert [type(a) for a in asked.actions] == [PreparePlan]
+    assert [type(a) for a in asked.actions] == [decide.PreparePlan]
     assert prepared(asked.view, planner).serving == ("a", "b")
 
 
@@ -426,7 +414,7 @@ def test_too_few_required_workers_are_an_error_after_the_wait() -> None:
     none = View(settings)
     for view, ready in ((happen(none, WorkerJoined(worker("a")), planner).view, 1), (none, 0)):
         (end,) = happen(view, TimePassed(), planner, after=20.0).actions
-        assert isinstance(end, GiveUp)
+        assert isinstance(end, decide.GiveUp)
         assert f"{ready} of 2 workers are ready" in end.reason
         assert "--alone-ok" in end.reason
         assert ("--nodes 1, " in end.reason) == (ready == 1), "without a worker, none helps"
@@ -441,7 +429,9 @@ def test_after_a_failure_fewer_than_the_required_workers_serve() -> None:
     ).view
     assert view.serving == ("a",)
     view = happen(view, WorkerLost("a", "x"), planner).view
-    assert [type(a) for a in happen(view, TimePassed(), planner, after=5.0).actions] == [StartAlone]
+    assert [type(a) for a in happen(view, TimePassed(), planner, after=5.0).actions] == [
+        decide.StartAlone
+    ]
 
 
 def test_a_gap_between_pinned_layers_waits_for_another_worker() -> None:
@@ -451,23 +441,23 @@ def test_a_gap_between_pinned_layers_waits_for_another_worker() -> None:
     view = happen(View(settings), WorkerJoined(worker("a")), planner).view
     late = happen(view, TimePassed(), planner, after=60.0)
     assert (late.actions, late.view.phase) == ((), Phase.GATHERING)
-    assert describe_wait(late.view, planner).startswith("1 of 1, but 1 workers are too few")
-    assert not describe_wait(late.view, planner).endswith(".")
+    assert decide.describe_wait(late.view, planner).startswith("1 of 1, but 1 workers are too few")
+    assert not decide.describe_wait(late.view, planner).endswith(".")
     assert happen(late.view, WorkerJoined(worker("b")), planner).view.serving == ("a", "b")
     bounded = replace(view, settings=replace(settings, first_wait=10.0))
-    assert isinstance(happen(bounded, TimePassed(), planner, after=10.0).actions[-1], GiveUp)
+    assert isinstance(happen(bounded, TimePassed(), planner, after=10.0).actions[-1], decide.GiveUp)
 
 
 # ---- automatic replan
 
 
-def prepared(view: View, planner: Planner) -> View:
+def prepared(view: View, planner: decide.Planner) -> View:
     """Return the view after the new workers have loaded beside the plan in force."""
     assert view.preparing
     return happen(view, PlanPrepared(view.preparing), planner).view
 
 
-def joined(settings: Settings, planner: Planner, **member: Any) -> View:
+def joined(settings: Settings, planner: decide.Planner, **member: Any) -> View:
     """Return a cluster that serves over `a` and that `b` has joined since."""
     view = serving("a", planner=planner, settings=settings)
     view = happen(view, TimePassed(), planner, after=60.0).view
@@ -482,10 +472,10 @@ def test_a_joined_worker_is_used_at_a_quiet_moment() -> None:
     assert early.actions == ()
     step = happen(early.view, TimePassed(), planner, after=0.1)
     (action,) = step.actions
-    assert isinstance(action, PreparePlan)
+    assert isinstance(action, decide.PreparePlan)
     assert action.reason == "name-b joined"
     (action,) = happen(step.view, PlanPrepared(step.view.preparing), planner).actions
-    assert isinstance(action, StartPlan)
+    assert isinstance(action, decide.StartPlan)
     assert action.reason == "name-b joined"
 
 
@@ -502,7 +492,7 @@ def test_open_answers_are_paused_only_for_a_large_gain() -> None:
     assert prepared(view, fast).serving == ("a", "b")
     view = happen(joined(AUTO, slow), TimePassed(1), slow, after=2.0).view
     step = happen(view, PlanPrepared(view.preparing), slow)
-    assert step.actions == (PostponePlan(("name-b",)),)
+    assert step.actions == (decide.PostponePlan(("name-b",)),)
     busy = happen(step.view, TimePassed(1), slow, after=60.0)
     assert busy.actions == ()
     assert happen(busy.view, TimePassed(), slow).view.serving == ("a", "b")
@@ -520,7 +510,7 @@ def test_an_equal_worker_replaces_none(faster: float, used: bool) -> None:
 
     step = happen(joined(AUTO, pick_one), TimePassed(), pick_one, after=2.0)
     (action,) = step.actions
-    assert isinstance(action, PreparePlan if used else KeepPlan)
+    assert isinstance(action, decide.PreparePlan if used else decide.KeepPlan)
 
 
 def test_open_answers_are_not_paused_again_soon_after_a_failure() -> None:
@@ -532,7 +522,7 @@ def test_open_answers_are_not_paused_again_soon_after_a_failure() -> None:
     assert view.serving == ("a",)
     view = happen(view, WorkerJoined(worker("b")), planner, after=1.0).view
     view = happen(view, TimePassed(1), planner, after=2.0).view
-    soon = happen(view, PlanPrepared(view.preparing), planner, after=CALM_SECONDS - 4.0)
+    soon = happen(view, PlanPrepared(view.preparing), planner, after=decide.CALM_SECONDS - 4.0)
     assert soon.actions == ()
     assert happen(soon.view, TimePassed(1), planner, after=2.0).view.serving == ("a", "b")
     assert happen(soon.view, TimePassed(), planner).view.serving == ("a", "b")
@@ -549,7 +539,7 @@ def test_a_worker_that_cannot_load_does_not_end_the_plan() -> None:
         assert (view.phase, view.serving) == (Phase.SERVING, ("a",))
         assert view.members["b"].backoff_until == view.now + 2.0**tries
         step = happen(view, TimePassed(), planner, after=2.0**tries)
-        assert [type(a) for a in step.actions] == [PreparePlan]
+        assert [type(a) for a in step.actions] == [decide.PreparePlan]
         view = step.view
     assert prepared(view, planner).serving == ("a", "b")
 
@@ -560,7 +550,7 @@ def test_a_replan_answers_when_the_new_worker_cannot_load() -> None:
     view = happen(joined(PATIENT, planner), ReplanRequested(), planner).view
     step = happen(view, PreparationFailed(view.preparing, "too little memory", "b"), planner)
     (action,) = step.actions
-    assert isinstance(action, KeepPlan)
+    assert isinstance(action, decide.KeepPlan)
     assert action.reason.endswith("; too little memory")
     assert not step.view.replan
 

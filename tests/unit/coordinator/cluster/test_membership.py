@@ -1,4 +1,4 @@
-"""Membership with fake clients: workers that leave, do not answer, or report nonsense."""
+"""Membership with fake clients: workers that leave, do not answer, report nonsense, or round in another way."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 
 from coordinator.cluster.apply import apply
 from coordinator.cluster.events import Event
-from coordinator.cluster.membership import ManagerOptions, Membership
+from coordinator.cluster.membership import ArithmeticGroup, ManagerOptions, Membership
 from coordinator.cluster.view import Member, MemberState, Settings, View
 from coordinator.pipeline.worker_client import Candidate
+from mtp.device import unlike_machines
 from proto import cluster_pb2 as pb
 from proto.errors import WorkerLostError
 from proto.rpc.status_codes import NO_MEMBERS
@@ -142,3 +143,28 @@ def test_a_peer_that_is_no_member_is_shown_and_logged_once_a_minute(
     assert "Start it with --join" in member.reason
     members.membership._record_silence(candidate, "a:7000", WorkerLostError("no answer"))
     assert members.view.members == {}
+
+
+# ---- machines that round in the same way
+
+M4, M1 = "metal applegpu_g16s, mlx 0.32.4", "metal applegpu_g13s, mlx 0.32.4"
+
+
+def test_the_first_machine_sets_the_arithmetic_for_good() -> None:
+    group = ArithmeticGroup(exact=True)
+    assert group.refusal("mac-1", M4) == ""
+    assert group.refusal("mac-2", M4) == ""
+    reason = group.refusal("mac-3", M1)
+    assert "applegpu_g13s" in reason and "mac-1 as metal applegpu_g16s" in reason
+    assert "unknown machine" in group.refusal("old", "")
+    assert group.refusal("mac-1", M4) == ""
+
+
+def test_without_exact_every_machine_takes_part() -> None:
+    group = ArithmeticGroup(exact=False)
+    assert group.refusal("mac-1", M4) == group.refusal("mac-3", M1) == ""
+
+
+def test_unlike_machines_are_named_with_their_arithmetic() -> None:
+    assert unlike_machines([("a", M4), ("b", M4)]) == ""
+    assert unlike_machines([("a", M4), ("b", M1), ("c", M4)]) == f"a, c: {M4}; b: {M1}"

@@ -8,16 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from coordinator.planning.capacity import (
-    FEWEST_TOKENS,
-    LEAST_RESERVED,
-    MOST_RESERVED,
-    ROOMY_TOKENS,
-    STATES_PER_SEQUENCE,
-    free_bytes,
-    plan_capacity,
-    reserve_bytes,
-)
+from coordinator.planning import capacity
 from coordinator.planning.plan import LayerCost, ModelCosts, StagePlan
 from proto.errors import MemoryLimitError
 from proto.span import Span
@@ -39,7 +30,7 @@ def stages_with(*free: int, model: ModelCosts = MODEL) -> list[StagePlan]:
             last=i == len(free) - 1,
             weight_bytes=10**6,
             cache_bytes=0,
-            memory_limit=bytes_free + 10**6 + reserve_bytes(model),
+            memory_limit=bytes_free + 10**6 + capacity.reserve_bytes(model),
             predicted_seconds=0.0,
         )
         for i, bytes_free in enumerate(free)
@@ -51,17 +42,17 @@ def used(stage: StagePlan, sequences: int, tokens: int, model: ModelCosts = MODE
     layers = [model.layers[i] for i in stage.span]
     per_token = sum(layer.kv_bytes for layer in layers) + stage.last * model.head_kv_bytes
     states = sum(layer.state_bytes for layer in layers)
-    return tokens * per_token + sequences * STATES_PER_SEQUENCE * states
+    return tokens * per_token + sequences * capacity.STATES_PER_SEQUENCE * states
 
 
 def test_sequences_are_given_up_before_context_is() -> None:
     """With less memory the plan serves fewer sequences, each with its whole context, down to one sequence."""
     counts = []
     for megabytes in (400, 100, 60, 20, 10, 5):
-        found = plan_capacity(MODEL, stages_with(megabytes * 10**6), CONTEXT, 16)
+        found = capacity.plan_capacity(MODEL, stages_with(megabytes * 10**6), CONTEXT, 16)
         counts.append(found.sequences)
         if found.sequences > 1:
-            assert found.kv_tokens >= min(CONTEXT, ROOMY_TOKENS * found.sequences)
+            assert found.kv_tokens >= min(CONTEXT, capacity.ROOMY_TOKENS * found.sequences)
     assert counts == sorted(counts, reverse=True)
     assert counts[0] == 16
     assert counts[-1] == 1
@@ -70,18 +61,18 @@ def test_sequences_are_given_up_before_context_is() -> None:
 def test_too_little_for_one_names_the_stage() -> None:
     """The error names the stage and the flag to change."""
     with pytest.raises(MemoryLimitError, match=r"node 1 has .* left .*--memory-limit"):
-        plan_capacity(MODEL, stages_with(10**9, 600_000), CONTEXT, 16)
+        capacity.plan_capacity(MODEL, stages_with(10**9, 600_000), CONTEXT, 16)
     with pytest.raises(MemoryLimitError, match="node 0 has 0 B left"):
-        plan_capacity(MODEL, stages_with(-5), CONTEXT, 16)
+        capacity.plan_capacity(MODEL, stages_with(-5), CONTEXT, 16)
 
 
 def test_the_reserve_grows_with_the_model_within_bounds() -> None:
     """The reserve grows with the weights between its two bounds."""
     tiny = replace(MODEL, layers=(replace(GDN, weight_bytes=0),))
     large = replace(MODEL, layers=(replace(GDN, weight_bytes=10**11),))
-    assert reserve_bytes(tiny) == LEAST_RESERVED
-    assert LEAST_RESERVED < reserve_bytes(MODEL) < MOST_RESERVED
-    assert reserve_bytes(large) == MOST_RESERVED
+    assert capacity.reserve_bytes(tiny) == capacity.LEAST_RESERVED
+    assert capacity.LEAST_RESERVED < capacity.reserve_bytes(MODEL) < capacity.MOST_RESERVED
+    assert capacity.reserve_bytes(large) == capacity.MOST_RESERVED
 
 
 @given(
@@ -98,12 +89,12 @@ def test_nothing_promised_exceeds_any_stages_memory(
     """All sequences, tokens and prefix entries together fit into the free memory of every stage."""
     stages = stages_with(*free)
     try:
-        found = plan_capacity(MODEL, stages, context, wanted, prefix_cache)
+        found = capacity.plan_capacity(MODEL, stages, context, wanted, prefix_cache)
     except MemoryLimitError:
         assume(False)
     assert 1 <= found.sequences <= wanted
-    assert FEWEST_TOKENS <= found.kv_tokens <= context * found.sequences
+    assert capacity.FEWEST_TOKENS <= found.kv_tokens <= context * found.sequences
     for stage in stages:
-        assert used(stage, found.sequences, found.kv_tokens) + found.prefix_bytes <= free_bytes(
-            MODEL, stage
-        )
+        assert used(
+            stage, found.sequences, found.kv_tokens
+        ) + found.prefix_bytes <= capacity.free_bytes(MODEL, stage)

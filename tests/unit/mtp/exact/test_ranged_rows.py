@@ -1,13 +1,14 @@
-"""Calls within a row range: padded, cut, and equal to the function row by row."""
+"""Exact functions: calls within a row range, equal to the function row by row, and a convolution as a sum over taps."""
 
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtp.layers.exact import EVERY, RangedRows, RowRange, cuts
+from mtp.layers.exact import EVERY, DepthwiseTaps, RangedRows, RowRange, cuts, is_depthwise
 
 
 class Recorded:
@@ -58,3 +59,17 @@ def test_cuts_use_sizes_that_the_probe_has_tried(
     count: int, rows: RowRange, expected: list[tuple[int, int, int]]
 ) -> None:
     assert cuts(count, rows) == expected
+
+
+@pytest.mark.parametrize("width", [1, 5])
+def test_the_sum_over_taps_is_the_convolution(width: int) -> None:
+    convolution = nn.Conv1d(6, 6, 4, groups=6, bias=False)
+    assert is_depthwise(convolution)
+    x = mx.random.normal((2, width + 3, 6))
+    assert mx.allclose(DepthwiseTaps(convolution)(x), convolution(x), atol=1e-6)
+
+
+def test_other_convolutions_stay() -> None:
+    assert not is_depthwise(nn.Conv1d(6, 6, 4, bias=False))
+    assert not is_depthwise(nn.Conv1d(6, 6, 4, groups=6, bias=True))
+    assert not is_depthwise(nn.Conv1d(6, 6, 4, groups=6, padding=3, bias=False))
