@@ -23,7 +23,7 @@ from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Segment
 from proto.span import Span
 from worker.engine.hardware import release_weights
-from worker.model.kernel_choice import write_trials
+from worker.model.choice import write_trials
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
 

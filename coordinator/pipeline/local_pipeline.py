@@ -16,8 +16,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from coordinator.pipeline.pipeline import Pipeline, PipelineSource
-from coordinator.pipeline.prefix_search import FoundPrefix, longest_prefix
+from coordinator.pipeline.pipeline import FoundPrefix, Pipeline, PipelineSource, longest_prefix
 from coordinator.planning.capacity import DEFAULT_SEQUENCES, Capacity, model_costs, plan_capacity
 from coordinator.planning.plan import StagePlan
 from coordinator.status.cluster_status import NodeStatus

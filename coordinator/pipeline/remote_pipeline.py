@@ -13,8 +13,7 @@ from functools import partial
 import grpc
 import grpc.aio
 
-from coordinator.pipeline.pipeline import Pipeline
-from coordinator.pipeline.prefix_search import FoundPrefix, Move, longest_prefix
+from coordinator.pipeline.pipeline import FoundPrefix, Move, Pipeline, longest_prefix
 from coordinator.pipeline.worker_client import NOTICE_SHARE, WorkerClient
 from coordinator.planning.capacity import Capacity
 from coordinator.status.frame_records import COORDINATOR, ProcessTrace, process_trace

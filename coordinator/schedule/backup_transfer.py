@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median_low
 
-from coordinator.pipeline.pipeline import Pipeline
-from coordinator.pipeline.prefix_search import FoundPrefix
+from coordinator.pipeline.pipeline import FoundPrefix, Pipeline
 from coordinator.schedule.backups import MIN_NEW_TOKENS, Backup, BackupInFlight, total_bytes
 from coordinator.schedule.prefix_cache import SMALLEST_ENTRY
 from coordinator.schedule.scheduler import Scheduler

@@ -31,8 +31,8 @@ from tests.support.metal.runner import reason_not_to_run
 from tests.support.stages import reference_kernels
 from tests.support.stages.doubled import Doubled
 from worker.cache.sequence_cache import SequenceCache
-from worker.model import choice, kernel_choice
-from worker.model.kernel_choice import KernelChoice, read_trials
+from worker.model import choice
+from worker.model.choice import KernelChoice, read_trials
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
 
@@ -310,7 +310,7 @@ def test_a_trial_is_kept_for_the_next_start(
         monkeypatch.setattr(gated_delta, "SOURCE", "another text")
         stage_of(path, Kernels.auto)
         assert len(trials) == 4
-        monkeypatch.setattr(kernel_choice, "version", lambda _: "next")
+        monkeypatch.setattr(choice, "version", lambda _: "next")
         stage_of(path, Kernels.auto)
         assert len(trials) == 7, "an update of this program tries again"
         (tmp_path / "kernels.json").write_text("{damaged")

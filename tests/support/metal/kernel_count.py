@@ -28,7 +28,7 @@ from proto.span import Span
 from tests.support.checkpoints import checkpoints
 from tests.support.metal.metal_path import metal_choices
 from worker.model import choice
-from worker.model.kernel_choice import KernelChoice
+from worker.model.choice import KernelChoice
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
 

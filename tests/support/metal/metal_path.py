@@ -18,7 +18,7 @@ from mtp.layers.metal.kernel import MetalKernel
 from proto.kernels import Kernels
 from tests.support.metal import runner
 from worker.model import choice
-from worker.model.kernel_choice import KernelChoice
+from worker.model.choice import KernelChoice
 
 KERNELS = {
     "_gated_delta_kernel": lambda: gated_delta._make_gated_delta_kernel(False, False),

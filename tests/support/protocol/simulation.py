@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from coordinator.depth.controller import Controller, MtpMode
-from coordinator.pipeline.pipeline import Pipeline
-from coordinator.pipeline.prefix_search import FoundPrefix, Move
+from coordinator.pipeline.pipeline import FoundPrefix, Move, Pipeline
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits

@@ -16,7 +16,7 @@ from coordinator.doctor.step import check_step, kernels_of, own_steps
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import KernelTrial
-from worker.model.kernel_choice import read_trials, write_trials
+from worker.model.choice import read_trials, write_trials
 
 
 def test_views_are_no_kernels() -> None:

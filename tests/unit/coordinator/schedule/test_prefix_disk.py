@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from coordinator.depth.controller import Controller, MtpMode
-from coordinator.pipeline.prefix_search import FoundPrefix, Move, longest_prefix
+from coordinator.pipeline.pipeline import FoundPrefix, Move, longest_prefix
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
