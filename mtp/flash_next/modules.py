@@ -175,11 +175,6 @@ class PerLayerEmbedding(nn.Module):
         values = values.reshape(x.shape)
         return values, self.norm_conv(values)
 
-    def convolve(self, rows: mx.array) -> mx.array:
-        """Return the convolution `[n, w, width]` of `rows [n, before + w, width]`, for the `w` rows after `before`."""
-        y: mx.array = nn.silu(self.conv1d(rows))
-        return y
-
 
 class FlashNextModel(nn.Module):
     """All modules, with the names of a converted checkpoint. It computes nothing: the conversion reads the names."""

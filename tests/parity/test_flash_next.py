@@ -23,8 +23,8 @@ from mtp.checkpoint.convert.converted_weights import Quantization, Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.flash_next import states
 from mtp.flash_next.args import IndexerArgs
+from mtp.flash_next.layers import chosen_blocks, sparse_attention
 from mtp.flash_next.ngrams import NgramTable, TablePart
-from mtp.flash_next.sparse import chosen_blocks, sparse_attention
 from mtp.layers.kv_cache import PlainKV
 from mtp.layers.layer import KVFormat
 from proto.errors import CheckpointError, SpanError, UsageError
