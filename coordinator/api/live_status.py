@@ -124,7 +124,7 @@ class LiveStatus(StatusSource):
     ) -> NodeStatus:
         assert self.manager is not None
         view = self.manager.view
-        client = self.manager.clients.get(member.address)
+        client = self.manager.membership.clients.get(member.address)
         in_use = stage is not None and member.address in view.serving
         if client and in_use:
             client = client.member or client

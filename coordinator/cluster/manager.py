@@ -17,13 +17,11 @@ from typing import Any
 from coordinator.cluster import decide, events
 from coordinator.cluster.apply import apply
 from coordinator.cluster.discovery import on_this_machine
-from coordinator.cluster.group_start import MAX_FAULT
 from coordinator.cluster.membership import ManagerOptions, Membership
-from coordinator.cluster.plan_start import LoadState, PlanStart, describe_failure
+from coordinator.cluster.plan_start import MAX_FAULT, LoadState, PlanStart, describe_failure
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Member, Phase, View
 from coordinator.pipeline.pipeline import Pipeline, PipelineSource
-from coordinator.pipeline.worker_client import WorkerClient
 from coordinator.planning.groups import SUMS_PER_LAYER
 from coordinator.planning.plan import Plan
 from mtp.device import Arithmetic, unlike_machines
@@ -152,14 +150,9 @@ class ClusterManager(PipelineSource):
         except TimeoutError:
             log.warning("not all workers were unloaded", extra={"seconds": CLOSE_SECONDS})
 
-    @property
-    def clients(self) -> dict[str, WorkerClient]:
-        """Watched workers, by address."""
-        return self.membership.clients
-
     def local_worker_bytes(self) -> int:
         """Return the bytes that watched workers on this machine use. A pipeline of this process leaves them free."""
-        local = (c for address, c in self.clients.items() if on_this_machine(address))
+        local = (c for address, c in self.membership.clients.items() if on_this_machine(address))
         statuses = [client.worker_status for client in local]
         return sum(s.memory_used + s.memory_cached for s in statuses if s is not None)
 

@@ -283,7 +283,9 @@ class _Server:
         manager.start()
         if trust is not None:
             watching = asyncio.create_task(
-                trust.watch(manager.clients.values, manager.membership.drop_removed_nodes)
+                trust.watch(
+                    manager.membership.clients.values, manager.membership.drop_removed_nodes
+                )
             )
             stack.callback(watching.cancel)
         return manager

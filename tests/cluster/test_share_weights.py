@@ -92,7 +92,7 @@ def workers(homes: Path, hub: Hub, elsewhere: tuple[str, ...]) -> Iterator[list[
 def served(checkpoint: Checkpoint) -> ServedModel:
     """Return the served model as in `mtp-coord serve --share-weights`, without its path on this machine."""
     ref = pb.ModelRef(name="model", fingerprint=checkpoint.fingerprint())
-    return ServedModel(checkpoint, ref, None, 0, True, 1, share_weights=True)
+    return ServedModel(checkpoint, ref, None, 0, True, 1, 16, share_weights=True)
 
 
 async def answer(loop: GenerationLoop) -> list[int]:

@@ -108,7 +108,9 @@ class InProcessCoordinator:
 
     async def report_state(self) -> dict[str, pb.StateReport]:
         """Return the state report of every known worker, by address."""
-        return {a: await client.report_state() for a, client in self.manager.clients.items()}
+        return {
+            a: await client.report_state() for a, client in self.manager.membership.clients.items()
+        }
 
     async def check_nothing_left(self) -> None:
         """Check that no worker holds a sequence once all answers have ended."""
@@ -139,7 +141,7 @@ async def running_coordinator(
         name="toy",
         fingerprint=await asyncio.to_thread(checkpoint.fingerprint),
     )
-    served = ServedModel(checkpoint, reference, "float32", 0, with_head=True, draft_depth=1)
+    served = ServedModel(checkpoint, reference, "float32", 0, True, draft_depth=1, max_sequences=16)
     settings = settings or Settings(
         nodes=len(addresses),
         wait=40.0,

@@ -14,7 +14,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from coordinator.cluster.weight_provider import WeightProvider
+from coordinator.cluster.served_model import WeightProvider
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.reference import ReferenceLayer
 from proto import cluster_pb2 as pb
@@ -179,7 +179,7 @@ def test_broken_off_anywhere_it_goes_on(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """With random interruptions every byte is sent once in total."""
-    monkeypatch.setattr("coordinator.cluster.weight_provider.PIECE_BYTES", 5000)
+    monkeypatch.setattr("coordinator.cluster.served_model.PIECE_BYTES", 5000)
     draw = random.Random(seed)
     checkpoint = Checkpoint.open(checkpoints(shards=3))
     coordinator = Coordinator(checkpoint, share=True)

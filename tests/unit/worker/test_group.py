@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from coordinator.cluster.group_start import choose_backend
+from coordinator.cluster.plan_start import choose_backend
 from proto.control import Backend
 from proto.errors import NotReadyError, UsageError
 from worker.engine.group import GroupSpec, join_group

@@ -18,5 +18,5 @@ def test_only_workers_on_this_machine_count() -> None:
         "127.0.0.1:2": SimpleNamespace(worker_status=None),
         "203.0.113.9:1": SimpleNamespace(worker_status=pb.WorkerStatus(memory_used=100)),
     }
-    manager = cast(ClusterManager, SimpleNamespace(clients=clients))
+    manager = cast(ClusterManager, SimpleNamespace(membership=SimpleNamespace(clients=clients)))
     assert ClusterManager.local_worker_bytes(manager) == 7

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from coordinator.cluster.events import PlanPrepared, PreparationFailed
-from coordinator.cluster.group_start import StartError
 from coordinator.cluster.membership import ManagerOptions
-from coordinator.cluster.plan_start import PlanStart, workers_in_use
+from coordinator.cluster.plan_start import PlanStart, StartError, workers_in_use
 from coordinator.cluster.view import Settings, View
 from coordinator.pipeline.remote_pipeline import RemotePipeline
 from mtp.device import FrameLimits
