@@ -11,14 +11,7 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from coordinator.api.choice import (
-    AnswerEvent,
-    ChoiceEnd,
-    GeneratedAnswer,
-    GeneratedCall,
-    chat_answer,
-    new_id,
-)
+from coordinator.api.choice import AnswerEvent, GeneratedAnswer, GeneratedCall, chat_answer, new_id
 from coordinator.api.context import Api, api_of, client_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_event
 from coordinator.api.errors import field_error, message_of, status_of
@@ -34,7 +27,7 @@ from coordinator.api.request_settings import (
     template_tool,
     with_system_first,
 )
-from coordinator.text.calls import CallArguments, CallEnd, CallStart, Json
+from coordinator.text.calls import CallArguments, CallStart, Json
 from coordinator.text.chat_parser import Content, Reasoning
 from coordinator.text.grammars import OutputFormat
 from coordinator.text.tokenizer import ContextLengthError
@@ -403,7 +396,7 @@ class MessageWriter(AnswerWriter):
             case CallArguments(text):
                 opened = b""
                 delta = {"type": "input_json_delta", "partial_json": text}
-            case CallEnd() | ChoiceEnd():
+            case _:  # the end of a call or of the choice
                 return self._close()
         return opened + _event("content_block_delta", index=self._block, delta=delta)
 

@@ -14,17 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator.cli import options
+from coordinator.planning import groups
 from coordinator.planning.capacity import Capacity, model_costs, plan_capacity, reserve_bytes
-from coordinator.planning.groups import (
-    DEFAULT_COLLECTIVE,
-    FIRST_TOKENS,
-    Machine,
-    Parallel,
-    Planning,
-    Prefer,
-    choose_plan,
-    predict_plans,
-)
 from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, StagePlan, Workload
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
@@ -62,13 +53,13 @@ def plan(
     dtype: options.DtypeOption = None,
     kv_bits: options.KvBitsOption = None,
     parallel: options.ParallelOption = "pipeline",
-    prefer: options.PreferOption = Prefer.latency,
+    prefer: options.PreferOption = groups.Prefer.latency,
     sum_us: Annotated[
         float,
         typer.Option(
             min=0, help="Microseconds of a sum over the machines of a group, by its link."
         ),
-    ] = DEFAULT_COLLECTIVE * 1e6,
+    ] = groups.DEFAULT_COLLECTIVE * 1e6,
     as_json: options.JsonOption = False,
 ) -> None:
     """Show who would hold what, and how fast, without loading. Reads headers only, no weights.
@@ -84,7 +75,7 @@ def plan(
     checkpoint = open_model(model)
     if missing := missing_from_backbone(checkpoint):
         raise checkpoint.missing_tensors_error(missing)
-    choice = Parallel.parse(parallel), prefer, sum_us / 1e6
+    choice = groups.Parallel.parse(parallel), prefer, sum_us / 1e6
     bits = None if kv_bits is None else int(kv_bits)
     facts = answer(checkpoint, specs, mtp, sequences, context, dtype, bits, choice)
     if as_json:
@@ -98,6 +89,9 @@ SESSION_TOKENS = 30_000
 
 DISK_BYTES = 10**11
 """Bytes of the disk for which sessions are counted."""
+
+DEFAULT_CHOICE = groups.Parallel(), groups.Prefer.latency, groups.DEFAULT_COLLECTIVE
+"""The values of --parallel, --prefer and --sum-us, in seconds."""
 
 
 def given_nodes(texts: Sequence[str], count: int | None, memory: str | None) -> list[NodeSpec]:
@@ -141,14 +135,14 @@ def answer(
     context: int,
     dtype: str | None = None,
     kv_bits: int | None = None,
-    choice: tuple[Parallel, Prefer, float] = (Parallel(), Prefer.latency, DEFAULT_COLLECTIVE),
+    choice: tuple[groups.Parallel, groups.Prefer, float] = DEFAULT_CHOICE,
 ) -> dict[str, Any]:
     """Return the object that --json prints. Sizes are bytes, times are seconds."""
 
-    machines = [Machine(spec, f"speed {spec.speed:g}", spec.name) for spec in specs]
+    machines = [groups.Machine(spec, f"speed {spec.speed:g}", spec.name) for spec in specs]
     longest = checkpoint.config.max_positions
 
-    def planned(bits: int | None) -> tuple[Planning, Plan, Capacity]:
+    def planned(bits: int | None) -> tuple[groups.Planning, Plan, Capacity]:
         """Return the plan with keys and values of `bits` bits."""
 
         @cache
@@ -161,8 +155,8 @@ def answer(
         reserve = reserve_bytes(costs_of(1))
         tokens = min(context, longest)
         workload = Workload(kv_tokens=tokens, draft_depth=drafts, reserve_bytes=reserve)
-        planning = Planning(costs_of, workload, parallel, prefer, collective=collective)
-        found = choose_plan(planning, machines, 1)
+        planning = groups.Planning(costs_of, workload, parallel, prefer, collective=collective)
+        found = groups.choose_plan(planning, machines, 1)
         room = plan_capacity(costs_of(found.group_size), found.stages, longest, sequences)
         return planning, found, room
 
@@ -178,7 +172,7 @@ def answer(
                 "first_token_seconds": one.first,
                 "weight_bytes": max(stage.weight_bytes for stage in one.plan.stages),
             }
-            for one in ([] if pinned else predict_plans(planning, machines))
+            for one in ([] if pinned else groups.predict_plans(planning, machines))
         ],
         "drafts": drafts,
         "slowest_seconds": found.slowest_seconds,
@@ -260,7 +254,7 @@ def _print(model: str, facts: dict[str, Any]) -> None:
 def _print_candidates(console: Console, candidates: Sequence[dict[str, Any]]) -> None:
     table = Table(title="One stream, without drafts", title_justify="left")
     table.add_column("--parallel")
-    for heading in ("tokens/s", f"first token of {FIRST_TOKENS:,}", "weights of a machine"):
+    for heading in ("tokens/s", f"first token of {groups.FIRST_TOKENS:,}", "weights of a machine"):
         table.add_column(heading, justify="right")
     for one in candidates:
         speed, first = f"{1 / one['token_seconds']:.3g}", f"{one['first_token_seconds']:.2g} s"

@@ -53,6 +53,11 @@ class GenerationRequest:
     client: str = ""
     images: tuple[PromptImage, ...] = ()
 
+    def image_at(self, position: int) -> PromptImage | None:
+        """Return the image whose rows are at `position` of the prompt, or None."""
+        found = (i for i in self.images if i.span.start <= position < i.span.end)
+        return next(found, None)
+
 
 @dataclass(frozen=True)
 class PrefillProgress:

@@ -474,8 +474,8 @@ class Scheduler:
     def _with_image_rows(self, frame: Frame) -> Frame:
         """Return `frame` with the rows of its images, if it has some. The rows of text are zeros."""
         images = [
-            None if segment.open else self.running[segment.seq_id].image_at(segment.position)
-            for segment in frame.segments
+            None if s.open else self.running[s.seq_id].request.image_at(s.position)
+            for s in frame.segments
         ]
         found = next((image for image in images if image is not None), None)
         if found is None:

@@ -9,12 +9,7 @@ from enum import Enum, auto
 from coordinator.depth.ngrams import NgramMatcher
 from coordinator.depth.search import DraftCounts, DraftResult
 from coordinator.depth.step_costs import Shape
-from coordinator.schedule.request import (
-    FinishReason,
-    GenerationRequest,
-    GenerationStats,
-    PromptImage,
-)
+from coordinator.schedule.request import FinishReason, GenerationRequest, GenerationStats
 from proto.control import Rollback
 from proto.frame import Admit, Commit, Outcome
 from proto.images import ImageSpan, next_border
@@ -318,11 +313,6 @@ class Sequence:
         """Return where a chunk from `start` ends, `end` at most. It has rows of one image, or text only."""
         border = next_border(self.spans, start)
         return end if border is None else min(end, border)
-
-    def image_at(self, position: int) -> PromptImage | None:
-        """Return the image whose rows are at `position`, or None."""
-        found = (i for i in self.request.images if i.span.start <= position < i.span.end)
-        return next(found, None)
 
     def await_backup(self, tokens: int, *, from_disk: bool = False) -> None:
         """Start, when admitted, from a backup of `tokens` tokens that the stages have, `from_disk` or from memory."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mlx_lm.generate import TextStateMachine
 
-from coordinator.text.calls import CallArguments, CallParser, CallPart, Json
+from coordinator.text.calls import CallArguments, CallParser, CallPart, Json, call_parser
 from coordinator.text.tokenizer import Tokenizer
 
 
@@ -79,7 +79,8 @@ class ChatParser:
         """Change to `state`. Line breaks between two states belong to neither."""
         left, self._mode = self._mode, state
         if state == "tool":
-            self._call, self._parser = "", self._tokenizer.call_parser(self._tools)
+            style, (_, end) = self._tokenizer.call_style, self._tokenizer.tool_markers
+            self._call, self._parser = "", call_parser(style, self._tools, end)
         if "reasoning" in (left, state):
             self._text[left].drop()
             self._text["normal" if left == "reasoning" else "reasoning"].trim = True

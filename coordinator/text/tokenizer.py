@@ -17,14 +17,7 @@ from mlx_lm import tokenizer_utils
 from mlx_lm.generate import TextStateMachine
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from coordinator.text.calls import (
-    CallParser,
-    CallStyle,
-    Json,
-    JsonCallParser,
-    XmlCallParser,
-    held_back,
-)
+from coordinator.text.calls import CallStyle, Json, held_back
 from mtp.checkpoint.format.config import read_json_object
 from proto.errors import CheckpointError, RequestError
 from proto.params import SamplingParams
@@ -393,13 +386,6 @@ class Tokenizer:
     def tool_markers(self) -> tuple[str, str]:
         """The start and end marker of a tool call; the end marker may be empty."""
         return self._wrapper.tool_call_start or "", self._wrapper.tool_call_end or ""
-
-    def call_parser(self, tools: Sequence[Json]) -> CallParser:
-        """Return the parser of one call's text after its start marker."""
-        end = self.tool_markers[1]
-        if self.call_style == "xml":
-            return XmlCallParser(tools, end)
-        return JsonCallParser(tools, end)
 
 
 def _byte_table(backend: tokenizers.Tokenizer) -> list[bytes]:

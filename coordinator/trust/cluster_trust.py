@@ -283,7 +283,7 @@ class ClusterTrust:
         version, failed_at = (0, 0), -math.inf
         while True:
             try:
-                found = (self.registry.version, self.authority.version)
+                found = (self.registry.file.version, self.authority.version)
                 if found != version or self.trust.due_request():
                     self._reload()
                     version = found

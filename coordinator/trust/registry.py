@@ -60,18 +60,13 @@ class Registry:
 
     def __init__(self, state: Path) -> None:
         empty = {"nodes": {}, "tokens": {}, "address": ""}
-        self._file = StateFile(state / "authority" / "registry.json", empty)
-
-    @property
-    def version(self) -> int:
-        """A number that changes with the file."""
-        return self._file.version
+        self.file = StateFile(state / "authority" / "registry.json", empty)
 
     # ---- nodes
 
     def nodes(self) -> list[Node]:
         """Return all nodes, removed ones included, in the order of joining."""
-        return [Node(node_id, **facts) for node_id, facts in self._file.read()["nodes"].items()]
+        return [Node(node_id, **facts) for node_id, facts in self.file.read()["nodes"].items()]
 
     def removed(self) -> frozenset[str]:
         """Return the node ids of the removed nodes."""
@@ -79,7 +74,7 @@ class Registry:
 
     def record_node(self, node_id: str, name: str, expires: float) -> None:
         """Record a node with a new certificate. Raises AccessError for a removed node."""
-        with self._file.changing() as content:
+        with self.file.changing() as content:
             known = content["nodes"].get(node_id, {"name": "", "joined": time.time()})
             if known.get("removed"):
                 raise AccessError("the node was removed from the cluster")
@@ -88,7 +83,7 @@ class Registry:
 
     def remove_nodes(self, name: str) -> list[Node]:
         """Remove the nodes with this name or node id, and return them. Raises UsageError when there is none."""
-        with self._file.changing() as content:
+        with self.file.changing() as content:
             found = {
                 node_id: facts
                 for node_id, facts in content["nodes"].items()
@@ -106,7 +101,7 @@ class Registry:
         self, token: JoinToken, seconds: float, uses: int, *, is_local: bool = False
     ) -> None:
         """Record a new token. Only the public half of its secret is stored. The user did not make a local one."""
-        with self._file.changing() as content:
+        with self.file.changing() as content:
             now = time.time()
             content["tokens"] = {i: t for i, t in content["tokens"].items() if t["expires"] > now}
             due = now + seconds
@@ -115,7 +110,7 @@ class Registry:
 
     def use_token(self, token_id: str, proof: bytes, session: bytes, request: str) -> None:
         """Check the proof of a token and count one use. Raises AccessError, with details only for a valid proof."""
-        with self._file.changing() as content:
+        with self.file.changing() as content:
             token = content["tokens"].get(token_id)
             if token is None:
                 raise AccessError("it is revoked, expired long ago, or is of another cluster")
@@ -129,22 +124,22 @@ class Registry:
 
     def revoke_token(self, token_id: str) -> None:
         """Delete a token. Raises UsageError for an unknown one."""
-        with self._file.changing() as content:
+        with self.file.changing() as content:
             if content["tokens"].pop(token_id, None) is None:
                 raise UsageError(f"no token has the id {token_id!r:.40}. See mtp-coord token list")
 
     def tokens(self) -> dict[str, dict[str, Any]]:
         """Return the tokens that users made, by id: expiry time and remaining uses."""
-        found = self._file.read()["tokens"]
+        found = self.file.read()["tokens"]
         return {token_id: facts for token_id, facts in found.items() if not facts.get("local")}
 
     # ---- the address of the coordinator, for tokens
 
     def record_address(self, address: str) -> None:
         """Record where machines join."""
-        with self._file.changing() as content:
+        with self.file.changing() as content:
             content["address"] = address
 
     def address(self) -> str:
         """Return where machines join; empty before a coordinator listened."""
-        return str(self._file.read()["address"])
+        return str(self.file.read()["address"])

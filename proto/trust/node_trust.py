@@ -12,19 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from proto.errors import AccessError, UsageError
 from proto.state_dir import read_json, read_text, write_private
-from proto.trust.certificates import (
-    NodeIdentity,
-    check_issued_by,
-    from_pem,
-    identity_of,
-    is_due,
-    is_id,
-    is_valid_at,
-    key_from_pem,
-    key_to_pem,
-    signing_request,
-    utc_now,
-)
+from proto.trust import certificates
 
 MAX_REMOVED = 10_000
 """Bounds the removed nodes that a node keeps: many times the machines that a cluster loses."""
@@ -59,7 +47,7 @@ class NodeTrust:
             return None
         removed = frozenset(read_json(directory / "removed.json").get("nodes", ()))
         try:
-            return cls(key_from_pem(key), certificate, authorities, removed, directory)
+            return cls(certificates.key_from_pem(key), certificate, authorities, removed, directory)
         except AccessError as error:
             raise UsageError(
                 f"{directory}: the credentials of this machine are unusable: {error}. "
@@ -70,7 +58,7 @@ class NodeTrust:
         """Write the credentials to `directory`, if the node has one."""
         if self.directory is None:
             return
-        write_private(self.directory / "node.key", key_to_pem(self.key))
+        write_private(self.directory / "node.key", certificates.key_to_pem(self.key))
         write_private(self.directory / "node.pem", self.certificate)
         write_private(self.directory / "authorities.pem", self.authorities)
         write_private(self.directory / "removed.json", json.dumps({"nodes": sorted(self.removed)}))
@@ -78,7 +66,7 @@ class NodeTrust:
     @property
     def key_pem(self) -> str:
         """The private key in PEM, for TLS libraries."""
-        return key_to_pem(self.key)
+        return certificates.key_to_pem(self.key)
 
     def install(self, authorities: str, removed: frozenset[str], certificate: str = "") -> None:
         """Replace the authorities and removed nodes and, if given, the certificate; save them.
@@ -86,7 +74,7 @@ class NodeTrust:
         Raises AccessError for values that do not fit together. The node then keeps what it had. Raises UsageError if
         they cannot be saved, such as on a full disk. They are in force then, and the next call saves them.
         """
-        if len(removed) > MAX_REMOVED or not all(map(is_id, removed)):
+        if len(removed) > MAX_REMOVED or not all(map(certificates.is_id, removed)):
             raise AccessError("the list of removed nodes is malformed")
         chain = certificate or self.certificate
         identity = _checked_identity(self.key, chain, authorities)
@@ -102,10 +90,14 @@ class NodeTrust:
 
     def due_request(self) -> str:
         """Return a request for a certificate if it is due or the newest authority did not issue it, else nothing."""
-        own, newest = from_pem(self.certificate)[0], from_pem(self.authorities)[0]
-        return "" if own.issuer == newest.subject and not is_due(own) else signing_request(self.key)
+        own, newest = (
+            certificates.from_pem(text)[0] for text in (self.certificate, self.authorities)
+        )
+        if own.issuer == newest.subject and not certificates.is_due(own):
+            return ""
+        return certificates.signing_request(self.key)
 
-    def check_peer(self, peer: NodeIdentity) -> None:
+    def check_peer(self, peer: certificates.NodeIdentity) -> None:
         """Raise AccessError for a node of another cluster and for a removed node."""
         if peer.cluster != self.identity.cluster:
             raise AccessError("the peer belongs to another cluster")
@@ -115,14 +107,14 @@ class NodeTrust:
 
 def _checked_identity(
     key: ec.EllipticCurvePrivateKey, certificate: str, authorities: str
-) -> NodeIdentity:
+) -> certificates.NodeIdentity:
     """Return the identity in the chain `certificate`. Raises AccessError unless the three belong together."""
-    chain, trusted = from_pem(certificate), from_pem(authorities)
+    chain, trusted = certificates.from_pem(certificate), certificates.from_pem(authorities)
     form = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     if chain[0].public_key().public_bytes(*form) != key.public_key().public_bytes(*form):
         raise AccessError("the certificate is of another key")
-    now = utc_now()
-    check_issued_by(chain[0], [*trusted, *chain[1:]], now)
-    if not any(is_valid_at(authority, now) for authority in trusted):
+    now = certificates.utc_now()
+    certificates.check_issued_by(chain[0], [*trusted, *chain[1:]], now)
+    if not any(certificates.is_valid_at(authority, now) for authority in trusted):
         raise AccessError("the cluster's authority has expired")
-    return identity_of(chain[0])
+    return certificates.identity_of(chain[0])

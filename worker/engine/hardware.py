@@ -190,16 +190,13 @@ class CacheTrimmer:
         self._frames += 1
         ends_prompt = any(s.sample and not s.open for s in frame.segments)
         if ends_prompt or self._frames >= FRAMES_BETWEEN_CLEARS:
-            self._clear()
+            self.clear()
 
-    def clear_if_idle(self) -> None:
+    def clear(self) -> None:
         """Clear the cache if a frame was processed since it was cleared last."""
         if self._frames:
-            self._clear()
-
-    def _clear(self) -> None:
-        self._frames = 0
-        mx.clear_cache()
+            self._frames = 0
+            mx.clear_cache()
 
 
 @functools.cache

@@ -170,7 +170,7 @@ class StageHost:
         self._stage_prefixes: list[StagePrefixes] = []
         self._usual = 0.0
         """Seconds that the newest finished frame took."""
-        self.thread.on_idle = self._trimmer.clear_if_idle
+        self.thread.on_idle = self._trimmer.clear
 
     # ---- on the engine thread
 

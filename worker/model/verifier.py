@@ -107,7 +107,7 @@ class Verdict:
         start = 0
         for choice in self.choices:
             for run, first, end in choice.split():
-                outcomes[run.key] = self._decide(run, values[start + first : start + end])
+                outcomes[run.key] = self._outcome(run, values[start + first : start + end])
             start += choice.tokens.size
         if self.drafts is not None:
             accepted = [_accepted(outcomes[key]) for key in self.drafts.keys]
@@ -122,15 +122,11 @@ class Verdict:
             heads = [run.state.head for run in self.runs]
             self.drafter.catch_up_if_full([head for head in heads if head is not None])
 
-    def _decide(self, run: VerifiedRun, chosen: Sequence[int]) -> Outcome:
-        segment, state = run.segment, run.state
-        if not segment.open or segment.continues:
-            return self._outcome(run, segment.width, chosen)
-        return self._outcome(run, accepted_length(segment.tokens, chosen, state.expected), chosen)
-
-    def _outcome(self, run: VerifiedRun, count: int, chosen: Sequence[int]) -> Outcome:
-        """Return the outcome with an accepted length of `count`, and with the log-probabilities that were asked for."""
-        segment = run.segment
+    def _outcome(self, run: VerifiedRun, chosen: Sequence[int]) -> Outcome:
+        """Return the outcome, with the log-probabilities that were asked for."""
+        segment, count = run.segment, run.segment.width
+        if segment.open and not segment.continues:
+            count = accepted_length(segment.tokens, chosen, run.state.expected)
         if not count:
             return Outcome(segment.seq_id, segment.window, 0)
         emitted = list(chosen[:count]) if segment.open else list(chosen)

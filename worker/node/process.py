@@ -301,10 +301,8 @@ def _announcement(identity: Identity, port: int) -> Announcement:
     own = identity.models.own
     fingerprint = identity.models.open(own)[1] if own else ""
     announcement = Announcement(identity.id, identity.name, port, identity.pinned, fingerprint)
-    if identity.trust is None:
-        return announcement
-    me = identity.trust.identity
-    return replace(announcement, cluster=me.cluster, node=me.node)
+    me = identity.trust and identity.trust.identity
+    return replace(announcement, cluster=me.cluster, node=me.node) if me else announcement
 
 
 async def _drain(node: WorkerNode) -> None:

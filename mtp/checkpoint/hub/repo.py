@@ -17,14 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Self
 
 import httpx
-from huggingface_hub import (
-    HfApi,
-    constants,
-    get_token,
-    hf_hub_url,
-    is_offline_mode,
-    try_to_load_from_cache,
-)
+from huggingface_hub import HfApi, constants, get_token, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.hf_api import RepoFile
 
@@ -160,7 +153,7 @@ class HubRepo:
     @contextmanager
     def _get(self, file: str, start: int, end: int) -> Iterator[httpx.Response]:
         """Open an answer whose body is `[start, end)`. Raises FileNotFoundError, TransientError and CheckpointError."""
-        if is_offline_mode():
+        if constants.HF_HUB_OFFLINE:
             raise CheckpointError(
                 f"{self.repo}: {file} is not in the local cache, and HF_HUB_OFFLINE is set. Unset it to "
                 "download the file."
