@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from coordinator.api import request_settings
 from coordinator.api.choice import AnswerEvent, GeneratedAnswer, GeneratedCall, chat_answer, new_id
 from coordinator.api.context import Api, api_of, client_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_event
@@ -18,15 +19,6 @@ from coordinator.api.errors import field_error, message_of, status_of
 from coordinator.api.image_parts import ImageBlock, prompt_of, text_of, with_images
 from coordinator.api.openai_schemas import SamplingBody
 from coordinator.api.request_body import Body, Many, read_body
-from coordinator.api.request_settings import (
-    BUDGETS,
-    ChatRequest,
-    GenerationSettings,
-    check_model,
-    template_call,
-    template_tool,
-    with_system_first,
-)
 from coordinator.text.calls import CallArguments, CallStart, Json
 from coordinator.text.chat_parser import Content, Reasoning
 from coordinator.text.grammars import OutputFormat
@@ -148,7 +140,7 @@ class Tool(Body):
         """Return the tool in OpenAI's format, as chat templates read it."""
         description = "Run a command in a shell." if self.is_shell else self.description
         schema = BASH_SCHEMA if self.is_shell else self.input_schema
-        return template_tool(self.name, description, schema)
+        return request_settings.template_tool(self.name, description, schema)
 
 
 class ToolChoice(Body):
@@ -234,9 +226,9 @@ class MessagesBody(PromptBody, SamplingBody):
     stream: bool | None = None
 
 
-def internal_request(body: PromptBody) -> ChatRequest:
+def internal_request(body: PromptBody) -> request_settings.ChatRequest:
     """Translate a body, which may only count tokens. Without `thinking` the model does not reason."""
-    settings = GenerationSettings()
+    settings = request_settings.GenerationSettings()
     if isinstance(body, MessagesBody):
         settings = body.sampling_settings(
             max_tokens=body.max_tokens,
@@ -246,9 +238,9 @@ def internal_request(body: PromptBody) -> ChatRequest:
     budget = None
     if thinking and thinking.type != "disabled":
         effort = body.output_config.effort if body.output_config else None
-        budget = thinking.budget_tokens or BUDGETS.get(effort or "")
+        budget = thinking.budget_tokens or request_settings.BUDGETS.get(effort or "")
     tools = [tool.for_template() for tool in body.functions]
-    return ChatRequest(
+    return request_settings.ChatRequest(
         messages=template_messages(body),
         settings=settings,
         tools=[] if choice and choice.type == "none" else tools,
@@ -265,7 +257,9 @@ def template_messages(body: PromptBody) -> list[Json]:
     system = body.system or ""
     text = system if isinstance(system, str) else "\n\n".join(block.text for block in system)
     first = [{"role": "system", "content": text}] if text else []
-    return with_system_first([*first, *(t for message in body.messages for t in _turns(message))])
+    return request_settings.with_system_first(
+        [*first, *(t for message in body.messages for t in _turns(message))]
+    )
 
 
 def _turns(message: Message) -> Iterator[Json]:
@@ -290,7 +284,9 @@ def _assistant(blocks: list[Block]) -> Json:
     if thoughts:
         turn["reasoning_content"] = "\n".join(thoughts)
     uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
-    if calls := [template_call(block.id, block.name, block.input) for block in uses]:
+    if calls := [
+        request_settings.template_call(block.id, block.name, block.input) for block in uses
+    ]:
         turn["tool_calls"] = calls
     return turn
 
@@ -460,7 +456,7 @@ async def count_tokens(request: Request) -> Response:
     """Count the tokens of a prompt without generating an answer."""
     api = api_of(request)
     body = await read_body(request, PromptBody)
-    check_model(api, body.model)
+    request_settings.check_model(api, body.model)
     prompt, _ = await prompt_of(api, internal_request(body), client_of(request))
     return JSONResponse({"input_tokens": len(prompt.tokens)})
 
@@ -468,6 +464,6 @@ async def count_tokens(request: Request) -> Response:
 async def prepare(api: Api, request: Request) -> PreparedAnswer:
     """Read the body and render the conversation. Raises RequestError, naming the invalid field."""
     body = await read_body(request, MessagesBody)
-    check_model(api, body.model)
+    request_settings.check_model(api, body.model)
     answer = await chat_answer(api, internal_request(body), new_id("msg_"), client_of(request))
     return PreparedAnswer(answer, MessageWriter(answer), stream=bool(body.stream))

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_v
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from coordinator.api import request_settings
 from coordinator.api.choice import ID_LENGTH, chat_answer, new_id
 from coordinator.api.context import Api, client_of
 from coordinator.api.delivery import PreparedAnswer
@@ -27,15 +28,6 @@ from coordinator.api.request_body import (
     number_in_query,
     read_body,
     shape,
-)
-from coordinator.api.request_settings import (
-    ChatRequest,
-    ReasoningEffort,
-    call_message,
-    check_model,
-    reasoning_of,
-    template_tool,
-    with_system_first,
 )
 from coordinator.api.responses_writer import ResponseWriter
 from coordinator.api.stored_answers import owner_of, pin_request, serve_storable, stored_of
@@ -107,7 +99,7 @@ ToolChoice = Annotated[
 class Reasoning(Body):
     """The effort of the reasoning. Summaries are not made: the reasoning itself is in the output."""
 
-    effort: ReasoningEffort | None = None
+    effort: request_settings.ReasoningEffort | None = None
     summary: str | None = None
 
 
@@ -302,7 +294,7 @@ def template_messages(
             if role == "system" and "images" in turn:
                 raise refused_field("input", ONLY_USERS)
             turns.append(turn)
-    return with_system_first([*turns, *_assistant(pending, markers)])
+    return request_settings.with_system_first([*turns, *_assistant(pending, markers)])
 
 
 ONLY_USERS = "images are read in messages of the user and in outputs of tools. Move them there."
@@ -317,7 +309,7 @@ def _assistant(items: Sequence[Item], markers: tuple[str, str]) -> list[Json]:
     text = "".join(_text(item.content) for item in messages)
     calls = [item for item in items if isinstance(item, CallItem)]
     named = [(c.call_id, full_name(c.namespace, c.name), c.arguments) for c in calls]
-    turn = call_message(text, named, markers)
+    turn = request_settings.call_message(text, named, markers)
     thoughts = [_text(i.content or ()) for i in items if isinstance(i, ReasoningItem)]
     if any(thoughts):
         turn["reasoning_content"] = "\n".join(thoughts)
@@ -380,7 +372,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
 async def prepare(api: Api, request: Request) -> PreparedAnswer:
     """Read the body and render the conversation. Raises RequestError, naming the invalid field."""
     body = await read_body(request, ResponsesBody)
-    check_model(api, body.model)
+    request_settings.check_model(api, body.model)
     before: list[Json] = []
     if body.previous_response_id is not None:
         before = await _conversation(request, body.previous_response_id)
@@ -443,11 +435,18 @@ async def _referenced_item(request: Request, reference: ReferenceItem) -> Item:
     raise refused_field("input", f"no stored item has the id {reference.id!r:.80}")
 
 
-def _internal_request(api: Api, body: ResponsesBody, history: list[Item]) -> ChatRequest:
-    thinking, budget = reasoning_of(body.reasoning.effort if body.reasoning else None)
+def _internal_request(
+    api: Api, body: ResponsesBody, history: list[Item]
+) -> request_settings.ChatRequest:
+    thinking, budget = request_settings.reasoning_of(
+        body.reasoning.effort if body.reasoning else None
+    )
     found = body.functions.items()
-    tools = [template_tool(name, tool.description, tool.parameters) for name, (_, tool) in found]
-    return ChatRequest(
+    tools = [
+        request_settings.template_tool(name, tool.description, tool.parameters)
+        for name, (_, tool) in found
+    ]
+    return request_settings.ChatRequest(
         messages=template_messages(body.instructions, history, api.tokenizer.tool_markers),
         settings=body.sampling_settings(
             max_tokens=body.max_output_tokens,

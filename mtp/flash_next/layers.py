@@ -128,11 +128,6 @@ TILE_BYTES = 2**28
 """Bytes. Bound of the keys and values that are gathered for some queries at once. MLX may copy them for each head."""
 
 
-def reads_everything(args: IndexerArgs, tokens: int) -> bool:
-    """Return whether the last of `tokens` tokens reads all of them."""
-    return tokens // args.block <= args.budget // args.block
-
-
 def chosen_blocks(queries: mx.array, blocks: mx.array, whole: mx.array, count: int) -> mx.array:
     """Return the `count` blocks with the highest scores for each query, in their order: int32 `[w, count]`.
 
@@ -249,7 +244,8 @@ class SparseAttention(StreamLayer, AttentionLayer):
         turned, _ = self._turned(index_rows, index_rows[:, :1], [cache], ())
         cache.append_index(index_keys)
         keys, values = cache.update_and_fetch(k, v)
-        if reads_everything(self.sizes, cache.offset):
+        if cache.offset // self.sizes.block <= self.sizes.budget // self.sizes.block:
+            # The last token reads all others.
             return tiled_attention(q, keys, values, offset, scale)
         blocks = cache.block_keys(partial(self._pooled, cache.layout))
         assert blocks is not None, "there are more tokens than a query reads"
