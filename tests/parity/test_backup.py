@@ -11,7 +11,7 @@ import pytest
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.device import DEVICES
-from mtp.flash_next.states import IndexedKV
+from mtp.flash_next.layers import IndexedKV
 from mtp.head.drafter import HeadState
 from mtp.layers.kv_cache import PlainKV, QuantizedKV
 from mtp.layers.layer import KVFormat

@@ -21,9 +21,8 @@ from mtp.checkpoint.convert.add_head import plan_head_addition
 from mtp.checkpoint.convert.convert import convert
 from mtp.checkpoint.convert.converted_weights import Quantization, Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.flash_next import states
 from mtp.flash_next.args import IndexerArgs
-from mtp.flash_next.layers import chosen_blocks, sparse_attention
+from mtp.flash_next.layers import IndexedKV, NgramState, chosen_blocks, sparse_attention
 from mtp.flash_next.ngrams import NgramTable, TablePart
 from mtp.layers.kv_cache import PlainKV
 from mtp.layers.layer import KVFormat
@@ -210,24 +209,24 @@ def test_a_hundred_thousand_tokens(model: Path) -> None:
             assert different(found, alone) == 0, (mtp, stages)
 
 
-def _tokens_stay(self: states.NgramState, whole: int, cut: int | None) -> None:
+def _tokens_stay(self: NgramState, whole: int, cut: int | None) -> None:
     context = self.context
     COMMIT(self, whole, cut)
     self.context = context
 
 
-def _rows_stay(self: states.NgramState, whole: int, cut: int | None) -> None:
+def _rows_stay(self: NgramState, whole: int, cut: int | None) -> None:
     rows = self.rows
     COMMIT(self, whole, cut)
     self.rows = rows
 
 
-COMMIT = states.NgramState.apply_commit
+COMMIT = NgramState.apply_commit
 
 FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
-    "tokens of n-grams": (states.NgramState, "apply_commit", _tokens_stay),
-    "rows of the convolution": (states.NgramState, "apply_commit", _rows_stay),
-    "keys of blocks": (states.IndexedKV, "trim", PlainKV.trim),
+    "tokens of n-grams": (NgramState, "apply_commit", _tokens_stay),
+    "rows of the convolution": (NgramState, "apply_commit", _rows_stay),
+    "keys of blocks": (IndexedKV, "trim", PlainKV.trim),
 }
 
 
