@@ -12,12 +12,10 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.api import anthropic, models, ollama, openai_chat, openai_responses, operations
-from coordinator.api.anthropic import anthropic_error
 from coordinator.api.context import Api, ApiOptions
 from coordinator.api.errors import ErrorFormat, error_body, install_error_handlers
 from coordinator.api.journal import Journal
 from coordinator.api.model_catalog import ModelLoader
-from coordinator.api.ollama import ollama_error
 from coordinator.api.request_body import require_key
 from coordinator.api.stored_answers import StoredAnswers
 from coordinator.status.cluster_status import StatusSource
@@ -25,13 +23,12 @@ from coordinator.status.frame_records import FrameRecords
 from coordinator.text.tokenizer import ModelInfo
 from coordinator.web import page
 from coordinator.web.live_feed import LiveFeed
-from coordinator.web.page import page_routes
 from proto.errors import NotReadyError
 
 ERROR_FORMATS: dict[str, ErrorFormat] = {
-    "/v1/messages": anthropic_error,
+    "/v1/messages": anthropic.anthropic_error,
     "/api/v1/": error_body,
-    "/api/": ollama_error,
+    "/api/": ollama.ollama_error,
 }
 """The error format of each path prefix, the first that matches; other paths use OpenAI's format."""
 
@@ -89,7 +86,7 @@ def _new_app(api: Api, routers: Sequence[APIRouter], frames: FrameRecords | None
     for router in routers:
         app.include_router(router, dependencies=[Depends(require_key)])
     app.include_router(operations.open_router)
-    app.router.routes += page_routes
+    app.router.routes += page.page_routes
     app.add_middleware(name_ignored_fields)
     install_error_handlers(app, ERROR_FORMATS)
     return app

@@ -88,18 +88,13 @@ class PrefixCache:
         if self.has_entry(tokens) or not self._fits(len(tokens)):
             return None, []
         nbytes = self.capacity.entry_bytes(len(tokens))
-        dropped = self._make_room(nbytes)
+        dropped = []
+        while self.nbytes + nbytes > self.capacity.prefix_bytes:
+            dropped.append(self.entries.popitem(last=False)[0])
         entry = Entry(self._next, tokens, nbytes)
         self._next += 1
         self.entries[entry.number] = entry
         return entry, dropped
-
-    def _make_room(self, nbytes: int) -> list[int]:
-        """Drop the entries used least recently until `nbytes` more fit. Return their numbers."""
-        dropped = []
-        while self.nbytes + nbytes > self.capacity.prefix_bytes:
-            dropped.append(self.entries.popitem(last=False)[0])
-        return dropped
 
 
 def common_length(a: Tokens, b: Tokens) -> int:
