@@ -25,14 +25,14 @@ lb._dns-sd._udp                                 PTR     @
 
 _mtp-worker._tcp                                PTR     mac\0322-0a1b2c3d._mtp-worker._tcp
 mac\0322-0a1b2c3d._mtp-worker._tcp              SRV     0 0 50505 localhost. ; Replace with unicast FQDN of target host
-mac\0322-0a1b2c3d._mtp-worker._tcp              TXT     "v=2" "id=0a1b2c3d4e5f6071" "name=mac\0322" "layers=0-3"
+mac\0322-0a1b2c3d._mtp-worker._tcp              TXT     "v=3" "id=0a1b2c3d4e5f6071" "name=mac\0322" "layers=0-3"
 """
 
 RECORD = ServiceRecord(
     r"mac\0322-0a1b2c3d._mtp-worker._tcp",
     "localhost",
     50505,
-    {b"v": b"2", b"id": b"0a1b2c3d4e5f6071", b"name": b"mac 2", b"layers": b"0-3"},
+    {b"v": b"3", b"id": b"0a1b2c3d4e5f6071", b"name": b"mac 2", b"layers": b"0-3"},
 )
 
 Install = Callable[[str], Path]
@@ -104,5 +104,5 @@ async def test_a_worker_is_announced_by_the_system_s_responder(
         await until(lambda: said.exists())
     assert said.read_text() == (
         "-R|mac-2-0a1b2c3d|_mtp-worker._tcp|local.|50505|"
-        "v=2|id=0a1b2c3d4e5f6071|name=mac-2|layers=0-3|"
+        "v=3|id=0a1b2c3d4e5f6071|name=mac-2|layers=0-3|"
     )
