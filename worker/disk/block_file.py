@@ -7,6 +7,7 @@ and renamed, so a reader never sees half of one.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -53,6 +54,13 @@ MAX_HEADER = 2**26
 
 DTYPES = {**STORED_NAMES, "uint32": "U32", "uint8": "U8"}
 """The types of tensors, by MLX's names, as safetensors names them."""
+
+DAMAGE = (
+    ValueError, LookupError, ArithmeticError, TypeError, AttributeError, RecursionError, struct.error
+)  # fmt: skip
+"""What a header of other bytes may raise."""
+
+_numbers = itertools.count()
 
 _NAMES = {stored: name for name, stored in DTYPES.items()}
 
@@ -105,8 +113,9 @@ class BlockWriter:
 
     def __init__(self, path: Path, layers: int, nbytes: int) -> None:
         self.path = path
-        # Another process may write the same block.
-        self._temporary = path.with_name(f"{path.stem}-{os.getpid()}{TEMPORARY}")
+        # Another process, or another task of this one, may write the same block.
+        own = f"{os.getpid()}-{next(_numbers)}"
+        self._temporary = path.with_name(f"{path.stem}-{own}{TEMPORARY}")
         pieces = TENSORS_PER_LAYER * layers + nbytes // PIECE_BYTES
         self._room = HEADER_BYTES + ENTRY_BYTES * pieces
         self._header: dict[str, Any] = {}
@@ -137,8 +146,7 @@ class BlockWriter:
         self._end += size
         shape = [size // STORED_BYTES[kind]]
         self._header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, self._end]}
-        while view:
-            view = view[self._file.write(view) :]
+        self._put(view)
 
     def finish(self) -> int:
         """Write the header, sync, and rename. Return the bytes of the file."""
@@ -151,10 +159,14 @@ class BlockWriter:
         if len(header) > self._room:
             raise OSError(f"the header of {self.path.name} exceeds its room of {self._room} bytes")
         self._file.seek(0)
-        self._file.write(struct.pack("<Q", self._room) + header.ljust(self._room))
+        self._put(memoryview(struct.pack("<Q", self._room) + header.ljust(self._room)))
         os.fsync(self._file.fileno())
         os.replace(self._temporary, self.path)
         return 8 + self._room + self._end
+
+    def _put(self, view: memoryview) -> None:
+        while view:
+            view = view[self._file.write(view) :]
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
@@ -174,10 +186,13 @@ class BlockReader:
                 header: dict[str, Any] = json.loads(file.read(length))
                 metadata = header.pop("__metadata__")
                 self.appends: frozenset[int] = frozenset(json.loads(metadata["appends"]))
-                self._sums: dict[str, int] = json.loads(metadata["crc32"])
-                self._places = {name: _place(info, 8 + length) for name, info in header.items()}
+                self._sums = dict[str, int](json.loads(metadata["crc32"]))
+                end = os.fstat(file.fileno()).st_size
+                self._places = {
+                    name: _place(info, 8 + length, end) for name, info in header.items()
+                }
                 self._tensors = _by_layer(header, json.loads(metadata["shapes"]))
-            except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+            except DAMAGE as error:
                 raise _damaged(path, error) from error
 
     def nbytes(self, layer: int) -> int:
@@ -257,10 +272,13 @@ class _Stored:
         return (own[0] if len(own) == 1 else mx.concatenate(own)).reshape(self.shape)
 
 
-def _place(info: dict[str, Any], start: int) -> tuple[int, int]:
-    """Return the place and the size of a piece. Raises ValueError if they do not fit its shape."""
+def _place(info: dict[str, Any], start: int, end_of_file: int) -> tuple[int, int]:
+    """Return the place and the size of a piece. Raises ValueError if they do not fit its shape or the file."""
+    (count,) = map(int, info["shape"])
     begin, end = map(int, info["data_offsets"])
-    if begin < 0 or end - begin != STORED_BYTES[info["dtype"]] * math.prod(map(int, info["shape"])):
+    if not 0 <= begin <= end <= end_of_file - start:
+        raise ValueError("it is too short")
+    if end - begin != STORED_BYTES[info["dtype"]] * count:
         raise ValueError(f"{end - begin} bytes of shape {info['shape']}")
     return start + begin, end - begin
 
@@ -274,7 +292,8 @@ def _by_layer(header: dict[str, Any], shapes: dict[str, list[int]]) -> dict[int,
     for (layer, index), names in pieces.items():
         shape = tuple(map(int, shapes[f"{layer}.{index}"]))
         kinds = {header[name]["dtype"] for name in names}
-        if len(kinds) != 1 or sum(header[n]["shape"][0] for n in names) != math.prod(shape):
+        count = sum(header[name]["shape"][0] for name in names)
+        if len(kinds) != 1 or min(shape, default=0) < 0 or count != math.prod(shape):
             raise ValueError(f"pieces of tensor {index} of layer {layer} do not fit {shape}")
         found.setdefault(layer, []).append(_Stored(_NAMES[kinds.pop()], shape, tuple(names)))
     return found

@@ -68,7 +68,7 @@ DISK_ERRORS = (OSError, sqlite3.Error)
 class SavedPrefix:
     """An entry to write. `parent` is the newest border of its sequence before it, whose block it continues.
 
-    The queue holds no entry in memory: the stage does, within its budget.
+    The queue holds no entry in memory: the stage does, within its budget. Only the one that is being written stays.
     """
 
     entry: weakref.ref[PrefixEntry]
@@ -171,8 +171,9 @@ class StagePrefixes:
         if parent is not None and await self._chains(parent.key):
             start = parent.length
         name = block_file(self.namespace, border.key, self.layers)
+        nbytes = await self.thread.call(lambda: entry.nbytes)
         writer = await asyncio.to_thread(
-            BlockWriter, self.index.folder / name, len(self.layers), entry.nbytes
+            BlockWriter, self.index.folder / name, len(self.layers), nbytes
         )
         with writer:
             take = partial(_take, _pieces(entry, self.layers, start))
@@ -200,7 +201,7 @@ class StagePrefixes:
         end = time.monotonic() + worked * (1 / WRITE_SHARE - 1)
         while time.monotonic() < end and not self._closing:
             busy = self.thread.busy_us
-            await asyncio.sleep(min(IDLE_SECONDS, end - time.monotonic()))
+            await asyncio.sleep(IDLE_SECONDS)
             if self.thread.busy_us == busy:
                 return True
         return self._closing

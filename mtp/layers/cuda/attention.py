@@ -170,7 +170,7 @@ def _write(
     for number, group in enumerate(groups):
         some = slice(number * SLOTS, (number + 1) * SLOTS)
         own, end = caches[some], start + group.places.shape[0]
-        if few and all(cache.takes_rows for cache in own):
+        if few and all(cache.takes(new) for cache in own):
             rows = new if len(groups) == 1 else new[:, :, start:end]
             before = [group.written if c.written is None else c.written for c in own]
             group = group._replace(written=write_rows(rows, group, _pairs(own), before))

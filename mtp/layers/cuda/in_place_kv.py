@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mtp.layers.cuda.kernel import CudaKernel
 from mtp.layers.cuda.packed_linear import FEW_ROWS
-from mtp.layers.cuda.row_attention import SLOTS, RowArrays
+from mtp.layers.cuda.row_attention import SLOTS, RowArrays, no_pair
 from mtp.layers.pair_kv import PairKV
 from mtp.layers.prepare_rows import HEAD_DIM
 
@@ -55,7 +55,16 @@ def write_rows(
     slots = 1 if len(pairs) == 1 else SLOTS
     more = slots - len(pairs)
     (written,) = _write[slots](
-        [new, places, spans, caps, *pairs, *[pairs[0]] * more, *before, *[before[0]] * more],
+        [
+            new,
+            places,
+            spans,
+            caps,
+            *pairs,
+            *[no_pair(new.dtype)] * more,
+            *before,
+            *[before[0]] * more,
+        ],
         blocks=(new.shape[2], 1, 1),
         template=[("InT", new.dtype), ("HK", new.shape[1]), ("D", HEAD_DIM)],
         shapes=[(1,)],
@@ -77,10 +86,13 @@ class InPlaceKV(PairKV):
     def copied_nbytes(self, rows: int) -> int:
         return 0 if rows <= FEW_ROWS else self.nbytes
 
-    @property
-    def takes_rows(self) -> bool:
-        """True if `write_rows` may write into the array, after `reserve`."""
-        return self._whole
+    def takes(self, new: mx.array) -> bool:
+        """Return whether `write_rows` may write rows as those of `new` into the array, after `reserve`."""
+        pair = self.pair
+        if pair is None or not self._whole:
+            return False
+        same_heads = (*pair.shape[:2], pair.shape[3]) == (*new.shape[:2], new.shape[3])
+        return same_heads and pair.dtype == new.dtype
 
     def add_rows(self, width: int, written: mx.array) -> None:
         """Count `width` rows that `write_rows` writes, with its result."""
@@ -96,7 +108,9 @@ class InPlaceKV(PairKV):
     def write(self, new: mx.array) -> mx.array:
         self._settle()
         pair = super().write(new)
-        self._whole = True
+        self._whole = (
+            new.shape[2] < self.room
+        )  # else MLX takes `new` itself, perhaps a part of another array
         return pair
 
     def arrays(self) -> list[mx.array]:

@@ -7,6 +7,7 @@ keys from the first key on. So its result does not depend on the rows and sequen
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -214,6 +215,12 @@ def _attend_kernel(slots: int) -> CudaKernel:
     )
 
 
+@lru_cache
+def no_pair(dtype: mx.Dtype) -> mx.array:
+    """Return an array for a slot without rows. MLX ends a graph early that has many bytes of inputs."""
+    return mx.array([0], dtype)
+
+
 _attend = {slots: _attend_kernel(slots) for slots in (1, SLOTS)}
 
 
@@ -241,10 +248,11 @@ def attend_rows(
     slots = 1 if len(pairs) == 1 else SLOTS
     together = 1 if count == len(pairs) else MOST_GROUPED * kv // heads
     splits = -(-max(pair.shape[2] for pair in pairs) // SPLIT)
+    unused = [no_pair(q.dtype)] * (slots - len(pairs))
     wide = -(-count // together)
     each = -(-splits * kv * wide // BLOCKS)
     partial, sums = _attend[slots](
-        [q, places, spans, caps, written, scale, *pairs, *[pairs[0]] * (slots - len(pairs))],
+        [q, places, spans, caps, written, scale, *pairs, *unused],
         blocks=(wide, -(-splits // each), kv),
         template=[("InT", q.dtype), ("GQA", heads // kv), ("D", HEAD_DIM), ("ROWS", together)],
         shapes=[(count, heads, splits, HEAD_DIM), (count, heads, splits, 2)],
