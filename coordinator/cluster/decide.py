@@ -193,7 +193,9 @@ def _plan_with_joined(view: View, planner: Planner) -> Action | None:
             return action
         if not calm:
             return None
-        if _pays(view, plan, planner):
+        # Without workers the planner has no figure for this process.
+        paying = PAYING_SHARE * _present(view, planner).slowest_seconds if view.serving else 0.0
+        if plan.slowest_seconds <= paying:
             return action
     except ClusterError as error:
         return KeepPlan(f"no plan with {listed}: {error}")
@@ -219,13 +221,6 @@ def _is_as_good(view: View, plan: Plan, planner: Planner) -> bool:
     if (len(plan.nodes), plan.group_size) != (len(view.serving), view.group_size):
         return False
     return plan.slowest_seconds > EQUAL_SHARE * _present(view, planner).slowest_seconds
-
-
-def _pays(view: View, plan: Plan, planner: Planner) -> bool:
-    """Return whether `plan` is so much faster than the one in force that open answers are paused for it."""
-    if not view.serving:
-        return False  # the planner has no figure for this process
-    return plan.slowest_seconds <= PAYING_SHARE * _present(view, planner).slowest_seconds
 
 
 def _present(view: View, planner: Planner) -> Plan:

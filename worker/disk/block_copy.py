@@ -82,8 +82,7 @@ def receive_blocks(index: BlockIndex, namespace: str) -> Generator[None, pb.Back
                     if piece.HasField("block"):
                         raise ProtocolError("a block begins before the one before it has ended")
                     joiner.add_piece(piece)
-                for part in _layer_of(joiner.states.pop(), block.layers).pieces():
-                    writer.write(part)
+                writer.write(_layer_of(joiner.states.pop(), block.layers).pieces())
             index.add(block, writer.finish())
 
 

@@ -55,13 +55,7 @@ MAX_HEADER = 2**26
 DTYPES = {**STORED_NAMES, "uint32": "U32", "uint8": "U8"}
 """The types of tensors, by MLX's names, as safetensors names them."""
 
-DAMAGE = (
-    ValueError, LookupError, ArithmeticError, TypeError, AttributeError, RecursionError, struct.error
-)  # fmt: skip
-"""What a header of other bytes may raise."""
-
 _numbers = itertools.count()
-
 _NAMES = {stored: name for name, stored in DTYPES.items()}
 
 
@@ -114,10 +108,11 @@ class BlockWriter:
     def __init__(self, path: Path, layers: int, nbytes: int) -> None:
         self.path = path
         # Another process, or another task of this one, may write the same block.
-        own = f"{os.getpid()}-{next(_numbers)}"
-        self._temporary = path.with_name(f"{path.stem}-{own}{TEMPORARY}")
-        pieces = TENSORS_PER_LAYER * layers + nbytes // PIECE_BYTES
-        self._room = HEADER_BYTES + ENTRY_BYTES * pieces
+        own = f"{path.stem}-{os.getpid()}-{next(_numbers)}"
+        self._temporary = path.with_name(own + TEMPORARY)
+        self._room = HEADER_BYTES + ENTRY_BYTES * (
+            TENSORS_PER_LAYER * layers + nbytes // PIECE_BYTES
+        )
         self._header: dict[str, Any] = {}
         self._sums: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -132,21 +127,22 @@ class BlockWriter:
         self._file.seek(8 + self._room)
         return self
 
-    def write(self, piece: Piece) -> None:
-        """Append a piece. Those of a tensor come one after another."""
-        tensor, data = f"{piece.layer}.{piece.index}", memoryview(piece.data)
-        view = data.cast("B") if data.nbytes else memoryview(b"")
-        self._place = self._place + 1 if tensor in self._shapes else 0
-        self._shapes[tensor] = piece.shape
-        if piece.appends:
-            self._appends.add(piece.layer)
-        name, kind = f"{tensor}.{self._place}", DTYPES[piece.dtype]
-        self._sums[name] = zlib.crc32(view)
-        size, start = view.nbytes, self._end
-        self._end += size
-        shape = [size // STORED_BYTES[kind]]
-        self._header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, self._end]}
-        self._put(view)
+    def write(self, pieces: Iterable[Piece]) -> None:
+        """Append pieces. Those of a tensor come one after another."""
+        for piece in pieces:
+            tensor, data = f"{piece.layer}.{piece.index}", memoryview(piece.data)
+            view = data.cast("B") if data.nbytes else memoryview(b"")
+            self._place = self._place + 1 if tensor in self._shapes else 0
+            self._shapes[tensor] = piece.shape
+            if piece.appends:
+                self._appends.add(piece.layer)
+            kind, size, start = DTYPES[piece.dtype], view.nbytes, self._end
+            self._end += size
+            name, shape = f"{tensor}.{self._place}", [size // STORED_BYTES[kind]]
+            place = [start, self._end]
+            self._sums[name] = zlib.crc32(view)
+            self._header[name] = {"dtype": kind, "shape": shape, "data_offsets": place}
+            self._put(view)
 
     def finish(self) -> int:
         """Write the header, sync, and rename. Return the bytes of the file."""
@@ -192,7 +188,7 @@ class BlockReader:
                     name: _place(info, 8 + length, end) for name, info in header.items()
                 }
                 self._tensors = _by_layer(header, json.loads(metadata["shapes"]))
-            except DAMAGE as error:
+            except Exception as error:  # whatever other bytes lead to
                 raise _damaged(path, error) from error
 
     def nbytes(self, layer: int) -> int:

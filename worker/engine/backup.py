@@ -231,41 +231,34 @@ def _restored(empty: LayerCache, states: list[list[mx.array]], length: int) -> L
 # ---- the state of the MTP head
 
 
-def head_parts(head: HeadState) -> tuple[bytes, list[mx.array]]:
-    """Return the state of the MTP head: its numbers as bytes, and its arrays."""
+def head_arrays(head: HeadState) -> list[mx.array]:
+    """Return the state of the MTP head as arrays, of which the first has its numbers."""
     held = head.cache.backup_arrays(0)[1] if head.cache.offset else []
     newest = [] if head.newest is None else [head.newest]
     waiting = [mx.concatenate(head.waiting_hidden)] if head.waiting_hidden else []
-    numbers = [
-        head.cache.offset, len(held), head.waiting_tokens, len(newest), head.successor
-    ]  # fmt: skip
-    return msgpack.packb(numbers), [*held, *newest, *waiting]
+    counts = head.cache.offset, len(held), head.waiting_tokens, len(newest), head.successor
+    numbers = mx.array(np.frombuffer(msgpack.packb(counts), np.uint8))
+    return [numbers, *held, *newest, *waiting]
 
 
 def head_to_bytes(head: HeadState) -> bytes:
     """Return the state of the MTP head as bytes."""
-    numbers, arrays = head_parts(head)
-    data: bytes = msgpack.packb([numbers, [_to_wire(array) for array in arrays]])
+    data: bytes = msgpack.packb([_to_wire(array) for array in head_arrays(head)])
     return data
 
 
 def head_from(data: Stored, empty: HeadState, cut: StateCut) -> HeadState:
-    """Return the state of the head in `data`. Raises ProtocolError if it is malformed.
-
-    Data of a disk are the arrays of this member, after one with the numbers of `head_parts`.
-    """
+    """Return the state of the head in `data`. Raises ProtocolError if it is malformed."""
     try:
-        shares: list[tuple[bytes, list[mx.array]]] = []
-        if isinstance(data, list):
-            shares.append((np.array(data[0]).tobytes(), data[1:]))
+        if mine := isinstance(data, list):
+            shares = [data]
         else:
-            for numbers, wires in map(_unpack, data):
-                shares.append((numbers, [array_of(*wire) for wire in wires]))
-        numbers, arrays = shares[0]  # as on all members, but for the heads of the cache
-        offset, count, tokens, newest, successor = _unpack(numbers)
+            shares = [[array_of(*wire) for wire in _unpack(one)] for one in data]
+        numbers, *arrays = shares[0]  # as on all members, but for the heads of the cache
+        offset, count, tokens, newest, successor = _unpack(np.array(numbers).tobytes())
         own, rest = arrays[:count], arrays[count:]
-        if own and not isinstance(data, list):
-            own = cut.own_share([held[:count] for _, held in shares], "attention")
+        if own and not mine:
+            own = cut.own_share([share[1 : 1 + count] for share in shares], "attention")
         cache = empty.cache.filled([own], offset) if own else empty.cache
         found = rest.pop(0) if newest else None
         return HeadState(cache, found, successor, rest, [int(token) for token in tokens])

@@ -22,7 +22,6 @@ from itertools import zip_longest
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 
 from proto import cluster_pb2 as pb
 from proto.backup import prefix_key
@@ -33,7 +32,7 @@ from worker.cache.sequence_cache import Border, PrefixEntry
 from worker.disk.block_copy import block_file, read_blocks, receive_blocks
 from worker.disk.block_file import PIECE_BYTES, BlockReader, BlockWriter, Piece
 from worker.disk.block_index import Block, BlockIndex, Chain
-from worker.engine.backup import ReceivedBackup, head_parts, host_array, type_name
+from worker.engine.backup import ReceivedBackup, head_arrays, host_array, type_name
 from worker.engine.engine_thread import EngineThread
 
 log = logging.getLogger(__name__)
@@ -171,19 +170,19 @@ class StagePrefixes:
         if parent is not None and await self._chains(parent.key):
             start = parent.length
         name = block_file(self.namespace, border.key, self.layers)
-        nbytes = await self.thread.call(lambda: entry.nbytes)
         writer = await asyncio.to_thread(
-            BlockWriter, self.index.folder / name, len(self.layers), nbytes
+            BlockWriter, self.index.folder / name, len(self.layers), entry.nbytes
         )
         with writer:
             take = partial(_take, _pieces(entry, self.layers, start))
             free, more = 0, True  # `free` are bytes before the next rest
             while more:
-                pieces, more, worked = await self.thread.call(take)
-                worked += await asyncio.to_thread(_write_pieces, writer, pieces)
+                pieces, more = await self.thread.call(take)
+                started = time.monotonic()
+                await asyncio.to_thread(writer.write, pieces)
                 free -= sum(piece.data.nbytes for piece in pieces)
                 if free <= 0 and more:
-                    free = IDLE_BYTES if await self._rest(worked) else 0
+                    free = IDLE_BYTES if await self._rest(time.monotonic() - started) else 0
             size = await asyncio.to_thread(writer.finish)
         block = Block(
             self.namespace,
@@ -327,9 +326,7 @@ def _pieces(entry: PrefixEntry, layers: Span, start: int) -> Iterator[Piece]:
         appends, arrays = cache.backup_arrays(start)
         yield from _cut(layer, appends, arrays)
     if entry.last_stage is not None and entry.last_stage.head is not None:
-        numbers, arrays = head_parts(entry.last_stage.head)
-        first = mx.array(np.frombuffer(numbers, np.uint8))
-        yield from _cut(layers.end - 1, False, [first, *arrays])
+        yield from _cut(layers.end - 1, False, head_arrays(entry.last_stage.head))
 
 
 def _cut(layer: int, appends: bool, arrays: Iterable[mx.array]) -> Iterator[Piece]:
@@ -340,23 +337,12 @@ def _cut(layer: int, appends: bool, arrays: Iterable[mx.array]) -> Iterator[Piec
             yield Piece(layer, appends, index, type_name(array), tuple(array.shape), data)
 
 
-def _take(pieces: Iterator[Piece]) -> tuple[list[Piece], bool, float]:
-    """Return pieces of about PIECE_BYTES, perhaps unfinished, whether more may follow, and the seconds of it.
-
-    Runs on the engine thread.
-    """
-    started, taken, more = time.monotonic(), list[Piece](), False
+def _take(pieces: Iterator[Piece]) -> tuple[list[Piece], bool]:
+    """Return about PIECE_BYTES, perhaps unfinished, and whether more may follow. Runs on the engine thread."""
+    taken, more = list[Piece](), False
     for piece in pieces:
         taken.append(piece)
         if more := sum(one.data.nbytes for one in taken) >= PIECE_BYTES:
             break
     mx.async_eval([piece.data for piece in taken])
-    return taken, more, time.monotonic() - started
-
-
-def _write_pieces(writer: BlockWriter, pieces: Sequence[Piece]) -> float:
-    """Write `pieces`. Return the seconds of it."""
-    started = time.monotonic()
-    for piece in pieces:
-        writer.write(piece)
-    return time.monotonic() - started
+    return taken, more

@@ -54,17 +54,9 @@ def write_rows(
     places, spans, caps, _ = rows
     slots = 1 if len(pairs) == 1 else SLOTS
     more = slots - len(pairs)
+    inputs = [new, places, spans, caps, *pairs, *[no_pair(new.dtype)] * more]
     (written,) = _write[slots](
-        [
-            new,
-            places,
-            spans,
-            caps,
-            *pairs,
-            *[no_pair(new.dtype)] * more,
-            *before,
-            *[before[0]] * more,
-        ],
+        [*inputs, *before, *[before[0]] * more],
         blocks=(new.shape[2], 1, 1),
         template=[("InT", new.dtype), ("HK", new.shape[1]), ("D", HEAD_DIM)],
         shapes=[(1,)],
@@ -88,11 +80,9 @@ class InPlaceKV(PairKV):
 
     def takes(self, new: mx.array) -> bool:
         """Return whether `write_rows` may write rows as those of `new` into the array, after `reserve`."""
-        pair = self.pair
-        if pair is None or not self._whole:
-            return False
-        same_heads = (*pair.shape[:2], pair.shape[3]) == (*new.shape[:2], new.shape[3])
-        return same_heads and pair.dtype == new.dtype
+        pair, kind = self.pair, (*new.shape[:2], new.shape[3], new.dtype)
+        known = pair is not None and (*pair.shape[:2], pair.shape[3], pair.dtype) == kind
+        return known and self._whole
 
     def add_rows(self, width: int, written: mx.array) -> None:
         """Count `width` rows that `write_rows` writes, with its result."""
@@ -108,9 +98,7 @@ class InPlaceKV(PairKV):
     def write(self, new: mx.array) -> mx.array:
         self._settle()
         pair = super().write(new)
-        self._whole = (
-            new.shape[2] < self.room
-        )  # else MLX takes `new` itself, perhaps a part of another array
+        self._whole = new.shape[2] < self.room  # else it is `new`, perhaps a part of another array
         return pair
 
     def arrays(self) -> list[mx.array]:

@@ -145,11 +145,8 @@ def _try_attention(attention: Any, dtype: mx.Dtype) -> list[mx.array]:
     pair = mx.zeros((2, shape.kv_heads, 256, attention.head_dim), dtype)
     q, new = prepare_rows(shape, x, at.places, constants)
     scale = mx.array([attention.scale])
-    return [
-        result
-        for n in (1, 2)
-        for result in (
-            write_rows(new, at, [pair] * n, [at.written] * n),
-            attend_rows(shape, q, x, at, scale, [pair] * n),
-        )
-    ]
+    found = [new]
+    for n in (1, 2):
+        found.append(write_rows(new, at, [pair] * n, [at.written] * n))
+        found.append(attend_rows(shape, q, x, at, scale, [pair] * n))
+    return found

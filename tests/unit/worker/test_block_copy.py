@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,8 +44,7 @@ def write_chain(index: BlockIndex, layers: Span) -> None:
         file = block_file("model", KEYS[length], layers)
         with BlockWriter(index.folder / file, len(layers), 0) as writer:
             for layer in layers:
-                for piece in tensors_of(layer, start, length).pieces():
-                    writer.write(piece)
+                writer.write(tensors_of(layer, start, length).pieces())
             size = writer.finish()
         parent = KEYS[start] if start else b""
         assert index.add(Block("model", KEYS[length], layers, start, length, parent, file), size)
@@ -157,3 +159,28 @@ def test_a_malformed_layer_is_refused(source: BlockIndex, target: BlockIndex) ->
         with pytest.raises(ProtocolError, match="malformed layer 0"):
             copy([head, pb.BackupPiece(layer=0, data=data, ends=True)], target)
     assert files(target) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": []},
+        {"shape": [-300]},
+        {"shape": [2**50], "data_offsets": [0, 2**50]},
+        {"data_offsets": [0, float("inf")]},
+        {"data_offsets": [300, 0]},
+        {"dtype": "F7"},
+    ],
+    ids=str,
+)
+def test_a_header_that_fits_nothing_is_damage(source: BlockIndex, change: dict[str, Any]) -> None:
+    """A reader refuses the block before it reads a byte of its tensors."""
+    path = source.folder / block_file("model", KEYS[300], Span(0, 3))
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    header["0.0.0"] |= change
+    changed = json.dumps(header).encode().ljust(length)
+    path.write_bytes(data[:8] + changed + data[8 + length :])
+    with pytest.raises(ProtocolError, match="damaged"):
+        BlockReader(path)
