@@ -6,21 +6,35 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mtp.flash_next import modules
+from mtp.flash_next import modules, stream_rows
 from mtp.flash_next.args import IndexerArgs
 from mtp.flash_next.ngrams import Ints
 from mtp.layers.exact import ExactProducts
+from mtp.layers.expert_rows import row_experts
 from mtp.layers.experts import join_experts
 from mtp.layers.kv_cache import PlainKV, tiled_attention
-from mtp.layers.layer import Hole, KVFormat, Layer, LayerCache, Mixer, PlainMLP, checked_state
+from mtp.layers.layer import (
+    Hole,
+    KVFormat,
+    Layer,
+    LayerCache,
+    Mixer,
+    Picks,
+    PlainMLP,
+    Rows,
+    checked_state,
+)
+from mtp.layers.linear import JoinedLinear
 from mtp.layers.reference.attention import AttentionLayer
 from mtp.layers.reference.gdn import GDNLayer
+from mtp.layers.source_kernel import SourceKernel
 from mtp.layers.turns import image_turns, turn, turn_table
 from proto.errors import ProtocolError, UsageError
 from proto.images import ImageLayout
@@ -189,7 +203,8 @@ class StreamLayer(Layer):
         self.experts = join_experts(layer.mlp)
         self.mlp = PlainMLP(self.experts)
         self.dtype: mx.Dtype = layer.attn_hyper_connection.hc_norm.weight.dtype
-        for connection in (layer.attn_hyper_connection, layer.mlp_hyper_connection):
+        self.connections = layer.attn_hyper_connection, layer.mlp_hyper_connection
+        for connection in self.connections:
             connection.join()
 
     def pin_exact(self, products: ExactProducts) -> None:
@@ -204,10 +219,35 @@ class StreamLayer(Layer):
         holes: Sequence[Hole] = (),
     ) -> mx.array:
         assert not holes, "the head of this family drafts from the host"
-        inputs, gates = self.streams.attn_hyper_connection.mix(x)
-        x = modules.spread(x, self._mixed(inputs, caches, widths, stay_open), gates)
-        inputs, gates = self.streams.mlp_hyper_connection.mix(x)
-        return modules.spread(x, self.experts(inputs), gates)
+        first, second = self.connections
+        x, inputs, gates = first.mix(x)
+        mixed = self._mixed(inputs, caches, widths, stay_open)
+        x, inputs, gates = second.mix(x, (mixed, gates))
+        return second.spread(x, self.experts(inputs), gates)
+
+    def take_kernels(self, language: type[SourceKernel], picks: Picks) -> None:
+        """See `Layer.take_kernels`."""
+        self.experts = row_experts(self.experts, self.dtype, language, picks)
+        first, second = self.connections
+        if not (first.fits(self.dtype) and second.fits(self.dtype)):
+            return
+
+        def layer_with(kernels: stream_rows.StreamKernels | None) -> Rows:
+            """Return a layer without its blocks, whose streams `kernels` compute."""
+
+            def run(x: mx.array) -> mx.array:
+                first.kernels = second.kernels = kernels
+                x, mixed, gates = first.mix(x)
+                x, mixed, gates = second.mix(x, (mixed, gates))
+                return second.spread(x, mixed, gates)
+
+            return run
+
+        kernels = stream_rows.stream_kernels(language)
+        sides = layer_with(kernels), layer_with(None)
+        source, width = stream_rows.NORM_SOURCE + stream_rows.MEAN_SOURCE, first.width
+        won = picks("stream_rows", f"{first.streams} streams", source, width, *sides)
+        first.kernels = second.kernels = kernels if won else None
 
     @abstractmethod
     def _mixed(
@@ -357,6 +397,11 @@ class SparseAttention(StreamLayer, AttentionLayer):
         self.indexer: modules.Indexer = layer.self_attn.indexer
         self.norm: Any = nn.Identity()
         self.sizes = self.indexer.args
+        attention = layer.self_attn
+        self._products = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self._products.append(self.indexer.index_qk_proj)
+        ends = accumulate(product.weight.shape[0] for product in self._products[:-1])
+        self._ends, self._joined = list(ends), JoinedLinear.of(self._products)
 
     def new_cache(self, kv_format: KVFormat) -> IndexedKV:
         return IndexedKV(self.sizes.block)
@@ -368,8 +413,19 @@ class SparseAttention(StreamLayer, AttentionLayer):
         widths: Sequence[int],
         stay_open: Sequence[bool],
     ) -> mx.array:
-        q_rows, keys, values, gate = self._project(x, caches, widths, ())
-        queries, index_keys = self.indexer.project(x)
+        attention, indexer = self.attention, self.indexer
+        if self._joined is None:
+            parts = [product(x) for product in self._products]
+        else:
+            parts = list(mx.split(self._joined(x), self._ends, axis=-1))
+        kv_heads = attention.num_key_value_heads
+        heads = attention.num_attention_heads, kv_heads, kv_heads, self.sizes.heads + 1
+        both, keys, values, index = (
+            part.reshape(x.shape[0], n, -1) for part, n in zip(parts, heads, strict=True)
+        )
+        q_rows, gate = mx.split(both, 2, axis=-1)
+        q_rows, keys = attention.q_norm(q_rows), attention.k_norm(keys)
+        queries, index_keys = indexer.q_layernorm(index[:, :-1]), index[:, -1]
         outputs, start = [], 0
         for cache, width in zip(caches, widths, strict=True):
             own = slice(start, start + width)

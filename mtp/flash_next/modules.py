@@ -17,6 +17,7 @@ import numpy as np
 from mlx_lm.models.qwen3_5 import GatedDeltaNet, SparseMoeBlock, TextModelArgs
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
+from mtp.flash_next import stream_rows
 from mtp.flash_next.args import FlashNextArgs, IndexerArgs, NgramArgs
 from mtp.flash_next.ngrams import Ints, NgramHash, NgramTable
 from mtp.layers.linear import JoinedLinear, pad_outputs
@@ -47,34 +48,66 @@ class HyperConnection(nn.Module):
 
     def __init__(self, args: FlashNextArgs, *, injects: bool = True) -> None:
         super().__init__()
-        self.streams, self.rank = args.streams, args.rank
+        self.streams, self.rank, self.width = args.streams, args.rank, args.width
         self.hc_norm = StreamNorm(args)
         self.input_mix_weight_down = nn.Linear(args.width, args.rank, bias=False)
         self.input_mix_weight_up = nn.Linear(args.rank, args.width, bias=False)
         if injects:
             self.block_inject_weight = nn.Linear(args.width, args.streams, bias=False)
         self._joined: JoinedLinear | None = None
+        self.kernels: stream_rows.StreamKernels | None = None
+        """They compute few rows in place of MLX's operations."""
 
     def join(self) -> None:
         """Make one product of the two that read all streams, if they have one format. Call it once, after the load."""
         pad_outputs(self.block_inject_weight, self.rank)
         parts = [self.input_mix_weight_down, self.block_inject_weight]
         self._joined = JoinedLinear.of(parts)
+        self._up = JoinedLinear.of([self.input_mix_weight_up])
+        self._eps = mx.array([self.hc_norm.eps])
+
+    def fits(self, dtype: mx.Dtype) -> bool:
+        """Return whether kernels compute the joined mixer."""
+        return self._joined is not None and stream_rows.computes(
+            self._up, self.streams, self.rank, dtype
+        )
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return the mix of the streams of `x`: `[rows, hidden]`."""
         normed = self.hc_norm(x)
         return self._mixed(normed, self.input_mix_weight_down(normed))
 
-    def mix(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the input of the block, `[rows, hidden]`, and the logits of its gates, `[rows, streams]`."""
+    def mix(
+        self, x: mx.array, added: tuple[mx.array, mx.array] | None = None
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Return the streams, the input `[rows, hidden]` of the next block, and the logits of its gates.
+
+        `added` are the output of the block before and its gates, which the streams get. The last columns of the gates
+        `[rows, any]` are the logits, and those that pad them.
+        """
+        kernels = self.kernels if self.kernels and x.shape[0] <= self.kernels.most_rows else None
+        if kernels is not None:
+            assert self._joined is not None and self._up is not None, "both are known to fit"
+            sizes = self.streams, self.rank
+            x, normed = kernels.norm(x, added, self.hc_norm.weight, self._eps, *sizes)
+            both = self._joined(normed)
+            return x, kernels.mean(both, normed, self._up, *sizes), both
+        if added is not None:
+            x = self.spread(x, *added)
         normed = self.hc_norm(x)
         if self._joined is None:
             low, gates = self.input_mix_weight_down(normed), self.block_inject_weight(normed)
         else:
             both = self._joined(normed)
-            low, gates = both[:, : self.rank], both[:, self.rank :]
-        return self._mixed(normed, low), gates[:, : self.streams]
+            low, gates = both[:, : self.rank], both
+        return x, self._mixed(normed, low), gates
+
+    def spread(self, x: mx.array, block: mx.array, gates: mx.array) -> mx.array:
+        """Return the streams `x` with the output of a block `[rows, hidden]`, each by its gate."""
+        first = 0 if self._joined is None else self.rank
+        apart = x.reshape(x.shape[0], self.streams, -1)
+        logits = gates[:, first : first + self.streams, None]
+        return _added(apart, block[:, None], logits, self.streams).reshape(x.shape)
 
     def _mixed(self, normed: mx.array, low: mx.array) -> mx.array:
         weights = self.input_mix_weight_up(_low(low, self.streams))
@@ -92,12 +125,6 @@ def _mean(weights: Any, streams: Any) -> mx.array:
     """Return the mean of the streams after their weights."""
     total: mx.array = reduce(add, map(mul, map(mx.sigmoid, weights), streams))
     return total / len(streams)
-
-
-def spread(x: mx.array, block: mx.array, logits: mx.array) -> mx.array:
-    """Return the streams `x [rows, streams x hidden]` with the output of a block `[rows, hidden]`, each by its gate."""
-    apart = x.reshape(x.shape[0], -1, block.shape[1])
-    return _added(apart, block[:, None], logits[..., None], logits.shape[1]).reshape(x.shape)
 
 
 @partial(mx.compile, shapeless=True)
@@ -128,11 +155,6 @@ class Indexer(nn.Module):
         self.index_qk_proj = nn.Linear(hidden, (args.heads + 1) * args.head_dim, bias=False)
         self.q_layernorm = nn.RMSNorm(args.head_dim, eps=eps)
         self.k_layernorm = nn.RMSNorm(args.head_dim, eps=eps)
-
-    def project(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the queries `[rows, heads, dim]`, normalized, and the raw keys `[rows, dim]`."""
-        found = self.index_qk_proj(x).reshape(x.shape[0], self.args.heads + 1, self.args.head_dim)
-        return self.q_layernorm(found[:, :-1]), found[:, -1]
 
 
 class PerLayerEmbedding(nn.Module):

@@ -148,7 +148,8 @@ class NgramTable:
     def read(self, ids: Ints, dim: int, dtype: mx.Dtype) -> mx.array:
         """Return the rows `[len(ids), dim]` of `ids`, each of which is read once."""
         wanted, places = np.unique(ids, return_inverse=True)
-        arrays = [_to_array(part.read(wanted), part.dtype) for part in self._parts]
+        places = places.reshape(-1)
+        arrays = [_to_array(part.read(wanted)[places], part.dtype) for part in self._parts]
         rows = arrays[0]
         if len(arrays) > 1:
             bits = 32 * arrays[0].shape[1] // dim
@@ -156,7 +157,7 @@ class NgramTable:
             assert weight is not None and scales is not None, "there are two parts or three"
             group = dim // scales.shape[1]
             rows = mx.dequantize(weight, scales, biases, group_size=group, bits=bits)
-        return rows.astype(dtype)[mx.array(places.reshape(-1))]
+        return rows.astype(dtype)
 
 
 def _to_array(rows: npt.NDArray[np.generic], dtype: str) -> mx.array:

@@ -19,38 +19,38 @@ SORTED_FROM = 64
 class JoinedExperts(nn.Module):
     """The experts of a layer, whose gate and up projections are one. The router and the shared gate are one, too."""
 
-    def __init__(self, block: Any, products: Sequence[JoinedLinear]) -> None:
-        """Take the sizes of mlx-lm's `block`.
+    def __init__(self, count: int, chosen: int, products: Sequence[JoinedLinear]) -> None:
+        """Take the number of experts and how many a row chooses.
 
         `products` are the router's, gate and up of the experts, their down, and gate, up and down of the shared one.
         """
         super().__init__()
-        self._count, self._chosen = block.num_experts, block.top_k
-        self._router, self._gate_up, self._down, self._shared_gate_up, self._shared_down = products
+        self.count, self.chosen, self._products = count, chosen, tuple(products)
+        self.router, self.gate_up, self.down, self.shared_gate_up, self.shared_down = products
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return the sum of the chosen experts and the shared one for `x [rows, hidden]`."""
-        routed = self._router(x)
-        logits = routed[:, : self._count]
-        chosen = mx.argpartition(logits, kth=-self._chosen, axis=-1)[:, -self._chosen :]
+        routed = self.router(x)
+        logits = routed[:, : self.count]
+        chosen = mx.argpartition(logits, kth=-self.chosen, axis=-1)[:, -self.chosen :]
         # The softmax of the chosen logits is that of all logits, over its sum for the chosen ones.
         shares = mx.softmax(mx.take_along_axis(logits, chosen, axis=-1), axis=-1, precise=True)
         outputs = self._outputs(x, chosen)
-        shared = self._shared_down(_halves_gated(self._shared_gate_up(x)))
-        gate = routed[:, self._count : self._count + 1]
+        shared = self.shared_down(_halves_gated(self.shared_gate_up(x)))
+        gate = routed[:, self.count : self.count + 1]
         return _added((shares[:, None] @ outputs)[:, 0], shared, gate)
 
     def _outputs(self, x: mx.array, chosen: mx.array) -> mx.array:
         """Return the outputs `[rows, k, hidden]` of the experts `chosen [rows, k]`."""
         if chosen.size < SORTED_FROM:
             rows, pairs = _places(*chosen.shape)
-            both = self._gate_up.gather(x[:, None], chosen, rows)
-            return self._down.gather(_halves_gated(both), chosen, pairs).squeeze(-2)
+            both = self.gate_up.gather(x[:, None], chosen, rows)
+            return self.down.gather(_halves_gated(both), chosen, pairs).squeeze(-2)
         experts = chosen.flatten()
         order = mx.argsort(experts)
-        rows, experts = x[order // self._chosen][:, None], experts[order]
-        found = self._down.gather(
-            _halves_gated(self._gate_up.gather(rows, experts, None)), experts, None
+        rows, experts = x[order // self.chosen][:, None], experts[order]
+        found = self.down.gather(
+            _halves_gated(self.gate_up.gather(rows, experts, None)), experts, None
         )
         return found[mx.argsort(order)].reshape(*chosen.shape, -1)
 
@@ -83,7 +83,7 @@ def join_experts(block: Any) -> Any:
         return block
     pad_outputs(block.shared_expert_gate, block.num_experts)
     joined = [product for part in parts if (product := JoinedLinear.of(part))]
-    return JoinedExperts(block, joined)
+    return JoinedExperts(block.num_experts, block.top_k, joined)
 
 
 @partial(mx.compile, shapeless=True)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.exact import ExactProducts
+from mtp.layers.source_kernel import SourceKernel
 from proto.errors import ProtocolError
 from proto.images import ImageLayout
 
@@ -138,9 +139,26 @@ class Layer(ABC):
         every width is 1.
         """
 
+    def take_kernels(self, language: type[SourceKernel], picks: Picks) -> None:
+        """Let kernels in `language` compute the parts that `picks` allows, in a layer that no variant replaces."""
+        return
+
     def pin_exact(self, products: ExactProducts) -> None:
         """Keep the bits of every row independent of the rows beside it. A stage in exact mode has layers that can."""
         raise NotImplementedError(f"{self.kind} layers have no exact mode")
+
+
+Rows = Callable[[mx.array], mx.array]
+"""A function of rows that keeps their width."""
+
+
+class Picks(Protocol):
+    """A decision over a kernel: by a trial of a function of rows with it, and one without it."""
+
+    def __call__(
+        self, kernel: str, shapes: str, source: str, width: int, own: Rows, replaced: Rows
+    ) -> bool:
+        """Return whether to use `kernel` of `source`. `own` and `replaced` take rows `[rows, width]`."""
 
 
 class Mixer(Protocol):

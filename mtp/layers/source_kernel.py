@@ -26,6 +26,8 @@ class SourceKernel(ABC):
 
     names: ClassVar[Mapping[str, str]]
     """The replacements of the names in a source."""
+    most_rows: ClassVar[int]
+    """Rows up to which it pays that each reads its weights by itself."""
 
     def __init__(
         self,

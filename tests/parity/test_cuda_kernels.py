@@ -37,6 +37,7 @@ from mtp.layers.windows import (
 )
 from proto.frame import Admit, Segment
 from tests.parity.test_gpu import GPU
+from tests.support.stages import row_kernels
 from tests.support.stages.random_stage import random_stage, wide_config
 from tests.support.stages.rows_behind_a_hole import rows_behind_a_hole
 from worker.cache.sequence_cache import SequenceCache
@@ -73,6 +74,14 @@ def error_of(found: mx.array, expected: mx.array) -> float:
 
 def same(found: mx.array, expected: mx.array) -> bool:
     return bool(mx.array_equal(found, expected).item())
+
+
+@pytest.mark.parametrize("rows", [1, 5, 32])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_experts_and_streams_agree(dtype: mx.Dtype, rows: int) -> None:
+    """The sources that Macs share compute the same here."""
+    row_kernels.check_experts(CudaKernel, dtype, rows)
+    row_kernels.check_streams(CudaKernel, dtype, rows)
 
 
 # ---- products

@@ -9,12 +9,14 @@ import pytest
 
 from mtp.layers.metal.attention import prepare_rows
 from mtp.layers.metal.gdn import gated_delta_window
+from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.metal.products import add_norm
 from mtp.layers.prepare_rows import AttentionShape
 from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape, WindowKernel
 from tests.parity.test_metal_path import a_mac as a_mac
 from tests.support.metal.runner import reason_not_to_run
-from tests.support.stages import reference_kernels
+from tests.support.stages import reference_kernels, row_kernels
+from tests.support.stages.row_kernels import TOLERANCE, error
 
 pytestmark = pytest.mark.skipif(
     reason_not_to_run() is not None, reason=reason_not_to_run() or "Metal kernels run"
@@ -22,9 +24,6 @@ pytestmark = pytest.mark.skipif(
 
 SHAPE = GatedDeltaShape(2, 4)
 TYPES = [mx.bfloat16, mx.float16, mx.float32]
-TOLERANCE = {mx.bfloat16: 1e-2, mx.float16: 2e-3, mx.float32: 1e-5}
-"""Difference from the reference over the largest value. Outputs are rounded to the type, states are fp32."""
-
 Arrays = tuple[mx.array, ...]
 
 
@@ -52,12 +51,6 @@ class Case:
         """Return outputs and saved states of `kernel`."""
         held = mx.array(list(spans), dtype=mx.int32)
         return kernel(SHAPE, self.rows, self.past, self.conv, self.state, held, self.constants)
-
-
-def error(found: mx.array, expected: mx.array) -> float:
-    """Return the largest difference over the largest expected value."""
-    found, expected = found.astype(mx.float32), expected.astype(mx.float32)
-    return (mx.abs(found - expected).max() / mx.abs(expected).max()).item()  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("batch", range(1, 9))
@@ -138,3 +131,11 @@ def test_a_residual_and_its_norm_equal_mlxs(dtype: mx.Dtype, rows: int) -> None:
     total, normed = add_norm(x, y, weight, 1e-6, True)
     assert mx.array_equal(total, x + y)
     assert error(normed, mx.fast.rms_norm(x + y, weight, 1e-6)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_experts_and_streams_equal_the_operations(dtype: mx.Dtype, rows: int) -> None:
+    """The sources that NVIDIA GPUs share compute what MLX's operations do."""
+    row_kernels.check_experts(MetalKernel, dtype, rows)
+    row_kernels.check_streams(MetalKernel, dtype, rows)

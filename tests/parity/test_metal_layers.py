@@ -23,11 +23,12 @@ from proto.frame import Admit, Segment
 from proto.images import ImageSpan
 from proto.kernels import Kernels
 from proto.span import Span
+from tests.bench.dialled_model import ModelShape, write_dialled_model
 from tests.conftest import Checkpoints
 from tests.support.checkpoints import checkpoints as written
 from tests.support.checkpoints.flash_next import reference_model, text_config, write_flash_next
 from tests.support.metal.metal_path import metal_choices, metal_path
-from tests.support.metal.runner import reason_not_to_run
+from tests.support.metal.runner import reason_not_to_run, runs
 from tests.support.stages import reference_kernels
 from tests.support.stages.doubled import Doubled
 from worker.cache.sequence_cache import SequenceCache
@@ -102,7 +103,7 @@ def outputs(stage: Stage) -> mx.array:
 
 def unchanged(*_: Any, **__: Any) -> SimpleNamespace:
     """Return a joiner that replaces nothing."""
-    return SimpleNamespace(layer=lambda layer: layer, mixer=lambda mixer: mixer)
+    return SimpleNamespace(layer=lambda x: x, mixer=lambda x: x, picks=lambda *_: False)
 
 
 def shared_outputs(stage: Stage) -> tuple[mx.array, int]:
@@ -151,6 +152,21 @@ def test_flash_next_computes_what_the_reference_does(
         monkeypatch.setattr(choice, "MetalJoiner", unchanged)
         expected = outputs(stage_of(path))
     assert (mx.abs(found - expected).mean() <= 1e-5 * mx.abs(expected).mean()).item()
+
+
+def test_streams_and_experts_of_4_bits_are_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quantized Flash-Next computes with the kernels of few rows what MLX's operations compute."""
+    small = ModelShape(256, 4, 4, 2, 16, 128, vocab=4096, experts=32, per_token=4, ngram_rows=400)
+    write_dialled_model(tmp_path / "model", small, bits=4)
+    with metal_path():
+        before = runs["expert_down"], runs["stream_mean"]
+        found = outputs(stage_of(tmp_path / "model"))
+        assert runs["expert_down"] > before[0] and runs["stream_mean"] > before[1]
+        monkeypatch.setattr(choice, "MetalJoiner", unchanged)
+        expected = outputs(stage_of(tmp_path / "model"))
+    assert (mx.abs(found - expected).mean() <= 0.1 * mx.abs(expected).mean()).item()
 
 
 @pytest.mark.parametrize("form", list(FORMS)[:3])

@@ -19,12 +19,14 @@ import mlx.nn as nn
 
 from mtp.device import Arithmetic, this_device
 from mtp.layers.cuda.dense_rows import DenseRows
+from mtp.layers.cuda.kernel import CudaKernel
 from mtp.layers.cuda.pack import Packer
 from mtp.layers.cuda.packed_linear import FEW_ROWS
 from mtp.layers.exact import ExactProducts
 from mtp.layers.joined.join import Joiner
 from mtp.layers.layer import KernelTrial, KVFormat, Mixer
 from mtp.layers.metal.join import MetalJoiner
+from mtp.layers.metal.kernel import MetalKernel
 from proto.errors import UsageError
 from proto.kernels import Kernels
 from proto.state_dir import read_text, state_dir, write_private
@@ -68,6 +70,7 @@ def choose_variants(
         joiner = MetalJoiner(modules.config.hidden_size, dtype, choice.choose)
         modules.replace_layers(joiner.layer)
         _mix(modules, joiner.mixer)
+        modules.take_kernels(MetalKernel, joiner.picks)
     if exact:
         _pin(modules, ExactProducts(dtype, DenseRows if device.variant == "cuda" else None))
     # A member alone chooses its kernels: a trial with collectives would wait for members that try others.
@@ -87,6 +90,7 @@ def choose_variants(
 def _pack(modules: StageModules, packer: Packer) -> None:
     modules.replace_layers(packer.layer)
     _mix(modules, packer.mixer)
+    modules.take_kernels(CudaKernel, packer.picks)
     if modules.lm_head is not None:
         modules.lm_head = packer.projection(modules.lm_head)
     elif modules.norm is not None and modules.embed_tokens is not None:

@@ -26,9 +26,10 @@ from mtp.checkpoint.format.parts import (
 from mtp.device import this_device
 from mtp.head.drafter import MTPHead
 from mtp.layers.communicator import ALONE, Communicator
-from mtp.layers.layer import Layer
+from mtp.layers.layer import Layer, Picks
 from mtp.layers.reference import REFERENCE
 from mtp.layers.reference.slices import SlicedOutputs, SlicedSums, join_layer
+from mtp.layers.source_kernel import SourceKernel
 from proto.errors import CheckpointError, SpanError, UsageError
 from proto.span import Span
 from proto.terminal.progress import OnProgress
@@ -78,6 +79,11 @@ class StageModules:
         self.layers = [once(layer) for layer in self.layers]
         if self.head is not None:
             self.head.block = once(self.head.block)
+
+    def take_kernels(self, language: type[SourceKernel], picks: Picks) -> None:
+        """See `Layer.take_kernels`."""
+        for layer in [*self.layers, *([self.head.block] if self.head else [])]:
+            layer.take_kernels(language, picks)
 
     def share(self) -> None:
         """Let the layers, that of the MTP head included, add the partial results of all members."""

@@ -16,6 +16,7 @@ HALF_TYPES = (mx.bfloat16, mx.float16)
 class CudaKernel(SourceKernel):
     """A CUDA kernel. MLX compiles it anew in each process, and keeps only its own kernels on disk."""
 
+    most_rows = 32
     names: ClassVar[Mapping[str, str]] = {
         "$device ": "",
         "$shared ": "",

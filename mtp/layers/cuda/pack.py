@@ -11,7 +11,7 @@ import mlx.core as mx
 from mtp.layers.cuda.attention import PackedAttentionLayer, can_pack_attention, shape_of
 from mtp.layers.cuda.gdn import PackedGDNLayer, gated_delta_window
 from mtp.layers.cuda.in_place_kv import write_rows
-from mtp.layers.cuda.kernel import HALF_TYPES
+from mtp.layers.cuda.kernel import HALF_TYPES, CudaKernel
 from mtp.layers.cuda.packed_linear import (
     PackedEmbedding,
     PackedLinear,
@@ -23,9 +23,10 @@ from mtp.layers.cuda.packed_linear import (
     unpack,
 )
 from mtp.layers.cuda.row_attention import SLOTS, RowArrays, attend_rows, prepare_rows
+from mtp.layers.expert_rows import row_experts
 from mtp.layers.experts import join_experts
 from mtp.layers.gated_delta import has_window_kernel, recurrence_of, window_constants
-from mtp.layers.layer import KVFormat, Layer, Mixer, PlainMLP
+from mtp.layers.layer import KVFormat, Layer, Mixer, PlainMLP, Rows
 from mtp.layers.prepare_rows import constants_of
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.source_kernel import report_fallback
@@ -51,7 +52,8 @@ class Packer:
         """Return `layer` packed, or itself where no kernel computes it."""
         module: Any = layer.module
         if not self._exact:
-            module.mlp = join_experts(module.mlp)
+            joined_experts = join_experts(module.mlp)
+            module.mlp = row_experts(joined_experts, self._dtype, CudaKernel, self.picks)
         mlp = pack_mlp(module.mlp)
         packed: Layer | None = None
         if module.is_linear:
@@ -88,6 +90,12 @@ class Packer:
     def embedding(self, module: Any) -> Any:
         """Return a tied embedding packed, or itself."""
         return PackedEmbedding.from_modules([module]) if can_pack([module]) else module
+
+    def picks(
+        self, kernel: str, shapes: str, source: str, width: int, own: Rows, replaced: Rows
+    ) -> bool:
+        """Return whether `kernel` compiles: see `Picks`. Here it wins wherever it does."""
+        return self._tries(kernel, lambda: own(mx.zeros((1, width), self._dtype)))
 
     def _tries(self, kernel: str, trial: Callable[[], Any]) -> bool:
         """Return whether `trial` runs. It runs once for each kernel."""

@@ -9,8 +9,9 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mtp.layers import gated_delta, prepare_rows
+from mtp.layers.expert_rows import row_experts
 from mtp.layers.experts import join_experts
-from mtp.layers.layer import KernelTrial, Layer, Mixer, PlainMLP
+from mtp.layers.layer import KernelTrial, Layer, Mixer, PlainMLP, Rows
 from mtp.layers.linear import Format, JoinedLinear
 from mtp.layers.metal.attention import (
     JoinedAttentionLayer,
@@ -18,8 +19,9 @@ from mtp.layers.metal.attention import (
     joined_projections,
 )
 from mtp.layers.metal.gdn import JoinedGDNLayer, WindowGDNLayer, gated_delta_window, joined_inputs
+from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.metal.products import NORM_SOURCE, JoinedMLP
-from mtp.layers.metal.trial import MixerTrial, Tried, try_layer
+from mtp.layers.metal.trial import MixerTrial, RowsTrial, Tried, try_layer
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.windows import WindowMixer
@@ -41,7 +43,8 @@ class MetalJoiner:
     def layer(self, layer: ReferenceLayer) -> Layer:
         """Return `layer` joined where its weights have one format, or itself."""
         module: Any = layer.module
-        module.mlp = join_experts(module.mlp)
+        joined_experts = join_experts(module.mlp)
+        module.mlp = row_experts(joined_experts, self._dtype, MetalKernel, self.picks)
         mlp = JoinedMLP.of(module.mlp)
         replaced = (
             self._gdn(layer, mlp) if isinstance(layer, GDNLayer) else self._attention(module, mlp)
@@ -109,6 +112,14 @@ class MetalJoiner:
                 best = prepared
         joining = type(best)(module, parts, mlp, joins_norm=True)
         return joining if mlp and self._wins_norm(joining, best) else best
+
+    def picks(
+        self, kernel: str, shapes: str, source: str, width: int, own: Rows, replaced: Rows
+    ) -> bool:
+        """See `Picks`."""
+        sides = RowsTrial(own), RowsTrial(replaced)
+        trial = partial(try_layer, *sides, width, self._dtype)
+        return self._choose(kernel, f"{shapes}, rows of {width} in {self._dtype}", source, trial)
 
     def _wins_norm(self, joining: Layer, without: Layer) -> bool:
         return self._wins("residual_norm", "any heads", NORM_SOURCE, joining, without)

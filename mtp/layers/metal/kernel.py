@@ -15,6 +15,7 @@ HEADER = """
 #define __fmaf_rn(a, b, c) fma(a, b, c)
 #define __fmul_rn(a, b) ((a) * (b))
 #define make_float4(a, b, c, d) float4{a, b, c, d}
+#define __uint_as_float(bits) as_type<float>(bits)
 #define expf exp
 #define log1pf log1p
 #define rsqrtf rsqrt
@@ -32,6 +33,7 @@ PLACES = """
 class MetalKernel(SourceKernel):
     """A Metal kernel. Its sources have lambdas, which Metal knows from macOS 15 on."""
 
+    most_rows = 8
     names: ClassVar[Mapping[str, str]] = {
         "$device ": "device ",
         "$shared ": "threadgroup ",

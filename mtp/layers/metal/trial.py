@@ -11,7 +11,7 @@ import time
 
 import mlx.core as mx
 
-from mtp.layers.layer import KernelTrial, KVFormat, Layer, Mixer
+from mtp.layers.layer import KernelTrial, KVFormat, Layer, Mixer, Rows
 
 BATCHES = ((1, 1), (1, 4), (8, 1))
 """Sequences and tokens of each. They are those of plain decoding, of drafts and of several clients."""
@@ -41,7 +41,15 @@ class MixerTrial:
         self.add = lambda x, *rest: x + mixer.mix(x, *rest)
 
 
-Tried = Layer | MixerTrial
+class RowsTrial:
+    """A function of rows that is tried as a layer."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.new_cache = lambda _: None
+        self.add = lambda x, *_: x + rows(x)
+
+
+Tried = Layer | MixerTrial | RowsTrial
 
 
 def try_layer(own: Tried, replaced: Tried, hidden: int, dtype: mx.Dtype) -> KernelTrial:

@@ -26,6 +26,7 @@ typedef int int32_t;
 typedef long int64_t;
 typedef unsigned long uint64_t;
 typedef half float16_t;
+typedef uint uint2 __attribute__((ext_vector_type(2)));
 typedef uint uint3 __attribute__((ext_vector_type(3)));
 typedef float float4 __attribute__((ext_vector_type(4)));
 struct bfloat {
@@ -38,6 +39,7 @@ struct bfloat {
   operator float() const __constant;
   bfloat(const __global bfloat& other);
   __global bfloat& operator=(bfloat other) __global;
+  __local bfloat& operator=(bfloat other) __local;
 };
 typedef bfloat bfloat16_t;
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
@@ -45,6 +47,8 @@ void threadgroup_barrier(mem_flags);
 void simdgroup_barrier(mem_flags);
 float simd_sum(float);
 float simd_shuffle_xor(float, ushort);
+int simd_shuffle_xor(int, ushort);
+template <typename To> To as_type(uint);
 float exp(float);
 float log(float);
 float log1p(float);

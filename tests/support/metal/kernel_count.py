@@ -135,7 +135,7 @@ class OwnSteps:
 
 def write_models(folder: Path, *, moe: bool = False) -> dict[int, Path]:
     """Write two models of 4 bits, by their number of layers, whose heads are those that kernels need."""
-    with patch.multiple(checkpoints, GDN_DIM=128, HEAD_DIM=256):
+    with patch.multiple(checkpoints, GDN_DIM=128, HEAD_DIM=256, _EXPERTS=32):
         return {
             layers: checkpoints.write_checkpoint(
                 folder / str(layers),

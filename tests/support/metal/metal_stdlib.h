@@ -48,8 +48,10 @@ bfloat operator-(bfloat, bfloat) = delete;
 bfloat operator*(bfloat, bfloat) = delete;
 bfloat operator/(bfloat, bfloat) = delete;
 
+template <typename T> struct vec2 { T x, y; };
 template <typename T> struct vec3 { T x, y, z; };
 template <typename T> struct vec4 { T x, y, z, w; };
+typedef vec2<uint> uint2;
 typedef vec3<uint> uint3;
 typedef vec4<float> float4;
 
@@ -239,6 +241,12 @@ template <typename T> inline T simd_sum(T value) {
   return lanes[0];
 }
 
+template <typename To, typename From> inline To as_type(From value) {
+  static_assert(sizeof(To) == sizeof(From), "the same bits");
+  To found;
+  memcpy(&found, &value, sizeof(To));
+  return found;
+}
 inline float exp(float x) { return ::expf(x); }
 inline float log(float x) { return ::logf(x); }
 inline float log1p(float x) { return ::log1pf(x); }

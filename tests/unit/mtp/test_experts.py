@@ -12,16 +12,17 @@ from mlx_lm.models.qwen3_5 import SparseMoeBlock, TextModelArgs
 from mtp.layers.experts import JoinedExperts, join_experts
 
 
-def block_of(bits: int | None, dtype: mx.Dtype = mx.float32) -> Any:
+def block_of(
+    bits: int | None, dtype: mx.Dtype = mx.float32, *, experts: int = 16, inner: int = 64
+) -> Any:
     """Return the same random experts for each call."""
     sizes: dict[str, Any] = {
-        "num_experts": 16,
+        "num_experts": experts,
         "num_experts_per_tok": 4,
-        "moe_intermediate_size": 64,
+        "moe_intermediate_size": inner,
+        "shared_expert_intermediate_size": inner,
     }
-    args: Any = TextModelArgs(
-        model_type="qwen3_5_moe_text", hidden_size=128, shared_expert_intermediate_size=64, **sizes
-    )
+    args: Any = TextModelArgs(model_type="qwen3_5_moe_text", hidden_size=128, **sizes)
     args.norm_topk_prob = True
     mx.random.seed(1)
     block = SparseMoeBlock(args)

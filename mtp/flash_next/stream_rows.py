@@ -1,0 +1,173 @@
+"""The streams of few rows in two launches on a GPU, where MLX's operations take eight. See `mtp.layers.expert_rows`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from mtp.layers.expert_rows import BITS, OUTPUTS, PRODUCT, UNIT
+from mtp.layers.linear import JoinedLinear
+from mtp.layers.source_kernel import THREADS, SourceKernel
+
+NORM_SOURCE = r"""
+  // A block computes a stream of a row: it adds the gated output of a block, if there is one, and normalizes the sum.
+  const int tid = threadIdx.x, row = blockIdx.x / STREAMS, stream = blockIdx.x % STREAMS;
+  const $int64 start = ($int64)blockIdx.x * HIDDEN;
+  $array float sums[8];
+  float gate = 0.0f;
+  if (ADDS) {
+    const float logit = static_cast<float>(gates[($int64)row * gates_shape[1] + RANK + stream]);
+    gate = 2.0f / (1.0f + expf(-logit / STREAMS));
+  }
+  constexpr int OWN = (HIDDEN + 255) / 256;
+  float v[OWN], sum = 0.0f;
+  #pragma unroll
+  for (int i = 0; i < OWN; ++i) {
+    const int e = tid + 256 * i;
+    v[i] = 0.0f;
+    if (e >= HIDDEN) continue;
+    v[i] = static_cast<float>(x[start + e]);
+    if (ADDS) {
+      v[i] = __fmaf_rn(static_cast<float>(block[($int64)row * HIDDEN + e]), gate, v[i]);
+      const InT rounded = static_cast<InT>(v[i]);
+      total[start + e] = rounded;
+      v[i] = static_cast<float>(rounded);
+    }
+    sum = __fmaf_rn(v[i], v[i], sum);
+  }
+  #pragma unroll
+  for (int m = 16; m > 0; m >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, m);
+  if ((tid & 31) == 0) sums[tid >> 5] = sum;
+  __syncthreads();
+  sum = 0.0f;
+  #pragma unroll
+  for (int i = 0; i < 8; ++i) sum += sums[i];
+  const float scale = rsqrtf(sum / HIDDEN + eps[0]);
+  #pragma unroll
+  for (int i = 0; i < OWN; ++i) {
+    const int e = tid + 256 * i;
+    if (e < HIDDEN) {
+      normed[start + e] = static_cast<InT>(v[i] * scale * static_cast<float>(weight[stream * HIDDEN + e]));
+    }
+  }
+"""
+
+MEAN_SOURCE = (
+    r"""
+  constexpr int UNITS = RANK / 16, GROUPS = RANK / GROUP;
+  $array InT held[RANK];
+  const int row = blockIdx.y, tid = threadIdx.x;
+  for (int e = tid; e < RANK; e += 256) {
+    const float value = static_cast<float>(both[($int64)row * both_shape[1] + e]) / STREAMS;
+    held[e % 16 * UNITS + e / 16] = static_cast<InT>(value / (1.0f + expf(-value)));
+  }
+  __syncthreads();
+"""
+    + PRODUCT
+    + r"""
+  // The lanes of a warp are divided among the streams.
+  constexpr int LANES = 32 / STREAMS;
+  const int lane = tid & 31, stream = lane / LANES;
+  const int first = (blockIdx.x * 8 + (tid >> 5)) * OUTS;
+  if (first >= HIDDEN) return;
+  const $device uint2* words = reinterpret_cast<const $device uint2*>(w);
+  float sums[OUTS] = {};
+  for (int unit = lane % LANES; unit < UNITS; unit += LANES) {
+    load(unit);
+    #pragma unroll
+    for (int o = 0; o < OUTS; ++o) {
+      const int n = stream * HIDDEN + min(first + o, HIDDEN - 1);
+      const int group = n * GROUPS + unit * 16 / GROUP;
+      sums[o] += product(
+          words + ($int64)n * UNITS + unit, static_cast<float>(scales[group]), static_cast<float>(biases[group]));
+    }
+  }
+  #pragma unroll
+  for (int o = 0; o < OUTS; ++o) {
+    #pragma unroll
+    for (int m = LANES / 2; m > 0; m >>= 1) sums[o] += __shfl_xor_sync(0xffffffff, sums[o], m);
+    const int h = min(first + o, HIDDEN - 1);
+    float y = static_cast<float>(normed[(($int64)row * STREAMS + stream) * HIDDEN + h]) / (1.0f + expf(-sums[o]));
+    #pragma unroll
+    for (int m = 16; m >= LANES; m >>= 1) y += __shfl_xor_sync(0xffffffff, y, m);
+    if (lane == 0 && first + o < HIDDEN) out[($int64)row * HIDDEN + h] = static_cast<InT>(y / STREAMS);
+  }
+"""
+)
+
+
+class StreamKernels:
+    """The two kernels in `language`: the sum and norm of the streams, and their mean after the gated mixer."""
+
+    def __init__(self, language: type[SourceKernel]) -> None:
+        self.most_rows = language.most_rows
+        inputs = ["x", "block", "gates", "weight", "eps"]
+        self._norm = language("stream_norm", inputs, ["total", "normed"], NORM_SOURCE)
+        inputs = ["both", "normed", "w", "scales", "biases"]
+        self._mean = language("stream_mean", inputs, ["out"], MEAN_SOURCE)
+
+    def norm(
+        self,
+        x: mx.array,
+        added: tuple[mx.array, mx.array] | None,
+        weight: mx.array,
+        eps: mx.array,
+        streams: int,
+        rank: int,
+    ) -> tuple[mx.array, mx.array]:
+        """Return the streams `x [rows, width]` with a block's output added, and their norm.
+
+        `added` are the output `[rows, hidden]` and an array whose columns from `rank` on are the logits of its gates.
+        """
+        hidden = x.shape[1] // streams
+        total, normed = self._norm(
+            [x, *(added or (x, x)), weight, eps],
+            blocks=(x.shape[0] * streams, 1, 1),
+            template=[
+                ("InT", x.dtype),
+                ("ADDS", added is not None),
+                ("STREAMS", streams),
+                ("HIDDEN", hidden),
+                ("RANK", rank),
+            ],
+            shapes=[x.shape if added else (1,), x.shape],
+            dtypes=[x.dtype] * 2,
+        )
+        return total if added else x, normed
+
+    def mean(
+        self, both: mx.array, normed: mx.array, up: JoinedLinear, streams: int, rank: int
+    ) -> mx.array:
+        """Return the mix `[rows, hidden]` of the streams `normed`, of the first `rank` columns of `both`."""
+        hidden = normed.shape[1] // streams
+        return self._mean(
+            [both, normed, *up.weights],
+            blocks=(-(-hidden // (OUTPUTS * THREADS // 32)), normed.shape[0], 1),
+            template=[
+                ("InT", normed.dtype),
+                ("STREAMS", streams),
+                ("HIDDEN", hidden),
+                ("RANK", rank),
+                ("GROUP", up.format.group_size),
+                ("OUTS", OUTPUTS),
+            ],
+            shapes=[(normed.shape[0], hidden)],
+            dtypes=[normed.dtype],
+        )[0]
+
+
+@cache
+def stream_kernels(language: type[SourceKernel]) -> StreamKernels:
+    """Return the kernels in `language`. All layers share them."""
+    return StreamKernels(language)
+
+
+def computes(up: Any, streams: int, rank: int, dtype: mx.Dtype) -> bool:
+    """Return whether the kernels compute a mixer whose second product is `up`: affine weights of 4 bits."""
+    return (
+        up is not None
+        and (up.format.bits, up.format.mode, up.dtype) == (BITS, "affine", dtype)
+        and rank % UNIT == 32 % streams == 0
+    )
