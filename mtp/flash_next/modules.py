@@ -104,7 +104,8 @@ class HyperConnection(nn.Module):
 
     def spread(self, x: mx.array, block: mx.array, gates: mx.array) -> mx.array:
         """Return the streams `x` with the output of a block `[rows, hidden]`, each by its gate."""
-        first = 0 if self._joined is None else self.rank
+        # Joined logits follow the columns of the mixer.
+        first = self.rank if gates.shape[1] > self.rank else 0
         apart = x.reshape(x.shape[0], self.streams, -1)
         logits = gates[:, first : first + self.streams, None]
         return _added(apart, block[:, None], logits, self.streams).reshape(x.shape)
