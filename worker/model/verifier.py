@@ -16,8 +16,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from mtp.head.drafter import Drafter, DraftJob
-from mtp.head.window_drafts import WindowDrafts, WindowJob
+from mtp.head.drafter import Drafter, DraftJob, WindowDrafts, WindowJob
 from mtp.layers.layer import KVFormat
 from mtp.sampling.choice import (
     Logprobs,
