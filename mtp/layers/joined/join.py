@@ -1,23 +1,218 @@
-"""The replacement of reference layers by joined ones."""
+"""Layers that take few operations, and the replacement of reference layers by them.
+
+In fp32 the bits are those of the reference.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.qwen3_5 import DecoderLayer
+from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
-from mtp.layers.joined.attention import JoinedAttentionLayer, can_join_attention
-from mtp.layers.joined.gdn import TAPS, JoinedGDNLayer
 from mtp.layers.joined.products import (
     ColumnLinear,
     JoinedMLP,
     RowNorm,
     can_join_mlp,
     can_store_columns,
+    gated_rows,
+    scaled_rows,
 )
-from mtp.layers.layer import Layer, PlainMLP
+from mtp.layers.kv_cache import KVRows
+from mtp.layers.layer import Hole, Layer, PlainMLP
 from mtp.layers.reference import ReferenceLayer
+from mtp.layers.reference.attention import AttentionLayer, Projected
+from mtp.layers.reference.gdn import GDNLayer
+from mtp.layers.turns import turn, turn_table
+
+
+def can_join_attention(attention: Qwen3NextAttention, *, widen: bool) -> bool:
+    """Return whether `JoinedAttentionLayer` computes the layer."""
+    rope = attention.rope
+    inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
+    return (
+        can_store_columns(inputs, widen=widen)
+        and can_store_columns([attention.o_proj], widen=widen)
+        and type(rope) is nn.RoPE
+        and not rope.traditional
+        and attention.q_norm.eps == attention.k_norm.eps
+    )
+
+
+class JoinedAttention(nn.Module):
+    """The products of an attention layer whose query, key, value and gate projections are one.
+
+    Keys, values and queries have `dtype`, so that caches have the type of the checkpoint. The rest is fp32.
+    """
+
+    def __init__(self, attention: Qwen3NextAttention, dtype: mx.Dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.rope = attention.rope
+        self.scale = attention.scale
+        self.heads = attention.num_attention_heads
+        self.kv_heads = attention.num_key_value_heads
+        dim = attention.head_dim
+        q, gates = _without_gates(attention.q_proj, self.heads, dim)
+        self.inputs = ColumnLinear.from_modules([q, attention.k_proj, attention.v_proj, gates])
+        self.o_proj = ColumnLinear.from_modules([attention.o_proj])
+        norms = [attention.q_norm.weight] * self.heads + [attention.k_norm.weight] * self.kv_heads
+        self._scales = mx.stack(norms).astype(mx.float32)
+        self._eps = attention.q_norm.eps
+        turned = self.heads + self.kv_heads
+        self._ends = [turned * dim, (turned + self.kv_heads) * dim]
+        self._dim = dim
+        mx.eval(self._scales)
+        del attention.q_proj.weight
+
+    def project(
+        self, x: mx.array, turns: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """Return queries, keys, values `[rows, heads, dim]` and gates `[rows, heads * dim]` of `x [rows, hidden]`.
+
+        Queries and keys are normalized and turned. `turns` are those of the rows, from `turns_of`.
+        """
+        y = self.inputs(x)
+        first, second = self._ends
+        rows = x.shape[0]
+        qk = scaled_rows(y[:, :first].reshape(rows, -1, self._dim), self._scales, self._eps)
+        qk = turn(qk, turns).astype(self.dtype)
+        values = y[:, first:second].reshape(rows, -1, self._dim).astype(self.dtype)
+        return qk[:, : self.heads], qk[:, self.heads :], values, y[:, second:]
+
+
+class JoinedAttentionLayer(AttentionLayer):
+    """An attention layer whose projections are one. RoPE turns all rows of a frame at once."""
+
+    kind = "joined"
+
+    def __init__(self, layer: DecoderLayer, dtype: mx.Dtype) -> None:
+        super().__init__(layer)
+        self.attention = JoinedAttention(layer.self_attn, dtype)
+
+    def _project(
+        self, x: mx.array, caches: Sequence[KVRows], widths: Sequence[int], holes: Sequence[Hole]
+    ) -> Projected:
+        """Return the projections of the norm of `x [rows, hidden]`, queries and keys normalized and turned."""
+        moved = mx.concatenate([hole.count for hole in holes]) if holes else None
+        projected: Projected = self.attention.project(
+            self.norm(x), turns_of(self.attention.rope, caches, widths, moved)
+        )
+        return projected
+
+    def _turned(
+        self, q: mx.array, k: mx.array, caches: Sequence[KVRows], holes: Sequence[Hole]
+    ) -> tuple[mx.array, mx.array]:
+        """Return `q` and `k`, which are turned already."""
+        return q, k
+
+
+def _without_gates(projection: nn.Linear, heads: int, dim: int) -> tuple[nn.Linear, nn.Linear]:
+    """Return the projections of the queries and of the gates, which alternate head by head in `projection`."""
+    parts = []
+    for half in range(2):
+        part = nn.Linear(1, 1, bias=False)
+        part.weight = projection.weight.reshape(heads, 2, dim, -1)[:, half].reshape(heads * dim, -1)
+        if "bias" in projection:
+            part.bias = projection.bias.reshape(heads, 2, dim)[:, half].reshape(-1)
+        parts.append(part)
+    return parts[0], parts[1]
+
+
+def turns_of(
+    rope: nn.RoPE, caches: Sequence[KVRows], widths: Sequence[int], moved: mx.array | None = None
+) -> mx.array:
+    """Return cosines and sines of rows, where sequence i owns `widths[i]` rows after those in `caches[i]`.
+
+    With `moved`, int32 `[n]`, every sequence has one row, and row i is `moved[i]` positions earlier. Returns fp32
+    `[rows, 2, half]`.
+    """
+    starts = [cache.position for cache in caches]
+    end = max(start + width for start, width in zip(starts, widths, strict=True))
+    table = turn_table(rope, end)
+    if moved is not None:
+        return table[mx.array(starts, dtype=mx.int32) - moved]
+    parts = []
+    for cache, start, width in zip(caches, starts, widths, strict=True):
+        image = cache.image_turns(rope, width)
+        parts.append(table[start : start + width] if image is None else image)
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+
+TAPS = 4
+"""Inputs of the convolution that `JoinedGDNLayer` requires."""
+
+QK_EPS = 1e-6
+"""Added to the sum of squares of q and k, as in mlx-lm."""
+
+
+class JoinedGDNLayer(GDNLayer):
+    """A layer whose input projections are one where their weights allow it. Between projections it computes in fp32."""
+
+    kind = "joined"
+
+    def __init__(self, layer: DecoderLayer, dtype: mx.Dtype, *, widen: bool) -> None:
+        """Join the projections of `layer`. `dtype` is that of caches; `widen` allows weights of half precision."""
+        super().__init__(layer)
+        self.dtype = dtype
+        net = self.net
+        inputs = [net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a]
+        joined = can_store_columns(inputs, widen=widen)
+        self.inputs: list[Any] = [ColumnLinear.from_modules(inputs)] if joined else inputs
+        sizes = (net.conv_dim, net.value_dim, net.num_v_heads)
+        self._ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        if can_store_columns([net.out_proj], widen=widen):
+            net["out_proj"] = ColumnLinear.from_modules([net.out_proj])
+        taps = net.conv1d.weight[:, :, 0].astype(mx.float32)
+        self._taps = [mx.contiguous(taps[:, tap]) for tap in range(TAPS)]
+        scale = net.head_k_dim**-0.5
+        self._eps = QK_EPS * scale**2
+        heads = net.num_k_heads
+        self._scales = mx.array([[scale**2]] * heads + [[scale]] * heads)
+        self._norm = net.norm.weight.astype(mx.float32)
+        mx.eval(self._taps, self._scales, self._norm)
+
+    def _project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """Return qkv, z, b and a of `x [rows, hidden]`."""
+        if len(self.inputs) > 1:
+            qkv, z, b, a = (part(x) for part in self.inputs)
+            return qkv, z, b, a
+        y = self.inputs[0](x)
+        first, second, third = self._ends
+        return y[:, :first], y[:, first:second], y[:, second:third], y[:, third:]
+
+    def _convolve(self, conv_input: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Return q, k and v `[n, w, heads, dim]` of `conv_input [n, w + 3, channels]`, q and k normalized."""
+        net, width = self.net, conv_input.shape[1] - TAPS + 1
+        parts = [conv_input[:, tap : tap + width] for tap in range(TAPS)]
+        mixed = _convolved(*parts, *self._taps)
+        shape = (*mixed.shape[:2], -1, net.head_k_dim)
+        qk = scaled_rows(mixed[..., : 2 * net.key_dim].reshape(shape), self._scales, self._eps)
+        v = mixed[..., 2 * net.key_dim :].reshape(*shape[:2], net.num_v_heads, net.head_v_dim)
+        return qk[:, :, : net.num_k_heads], qk[:, :, net.num_k_heads :], v
+
+    def _finish(self, out: mx.array, z: mx.array, dtype: mx.Dtype) -> mx.array:
+        """Return the output projection of `out [rows, v_heads, v_dim]`, normalized and gated by `z`."""
+        gate = z.astype(mx.float32).reshape(out.shape)
+        gated = gated_rows(out, gate, self._norm, self.net.norm.eps)
+        y: mx.array = self.net.out_proj(gated.reshape(z.shape).astype(dtype))
+        return y
+
+
+@partial(mx.compile, shapeless=True)
+def _convolved(
+    a: mx.array, b: mx.array, c: mx.array, d: mx.array,
+    a_tap: mx.array, b_tap: mx.array, c_tap: mx.array, d_tap: mx.array,
+) -> mx.array:  # fmt: skip
+    """Return the silu of a depthwise convolution, from the inputs at each tap."""
+    y = a * a_tap + b * b_tap + c * c_tap + d * d_tap
+    return y * mx.sigmoid(y)
+
 
 WIDENED_BYTES = 512 * 10**6
 """Bytes. Largest checkpoint whose half-precision weights become fp32, which doubles their memory.

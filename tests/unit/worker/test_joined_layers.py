@@ -14,7 +14,7 @@ from mlx_lm.models.qwen3_5 import DecoderLayer, TextModelArgs
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers import turns
-from mtp.layers.joined import attention, join
+from mtp.layers.joined import join
 from mtp.layers.joined.join import Joiner
 from mtp.layers.joined.products import ColumnLinear, JoinedMLP, RowNorm
 from mtp.layers.layer import Hole, KVFormat, Layer
@@ -156,7 +156,7 @@ def test_a_large_half_precision_checkpoint_is_not_widened(
     small = joined_stage(checkpoints, dtype=mx.bfloat16, tie=False)
     assert small.variants.summary == f"{len(small.modules.layers)} joined"
     attention_layer = small.modules.layers[3]
-    assert isinstance(attention_layer, attention.JoinedAttentionLayer)
+    assert isinstance(attention_layer, join.JoinedAttentionLayer)
     assert attention_layer.attention.dtype == mx.bfloat16
     monkeypatch.setattr(join, "WIDENED_BYTES", small.modules.model_bytes - 1)
     large = joined_stage(checkpoints, dtype=mx.bfloat16, tie=False)
