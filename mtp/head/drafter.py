@@ -20,8 +20,14 @@ from mlx_lm.models.qwen3_5 import DecoderLayer, TextModelArgs
 from mtp.layers.kv_cache import KVRows
 from mtp.layers.layer import Hole, KVFormat, Layer
 from mtp.layers.reference.attention import AttentionLayer
-from mtp.sampling.choice import choose, choose_with_keys, shared_settings
-from mtp.sampling.filters import History, Stream, key_array
+from mtp.sampling.choice import (
+    History,
+    Stream,
+    choose,
+    choose_with_keys,
+    key_array,
+    shared_settings,
+)
 from mtp.sampling.grammar import GrammarState
 from proto.params import SamplingParams
 
