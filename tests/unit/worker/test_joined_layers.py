@@ -15,8 +15,7 @@ from mlx_lm.models.qwen3_5 import DecoderLayer, TextModelArgs
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers import turns
 from mtp.layers.joined import join
-from mtp.layers.joined.join import Joiner
-from mtp.layers.joined.products import ColumnLinear, JoinedMLP, RowNorm
+from mtp.layers.joined.join import ColumnLinear, JoinedMLP, Joiner, RowNorm
 from mtp.layers.layer import Hole, KVFormat, Layer
 from mtp.layers.reference import reference_layer
 from mtp.layers.reference.gdn import advance_state
