@@ -347,12 +347,8 @@ class ShardWriter(PartFile):
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Return the place of each tensor in the finished file."""
-        found: dict[str, TensorInfo] = {}
-        start = len(self._header)
-        for entry in self.entries:
-            found[entry.name] = TensorInfo(self.path, entry.dtype, entry.shape, start, entry.nbytes)
-            start += entry.nbytes
-        return found
+        size = len(self._header) + self.nbytes
+        return parse_header(self.path, self._header[LENGTH_BYTES:], size).tensors
 
 
 def read_file(file: Path, start: int, end: int, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
