@@ -9,8 +9,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from mtp.checkpoint.convert.foreign import MEMBERS, Member, PackedSource, Packing, find_packing
-from mtp.checkpoint.convert.unpack import Members, read_members
+from mtp.checkpoint.convert.foreign import (
+    MEMBERS,
+    Member,
+    Members,
+    PackedSource,
+    Packing,
+    find_packing,
+    read_members,
+)
 from mtp.checkpoint.format.config import PACKINGS, ForeignPacking
 from mtp.checkpoint.format.shard import read_header
 
