@@ -178,9 +178,9 @@ class StagePrefixes:
         border, parent, entry = saved.border, saved.parent, saved.entry()
         if entry is None or await self._chains(border.key):
             return
-        start = 0  # without the blocks of the parent, this one has all tokens
+        start, before = 0, b""  # without the blocks of the parent, this one has all tokens
         if parent is not None and await self._chains(parent.key):
-            start = parent.length
+            start, before = parent.length, parent.key
         name = block_file(self.namespace, border.key, self.layers)
         writer = await asyncio.to_thread(
             BlockWriter, self.index.folder / name, len(self.layers), entry.nbytes
@@ -196,15 +196,7 @@ class StagePrefixes:
                 if free <= 0 and more:
                     free = IDLE_BYTES if await self._rest(time.monotonic() - started) else 0
             size = await asyncio.to_thread(writer.finish)
-        block = Block(
-            self.namespace,
-            border.key,
-            self.layers,
-            start,
-            border.length,
-            parent.key if parent is not None and start else b"",
-            name,
-        )
+        block = Block(self.namespace, border.key, self.layers, start, border.length, before, name)
         await asyncio.to_thread(self.index.add, block, size)
 
     async def _rest(self, worked: float) -> bool:

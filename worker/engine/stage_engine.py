@@ -469,8 +469,7 @@ class StageEngine:
         running_rows: list[int] = []
         row = 0
         for before, now in zip(frame.segments, segments, strict=True):
-            if not now.cancelled:
-                running_rows.extend(range(row, row + now.rows))
+            running_rows += range(row, row + now.rows)
             row += before.rows
         return x if len(running_rows) == x.shape[0] else x[mx.array(running_rows)]
 

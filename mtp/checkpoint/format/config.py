@@ -245,10 +245,8 @@ class ModelConfig:
 
         A layer that reads tokens has a further state.
         """
-        keys, values = (
-            self.gdn_key_heads * self.gdn_key_dim,
-            self.gdn_value_heads * self.gdn_value_dim,
-        )
+        keys = self.gdn_key_heads * self.gdn_key_dim
+        values = self.gdn_value_heads * self.gdn_value_dim
         stored = (self.gdn_kernel - 1) * (2 * keys + values)
         if layer in self.token_layers:
             stored += self.family.token_values(self.text_config)

@@ -12,7 +12,6 @@ import mlx.core as mx
 from mtp.checkpoint.convert.foreign import (
     MEMBERS,
     Member,
-    Members,
     PackedSource,
     Packing,
     find_packing,
@@ -44,7 +43,7 @@ class Golden:
         return found
 
     @property
-    def members(self) -> Members:
+    def members(self) -> dict[Member, mx.array]:
         """The members as a checkpoint gives them."""
         names = {MEMBERS[name]: name for name in self.stored if name in MEMBERS}
         weight = names.pop("weight")

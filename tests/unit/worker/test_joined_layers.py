@@ -81,12 +81,8 @@ def gdn_frames(layer: Layer, cuts: Sequence[int | None]) -> list[mx.array]:
 def test_a_joined_gdn_layer_has_the_bits_of_the_reference() -> None:
     """Outputs and states are equal over frames of several widths, whole windows and windows that are cut."""
     cuts = (None, 1, None, 0, None)
-    pairs = zip(
-        gdn_frames(joined(layer_of(linear=True)), cuts),
-        gdn_frames(reference_layer(layer_of(linear=True)), cuts),
-        strict=True,
-    )
-    assert all(mx.array_equal(a, b) for a, b in pairs)
+    frames = (gdn_frames(make(layer_of(linear=True)), cuts) for make in (joined, reference_layer))
+    assert all(mx.array_equal(a, b) for a, b in zip(*frames, strict=True))
 
 
 @pytest.mark.parametrize("width", [1, 5])
