@@ -63,9 +63,6 @@ class CoordinatorStep(IntEnum):
     """The events for clients are in their queues."""
 
 
-_COUNTS: dict[type[IntEnum], int] = {steps: len(steps) for steps in (StageStep, CoordinatorStep)}
-
-
 class FrameStamps:
     """The times of one frame in one process, by step. The thread that does a step marks it."""
 
@@ -76,7 +73,7 @@ class FrameStamps:
         self.number = 0
         self.rows = 0
         self.stage = stage
-        self.times = [0] * _COUNTS[steps]
+        self.times = [0] * len(steps)
 
     def name_frame(self, epoch: int, number: int, rows: int) -> None:
         """Record which frame it is, once its header is known."""

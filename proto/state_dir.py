@@ -1,4 +1,4 @@
-"""The state directory of a program: its place, and the private files in it."""
+"""The state directory of a program: its place, the private files in it, and the atomic replacement of a file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,19 +30,26 @@ def state_dir(given: Path | None) -> Path:
     return Path(named) if named else user_state_path("mtp-cluster", appauthor=False)
 
 
-def write_private(file: Path, text: str) -> None:
-    """Replace `file` atomically, readable by its owner only. Raises UsageError when that fails."""
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+def replace_file(file: Path, data: bytes, mode: int) -> None:
+    """Replace a small file atomically, even when several processes write it. Raises OSError."""
+    descriptor, name = tempfile.mkstemp(prefix=f"{file.name}.", suffix=".part", dir=file.parent)
+    part = Path(name)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with contextlib.suppress(FileNotFoundError):
-            part.unlink()
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with open(descriptor, "wb") as stream:
+            stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
+        part.chmod(mode)
         part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_private(file: Path, text: str) -> None:
+    """Replace `file` atomically, readable by its owner only. Raises UsageError when that fails."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace_file(file, text.encode(), 0o600)
     except OSError as error:
         raise UsageError(
             f"--state-dir {file.parent}: cannot be written: {error.strerror}. Name another directory"

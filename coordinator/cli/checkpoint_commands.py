@@ -21,9 +21,9 @@ from coordinator.cli.trust_commands import StateOption
 from coordinator.schedule.local_generator import missing_head_tensors, repair_hint
 from coordinator.serve.server import CONVERTED
 from mtp.checkpoint.convert.add_head import HeadAddition, plan_head_addition
-from mtp.checkpoint.convert.convert import HEAD_FILE, ConversionResult
-from mtp.checkpoint.convert.convert import convert as convert_checkpoint
-from mtp.checkpoint.convert.converted_weights import (
+from mtp.checkpoint.convert.convert import (
+    HEAD_FILE,
+    ConversionResult,
     FloatType,
     HeadBits,
     Mode,
@@ -31,6 +31,7 @@ from mtp.checkpoint.convert.converted_weights import (
     Recipe,
     Settings,
 )
+from mtp.checkpoint.convert.convert import convert as convert_checkpoint
 from mtp.checkpoint.convert.foreign import open_source, plan_packed
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import is_head, join_names

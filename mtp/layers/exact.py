@@ -90,12 +90,9 @@ _METAL_TO_M2 = {
     Product.QUANTIZED_EXPERTS: (RowRange(1, 4),),
 }
 
-_METAL_FROM_M3 = {
+_METAL_FROM_M3 = _METAL_TO_M2 | {
     Product.DENSE: (RowRange(2, 5),),
     Product.AFFINE: (RowRange(2, 11),),
-    Product.BLOCK_FLOAT: (RowRange(2, 11),),
-    Product.DENSE_EXPERTS: (RowRange(1, 4),),
-    Product.QUANTIZED_EXPERTS: (RowRange(1, 4),),
 }
 
 LAST_OF_NARROW_KERNELS = 14

@@ -1,13 +1,15 @@
-"""The choice of a token from logits and noise, and the acceptance of drafts."""
+"""The choice of a token from logits: noise, filters, penalties with their history, and the acceptance of drafts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from mtp.sampling import filters
+from proto.errors import ProtocolError, RequestError
 from proto.params import SamplingParams
 
 
@@ -15,24 +17,22 @@ def choose(
     logits: mx.array,
     params: SamplingParams,
     first_position: int,
-    history: filters.History | None = None,
-    pending: filters.Tokens = (),
+    history: History | None = None,
+    pending: Tokens = (),
     exempt: Sequence[int] = (),
 ) -> mx.array:
     """Return the tokens for the rows of `logits` `[w, vocab]`: int32 `[w]`, lazy.
 
-    Row i predicts position `first_position + i`. `history`, `pending` and `exempt` are those of `filters.filtered`.
+    Row i predicts position `first_position + i`. `history`, `pending` and `exempt` are those of `filtered`.
     Greedy choice applies bias and penalties, but no filter. Only XTC could change the best token, and XTC belongs to
     random draws, as in mlx-lm.
     """
     if params.greedy:
-        scores = filters.adjusted(logits, params, history, pending)
+        scores = adjusted(logits, params, history, pending)
         return mx.argmax(scores, axis=-1).astype(mx.int32)
-    scores = filters.filtered(logits, params, first_position, history, pending, exempt)
+    scores = filtered(logits, params, first_position, history, pending, exempt)
     rows, vocab = scores.shape
-    noise = filters.gumbel(
-        params.seed, range(first_position, first_position + rows), vocab, filters.Stream.TARGET
-    )
+    noise = gumbel(params.seed, range(first_position, first_position + rows), vocab, Stream.TARGET)
     return mx.argmax(scores + noise, axis=-1).astype(mx.int32)
 
 
@@ -53,9 +53,7 @@ def choose_rows(
 
     Row i has the seed and the position of `places[i]`, and gets the token that `choose` gives it.
     """
-    return choose_with_keys(
-        logits, params, lambda: filters.key_array(places, filters.Stream.TARGET)
-    )
+    return choose_with_keys(logits, params, lambda: key_array(places, Stream.TARGET))
 
 
 def choose_with_keys(
@@ -64,8 +62,8 @@ def choose_with_keys(
     """Return the tokens of `choose_rows` for rows whose noise has `keys()`, perhaps lazy. Greedy rows need none."""
     if params.greedy:
         return mx.argmax(logits.astype(mx.float32), axis=-1).astype(mx.int32)
-    scores = filters.filtered(logits, params, 0)
-    return mx.argmax(scores + filters.gumbel_of(keys(), scores.shape[-1]), axis=-1).astype(mx.int32)
+    scores = filtered(logits, params, 0)
+    return mx.argmax(scores + gumbel_of(keys(), scores.shape[-1]), axis=-1).astype(mx.int32)
 
 
 class Logprobs(NamedTuple):
@@ -79,14 +77,14 @@ class Logprobs(NamedTuple):
     """fp32 `[w, top]`"""
 
 
-def logprobs(logits: mx.array, tokens: filters.Tokens, top: int) -> Logprobs:
+def logprobs(logits: mx.array, tokens: Tokens, top: int) -> Logprobs:
     """Return the model's own log-probabilities of `tokens` `[w]` and of the `top` best tokens.
 
     They are the log-softmax of `logits` `[w, vocab]`, before bias, penalties, temperature and filters, as in vLLM.
     """
     scores = logits.astype(mx.float32)
     scores = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(scores, filters.token_array(tokens)[:, None], axis=-1)[:, 0]
+    chosen = mx.take_along_axis(scores, token_array(tokens)[:, None], axis=-1)[:, 0]
     top_tokens, best = _likeliest(scores, min(top, scores.shape[-1]))
     return Logprobs(chosen, top_tokens, best)
 
@@ -124,3 +122,245 @@ def accepted_length(
     while count < len(window) and window[count] == targets[count - 1]:
         count += 1
     return count
+
+
+MASK_64 = 2**64 - 1
+
+SMALLEST_UNIFORM = 2.0**-33
+"""Half of the finest step of a uniform number of 32 bits. It replaces 0, whose logarithm is not finite."""
+
+
+class Stream(IntEnum):
+    """The independent noises at one position. The numbers never change, since answers depend on them."""
+
+    TARGET = 0
+    """Gumbel noise of the token itself; the coupled drafter shares it."""
+    XTC = 4
+    """The draw that decides if XTC acts at this position."""
+
+
+STREAM_BITS = 3
+
+
+def key(seed: int, position: int, stream: Stream) -> tuple[int, int]:
+    """Return the key of one noise: the high and low 32 bits of a word, as mx.random takes them.
+
+    The key is the result of two rounds of splitmix64's finalizer. The second round includes position and stream, packed
+    into one word. The finalizer is a bijection of 64-bit words. So under one seed two pairs (position < 2^61, stream)
+    never share a key. Because of the first round, seed + 1 does not give the noise of this seed shifted by a position.
+    """
+    word = (position << STREAM_BITS) | stream
+    mixed = splitmix64(splitmix64(seed) ^ word)
+    return mixed >> 32, mixed & 0xFFFFFFFF
+
+
+def gumbel(seed: int, positions: Sequence[int], vocab: int, stream: Stream) -> mx.array:
+    """Return standard Gumbel noise for each token at each position: fp32 `[len(positions), vocab]`, lazy.
+
+    The formula is `-log(-log1p(-u))`, not `-log(-log(u))`. Its large values come from u near 0, where fp32 is precise.
+    Near 1, fp32 has steps of 2^-24, which would limit the noise to 16.6. With 248,320 tokens, 1.5 % of the positions
+    draw a larger value. Row i has the same bits as its position alone.
+    """
+    return gumbel_of(key_array([(seed, position) for position in positions], stream), vocab)
+
+
+def key_array(places: Sequence[tuple[int, int]], stream: Stream) -> mx.array:
+    """Return the key of each (seed, position) of `places`: uint32 `[len(places), 2]`."""
+    return mx.array([key(*place, stream) for place in places], dtype=mx.uint32)
+
+
+def gumbel_of(keys: mx.array, vocab: int) -> mx.array:
+    """Return the noise of `gumbel` for each of `keys`, which may be lazy: fp32 `[len(keys), vocab]`, lazy."""
+    u = _uniforms(keys, shape=(vocab,))
+    return -mx.log(-mx.log1p(-mx.maximum(u, SMALLEST_UNIFORM)))
+
+
+def uniform(seed: int, positions: Sequence[int], stream: Stream) -> mx.array:
+    """Return one number in [0, 1) for each position: fp32 `[len(positions)]`, lazy."""
+    return _uniforms(key_array([(seed, position) for position in positions], stream), shape=())
+
+
+def _uniforms(keys: mx.array, shape: tuple[int, ...]) -> mx.array:
+    draws: mx.array = mx.vmap(lambda k: mx.random.uniform(shape=shape, key=k))(keys)
+    return draws
+
+
+def splitmix64(x: int) -> int:
+    """Return one output of splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014)."""
+    x = (x + 0x9E3779B97F4A7C15) & MASK_64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return x ^ (x >> 31)
+
+
+Tokens = Sequence[int] | mx.array
+"""Token ids. An array of them may be lazy."""
+
+
+class History:
+    """The token counts of one sequence, separate for prompt and output.
+
+    The cost of a step depends on the new tokens only. The counts are two int32 `[vocab]` arrays (2 MB at 248,320
+    tokens), so construct a history only for a sequence whose params are `penalized`. The first `prompt` tokens
+    (`Admit.prompt`) are the user's, also in a rebuilt sequence whose output is part of its new prompt.
+    """
+
+    def __init__(self, vocab: int, prompt: int) -> None:
+        self.vocab = vocab
+        self.prompt = prompt
+        self._count = 0
+        self._in_prompt = mx.zeros([vocab], dtype=mx.int32)
+        self._in_output = mx.zeros([vocab], dtype=mx.int32)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens. Raises ProtocolError for one outside the vocabulary."""
+        for token in tokens:
+            if not 0 <= token < self.vocab:
+                raise ProtocolError(f"token {token} exceeds the vocabulary of {self.vocab} tokens")
+        split = max(0, self.prompt - len(self))
+        self._in_prompt = _added(self._in_prompt, tokens[:split])
+        self._in_output = _added(self._in_output, tokens[split:])
+        self._count += len(tokens)
+
+    def counts(self, pending: Tokens, rows: int) -> tuple[mx.array, mx.array]:
+        """Return the token counts in the past of each row: (in the prompt, in the output), int32 `[rows, vocab]`.
+
+        `pending` are n >= rows - 1 tokens that follow the history and are not part of it yet: an open window or a
+        chain of drafts. The past of the last row includes all of them, and that of each row before it one fewer. Raises
+        ValueError for fewer tokens.
+        """
+        tokens = token_array(pending)
+        unseen = rows - 1
+        if tokens.size < unseen:
+            raise ValueError(f"{rows} rows need {unseen} pending tokens, got {tokens.size}")
+        pairs = [(r, j) for r in range(rows) for j in range(tokens.size - unseen + r)]
+        first_output = self.prompt - len(self)
+        return (
+            _scattered(self._in_prompt, rows, tokens, [p for p in pairs if p[1] < first_output]),
+            _scattered(self._in_output, rows, tokens, [p for p in pairs if p[1] >= first_output]),
+        )
+
+
+def token_array(tokens: Tokens) -> mx.array:
+    """Return `tokens` as int32 `[n]`."""
+    return mx.array(tokens if isinstance(tokens, mx.array) else list(tokens), dtype=mx.int32)
+
+
+def _added(counts: mx.array, tokens: Sequence[int]) -> mx.array:
+    return counts.at[token_array(tokens)].add(1) if tokens else counts
+
+
+def _scattered(
+    counts: mx.array, rows: int, tokens: mx.array, pairs: list[tuple[int, int]]
+) -> mx.array:
+    """Repeat `counts` for each row, and add one for `tokens[j]` in row r for each pair (r, j)."""
+    repeated = mx.broadcast_to(counts, (rows, counts.size))
+    if not pairs:
+        return repeated
+    row, index = mx.array(pairs, dtype=mx.int32).T
+    return repeated.at[row, tokens[index]].add(1)
+
+
+COLDEST = 1e-5
+"""Lower bound of the temperature, as in vLLM: 1/T must stay finite in fp32."""
+
+
+def adjusted(
+    logits: mx.array, params: SamplingParams, history: History | None = None, pending: Tokens = ()
+) -> mx.array:
+    """Return the logits after bias and penalties, which greedy choice uses too: fp32 `[w, vocab]`.
+
+    The past of row i consists of `history` and a part of `pending`, as in `History.counts`. Raises RequestError for a
+    biased token outside the vocabulary, and ValueError for penalties without a history.
+    """
+    scores = logits.astype(mx.float32)
+    if params.logit_bias:
+        scores = _biased(scores, params.logit_bias)
+    if params.penalized:
+        if history is None:
+            raise ValueError("penalties need the history of their sequence")
+        scores = _penalized(scores, params, *history.counts(pending, rows=scores.shape[0]))
+    return scores
+
+
+def filtered(
+    logits: mx.array,
+    params: SamplingParams,
+    first_position: int,
+    history: History | None = None,
+    pending: Tokens = (),
+    exempt: Sequence[int] = (),
+) -> mx.array:
+    """Return the scores whose softmax is the distribution of the tokens: fp32 `[w, vocab]`.
+
+    `logits` is `[w, vocab]` of any float type. Row i predicts position `first_position + i`. A removed token has the
+    score -inf; each row keeps at least one token. XTC never removes the tokens of `exempt` and of `params.xtc_exempt`.
+    The end of text should be among them, so that the model can stop. For greedy params use `choice.choose`.
+    """
+    scores = adjusted(logits, params, history, pending)
+    scores = (scores - scores.max(axis=-1, keepdims=True)) / max(params.temperature, COLDEST)
+    if params.min_p > 0:
+        # The best token's score is 0, so these are ratios to its probability.
+        scores = mx.where(scores < math.log(params.min_p), -mx.inf, scores)
+    scores = _top(scores, params.top_k, params.top_p)
+    if params.xtc_probability > 0:
+        positions = range(first_position, first_position + scores.shape[0])
+        draw = uniform(params.seed, positions, Stream.XTC)
+        acts = (draw < params.xtc_probability)[:, None]
+        exempt = (*exempt, *params.xtc_exempt)
+        scores = mx.where(acts, _top_excluded(scores, params.xtc_threshold, exempt), scores)
+    return scores
+
+
+def _biased(scores: mx.array, bias: dict[int, float]) -> mx.array:
+    vocab = scores.shape[-1]
+    for token in bias:
+        if not 0 <= token < vocab:
+            raise RequestError(
+                f"logit_bias token {token} exceeds the vocabulary of {vocab} tokens",
+                param="logit_bias",
+            )
+    tokens = mx.array(list(bias), dtype=mx.int32)
+    return scores.at[:, tokens].add(mx.array(list(bias.values()), dtype=mx.float32))
+
+
+def _penalized(
+    scores: mx.array, params: SamplingParams, in_prompt: mx.array, in_output: mx.array
+) -> mx.array:
+    if params.repetition_penalty != 1.0:
+        penalty = params.repetition_penalty
+        punished = mx.where(scores > 0, scores / penalty, scores * penalty)
+        scores = mx.where(in_prompt + in_output > 0, punished, scores)
+    scores = scores - params.frequency_penalty * in_output
+    return scores - params.presence_penalty * (in_output > 0)
+
+
+def _top(scores: mx.array, top_k: int, top_p: float) -> mx.array:
+    """Keep the `top_k` best tokens, and of these the fewest best ones whose probability reaches `top_p`.
+
+    Tokens that tie with the last one stay, so the result does not depend on the order of a sort.
+    """
+    vocab = scores.shape[-1]
+    has_k = 0 < top_k < vocab
+    if not has_k and top_p == 1.0:
+        return scores
+    best = mx.topk(scores, top_k, axis=-1) if has_k else scores  # only these need sorting
+    if top_p == 1.0:
+        return mx.where(scores < best.min(axis=-1, keepdims=True), -mx.inf, scores)
+    best = mx.sort(best, axis=-1)
+    better = mx.cumsum(mx.softmax(best, axis=-1), axis=-1, reverse=True, inclusive=False)
+    dropped = (better >= top_p).sum(axis=-1, keepdims=True)
+    return mx.where(scores < mx.take_along_axis(best, dropped, axis=-1), -mx.inf, scores)
+
+
+def _top_excluded(scores: mx.array, threshold: float, exempt: Sequence[int]) -> mx.array:
+    """Apply XTC: remove the tokens above `threshold`, except the least likely of them."""
+    probability = mx.softmax(scores, axis=-1)
+    above = mx.where(probability > threshold, probability, mx.inf)
+    removed = probability > above.min(axis=-1, keepdims=True)
+    if exempt:
+        removed[:, token_array(exempt)] = False
+    return mx.where(removed, -mx.inf, scores)

@@ -7,7 +7,6 @@ after another, so that no mask between them is needed, and block after block, so
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import vision_name
+from mtp.checkpoint.format.parts import Files, load_tensor
 from mtp.layers.turns import turn
 from proto.errors import CheckpointError
 
@@ -289,14 +289,9 @@ def _stored_names(checkpoint: Checkpoint) -> dict[str, str]:
 def tower_weights(checkpoint: Checkpoint) -> dict[str, mx.array]:
     """Return the lazy weights by name, as they are stored. Those that mlx-vlm has quantized are plain again."""
     quantization = checkpoint.config.quantization or {}
-    by_file = defaultdict[Path, dict[str, str]](dict)
-    for own, name in _stored_names(checkpoint).items():
-        by_file[checkpoint.tensors[name].file][own] = name
-    found: dict[str, mx.array] = {}
-    for file, names in by_file.items():
-        arrays = mx.load(str(file))
-        assert isinstance(arrays, dict)
-        found |= {own: arrays[name] for own, name in names.items()}
+    files: Files = {}
+    names = _stored_names(checkpoint).items()
+    found = {own: load_tensor(checkpoint, name, files) for own, name in names}
     for scales in [name for name in found if name.endswith(".scales")]:
         base = scales.removesuffix(".scales")
         group, bits = quantization.get("group_size", 64), quantization.get("bits", 4)

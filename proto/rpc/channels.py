@@ -59,9 +59,6 @@ def tls_context(trust: NodeTrust, *, server: bool) -> ssl.SSLContext:
     return context
 
 
-_NAMES = "x509_subject_alternative_name"
-
-
 def open_channel(
     address: str,
     trust: NodeTrust | None,
@@ -119,6 +116,6 @@ def add_port(server: grpc.aio.Server, address: str, trust: NodeTrust | None) -> 
 
 def peer_of(context: Any) -> NodeIdentity:
     """Return the identity in the certificate of a call's peer, by its ServicerContext. Raises AccessError."""
-    names = context.auth_context().get(_NAMES, ())
+    names = context.auth_context().get("x509_subject_alternative_name", ())
     uris = [name.decode(errors="replace") for name in names if name.startswith(b"mtp://")]
     return _only_identity(uris)

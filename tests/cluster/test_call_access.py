@@ -25,11 +25,10 @@ from proto.rpc.data_connection import FRAMES, RESULTS, StreamBinding, Ticket
 from proto.trust.certificates import NodeIdentity, Role, host_name, new_id
 from proto.trust.node_trust import NodeTrust
 from tests.support.trust.cluster_ca import expired_trust, make_authority, trust_of
-from worker.node.access import ALLOWED_ROLES
 from worker.node.binding import Binding, Place
-from worker.node.local_models import LocalModels
-from worker.node.node import Identity, WorkerNode
+from worker.node.node import Identity, LocalModels, WorkerNode
 from worker.node.process import served
+from worker.node.service import ALLOWED_ROLES
 
 pytestmark = pytest.mark.smoke
 

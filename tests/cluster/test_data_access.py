@@ -31,8 +31,7 @@ from proto.trust.node_trust import NodeTrust
 from tests.cluster.test_call_access import TOKEN, SecuredWorker, channel_of, secured_worker
 from tests.support.processes.waits import until
 from tests.support.trust.cluster_ca import expired_trust, make_authority, trust_of
-from worker.node.local_models import LocalModels
-from worker.node.node import Identity, WorkerNode
+from worker.node.node import Identity, LocalModels, WorkerNode
 from worker.node.process import served
 
 pytestmark = pytest.mark.smoke

@@ -15,8 +15,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import WorkerLostError
 from tests.conftest import Checkpoints
 from tests.support.processes.in_process_coordinator import running_coordinator
-from worker.node.local_models import LocalModels
-from worker.node.node import Identity, WorkerNode
+from worker.node.node import Identity, LocalModels, WorkerNode
 from worker.node.process import served
 
 

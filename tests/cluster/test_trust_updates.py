@@ -20,8 +20,7 @@ from proto.trust.certificates import Role, from_pem, new_id, renewal_time, utc_n
 from proto.trust.node_trust import NodeTrust
 from tests.support.processes.waits import until
 from tests.support.trust.cluster_ca import trust_of
-from worker.node.local_models import LocalModels
-from worker.node.node import Identity, WorkerNode
+from worker.node.node import Identity, LocalModels, WorkerNode
 from worker.node.service import make_server
 
 pytestmark = pytest.mark.smoke

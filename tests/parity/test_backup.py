@@ -23,10 +23,12 @@ from proto.params import SamplingParams
 from tests.conftest import Checkpoints
 from tests.support.stages.chain import Chain, Script, random_tokens, same
 from worker.engine.backup import (
+    LayerArrays,
     ReceivedBackup,
+    SequenceBackup,
     StateCut,
+    head_arrays,
     head_from,
-    head_to_bytes,
     host_array,
     layer_states,
     plain_array,
@@ -108,7 +110,8 @@ def test_a_head_of_every_cache_is_restored(
     else:
         cache.update_and_fetch(*rows)
     cut = StateCut(Checkpoint.open(checkpoints(layers=4)).config)
-    found = head_from((head_to_bytes(HeadState(cache)),), HeadState(empty), cut)
+    backup = SequenceBackup(0, SAVED, [LayerArrays(4, False, head_arrays(HeadState(cache)))])
+    found = head_from((layer_states(backup, 0)[0].data,), HeadState(empty), cut)
     assert found.cache.offset == SAVED
     (_, held), (_, wanted) = (one.backup_arrays(0) for one in (found.cache, cache))
     assert all(map(mx.array_equal, held, wanted))

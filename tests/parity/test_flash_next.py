@@ -18,8 +18,7 @@ from coordinator.planning.plan import NodeSpec, make_plan
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest
 from mtp.checkpoint.convert.add_head import plan_head_addition
-from mtp.checkpoint.convert.convert import convert
-from mtp.checkpoint.convert.converted_weights import Quantization, Settings
+from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.flash_next.args import IndexerArgs
 from mtp.flash_next.layers import IndexedKV, NgramState, chosen_blocks, sparse_attention

@@ -14,8 +14,7 @@ import pytest
 from mlx_lm.utils import load_model
 
 from coordinator.schedule.request import GenerationRequest
-from mtp.checkpoint.convert.convert import ConversionResult, convert
-from mtp.checkpoint.convert.converted_weights import Quantization, Settings
+from mtp.checkpoint.convert.convert import ConversionResult, Quantization, Settings, convert
 from mtp.checkpoint.convert.foreign import open_source
 from proto.params import SamplingParams
 from tests.parity.test_transformers import transformers_logits

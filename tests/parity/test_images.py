@@ -19,8 +19,7 @@ from coordinator.images.encoder import EncodedImage, ImageEncoder
 from coordinator.images.pixels import PatchReader
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import ChatPrompt, Tokenizer
-from mtp.checkpoint.convert.convert import convert
-from mtp.checkpoint.convert.converted_weights import Quantization, Settings
+from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.vision.tower import load_tower, tower_weights
 from proto.errors import RequestError

@@ -15,7 +15,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.flash_next.layers import StreamGDN
 from mtp.layers import gated_delta
 from mtp.layers.layer import KernelTrial, KVFormat, Layer
-from mtp.layers.metal import attention, gdn, join, trial
+from mtp.layers.metal import attention, gdn, join
 from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.prepare_rows import AttentionShape
 from mtp.layers.windows import WindowMixer
@@ -362,10 +362,10 @@ def test_a_busy_start_decides_no_trial(
     """The sides take turns, and go on while their difference is within noise. Both sides see the same rounds."""
     clock = SimpleNamespace(now=0.0)
     times = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=lambda: clock.now)
-    monkeypatch.setattr(trial, "time", times)
+    monkeypatch.setattr(join, "time", times)
     layers: Any = [TimedLayer(clock, own, slow), TimedLayer(clock, 1e-4)]
-    assert trial.try_layer(layers[0], layers[1], 8, mx.float32).is_won is (own < 1e-4)
-    assert clock.now < 1.1 * trial.TRIAL_SECONDS
+    assert join.try_layer(layers[0], layers[1], 8, mx.float32).is_won is (own < 1e-4)
+    assert clock.now < 1.1 * join.TRIAL_SECONDS
 
 
 def operations(name: str, *_: Any, **__: Any) -> Any:

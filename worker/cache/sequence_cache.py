@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from mtp.head.drafter import HeadState
 from mtp.layers.layer import LayerCache
-from mtp.sampling.filters import History
+from mtp.sampling.choice import History
 from mtp.sampling.grammar import GrammarState
 from proto.errors import ProtocolError
 from proto.frame import Admit, Segment
@@ -121,22 +121,14 @@ class WindowStack:
         if accepted_length == window.width:
             self.windows = self.windows[index + 1 :]
             return CommitResult(whole=index + 1)
-        return self._cut(index, accepted_length, in_header=in_header)
-
-    def _cut(self, index: int, accepted_length: int, *, in_header: bool) -> CommitResult:
-        window = self.windows[index]
         end = window.position + accepted_length
         trim = self.length - end
         self.length = end
         self.windows = []
         if not in_header:
-            self.awaiting = window.number
+            self.awaiting = number
         self.check()
         return CommitResult(whole=index, cut=accepted_length, trim=trim)
-
-    def end(self) -> None:
-        """Mark the sequence as cancelled. Arriving segments are stale until it is evicted."""
-        self.ended = True
 
     def check(self) -> None:
         """Assert the invariants. Tests and idle loops call it."""

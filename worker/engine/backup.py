@@ -17,7 +17,6 @@ from mtp.checkpoint.format.config import LayerKind, ModelConfig
 from mtp.checkpoint.format.cut import WHOLE, Cut
 from mtp.device import this_device
 from mtp.head.drafter import HeadState
-from mtp.layers.layer import LayerCache
 from proto.backup import LayerState
 from proto.errors import NotReadyError, ProtocolError
 from proto.frame import BackUp, RestoreBackup
@@ -101,15 +100,14 @@ class LayerArrays:
 
 @dataclass(frozen=True)
 class SequenceBackup:
-    """The state of a sequence after `length` tokens. `head` is that of the MTP head, on the last stage.
+    """The state of a sequence after `length` tokens. On the last stage the MTP head counts as a layer after the others.
 
     In a group the states are the shares of the member that `cut` names.
     """
 
     seq_id: int
     length: int
-    layers: tuple[LayerArrays, ...]
-    head: HeadState | None
+    layers: list[LayerArrays]
     cut: Cut = WHOLE
 
 
@@ -142,18 +140,15 @@ class StageBackups:
         stack = sequence.stack
         if stack.windows or not stack.length or op.start > stack.length:
             raise ProtocolError(f"sequence {op.seq_id} cannot be backed up from token {op.start}")
-        layers = tuple(
+        layers = [
             LayerArrays(layer, *cache.backup_arrays(op.start))
             for layer, cache in zip(self.span, sequence.layers, strict=True)
-        )
+        ]
+        if last is not None and last.head is not None:
+            layers.append(LayerArrays(self.span.end, False, head_arrays(last.head)))
         mx.async_eval([layer.arrays for layer in layers])  # lazy copies keep the caches in memory
-        head = None if last is None or last.head is None else last.head.copy()
-        if head is not None:
-            mx.async_eval(head.arrays())
         self.made.pop(op.seq_id, None)
-        self.made[op.seq_id] = SequenceBackup(
-            op.seq_id, stack.length, layers, head, self.config.cut
-        )
+        self.made[op.seq_id] = SequenceBackup(op.seq_id, stack.length, layers, self.config.cut)
         if len(self.made) > MAX_MADE:
             del self.made[next(iter(self.made))]
 
@@ -186,12 +181,11 @@ class StageBackups:
         if backup is None or sequence.stack.length or len(backup.tokens) != op.length:
             raise ProtocolError(f"sequence {op.seq_id} has no backup of {op.length} tokens here")
         cut, kinds = StateCut(self.config), self.config.layer_kinds
-        sequence.layers = [
-            _restored(
-                empty, [_arrays(s, cut, kinds[n]) for s in backup.layers.get(n, [])], op.length
-            )
-            for n, empty in zip(self.span, sequence.layers, strict=True)
-        ]
+        for i, (n, empty) in enumerate(zip(self.span, sequence.layers, strict=True)):
+            states = [_arrays(stored, cut, kinds[n]) for stored in backup.layers.get(n, ())]
+            if not states:
+                raise ProtocolError("the backup lacks a layer of this stage")
+            sequence.layers[i] = empty.filled(states, op.length)
         sequence.stack.length = op.length
         if last is not None:
             if last.head is not None and (data := backup.layers.get(self.span.end)):
@@ -201,31 +195,16 @@ class StageBackups:
 
 
 def layer_states(backup: SequenceBackup, index: int, limit: int = READ_BYTES) -> list[LayerState]:
-    """Return the states of layers from the `index`-th on, then of the MTP head, until they have `limit` bytes."""
+    """Return the states of layers from the `index`-th on, until they have `limit` bytes."""
     states: list[LayerState] = []
-    total = 0
-    while total < limit and (state := _layer_state(backup, index + len(states))) is not None:
-        states.append(state)
-        total += len(state.data)
-    return states
-
-
-def _layer_state(backup: SequenceBackup, index: int) -> LayerState | None:
-    member = backup.cut.rank, backup.cut.size
-    if index < len(backup.layers):
-        found = backup.layers[index]
+    total, member = 0, (backup.cut.rank, backup.cut.size)
+    for found in backup.layers[index:]:
         data = msgpack.packb([_to_wire(array) for array in found.arrays])
-        return LayerState(found.layer, found.appends, data, *member)
-    if index > len(backup.layers) or backup.head is None:
-        return None
-    return LayerState(backup.layers[-1].layer + 1, False, head_to_bytes(backup.head), *member)
-
-
-def _restored(empty: LayerCache, states: list[list[mx.array]], length: int) -> LayerCache:
-    """Return the cache `empty` filled with the arrays of its layer in `states`, the oldest first."""
-    if not states:
-        raise ProtocolError("the backup lacks a layer of this stage")
-    return empty.filled(states, length)
+        states.append(LayerState(found.layer, found.appends, data, *member))
+        total += len(data)
+        if total >= limit:
+            break
+    return states
 
 
 # ---- the state of the MTP head
@@ -239,12 +218,6 @@ def head_arrays(head: HeadState) -> list[mx.array]:
     counts = head.cache.offset, len(held), head.waiting_tokens, len(newest), head.successor
     numbers = mx.array(np.frombuffer(msgpack.packb(counts), np.uint8))
     return [numbers, *held, *newest, *waiting]
-
-
-def head_to_bytes(head: HeadState) -> bytes:
-    """Return the state of the MTP head as bytes."""
-    data: bytes = msgpack.packb([_to_wire(array) for array in head_arrays(head)])
-    return data
 
 
 def head_from(data: Stored, empty: HeadState, cut: StateCut) -> HeadState:

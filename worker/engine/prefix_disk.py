@@ -1,5 +1,7 @@
 """Prefixes on disk, as a stage writes and reads them: its caches as blocks, and blocks as the backup of a sequence.
 
+Blocks also travel from the disk of one worker to that of another, which has their layers in a new plan.
+
 A prefix entry that a frame saves is written soon after it, beside the frames: the engine thread copies a few layers at
 a time, and another thread writes them. An entry that leaves memory before its turn is not written.
 """
@@ -14,23 +16,33 @@ import sqlite3
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import msgpack
 
 from proto import cluster_pb2 as pb
-from proto.backup import prefix_key
-from proto.errors import NotReadyError
+from proto.backup import KEY_BYTES, LayerState, PieceJoiner, prefix_key, split
+from proto.errors import NotReadyError, ProtocolError
 from proto.span import Span
 from proto.state_dir import state_dir
 from worker.cache.sequence_cache import Border, PrefixEntry
-from worker.disk.block_copy import block_file, read_blocks, receive_blocks
-from worker.disk.block_file import PIECE_BYTES, BlockReader, BlockWriter, Piece
+from worker.disk.block_file import (
+    DTYPES,
+    PIECE_BYTES,
+    SUFFIX,
+    BlockReader,
+    BlockWriter,
+    LayerTensors,
+    Piece,
+    Tensor,
+)
 from worker.disk.block_index import Block, BlockIndex, Chain
 from worker.engine.backup import ReceivedBackup, head_arrays, host_array, type_name
 from worker.engine.engine_thread import EngineThread
@@ -166,9 +178,9 @@ class StagePrefixes:
         border, parent, entry = saved.border, saved.parent, saved.entry()
         if entry is None or await self._chains(border.key):
             return
-        start = 0  # without the blocks of the parent, this one has all tokens
+        start, before = 0, b""  # without the blocks of the parent, this one has all tokens
         if parent is not None and await self._chains(parent.key):
-            start = parent.length
+            start, before = parent.length, parent.key
         name = block_file(self.namespace, border.key, self.layers)
         writer = await asyncio.to_thread(
             BlockWriter, self.index.folder / name, len(self.layers), entry.nbytes
@@ -184,15 +196,7 @@ class StagePrefixes:
                 if free <= 0 and more:
                     free = IDLE_BYTES if await self._rest(time.monotonic() - started) else 0
             size = await asyncio.to_thread(writer.finish)
-        block = Block(
-            self.namespace,
-            border.key,
-            self.layers,
-            start,
-            border.length,
-            parent.key if parent is not None and start else b"",
-            name,
-        )
+        block = Block(self.namespace, border.key, self.layers, start, border.length, before, name)
         await asyncio.to_thread(self.index.add, block, size)
 
     async def _rest(self, worked: float) -> bool:
@@ -346,3 +350,94 @@ def _take(pieces: Iterator[Piece]) -> tuple[list[Piece], bool]:
             break
     mx.async_eval([piece.data for piece in taken])
     return taken, more
+
+
+def block_file(namespace: str, key: bytes, layers: Span) -> str:
+    """Return the name of a block's file."""
+    return f"{namespace}-{key.hex()}-{layers.start}-{layers.end}{SUFFIX}"
+
+
+def read_blocks(
+    index: BlockIndex, namespace: str, key: bytes, layers: Span
+) -> Iterator[pb.BackupPiece]:
+    """Yield the blocks that have the state of `layers` after the prefix `key`, each after its head.
+
+    Only the last block of a chain has states that do not append. The ones before get keys that no prefix has, because
+    without these states they are no prefixes of their own. Raises NotReadyError, and OSError for a damaged block.
+    """
+    chains = index.chains(namespace, layers, key)
+    if not chains:
+        raise NotReadyError(f"layers {layers} of a prefix are not on this disk any more")
+    for chain in chains:
+        parent = b""
+        for block in chain.blocks:
+            last = block is chain.blocks[-1]
+            with index.removing(block):
+                reader = BlockReader(index.folder / block.file)
+                sent = [layer for layer in chain.layers if last or layer in reader.appends]
+                link = hashlib.blake2b(b"link" + block.key, digest_size=KEY_BYTES)
+                own = block.key if last else link.digest()
+                yield pb.BackupPiece(
+                    block=pb.BlockHead(
+                        namespace=namespace,
+                        key=own,
+                        layers=pb.Span(start=chain.layers.start, end=chain.layers.end),
+                        start=block.start,
+                        length=block.length,
+                        parent=parent,
+                        states=len(sent),
+                        nbytes=sum(map(reader.nbytes, sent)),
+                    )
+                )
+                for layer in sent:
+                    yield from split([_state(reader.read(layer))])
+            parent = own
+
+
+def _state(layer: LayerTensors) -> LayerState:
+    tensors = [(one.dtype, one.shape, one.data) for one in layer.tensors]
+    return LayerState(layer.layer, layer.appends, msgpack.packb(tensors))
+
+
+def receive_blocks(index: BlockIndex, namespace: str) -> Generator[None, pb.BackupPiece]:
+    """Receive the pieces of `read_blocks` by `send`, and add each whole block to `index`. `close` drops half of one.
+
+    Raises OSError for a disk that fails, and ProtocolError for malformed pieces.
+    """
+    joiner = PieceJoiner(index.limit)
+    while True:
+        head = (yield).block
+        block = _block_of(head, namespace)
+        if head.nbytes > index.limit:
+            raise ProtocolError(f"a block of {head.nbytes} bytes exceeds the disk's {index.limit}")
+        writer = BlockWriter(index.folder / block.file, len(block.layers), head.nbytes)
+        with writer:
+            for _ in range(head.states):
+                while not joiner.states:
+                    piece = yield
+                    if piece.HasField("block"):
+                        raise ProtocolError("a block begins before the one before it has ended")
+                    joiner.add_piece(piece)
+                writer.write(_layer_of(joiner.states.pop(), block.layers).pieces())
+            index.add(block, writer.finish())
+
+
+def _block_of(head: pb.BlockHead, namespace: str) -> Block:
+    layers = Span(head.layers.start, head.layers.end)
+    whole = not head.start and not head.parent
+    linked = 0 < head.start < head.length and len(head.parent) == KEY_BYTES
+    if head.namespace != namespace or len(head.key) != KEY_BYTES or not (whole or linked):
+        raise ProtocolError(f"a block of tokens {head.start} to {head.length} does not fit here")
+    file = block_file(namespace, head.key, layers)
+    return Block(namespace, head.key, layers, head.start, head.length, head.parent, file)
+
+
+def _layer_of(state: LayerState, layers: Span) -> LayerTensors:
+    try:
+        found: list[Any] = msgpack.unpackb(state.data, max_bin_len=len(state.data))
+        tensors = [Tensor(dtype, tuple(shape), memoryview(data)) for dtype, shape, data in found]
+        if state.layer not in layers or any(one.dtype not in DTYPES for one in tensors):
+            raise ValueError("another layer or type")
+    except (ValueError, TypeError) as error:
+        raise ProtocolError(f"malformed layer {state.layer} of a block: {error}") from error
+    return LayerTensors(state.layer, state.appends, tensors)

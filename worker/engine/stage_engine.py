@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any
 
 import mlx.core as mx
@@ -111,10 +112,6 @@ class RelayedTokens:
         if outcome is None:
             raise ProtocolError(f"sequence {segment.seq_id} continues with an unknown token")
         return outcome.token
-
-    def forget_sequence(self, seq_id: int) -> None:
-        """Drop the token of a sequence that has ended."""
-        self.newest.pop(seq_id, None)
 
     def _outcome(self, segment: Segment) -> Outcome | None:
         outcome = self.newest.get(segment.seq_id)
@@ -243,7 +240,7 @@ class StageEngine:
         """Stop running the segments of a cancelled sequence. A later header evicts it."""
         sequence = self.sequences.get(seq_id)
         if epoch == self.epoch and sequence is not None:
-            sequence.stack.end()
+            sequence.stack.ended = True
 
     def report_state(self) -> pb.StateReport:
         """Return everything that the stage holds of requests."""
@@ -301,7 +298,7 @@ class StageEngine:
                 self.backups.forget_sequence(op.seq_id)
                 self._borders.pop(op.seq_id, None)
                 if self.relayed is not None:
-                    self.relayed.forget_sequence(op.seq_id)
+                    self.relayed.newest.pop(op.seq_id, None)
                 if self.verifier is not None:
                     self.verifier.evict(op.seq_id)
             case SavePrefix():
@@ -429,31 +426,22 @@ class StageEngine:
     def _tokens(self, segments: Sequence[Segment]) -> mx.array:
         """Return the tokens of segments that run, on the first stage: `[rows]`."""
         image = self.stage.modules.config.image_token
+        known: list[int | None] = []
+        for segment in segments:
+            if segment.continues and self.relayed is not None:
+                known.append(self.relayed.token_of(segment))
+            else:
+                known += without_images(segment.tokens, image)
         ahead = [segment for segment in segments if segment.continues]
-        if ahead and self.relayed is not None:
-            words = (without_images(s.tokens, image) for s in segments)
-            relayed = [
-                (self.relayed.token_of(s),) if s.continues else known
-                for s, known in zip(segments, words, strict=True)
-            ]
-            return mx.array([token for tokens in relayed for token in tokens], mx.uint32)
-        known = [t for segment in segments for t in without_images(segment.tokens, image)]
         if not ahead or self.verifier is None:
             return mx.array(known, mx.uint32)
         chosen = self.verifier.next_tokens(ahead)
         if not known:
             return chosen
         tokens = mx.concatenate([chosen, mx.array(known, mx.int32)])
-        rows, first_known = [], len(ahead)
-        first_ahead = 0
-        for segment in segments:
-            if segment.continues:
-                rows.append(first_ahead)
-                first_ahead += 1
-            else:
-                rows += range(first_known, first_known + segment.width)
-                first_known += segment.width
-        return tokens[mx.array(rows)]
+        chosen_rows, known_rows = iter(range(len(ahead))), iter(range(len(ahead), tokens.size))
+        rows = (islice(chosen_rows if s.continues else known_rows, s.width) for s in segments)
+        return tokens[mx.array([*chain.from_iterable(rows)])]
 
     def _rows(self, frame: Frame, segments: tuple[Segment, ...]) -> mx.array:
         """Return the rows to run: embedded tokens on the first stage, otherwise the tensor without stale segments."""
@@ -481,8 +469,7 @@ class StageEngine:
         running_rows: list[int] = []
         row = 0
         for before, now in zip(frame.segments, segments, strict=True):
-            if not now.cancelled:
-                running_rows.extend(range(row, row + now.rows))
+            running_rows += range(row, row + now.rows)
             row += before.rows
         return x if len(running_rows) == x.shape[0] else x[mx.array(running_rows)]
 

@@ -16,10 +16,10 @@ from typing import cast
 
 import mlx.core as mx
 
-from mtp.head.drafter import Drafter, DraftJob
-from mtp.head.window_drafts import WindowDrafts, WindowJob
+from mtp.head.drafter import Drafter, DraftJob, WindowDrafts, WindowJob
 from mtp.layers.layer import KVFormat
 from mtp.sampling.choice import (
+    History,
     Logprobs,
     accepted_length,
     choose,
@@ -27,7 +27,6 @@ from mtp.sampling.choice import (
     logprobs,
     shared_settings,
 )
-from mtp.sampling.filters import History
 from mtp.sampling.grammar import GrammarState
 from proto.errors import ProtocolError
 from proto.frame import Admit, Commit, Outcome, Segment, TokenLogprob

@@ -32,9 +32,8 @@ from proto.trust.node_trust import NodeTrust
 from worker.engine.hardware import measured_bandwidth, set_limits
 from worker.engine.prefix_disk import disk_in
 from worker.node.announce import announced
-from worker.node.local_models import LocalModels
 from worker.node.member import report_ready, wait_until_needed
-from worker.node.node import Identity, WorkerNode
+from worker.node.node import Identity, LocalModels, WorkerNode
 from worker.node.service import STOP_SECONDS, make_server
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from mtp.checkpoint.convert import convert
-from mtp.checkpoint.convert.converted_weights import (
+from mtp.checkpoint.convert.convert import (
     SAFETENSORS,
     Choice,
     FloatType,
@@ -27,8 +27,7 @@ from mtp.checkpoint.convert.converted_weights import (
     Quantization,
     group_parameters,
 )
-from mtp.checkpoint.convert.foreign import PackedSource
-from mtp.checkpoint.convert.unpack import read_source_part
+from mtp.checkpoint.convert.foreign import PackedSource, read_source_part
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.names import Source, is_head

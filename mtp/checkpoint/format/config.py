@@ -245,10 +245,8 @@ class ModelConfig:
 
         A layer that reads tokens has a further state.
         """
-        keys, values = (
-            self.gdn_key_heads * self.gdn_key_dim,
-            self.gdn_value_heads * self.gdn_value_dim,
-        )
+        keys = self.gdn_key_heads * self.gdn_key_dim
+        values = self.gdn_value_heads * self.gdn_value_dim
         stored = (self.gdn_kernel - 1) * (2 * keys + values)
         if layer in self.token_layers:
             stored += self.family.token_values(self.text_config)
@@ -279,13 +277,18 @@ class _Reader:
             raise self._error(problem)
         for name in family.mlp_fields(self.text):
             self._positive(name)
+        tied = self.text.get("tie_word_embeddings", self.config.get("tie_word_embeddings", False))
+        self._check("tie_word_embeddings", tied, isinstance(tied, bool), "true or false")
+        vision, image = self.config.get("vision_config"), self.config.get("image_token_id", 0)
+        self._check("vision_config", vision, isinstance(vision, dict | None), "an object")
+        self._check("image_token_id", image, type(image) is int and image >= 0, "a token id")
         config = ModelConfig(
             model_type=model_type,
             hidden_size=hidden,
             num_layers=layers,
             layer_kinds=self._layer_kinds(layers, family),
             vocab_size=self._positive("vocab_size"),
-            tie_word_embeddings=self._tied(),
+            tie_word_embeddings=tied,
             max_positions=self._positive("max_position_embeddings"),
             num_experts=experts,
             num_kv_heads=self._positive("num_key_value_heads"),
@@ -301,8 +304,8 @@ class _Reader:
             text_config=self.text,
             foreign=self._foreign(),
             head_only=head_only,
-            vision=self._vision(),
-            image_token=self._image_token(),
+            vision=vision,
+            image_token=image,
         )
         if config.gdn_value_heads % config.gdn_key_heads:
             raise self._error(
@@ -313,6 +316,10 @@ class _Reader:
 
     def _error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.file}: {message}")
+
+    def _check(self, name: str, found: Any, valid: bool, wanted: str) -> None:
+        if not valid:
+            raise self._error(f"{name} is {found!r:.60}. It must be {wanted}.")
 
     def _positive(self, name: str) -> int:
         value = self.text.get(name)
@@ -346,8 +353,8 @@ class _Reader:
         if not isinstance(rope, dict) or not isinstance(rope.get("rope_theta"), int | float):
             raise self._error("rope_parameters has no rope_theta. Download config.json again.")
         sections = rope.get("mrope_section", [0, 0, 0])
-        if not isinstance(sections, list) or [type(n) for n in sections] != [int] * 3:
-            raise self._error(f"mrope_section is {sections!r:.60}. It must be three integers.")
+        valid = isinstance(sections, list) and [type(n) for n in sections] == [int] * 3
+        self._check("mrope_section", sections, valid, "three integers")
 
     def _layer_kinds(self, layers: int, family: Family) -> tuple[LayerKind, ...]:
         """Return the kind of each layer. mlx-lm derives the kinds from the interval, so layer_types must agree."""
@@ -367,30 +374,10 @@ class _Reader:
             )
         return tuple(kinds)
 
-    def _vision(self) -> dict[str, Any] | None:
-        found = self.config.get("vision_config")
-        if found is not None and not isinstance(found, dict):
-            raise self._error(f"vision_config is {found!r:.60}. It must be an object.")
-        return found
-
-    def _image_token(self) -> int:
-        found = self.config.get("image_token_id", 0)
-        if isinstance(found, bool) or not isinstance(found, int) or found < 0:
-            raise self._error(f"image_token_id is {found!r:.60}. It must be a token id.")
-        return found
-
-    def _tied(self) -> bool:
-        tied = self.text.get("tie_word_embeddings", self.config.get("tie_word_embeddings", False))
-        if not isinstance(tied, bool):
-            raise self._error(f"tie_word_embeddings is {tied!r:.60}. It must be true or false.")
-        return tied
-
     def _mtp_layers(self, family: Family) -> int:
         layers = family.announced_head_layers(self.text) or 0
-        if isinstance(layers, bool) or not isinstance(layers, int) or layers < 0:
-            raise self._error(
-                f"mtp_num_hidden_layers is {layers!r:.60}. It must be a positive integer."
-            )
+        valid = type(layers) is int and layers >= 0
+        self._check("mtp_num_hidden_layers", layers, valid, "a positive integer")
         if layers > 1:
             raise self._error(
                 f"mtp_num_hidden_layers is {layers}, and only heads of one layer are supported. Set it to 0 to use the "

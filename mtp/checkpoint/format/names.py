@@ -120,17 +120,14 @@ def local_name(stored: str) -> str | None:
     """
     if stored.startswith(_VISION):
         return None
-    for prefix in _PREFIXES:
-        if stored.startswith(prefix):
-            return with_head_name(stored.removeprefix(prefix))
-    return with_head_name(stored)
+    prefix = next((prefix for prefix in _PREFIXES if stored.startswith(prefix)), "")
+    return with_head_name(stored.removeprefix(prefix))
 
 
 def vision_name(stored: str) -> str | None:
     """Return the name of a tensor within the vision part, such as `blocks.0.norm1.weight`, or None for others."""
-    found = (prefix for prefix in _VISION if stored.startswith(prefix))
-    prefix = next(found, None)
-    return None if prefix is None else stored.removeprefix(prefix)
+    found = (stored.removeprefix(prefix) for prefix in _VISION if stored.startswith(prefix))
+    return next(found, None)
 
 
 def is_ignored(stored: str) -> bool:

@@ -15,7 +15,6 @@ import json
 import math
 import os
 import struct
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from proto.errors import CheckpointError
+from proto.state_dir import replace_file
 from proto.terminal.progress import format_size
 from proto.wire import STORED_BYTES
 
@@ -347,12 +347,8 @@ class ShardWriter(PartFile):
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Return the place of each tensor in the finished file."""
-        found: dict[str, TensorInfo] = {}
-        start = len(self._header)
-        for entry in self.entries:
-            found[entry.name] = TensorInfo(self.path, entry.dtype, entry.shape, start, entry.nbytes)
-            start += entry.nbytes
-        return found
+        size = len(self._header) + self.nbytes
+        return parse_header(self.path, self._header[LENGTH_BYTES:], size).tensors
 
 
 def read_file(file: Path, start: int, end: int, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
@@ -378,16 +374,6 @@ def replace_text(path: Path, text: str) -> None:
 def replace_bytes(path: Path, data: bytes) -> None:
     """Replace a small file atomically, even when several processes write it. Raises CheckpointError."""
     try:
-        file, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
-        part = Path(name)
-        try:
-            with open(file, "wb") as stream:
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
-            part.chmod(0o644)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        replace_file(path, data, 0o644)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}") from error

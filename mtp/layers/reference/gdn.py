@@ -254,29 +254,23 @@ def advance_state(
     if not this_device().computes_on_host:
         found: tuple[mx.array, mx.array] = gated_delta_update(q, k, v, a, b, a_log, dt_bias, state)
         return found
+    rows = (q, k, v, a, b)
     if q.shape[1] == 1:
-        q, k, v, a, b = (x.squeeze(1) for x in (q, k, v, a, b))
-        y, state = _step(q, k, v, a, b, a_log, dt_bias, state)
+        y, state = _step([x.squeeze(1) for x in rows], a_log, dt_bias, state)
         return y[:, None], state
     outputs = []
     for t in range(q.shape[1]):
-        y, state = _step(q[:, t], k[:, t], v[:, t], a[:, t], b[:, t], a_log, dt_bias, state)
+        y, state = _step([x[:, t] for x in rows], a_log, dt_bias, state)
         outputs.append(y)
     return mx.stack(outputs, axis=1), state
 
 
 @mx.compile
 def _step(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    a: mx.array,
-    b: mx.array,
-    a_log: mx.array,
-    dt_bias: mx.array,
-    state: mx.array,
+    row: list[mx.array], a_log: mx.array, dt_bias: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
     """Advance the state over one token. A key head serves several value heads without being copied."""
+    q, k, v, a, b = row
     count, heads, values, keys = state.shape
     shared = (count, q.shape[1], heads // q.shape[1])
     decay = mx.exp(-mx.exp(a_log.astype(mx.float32)) * nn.softplus(a + dt_bias))

@@ -17,8 +17,7 @@ from pathlib import Path
 import mlx.core as mx
 import psutil
 
-from mtp.checkpoint.convert.convert import convert
-from mtp.checkpoint.convert.converted_weights import Quantization, Settings
+from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.terminal import console
 

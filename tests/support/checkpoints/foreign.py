@@ -16,8 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mtp.checkpoint.convert.foreign import PackedSource, open_source
-from mtp.checkpoint.convert.unpack import pack_words, read_source_part
+from mtp.checkpoint.convert.foreign import PackedSource, open_source, pack_words, read_source_part
 from tests.support.checkpoints.checkpoints import read_tensors, write_checkpoint
 
 Members = dict[str, tuple[str, mx.array]]

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mtp.checkpoint.convert.converted_weights import SAFETENSORS, TABLE_GROUP
+from mtp.checkpoint.convert.convert import SAFETENSORS, TABLE_GROUP
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.shard import TensorInfo

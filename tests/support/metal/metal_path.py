@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.models import gated_delta
 
 from mtp.device import DEVICES
-from mtp.layers.metal import trial
+from mtp.layers.metal import join
 from mtp.layers.metal.kernel import MetalKernel
 from proto.kernels import Kernels
 from tests.support.metal import runner
@@ -60,8 +60,8 @@ def metal_choices(metal_kernel: Callable[..., Any]) -> Iterator[pytest.MonkeyPat
         for name, make in KERNELS.items():
             patch.setattr(gated_delta, name, make())
         # The runner's times say nothing, so a kernel is used if it is right.
-        patch.setattr(trial, "STEPS", 1)
-        patch.setattr(trial, "TRIAL_SECONDS", 0.0)
+        patch.setattr(join, "STEPS", 1)
+        patch.setattr(join, "TRIAL_SECONDS", 0.0)
         patch.setattr(choice, "KernelChoice", lambda _: KernelChoice(Kernels.own))
         yield patch
 

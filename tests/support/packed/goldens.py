@@ -9,8 +9,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from mtp.checkpoint.convert.foreign import MEMBERS, Member, PackedSource, Packing, find_packing
-from mtp.checkpoint.convert.unpack import Members, read_members
+from mtp.checkpoint.convert.foreign import (
+    MEMBERS,
+    Member,
+    PackedSource,
+    Packing,
+    find_packing,
+    read_members,
+)
 from mtp.checkpoint.format.config import PACKINGS, ForeignPacking
 from mtp.checkpoint.format.shard import read_header
 
@@ -37,7 +43,7 @@ class Golden:
         return found
 
     @property
-    def members(self) -> Members:
+    def members(self) -> dict[Member, mx.array]:
         """The members as a checkpoint gives them."""
         names = {MEMBERS[name]: name for name in self.stored if name in MEMBERS}
         weight = names.pop("weight")

@@ -193,7 +193,7 @@ def reference_kernels() -> Iterator[None]:
         for module, functions in REPLACED.items():
             for function in functions:
                 patch.setattr(f"mtp.layers.cuda.{module}.{function.__name__}", function)
-        for module in ("worker.model.choice", "worker.model.stage", "worker.engine.warm_up"):
+        for module in ("worker.model.choice", "worker.model.stage", "worker.engine.stage_host"):
             patch.setattr(f"{module}.this_device", lambda: DEVICES["cuda"])
         mx.disable_compile()  # the functions above read their arguments
         try:

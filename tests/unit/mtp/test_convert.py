@@ -11,8 +11,7 @@ import pytest
 from mlx_lm.utils import load_model
 
 from mtp.builtin import checkpoint_dir
-from mtp.checkpoint.convert.convert import convert
-from mtp.checkpoint.convert.converted_weights import Quantization, Settings
+from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import local_name
 from mtp.checkpoint.format.parts import read_part

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from mtp.checkpoint.convert.convert import convert
-from mtp.checkpoint.convert.converted_weights import Quantization, Settings
+from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import CheckpointError, UsageError
 from tests.conftest import Checkpoints

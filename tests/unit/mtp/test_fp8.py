@@ -10,8 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mtp.checkpoint.convert.convert import convert
-from mtp.checkpoint.convert.converted_weights import Quantization, Settings
+from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.convert.foreign import open_source
 from proto.errors import CheckpointError
 from tests.support.checkpoints.checkpoints import edit_config, read_tensors, write_checkpoint

@@ -11,8 +11,7 @@ import mlx.core as mx
 import pytest
 
 from coordinator.schedule.request import GenerationRequest
-from mtp.checkpoint.convert.convert import convert
-from mtp.checkpoint.convert.converted_weights import Settings
+from mtp.checkpoint.convert.convert import Settings, convert
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from proto.errors import CheckpointError

@@ -10,9 +10,9 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from mtp.checkpoint.convert.foreign import Packing
-from mtp.checkpoint.convert.unpack import (
+from mtp.checkpoint.convert.foreign import (
     Members,
+    Packing,
     Repacked,
     pack_words,
     packed_values,

@@ -16,8 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import sample_utils
 
-from mtp.sampling.choice import choose, choose_rows, logprobs, shared_settings
-from mtp.sampling.filters import History, Stream, adjusted, filtered, gumbel, key, uniform
+from mtp.sampling.choice import (
+    History,
+    Stream,
+    adjusted,
+    choose,
+    choose_rows,
+    filtered,
+    gumbel,
+    key,
+    logprobs,
+    shared_settings,
+    uniform,
+)
 from proto.errors import ProtocolError, RequestError
 from proto.params import SamplingParams
 from tests.support.text.chi_square import chi_square, sigmas

@@ -17,8 +17,7 @@ from proto.frame import VERSION
 from proto.rpc import listener
 from proto.rpc.channels import add_port, open_channel
 from proto.rpc.listener import MAX_CONTROL_BYTES, MAX_TRANSFERS
-from worker.node.local_models import LocalModels
-from worker.node.node import MAX_NAME, Identity, WorkerNode
+from worker.node.node import MAX_NAME, Identity, LocalModels, WorkerNode
 from worker.node.service import make_server
 
 DEADLINE = 30.0

@@ -14,9 +14,8 @@ from mlx_lm.models.qwen3_5 import DecoderLayer, TextModelArgs
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers import turns
-from mtp.layers.joined import attention, join
-from mtp.layers.joined.join import Joiner
-from mtp.layers.joined.products import ColumnLinear, JoinedMLP, RowNorm
+from mtp.layers.joined import join
+from mtp.layers.joined.join import ColumnLinear, JoinedMLP, Joiner, RowNorm
 from mtp.layers.layer import Hole, KVFormat, Layer
 from mtp.layers.reference import reference_layer
 from mtp.layers.reference.gdn import advance_state
@@ -82,12 +81,8 @@ def gdn_frames(layer: Layer, cuts: Sequence[int | None]) -> list[mx.array]:
 def test_a_joined_gdn_layer_has_the_bits_of_the_reference() -> None:
     """Outputs and states are equal over frames of several widths, whole windows and windows that are cut."""
     cuts = (None, 1, None, 0, None)
-    pairs = zip(
-        gdn_frames(joined(layer_of(linear=True)), cuts),
-        gdn_frames(reference_layer(layer_of(linear=True)), cuts),
-        strict=True,
-    )
-    assert all(mx.array_equal(a, b) for a, b in pairs)
+    frames = (gdn_frames(make(layer_of(linear=True)), cuts) for make in (joined, reference_layer))
+    assert all(mx.array_equal(a, b) for a, b in zip(*frames, strict=True))
 
 
 @pytest.mark.parametrize("width", [1, 5])
@@ -156,7 +151,7 @@ def test_a_large_half_precision_checkpoint_is_not_widened(
     small = joined_stage(checkpoints, dtype=mx.bfloat16, tie=False)
     assert small.variants.summary == f"{len(small.modules.layers)} joined"
     attention_layer = small.modules.layers[3]
-    assert isinstance(attention_layer, attention.JoinedAttentionLayer)
+    assert isinstance(attention_layer, join.JoinedAttentionLayer)
     assert attention_layer.attention.dtype == mx.bfloat16
     monkeypatch.setattr(join, "WIDENED_BYTES", small.modules.model_bytes - 1)
     large = joined_stage(checkpoints, dtype=mx.bfloat16, tie=False)

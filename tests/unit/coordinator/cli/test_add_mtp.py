@@ -12,8 +12,7 @@ import pytest
 from mlx_lm.utils import load_model
 
 from coordinator.cli import import_command
-from mtp.checkpoint.convert.convert import convert
-from mtp.checkpoint.convert.converted_weights import Quantization, Settings
+from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import is_head
 from mtp.checkpoint.format.parts import read_part

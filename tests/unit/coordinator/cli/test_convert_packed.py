@@ -15,7 +15,7 @@ from mtp.checkpoint.format.config import ModelConfig
 from proto.errors import CheckpointError
 from tests.support.checkpoints.checkpoints import edit_config, edit_tensors, read_tensors
 from tests.support.checkpoints.foreign import write_foreign
-from worker.node.local_models import LocalModels
+from worker.node.node import LocalModels
 
 
 def command(name: str, *args: str | Path) -> None:

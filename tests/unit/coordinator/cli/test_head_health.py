@@ -13,8 +13,7 @@ from coordinator.depth.controller import MtpMode
 from coordinator.schedule.local_generator import effective_mtp_mode
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.convert.add_head import plan_head_addition
-from mtp.checkpoint.convert.convert import convert
-from mtp.checkpoint.convert.converted_weights import Settings
+from mtp.checkpoint.convert.convert import Settings, convert
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.parts import head_norms
 from proto.errors import UsageError
