@@ -1,10 +1,9 @@
-"""The model families, one file for each: its names in configs, its modules, and its differences from the others."""
+"""The model families: their names in configs, their modules, and their differences from Qwen3.5."""
 
 from __future__ import annotations
 
-from mtp.checkpoint.families.family import Family
+from mtp.checkpoint.families.family import Family, Qwen35
 from mtp.checkpoint.families.flash_next import FlashNext
-from mtp.checkpoint.families.qwen3_5 import Qwen35
 from mtp.checkpoint.families.qwen3_next import Qwen3Next
 
 FAMILIES: tuple[Family, ...] = (Qwen35(), Qwen3Next(), FlashNext())

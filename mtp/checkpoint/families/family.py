@@ -1,4 +1,4 @@
-"""A model family as this project sees it: a base class with one method per difference between families."""
+"""A model family as this project sees it: a base class with one method per difference, and the family of Qwen3.5."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any, ClassVar
 
 import mlx.nn as nn
-from mlx_lm.models.qwen3_5 import TextModelArgs
+from mlx_lm.models.qwen3_5 import DecoderLayer, TextModel, TextModelArgs
 
 from mtp.head.drafter import MTPHead
 from mtp.layers.layer import Layer
@@ -124,3 +124,31 @@ class Family(ABC):
     @abstractmethod
     def convert_text(self, text: Text) -> None:
         """Edit the fields of a converted config.json, so that mlx-lm computes the same as the engine."""
+
+
+class Qwen35(Family):
+    """Qwen3.5, 3.6 and 3.8, whose modules the engine runs: dense or with experts, with or without a vision part."""
+
+    releases = "Qwen3.5, Qwen3.6 or Qwen3.8"
+    model_types: ClassVar = {
+        "qwen3_5": "qwen3_5",
+        "qwen3_5_text": "qwen3_5",
+        "qwen3_5_moe": "qwen3_5_moe",
+        "qwen3_5_moe_text": "qwen3_5_moe",
+    }
+    head_types: ClassVar = {"qwen3_5_mtp": "qwen3_5", "qwen3_5_moe_mtp": "qwen3_5_moe"}
+    prefix = "language_model."
+
+    def text_args(self, text: Text) -> TextModelArgs:
+        """Return mlx-lm's arguments. The weights of the chosen experts always have the sum 1, as in transformers."""
+        return model_args({**text, "norm_topk_prob": True})
+
+    def backbone(self, text: Text) -> nn.Module:
+        return TextModel(self.text_args(text))
+
+    def layer(self, text: Text, index: int) -> nn.Module:
+        return DecoderLayer(self.text_args(text), index)
+
+    def convert_text(self, text: Text) -> None:
+        """Remove `norm_topk_prob`: mlx-lm would follow it, and transformers does not."""
+        text.pop("norm_topk_prob", None)
