@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.api import anthropic, models, ollama, openai_chat, openai_responses, operations
+from coordinator.api import anthropic, ollama, openai_chat, openai_responses, operations
 from coordinator.api.context import Api, ApiOptions
 from coordinator.api.errors import ErrorFormat, error_body, install_error_handlers
 from coordinator.api.journal import Journal
@@ -39,8 +39,8 @@ def create_app(
     """Return an ASGI app of one model. The page shows `frames`; without `journal` answers stay in memory."""
     routers = (
         openai_chat.router,
-        models.load_router,
-        models.router,
+        operations.load_router,
+        operations.models_router,
         openai_responses.router,
         anthropic.router,
         ollama.router,
@@ -104,7 +104,7 @@ def starting_app(
 
     absent = cast(Any, None)  # these endpoints use neither generator nor tokenizer
     api = Api(absent, absent, ModelInfo("", 0), status, options, refuse, model_loader=loader)
-    app = _new_app(api, (operations.router, page.router, models.load_router))
+    app = _new_app(api, (operations.router, page.router, operations.load_router))
 
     @app.api_route("/{path:path}", methods=["GET", "POST"], dependencies=[Depends(require_key)])
     async def refuse_all(request: Request) -> None:
