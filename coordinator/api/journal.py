@@ -105,14 +105,9 @@ class Database:
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
         """Commit the changes of the block, or none of them if it raises."""
-        self._connection.execute("BEGIN IMMEDIATE")
-        try:
+        with self._connection:
+            self._connection.execute("BEGIN IMMEDIATE")
             yield
-            self._connection.execute("COMMIT")
-        except BaseException:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-            raise
         if self._deleted:
             # The log still holds the pages from before the deletion.
             self._deleted = False

@@ -90,25 +90,20 @@ class BlockIndex:
 
         Return False, and remove the file, if it exceeds the limit or continues a block that is gone.
         """
-        with self._lock:
+        with self._lock, self._database:
             self._database.execute("BEGIN IMMEDIATE")
-            try:
-                dropped = list[str]()
-                if nbytes <= self.limit and self._continues(block):
-                    dropped = self._make_room(nbytes)
-                # What it continues may have been dropped to make room.
-                fits = nbytes <= self.limit and self._continues(block)
-                if not fits:
-                    dropped.append(block.file)
-                else:
-                    place = (block.namespace, block.key, block.layers.start, block.layers.end)
-                    values = (*place, block.start, block.length, block.parent, nbytes)
-                    insert = "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-                    self._database.execute(insert, (*values, self._clock(), block.file))
-                self._database.execute("COMMIT")
-            except BaseException:
-                self._database.execute("ROLLBACK")
-                raise
+            dropped = list[str]()
+            if nbytes <= self.limit and self._continues(block):
+                dropped = self._make_room(nbytes)
+            # What it continues may have been dropped to make room.
+            fits = nbytes <= self.limit and self._continues(block)
+            if not fits:
+                dropped.append(block.file)
+            else:
+                place = (block.namespace, block.key, block.layers.start, block.layers.end)
+                values = (*place, block.start, block.length, block.parent, nbytes)
+                insert = "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+                self._database.execute(insert, (*values, self._clock(), block.file))
         self._unlink(dropped)
         return fits
 
