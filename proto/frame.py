@@ -186,14 +186,13 @@ _OUTCOME_NAMES = ("seq_id", "window", "accepted_length")
 class Segment:
     """A run of tokens of one sequence.
 
-    `window` counts the sequence's segments from 0 and is never reused. `position` is the position of
-    `tokens[0]` in the sequence. The tokens of a prompt chunk are permanent, so it is not `open`. An open
-    window waits for its Commit. `sample` asks the last stage for the next token, and `drafts` for that
-    number of drafts after it. A `cancelled` segment builds on a rejected window; stages forward it
-    without rows. A segment that `continues` is an open window of one token: the target's choice after the
-    window before it, which the last stage knows and the header does not carry. `relay` asks the last of
-    several stages to send the next token to the first stage too, for a segment that continues this one.
-    Raises ProtocolError for a value out of range.
+    `window` counts the sequence's segments from 0 and is never reused. `position` is the position of `tokens[0]` in the
+    sequence. The tokens of a prompt chunk are permanent, so it is not `open`. An open window waits for its Commit.
+    `sample` asks the last stage for the next token, and `drafts` for that number of drafts after it. A `cancelled`
+    segment builds on a rejected window; stages forward it without rows. A segment that `continues` is an open window of
+    one token: the target's choice after the window before it, which the last stage knows and the header does not carry.
+    `relay` asks the last of several stages to send the next token to the first stage too, for a segment that continues
+    this one. Raises ProtocolError for a value out of range.
     """
 
     seq_id: int

@@ -21,11 +21,10 @@ MAX_LOGIT_BIAS = 1024
 class SamplingParams:
     """The values that, with the logits, decide the token at a position (DESIGN §6).
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `xtc_probability` 0 each disable a
-    filter. XTC never removes the end of text nor the tokens in `xtc_exempt`. The repetition penalty covers
-    prompt and output. The presence and frequency penalties cover the output only, as in vLLM's reading of
-    OpenAI's API. `logprobs` is the number of alternatives reported with each token: 0 reports only the
-    chosen token, None reports nothing.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `xtc_probability` 0 each disable a filter. XTC never
+    removes the end of text nor the tokens in `xtc_exempt`. The repetition penalty covers prompt and output. The
+    presence and frequency penalties cover the output only, as in vLLM's reading of OpenAI's API. `logprobs` is the
+    number of alternatives reported with each token: 0 reports only the chosen token, None reports nothing.
 
     Raises RequestError that names the field for a value out of range.
     """

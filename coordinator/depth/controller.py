@@ -76,9 +76,8 @@ class Controller:
 
     One controller serves a whole process. All sequences share one acceptance estimate, because acceptance depends on
     the text. Costs are separate for 1, 2, 3-4, 5-8, … sequences a step, and by the length of their texts, because
-    attention to a long text costs time. A new length begins with the costs of the nearest one. With `ngram` windows
-    may take their drafts from the text, in every mode, where measured costs and the acceptance of matches say that it
-    pays.
+    attention to a long text costs time. A new length begins with the costs of the nearest one. With `ngram` windows may
+    take their drafts from the text, in every mode, where measured costs and the acceptance of matches say that it pays.
     """
 
     def __init__(

@@ -75,11 +75,10 @@ class LayerCost:
 class ModelCosts:
     """The costs of a model, in bytes and in seconds on a node of speed 1.
 
-    `last_stage_bytes` counts final norm, lm_head and MTP head, without an embedding. `draft_seconds` is one step of
-    the MTP head, lm_head included. `head_kv_bytes` is the head's K/V per token, `head_state_bytes` the hidden states
-    of a sequence that may wait for the head. With `last_stage_needs_embed` the last stage holds a copy of the
-    embedding, for a tied lm_head or for the MTP head. The first stage holds at least `first_layers`, because they read
-    the tokens.
+    `last_stage_bytes` counts final norm, lm_head and MTP head, without an embedding. `draft_seconds` is one step of the
+    MTP head, lm_head included. `head_kv_bytes` is the head's K/V per token, `head_state_bytes` the hidden states of a
+    sequence that may wait for the head. With `last_stage_needs_embed` the last stage holds a copy of the embedding, for
+    a tied lm_head or for the MTP head. The first stage holds at least `first_layers`, because they read the tokens.
     """
 
     layers: tuple[LayerCost, ...]

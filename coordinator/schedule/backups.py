@@ -1,10 +1,9 @@
 """The backups of running sequences: which one is made next, and the states that the coordinator keeps. Plain data.
 
 A plan that ends takes the state of every sequence with it, because its layers move to other workers. The coordinator
-keeps a copy of this state, up to some token. The next plan restores it and computes only the tokens after it.
-Backups of prompts stay after their sequences, for later prompts that begin with the same tokens.
-A backup costs the time of its transfer. The pause after it is a multiple of this time, which is long in a calm cluster
-and short after a failure.
+keeps a copy of this state, up to some token. The next plan restores it and computes only the tokens after it. Backups
+of prompts stay after their sequences, for later prompts that begin with the same tokens. A backup costs the time of its
+transfer. The pause after it is a multiple of this time, which is long in a calm cluster and short after a failure.
 """
 
 from __future__ import annotations

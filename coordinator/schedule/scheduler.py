@@ -186,9 +186,8 @@ class Scheduler:
     ) -> FrameOutcome:
         """Start a new plan: forget the frames in flight, and queue every running sequence again.
 
-        Running sequences go to the head of the queue, the oldest first, and are prefilled from their tokens. A
-        sequence that exceeds the capacity of the new plan ends with an error. `frame_limits` are those of the plan's
-        machines.
+        Running sequences go to the head of the queue, the oldest first, and are prefilled from their tokens. A sequence
+        that exceeds the capacity of the new plan ends with an error. `frame_limits` are those of the plan's machines.
         """
         if frame_limits is not None:
             self.limits = replace(self.limits, frames=frame_limits)

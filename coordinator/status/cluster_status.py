@@ -33,18 +33,17 @@ Health = Literal["ready", "loading", "idle", "draining", "refused", "lost"]
 class NodeStatus:
     """The status of one machine.
 
-    `span` is inclusive, such as `0-31`, and None for a node without layers. `detail` is one line that explains why
-    the node is not used. `address` is None for a stage in the coordinator's own process. Memory is in bytes.
-    `loaded` is the loaded fraction of the node's weights, 0 to 1. `stage_ms` is the typical time of one decode step.
-    `busy` is the fraction of the last ten seconds in which the node's stage computed, 0 to 1, and `slowest` says that
-    the other stages wait for it. Both are unset without a stage.
-    `weight_bytes` and `prefix_bytes` are parts of `memory_used`; the rest are K/V, states and activations.
-    `memory_cached` is held besides `memory_used`, in freed buffers. `chip` and `bytes_per_second` describe the machine
-    as the worker measured it. `weights_from` names the source of the weights during a load: `disk`, `hub` or
-    `coordinator`. `link_ms` and `link_bytes_per_second` are the measured time and speed of one hop to the next stage,
-    or from the last stage to the coordinator. The bytes of the data plane are counters since the worker's start.
-    `ready_at`, the time at which the worker joined, is seconds since 1970.
-    `version` has the versions of the worker's programs. `layers` says how the layers compute, such as `48 packed`.
+    `span` is inclusive, such as `0-31`, and None for a node without layers. `detail` is one line that explains why the
+    node is not used. `address` is None for a stage in the coordinator's own process. Memory is in bytes. `loaded` is
+    the loaded fraction of the node's weights, 0 to 1. `stage_ms` is the typical time of one decode step. `busy` is the
+    fraction of the last ten seconds in which the node's stage computed, 0 to 1, and `slowest` says that the other
+    stages wait for it. Both are unset without a stage. `weight_bytes` and `prefix_bytes` are parts of `memory_used`;
+    the rest are K/V, states and activations. `memory_cached` is held besides `memory_used`, in freed buffers. `chip`
+    and `bytes_per_second` describe the machine as the worker measured it. `weights_from` names the source of the
+    weights during a load: `disk`, `hub` or `coordinator`. `link_ms` and `link_bytes_per_second` are the measured time
+    and speed of one hop to the next stage, or from the last stage to the coordinator. The bytes of the data plane are
+    counters since the worker's start. `ready_at`, the time at which the worker joined, is seconds since 1970. `version`
+    has the versions of the worker's programs. `layers` says how the layers compute, such as `48 packed`.
     """
 
     name: str
@@ -111,10 +110,9 @@ class ClusterStatus:
     """The cluster at one moment.
 
     Counts by draft position and counts of tokens run since the start and never decrease. `detail` is one line that
-    explains why the cluster is not ready, or how it handles a lost worker. A limit of None means no limit.
-    `phase` is the activity of the cluster's manager for `phase_seconds`, empty without one. `replans` counts the
-    answered replans of users, the last one with `replan_result`. The first plan waits for `workers_wanted`
-    workers.
+    explains why the cluster is not ready, or how it handles a lost worker. A limit of None means no limit. `phase` is
+    the activity of the cluster's manager for `phase_seconds`, empty without one. `replans` counts the answered replans
+    of users, the last one with `replan_result`. The first plan waits for `workers_wanted` workers.
     """
 
     ready: bool
