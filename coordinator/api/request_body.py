@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from coordinator.api.context import LARGE_BYTES, ApiOptions, api_of
 from coordinator.api.errors import request_error
 from coordinator.api.request_fields import FieldNotes
-from coordinator.trust.key_ring import Scope
+from coordinator.trust.registry import Scope
 from proto.errors import AccessError, ClusterError, RequestError
 
 MAX_FIELDS = 2**16

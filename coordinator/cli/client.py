@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import typer
 
-from coordinator.trust.key_ring import OWNER_KEY
+from coordinator.trust.registry import OWNER_KEY
 from proto import errors
 from proto.state_dir import STATE_DIR, read_json, state_dir
 

@@ -21,7 +21,7 @@ from coordinator.planning.capacity import DEFAULT_SEQUENCES
 from coordinator.planning.groups import Parallel, Prefer
 from coordinator.serve.served_parts import DEFAULT_WAIT, ServeOptions
 from coordinator.serve.server import serve as run_server
-from coordinator.trust.key_ring import KeyRing
+from coordinator.trust.registry import KeyRing
 from mtp.checkpoint.hub.resolve import BUILTIN
 from proto.announcement import is_loopback, parse_address
 from proto.errors import UsageError

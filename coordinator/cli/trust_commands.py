@@ -11,8 +11,7 @@ from typing import Annotated
 import typer
 
 from coordinator.trust.authority import Authority
-from coordinator.trust.key_ring import KeyRing, Scope
-from coordinator.trust.registry import Registry
+from coordinator.trust.registry import KeyRing, Registry, Scope
 from proto.announcement import join_address, parse_address
 from proto.errors import UsageError
 from proto.state_dir import STATE_DIR

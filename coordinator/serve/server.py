@@ -37,7 +37,7 @@ from coordinator.serve.served_parts import (
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
 from coordinator.trust.authority import Authority
 from coordinator.trust.cluster_trust import ClusterTrust, make_invitation
-from coordinator.trust.key_ring import KeyRing
+from coordinator.trust.registry import KeyRing
 from mtp.checkpoint.hub.resolve import resolve_model
 from proto import cluster_pb2 as pb
 from proto.announcement import UNSPECIFIED, is_loopback, join_address

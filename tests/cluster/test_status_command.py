@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from coordinator.api.context import ApiOptions
 from coordinator.cli import cluster_commands as command
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus
-from coordinator.trust.key_ring import KeyRing, Scope
+from coordinator.trust.registry import KeyRing, Scope
 from proto.errors import AccessError, NotReadyError, UsageError
 from proto.state_dir import STATE_DIR
 from tests.support.api.api_client import ApiClient

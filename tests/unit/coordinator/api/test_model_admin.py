@@ -11,7 +11,7 @@ import pytest
 from coordinator.api.context import ApiOptions
 from coordinator.api.model_catalog import Catalog
 from coordinator.trust.cluster_trust import Invitation
-from coordinator.trust.key_ring import KeyRing, Scope
+from coordinator.trust.registry import KeyRing, Scope
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
 from proto.errors import CheckpointError

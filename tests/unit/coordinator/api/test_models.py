@@ -13,7 +13,7 @@ from coordinator.api.context import Api, ApiOptions
 from coordinator.api.model_catalog import ModelFacts, describe_model
 from coordinator.status.cluster_status import LoadReport
 from coordinator.text.tokenizer import ModelInfo
-from coordinator.trust.key_ring import KeyRing, Scope
+from coordinator.trust.registry import KeyRing, Scope
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.report import report

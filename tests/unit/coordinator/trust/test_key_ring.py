@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.api.context import ApiOptions
 from coordinator.api.request_body import keys_are_set
-from coordinator.trust.key_ring import OWNER_KEY, ApiKey, KeyRing, Scope
+from coordinator.trust.registry import OWNER_KEY, ApiKey, KeyRing, Scope
 from proto.errors import UsageError
 
 INFERENCE = frozenset({Scope.INFERENCE})

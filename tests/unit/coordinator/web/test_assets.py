@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.api.request_body import scope_of
 from coordinator.cli import COMMANDS
-from coordinator.trust.key_ring import Scope
+from coordinator.trust.registry import Scope
 from coordinator.web.page import load_assets
 from tests.support.api.api_client import ApiClient
 
