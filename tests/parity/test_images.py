@@ -15,8 +15,7 @@ import pytest
 from mlx_lm.utils import load_model
 
 from coordinator.api.image_parts import IMAGE_TEXT, IMAGE_WORD, placed
-from coordinator.images.encoder import EncodedImage, ImageEncoder
-from coordinator.images.pixels import PatchReader
+from coordinator.images.encoder import EncodedImage, ImageEncoder, PatchReader
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import ChatPrompt, Tokenizer
 from mtp.checkpoint.convert.convert import Quantization, Settings, convert
