@@ -16,8 +16,7 @@ from coordinator.api.context import Api, api_of
 from coordinator.api.errors import ModelNotLoadedError
 from coordinator.api.model_catalog import ModelLoader
 from coordinator.api.ollama import utc_time
-from coordinator.api.request_body import Body, keys_are_set, read_body, require_json
-from coordinator.api.request_fields import HINTS
+from coordinator.api.request_body import HINTS, Body, keys_are_set, read_body, require_json
 from coordinator.api.request_settings import TAG, check_model
 from coordinator.text.calls import Json
 from coordinator.text.tokenizer import ModelInfo

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from coordinator.api import anthropic, ollama, openai_responses, openai_schemas
-from coordinator.api.request_body import Body
-from coordinator.api.request_fields import HINTS, NEUTRAL, SYNONYMS
+from coordinator.api.request_body import HINTS, NEUTRAL, SYNONYMS, Body
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.grammars import OutputFormat
 from tests.support.api.api_client import USER, ApiClient

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.api.context import ApiOptions
-from coordinator.api.request_fields import HINTS
+from coordinator.api.request_body import HINTS
 from coordinator.status.cluster_status import ClusterStatus
 from coordinator.status.metrics import Metrics, RequestMeter
 from tests.support.api.api_client import USER, ApiClient, tiny_tokenizer
