@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from coordinator.cluster import decide, events
-from coordinator.cluster.apply import apply
 from coordinator.cluster.discovery import on_this_machine
+from coordinator.cluster.events import apply
 from coordinator.cluster.membership import ManagerOptions, Membership
 from coordinator.cluster.plan_start import MAX_FAULT, LoadState, PlanStart, describe_failure
 from coordinator.cluster.served_model import ServedModel

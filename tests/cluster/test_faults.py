@@ -20,8 +20,7 @@ import httpx
 import pytest
 
 from coordinator.cluster import manager
-from coordinator.cluster.apply import apply
-from coordinator.cluster.events import Event
+from coordinator.cluster.events import Event, apply
 from coordinator.cluster.membership import ManagerOptions
 from coordinator.cluster.view import MemberState, Settings, View
 from coordinator.pipeline.worker_client import WorkerClient

@@ -5,8 +5,7 @@ from __future__ import annotations
 from unittest.mock import patch
 
 from coordinator import cli
-from coordinator.cluster.apply import apply
-from coordinator.cluster.events import Event, WorkerLost
+from coordinator.cluster.events import Event, WorkerLost, apply
 from coordinator.cluster.view import View
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from coordinator.cluster import decide, events
-from coordinator.cluster.apply import apply
+from coordinator.cluster.events import apply
 from coordinator.cluster.view import Member, Phase, View
 from coordinator.planning.plan import Plan
 from proto.errors import ClusterError, MemoryLimitError

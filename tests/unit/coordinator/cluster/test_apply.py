@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.cluster.apply import apply
 from coordinator.cluster.events import (
     Event,
     GatheringFailed,
@@ -18,6 +17,7 @@ from coordinator.cluster.events import (
     WorkerJoined,
     WorkerLost,
     WorkerRefused,
+    apply,
 )
 from coordinator.cluster.view import (
     FIRST_BACKOFF,

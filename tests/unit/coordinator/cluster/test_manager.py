@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from coordinator.cluster import manager as manager_module
-from coordinator.cluster.apply import apply
 from coordinator.cluster.events import (
     Event,
     GroupMeasured,
@@ -19,6 +18,7 @@ from coordinator.cluster.events import (
     ReplanRequested,
     WorkerJoined,
     WorkerLost,
+    apply,
 )
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.membership import ManagerOptions

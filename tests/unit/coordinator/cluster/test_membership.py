@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster.apply import apply
-from coordinator.cluster.events import Event
+from coordinator.cluster.events import Event, apply
 from coordinator.cluster.membership import ArithmeticGroup, ManagerOptions, Membership
 from coordinator.cluster.view import Member, MemberState, Settings, View
 from coordinator.pipeline.worker_client import Candidate

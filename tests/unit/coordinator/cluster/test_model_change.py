@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster.apply import apply
-from coordinator.cluster.events import Event
+from coordinator.cluster.events import Event, apply
 from coordinator.cluster.membership import ManagerOptions, Membership
 from coordinator.cluster.view import Member, MemberState, Settings, View
 from proto import cluster_pb2 as pb
