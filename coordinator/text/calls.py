@@ -378,8 +378,3 @@ def _json_call(text: str) -> list[CallPart] | None:
         if isinstance(arguments, dict) and (content := _dumps(arguments)):
             return [CallStart(name), CallArguments(content), CallEnd(complete=True)]
     return []
-
-
-def call_parser(style: CallStyle | None, tools: Sequence[Json], end: str) -> CallParser:
-    """Return the parser of one call's text after its start marker, up to the marker `end`."""
-    return XmlCallParser(tools, end) if style == "xml" else JsonCallParser(tools, end)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from mlx_lm.generate import TextStateMachine
 
-from coordinator.text.calls import CallArguments, CallParser, CallPart, Json, call_parser
+from coordinator.text import calls
+from coordinator.text.calls import CallArguments, CallParser, CallPart, Json
 from coordinator.text.tokenizer import Tokenizer
 
 
@@ -79,8 +80,9 @@ class ChatParser:
         """Change to `state`. Line breaks between two states belong to neither."""
         left, self._mode = self._mode, state
         if state == "tool":
-            style, (_, end) = self._tokenizer.call_style, self._tokenizer.tool_markers
-            self._call, self._parser = "", call_parser(style, self._tools, end)
+            xml, (_, end) = self._tokenizer.call_style == "xml", self._tokenizer.tool_markers
+            parser = calls.XmlCallParser if xml else calls.JsonCallParser
+            self._call, self._parser = "", parser(self._tools, end)
         if "reasoning" in (left, state):
             self._text[left].drop()
             self._text["normal" if left == "reasoning" else "reasoning"].trim = True

@@ -67,11 +67,6 @@ def report_ready(port: int, host: str, rdma: str) -> None:
     threading.Thread(target=wait_for_end, name="worker-watch", daemon=True).start()
 
 
-def wait_until_needed() -> bool:
-    """Wait until the worker needs this process. Return False if the worker has ended, or needs it no more."""
-    return bool(sys.stdin.readline())
-
-
 class MemberProcess:
     """A member process. It waits until `serve` is called."""
 

@@ -32,7 +32,7 @@ from proto.trust.node_trust import NodeTrust
 from worker.engine.hardware import measured_bandwidth, set_limits
 from worker.engine.prefix_disk import disk_in
 from worker.node.announce import announced
-from worker.node.member import report_ready, wait_until_needed
+from worker.node.member import report_ready
 from worker.node.node import Identity, LocalModels, WorkerNode
 from worker.node.service import STOP_SECONDS, make_server
 
@@ -233,8 +233,8 @@ FIRST_LEASE_SECONDS = 30.0
 
 async def _run_member(options: WorkerOptions) -> None:
     """Serve the stage of a group until the lease ends, in a process that the worker has started."""
-    if not await asyncio.to_thread(wait_until_needed):
-        return
+    if not await asyncio.to_thread(sys.stdin.readline):
+        return  # the worker has ended, or needs this process no more
     directory = state_dir(options.state_dir) / _PREFIX
     trust = None if options.insecure else NodeTrust.load(directory)  # that of the worker
     node = WorkerNode(_identity(options, LocalModels(options.model), trust))

@@ -70,15 +70,9 @@ class HeadAddition:
         weights, _ = read_source_part(source, "mtp", self.dtype)
         groups = self._groups(weights)
         writer = convert.shard_writer(self.target.path / convert.HEAD_FILE, groups)
-        total, done = writer.nbytes, 0
+        total = writer.nbytes
         convert.check_free_space(self.target.path, total)
-
-        def on_group(group: Group) -> None:
-            nonlocal done
-            done += group.nbytes
-            on_progress(done, total)
-
-        convert.write_shard(writer, groups, on_group)
+        convert.write_shard(writer, groups, lambda _: on_progress(writer.written, total))
         convert.save_config(self.target.path, self._config())
         stays = {name: info for name, info in self.target.tensors.items() if not is_head(name)}
         weight_map = {name: info.file.name for name, info in stays.items()}
