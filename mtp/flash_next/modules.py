@@ -89,9 +89,9 @@ class HyperConnection(nn.Module):
         if kernels is not None:
             assert self._joined is not None and self._up is not None, "both are known to fit"
             sizes = self.streams, self.rank
-            x, normed = kernels.norm(x, added, self.hc_norm.weight, self._eps, *sizes)
+            x, normed = kernels.norm(x, added, self.hc_norm.weight, self._eps, sizes)
             both = self._joined(normed)
-            return x, kernels.mean(both, normed, self._up, *sizes), both
+            return x, kernels.mean(both, normed, self._up, sizes), both
         if added is not None:
             x = self.spread(x, *added)
         normed = self.hc_norm(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -69,8 +70,7 @@ MEAN_SOURCE = (
     + r"""
   // The lanes of a warp are divided among the streams.
   constexpr int LANES = 32 / STREAMS;
-  const int lane = tid & 31, stream = lane / LANES;
-  const int first = (blockIdx.x * 8 + (tid >> 5)) * OUTS;
+  const int stream = lane / LANES;
   if (first >= HIDDEN) return;
   const $device uint2* words = reinterpret_cast<const $device uint2*>(w);
   float sums[OUTS] = {};
@@ -80,18 +80,14 @@ MEAN_SOURCE = (
     for (int o = 0; o < OUTS; ++o) {
       const int n = stream * HIDDEN + min(first + o, HIDDEN - 1);
       const int group = n * GROUPS + unit * 16 / GROUP;
-      sums[o] += product(
-          words + ($int64)n * UNITS + unit, static_cast<float>(scales[group]), static_cast<float>(biases[group]));
+      sums[o] += product(words + n * UNITS + unit, scales + group, biases + group);
     }
   }
   #pragma unroll
   for (int o = 0; o < OUTS; ++o) {
-    #pragma unroll
-    for (int m = LANES / 2; m > 0; m >>= 1) sums[o] += __shfl_xor_sync(0xffffffff, sums[o], m);
     const int h = min(first + o, HIDDEN - 1);
-    float y = static_cast<float>(normed[(($int64)row * STREAMS + stream) * HIDDEN + h]) / (1.0f + expf(-sums[o]));
-    #pragma unroll
-    for (int m = 16; m >= LANES; m >>= 1) y += __shfl_xor_sync(0xffffffff, y, m);
+    const float value = static_cast<float>(normed[(($int64)row * STREAMS + stream) * HIDDEN + h]);
+    const float y = sum_of(value / (1.0f + expf(-sum_of(sums[o], LANES / 2, 1))), 16, LANES);
     if (lane == 0 && first + o < HIDDEN) out[($int64)row * HIDDEN + h] = static_cast<InT>(y / STREAMS);
   }
 """
@@ -99,7 +95,7 @@ MEAN_SOURCE = (
 
 
 class StreamKernels:
-    """The two kernels in `language`: the sum and norm of the streams, and their mean after the gated mixer."""
+    """The two kernels in `language`, for streams in any number and mixers of any rank. All layers share them."""
 
     def __init__(self, language: type[SourceKernel]) -> None:
         self.most_rows = language.most_rows
@@ -111,57 +107,50 @@ class StreamKernels:
     def norm(
         self,
         x: mx.array,
-        added: tuple[mx.array, mx.array] | None,
+        added: Sequence[mx.array] | None,
         weight: mx.array,
         eps: mx.array,
-        streams: int,
-        rank: int,
+        sizes: tuple[int, int],
     ) -> tuple[mx.array, mx.array]:
         """Return the streams `x [rows, width]` with a block's output added, and their norm.
 
-        `added` are the output `[rows, hidden]` and an array whose columns from `rank` on are the logits of its gates.
+        `added` are the output `[rows, hidden]`, and an array whose columns from the rank on are the logits of its
+        gates. `sizes` are the number of streams and the rank.
         """
-        hidden = x.shape[1] // streams
         total, normed = self._norm(
             [x, *(added or (x, x)), weight, eps],
-            blocks=(x.shape[0] * streams, 1, 1),
-            template=[
-                ("InT", x.dtype),
-                ("ADDS", added is not None),
-                ("STREAMS", streams),
-                ("HIDDEN", hidden),
-                ("RANK", rank),
-            ],
+            blocks=(x.shape[0] * sizes[0], 1, 1),
+            template=[("ADDS", added is not None), *_template(x, sizes)],
             shapes=[x.shape if added else (1,), x.shape],
             dtypes=[x.dtype] * 2,
         )
         return total if added else x, normed
 
     def mean(
-        self, both: mx.array, normed: mx.array, up: JoinedLinear, streams: int, rank: int
+        self, both: mx.array, normed: mx.array, up: JoinedLinear, sizes: tuple[int, int]
     ) -> mx.array:
-        """Return the mix `[rows, hidden]` of the streams `normed`, of the first `rank` columns of `both`."""
-        hidden = normed.shape[1] // streams
+        """Return the mix `[rows, hidden]` of the streams `normed`, of the first columns of `both`."""
+        rows, hidden = normed.shape[0], normed.shape[1] // sizes[0]
         return self._mean(
             [both, normed, *up.weights],
-            blocks=(-(-hidden // (OUTPUTS * THREADS // 32)), normed.shape[0], 1),
+            blocks=(-(-hidden // (OUTPUTS * THREADS // 32)), rows, 1),
             template=[
-                ("InT", normed.dtype),
-                ("STREAMS", streams),
-                ("HIDDEN", hidden),
-                ("RANK", rank),
+                *_template(normed, sizes),
                 ("GROUP", up.format.group_size),
                 ("OUTS", OUTPUTS),
             ],
-            shapes=[(normed.shape[0], hidden)],
+            shapes=[(rows, hidden)],
             dtypes=[normed.dtype],
         )[0]
 
 
-@cache
-def stream_kernels(language: type[SourceKernel]) -> StreamKernels:
-    """Return the kernels in `language`. All layers share them."""
-    return StreamKernels(language)
+def _template(x: mx.array, sizes: tuple[int, int]) -> list[tuple[str, Any]]:
+    streams, rank = sizes
+    hidden = x.shape[1] // streams
+    return [("InT", x.dtype), ("STREAMS", streams), ("HIDDEN", hidden), ("RANK", rank)]
+
+
+stream_kernels = cache(StreamKernels)
 
 
 def computes(up: Any, streams: int, rank: int, dtype: mx.Dtype) -> bool:

@@ -66,31 +66,32 @@ CHOOSE_SOURCE = r"""
 
 PRODUCT = r"""
   // The inputs of a thread, and their product with 16 weights: nibble q in these bits of a float is 128 + q.
+  const int lane = threadIdx.x & 31, first = (blockIdx.x * 8 + (threadIdx.x >> 5)) * OUTS;
   float v[16], total;
   auto load = [&](int unit) {
     total = 0.0f;
     #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      v[i] = static_cast<float>(held[i * UNITS + unit]);
-      total += v[i];
-    }
+    for (int i = 0; i < 16; ++i) total += v[i] = static_cast<float>(held[i * UNITS + unit]);
   };
-  auto product = [&](const $device uint2* words, float scale, float bias) -> float {
+  auto product = [&](const $device uint2* words, const $device InT* scales, const $device InT* biases) -> float {
     const uint2 w = *words;
     float sum = 0.0f;
     #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const unsigned low = i < 4 ? w.x << (16 - 4 * i) : w.x >> (4 * i - 16);
-      sum = __fmaf_rn(__uint_as_float(0x43000000u | (low & 0x000f0000u)), v[i], sum);
+    for (int i = 0; i < 16; ++i) {
+      const unsigned part = i < 8 ? w.x : w.y, at = 4 * (i & 7);
+      const unsigned bits = (at < 16 ? part << (16 - at) : part >> (at - 16)) & 0x000f0000u;
+      sum = __fmaf_rn(__uint_as_float(0x43000000u | bits), v[i], sum);
     }
+    const float scale = static_cast<float>(*scales);
+    return __fmaf_rn(scale, sum, __fmaf_rn(-128.0f, scale, static_cast<float>(*biases)) * total);
+  };
+  auto sum_of = [&](float own, int high, int low) -> float {
     #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const unsigned high = i < 4 ? w.y << (16 - 4 * i) : w.y >> (4 * i - 16);
-      sum = __fmaf_rn(__uint_as_float(0x43000000u | (high & 0x000f0000u)), v[8 + i], sum);
-    }
-    return __fmaf_rn(scale, sum, __fmaf_rn(-128.0f, scale, bias) * total);
+    for (int m = high; m >= low; m >>= 1) own += __shfl_xor_sync(0xffffffff, own, m);
+    return own;
   };
 """
+"""The product of inputs in `held` with rows of weights, for a warp that computes OUTS outputs from `first` on."""
 
 GATE_UP_SOURCE = (
     r"""
@@ -104,12 +105,9 @@ GATE_UP_SOURCE = (
 """
     + PRODUCT
     + r"""
-  const int lane = threadIdx.x & 31;
-  const int first = (blockIdx.x * 8 + (threadIdx.x >> 5)) * OUTS;
   if (first >= INNER) return;
-  const int expert = chosen[pair];
-  const bool all = expert == EXPERTS;
-  const $int64 start = all ? 0 : ($int64)expert * 2 * INNER;
+  const bool all = chosen[pair] == EXPERTS;
+  const $int64 start = all ? 0 : ($int64)chosen[pair] * 2 * INNER;
   const $device uint2* words = reinterpret_cast<const $device uint2*>(all ? all_w : w) + start * UNITS;
   const $device InT* scale = (all ? all_scales : scales) + start * GROUPS;
   const $device InT* bias = (all ? all_biases : biases) + start * GROUPS;
@@ -120,20 +118,14 @@ GATE_UP_SOURCE = (
     for (int o = 0; o < 2 * OUTS; ++o) {
       const int n = (o & 1) * INNER + min(first + (o >> 1), INNER - 1);
       const int group = n * GROUPS + unit * 16 / GROUP;
-      sums[o] += product(words + n * UNITS + unit, static_cast<float>(scale[group]), static_cast<float>(bias[group]));
+      sums[o] += product(words + n * UNITS + unit, scale + group, bias + group);
     }
-  }
-  #pragma unroll
-  for (int o = 0; o < 2 * OUTS; ++o) {
-    #pragma unroll
-    for (int m = 16; m > 0; m >>= 1) sums[o] += __shfl_xor_sync(0xffffffff, sums[o], m);
   }
   #pragma unroll
   for (int o = 0; o < OUTS; ++o) {
-    if (lane == 0 && first + o < INNER) {
-      const float y = sums[2 * o] / (1.0f + expf(-sums[2 * o])) * sums[2 * o + 1];
-      out[($int64)pair * INNER + first + o] = static_cast<InT>(y);
-    }
+    const float gate = sum_of(sums[2 * o], 16, 1), up = sum_of(sums[2 * o + 1], 16, 1);
+    if (lane > 0 || first + o >= INNER) continue;
+    out[($int64)pair * INNER + first + o] = static_cast<InT>(gate / (1.0f + expf(-gate)) * up);
   }
 """
 )
@@ -146,7 +138,7 @@ DOWN_SOURCE = (
   $array int expert[TOP + 1];
   const int row = blockIdx.y, tid = threadIdx.x;
   for (int e = tid; e < (TOP + 1) * INNER; e += 256) {
-    held[e % 16 * UNITS + e / 16] = y[($int64)row * (TOP + 1) * INNER + e];
+    held[e % 16 * UNITS + e / 16] = gated[($int64)row * (TOP + 1) * INNER + e];
   }
   if (tid <= TOP) {
     share[tid] = shares[row * (TOP + 1) + tid];
@@ -156,8 +148,6 @@ DOWN_SOURCE = (
 """
     + PRODUCT
     + r"""
-  const int lane = tid & 31;
-  const int first = (blockIdx.x * 8 + (tid >> 5)) * OUTS;
   if (first >= HIDDEN) return;
   float sums[OUTS] = {};
   #pragma unroll 4
@@ -172,16 +162,14 @@ DOWN_SOURCE = (
     #pragma unroll
     for (int o = 0; o < OUTS; ++o) {
       const int n = min(first + o, HIDDEN - 1);
-      const float found = product(
-          words + n * OWN, static_cast<float>(scale[n * GROUPS]), static_cast<float>(bias[n * GROUPS]));
+      const float found = product(words + n * OWN, scale + n * GROUPS, bias + n * GROUPS);
       sums[o] = __fmaf_rn(share[j], found, sums[o]);
     }
   }
   #pragma unroll
   for (int o = 0; o < OUTS; ++o) {
-    #pragma unroll
-    for (int m = 16; m > 0; m >>= 1) sums[o] += __shfl_xor_sync(0xffffffff, sums[o], m);
-    if (lane == 0 && first + o < HIDDEN) out[($int64)row * HIDDEN + first + o] = static_cast<InT>(sums[o]);
+    const float y = sum_of(sums[o], 16, 1);
+    if (lane == 0 && first + o < HIDDEN) out[($int64)row * HIDDEN + first + o] = static_cast<InT>(y);
   }
 """
 )
@@ -189,69 +177,26 @@ DOWN_SOURCE = (
 WEIGHTS = ["w", "scales", "biases", "all_w", "all_scales", "all_biases"]
 
 
-class ExpertKernels:
-    """The three kernels in `language`: the choice of experts, gate and up with their gating, and the weighted down."""
-
-    def __init__(self, language: type[SourceKernel]) -> None:
-        self._choose = language("expert_choice", ["logits"], ["chosen", "shares"], CHOOSE_SOURCE)
-        inputs = ["x", "chosen", *WEIGHTS]
-        self._gate_up = language("expert_gate_up", inputs, ["out"], GATE_UP_SOURCE)
-        self._down = language(
-            "expert_down", ["y", "chosen", "shares", *WEIGHTS], ["out"], DOWN_SOURCE
-        )
-
-    def run(self, block: JoinedExperts, x: mx.array, logits: mx.array) -> mx.array:
-        """Return the outputs `[rows, hidden]` of a block that `computes` allows.
-
-        `logits [rows, any]` are those of its experts, and behind them that of the shared one.
-        """
-        rows, (hidden, inner, top) = x.shape[0], _sizes(block)
-        sizes: list[tuple[str, Any]] = [("InT", x.dtype), ("EXPERTS", block.count), ("TOP", top)]
-        chosen, shares = self._choose(
-            [logits],
-            blocks=(-(-rows * 32 // THREADS), 1, 1),
-            template=sizes,
-            shapes=[(rows, top + 1)] * 2,
-            dtypes=[mx.int32, mx.float32],
-        )
-        group = block.gate_up.format.group_size
-        sizes += [("HIDDEN", hidden), ("INNER", inner), ("GROUP", group), ("OUTS", OUTPUTS)]
-        outputs = OUTPUTS * THREADS // 32
-        gated = self._gate_up(
-            [x, chosen, *block.gate_up.weights, *block.shared_gate_up.weights],
-            blocks=(-(-inner // outputs), rows * (top + 1), 1),
-            template=sizes,
-            shapes=[(rows * (top + 1), inner)],
-            dtypes=[x.dtype],
-        )[0]
-        return self._down(
-            [gated, chosen, shares, *block.down.weights, *block.shared_down.weights],
-            blocks=(-(-hidden // outputs), rows, 1),
-            template=sizes,
-            shapes=[x.shape],
-            dtypes=[x.dtype],
-        )[0]
-
-
-def _sizes(block: JoinedExperts) -> tuple[int, int, int]:
-    """Return the hidden size, the inner size of an expert, and how many a row chooses."""
-    hidden, words = block.down.weights[0].shape[1:]
-    return hidden, words * 32 // BITS, block.chosen
+@cache
+def _kernels(language: type[SourceKernel]) -> tuple[SourceKernel, SourceKernel, SourceKernel]:
+    """Return the choice of experts, gate and up with their gating, and the weighted down. All layers share them."""
+    return (
+        language("expert_choice", ["logits"], ["chosen", "shares"], CHOOSE_SOURCE),
+        language("expert_gate_up", ["x", "chosen", *WEIGHTS], ["out"], GATE_UP_SOURCE),
+        language("expert_down", ["gated", "chosen", "shares", *WEIGHTS], ["out"], DOWN_SOURCE),
+    )
 
 
 def computes(block: JoinedExperts, dtype: mx.Dtype) -> bool:
     """Return whether the kernels compute `block` for rows of `dtype`: affine weights of 4 bits in one format."""
-    products = (block.gate_up, block.down, block.shared_gate_up, block.shared_down)
-    if {product.format for product in products} != {block.down.format} or len(
-        {product.dtype for product in products} | {dtype}
-    ) != 1:
-        return False
-    hidden, inner, top = _sizes(block)
+    products = block.gate_up, block.down, block.shared_gate_up, block.shared_down
+    experts, hidden, words = block.down.weights[0].shape
     return (
-        (block.down.format.bits, block.down.format.mode) == (BITS, "affine")
-        and block.shared_down.weights[0].shape == block.down.weights[0].shape[1:]
-        and hidden % UNIT == inner % UNIT == block.count % 32 == 0
-        and top < 32
+        {(product.format, product.dtype) for product in products} == {(block.down.format, dtype)}
+        and (block.down.format.bits, block.down.format.mode) == (BITS, "affine")
+        and block.shared_down.weights[0].shape == (hidden, words)
+        and hidden % UNIT == words * 32 // BITS % UNIT == experts % 32 == 0
+        and block.chosen < 32
     )
 
 
@@ -260,19 +205,40 @@ class RowExperts(JoinedExperts):
 
     def __init__(self, block: JoinedExperts, language: type[SourceKernel]) -> None:
         super().__init__(block.count, block.chosen, block._products)
-        self._kernels, self._most_rows = expert_kernels(language), language.most_rows
+        self._language = language
 
     def __call__(self, x: mx.array) -> mx.array:
         """See `JoinedExperts`."""
-        if x.shape[0] > self._most_rows:
+        if x.shape[0] > self._language.most_rows:
             return super().__call__(x)
-        return self._kernels.run(self, x, self.router(x))
-
-
-@cache
-def expert_kernels(language: type[SourceKernel]) -> ExpertKernels:
-    """Return the kernels in `language`. All layers share them."""
-    return ExpertKernels(language)
+        choose, gate_up, down = _kernels(self._language)
+        rows, places = x.shape[0], self.chosen + 1
+        _, hidden, words = self.down.weights[0].shape
+        inner, outputs = words * 32 // BITS, OUTPUTS * THREADS // 32
+        template = [("InT", x.dtype), ("EXPERTS", self.count), ("TOP", self.chosen)]
+        template += [("HIDDEN", hidden), ("INNER", inner), ("OUTS", OUTPUTS)]
+        template.append(("GROUP", self.down.format.group_size))
+        chosen, shares = choose(
+            [self.router(x)],
+            blocks=(-(-rows * 32 // THREADS), 1, 1),
+            template=template[:3],
+            shapes=[(rows, places)] * 2,
+            dtypes=[mx.int32, mx.float32],
+        )
+        gated = gate_up(
+            [x, chosen, *self.gate_up.weights, *self.shared_gate_up.weights],
+            blocks=(-(-inner // outputs), rows * places, 1),
+            template=template,
+            shapes=[(rows * places, inner)],
+            dtypes=[x.dtype],
+        )
+        return down(
+            [*gated, chosen, shares, *self.down.weights, *self.shared_down.weights],
+            blocks=(-(-hidden // outputs), rows, 1),
+            template=template,
+            shapes=[x.shape],
+            dtypes=[x.dtype],
+        )[0]
 
 
 def row_experts(block: Any, dtype: mx.Dtype, language: type[SourceKernel], picks: Picks) -> Any:
