@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from mtp.layers.linear import JoinedLinear, pad_outputs
 
@@ -43,23 +42,14 @@ class JoinedExperts(nn.Module):
     def _outputs(self, x: mx.array, chosen: mx.array) -> mx.array:
         """Return the outputs `[rows, k, hidden]` of the experts `chosen [rows, k]`."""
         if chosen.size < SORTED_FROM:
-            rows, pairs = _places(*chosen.shape)
-            both = self.gate_up.gather(x[:, None], chosen, rows)
-            return self.down.gather(_halves_gated(both), chosen, pairs).squeeze(-2)
+            both = self.gate_up.gather(x[:, None, None], chosen)
+            return self.down.gather(_halves_gated(both), chosen).squeeze(-2)
         experts = chosen.flatten()
         order = mx.argsort(experts)
         rows, experts = x[order // self.chosen][:, None], experts[order]
-        found = self.down.gather(
-            _halves_gated(self.gate_up.gather(rows, experts, None)), experts, None
-        )
+        gated = _halves_gated(self.gate_up.gather(rows, experts, is_sorted=True))
+        found = self.down.gather(gated, experts, is_sorted=True)
         return found[mx.argsort(order)].reshape(*chosen.shape, -1)
-
-
-@lru_cache(maxsize=SORTED_FROM)
-def _places(rows: int, chosen: int) -> tuple[mx.array, mx.array]:
-    """Return the row of each of `chosen` experts a row, and the number of each pair. MLX would compute them."""
-    pairs = np.arange(rows * chosen, dtype=np.uint32).reshape(rows, chosen)
-    return mx.array(pairs // chosen), mx.array(pairs)
 
 
 def _halves_gated(both: mx.array) -> mx.array:

@@ -87,12 +87,9 @@ class JoinedLinear:
         """Return the outputs for `x [rows, inputs]`."""
         return self.format.multiply(x, self.weights)
 
-    def gather(self, x: mx.array, experts: mx.array, rows: mx.array | None) -> mx.array:
-        """Return rows `x [..., 1, inputs]` times the weights of `experts [...]`, where the layers are those of experts.
-
-        `rows [...]` are the numbers of the rows. Without them the experts are sorted, and each has its own row.
-        """
-        chosen: Any = {"lhs_indices": rows, "rhs_indices": experts, "sorted_indices": rows is None}
+    def gather(self, x: mx.array, experts: mx.array, *, is_sorted: bool = False) -> mx.array:
+        """Return `x [..., 1, inputs]` times the weights of `experts [...]`, where the layers are those of experts."""
+        chosen: Any = {"rhs_indices": experts, "sorted_indices": is_sorted}
         kind = self.format
         if kind.bits is None:
             return mx.gather_mm(x, self.weights[0].swapaxes(-1, -2), **chosen)
