@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mtp.flash_next import modules, stream_rows
+from mtp.flash_next import modules
 from mtp.flash_next.args import IndexerArgs
 from mtp.flash_next.ngrams import Ints
 from mtp.layers.exact import ExactProducts
@@ -35,6 +35,7 @@ from mtp.layers.linear import JoinedLinear
 from mtp.layers.reference.attention import AttentionLayer
 from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.source_kernel import SourceKernel
+from mtp.layers.stream_rows import MEAN_SOURCE, NORM_SOURCE, StreamKernels, stream_kernels
 from mtp.layers.turns import image_turns, turn, turn_table
 from proto.errors import ProtocolError, UsageError
 from proto.images import ImageLayout
@@ -232,20 +233,20 @@ class StreamLayer(Layer):
         if not (first.fits(self.dtype) and second.fits(self.dtype)):
             return
 
-        def layer_with(kernels: stream_rows.StreamKernels | None) -> Rows:
+        def layer_with(kernels: StreamKernels | None) -> Rows:
             """Return a layer without its blocks, whose streams `kernels` compute."""
 
             def run(x: mx.array) -> mx.array:
                 first.kernels = second.kernels = kernels
-                x, mixed, gates = first.mix(x)
-                x, mixed, gates = second.mix(x, (mixed, gates))
-                return second.spread(x, mixed, gates)
+                x, *added = first.mix(x)
+                x, *added = second.mix(x, added)
+                return second.spread(x, *added)
 
             return run
 
-        kernels = stream_rows.stream_kernels(language)
+        kernels = stream_kernels(language)
         sides = layer_with(kernels), layer_with(None)
-        source, width = stream_rows.NORM_SOURCE + stream_rows.MEAN_SOURCE, first.width
+        source, width = NORM_SOURCE + MEAN_SOURCE, first.width
         won = picks("stream_rows", f"{first.streams} streams", source, width, *sides)
         first.kernels = second.kernels = kernels if won else None
 

@@ -17,10 +17,11 @@ import numpy as np
 from mlx_lm.models.qwen3_5 import GatedDeltaNet, SparseMoeBlock, TextModelArgs
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
-from mtp.flash_next import stream_rows
 from mtp.flash_next.args import FlashNextArgs, IndexerArgs, NgramArgs
 from mtp.flash_next.ngrams import Ints, NgramHash, NgramTable
+from mtp.layers.expert_rows import BITS, UNIT
 from mtp.layers.linear import JoinedLinear, pad_outputs
+from mtp.layers.stream_rows import StreamKernels
 
 
 class StreamNorm(nn.Module):
@@ -55,7 +56,7 @@ class HyperConnection(nn.Module):
         if injects:
             self.block_inject_weight = nn.Linear(args.width, args.streams, bias=False)
         self._joined: JoinedLinear | None = None
-        self.kernels: stream_rows.StreamKernels | None = None
+        self.kernels: StreamKernels | None = None
         """They compute few rows in place of MLX's operations."""
 
     def join(self) -> None:
@@ -67,9 +68,13 @@ class HyperConnection(nn.Module):
         self._eps = mx.array([self.hc_norm.eps])
 
     def fits(self, dtype: mx.Dtype) -> bool:
-        """Return whether kernels compute the joined mixer."""
-        return self._joined is not None and stream_rows.computes(
-            self._up, self.streams, self.rank, dtype
+        """Return whether kernels compute the joined mixer: affine weights of 4 bits in its second product."""
+        up = self._up
+        return (
+            self._joined is not None
+            and up is not None
+            and (up.format.bits, up.format.mode, up.dtype) == (BITS, "affine", dtype)
+            and self.rank % UNIT == 32 % self.streams == 0
         )
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -78,15 +83,15 @@ class HyperConnection(nn.Module):
         return self._mixed(normed, self.input_mix_weight_down(normed))
 
     def mix(
-        self, x: mx.array, added: tuple[mx.array, mx.array] | None = None
+        self, x: mx.array, added: Sequence[mx.array] | None = None
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Return the streams, the input `[rows, hidden]` of the next block, and the logits of its gates.
 
         `added` are the output of the block before and its gates, which the streams get. The last columns of the gates
         `[rows, any]` are the logits, and those that pad them.
         """
-        kernels = self.kernels if self.kernels and x.shape[0] <= self.kernels.most_rows else None
-        if kernels is not None:
+        kernels = self.kernels
+        if kernels is not None and x.shape[0] <= kernels.most_rows:
             assert self._joined is not None and self._up is not None, "both are known to fit"
             sizes = self.streams, self.rank
             x, normed = kernels.norm(x, added, self.hc_norm.weight, self._eps, sizes)

@@ -152,13 +152,11 @@ Rows = Callable[[mx.array], mx.array]
 """A function of rows that keeps their width."""
 
 
-class Picks(Protocol):
-    """A decision over a kernel: by a trial of a function of rows with it, and one without it."""
+Picks = Callable[[str, str, str, int, Rows, Rows], bool]
+"""A decision over a kernel, by its name, shapes and source, the width of its rows, and functions with it and without.
 
-    def __call__(
-        self, kernel: str, shapes: str, source: str, width: int, own: Rows, replaced: Rows
-    ) -> bool:
-        """Return whether to use `kernel` of `source`. `own` and `replaced` take rows `[rows, width]`."""
+It returns whether to use the kernel.
+"""
 
 
 class Mixer(Protocol):

@@ -380,8 +380,8 @@ def operations(name: str, *_: Any, **__: Any) -> Any:
             there = mx.concatenate([both.reshape(rows, -1), kv_rows], axis=1)
             shape = AttentionShape(heads, kv, 2 * constants[2].size)
             return [*reference_kernels.prepare_rows(shape, there, places, tuple(constants))]
-        if name == "residual_norm":
-            x, y, weight, eps = inputs
+        if name == "stream_norm":
+            x, y, _, weight, eps = inputs
             total = x + y
             scale = mx.rsqrt((total * total).mean(axis=-1, keepdims=True) + eps)
             return [total, total * scale * weight]

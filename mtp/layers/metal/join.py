@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -26,9 +27,10 @@ from mtp.layers.metal.attention import (
 )
 from mtp.layers.metal.gdn import JoinedGDNLayer, WindowGDNLayer, gated_delta_window, joined_inputs
 from mtp.layers.metal.kernel import MetalKernel
-from mtp.layers.metal.products import NORM_SOURCE, JoinedMLP
+from mtp.layers.metal.products import JoinedMLP
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.reference.gdn import GDNLayer
+from mtp.layers.stream_rows import NORM_SOURCE
 from mtp.layers.windows import WindowMixer
 
 Choose = Callable[[str, str, str, Callable[[], KernelTrial]], bool]
@@ -93,7 +95,7 @@ class MetalJoiner:
         window = WindowMixer(recurrence, self._dtype, inputs, out)
         shapes = f"{net.num_k_heads} and {net.num_v_heads} heads"
         shapes += "" if inner.silu else " with a sigmoid gate"
-        sides = MixerTrial(window), MixerTrial(joined)
+        sides = [PartTrial(mixer.mix, mixer.new_cache) for mixer in (window, joined)]
         won = self._wins("gated_delta_window", shapes, gated_delta.SOURCE, *sides)
         return window if won else joined
 
@@ -122,8 +124,8 @@ class MetalJoiner:
         self, kernel: str, shapes: str, source: str, width: int, own: Rows, replaced: Rows
     ) -> bool:
         """See `Picks`."""
-        sides = RowsTrial(own), RowsTrial(replaced)
-        trial = partial(try_layer, *sides, width, self._dtype)
+        first, second = (PartTrial(lambda x, *_, part=part: part(x)) for part in (own, replaced))
+        trial = partial(try_layer, first, second, width, self._dtype)
         return self._choose(kernel, f"{shapes}, rows of {width} in {self._dtype}", source, trial)
 
     def _wins_norm(self, joining: Layer, without: Layer) -> bool:
@@ -158,23 +160,19 @@ TOLERANCE = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 1e-1}
 """Largest norm of the difference over the norm of the result. Both round to `dtype` at different places."""
 
 
-class MixerTrial:
-    """A mixer that is tried as a layer."""
+@dataclass(frozen=True)
+class PartTrial:
+    """A part of a layer that is tried as a layer: what it adds to rows, and its caches."""
 
-    def __init__(self, mixer: Mixer) -> None:
-        self.new_cache = mixer.new_cache
-        self.add = lambda x, *rest: x + mixer.mix(x, *rest)
+    adds: Callable[..., mx.array]
+    new_cache: Callable[[KVFormat], Any] = lambda _: None
 
-
-class RowsTrial:
-    """A function of rows that is tried as a layer."""
-
-    def __init__(self, rows: Rows) -> None:
-        self.new_cache = lambda _: None
-        self.add = lambda x, *_: x + rows(x)
+    def add(self, x: mx.array, *rest: Any) -> mx.array:
+        """See `Layer.add`."""
+        return x + self.adds(x, *rest)
 
 
-Tried = Layer | MixerTrial | RowsTrial
+Tried = Layer | PartTrial
 
 
 def try_layer(own: Tried, replaced: Tried, hidden: int, dtype: mx.Dtype) -> KernelTrial:

@@ -1,4 +1,4 @@
-"""MLPs with joined projections, and the kernel of sum and norm.
+"""MLPs with joined projections, and the sum before a norm.
 
 A function that runs a part of a layer takes its weights as arguments, so that layers of one shape share one trace of
 `mx.compile`.
@@ -17,6 +17,7 @@ from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.exact import ExactProducts
 from mtp.layers.linear import Format, JoinedLinear, Weights
 from mtp.layers.metal.kernel import MetalKernel
+from mtp.layers.stream_rows import stream_kernels
 
 COMPILED_ROWS = 64
 """Rows up to which parts of a layer are compiled. Each number of rows is traced once, and prompts have many."""
@@ -66,37 +67,6 @@ def gated_products(
     return formats[1].multiply(nn.silu(gate) * up, weights[1])
 
 
-NORM_THREADS = 512
-"""Threads of a block, which computes a row."""
-
-NORM_SOURCE = r"""
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  const int width = x_shape[1];
-  const $int64 start = ($int64)blockIdx.x * width;
-  $array float sums[16];
-  float sum = 0.0f;
-  for (int i = tid; i < width; i += 512) {
-    const InT value = static_cast<InT>(static_cast<float>(x[start + i]) + static_cast<float>(y[start + i]));
-    total[start + i] = value;
-    sum = __fmaf_rn(static_cast<float>(value), static_cast<float>(value), sum);
-  }
-  for (int m = 16; m > 0; m >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, m);
-  if (lane == 0) sums[warp] = sum;
-  __syncthreads();
-  float all = 0.0f;
-  for (int i = 0; i < 16; ++i) all += sums[i];
-  const float scale = rsqrtf(all / width + eps[0]);
-  for (int i = tid; i < width; i += 512) {
-    const float value = static_cast<float>(total[start + i]) * scale;
-    normed[start + i] = static_cast<InT>(value * static_cast<float>(weight[i]));
-  }
-"""
-
-_norm_kernel = MetalKernel(
-    "residual_norm", ["x", "y", "weight", "eps"], ["total", "normed"], NORM_SOURCE
-)
-
-
 def add_norm(
     x: mx.array, y: mx.array, weight: mx.array, eps: float, own: bool
 ) -> tuple[mx.array, mx.array]:
@@ -104,12 +74,5 @@ def add_norm(
     if not own or not x.dtype == y.dtype == weight.dtype:
         x = x + y
         return x, mx.fast.rms_norm(x, weight, eps)
-    total, normed = _norm_kernel(
-        [x, y, weight, mx.array([eps])],
-        blocks=(x.shape[0], 1, 1),
-        threads=NORM_THREADS,
-        template=[("InT", x.dtype)],
-        shapes=[x.shape, x.shape],
-        dtypes=[x.dtype, x.dtype],
-    )
-    return total, normed
+    kernels = stream_kernels(MetalKernel)
+    return kernels.norm(x, (y,), weight, mx.array([eps]), (1, 0))

@@ -9,10 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mtp.flash_next.modules import HyperConnection
-from mtp.flash_next.stream_rows import StreamKernels
 from mtp.layers.expert_rows import RowExperts, computes
 from mtp.layers.experts import JoinedExperts, join_experts
 from mtp.layers.source_kernel import SourceKernel
+from mtp.layers.stream_rows import StreamKernels
 from tests.unit.mtp.test_experts import block_of
 
 TOLERANCE = {mx.bfloat16: 1e-2, mx.float16: 2e-3, mx.float32: 1e-5}

@@ -1,4 +1,7 @@
-"""The streams of few rows in two launches on a GPU, where MLX's operations take eight. See `mtp.layers.expert_rows`."""
+"""Sums and norms of few rows in one launch on a GPU, the same text for NVIDIA and Apple.
+
+Rows have residual streams, one or several. The mean of several after their gated mixer is a launch, too.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,17 @@ from typing import Any
 
 import mlx.core as mx
 
-from mtp.layers.expert_rows import BITS, OUTPUTS, PRODUCT, UNIT
+from mtp.layers.expert_rows import OUTPUTS, PRODUCT
 from mtp.layers.linear import JoinedLinear
 from mtp.layers.source_kernel import THREADS, SourceKernel
 
 NORM_SOURCE = r"""
-  // A block computes a stream of a row: it adds the gated output of a block, if there is one, and normalizes the sum.
+  // A block of threads computes a stream of a row: it adds the output of a layer's block, and normalizes the sum.
   const int tid = threadIdx.x, row = blockIdx.x / STREAMS, stream = blockIdx.x % STREAMS;
   const $int64 start = ($int64)blockIdx.x * HIDDEN;
   $array float sums[8];
-  float gate = 0.0f;
-  if (ADDS) {
+  float gate = 1.0f;
+  if (ADDS == 2) {
     const float logit = static_cast<float>(gates[($int64)row * gates_shape[1] + RANK + stream]);
     gate = 2.0f / (1.0f + expf(-logit / STREAMS));
   }
@@ -114,13 +117,14 @@ class StreamKernels:
     ) -> tuple[mx.array, mx.array]:
         """Return the streams `x [rows, width]` with a block's output added, and their norm.
 
-        `added` are the output `[rows, hidden]`, and an array whose columns from the rank on are the logits of its
-        gates. `sizes` are the number of streams and the rank.
+        `added` are the output `[rows, hidden]`, and perhaps an array whose columns from the rank on are the logits of
+        its gates. `sizes` are the number of streams and the rank.
         """
+        added = added or ()
         total, normed = self._norm(
-            [x, *(added or (x, x)), weight, eps],
+            [x, *[*added, x, x][:2], weight, eps],
             blocks=(x.shape[0] * sizes[0], 1, 1),
-            template=[("ADDS", added is not None), *_template(x, sizes)],
+            template=[("ADDS", len(added)), *_template(x, sizes)],
             shapes=[x.shape if added else (1,), x.shape],
             dtypes=[x.dtype] * 2,
         )
@@ -151,12 +155,3 @@ def _template(x: mx.array, sizes: tuple[int, int]) -> list[tuple[str, Any]]:
 
 
 stream_kernels = cache(StreamKernels)
-
-
-def computes(up: Any, streams: int, rank: int, dtype: mx.Dtype) -> bool:
-    """Return whether the kernels compute a mixer whose second product is `up`: affine weights of 4 bits."""
-    return (
-        up is not None
-        and (up.format.bits, up.format.mode, up.dtype) == (BITS, "affine", dtype)
-        and rank % UNIT == 32 % streams == 0
-    )
