@@ -17,9 +17,8 @@ from rich.markup import escape
 
 from coordinator.cli import options
 from coordinator.cli.trust_commands import StateOption
-from coordinator.doctor.checks import Finding, Verdict
+from coordinator.doctor.checks import Finding, Verdict, forget_trials
 from coordinator.doctor.diagnosis import Diagnosis
-from coordinator.doctor.step import forget_trials
 from coordinator.pipeline.worker_client import ConnectionPolicy
 from coordinator.trust.cluster_trust import ClusterTrust
 from mtp.checkpoint.format.checkpoint import Checkpoint

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.cluster.discovery import Discovery
-from coordinator.doctor import answer, checks, step
+from coordinator.doctor import answer, checks
 from coordinator.doctor.checks import Finding, Verdict
 from coordinator.pipeline.worker_client import ConnectionPolicy
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -109,7 +109,7 @@ class Diagnosis:
         if not own and (self.full or len({found.tokens for found in answers.values()}) > 1):
             await self.check("exact mode", self._exact_answers)
         if self.full and not own:
-            await self.check("step", step.check_step, self.checkpoint)
+            await self.check("step", checks.check_step, self.checkpoint)
         if 2 in answers:
             await self.check("speed", answer.judge_speed, answers[0], answers[2])
 

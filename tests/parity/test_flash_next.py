@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from coordinator.doctor.step import own_steps
+from coordinator.doctor.checks import own_steps
 from coordinator.planning.capacity import model_costs
 from coordinator.planning.plan import NodeSpec, make_plan
 from coordinator.schedule.prompts import Limits

@@ -87,7 +87,6 @@ coordinator.web: coordinator.status proto proto.terminal"""
 """The other folders that each folder imports from. An arrow that no module uses is an error."""
 
 COMPOSITION_ROOTS = {
-    "coordinator.doctor.step",
     "coordinator.images.encoder",
     "coordinator.pipeline.local_pipeline",
     "coordinator.doctor.checks",

@@ -9,10 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.cli import app
-from coordinator.doctor import step
-from coordinator.doctor.checks import Finding, Verdict
+from coordinator.doctor import checks
+from coordinator.doctor.checks import Finding, Verdict, check_step, kernels_of, own_steps
 from coordinator.doctor.diagnosis import Diagnosis
-from coordinator.doctor.step import check_step, kernels_of, own_steps
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import KernelTrial
@@ -31,7 +30,7 @@ def test_views_are_no_kernels() -> None:
 
 def test_a_step_is_measured_beside_mlx_lms(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report has the kernels, the times of both, and what the layers are."""
-    monkeypatch.setattr(step, "STEPS", 3)
+    monkeypatch.setattr(checks, "STEPS", 3)
     finding = check_step(Checkpoint.open(checkpoint_dir()))
     own, stock = finding.values["this project"], finding.values["mlx-lm"]
     assert finding.verdict in (Verdict.OK, Verdict.WARN)
