@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,13 +19,138 @@ from rich.markup import escape
 
 from coordinator.cli import options
 from coordinator.cli.trust_commands import StateOption
+from coordinator.cluster.discovery import Discovery
+from coordinator.doctor import answer, checks
 from coordinator.doctor.checks import Finding, Verdict, forget_trials
-from coordinator.doctor.diagnosis import Diagnosis
 from coordinator.pipeline.worker_client import ConnectionPolicy
 from coordinator.trust.cluster_trust import ClusterTrust
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
+from proto import cluster_pb2 as pb
+from proto.errors import ClusterError
 from proto.state_dir import state_dir
+from worker.engine import hardware
+
+CHECK_SECONDS = 60.0
+"""Seconds. Longest single check."""
+
+FULL_CHECK_SECONDS = 600.0
+"""Seconds. Longest single check with --full, which loads the model several times."""
+
+MDNS_SECONDS = 3.0
+"""Seconds. Time for workers to answer on the network. A local answer takes about one."""
+
+
+@dataclass
+class Diagnosis:
+    """A run of all checks with one model, of this machine and of the workers at `addresses` or found by mDNS.
+
+    `findings` holds the results, and `report` gets each as soon as it is known. `answers` has the measured answers by
+    their drafts. `policy` decides how to connect to workers.
+    """
+
+    checkpoint: Checkpoint
+    report: Callable[[Finding], None]
+    addresses: tuple[str, ...] = ()
+    mdns: bool = True
+    full: bool = False
+    policy: ConnectionPolicy = field(default_factory=ConnectionPolicy)
+    findings: list[Finding] = field(default_factory=list)
+    answers: dict[int, answer.Answer] = field(default_factory=dict)
+
+    async def run(self) -> list[Finding]:
+        """Run the checks of the system, the network, the kernels and the model, and return the findings."""
+        await self.check("versions", checks.check_versions)
+        await self.check("power", checks.check_power)
+        await self._check_network()
+        await self.check("evaluation", checks.check_evaluation)
+        speed = hardware.measured_bandwidth
+        await self.check("bandwidth", lambda: checks.check_bandwidth(hardware.chip(), speed()))
+        await self.check("memory", checks.check_memory)
+        await self.check_model()
+        return self.findings
+
+    async def check(
+        self, name: str, check: Callable[..., Finding | Awaitable[Finding]], *arguments: Any
+    ) -> None:
+        """Run a check on this thread, because MLX's arrays belong to it. Its error or deadline becomes a finding."""
+        seconds = FULL_CHECK_SECONDS if self.full else CHECK_SECONDS
+        try:
+            async with asyncio.timeout(seconds):
+                found = check(*arguments)
+                finding = found if isinstance(found, Finding) else await found
+        except TimeoutError:
+            text = f"no result within {seconds:g} s"
+            finding = Finding(name, Verdict.FAIL, text, "Run it again on an idle machine.")
+        except ClusterError as error:
+            finding = Finding(name, Verdict.FAIL, str(error), "See the message.")
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            advice = "This check failed itself. Please report it with the output of --json."
+            finding = Finding(name, Verdict.FAIL, text, advice)
+        self.findings.append(finding)
+        self.report(finding)
+
+    async def _check_network(self) -> None:
+        seconds = MDNS_SECONDS if self.mdns else 0.0
+        async with Discovery(self.addresses, mdns=self.mdns) as discovery:
+            await asyncio.sleep(seconds)
+            found, problem = discovery.candidates(), discovery.problem
+        await self.check("mDNS", checks.check_discovery, found, self.mdns, problem, seconds)
+        fingerprint = await asyncio.to_thread(self.checkpoint.fingerprint) if found else ""
+        model = pb.ModelRef(name="doctor", fingerprint=fingerprint)
+        me = pb.Coordinator(id=secrets.token_hex(8), name="mtp-coord doctor")
+        versions: dict[str, str] = {}
+        for candidate in found:
+            arguments = (candidate, model, me, self.policy, versions)
+            await self.check(f"worker {candidate.name}", checks.check_worker, *arguments)
+        if versions:
+            own = hardware.own_version()
+            await self.check("versions of the workers", checks.check_equal_versions, own, versions)
+            await self.check("Thunderbolt Bridge", checks.check_bridge, len(versions))
+        await self.check("RDMA", checks.check_rdma)
+
+    async def check_model(self) -> None:
+        """Check the answers of the model with and without drafts and with --exact, and their speed."""
+        depths = [1, 2, 4] if self.full else [2]
+        await self.check("answer", self._plain_answer)
+        for depth in depths if self.checkpoint.mtp.complete else []:
+            await self.check(f"answer with {depth} drafts", self._drafted_answer, depth)
+        answers = self.answers
+        if 0 not in answers:
+            return
+        own = self.checkpoint.config.family.is_own
+        if not own and (self.full or len({found.tokens for found in answers.values()}) > 1):
+            await self.check("exact mode", self._exact_answers)
+        if self.full and not own:
+            await self.check("step", checks.check_step, self.checkpoint)
+        if 2 in answers:
+            await self.check("speed", answer.judge_speed, answers[0], answers[2])
+
+    async def _answer(
+        self, depth: int, *, pause: bool = False, exact: bool = False
+    ) -> answer.Answer:
+        tokens = 200 if self.full else 64
+        return await answer.measure_answer(self.checkpoint, depth, tokens, pause=pause, exact=exact)
+
+    async def _plain_answer(self) -> Finding:
+        """Measure the plain answer, and with --full the cost of a pause."""
+        found = self.answers[0] = await self._answer(0, pause=self.full)
+        if self.full:
+            return answer.judge_restart(found)
+        speed = f"{found.tokens_per_second:.1f} tokens/s without drafts"
+        return checks.judged("answer", speed, "", {"tokens": len(found.tokens)})
+
+    async def _drafted_answer(self, depth: int) -> Finding:
+        self.answers[depth] = await self._answer(depth)
+        return answer.judge_identity(self.answers[0], self.answers[depth])
+
+    async def _exact_answers(self) -> Finding:
+        """Measure --exact without drafts, and with two where the model drafts."""
+        alone = await self._answer(0, exact=True)
+        windows = await self._answer(2, exact=True) if 2 in self.answers else None
+        return answer.judge_exact(self.answers[0], alone, windows)
+
 
 SIGNS = {
     Verdict.OK: "[green]✓[/]",

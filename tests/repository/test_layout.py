@@ -59,16 +59,16 @@ coordinator:
 coordinator.api: coordinator.cluster coordinator.images coordinator.planning coordinator.schedule
     coordinator.status coordinator.text coordinator.trust coordinator.web mtp.checkpoint.format
     mtp.checkpoint.hub proto
-coordinator.cli: coordinator.api coordinator.depth coordinator.doctor coordinator.images
-    coordinator.pipeline coordinator.planning coordinator.schedule coordinator.serve
-    coordinator.status coordinator.text coordinator.trust mtp mtp.checkpoint.convert
-    mtp.checkpoint.format mtp.checkpoint.hub mtp.vision proto proto.terminal proto.trust
+coordinator.cli: coordinator.api coordinator.cluster coordinator.depth coordinator.doctor
+    coordinator.images coordinator.pipeline coordinator.planning coordinator.schedule
+    coordinator.serve coordinator.status coordinator.text coordinator.trust mtp
+    mtp.checkpoint.convert mtp.checkpoint.format mtp.checkpoint.hub mtp.vision proto proto.terminal
+    proto.trust worker.engine
 coordinator.cluster: coordinator.pipeline coordinator.planning mtp mtp.checkpoint.format proto
     proto.rpc proto.terminal
 coordinator.depth: proto
-coordinator.doctor: coordinator.cluster coordinator.depth coordinator.pipeline coordinator.schedule
-    coordinator.text mtp.checkpoint.format mtp.layers proto proto.rpc proto.terminal
-    worker.engine worker.model
+coordinator.doctor: coordinator.depth coordinator.pipeline coordinator.schedule coordinator.text
+    mtp.checkpoint.format mtp.layers proto proto.rpc proto.terminal worker.engine worker.model
 coordinator.images: mtp.checkpoint.format mtp.vision proto worker.engine
 coordinator.pipeline: coordinator.planning coordinator.status mtp mtp.checkpoint.format mtp.vision
     proto proto.rpc proto.terminal proto.trust worker.engine
@@ -89,8 +89,8 @@ coordinator.web: coordinator.status proto proto.terminal"""
 COMPOSITION_ROOTS = {
     "coordinator.images.encoder",
     "coordinator.pipeline.local_pipeline",
+    "coordinator.cli.doctor_command",
     "coordinator.doctor.checks",
-    "coordinator.doctor.diagnosis",
 }
 """The modules of `coordinator` that import `worker`: they run stages in this process, or measure this machine."""
 

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli.doctor_command import json_report
-from coordinator.doctor import diagnosis
+from coordinator.cli import doctor_command
+from coordinator.cli.doctor_command import Diagnosis, json_report
 from coordinator.doctor.answer import Answer
 from coordinator.doctor.checks import Finding, Verdict
-from coordinator.doctor.diagnosis import Diagnosis
 from coordinator.schedule.request import GenerationStats
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -39,7 +38,7 @@ async def test_a_check_that_fails_itself_does_not_end_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An error and a deadline of a check become findings, and later checks run."""
-    monkeypatch.setattr(diagnosis, "CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(doctor_command, "CHECK_SECONDS", 0.1)
     shown: list[Finding] = []
     run = Diagnosis(Checkpoint.open(checkpoint_dir()), shown.append)
     for name, check in (("silent", silent), ("broken", broken), ("refused", refused)):

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.cli import app
+from coordinator.cli.doctor_command import Diagnosis
 from coordinator.doctor import checks
 from coordinator.doctor.checks import Finding, Verdict, check_step, kernels_of, own_steps
-from coordinator.doctor.diagnosis import Diagnosis
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import KernelTrial
