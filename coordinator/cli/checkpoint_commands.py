@@ -35,8 +35,7 @@ from mtp.checkpoint.convert.convert import convert as convert_checkpoint
 from mtp.checkpoint.convert.foreign import open_source, plan_packed
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import is_head, join_names
-from mtp.checkpoint.format.parts import Norms, head_norms, missing_from_backbone
-from mtp.checkpoint.format.report import report
+from mtp.checkpoint.format.parts import Norms, head_norms, missing_from_backbone, report
 from mtp.checkpoint.hub.remote_checkpoint import fetch_head, open_model, open_remote
 from mtp.checkpoint.hub.repo import HubRepo
 from mtp.checkpoint.hub.resolve import find_model, ollama_models, resolve_model

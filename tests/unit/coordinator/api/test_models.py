@@ -16,7 +16,7 @@ from coordinator.text.tokenizer import ModelInfo
 from coordinator.trust.registry import KeyRing, Scope
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.report import report
+from mtp.checkpoint.format.parts import report
 from proto.errors import BusyError
 from tests.support.api.api_client import USER, ApiClient, tiny_tokenizer
 from tests.support.api.fake_generator import FakeGenerator
