@@ -21,7 +21,7 @@ from coordinator.api.stored_answers import StoredAnswers
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.frame_records import FrameRecords
 from coordinator.text.tokenizer import ModelInfo
-from coordinator.web import page
+from coordinator.web import live_feed
 from coordinator.web.live_feed import LiveFeed
 from proto.errors import NotReadyError
 
@@ -46,7 +46,7 @@ def create_app(
         ollama.router,
         operations.router,
         operations.cluster_router,
-        page.router,
+        live_feed.router,
     )
     app = _new_app(api, routers, frames)
     app.state.stored_answers = StoredAnswers(api, journal or Journal(), openai_responses.restore)
@@ -86,7 +86,7 @@ def _new_app(api: Api, routers: Sequence[APIRouter], frames: FrameRecords | None
     for router in routers:
         app.include_router(router, dependencies=[Depends(require_key)])
     app.include_router(operations.open_router)
-    app.router.routes += page.page_routes
+    app.router.routes += live_feed.page_routes
     app.add_middleware(name_ignored_fields)
     install_error_handlers(app, ERROR_FORMATS)
     return app
@@ -104,7 +104,7 @@ def starting_app(
 
     absent = cast(Any, None)  # these endpoints use neither generator nor tokenizer
     api = Api(absent, absent, ModelInfo("", 0), status, options, refuse, model_loader=loader)
-    app = _new_app(api, (operations.router, page.router, operations.load_router))
+    app = _new_app(api, (operations.router, live_feed.router, operations.load_router))
 
     @app.api_route("/{path:path}", methods=["GET", "POST"], dependencies=[Depends(require_key)])
     async def refuse_all(request: Request) -> None:

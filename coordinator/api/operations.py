@@ -21,7 +21,7 @@ from coordinator.api.request_settings import TAG, check_model
 from coordinator.text.calls import Json
 from coordinator.text.tokenizer import ModelInfo
 from coordinator.trust.cluster_trust import Invitation
-from coordinator.web.page import feed_of
+from coordinator.web.live_feed import feed_of
 from proto.errors import AccessError, ClusterError, NotReadyError, RequestError
 
 open_router = APIRouter()

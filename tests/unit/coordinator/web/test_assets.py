@@ -9,7 +9,7 @@ import pytest
 from coordinator.api.request_body import scope_of
 from coordinator.cli import COMMANDS
 from coordinator.trust.registry import Scope
-from coordinator.web.page import load_assets
+from coordinator.web.live_feed import load_assets
 from tests.support.api.api_client import ApiClient
 
 SCRIPTS = sorted(name for name in load_assets() if name.endswith(".js"))
