@@ -164,6 +164,12 @@ def answer(
     session = min(SESSION_TOKENS, longest)
     pinned = any(spec.pinned for spec in specs)
     formats = (kv_bits, 8, 4) if checkpoint.config.family.quantizes_kv else (kv_bits,)
+    sessions = {}
+    for bits in dict.fromkeys(formats):
+        room = capacity if bits == kv_bits else planned(bits)[2]
+        nbytes = room.entry_bytes(session)
+        kept = {"memory": room.prefix_bytes // nbytes, "disk": DISK_BYTES // nbytes}
+        sessions[str(bits or "")] = kept
     return {
         "candidates": [
             {
@@ -179,21 +185,12 @@ def answer(
         "pass_seconds": found.pass_seconds,
         "capacity": asdict(capacity),
         "session_tokens": session,
-        "sessions": {
-            str(bits or ""): _sessions(capacity if bits == kv_bits else planned(bits)[2], session)
-            for bits in dict.fromkeys(formats)
-        },
+        "sessions": sessions,
         "unused": list(found.unused),
         "rows_on_disk": checkpoint.table_bytes,
         "vision_bytes": tower_bytes(checkpoint),
         "stages": [_stage_facts(stage) for stage in found.stages],
     }
-
-
-def _sessions(capacity: Capacity, tokens: int) -> dict[str, int]:
-    """Return how many sessions of `tokens` tokens stay warm in memory, and in DISK_BYTES of each machine's disk."""
-    nbytes = capacity.entry_bytes(tokens)
-    return {"memory": capacity.prefix_bytes // nbytes, "disk": DISK_BYTES // nbytes}
 
 
 def _stage_facts(stage: StagePlan) -> dict[str, Any]:

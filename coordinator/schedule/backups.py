@@ -163,11 +163,12 @@ class Backups:
         self.ready = self.enabled and len(self.in_flight) < most and now >= self._next_at
         if not self.ready:
             return
-        missing = {
-            s.seq_id: _held_tokens(s) - self.tokens_of(s.seq_id)
-            for s in running
-            if self.may_begin(s.seq_id) and not _near_prefix(s)
-        }
+        missing = {}
+        for s in running:
+            if self.may_begin(s.seq_id) and not _near_prefix(s):
+                # What the stages hold for certain when its next segment arrives.
+                held = len(s.tokens) - 1 if s.decoding else s.scheduled_tokens
+                missing[s.seq_id] = held - self.tokens_of(s.seq_id)
         seq_id = max(missing, key=lambda one: missing[one], default=None)
         if seq_id is not None and missing[seq_id] >= MIN_NEW_TOKENS:
             self.due = seq_id
@@ -239,10 +240,3 @@ def _near_prefix(sequence: GenerationSequence) -> bool:
     """Return whether the next chunk of a prompt ends where a prefix is saved, which is then backed up."""
     boundary = next(iter(sequence.prefix_boundaries), 0)
     return sequence.scheduled_tokens < boundary <= sequence.scheduled_tokens + NEAR_PREFIX
-
-
-def _held_tokens(sequence: GenerationSequence) -> int:
-    """Return how many tokens of a sequence the stages hold for certain when its next segment arrives."""
-    if sequence.decoding:
-        return len(sequence.tokens) - 1
-    return sequence.scheduled_tokens

@@ -73,8 +73,10 @@ class TextStream:
         assert not self.stopped, "a token was added after a stop string"
         self._unreported.append((token, self._emitted + len(self._held)))
         self._held += self._decoder.decode(self._token_bytes(token))
-        if (found := _first_stop(self._held, self._stop)) is not None:
-            start, self.stop_string = found
+        places = ((stop, self._held.find(stop)) for stop in self._stop)
+        if found := [(at + len(stop), at, stop) for stop, at in places if at >= 0]:
+            # The one that ends first, the longer of two that end together.
+            _, start, self.stop_string = min(found)
             piece = self._release(start)
             self._held = ""
             self._unreported.clear()
@@ -101,12 +103,6 @@ class TextStream:
 
 def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(token for token, _ in pairs), tuple(offset for _, offset in pairs)
-
-
-def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Return start and text of the stop string that ends first, the longer of two that end together, or None."""
-    found = [(at + len(stop), at, stop) for stop in stops if (at := text.find(stop)) >= 0]
-    return min(found)[1:] if found else None
 
 
 _RESERVED_VARIABLES = frozenset(

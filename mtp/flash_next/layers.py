@@ -35,7 +35,7 @@ from mtp.layers.linear import JoinedLinear
 from mtp.layers.reference.attention import AttentionLayer
 from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.source_kernel import SourceKernel
-from mtp.layers.stream_rows import MEAN_SOURCE, NORM_SOURCE, StreamKernels, stream_kernels
+from mtp.layers.stream_rows import NORM_SOURCE
 from mtp.layers.turns import image_turns, turn, turn_table
 from proto.errors import ProtocolError, UsageError
 from proto.images import ImageLayout
@@ -230,25 +230,21 @@ class StreamLayer(Layer):
         """See `Layer.take_kernels`."""
         self.experts = row_experts(self.experts, self.dtype, language, picks)
         first, second = self.connections
-        if not (first.fits(self.dtype) and second.fits(self.dtype)):
-            return
 
-        def layer_with(kernels: StreamKernels | None) -> Rows:
-            """Return a layer without its blocks, whose streams `kernels` compute."""
+        def layer_in(language: type[SourceKernel] | None) -> Rows:
+            """Return a layer without its blocks, whose streams a kernel in `language` computes."""
 
             def run(x: mx.array) -> mx.array:
-                first.kernels = second.kernels = kernels
+                first.language = second.language = language
                 x, *added = first.mix(x)
                 x, *added = second.mix(x, added)
                 return second.spread(x, *added)
 
             return run
 
-        kernels = stream_kernels(language)
-        sides = layer_with(kernels), layer_with(None)
-        source, width = NORM_SOURCE + MEAN_SOURCE, first.width
-        won = picks("stream_rows", f"{first.streams} streams", source, width, *sides)
-        first.kernels = second.kernels = kernels if won else None
+        shapes, sides = f"{first.streams} streams", (layer_in(language), layer_in(None))
+        won = picks("stream_norm", shapes, NORM_SOURCE, first.width, *sides)
+        first.language = second.language = language if won else None
 
     @abstractmethod
     def _mixed(

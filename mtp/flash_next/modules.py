@@ -19,9 +19,9 @@ from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
 from mtp.flash_next.args import FlashNextArgs, IndexerArgs, NgramArgs
 from mtp.flash_next.ngrams import Ints, NgramHash, NgramTable
-from mtp.layers.expert_rows import BITS, UNIT
 from mtp.layers.linear import JoinedLinear, pad_outputs
-from mtp.layers.stream_rows import StreamKernels
+from mtp.layers.source_kernel import SourceKernel
+from mtp.layers.stream_rows import add_and_norm
 
 
 class StreamNorm(nn.Module):
@@ -56,26 +56,14 @@ class HyperConnection(nn.Module):
         if injects:
             self.block_inject_weight = nn.Linear(args.width, args.streams, bias=False)
         self._joined: JoinedLinear | None = None
-        self.kernels: StreamKernels | None = None
-        """They compute few rows in place of MLX's operations."""
+        self.language: type[SourceKernel] | None = None
+        """The language of the kernel that adds and normalizes few rows in place of MLX's operations."""
 
     def join(self) -> None:
         """Make one product of the two that read all streams, if they have one format. Call it once, after the load."""
         pad_outputs(self.block_inject_weight, self.rank)
-        parts = [self.input_mix_weight_down, self.block_inject_weight]
-        self._joined = JoinedLinear.of(parts)
-        self._up = JoinedLinear.of([self.input_mix_weight_up])
+        self._joined = JoinedLinear.of([self.input_mix_weight_down, self.block_inject_weight])
         self._eps = mx.array([self.hc_norm.eps])
-
-    def fits(self, dtype: mx.Dtype) -> bool:
-        """Return whether kernels compute the joined mixer: affine weights of 4 bits in its second product."""
-        up = self._up
-        return (
-            self._joined is not None
-            and up is not None
-            and (up.format.bits, up.format.mode, up.dtype) == (BITS, "affine", dtype)
-            and self.rank % UNIT == 32 % self.streams == 0
-        )
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return the mix of the streams of `x`: `[rows, hidden]`."""
@@ -90,16 +78,12 @@ class HyperConnection(nn.Module):
         `added` are the output of the block before and its gates, which the streams get. The last columns of the gates
         `[rows, any]` are the logits, and those that pad them.
         """
-        kernels = self.kernels
-        if kernels is not None and x.shape[0] <= kernels.most_rows:
-            assert self._joined is not None and self._up is not None, "both are known to fit"
-            sizes = self.streams, self.rank
-            x, normed = kernels.norm(x, added, self.hc_norm.weight, self._eps, sizes)
-            both = self._joined(normed)
-            return x, kernels.mean(both, normed, self._up, sizes), both
-        if added is not None:
-            x = self.spread(x, *added)
-        normed = self.hc_norm(x)
+        if self.language is not None and x.shape[0] <= self.language.most_rows:
+            sizes = self.streams, 0 if added is None else self._first_logit(added[1])
+            x, normed = add_and_norm(self.language, x, added, self.hc_norm.weight, self._eps, sizes)
+        else:
+            x = x if added is None else self.spread(x, *added)
+            normed = self.hc_norm(x)
         if self._joined is None:
             low, gates = self.input_mix_weight_down(normed), self.block_inject_weight(normed)
         else:
@@ -109,11 +93,14 @@ class HyperConnection(nn.Module):
 
     def spread(self, x: mx.array, block: mx.array, gates: mx.array) -> mx.array:
         """Return the streams `x` with the output of a block `[rows, hidden]`, each by its gate."""
-        # Joined logits follow the columns of the mixer.
-        first = self.rank if gates.shape[1] > self.rank else 0
+        first = self._first_logit(gates)
         apart = x.reshape(x.shape[0], self.streams, -1)
         logits = gates[:, first : first + self.streams, None]
         return _added(apart, block[:, None], logits, self.streams).reshape(x.shape)
+
+    def _first_logit(self, gates: mx.array) -> int:
+        """Return the column of the first logit in `gates`. Joined ones follow the columns of the mixer."""
+        return self.rank if gates.shape[1] > self.rank else 0
 
     def _mixed(self, normed: mx.array, low: mx.array) -> mx.array:
         weights = self.input_mix_weight_up(_low(low, self.streams))

@@ -149,7 +149,10 @@ class NgramTable:
         """Return the rows `[len(ids), dim]` of `ids`, each of which is read once."""
         wanted, places = np.unique(ids, return_inverse=True)
         places = places.reshape(-1)
-        arrays = [_to_array(part.read(wanted)[places], part.dtype) for part in self._parts]
+        arrays = []
+        for part in self._parts:
+            found = mx.array(part.read(wanted)[places])
+            arrays.append(found.view(mx.bfloat16) if part.dtype == "BF16" else found)
         rows = arrays[0]
         if len(arrays) > 1:
             bits = 32 * arrays[0].shape[1] // dim
@@ -158,8 +161,3 @@ class NgramTable:
             group = dim // scales.shape[1]
             rows = mx.dequantize(weight, scales, biases, group_size=group, bits=bits)
         return rows.astype(dtype)
-
-
-def _to_array(rows: npt.NDArray[np.generic], dtype: str) -> mx.array:
-    found = mx.array(rows)
-    return found.view(mx.bfloat16) if dtype == "BF16" else found

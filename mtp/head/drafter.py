@@ -345,12 +345,6 @@ class WindowJob:
         """Number of rows of the window."""
         return int(self.hidden.shape[0])
 
-    def successors(self) -> mx.array:
-        """Return the token after each row: int32 `[rows]`. Those of rejected rows have no meaning."""
-        if not self.following:
-            return self.targets
-        return mx.concatenate([mx.array(list(self.following), mx.int32), self.targets])
-
     def rejected(self) -> mx.array | None:
         """Return the number of rejected rows, int32 `[1]`, lazy, or None if none can be rejected."""
         if not self.drafts:
@@ -420,7 +414,9 @@ class WindowDrafts:
             hidden += [*waiting, job.hidden]
             if waiting_tokens:
                 tokens.append(mx.array(waiting_tokens, mx.int32))
-            tokens.append(job.successors())
+            if job.following:
+                tokens.append(mx.array(list(job.following), mx.int32))
+            tokens.append(job.targets)
             widths.append(len(waiting_tokens) + job.rows)
             ends.append(sum(widths) - 1)
         out = self._drafter.advance(

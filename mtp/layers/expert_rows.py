@@ -19,8 +19,6 @@ OUTPUTS = 2
 """Outputs of a warp, which share the inputs."""
 
 BITS = 4
-UNIT = 16
-"""Inputs that a thread multiplies at once."""
 
 CHOOSE_SOURCE = r"""
   // A warp chooses for a row: it searches the highest logit TOP times.
@@ -195,7 +193,7 @@ def computes(block: JoinedExperts, dtype: mx.Dtype) -> bool:
         {(product.format, product.dtype) for product in products} == {(block.down.format, dtype)}
         and (block.down.format.bits, block.down.format.mode) == (BITS, "affine")
         and block.shared_down.weights[0].shape == (hidden, words)
-        and hidden % UNIT == words * 32 // BITS % UNIT == experts % 32 == 0
+        and hidden % 16 == words * 32 // BITS % 16 == experts % 32 == 0
         and block.chosen < 32
     )
 
@@ -213,7 +211,7 @@ class RowExperts(JoinedExperts):
             return super().__call__(x)
         choose, gate_up, down = _kernels(self._language)
         rows, places = x.shape[0], self.chosen + 1
-        _, hidden, words = self.down.weights[0].shape
+        hidden, words = self.down.weights[0].shape[1:]
         inner, outputs = words * 32 // BITS, OUTPUTS * THREADS // 32
         template = [("InT", x.dtype), ("EXPERTS", self.count), ("TOP", self.chosen)]
         template += [("HIDDEN", hidden), ("INNER", inner), ("OUTS", OUTPUTS)]

@@ -65,7 +65,9 @@ class StateCut:
             if kind == "attention":
                 return self._heads_of(shares)
             convs, states = zip(*shares, strict=True)
-            sections = zip(*(self._sections(conv, len(shares)) for conv in convs), strict=True)
+            keys = self._keys // len(shares)
+            parts = [mx.split(conv, [keys, 2 * keys], axis=-1) for conv in convs]
+            sections = zip(*parts, strict=True)
             own = [self._part(mx.concatenate(list(s), axis=-1), -1) for s in sections]
             state = self._part(mx.concatenate(list(states), axis=1), 1)
             return [mx.concatenate(own, axis=-1), state]
@@ -79,11 +81,6 @@ class StateCut:
         first = self.cut.rank * self._kv_heads // self.cut.size
         count = max(1, self._kv_heads // self.cut.size)
         return [whole[:, first : first + count] for whole in wholes]
-
-    def _sections(self, conv: mx.array, size: int) -> list[mx.array]:
-        """Return the channels of queries, keys and values of a member of a group of `size`."""
-        keys = self._keys // size
-        return [conv[..., :keys], conv[..., keys : 2 * keys], conv[..., 2 * keys :]]
 
     def _part(self, whole: mx.array, axis: int) -> mx.array:
         return mx.split(whole, self.cut.size, axis=axis)[self.cut.rank]
@@ -199,7 +196,9 @@ def layer_states(backup: SequenceBackup, index: int, limit: int = READ_BYTES) ->
     states: list[LayerState] = []
     total, member = 0, (backup.cut.rank, backup.cut.size)
     for found in backup.layers[index:]:
-        data = msgpack.packb([_to_wire(array) for array in found.arrays])
+        plain = [np.array(host_array(array), copy=False) for array in found.arrays]
+        parts = zip(found.arrays, plain, strict=True)
+        data = msgpack.packb([(type_name(a), tuple(a.shape), p.tobytes()) for a, p in parts])
         states.append(LayerState(found.layer, found.appends, data, *member))
         total += len(data)
         if total >= limit:
@@ -259,11 +258,6 @@ def host_array(array: mx.array) -> mx.array:
 def type_name(array: mx.array) -> str:
     """Return the name of an array's type on the wire and on disk."""
     return _NAMES[array.dtype]
-
-
-def _to_wire(array: mx.array) -> tuple[str, tuple[int, ...], bytes]:
-    plain = np.array(host_array(array), copy=False)
-    return type_name(array), tuple(array.shape), plain.tobytes()
 
 
 def array_of(name: str, shape: Sequence[int], data: Any) -> mx.array:

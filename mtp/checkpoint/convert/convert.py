@@ -413,13 +413,18 @@ def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeig
     backbone = {n: w for n, w in parameters.items() if not n.startswith(f"{prefix}mtp.")}
     head = {n: w for n, w in parameters.items() if n not in backbone}
     vision = _vision(checkpoint, settings) if settings.vision and has_tower(checkpoint) else {}
-    groups = ConvertedWeights(
-        group_parameters(backbone), group_parameters(head), group_parameters(vision), found
-    )
+    parts = [group_parameters(part) for part in (backbone, head, vision)]
+    groups = ConvertedWeights(parts[0], parts[1], parts[2], found)
     for group in groups.backbone + groups.head:
         path = group.entries[0].name.rpartition(".")[0].removeprefix(prefix)
-        if path in packed:
-            group.way = _way(group, packed[path])
+        if path not in packed:
+            continue
+        if (module := packed[path]) is None:
+            is_plain = len(group.entries) == 1
+            group.way = "dequantized" if is_plain else "dequantized and quantized anew"
+        else:
+            bits, mode = module.form["bits"], module.form["mode"]
+            group.way = f"repacked in {bits} bit {mode}, with the same codes"
     return groups
 
 
@@ -498,13 +503,6 @@ def _with_kept(parameters: dict[str, mx.array], kept: dict[str, Repacked]) -> di
         leaves = kept[path].parameters if path in kept else {}
         found |= {f"{path}.{leaf}": weight for leaf, weight in leaves.items()} or {name: array}
     return found
-
-
-def _way(group: Group, module: Repacked | None) -> str:
-    """Return how a module that another program had packed got its format."""
-    if module is not None:
-        return f"repacked in {module.form['bits']} bit {module.form['mode']}, with the same codes"
-    return "dequantized" if len(group.entries) == 1 else "dequantized and quantized anew"
 
 
 def group_parameters(parameters: dict[str, mx.array]) -> list[Group]:

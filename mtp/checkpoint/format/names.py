@@ -35,12 +35,6 @@ _OF_THE_MODEL = ("mtp", "embed_tokens", "lm_head")
 """Modules that have their full name in a repo of a head alone: the head, and copies of modules of the model."""
 
 
-def with_head_name(local: str) -> str:
-    """Return a local name with Qwen's names of the head, if it names a tensor of a head; or else unchanged."""
-    found = _PREFIX.match(local)
-    return local if found is None else _in_head(local[found.end() :])
-
-
 def with_head_prefix(local: str) -> str:
     """Return a local name of a repo that holds a head alone, where names may lack the prefix."""
     return local if local.partition(".")[0] in _OF_THE_MODEL else _in_head(local)
@@ -121,7 +115,9 @@ def local_name(stored: str) -> str | None:
     if stored.startswith(_VISION):
         return None
     prefix = next((prefix for prefix in _PREFIXES if stored.startswith(prefix)), "")
-    return with_head_name(stored.removeprefix(prefix))
+    local = stored.removeprefix(prefix)
+    found = _PREFIX.match(local)
+    return local if found is None else _in_head(local[found.end() :])
 
 
 def vision_name(stored: str) -> str | None:

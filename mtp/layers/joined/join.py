@@ -99,11 +99,6 @@ def scaled_rows(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     return _scaled(x, weight, *constants(x.shape[-1], eps))
 
 
-def gated_rows(x: mx.array, gate: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """Return `silu(gate)` times the norm of `x`. All are fp32."""
-    return _gated(x, gate, weight, *constants(x.shape[-1], eps))
-
-
 class RowNorm(nn.Module):
     """An RMSNorm. With `wide` its output is fp32, otherwise of the type of its weights."""
 
@@ -133,14 +128,6 @@ class JoinedMLP(nn.Module):
         """Return the MLP of `x [rows, hidden]`."""
         y = self.gate_up(x)
         return self.down(swiglu(y[..., : self._half], y[..., self._half :]))
-
-
-def can_join_mlp(mlp: nn.Module, *, widen: bool) -> bool:
-    """Return whether `mlp` is a dense MLP that `JoinedMLP` computes."""
-    names = ("gate_proj", "up_proj", "down_proj")
-    return all(name in mlp for name in names) and can_store_columns(
-        [mlp[name] for name in names], widen=widen
-    )
 
 
 def can_join_attention(attention: Qwen3NextAttention, *, widen: bool) -> bool:
@@ -311,7 +298,7 @@ class JoinedGDNLayer(GDNLayer):
     def _finish(self, out: mx.array, z: mx.array, dtype: mx.Dtype) -> mx.array:
         """Return the output projection of `out [rows, v_heads, v_dim]`, normalized and gated by `z`."""
         gate = z.astype(mx.float32).reshape(out.shape)
-        gated = gated_rows(out, gate, self._norm, self.net.norm.eps)
+        gated = _gated(out, gate, self._norm, *constants(out.shape[-1], self.net.norm.eps))
         y: mx.array = self.net.out_proj(gated.reshape(z.shape).astype(dtype))
         return y
 
@@ -370,7 +357,8 @@ class Joiner:
 
     def _joined_products(self, module: Any) -> Any:
         """Return `module` with dense MLPs joined and other linear layers stored by columns."""
-        if can_join_mlp(module, widen=self._widen):
+        mlp = [module.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
+        if can_store_columns(mlp, widen=self._widen):
             return JoinedMLP(module)
         for name, child in module.children().items():
             if type(child) is nn.Linear:

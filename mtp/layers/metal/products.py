@@ -17,7 +17,7 @@ from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.exact import ExactProducts
 from mtp.layers.linear import Format, JoinedLinear, Weights
 from mtp.layers.metal.kernel import MetalKernel
-from mtp.layers.stream_rows import stream_kernels
+from mtp.layers.stream_rows import add_and_norm
 
 COMPILED_ROWS = 64
 """Rows up to which parts of a layer are compiled. Each number of rows is traced once, and prompts have many."""
@@ -74,5 +74,4 @@ def add_norm(
     if not own or not x.dtype == y.dtype == weight.dtype:
         x = x + y
         return x, mx.fast.rms_norm(x, weight, eps)
-    kernels = stream_kernels(MetalKernel)
-    return kernels.norm(x, (y,), weight, mx.array([eps]), (1, 0))
+    return add_and_norm(MetalKernel, x, (y,), weight, mx.array([eps]))
