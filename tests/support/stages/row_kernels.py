@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import mlx.core as mx
-import mlx.nn as nn
 
-from mtp.flash_next.modules import HyperConnection
 from mtp.layers.expert_rows import RowExperts, computes
 from mtp.layers.experts import JoinedExperts, join_experts
 from mtp.layers.source_kernel import SourceKernel
+from mtp.layers.stream_rows import add_and_norm
 from tests.unit.mtp.test_experts import block_of
 
 TOLERANCE = {mx.bfloat16: 1e-2, mx.float16: 2e-3, mx.float32: 1e-5}
@@ -41,24 +37,13 @@ def check_experts(language: type[SourceKernel], dtype: mx.Dtype, rows: int) -> N
 
 
 def check_streams(language: type[SourceKernel], dtype: mx.Dtype, rows: int) -> None:
-    """Check that the sum with a block, its norm and the mean of the mixer are those of MLX's operations in fp32."""
+    """Check that the gated sum of four streams and their norm are those of MLX's operations in fp32."""
     mx.random.seed(rows)
-    args: Any = SimpleNamespace(width=4 * 192, streams=4, rank=64, eps=1e-6)
-    own, exact = HyperConnection(args), HyperConnection(args)
-    own.hc_norm.weight = mx.random.normal((args.width,))
-    own.set_dtype(dtype)
-    nn.quantize(own, 64, 4)
-    nn.quantize(exact, 64, 4)
-    exact.update(own.parameters())
-    exact.set_dtype(mx.float32)
-    for connection in (own, exact):
-        connection.join()
-    own.language = language
-    x, block = (mx.random.normal((rows, n)).astype(dtype) for n in (args.width, 192))
-    _, _, gates = own.mix(x)
-    found = own.mix(x, (block, gates))
-    wide = [held.astype(mx.float32) for held in (x, block, gates)]
-    expected = exact.mix(wide[0], (wide[1], wide[2]))
-    # The gates are MLX's product, which sums in `dtype` on a CPU.
-    assert error(found[0], expected[0]) < TOLERANCE[dtype]
-    assert error(found[1], expected[1]) < 2 * TOLERANCE[dtype]
+    x, block, gates = (mx.random.normal((rows, n)).astype(dtype) for n in (4 * 192, 192, 8))
+    weight = mx.random.normal((4 * 192,)).astype(dtype)
+    found = add_and_norm(language, x, (block, gates), weight, mx.array([1e-6]), (4, 3))
+    wide, out, logits = (held.astype(mx.float32) for held in (x, block, gates[:, 3:7]))
+    total = wide.reshape(rows, 4, 192) + 2 * mx.sigmoid(logits / 4)[..., None] * out[:, None]
+    normed = mx.fast.rms_norm(total, None, 1e-6).reshape(rows, -1) * weight
+    assert error(found[0], total.reshape(rows, -1)) < TOLERANCE[dtype]
+    assert error(found[1], normed) < TOLERANCE[dtype]

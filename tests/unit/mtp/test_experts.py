@@ -12,9 +12,7 @@ from mlx_lm.models.qwen3_5 import SparseMoeBlock, TextModelArgs
 from mtp.layers.experts import JoinedExperts, join_experts
 
 
-def block_of(
-    bits: int | None, dtype: mx.Dtype = mx.float32, *, experts: int = 16, inner: int = 64
-) -> Any:
+def block_of(bits: int | None, dtype: Any = mx.float32, experts: int = 16, inner: int = 64) -> Any:
     """Return the same random experts for each call."""
     sizes: dict[str, Any] = {
         "num_experts": experts,
