@@ -41,8 +41,6 @@ class Stage:
         self.modules = modules
         self.kv_format = kv_format
         self._cadence = this_device().cadence
-        # Read once, because a family computes them from the config anew.
-        self._streams, self._token_layers = modules.config.streams, modules.config.token_layers
 
     def new_sequence(self, admitted: Admit) -> SequenceCache:
         """Return the empty caches of an admitted sequence."""
@@ -59,18 +57,19 @@ class Stage:
 
     def in_streams(self, rows: mx.array) -> mx.array:
         """Return `rows [rows, hidden]` in every stream."""
-        return rows if self._streams == 1 else mx.tile(rows, (1, self._streams))
+        streams = self.modules.config.streams
+        return rows if streams == 1 else mx.tile(rows, (1, streams))
 
     @property
     def reads_tokens(self) -> bool:
         """True if a layer reads the tokens of its rows."""
-        return bool(self._token_layers)
+        return bool(self.modules.config.token_layers)
 
     def announce_tokens(self, tokens: mx.array, runs: Sequence[Run]) -> None:
         """Let the layers that read tokens know those of the rows that run next. It waits for `tokens [rows]`."""
         values = np.array(tokens).astype(np.int64)
         for (sequence, _), own in zip(runs, row_ranges([s.width for _, s in runs]), strict=True):
-            for layer in self._token_layers:
+            for layer in self.modules.config.token_layers:
                 if layer in self.modules.span:
                     sequence.layers[layer - self.modules.span.start].coming = values[own]
 

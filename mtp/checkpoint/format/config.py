@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -199,7 +200,7 @@ class ModelConfig:
             )
         return KVFormat.of(self.head_dim, bits)
 
-    @property
+    @cached_property
     def streams(self) -> int:
         """Residual streams of a row between two layers."""
         return self.family.streams(self.text_config)
@@ -209,7 +210,7 @@ class ModelConfig:
         """Values of a row between two layers."""
         return self.streams * self.hidden_size
 
-    @property
+    @cached_property
     def token_layers(self) -> tuple[int, ...]:
         """The layers that read the tokens of their rows, and belong to the first stage."""
         return self.family.token_layers(self.text_config)
