@@ -178,12 +178,13 @@ class StageBackups:
         if backup is None or sequence.stack.length or len(backup.tokens) != op.length:
             raise ProtocolError(f"sequence {op.seq_id} has no backup of {op.length} tokens here")
         cut, kinds = StateCut(self.config), self.config.layer_kinds
-        for i, (n, empty) in enumerate(zip(self.span, sequence.layers, strict=True)):
+        filled = []
+        for n, empty in zip(self.span, sequence.layers, strict=True):
             states = [_arrays(stored, cut, kinds[n]) for stored in backup.layers.get(n, ())]
             if not states:
                 raise ProtocolError("the backup lacks a layer of this stage")
-            sequence.layers[i] = empty.filled(states, op.length)
-        sequence.stack.length = op.length
+            filled.append(empty.filled(states, op.length))
+        sequence.layers, sequence.stack.length = filled, op.length
         if last is not None:
             if last.head is not None and (data := backup.layers.get(self.span.end)):
                 last.head = head_from(data[-1], last.head, cut)
