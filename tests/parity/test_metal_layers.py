@@ -154,16 +154,15 @@ def test_flash_next_computes_what_the_reference_does(
     assert (mx.abs(found - expected).mean() <= 1e-5 * mx.abs(expected).mean()).item()
 
 
-def test_streams_and_experts_of_4_bits_are_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_rows_of_4_bits_have_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quantized Flash-Next computes with the kernels of few rows what MLX's operations compute."""
     small = ModelShape(256, 4, 4, 2, 16, 128, vocab=4096, experts=32, per_token=4, ngram_rows=400)
     write_dialled_model(tmp_path / "model", small, bits=4)
     with metal_path():
-        before = runs["expert_down"], runs["stream_norm"]
-        found = outputs(stage_of(tmp_path / "model"))
-        assert runs["expert_down"] > before[0] and runs["stream_norm"] > before[1]
+        stage = stage_of(tmp_path / "model")
+        runs.clear()  # of the trials
+        found = outputs(stage)
+        assert runs["expert_down"] and runs["stream_norm"]
         monkeypatch.setattr(choice, "MetalJoiner", unchanged)
         expected = outputs(stage_of(tmp_path / "model"))
     assert (mx.abs(found - expected).mean() <= 0.1 * mx.abs(expected).mean()).item()
