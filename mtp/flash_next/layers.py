@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import accumulate
+from operator import add
 from typing import Any
 
 import mlx.core as mx
@@ -67,16 +68,18 @@ class IndexedKV(PlainKV):
             self.index = grown
         self.index[0, 0, self.offset : end] = keys
 
-    def block_keys(self, pool: Pool) -> mx.array | None:
-        """Return the keys `[n, dim]` of all whole blocks, None if there are none."""
+    def block_keys(self, pool: Pool) -> mx.array:
+        """Return the keys of all whole blocks, fp32 `[n, dim]`. There is at least one."""
         whole = self.offset // self.block
         known = 0 if self._blocks is None else min(whole, self._blocks.shape[0])
         if whole > known:
             assert self.index is not None, "it has the tokens of these blocks"
             new = pool(self.index[0, 0, known * self.block : whole * self.block], known)
+            new = new.astype(mx.float32)  # as the scores, which read all of them for every token
             old = [] if self._blocks is None else [self._blocks[:known]]
             self._blocks = mx.concatenate([*old, new])
-        return None if self._blocks is None or not whole else self._blocks[:whole]
+        assert self._blocks is not None, "there is a whole block"
+        return self._blocks[:whole]
 
     def trim(self, n: int) -> int:
         """Remove the last `n` tokens. Return how many there were."""
@@ -309,7 +312,9 @@ class NgramGDN(StreamGDN):
         parts, start = [], 0
         for state, own, keep in zip(states, tokens, stay_open, strict=True):
             new = rows[start : start + len(own)][None]
-            parts.append(nn.silu(self.ple.conv1d(mx.concatenate([state.rows, new], axis=1)))[0])
+            parts.append(
+                nn.silu(self.ple.conv1d(mx.concatenate([state.rows, new], axis=1))).squeeze(0)
+            )
             state.advance(own, mx.contiguous(new) if keep else new, keep=keep)
             start += len(own)
         return values + (parts[0] if len(parts) == 1 else mx.concatenate(parts))
@@ -320,19 +325,22 @@ TILE_BYTES = 2**28
 
 
 def chosen_blocks(queries: mx.array, blocks: mx.array, whole: mx.array, count: int) -> mx.array:
-    """Return the `count` blocks with the highest scores for each query, in their order: int32 `[w, count]`.
+    """Return the `count` blocks with the highest scores for each query, in their order: `[w, count]`.
 
-    `queries` are `[w, heads, dim]`, `blocks` `[n, dim]`, and query i sees the first `whole[i]` blocks. Of blocks with
-    equal scores, the first ones are chosen. A query that sees fewer blocks gets further ones, which the caller masks.
+    `queries` are `[w, heads, dim]`, `blocks` fp32 `[n, dim]`, and query i sees the first `whole[i]` blocks. Of blocks
+    with equal scores, the first ones are chosen. A query that sees fewer blocks gets further ones after its own.
     """
-    scores = mx.maximum(queries.astype(mx.float32) @ blocks.astype(mx.float32).T, 0).sum(axis=1)
-    numbers = mx.arange(blocks.shape[0])
-    scores = mx.where(numbers < whole[:, None], scores, -1.0)
-    least = mx.sort(scores, axis=-1)[:, -count][:, None]
-    above, equal = scores > least, scores == least
-    missing = count - above.sum(axis=-1, keepdims=True)
-    taken = above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= missing))
-    return mx.sort(mx.where(taken, numbers, blocks.shape[0]), axis=-1)[:, :count]
+    products = queries.astype(mx.float32) @ blocks.T
+    heads = mx.split(products, products.shape[1], axis=1)
+    ranks = _ranks(heads, mx.arange(blocks.shape[0]), whole[:, None, None]).squeeze(1)
+    return mx.sort(mx.argsort(ranks, axis=-1)[:, :count], axis=-1)
+
+
+@partial(mx.compile, shapeless=True)
+def _ranks(heads: Any, numbers: mx.array, whole: mx.array) -> mx.array:
+    """Return the negative scores of blocks, and 1 for those that a query does not see. MLX's sort is stable."""
+    scores = reduce(add, (mx.maximum(products, 0) for products in heads))
+    return mx.where(numbers < whole, -scores, 1.0)
 
 
 def sparse_attention(
@@ -353,25 +361,27 @@ def sparse_attention(
     read = count * args.block + args.block - 1
     row = 2 * keys.shape[1] * keys.shape[3] * keys.itemsize
     tile = max(1, TILE_BYTES // (read * row))
+    # An index in place of `squeeze` would copy the whole cache.
+    held = [part.squeeze(0).transpose(1, 0, 2) for part in (keys, values)]
+    inner, after = np.arange(count * args.block), np.arange(args.block - 1)
     outputs = []
     for start in range(0, q.shape[2], tile):
         own = slice(start, min(start + tile, q.shape[2]))
-        places = np.arange(offset + own.start, offset + own.stop)
-        whole = mx.array((places + 1) // args.block, mx.int32)
-        chosen = chosen_blocks(index_queries[own], blocks, whole, count)
-        inner = (chosen[..., None] * args.block + mx.arange(args.block)).reshape(len(places), -1)
-        newest = whole[:, None] * args.block + mx.arange(args.block - 1)
-        visible = [
-            mx.repeat(chosen < whole[:, None], args.block, axis=1),
-            newest <= mx.array(places, mx.int32)[:, None],
-        ]
-        tokens = mx.minimum(mx.concatenate([inner, newest], axis=1), keys.shape[2] - 1)
-        k, v = (held[0].transpose(1, 0, 2)[tokens].transpose(0, 2, 1, 3) for held in (keys, values))
-        mask = mx.concatenate(visible, axis=1)[:, None, None]
+        places = np.arange(offset + own.start, offset + own.stop)[:, None]
+        whole = (places + 1) // args.block
+        newest = whole * args.block + after
+        # The blocks that a query sees are the first of those chosen for it.
+        mask = np.concatenate([inner < whole * args.block, newest <= places], axis=1)
+        seen = mx.array(whole[:, 0], mx.int32)
+        chosen = chosen_blocks(index_queries[own], blocks, seen, count)
+        last = mx.array(np.minimum(newest, keys.shape[2] - 1), mx.uint32)
+        tokens = chosen[..., None] * args.block + mx.array(inner[: args.block], mx.uint32)
+        tokens = mx.concatenate([tokens.reshape(len(places), -1), last], axis=1)
+        k, v = (part[tokens].transpose(0, 2, 1, 3) for part in held)
         # The heads that share keys are the rows of one product, which reads the keys once for all of them.
-        heads = q[0, :, own].reshape(keys.shape[1], -1, len(places), q.shape[3])
+        heads = q[0:1, :, own].reshape(keys.shape[1], -1, len(places), q.shape[3])
         found = mx.fast.scaled_dot_product_attention(
-            heads.transpose(2, 0, 1, 3), k, v, scale=scale, mask=mask
+            heads.transpose(2, 0, 1, 3), k, v, scale=scale, mask=mx.array(mask)[:, None, None]
         )
         outputs.append(found.reshape(len(places), -1, q.shape[3]).transpose(1, 0, 2)[None])
         if own.stop < q.shape[2]:
@@ -390,11 +400,10 @@ class SparseAttention(StreamLayer, AttentionLayer):
 
     def __init__(self, layer: modules.FlashNextLayer) -> None:
         StreamLayer.__init__(self, layer)
-        self.attention = layer.self_attn
-        self.indexer: modules.Indexer = layer.self_attn.indexer
+        self.attention = attention = layer.self_attn
+        self.indexer: modules.Indexer = attention.indexer
         self.norm: Any = nn.Identity()
         self.sizes = self.indexer.args
-        attention = layer.self_attn
         self._products = [attention.q_proj, attention.k_proj, attention.v_proj]
         self._products.append(self.indexer.index_qk_proj)
         ends = accumulate(product.weight.shape[0] for product in self._products[:-1])
@@ -422,42 +431,33 @@ class SparseAttention(StreamLayer, AttentionLayer):
         )
         q_rows, gate = mx.split(both, 2, axis=-1)
         q_rows, keys = attention.q_norm(q_rows), attention.k_norm(keys)
-        queries, index_keys = indexer.q_layernorm(index[:, :-1]), index[:, -1]
-        outputs, start = [], 0
-        for cache, width in zip(caches, widths, strict=True):
-            own = slice(start, start + width)
-            q, k, v = (t[own].transpose(1, 0, 2)[None] for t in (q_rows, keys, values))
-            out = self._read(q, k, v, queries[own], index_keys[own], cache)
-            outputs.append(out[0].transpose(1, 0, 2).reshape(width, -1))
-            start += width
+        queries, index_keys = indexer.q_layernorm(index[:, :-1]), index[:, -1:]
+        rows = q_rows, keys, values, queries, index_keys
+        outputs: list[mx.array] = []
+        for group, (q, k, v, asked, raw) in self._groups(rows, caches, widths):
+            q, k = self._turned(q, k, group, ())
+            asked, _ = self._turned(asked, asked[:, :1], group, ())
+            for i, cache in enumerate(group):
+                cache.append_index(raw[i, 0])
+                one = slice(i, i + 1)
+                out = self._read(q[one], k[one], v[one], asked[i, :].transpose(1, 0, 2), cache)
+                outputs.append(out.squeeze(0).transpose(1, 0, 2).reshape(out.shape[2], -1))
         merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         gated = merged * mx.sigmoid(gate.reshape(x.shape[0], -1))
         y: mx.array = self.attention.o_proj(gated)
         return y
 
     def _read(
-        self,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        queries: mx.array,
-        index_keys: mx.array,
-        cache: IndexedKV,
+        self, q: mx.array, k: mx.array, v: mx.array, queries: mx.array, cache: IndexedKV
     ) -> mx.array:
         """Append `k` and `v [1, kv_heads, w, dim]` of one sequence, and return the attention of `q`."""
         offset, scale = cache.offset, self.attention.scale
-        q, k = self._turned(q, k, [cache], ())
-        index_rows = queries.transpose(1, 0, 2)[None]
-        turned, _ = self._turned(index_rows, index_rows[:, :1], [cache], ())
-        cache.append_index(index_keys)
         keys, values = cache.update_and_fetch(k, v)
         if cache.offset // self.sizes.block <= self.sizes.budget // self.sizes.block:
             # The last token reads all others.
             return tiled_attention(q, keys, values, offset, scale)
         blocks = cache.block_keys(partial(self._pooled, cache.layout))
-        assert blocks is not None, "there are more tokens than a query reads"
-        turned = turned[0].transpose(1, 0, 2)
-        return sparse_attention(q, keys, values, turned, blocks, offset, self.sizes, scale)
+        return sparse_attention(q, keys, values, queries, blocks, offset, self.sizes, scale)
 
     def _pooled(self, layout: ImageLayout | None, keys: mx.array, first: int) -> mx.array:
         """Return the keys of blocks, turned to the positions of their first tokens."""
@@ -471,14 +471,8 @@ class SparseAttention(StreamLayer, AttentionLayer):
                 position = start + layout.shift(start)
                 turns = turn_table(rope, position + keys.shape[0])[position:]
             return turn(normed[:, None], turns[: keys.shape[0] : block])[:, 0]
-        turned: mx.array = mx.fast.rope(
-            normed[None, None],
-            rope.dims,
-            traditional=False,
-            base=rope.base,
-            scale=float(block),
-            offset=first,
-        )
+        by_block = nn.RoPE(rope.dims, base=rope.base, scale=float(block))
+        turned: mx.array = by_block(normed[None, None], offset=first)
         return turned[0, 0]
 
 

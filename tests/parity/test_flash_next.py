@@ -208,23 +208,22 @@ def test_a_hundred_thousand_tokens(model: Path) -> None:
             assert different(found, alone) == 0, (mtp, stages)
 
 
-def _tokens_stay(self: NgramState, whole: int, cut: int | None) -> None:
-    context = self.context
-    COMMIT(self, whole, cut)
-    self.context = context
+def _commit_but_for(name: str) -> Callable[..., None]:
+    """Return a commit that leaves a field of the state as it is."""
 
+    def commit(self: NgramState, whole: int, cut: int | None) -> None:
+        kept = getattr(self, name)
+        COMMIT(self, whole, cut)
+        setattr(self, name, kept)
 
-def _rows_stay(self: NgramState, whole: int, cut: int | None) -> None:
-    rows = self.rows
-    COMMIT(self, whole, cut)
-    self.rows = rows
+    return commit
 
 
 COMMIT = NgramState.apply_commit
 
 FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
-    "tokens of n-grams": (NgramState, "apply_commit", _tokens_stay),
-    "rows of the convolution": (NgramState, "apply_commit", _rows_stay),
+    "tokens of n-grams": (NgramState, "apply_commit", _commit_but_for("context")),
+    "rows of the convolution": (NgramState, "apply_commit", _commit_but_for("rows")),
     "keys of blocks": (IndexedKV, "trim", PlainKV.trim),
 }
 

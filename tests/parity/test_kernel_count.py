@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
+from coordinator.doctor.checks import kernels_of
+from mtp.flash_next.args import IndexerArgs
+from mtp.flash_next.layers import sparse_attention
 from tests.bench.dialled_model import ModelShape, write_dialled_model
 from tests.support.metal.kernel_count import (
     LONG,
@@ -15,6 +19,7 @@ from tests.support.metal.kernel_count import (
     counted_kernels,
     layer_cost,
     write_models,
+    zeros,
 )
 
 MOST_KERNELS = {(1, 1): 9.75, (1, 4): 9.75, (8, 1): 13.5}
@@ -23,32 +28,26 @@ MOST_KERNELS = {(1, 1): 9.75, (1, 4): 9.75, (8, 1): 13.5}
 EXPERTS_KERNELS = {(1, 1): 11.75, (1, 4): 11.75, (8, 1): 15.5}
 """The same for a mixture of experts, whose MLP has four of them, its norm and its residual."""
 
-FLASH_NEXT_KERNELS = {(1, 1): 20.5, (1, 4): 20.5, (8, 1): 33.0}
+FLASH_NEXT_KERNELS = {(1, 1): 20.25, (1, 4): 20.25, (8, 1): 27.5}
 """The same for Flash-Next. Eleven of them are those of the residual streams."""
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    return write_models(tmp_path_factory.mktemp("models"))
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, dict[int, Path]]:
+    folder = tmp_path_factory.mktemp("models")
+    return {moe: write_models(folder / str(moe), moe=moe) for moe in (False, True)}
 
 
+@pytest.mark.parametrize("moe", [False, True])
 @pytest.mark.parametrize("shape", MOST_KERNELS)
-def test_a_layer_launches_no_more_kernels(models: dict[int, Path], shape: tuple[int, int]) -> None:
-    """A 4-bit layer stays at its number of kernels, which is less than that of stock mlx-lm."""
+def test_a_layer_launches_no_more_kernels(
+    models: dict[bool, dict[int, Path]], shape: tuple[int, int], moe: bool
+) -> None:
+    """A 4-bit layer stays at its number of kernels: less than half of stock mlx-lm's, with experts about a quarter."""
     with counted_kernels():
-        own, stock = (layer_cost(steps, models, *shape) for steps in (OwnSteps, StockSteps))
-    assert own.kernels <= MOST_KERNELS[shape], own.names
-    assert stock.kernels == 24.75, stock.names
-
-
-@pytest.mark.parametrize("shape", EXPERTS_KERNELS)
-def test_a_mixture_of_experts(tmp_path: Path, shape: tuple[int, int]) -> None:
-    """A layer with experts launches about a quarter of the kernels of stock mlx-lm."""
-    paths = write_models(tmp_path, moe=True)
-    with counted_kernels():
-        own, stock = (layer_cost(steps, paths, *shape) for steps in (OwnSteps, StockSteps))
-    assert own.kernels <= EXPERTS_KERNELS[shape], own.names
-    assert stock.kernels == 43.75, stock.names
+        own, stock = (layer_cost(steps, models[moe], *shape) for steps in (OwnSteps, StockSteps))
+    assert own.kernels <= (EXPERTS_KERNELS if moe else MOST_KERNELS)[shape], own.names
+    assert stock.kernels == (43.75 if moe else 24.75), stock.names
 
 
 @pytest.mark.parametrize("shape", FLASH_NEXT_KERNELS)
@@ -61,3 +60,14 @@ def test_a_layer_of_flash_next(tmp_path: Path, shape: tuple[int, int]) -> None:
     with counted_kernels():
         own = layer_cost(OwnSteps, paths, *shape)
     assert own.kernels <= FLASH_NEXT_KERNELS[shape], own
+
+
+def test_the_attention_to_chosen_blocks() -> None:
+    """Choosing the blocks of a query and reading them takes eleven kernels, two of which read keys and values."""
+    shapes = (1, 4, 1, 16), (1, 2, 400, 16), (1, 4, 16), (100, 16)
+    q, keys, queries, blocks = (zeros(shape, mx.float32) for shape in shapes)
+    with counted_kernels():
+        args = queries, blocks, 399, IndexerArgs(4, 16, 32, 4), 0.25
+        kernels = kernels_of([sparse_attention(q, keys, keys, *args)])
+    assert kernels.total() <= 11, kernels
+    assert kernels["Gather"] == 2

@@ -32,13 +32,6 @@ each_daemon = pytest.mark.parametrize("path", DAEMONS, ids=lambda path: path.ste
 each_unit = pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
 
 
-def read_daemon(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        daemon = plistlib.load(file)
-    assert isinstance(daemon, dict)
-    return daemon
-
-
 class UnitParser(configparser.ConfigParser):
     """A parser of systemd units, which resemble INI files; `%` has no meaning, and a repeated key is an error."""
 
@@ -65,7 +58,8 @@ def read_containerfile() -> list[tuple[str, str]]:
 
 def calls() -> list[CommandLine]:
     """Return every call of our programs in deploy/, except those in pages (see tests/repository/test_docs.py)."""
-    found = [from_words(path.name, read_daemon(path)["ProgramArguments"]) for path in DAEMONS]
+    daemons = {path.name: plistlib.loads(path.read_bytes()) for path in DAEMONS}
+    found = [from_words(name, daemon["ProgramArguments"]) for name, daemon in daemons.items()]
     found += [from_words(p.name, shlex.split(read_unit(p)["Service"]["ExecStart"])) for p in UNITS]
     commands = [json.loads(rest) for word, rest in read_containerfile() if word == "CMD"]
     found += [from_words(CONTAINERFILE.name, words) for words in commands]

@@ -6,7 +6,7 @@ and the attention itself are per sequence. The modules and their weights are mlx
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -26,6 +26,7 @@ class AttentionLayer(Layer):
     """An attention layer that runs the modules of mlx-lm."""
 
     kind = REFERENCE
+    _queries: int | None = None
 
     def __init__(self, layer: DecoderLayer) -> None:
         self.module = layer
@@ -33,7 +34,6 @@ class AttentionLayer(Layer):
         self.attention: Any = layer.self_attn
         self.dtype = layer.input_layernorm.weight.dtype
         self.mlp: MLP = PlainMLP(layer.mlp)
-        self._queries: int | None = None
         self._slices: int = getattr(layer.self_attn, "slices", 1)
 
     def new_cache(self, kv_format: KVFormat) -> KVRows:
@@ -74,29 +74,35 @@ class AttentionLayer(Layer):
         """Return the attention of projected rows `[rows, heads * dim]`, and append to each cache."""
         scale = self.attention.scale
         outputs: list[mx.array] = []
-        start = 0
-        # With a bound on the queries, RoPE takes one sequence at a time too.
-        runs = [[width] for width in widths]
-        if self._queries is None:
-            runs = [list(equal) for _, equal in groupby(widths)]
-        for width, count in ((run[0], len(run)) for run in runs):
-            own = slice(start, start + width * count)
-            group = caches[len(outputs) : len(outputs) + count]
-            q, k, v = (
-                t[own].reshape(count, width, *t.shape[1:]).transpose(0, 2, 1, 3)
-                for t in (q_rows, keys, values)
-            )
+        for group, (q, k, v) in self._groups((q_rows, keys, values), caches, widths):
             q, k = self._turned(q, k, group, holes)
             for i, cache in enumerate(group):
-                one = slice(i, i + 1)
+                new = q[i : i + 1], k[i : i + 1], v[i : i + 1]
                 if holes:
-                    out = cache.attend_around(q[one], k[one], v[one], scale, holes[i])
+                    out = cache.attend_around(*new, scale, holes[i])
                 else:
-                    new = q[one], k[one], v[one]
                     out = cache.attend(*new, scale, self._queries, self._slices)
-                outputs.append(out.transpose(0, 2, 1, 3).reshape(width, -1))
-            start += width * count
+                outputs.append(out.transpose(0, 2, 1, 3).reshape(out.shape[2], -1))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+    def _groups(
+        self, parts: Sequence[mx.array], caches: Sequence[Any], widths: Sequence[int]
+    ) -> Iterator[tuple[Sequence[Any], list[mx.array]]]:
+        """Yield the caches of neighbouring sequences of equal width, with their rows of `parts [rows, heads, dim]`.
+
+        Those rows are `[n, heads, width, dim]`. With a bound on the queries every sequence is a group, as RoPE takes
+        one at a time too.
+        """
+        runs = [list(equal) for _, equal in groupby(widths)]
+        if self._queries is not None:
+            runs = [[width] for width in widths]
+        first = start = 0
+        for width, count in ((run[0], len(run)) for run in runs):
+            own = slice(start, start + width * count)
+            shape = count, width
+            found = [t[own].reshape(*shape, *t.shape[1:]).transpose(0, 2, 1, 3) for t in parts]
+            yield caches[first : first + count], found
+            first, start = first + count, own.stop
 
     def _project(
         self, x: mx.array, caches: Sequence[KVRows], widths: Sequence[int], holes: Sequence[Hole]

@@ -75,16 +75,16 @@ def _marker_kernel(*_: Any, **__: Any) -> Callable[..., list[mx.array]]:
 def _marked(inputs: Sequence[Any], *outputs: tuple[tuple[int, ...], mx.Dtype]) -> list[mx.array]:
     """Return outputs of one operation that depends on all `inputs` that are arrays."""
     arrays = [x for x in inputs if isinstance(x, mx.array)]
-    found: list[mx.array] = mx.depends([_ready(*output) for output in outputs], arrays)
+    found: list[mx.array] = mx.depends([zeros(*output) for output in outputs], arrays)
     return found
 
 
 @cache
-def _ready(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+def zeros(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     """Return zeros that are no operation of the graph."""
-    zeros = mx.zeros(shape, dtype)
-    mx.eval(zeros)
-    return zeros
+    found = mx.zeros(shape, dtype)
+    mx.eval(found)
+    return found
 
 
 class StockSteps:

@@ -106,7 +106,8 @@ def test_add_mtp_takes_a_repo_of_a_head_alone(
     """The result has the head of the checkpoint that the head was split from. Norms are shifted once."""
     head = write(tmp_path / "head", checkpoints)
     target = convert(Checkpoint.open(checkpoints(mtp=False)), tmp_path / "target", Settings()).path
-    _add(target, head)
+    options = ["--mlx-path", str(target), "--hf-path", str(head)]
+    import_command("add-mtp").main(options, standalone_mode=False)
     found, expected = Checkpoint.open(target), Checkpoint.open(checkpoints(layout="mlx"))
     assert_same_tensors(head_of(found), head_of(expected))
 
@@ -118,8 +119,3 @@ def test_a_head_alone_is_no_model(checkpoints: Checkpoints, tmp_path: Path) -> N
     for to_convert in (False, True):
         with pytest.raises(CheckpointError, match=command):
             Checkpoint.open(head, to_convert=to_convert)
-
-
-def _add(target: Path, source: Path | str) -> None:
-    args = ["--mlx-path", str(target), "--hf-path", str(source)]
-    import_command("add-mtp").main(args, standalone_mode=False)
