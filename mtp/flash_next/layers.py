@@ -280,6 +280,9 @@ class NgramGDN(StreamGDN):
         super().__init__(layer)
         self.ple = layer.ple
 
+    def expect_tokens(self, tokens: Ints) -> None:
+        self.ple.prefetch(tokens)
+
     def new_cache(self, kv_format: KVFormat) -> NgramGDNCache:
         gdn = self.mixer.new_cache(kv_format)
         return NgramGDNCache(gdn, NgramState.empty(self.ple, self.dtype))

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from weakref import WeakValueDictionary
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -22,6 +20,9 @@ from mtp.flash_next.args import NgramArgs
 from mtp.sampling.choice import splitmix64
 
 Ints = npt.NDArray[np.int64]
+
+Rows = np.memmap[Any, Any]
+"""Rows `[rows, columns]` of a table in a file that is mapped into memory, in a type of ROW_TYPES."""
 
 _GAMMA = 0x9E3779B97F4A7C15
 
@@ -81,78 +82,63 @@ class NgramHash:
         return np.concatenate(blocks, axis=1)
 
 
-@dataclass(frozen=True)
-class TablePart:
-    """A tensor `[rows, columns]` in a file: the type's name in safetensors, and the first byte."""
-
-    file: Path
-    dtype: str
-    start: int
-    shape: tuple[int, ...]
-
-
-class _Mapped:
+class Mapped:
     """Parts of a table, one below another, mapped into memory."""
 
-    def __init__(self, parts: Sequence[TablePart]) -> None:
-        self.columns = parts[0].shape[1]
-        self.dtype = parts[0].dtype
-        self.ends = np.cumsum([part.shape[0] for part in parts])
-        self._kind = np.dtype(ROW_TYPES[self.dtype])
-        self._parts = [(_map_file(part.file, part.file.stat()), part.start) for part in parts]
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(rows) for rows in parts])
+
+    def advise(self, ids: Ints) -> None:
+        """Let the disk read the rows of `ids`, which are sorted, all at once and without waiting for them."""
+        for _, rows, at in self._located(ids):
+            mapped: Any = rows.base
+            begins = rows.offset % mmap.ALLOCATIONGRANULARITY + at * rows.strides[0]
+            for page in np.unique(
+                np.stack([begins, begins + rows.strides[0] - 1]) // mmap.PAGESIZE
+            ):
+                mapped.madvise(mmap.MADV_WILLNEED, int(page) * mmap.PAGESIZE, mmap.PAGESIZE)
 
     def read(self, ids: Ints) -> npt.NDArray[np.generic]:
-        """Return the rows of `ids`, which are sorted. The disk reads all of them at once."""
-        size = self.columns * self._kind.itemsize
-        found = np.empty((len(ids), self.columns), self._kind)
-        borders = np.searchsorted(ids, [0, *self.ends])
-        for part, (mapped, start) in enumerate(self._parts):
-            own = slice(borders[part], borders[part + 1])
-            if own.start == own.stop:
-                continue
-            first = 0 if part == 0 else int(self.ends[part - 1])
-            places = ids[own] - first
-            pages = (start + places * size) // mmap.PAGESIZE
-            for page in np.unique([pages, (start + (places + 1) * size - 1) // mmap.PAGESIZE]):
-                mapped.madvise(mmap.MADV_WILLNEED, int(page) * mmap.PAGESIZE, mmap.PAGESIZE)
-            shape = int(self.ends[part]) - first, self.columns
-            found[own] = np.ndarray(shape, self._kind, buffer=mapped, offset=start)[places]
+        """Return the rows of `ids`, which are sorted."""
+        found = np.empty((len(ids), self._parts[0].shape[1]), self._parts[0].dtype)
+        for own, rows, at in self._located(ids):
+            found[own] = rows[at]
         return found
 
-
-_mapped: WeakValueDictionary[tuple[int, ...], mmap.mmap] = WeakValueDictionary()
-"""The mappings in use, by device, inode, size and time: another file may come to the same path."""
-
-
-def _map_file(file: Path, found: os.stat_result) -> mmap.mmap:
-    """Return the mapping of a file, of which several tensors may be parts."""
-    key = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-    if (known := _mapped.get(key)) is not None:
-        return known
-    with file.open("rb") as opened:
-        mapped = _mapped[key] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    return mapped
+    def _located(self, ids: Ints) -> Iterator[tuple[slice, Rows, Ints]]:
+        """Yield which of `ids` lie in a part, the part, and their rows in it."""
+        borders = np.searchsorted(ids, [0, *self._ends])
+        for rows, end, own in zip(self._parts, self._ends, pairwise(borders), strict=True):
+            if own[0] < own[1]:
+                yield slice(*own), rows, ids[slice(*own)] - (end - len(rows))
 
 
 class NgramTable:
     """The rows of a PLE, plain or quantized by MLX in groups along a row."""
 
     def __init__(
-        self,
-        weight: Sequence[TablePart],
-        scales: Sequence[TablePart] = (),
-        biases: Sequence[TablePart] = (),
+        self, weight: Sequence[Rows], scales: Sequence[Rows] = (), biases: Sequence[Rows] = ()
     ) -> None:
-        self._parts = [_Mapped(parts) for parts in (weight, scales, biases) if parts]
+        self._parts = [Mapped(parts) for parts in (weight, scales, biases) if parts]
+        self._advised = np.empty(0, np.int64)
+
+    def prefetch(self, ids: Ints) -> None:
+        """Let the disk read the rows of `ids`, without waiting for them."""
+        self._advised = np.unique(ids)
+        for part in self._parts:
+            part.advise(self._advised)
 
     def read(self, ids: Ints, dim: int, dtype: mx.Dtype) -> mx.array:
         """Return the rows `[len(ids), dim]` of `ids`, each of which is read once."""
         wanted, places = np.unique(ids, return_inverse=True)
+        for part in self._parts:
+            part.advise(np.setdiff1d(wanted, self._advised, assume_unique=True))
         places = places.reshape(-1)
         arrays = []
         for part in self._parts:
             found = mx.array(part.read(wanted)[places])
-            arrays.append(found.view(mx.bfloat16) if part.dtype == "BF16" else found)
+            arrays.append(found.view(mx.bfloat16) if found.dtype == mx.uint16 else found)
         rows = arrays[0]
         if len(arrays) > 1:
             bits = 32 * arrays[0].shape[1] // dim

@@ -123,11 +123,6 @@ class KVRows(LayerCache):
             copied._set_parts([mx.contiguous(part) for part in self._parts()])
         return copied
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays, which have room for more tokens."""
-        return sum(array.nbytes for array in self.arrays())
-
     def copied_nbytes(self, rows: int) -> int:
         return self.nbytes
 

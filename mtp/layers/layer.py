@@ -76,9 +76,9 @@ class LayerCache(ABC):
         """Return the arrays of the present state, for `mx.eval` and for counting bytes."""
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of the present state."""
+        """Bytes of the present state, with the room that its arrays have for more tokens."""
+        return sum(array.nbytes for array in self.arrays())
 
     @abstractmethod
     def backup_arrays(self, start: int) -> tuple[bool, list[mx.array]]:
@@ -138,6 +138,10 @@ class Layer(ABC):
         layers do not need `stay_open`. If there are `holes`, which only attention layers have, every cache has one, and
         every width is 1.
         """
+
+    def expect_tokens(self, tokens: npt.NDArray[np.int64]) -> None:
+        """Prepare for a chunk of a prompt that comes next, in a layer that reads the tokens of its rows."""
+        return
 
     def take_kernels(self, language: type[SourceKernel], picks: Picks) -> None:
         """Let kernels in `language` compute the parts that `picks` allows, in a layer that no variant replaces."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, create_autospec
 
 import mlx.core as mx
 import numpy as np
@@ -22,7 +23,7 @@ from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.flash_next.args import IndexerArgs
 from mtp.flash_next.layers import IndexedKV, NgramState, chosen_blocks, sparse_attention
-from mtp.flash_next.ngrams import NgramTable, TablePart
+from mtp.flash_next.ngrams import Mapped
 from mtp.layers.kv_cache import PlainKV
 from mtp.layers.layer import KVFormat
 from proto.errors import CheckpointError, SpanError, UsageError
@@ -32,6 +33,8 @@ from proto.span import Span
 from tests.support.checkpoints.checkpoints import edit_config, edit_tensors
 from tests.support.checkpoints.flash_next import reference_model, text_config, write_flash_next
 from tests.support.stages.local_run import Answered, run
+from worker.engine.engine_thread import EngineThread
+from worker.engine.stage_engine import BegunFrame
 from worker.model.loader import load_stage
 
 torch = pytest.importorskip("torch", reason="transformers needs torch")
@@ -145,16 +148,8 @@ def answers(
     **options: Any,
 ) -> list[Answered]:
     """Return the answers of `stages` stages to `asked`, or to the usual requests."""
-    limits = Limits(context=1024, prefill_chunk=chunk)
-    return run(
-        path=path,
-        requests=asked or requests(),
-        mtp=mtp,
-        stages=stages,
-        dtype="float32",
-        limits=limits,
-        **options,
-    )
+    options |= {"dtype": "float32", "limits": Limits(context=1024, prefill_chunk=chunk)}
+    return run(path, asked or requests(), mtp=mtp, stages=stages, **options)
 
 
 def different(found: Sequence[Answered], expected: Sequence[Answered]) -> int:
@@ -327,15 +322,21 @@ def test_what_cannot_be_served_is_refused(
     assert not Checkpoint.open(bare).mtp.complete
 
 
-def test_a_table_at_the_path_of_another_is_read(tmp_path: Path) -> None:
-    """A checkpoint that is converted again has other rows in a file of the same name."""
-    file, found = tmp_path / "rows", []
-    for value in (1, 2):
-        file.unlink(missing_ok=True)
-        np.full((4, 8), value, np.float32).tofile(file)
-        table = NgramTable([TablePart(file, "F32", 0, (4, 8))])
-        found.append(table.read(np.array([3]), 8, mx.float32)[0, 0].item())
-    assert found == [1, 2]
+def test_rows_of_a_chunk_are_fetched_beside_the_frame_before(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage asks the disk for the rows of a chunk that waits, and for those of its first tokens afterwards."""
+    calls = Mock()
+    for owner, name in ((Mapped, "advise"), (BegunFrame, "finish")):
+        own = getattr(owner, name)
+        monkeypatch.setattr(owner, name, create_autospec(own, side_effect=own))
+        calls.attach_mock(getattr(owner, name), name)
+    monkeypatch.setattr(EngineThread, "queued", 1)
+    answers(model, "off", 1, 32, [GenerationRequest(tuple(range(130)), 1)])
+    events = [-1 if name == "finish" else len(args[1]) for name, args, _ in calls.mock_calls]
+    whole, ahead, done, missing, ahead_too, *rest = events
+    assert done == rest[0] == -1
+    assert max(missing, rest[1]) < 16 < min(whole, ahead, ahead_too)
 
 
 def test_commands_know_the_family(

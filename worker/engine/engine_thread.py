@@ -217,10 +217,11 @@ class EngineThread:
         assert self._deferred is None, "the deferred work has not run"
         self._deferred, self._patience = work, seconds
 
-    def run_deferred(self) -> None:
-        """Run the deferred work now, if there is any."""
+    def run_deferred(self, before: Work = lambda: None) -> None:
+        """Run the deferred work now, if there is any, after `before`."""
         work, self._deferred = self._deferred, None
         if work is not None:
+            before()
             work()
 
     def _run_in_order(self, work: Work) -> None:

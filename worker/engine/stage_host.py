@@ -412,7 +412,7 @@ class StageHost:
     ) -> None:
         """Begin `frame`, and finish it now or when the frame after it has begun. Calls `on_done` or `on_error`."""
         if not (frame.continues and engine.can_run_ahead(frame)):
-            self.thread.run_deferred()
+            self.thread.run_deferred(partial(engine.stage.expect_chunks, frame.segments))
         seconds = self._deadlines.seconds(frame)
         if engine.group.size > 1:
             seconds = max(seconds, GROUP_SECONDS)
@@ -424,8 +424,9 @@ class StageHost:
             on_error(begun)
             return
         finish = partial(self._finish_frame, begun, seconds, on_done, on_error)
-        followed = frame.continues or self.thread.queued
-        if followed and begun.engine.can_run_ahead(frame):
+        queued, engine = self.thread.queued, begun.engine
+        runs_ahead = (frame.continues or queued) and engine.can_run_ahead(frame)
+        if runs_ahead or (queued and engine.stage.reads_tokens):
             self.thread.defer(finish, min(LONGEST_WAIT, PATIENCE * self._usual))
         else:
             finish()

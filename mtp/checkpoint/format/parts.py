@@ -24,7 +24,7 @@ from mtp.checkpoint.format.names import (
     local_name,
     module_path,
 )
-from mtp.flash_next.ngrams import ROW_TYPES, NgramTable, TablePart
+from mtp.flash_next.ngrams import ROW_TYPES, NgramTable
 from proto.errors import CheckpointError
 from proto.span import Span
 from proto.wire import STORED_NAMES
@@ -170,11 +170,7 @@ def check_rows(checkpoint: Checkpoint) -> None:
 def open_table(checkpoint: Checkpoint, part: str, rows: int) -> NgramTable:
     """Map the rows of a part that stay on disk. Raises CheckpointError unless there are `rows` of them."""
     tables = {
-        kind: [
-            TablePart(i.file, i.dtype, i.start, i.shape)
-            for i in map(checkpoint.tensors.get, names)
-            if i
-        ]
+        kind: [info for info in map(checkpoint.tensors.get, names) if info]
         for kind, names in checkpoint.tables[part].items()
     }
     check_rows(checkpoint)
@@ -184,7 +180,11 @@ def open_table(checkpoint: Checkpoint, part: str, rows: int) -> NgramTable:
             f"{checkpoint.path}: the table of {part}.ple has {found} rows, and config.json requires {rows} of its "
             "weight. Download the checkpoint again."
         )
-    return NgramTable(**tables)
+    mapped = {
+        kind: [np.memmap(i.file, ROW_TYPES[i.dtype], "r", i.start, i.shape) for i in pieces]
+        for kind, pieces in tables.items()
+    }
+    return NgramTable(**mapped)
 
 
 _NUMPY = {"F32": "f4", "F16": "f2", "BF16": "u2", "U32": "u4", "U8": "u1"}

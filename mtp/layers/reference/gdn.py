@@ -94,11 +94,6 @@ class GDNCache(LayerCache):
     def arrays(self) -> list[mx.array]:
         return [self.conv, self.state]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the present state."""
-        return self.conv.nbytes + self.state.nbytes
-
     def backup_arrays(self, start: int) -> tuple[bool, list[mx.array]]:
         return False, self.copy().arrays()
 
