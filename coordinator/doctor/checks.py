@@ -401,7 +401,7 @@ def own_steps(checkpoint: Checkpoint) -> tuple[BuildStep, str]:
         number = next(numbers)
         run = (sequence, Segment(0, number, number, (1,)))
         tokens = mx.ones((1,), mx.uint32)
-        if stage.reads_tokens:
+        if stage.token_layers:
             stage.announce_tokens(tokens, [run])
         x = stage.forward(stage.embed(tokens), [run], lazily=True)
         return [x, *sequence.arrays()]

@@ -280,8 +280,8 @@ class NgramGDN(StreamGDN):
         super().__init__(layer)
         self.ple = layer.ple
 
-    def expect_tokens(self, tokens: Ints) -> None:
-        self.ple.prefetch(tokens)
+    def expect_tokens(self, chunks: Sequence[Ints]) -> None:
+        self.ple.prefetch(chunks)
 
     def new_cache(self, kv_format: KVFormat) -> NgramGDNCache:
         gdn = self.mixer.new_cache(kv_format)

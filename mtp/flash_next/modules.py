@@ -178,10 +178,11 @@ class PerLayerEmbedding(nn.Module):
         dtype = self.norm_key.weight.dtype
         return self.table.read(ids.reshape(-1), self.ngrams.row_dim, dtype).reshape(len(ids), -1)
 
-    def prefetch(self, tokens: Ints) -> None:
-        """Let the disk read the rows of `tokens`, the first of which are the context of the others."""
-        if self.table is not None and len(tokens) > self.hash.context:
-            self.table.prefetch(self.hash.row_ids(tokens).reshape(-1))
+    def prefetch(self, texts: Sequence[Ints]) -> None:
+        """Let the disk read the rows of the tokens of `texts`, after those that are the context of the others."""
+        ids = [self.hash.row_ids(text) for text in texts if len(text) > self.hash.context]
+        if self.table is not None and ids:
+            self.table.prefetch(np.concatenate(ids))
 
     def gate(self, x: mx.array, embedded: mx.array) -> tuple[mx.array, mx.array]:
         """Return the gated values of all streams `[rows, width]`, and what the convolution reads of them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -94,10 +95,10 @@ class Mapped:
         for _, rows, at in self._located(ids):
             mapped: Any = rows.base
             begins = rows.offset % mmap.ALLOCATIONGRANULARITY + at * rows.strides[0]
-            for page in np.unique(
-                np.stack([begins, begins + rows.strides[0] - 1]) // mmap.PAGESIZE
-            ):
-                mapped.madvise(mmap.MADV_WILLNEED, int(page) * mmap.PAGESIZE, mmap.PAGESIZE)
+            bounds = np.stack([begins, begins + rows.strides[0] - 1])
+            with suppress(OSError):  # a disk that takes no advice reads row by row
+                for page in np.unique(bounds // mmap.PAGESIZE).tolist():
+                    mapped.madvise(mmap.MADV_WILLNEED, page * mmap.PAGESIZE, mmap.PAGESIZE)
 
     def read(self, ids: Ints) -> npt.NDArray[np.generic]:
         """Return the rows of `ids`, which are sorted."""
@@ -134,16 +135,14 @@ class NgramTable:
         wanted, places = np.unique(ids, return_inverse=True)
         for part in self._parts:
             part.advise(np.setdiff1d(wanted, self._advised, assume_unique=True))
-        places = places.reshape(-1)
+        self._advised = np.setdiff1d(self._advised, wanted, assume_unique=True)
         arrays = []
         for part in self._parts:
             found = mx.array(part.read(wanted)[places])
             arrays.append(found.view(mx.bfloat16) if found.dtype == mx.uint16 else found)
-        rows = arrays[0]
-        if len(arrays) > 1:
-            bits = 32 * arrays[0].shape[1] // dim
-            weight, scales, biases = (*arrays, None)[:3]
-            assert weight is not None and scales is not None, "there are two parts or three"
-            group = dim // scales.shape[1]
-            rows = mx.dequantize(weight, scales, biases, group_size=group, bits=bits)
+        rows, *factors = arrays
+        if factors:
+            group, bits = dim // factors[0].shape[1], 32 * rows.shape[1] // dim
+            biases = factors[1] if factors[1:] else None
+            rows = mx.dequantize(rows, factors[0], biases, group_size=group, bits=bits)
         return rows.astype(dtype)

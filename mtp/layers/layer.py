@@ -139,8 +139,8 @@ class Layer(ABC):
         every width is 1.
         """
 
-    def expect_tokens(self, tokens: npt.NDArray[np.int64]) -> None:
-        """Prepare for a chunk of a prompt that comes next, in a layer that reads the tokens of its rows."""
+    def expect_tokens(self, chunks: Sequence[npt.NDArray[np.int64]]) -> None:
+        """Prepare for chunks of prompts that come next, in a layer that reads the tokens of its rows."""
         return
 
     def take_kernels(self, language: type[SourceKernel], picks: Picks) -> None:

@@ -63,7 +63,7 @@ def test_a_layer_of_flash_next(tmp_path: Path, shape: tuple[int, int]) -> None:
 
 
 def test_the_attention_to_chosen_blocks() -> None:
-    """Choosing the blocks of a query and reading them takes eleven kernels, two of which read keys and values."""
+    """Choosing blocks, reading and attending take eleven kernels, two of which read keys and values."""
     shapes = (1, 4, 1, 16), (1, 2, 400, 16), (1, 4, 16), (100, 16)
     q, keys, queries, blocks = (zeros(shape, mx.float32) for shape in shapes)
     with counted_kernels():

@@ -92,7 +92,7 @@ def outputs(stage: Stage) -> mx.array:
             place = sequence.stack.length
             runs.append((sequence, Segment(i, number, place, own, open=number > 0)))
         tokens = mx.array([t for _, segment in runs for t in segment.tokens])
-        if stage.reads_tokens:
+        if stage.token_layers:
             stage.announce_tokens(tokens, runs)
         found.append(stage.forward(stage.embed(tokens), runs))
         for i, (sequence, segment) in enumerate(runs):

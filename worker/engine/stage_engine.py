@@ -154,6 +154,7 @@ class StageEngine:
         if first and verifier is None:
             self.relayed = RelayedTokens(epoch, stage.modules.config.vocab_size)
         self.backups = StageBackups(stage.modules.span, stage.modules.config)
+        self.failed = False  # a frame could not be finished
         self.frames_done = 0
         self.last_finished = 0.0
         """Seconds of `time.perf_counter`. When the newest finished frame was finished."""
@@ -215,7 +216,7 @@ class StageEngine:
 
         MLX copies a K/V cache that unfinished work reads, instead of updating it in place. NVIDIA GPUs have a kernel.
         """
-        if self.stage.reads_tokens:
+        if self.stage.token_layers:
             return False
         if not (self.first and self.verifier is not None) or self.group.size > 1:
             # The token comes from another stage, and the next stage waits for the rows. The members of a group finish
@@ -450,7 +451,7 @@ class StageEngine:
             return self._received_rows(frame, segments, width)
         running = [s for s in segments if not s.cancelled]
         words = self._tokens(running)
-        if self.stage.reads_tokens:
+        if self.stage.token_layers:
             self.stage.announce_tokens(words, [(self.sequences[s.seq_id], s) for s in running])
         x = self.stage.embed(words)
         tokens = [token for segment in running if not segment.open for token in segment.tokens]

@@ -205,7 +205,7 @@ def _size(frame: Frame) -> Size:
 
 
 PATIENCE = 0.5
-"""Share of a frame's time to wait for a frame that continues it. The device is busy for the whole of that time."""
+"""Share of a frame's time to wait for the frame after it. The device is busy for the whole of that time."""
 
 LONGEST_WAIT = 0.02
 """Seconds. Upper bound of that wait."""
@@ -410,13 +410,15 @@ class StageHost:
         on_done: OnDone,
         on_error: OnError,
     ) -> None:
-        """Begin `frame`, and finish it now or when the frame after it has begun. Calls `on_done` or `on_error`."""
+        """Begin `frame`. Call `on_done` or `on_error` now, or when the next one has come. A failed engine runs none."""
+        least = GROUP_SECONDS if engine.group.size > 1 else 0.0
+        seconds = max(self._deadlines.seconds(frame), least)
+        self.thread.expect(seconds)
         if not (frame.continues and engine.can_run_ahead(frame)):
             self.thread.run_deferred(partial(engine.stage.expect_chunks, frame.segments))
-        seconds = self._deadlines.seconds(frame)
-        if engine.group.size > 1:
-            seconds = max(seconds, GROUP_SECONDS)
-        self.thread.expect(seconds)
+            if engine.failed:
+                return
+            self.thread.expect(seconds)
         begun = _begin(engine, frame, stamps)
         del engine  # after a failure no thread may keep its weights in memory
         self.thread.run_deferred()
@@ -426,7 +428,8 @@ class StageHost:
         finish = partial(self._finish_frame, begun, seconds, on_done, on_error)
         queued, engine = self.thread.queued, begun.engine
         runs_ahead = (frame.continues or queued) and engine.can_run_ahead(frame)
-        if runs_ahead or (queued and engine.stage.reads_tokens):
+        chunks_only = not any(segment.open for segment in frame.segments)
+        if runs_ahead or (queued and chunks_only and engine.stage.token_layers):
             self.thread.defer(finish, min(LONGEST_WAIT, PATIENCE * self._usual))
         else:
             finish()
@@ -442,6 +445,7 @@ class StageHost:
             self._deadlines.record_frame_time(out, self._usual)
             begun.clean_up()
         except Exception as error:
+            begun.engine.failed = True
             on_error(error)
             return
         self._trimmer.record_frame(out)

@@ -11,7 +11,7 @@ import numpy as np
 from mtp.device import this_device
 from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Segment
-from proto.images import ImageLayout
+from proto.images import ImageLayout, without_images
 from proto.kernels import Kernels
 from worker.cache.sequence_cache import SequenceCache
 from worker.model.choice import choose_variants
@@ -41,8 +41,6 @@ class Stage:
         self.modules = modules
         self.kv_format = kv_format
         self._cadence = this_device().cadence
-        read, span = modules.config.token_layers, modules.span
-        self._token_layers = [layer - span.start for layer in read if layer in span]
 
     def new_sequence(self, admitted: Admit) -> SequenceCache:
         """Return the empty caches of an admitted sequence."""
@@ -62,24 +60,25 @@ class Stage:
         streams = self.modules.config.streams
         return rows if streams == 1 else mx.tile(rows, (1, streams))
 
-    @property
-    def reads_tokens(self) -> bool:
-        """True if a layer reads the tokens of its rows."""
-        return bool(self._token_layers)
-
     def announce_tokens(self, tokens: mx.array, runs: Sequence[Run]) -> None:
         """Let the layers that read tokens know those of the rows that run next. It waits for `tokens [rows]`."""
         values = np.array(tokens).astype(np.int64)
         for (sequence, _), own in zip(runs, row_ranges([s.width for _, s in runs]), strict=True):
-            for layer in self._token_layers:
+            for layer in self.token_layers:
                 sequence.layers[layer].coming = values[own]
 
     def expect_chunks(self, segments: Sequence[Segment]) -> None:
         """Let the layers that read tokens prepare for the chunks of a frame, which waits for the frame before."""
-        chunks = [np.array(s.tokens, np.int64) for s in segments if not s.open]
-        for layer in self._token_layers:
-            for tokens in chunks:
-                self.modules.layers[layer].expect_tokens(tokens)
+        image = self.modules.config.image_token
+        chunks = [np.array(without_images(s.tokens, image)) for s in segments if not s.open]
+        for layer in self.token_layers:
+            self.modules.layers[layer].expect_tokens(chunks)
+
+    @property
+    def token_layers(self) -> list[int]:
+        """The layers that read the tokens of their rows, counted from the first one of the stage."""
+        span = self.modules.span
+        return [layer - span.start for layer in self.modules.config.token_layers if layer in span]
 
     def forward(self, x: mx.array, runs: Sequence[Run], *, lazily: bool = False) -> mx.array:
         """Run `x [rows, hidden]` through the span, and extend its sequences. Rows belong to `runs` in order.

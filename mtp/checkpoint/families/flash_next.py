@@ -66,7 +66,7 @@ class FlashNext(Family):
 
     def index_values(self, text: Text) -> int:
         indexer = FlashNextArgs.of(text).indexer
-        return indexer.head_dim + indexer.head_dim // indexer.block
+        return indexer.head_dim + 2 * indexer.head_dim // indexer.block  # keys of blocks are fp32
 
     def token_values(self, text: Text) -> int:
         args = FlashNextArgs.of(text)

@@ -93,9 +93,7 @@ class AttentionLayer(Layer):
         Those rows are `[n, heads, width, dim]`. With a bound on the queries every sequence is a group, as RoPE takes
         one at a time too.
         """
-        runs = [list(equal) for _, equal in groupby(widths)]
-        if self._queries is not None:
-            runs = [[width] for width in widths]
+        runs = [[w] for w in widths] if self._queries else [list(e) for _, e in groupby(widths)]
         first = start = 0
         for width, count in ((run[0], len(run)) for run in runs):
             own = slice(start, start + width * count)

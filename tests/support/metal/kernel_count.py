@@ -125,7 +125,7 @@ class OwnSteps:
         ]
         self.number += 1
         words = mx.ones((len(runs) * self.width,), mx.uint32)
-        if self.stage.reads_tokens:
+        if self.stage.token_layers:
             self.stage.announce_tokens(words, runs)
         x = self.stage.embed(words)
         with patch.object(mx, "async_eval"):
