@@ -315,9 +315,8 @@ class NgramGDN(StreamGDN):
         parts, start = [], 0
         for state, own, keep in zip(states, tokens, stay_open, strict=True):
             new = rows[start : start + len(own)][None]
-            parts.append(
-                nn.silu(self.ple.conv1d(mx.concatenate([state.rows, new], axis=1))).squeeze(0)
-            )
+            seen = mx.concatenate([state.rows, new], axis=1)
+            parts.append(nn.silu(self.ple.conv1d(seen)).squeeze(0))
             state.advance(own, mx.contiguous(new) if keep else new, keep=keep)
             start += len(own)
         return values + (parts[0] if len(parts) == 1 else mx.concatenate(parts))

@@ -133,8 +133,9 @@ class NgramTable:
     def read(self, ids: Ints, dim: int, dtype: mx.Dtype) -> mx.array:
         """Return the rows `[len(ids), dim]` of `ids`, each of which is read once."""
         wanted, places = np.unique(ids, return_inverse=True)
+        missing = np.setdiff1d(wanted, self._advised, assume_unique=True)
         for part in self._parts:
-            part.advise(np.setdiff1d(wanted, self._advised, assume_unique=True))
+            part.advise(missing)
         self._advised = np.setdiff1d(self._advised, wanted, assume_unique=True)
         arrays = []
         for part in self._parts:
