@@ -1,6 +1,6 @@
 """The device that MLX computes on, and everything that the programs choose by it.
 
-This is the only module that asks MLX for its backend. The variants of layers are chosen in `worker.model.choice`.
+This is the only module that asks MLX for its backend. `worker.model.layer_variants` chooses the variants of layers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Device:
     and on the keys. With one row the keys alone decide, and a row's keys follow from its position."""
 
     variant: str
-    """The variant of layers that is tried first: `reference`, `joined`, `metal` or `cuda`."""
+    """The variant of layers that is tried first: `reference`, `fused`, `metal` or `cuda`."""
     wires_memory: bool = False
     """MLX wires memory, and the device recommends a limit."""
     token_major_exact: bool = False
@@ -52,7 +52,7 @@ class Device:
     recurrence of few operations is the fastest."""
 
 
-_CPU_VARIANT = "reference" if sys.platform == "darwin" else "joined"  # macOS has another BLAS
+_CPU_VARIANT = "reference" if sys.platform == "darwin" else "fused"  # macOS has another BLAS
 
 DEVICES = {
     device.backend: device

@@ -15,7 +15,7 @@ from coordinator.api import request_settings
 from coordinator.api.choice import AnswerEvent, GeneratedAnswer, GeneratedCall, chat_answer, new_id
 from coordinator.api.context import Api, api_of, client_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_event
-from coordinator.api.errors import field_error, message_of, status_of
+from coordinator.api.error_responses import field_error, message_of, status_of
 from coordinator.api.image_parts import ImageBlock, prompt_of, text_of, with_images
 from coordinator.api.openai_schemas import SamplingBody
 from coordinator.api.request_body import Body, Many, read_body

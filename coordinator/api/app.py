@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.api import anthropic, ollama, openai_chat, openai_responses, operations
 from coordinator.api.context import Api, ApiOptions
-from coordinator.api.errors import ErrorFormat, error_body, install_error_handlers
+from coordinator.api.error_responses import ErrorFormat, error_body, install_error_handlers
 from coordinator.api.journal import Journal
 from coordinator.api.model_catalog import ModelLoader
 from coordinator.api.request_body import require_key

@@ -192,7 +192,7 @@ class Choice:
         for token in chunk.tokens:
             self.tokens += 1
             self.generated.append(token)
-            events += self._read_piece(self._text.add(token))
+            events += self._read_piece(self._text.add_token(token))
             if self._text.stopped or (self._one_call and self.complete_calls):
                 return events + self._end("stop")
             budget, parser = self._reasoning_budget, self._parser
@@ -206,7 +206,7 @@ class Choice:
         assert self._parser is not None
         events = self._read_piece(self._text.finish())
         closing = self._tokenizer.reasoning_end
-        events += self._record_parts(self._parser.add(closing))
+        events += self._record_parts(self._parser.add_text(closing))
         self._text = TextStream(self._tokenizer.text_bytes, self._stop)
         self._reasoning_budget = None
         self._earlier_drafted, self._earlier_accepted = self.drafted, self.accepted
@@ -239,7 +239,7 @@ class Choice:
             part = Content(piece.text)
             return [AnswerEvent(self.index, part, offsets=piece.offsets, **self._release())]
         was_reasoning = self._parser.reasoning
-        parts = self._parser.add(piece.text)
+        parts = self._parser.add_text(piece.text)
         if was_reasoning or self._parser.reasoning:
             self.reasoning_tokens += len(piece.tokens)
         return self._record_parts(parts)

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from coordinator.api.choice import AnswerEvent, GeneratedAnswer
 from coordinator.api.context import Api, api_of, client_of
-from coordinator.api.errors import status_of
+from coordinator.api.error_responses import status_of
 from coordinator.api.journal import Record
 from coordinator.schedule.request import (
     GenerationEvent,

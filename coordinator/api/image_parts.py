@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from coordinator.api.context import Api
-from coordinator.api.errors import refused_field
+from coordinator.api.error_responses import refused_field
 from coordinator.api.request_body import Body
 from coordinator.api.request_settings import ChatRequest, render_chat
 from coordinator.images.encoder import EncodedImage

@@ -113,7 +113,7 @@ class Database:
             self._deleted = False
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
-    def save(self, record: Record) -> None:
+    def save_answer(self, record: Record) -> None:
         """Write `record`, in place of an earlier one with its id. The tokens of an ended answer are dropped."""
         content = _pack(record)
         row = (record.id, record.created, record.ended, len(content), content)
@@ -221,7 +221,7 @@ class Journal:
 
     # ---- changes
 
-    def save(self, record: Record) -> Future[None]:
+    def save_answer(self, record: Record) -> Future[None]:
         """Write a record, in place of an earlier one with its id. The result comes when it is committed."""
         return self._submit(lambda database: self._save(database, record))
 
@@ -292,7 +292,7 @@ class Journal:
     # ---- the thread
 
     def _save(self, database: Database, record: Record) -> None:
-        database.save(record)
+        database.save_answer(record)
         if record.ended:
             database.delete_old(self._retention)
 

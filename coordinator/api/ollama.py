@@ -26,7 +26,7 @@ from coordinator.api.choice import (
 )
 from coordinator.api.context import Api, api_of, client_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, json_line, serve_answer
-from coordinator.api.errors import field_error, message_of
+from coordinator.api.error_responses import field_error, message_of
 from coordinator.api.image_parts import IMAGE_PLACE, data_url
 from coordinator.api.model_catalog import ModelFacts
 from coordinator.api.openai_schemas import SamplingBody

@@ -22,7 +22,7 @@ from coordinator.api.choice import (
 )
 from coordinator.api.context import Api, client_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_data
-from coordinator.api.errors import error_body
+from coordinator.api.error_responses import error_body
 from coordinator.api.image_parts import IMAGE_PLACE, IMAGE_TEXT, with_images
 from coordinator.api.request_body import read_body
 from coordinator.api.request_settings import ChatRequest, call_message, check_model, check_tokens

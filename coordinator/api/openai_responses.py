@@ -16,7 +16,7 @@ from coordinator.api import request_settings
 from coordinator.api.choice import ID_LENGTH, chat_answer, new_id
 from coordinator.api.context import Api, client_of
 from coordinator.api.delivery import PreparedAnswer
-from coordinator.api.errors import field_error, refused_field
+from coordinator.api.error_responses import field_error, refused_field
 from coordinator.api.image_parts import InputImagePart, text_of, with_images
 from coordinator.api.journal import Record
 from coordinator.api.openai_schemas import SamplingBody

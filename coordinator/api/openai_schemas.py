@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from coordinator.api.errors import field_error
+from coordinator.api.error_responses import field_error
 from coordinator.api.image_parts import ImageUrlPart, text_of
 from coordinator.api.request_body import (
     Body,

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from coordinator.api.context import Api, api_of
-from coordinator.api.errors import ModelNotLoadedError
+from coordinator.api.error_responses import ModelNotLoadedError
 from coordinator.api.model_catalog import ModelLoader
 from coordinator.api.ollama import utc_time
 from coordinator.api.request_body import HINTS, Body, keys_are_set, read_body, require_json

@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
 from coordinator.api.context import LARGE_BYTES, ApiOptions, api_of
-from coordinator.api.errors import field_error, request_error
+from coordinator.api.error_responses import field_error, request_error
 from coordinator.text.calls import Json
 from coordinator.trust.registry import Scope
 from proto.errors import AccessError, ClusterError, RequestError

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 from coordinator.api.context import Api
-from coordinator.api.errors import ModelNotLoadedError, UnknownModelError, refused_field
+from coordinator.api.error_responses import ModelNotLoadedError, UnknownModelError, refused_field
 from coordinator.schedule.prompts import most_waiting
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.calls import Json

@@ -7,7 +7,7 @@ from typing import Literal
 
 from coordinator.api.choice import AnswerEvent, ChoiceEnd, GeneratedAnswer
 from coordinator.api.delivery import AnswerWriter, sse_event
-from coordinator.api.errors import error_body
+from coordinator.api.error_responses import error_body
 from coordinator.text.calls import CallArguments, CallEnd, CallStart, Json
 from coordinator.text.chat_parser import Content, Reasoning
 

@@ -139,7 +139,7 @@ class StoredAnswer:
         first = await delivery.first_event(wait)
         try:
             # Committed before the client learns the id.
-            await asyncio.wrap_future(self._journal.save(self.record))
+            await asyncio.wrap_future(self._journal.save_answer(self.record))
         except BaseException:
             delivery.close()
             raise
@@ -244,7 +244,7 @@ class StoredAnswer:
             self.log.append(last)
         result, events = self.writer.result(status), self.log.events
         self.record = replace(self.record, ended=True, result=result, events=events)
-        self._journal.save(self.record)
+        self._journal.save_answer(self.record)
         self.log.end()
         self._on_end()
 
@@ -302,7 +302,7 @@ class StoredAnswers:
             message = known or "the stored request cannot be read by this release"
         failure = {"code": "server_error", "message": message}
         result = {**record.result, "status": "failed", "error": failure}
-        self.journal.save(replace(record, ended=True, result=result))
+        self.journal.save_answer(replace(record, ended=True, result=result))
 
     def _add(self, prepared: PreparedAnswer) -> StoredAnswer:
         assert prepared.record is not None
@@ -330,7 +330,7 @@ class StoredAnswers:
         """Store an answer that is complete and was not streamed."""
         assert prepared.record is not None
         result = writer_of(prepared).result("ended")
-        self.journal.save(replace(prepared.record, ended=True, request={}, result=result))
+        self.journal.save_answer(replace(prepared.record, ended=True, request={}, result=result))
 
     async def find(
         self, request: Request, answer_id: str, param: str | None = None

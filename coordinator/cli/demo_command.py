@@ -21,7 +21,7 @@ from rich.console import Console
 
 from coordinator.cli.client import API_KEY, stream_events
 from coordinator.cli.cluster_commands import parse, render
-from coordinator.depth.controller import MtpMode
+from coordinator.drafts.controller import MtpMode
 from proto.errors import WorkerLostError
 from proto.state_dir import STATE_DIR
 

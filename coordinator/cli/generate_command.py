@@ -15,8 +15,8 @@ import mlx.core as mx
 import typer
 
 from coordinator.cli import options
-from coordinator.depth.controller import MtpMode
-from coordinator.depth.ngrams import NgramMode
+from coordinator.drafts.controller import MtpMode
+from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.request import (
@@ -132,7 +132,7 @@ class PrintedAnswer:
             for index, token in enumerate(event.tokens):
                 self.tokens.append(token)
                 self.logprobs += event.logprobs[index : index + 1]
-                self._add_piece(self._pieces.add(token))
+                self._add_piece(self._pieces.add_token(token))
                 if self._pieces.stopped:
                     self.reason = "stop"
                     return
@@ -141,7 +141,7 @@ class PrintedAnswer:
         self.text += piece.text
         if self._shown is not None:
             parser = self._parser
-            self._shown.show(parser.add(piece.text) if parser else [Content(piece.text)])
+            self._shown.show(parser.add_text(piece.text) if parser else [Content(piece.text)])
 
     def to_json(self) -> str:
         """Return the object that `--json` prints. `logprobs` is null unless requested."""

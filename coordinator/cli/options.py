@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from coordinator.depth.ngrams import NgramMode
+from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.planning.groups import MAX_GROUP, Parallel, Prefer
 from mtp.checkpoint.hub.resolve import BUILTIN, local_repos
 from proto.errors import UsageError

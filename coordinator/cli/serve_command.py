@@ -14,8 +14,8 @@ import typer
 from coordinator.cli import options
 from coordinator.cli.client import API_KEY
 from coordinator.cli.trust_commands import StateOption
-from coordinator.depth.controller import MtpMode
-from coordinator.depth.ngrams import NgramMode
+from coordinator.drafts.controller import MtpMode
+from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.images.encoder import VisionMode
 from coordinator.planning.capacity import DEFAULT_SEQUENCES
 from coordinator.planning.groups import Parallel, Prefer

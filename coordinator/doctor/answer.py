@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 
-from coordinator.depth.controller import MtpMode
 from coordinator.doctor.checks import Finding, Verdict, judged
+from coordinator.drafts.controller import MtpMode
 from coordinator.schedule import request
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop

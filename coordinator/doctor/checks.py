@@ -34,7 +34,7 @@ from proto.span import Span
 from proto.terminal.progress import format_size
 from worker.engine import hardware
 from worker.engine.hardware import release_weights
-from worker.model.choice import write_trials
+from worker.model.layer_variants import write_trials
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
 

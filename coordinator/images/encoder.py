@@ -151,7 +151,7 @@ RETRY_SECONDS = 10.0
 """Seconds after which a client may send images again."""
 
 PLAIN_ROPE = ("default", "linear")
-"""Types of RoPE whose turns `mtp.layers.turns` computes."""
+"""Types of RoPE whose turns `mtp.layers.rope` computes."""
 
 NO_IMAGES = (
     "this server reads text only: the checkpoint has no vision part, or --vision is off. Send text."

@@ -31,9 +31,9 @@ from proto.frame_stamps import CoordinatorStep, FrameStamps, StageStep, StampRin
 from proto.kernels import Kernels
 from proto.span import Span
 from proto.terminal.progress import OnProgress, byte_bar
-from worker.engine.backup import ReceivedBackup
 from worker.engine.hardware import default_memory_limit, own_version, release_weights, set_limits
 from worker.engine.prefix_disk import PrefixDisk, StagePrefixes, disk_in
+from worker.engine.stage_backups import ReceivedBackup
 from worker.engine.stage_engine import StageEngine, relayed_tokens
 from worker.engine.stage_host import StageHost, StageSpec
 

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from coordinator.depth.controller import Controller, MtpMode
-from coordinator.depth.ngrams import NgramMode
+from coordinator.drafts.controller import Controller, MtpMode
+from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines, LocalSource
 from coordinator.planning.capacity import even_spans
 from coordinator.schedule.loop import GenerationLoop

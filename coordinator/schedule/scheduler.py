@@ -21,9 +21,9 @@ from collections.abc import Collection
 from collections.abc import Sequence as Row
 from dataclasses import dataclass, field, replace
 
-from coordinator.depth.controller import MAX_DEPTH, Controller
-from coordinator.depth.search import DraftResult
-from coordinator.depth.step_costs import Shape
+from coordinator.drafts.controller import MAX_DEPTH, Controller
+from coordinator.drafts.search import DraftResult
+from coordinator.drafts.step_costs import Shape
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.backups import MIN_NEW_TOKENS, BackupInFlight, Backups
 from coordinator.schedule.prefix_cache import PrefixCache

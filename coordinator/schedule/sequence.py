@@ -6,9 +6,9 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-from coordinator.depth.ngrams import NgramMatcher
-from coordinator.depth.search import DraftCounts, DraftResult
-from coordinator.depth.step_costs import Shape
+from coordinator.drafts.prompt_lookup import NgramMatcher
+from coordinator.drafts.search import DraftCounts, DraftResult
+from coordinator.drafts.step_costs import Shape
 from coordinator.schedule.request import FinishReason, GenerationRequest, GenerationStats
 from proto.control import Rollback
 from proto.frame import Admit, Commit, Outcome

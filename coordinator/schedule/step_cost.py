@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.depth.step_costs import StepCost
+from coordinator.drafts.step_costs import StepCost
 from coordinator.schedule.sequence import FrameInFlight, Sequence
 from proto.frame import Frame
 

@@ -20,7 +20,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from coordinator.api.errors import error_response
+from coordinator.api.error_responses import error_response
 from proto.errors import NotReadyError
 from proto.rpc.listener import Acceptor
 

@@ -17,8 +17,8 @@ from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.membership import ManagerOptions
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Settings
-from coordinator.depth.controller import Controller, MtpMode
-from coordinator.depth.ngrams import NgramMode
+from coordinator.drafts.controller import Controller, MtpMode
+from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.images.encoder import ImageEncoder, VisionMode
 from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines
 from coordinator.pipeline.pipeline import PipelineSource

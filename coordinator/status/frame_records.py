@@ -17,7 +17,7 @@ from enum import IntEnum
 from statistics import median, quantiles
 from typing import Any, Literal, NamedTuple
 
-from coordinator.depth.search import DraftCounts, DraftResult
+from coordinator.drafts.search import DraftCounts, DraftResult
 from proto.errors import ClusterError
 from proto.frame import DropPrefix, Frame, Outcome, Segment
 from proto.frame_stamps import CoordinatorStep, FrameStamps, StageStep

@@ -69,7 +69,7 @@ class CallParser:
         self._end = end
         self._buffer = ""
 
-    def add(self, text: str) -> list[CallPart]:
+    def add_text(self, text: str) -> list[CallPart]:
         """Add `text` and return the parts that became final with it."""
         self._buffer += text
         parts: list[CallPart] = []

@@ -52,7 +52,7 @@ class ChatParser:
         """True if the text so far ends inside reasoning."""
         return self._mode == "reasoning"
 
-    def add(self, text: str) -> list[Part]:
+    def add_text(self, text: str) -> list[Part]:
         """Add `text` and return the parts that became final with it."""
         self._split, segments = TextStateMachine.split(self._split, text)
         return self._read(segments)
@@ -88,7 +88,7 @@ class ChatParser:
             self._text["normal" if left == "reasoning" else "reasoning"].trim = True
 
     def _emit(self, state: str, text: str, *, last: bool = False) -> list[Part]:
-        final = self._text[state].add(text, last=last)
+        final = self._text[state].add_text(text, last=last)
         if not final:
             return []
         return [Reasoning(final) if state == "reasoning" else Content(final)]
@@ -97,13 +97,13 @@ class ChatParser:
         """Add text of a call. The text after its end marker is content again."""
         assert self._parser is not None
         self._call += text
-        parts: list[Part] = list(self._parser.add(text))
+        parts: list[Part] = list(self._parser.add_text(text))
         if not self._parser.done:
             return parts
         rest = self._parser.rest
         self._call = self._call[: len(self._call) - len(rest)]
         self._mode, self._split = "normal", self._machine.make_state("normal")
-        return [*parts, *self._end_call(), *self.add(rest)]
+        return [*parts, *self._end_call(), *self.add_text(rest)]
 
     def _end_call(self, *, cut: bool = False) -> list[Part]:
         """Return the text of the call as content if it cannot be parsed."""
@@ -140,7 +140,7 @@ class _Lines:
         self.trim = trim
         self._held = ""
 
-    def add(self, text: str, *, last: bool = False) -> str:
+    def add_text(self, text: str, *, last: bool = False) -> str:
         """Add `text` and return the text that is final; with `last` nothing is held back."""
         if self.trim:
             text = text.lstrip("\n")

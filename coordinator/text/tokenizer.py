@@ -68,7 +68,7 @@ class TextStream:
         """True after a stop string has ended the text."""
         return self.stop_string is not None
 
-    def add(self, token: int) -> Piece:
+    def add_token(self, token: int) -> Piece:
         """Add one token; return the text that became final with it, which may be empty."""
         assert not self.stopped, "a token was added after a stop string"
         self._unreported.append((token, self._emitted + len(self._held)))

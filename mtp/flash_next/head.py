@@ -63,7 +63,7 @@ class FlashNextHead(MTPHead):
         token = self.fc_embedding(self.pre_fc_norm_embedding(embedded))
         streams = self.pre_fc_norm_hidden(hidden).reshape(hidden.shape[0], self.streams, -1)
         x = (token[:, None] + self.fc_hidden(streams)).reshape(hidden.shape)
-        return self.block.add(x, caches, widths, holes=holes)
+        return self.block.forward(x, caches, widths, holes=holes)
 
     def output(self, rows: mx.array) -> mx.array:
         """Return the input of lm_head for rows of `advance`."""

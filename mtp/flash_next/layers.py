@@ -19,7 +19,7 @@ from mtp.flash_next.args import IndexerArgs
 from mtp.flash_next.ngrams import Ints
 from mtp.layers.exact import ExactProducts
 from mtp.layers.expert_rows import row_experts
-from mtp.layers.experts import join_experts
+from mtp.layers.experts import fuse_experts
 from mtp.layers.kv_cache import PlainKV, tiled_attention
 from mtp.layers.layer import (
     Hole,
@@ -32,12 +32,12 @@ from mtp.layers.layer import (
     Rows,
     checked_state,
 )
-from mtp.layers.linear import JoinedLinear
+from mtp.layers.linear import FusedLinear
 from mtp.layers.reference.attention import AttentionLayer
 from mtp.layers.reference.gdn import GDNLayer
+from mtp.layers.rope import image_rotations, rotate, rotation_table
 from mtp.layers.source_kernel import SourceKernel
 from mtp.layers.stream_rows import NORM_SOURCE
-from mtp.layers.turns import image_turns, turn, turn_table
 from proto.errors import ProtocolError, UsageError
 from proto.images import ImageLayout
 
@@ -191,10 +191,10 @@ class NgramGDNCache(LayerCache):
     def backup_arrays(self, start: int) -> tuple[bool, list[mx.array]]:
         return False, self.copy().arrays()
 
-    def filled(self, states: Sequence[Sequence[mx.array]], length: int) -> NgramGDNCache:
+    def with_backups(self, states: Sequence[Sequence[mx.array]], length: int) -> NgramGDNCache:
         conv, state, rows, context = checked_state(states[-1], self.arrays())
         ngrams = NgramState(np.array(context).astype(np.int64), rows)
-        return replace(self, gdn=self.gdn.filled([[conv, state]], length), ngrams=ngrams)
+        return replace(self, gdn=self.gdn.with_backups([[conv, state]], length), ngrams=ngrams)
 
 
 class StreamLayer(Layer):
@@ -204,7 +204,7 @@ class StreamLayer(Layer):
 
     def __init__(self, layer: modules.FlashNextLayer) -> None:
         self.streams = layer
-        self.experts = join_experts(layer.mlp)
+        self.experts = fuse_experts(layer.mlp)
         self.mlp = PlainMLP(self.experts)
         self.dtype: mx.Dtype = layer.attn_hyper_connection.hc_norm.weight.dtype
         self.connections = layer.attn_hyper_connection, layer.mlp_hyper_connection
@@ -214,7 +214,7 @@ class StreamLayer(Layer):
     def pin_exact(self, products: ExactProducts) -> None:
         raise UsageError("--exact is not supported for Qwen3.8-Flash-Next. Leave it out.")
 
-    def add(
+    def forward(
         self,
         x: mx.array,
         caches: Sequence[Any],
@@ -287,7 +287,7 @@ class NgramGDN(StreamGDN):
         gdn = self.mixer.new_cache(kv_format)
         return NgramGDNCache(gdn, NgramState.empty(self.ple, self.dtype))
 
-    def add(
+    def forward(
         self,
         x: mx.array,
         caches: Sequence[NgramGDNCache],
@@ -296,7 +296,7 @@ class NgramGDN(StreamGDN):
         holes: Sequence[Hole] = (),
     ) -> mx.array:
         x = x + self._ngrams(x, caches, widths, stay_open)
-        return super().add(x, [cache.gdn for cache in caches], widths, stay_open, holes)
+        return super().forward(x, [cache.gdn for cache in caches], widths, stay_open, holes)
 
     def _ngrams(
         self,
@@ -409,7 +409,7 @@ class SparseAttention(StreamLayer, AttentionLayer):
         self._products = [attention.q_proj, attention.k_proj, attention.v_proj]
         self._products.append(self.indexer.index_qk_proj)
         ends = accumulate(product.weight.shape[0] for product in self._products[:-1])
-        self._ends, self._joined = list(ends), JoinedLinear.of(self._products)
+        self._ends, self._joined = list(ends), FusedLinear.of(self._products)
 
     def new_cache(self, kv_format: KVFormat) -> IndexedKV:
         return IndexedKV(self.sizes.block)
@@ -468,11 +468,11 @@ class SparseAttention(StreamLayer, AttentionLayer):
         rope, block = self.attention.rope, self.sizes.block
         if layout is not None:
             start = first * block
-            turns = image_turns(rope, layout, start, keys.shape[0])
-            if turns is None:  # all text, but perhaps after images
+            rotations = image_rotations(rope, layout, start, keys.shape[0])
+            if rotations is None:  # all text, but perhaps after images
                 position = start + layout.shift(start)
-                turns = turn_table(rope, position + keys.shape[0])[position:]
-            return turn(normed[:, None], turns[: keys.shape[0] : block])[:, 0]
+                rotations = rotation_table(rope, position + keys.shape[0])[position:]
+            return rotate(normed[:, None], rotations[: keys.shape[0] : block])[:, 0]
         by_block = nn.RoPE(rope.dims, base=rope.base, scale=float(block))
         turned: mx.array = by_block(normed[None, None], offset=first)
         return turned[0, 0]

@@ -19,7 +19,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
 from mtp.flash_next.args import FlashNextArgs, IndexerArgs, NgramArgs
 from mtp.flash_next.ngrams import Ints, NgramHash, NgramTable
-from mtp.layers.linear import JoinedLinear, pad_outputs
+from mtp.layers.linear import FusedLinear, pad_outputs
 from mtp.layers.source_kernel import SourceKernel
 from mtp.layers.stream_rows import add_and_norm
 
@@ -55,14 +55,14 @@ class HyperConnection(nn.Module):
         self.input_mix_weight_up = nn.Linear(args.rank, args.width, bias=False)
         if injects:
             self.block_inject_weight = nn.Linear(args.width, args.streams, bias=False)
-        self._joined: JoinedLinear | None = None
+        self._joined: FusedLinear | None = None
         self.language: type[SourceKernel] | None = None
         """The language of the kernel that adds and normalizes few rows in place of MLX's operations."""
 
     def join(self) -> None:
         """Make one product of the two that read all streams, if they have one format. Call it once, after the load."""
         pad_outputs(self.block_inject_weight, self.rank)
-        self._joined = JoinedLinear.of([self.input_mix_weight_down, self.block_inject_weight])
+        self._joined = FusedLinear.of([self.input_mix_weight_down, self.block_inject_weight])
         self._eps = mx.array([self.hc_norm.eps])
 
     def __call__(self, x: mx.array) -> mx.array:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp.flash_next.args import NgramArgs
-from mtp.sampling.choice import splitmix64
+from mtp.sampling.sampler import splitmix64
 
 Ints = npt.NDArray[np.int64]
 

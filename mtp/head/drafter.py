@@ -20,7 +20,8 @@ from mlx_lm.models.qwen3_5 import DecoderLayer, TextModelArgs
 from mtp.layers.kv_cache import KVRows
 from mtp.layers.layer import Hole, KVFormat, Layer
 from mtp.layers.reference.attention import AttentionLayer
-from mtp.sampling.choice import (
+from mtp.sampling.grammar import GrammarState
+from mtp.sampling.sampler import (
     History,
     Stream,
     choose,
@@ -28,7 +29,6 @@ from mtp.sampling.choice import (
     key_array,
     shared_settings,
 )
-from mtp.sampling.grammar import GrammarState
 from proto.params import SamplingParams
 
 
@@ -94,7 +94,7 @@ class MTPHead(nn.Module):
         e = self.pre_fc_norm_embedding(embedded)
         h = self.pre_fc_norm_hidden(hidden)
         x = self.fc(mx.concatenate([e, h], axis=-1))
-        out: mx.array = self.norm(self.block.add(x, caches, widths, holes=holes))
+        out: mx.array = self.norm(self.block.forward(x, caches, widths, holes=holes))
         return out
 
 
@@ -420,7 +420,10 @@ class WindowDrafts:
             widths.append(len(waiting_tokens) + job.rows)
             ends.append(sum(widths) - 1)
         out = self._drafter.advance(
-            _joined(tokens), _joined(hidden), [job.state.cache for job in self._jobs], widths
+            _concatenated(tokens),
+            _concatenated(hidden),
+            [job.state.cache for job in self._jobs],
+            widths,
         )
         if any(rejected is not None for rejected in self._rejected):
             none = mx.array([0], mx.int32)
@@ -429,7 +432,7 @@ class WindowDrafts:
                 Hole(int(job.state.cache.offset), count)
                 for job, count in zip(self._jobs, counts, strict=True)
             ]
-            return out[mx.array(ends, mx.int32) - _joined(counts)]
+            return out[mx.array(ends, mx.int32) - _concatenated(counts)]
         return out if len(ends) == out.shape[0] else out[mx.array(ends)]
 
     def _advance(self, hidden: mx.array, drawn: mx.array, step: int) -> mx.array:
@@ -460,7 +463,7 @@ class WindowDrafts:
             params = self._jobs[jobs[0]].params
             drawn.append(choose_with_keys(own, params, partial(self._keys, jobs, step)))
             order += rows
-        tokens = _joined(drawn)
+        tokens = _concatenated(drawn)
         if order == sorted(order):
             return tokens
         return tokens[mx.array(sorted(range(len(order)), key=order.__getitem__))]
@@ -476,8 +479,8 @@ class WindowDrafts:
             else:  # one for each number of rejected rows
                 places = [(job.params.seed, last - count) for count in range(job.rows)]
                 keys.append(key_array(places, Stream.TARGET)[rejected])
-        return _joined(keys)
+        return _concatenated(keys)
 
 
-def _joined(parts: Sequence[mx.array]) -> mx.array:
+def _concatenated(parts: Sequence[mx.array]) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(list(parts))

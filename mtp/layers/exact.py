@@ -310,7 +310,7 @@ class ExactProducts:
             self.replace_children(module)
         return module
 
-    def joined_rows(self, modules: Sequence[Any]) -> nn.Module | None:
+    def fused_rows(self, modules: Sequence[Any]) -> nn.Module | None:
         """Return dense products side by side as one of a kernel with one arithmetic, or None if there is none."""
         kernels = [self._kernel_for(module) for module in modules]
         if (kernel := kernels[0]) is None or None in kernels:

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mtp.layers.experts import JoinedExperts
+from mtp.layers.experts import FusedExperts
 from mtp.layers.layer import Picks
 from mtp.layers.source_kernel import THREADS, SourceKernel
 
@@ -185,7 +185,7 @@ def _kernels(language: type[SourceKernel]) -> tuple[SourceKernel, SourceKernel, 
     )
 
 
-def computes(block: JoinedExperts, dtype: mx.Dtype) -> bool:
+def computes(block: FusedExperts, dtype: mx.Dtype) -> bool:
     """Return whether the kernels compute `block` for rows of `dtype`: affine weights of 4 bits in one format."""
     products = block.gate_up, block.down, block.shared_gate_up, block.shared_down
     experts, hidden, words = block.down.weights[0].shape
@@ -198,15 +198,15 @@ def computes(block: JoinedExperts, dtype: mx.Dtype) -> bool:
     )
 
 
-class RowExperts(JoinedExperts):
-    """Joined experts of which kernels compute few rows, each of which reads its experts by itself."""
+class RowExperts(FusedExperts):
+    """Fused experts of which kernels compute few rows, each of which reads its experts by itself."""
 
-    def __init__(self, block: JoinedExperts, language: type[SourceKernel]) -> None:
+    def __init__(self, block: FusedExperts, language: type[SourceKernel]) -> None:
         super().__init__(block.count, block.chosen, block._products)
         self._language = language
 
     def __call__(self, x: mx.array) -> mx.array:
-        """See `JoinedExperts`."""
+        """See `FusedExperts`."""
         if x.shape[0] > self._language.most_rows:
             return super().__call__(x)
         choose, gate_up, down = _kernels(self._language)
@@ -240,8 +240,8 @@ class RowExperts(JoinedExperts):
 
 
 def row_experts(block: Any, dtype: mx.Dtype, language: type[SourceKernel], picks: Picks) -> Any:
-    """Return joined experts with kernels in `language`, or `block` itself where they do not compute it."""
-    if type(block) is not JoinedExperts or not computes(block, dtype):
+    """Return fused experts with kernels in `language`, or `block` itself where they do not compute it."""
+    if type(block) is not FusedExperts or not computes(block, dtype):
         return block
     own, hidden = RowExperts(block, language), block.down.weights[0].shape[1]
     shapes, source = f"{block.count} experts", CHOOSE_SOURCE + GATE_UP_SOURCE + DOWN_SOURCE

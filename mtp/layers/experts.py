@@ -1,4 +1,4 @@
-"""Mixtures of experts in fewer operations than mlx-lm's modules: joined products, and fused element-wise operations."""
+"""Mixtures of experts in fewer operations than mlx-lm's modules: fused products, and fused element-wise operations."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mtp.layers.linear import JoinedLinear, pad_outputs
+from mtp.layers.linear import FusedLinear, pad_outputs
 
 SORTED_FROM = 64
 """Pairs of a row and an expert that are computed expert by expert, as mlx-lm does. Fewer are not worth the sorting."""
 
 
-class JoinedExperts(nn.Module):
+class FusedExperts(nn.Module):
     """The experts of a layer, whose gate and up projections are one. The router and the shared gate are one, too."""
 
-    def __init__(self, count: int, chosen: int, products: Sequence[JoinedLinear]) -> None:
+    def __init__(self, count: int, chosen: int, products: Sequence[FusedLinear]) -> None:
         """Take the number of experts and how many a row chooses.
 
         `products` are the router's, gate and up of the experts, their down, and gate, up and down of the shared one.
@@ -57,8 +57,8 @@ def _halves_gated(both: mx.array) -> mx.array:
     return _gated(*mx.split(both, 2, axis=-1))
 
 
-def join_experts(block: Any) -> Any:
-    """Return mlx-lm's `SparseMoeBlock` joined. Other modules, and one with several formats, stay as they are."""
+def fuse_experts(block: Any) -> Any:
+    """Return mlx-lm's `SparseMoeBlock` fused. Other modules, and one with several formats, stay as they are."""
     if "switch_mlp" not in block or not block.norm_topk_prob:
         return block
     experts, shared = block.switch_mlp, block.shared_expert
@@ -69,11 +69,11 @@ def join_experts(block: Any) -> Any:
         [shared.gate_proj, shared.up_proj],
         [shared.down_proj],
     ]
-    if not all(map(JoinedLinear.fits, parts)):
+    if not all(map(FusedLinear.fits, parts)):
         return block
     pad_outputs(block.shared_expert_gate, block.num_experts)
-    joined = [product for part in parts if (product := JoinedLinear.of(part))]
-    return JoinedExperts(block.num_experts, block.top_k, joined)
+    fused = [product for part in parts if (product := FusedLinear.of(part))]
+    return FusedExperts(block.num_experts, block.top_k, fused)
 
 
 @partial(mx.compile, shapeless=True)

@@ -14,8 +14,8 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx_lm.models.qwen3_5 import GatedDeltaNet
 
+from mtp.layers.gdn_windows import HEAD_DIM, TAPS, GatedDeltaShape, Recurrence, WindowKernel
 from mtp.layers.source_kernel import SourceKernel
-from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape, Recurrence, WindowKernel
 
 THREADS = 512
 """Threads of a block: four for each of the 128 rows of a state."""

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from mtp.device import fuses_prompts, this_device
 from mtp.layers.layer import Hole, KVFormat, LayerCache
-from mtp.layers.turns import image_turns
+from mtp.layers.rope import image_rotations
 from proto.errors import ProtocolError
 from proto.images import ImageLayout
 
@@ -40,10 +40,10 @@ class KVRows(LayerCache):
         """The position of the next row, if it is text."""
         return self.offset + (0 if self.layout is None else self.layout.shift(self.offset))
 
-    def image_turns(self, rope: nn.RoPE, width: int) -> mx.array | None:
-        """Return the turns of the next `width` rows, fp32 `[width, 2, half]`, or None if all of them are text."""
+    def image_rotations(self, rope: nn.RoPE, width: int) -> mx.array | None:
+        """Return the rotations of the next `width` rows, fp32 `[width, 2, half]`, or None if all of them are text."""
         layout = self.layout
-        return None if layout is None else image_turns(rope, layout, self.offset, width)
+        return None if layout is None else image_rotations(rope, layout, self.offset, width)
 
     def attend(
         self,
@@ -129,7 +129,7 @@ class KVRows(LayerCache):
     def backup_arrays(self, start: int) -> tuple[bool, list[mx.array]]:
         return True, [mx.contiguous(part) for part in self._parts(start)]
 
-    def filled(self, states: Sequence[Sequence[mx.array]], length: int) -> Self:
+    def with_backups(self, states: Sequence[Sequence[mx.array]], length: int) -> Self:
         arrays = [
             parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=2)
             for parts in zip(*states, strict=True)

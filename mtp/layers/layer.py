@@ -88,7 +88,7 @@ class LayerCache(ABC):
         """
 
     @abstractmethod
-    def filled(self, states: Sequence[Sequence[mx.array]], length: int) -> Self:
+    def with_backups(self, states: Sequence[Sequence[mx.array]], length: int) -> Self:
         """Return this empty cache with the arrays of its backups in `states`, the oldest first, after `length` tokens.
 
         Raises ProtocolError for arrays of another number, shape or type.
@@ -124,7 +124,7 @@ class Layer(ABC):
         """Return the empty cache of a new sequence, a LayerCache of this variant."""
 
     @abstractmethod
-    def add(
+    def forward(
         self,
         x: mx.array,
         caches: Sequence[Any],
@@ -176,7 +176,7 @@ class Mixer(Protocol):
         widths: Sequence[int],
         stay_open: Sequence[bool],
     ) -> mx.array:
-        """Return the outputs for normalized `inputs [rows, hidden]`, and advance the caches, as `Layer.add`."""
+        """Return the outputs for normalized `inputs [rows, hidden]`, and advance the caches, as `Layer.forward`."""
 
 
 class MLP(Protocol):
@@ -185,7 +185,7 @@ class MLP(Protocol):
     communicator: Communicator
     """The members that share the MLP."""
 
-    def add(self, x: mx.array, norm: Callable[[mx.array], mx.array]) -> mx.array:
+    def add_output(self, x: mx.array, norm: Callable[[mx.array], mx.array]) -> mx.array:
         """Return `x [rows, hidden]` plus the MLP of its norm."""
 
     def pin_exact(self, products: ExactProducts) -> None:
@@ -200,8 +200,8 @@ class PlainMLP:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
-    def add(self, x: mx.array, norm: Callable[[mx.array], mx.array]) -> mx.array:
-        """See `MLP.add`."""
+    def add_output(self, x: mx.array, norm: Callable[[mx.array], mx.array]) -> mx.array:
+        """See `MLP.add_output`."""
         y: mx.array = x + self.communicator.sum(self.module(norm(x)))
         return y
 

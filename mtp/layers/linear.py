@@ -26,7 +26,7 @@ class Format:
 
     @classmethod
     def of(cls, module: Any) -> Format | None:
-        """Return the format of a linear layer that can be joined, None for any other module."""
+        """Return the format of a linear layer that can be fused, None for any other module."""
         if "weight" not in module or "bias" in module or "global_scale" in module:
             return None
         if type(module) in (nn.Linear, SwitchLinear):
@@ -47,7 +47,7 @@ class Format:
 
 
 @dataclass(frozen=True, eq=False)
-class JoinedLinear:
+class FusedLinear:
     """Linear layers of one format, whose outputs follow each other."""
 
     format: Format
@@ -60,13 +60,13 @@ class JoinedLinear:
 
     @staticmethod
     def fits(modules: Sequence[Any]) -> bool:
-        """Return whether `modules` have one format that can be joined."""
+        """Return whether `modules` have one format that can be fused."""
         formats = {Format.of(module) for module in modules}
         types = {(m.scales if "scales" in m else m.weight).dtype for m in modules}
         return len(formats) == len(types) == 1 and None not in formats
 
     @classmethod
-    def of(cls, modules: Sequence[Any], order: mx.array | None = None) -> JoinedLinear | None:
+    def of(cls, modules: Sequence[Any], order: mx.array | None = None) -> FusedLinear | None:
         """Return `modules` as one, or None if they have different formats. Several modules lose their weights.
 
         `order` are the outputs in another order. The modules may be those of all experts.

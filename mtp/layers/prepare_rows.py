@@ -60,7 +60,7 @@ SOURCE = r"""
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Heads of a layer, and the elements of each that RoPE turns."""
+    """Heads of a layer, and the elements of each that RoPE rotates."""
 
     query_heads: int
     kv_heads: int

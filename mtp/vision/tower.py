@@ -19,7 +19,7 @@ import numpy as np
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import vision_name
 from mtp.checkpoint.format.parts import Files, load_tensor
-from mtp.layers.turns import turn
+from mtp.layers.rope import rotate
 from proto.errors import CheckpointError
 
 SCORE_BYTES = 256 * 2**20
@@ -104,11 +104,13 @@ class _Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def steps(self, x: mx.array, turns: mx.array) -> Iterator[mx.array]:
+    def steps(self, x: mx.array, rotations: mx.array) -> Iterator[mx.array]:
         """Yield the attention of all patches `x [patches, hidden]` to each other, some queries at a time."""
         count, hidden = x.shape
         q, k, v = self.qkv(x).reshape(count, 3, self.heads, -1).transpose(1, 0, 2, 3)
-        q, k, v = (t.transpose(1, 0, 2)[None] for t in (turn(q, turns), turn(k, turns), v))
+        q, k, v = (
+            t.transpose(1, 0, 2)[None] for t in (rotate(q, rotations), rotate(k, rotations), v)
+        )
         scale = (hidden // self.heads) ** -0.5
         tile = max(1, SCORE_BYTES // (4 * self.heads * count))
         for start in range(0, count, tile):
@@ -137,10 +139,10 @@ class _Block(nn.Module):
         self.attn = _Attention(config)
         self.mlp = _MLP(config)
 
-    def add(self, x: mx.array, turns: mx.array) -> mx.array:
+    def forward(self, x: mx.array, rotations: mx.array) -> mx.array:
         """Return `x [patches, hidden]` after the block. Every step is evaluated, so that others may run between."""
         parts = []
-        for part in self.attn.steps(self.norm1(x), turns):
+        for part in self.attn.steps(self.norm1(x), rotations):
             mx.eval(part)
             parts.append(part)
         x = x + mx.concatenate(parts)
@@ -184,9 +186,9 @@ class VisionTower(nn.Module):
         x = self.patch_embed.proj(self._spread(patches).astype(self.pos_embed.weight.dtype))
         places = _places(height, width, self.config.spatial_merge_size)
         x = x + self._learned_positions(places, (height, width)).astype(x.dtype)
-        turns = self._turns(places)
+        rotations = self._rotations(places)
         for block in self.blocks:
-            x = block.add(x, turns)
+            x = block.forward(x, rotations)
         rows: mx.array = self.merger(x)
         mx.eval(rows)
         return rows
@@ -218,8 +220,8 @@ class VisionTower(nn.Module):
                 found = found + self.pos_embed(mx.array(row * side + column)) * weight[:, None]
         return found
 
-    def _turns(self, places: tuple[np.ndarray[Any, Any], ...]) -> mx.array:
-        """Return cosines and sines, fp32 `[patches, 2, head_dim / 2]`: one half turns by row, the other by column."""
+    def _rotations(self, places: tuple[np.ndarray[Any, Any], ...]) -> mx.array:
+        """Return cosines and sines, fp32 `[patches, 2, head_dim / 2]`: one half rotates by row, the other by column."""
         spatial = self.config.hidden_size // self.config.num_heads // 2
         rates = 1.0 / self.config.theta ** (mx.arange(0, spatial, 2, dtype=mx.float32) / spatial)
         angles = mx.concatenate(

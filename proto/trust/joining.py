@@ -218,7 +218,7 @@ async def _exchange(
     ):
         raise AccessError("--join: the coordinator issued a certificate of another cluster or role")
     try:
-        trust.save()
+        trust.write_files()
     except UsageError as error:
         raise UsageError(f"{error}. The token is used; create a new one") from error
     return trust

@@ -54,7 +54,7 @@ class NodeTrust:
                 "Join again with a new token: mtp-worker --join"
             ) from error
 
-    def save(self) -> None:
+    def write_files(self) -> None:
         """Write the credentials to `directory`, if the node has one."""
         if self.directory is None:
             return
@@ -85,7 +85,7 @@ class NodeTrust:
         if removed != before:
             self.on_removed(removed)
         if installed != self._saved:
-            self.save()
+            self.write_files()
             self._saved = installed
 
     def due_request(self) -> str:

@@ -20,8 +20,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.depth.controller import MtpMode
-from coordinator.depth.ngrams import NgramMode
+from coordinator.drafts.controller import MtpMode
+from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits

@@ -22,7 +22,7 @@ from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLos
 from proto.frame import Frame, decode, encode
 from proto.frame_stamps import StampRing
 from tests.support.protocol.simulation import PipelineWithoutWorkers
-from worker.engine.backup import ReceivedBackup
+from worker.engine.stage_backups import ReceivedBackup
 from worker.engine.stage_engine import StageEngine, relayed_tokens
 
 STAGE_SECONDS, HOP_SECONDS, SIGNAL_SECONDS = 0.010, (0.0005, 0.004), (0.0002, 0.03)

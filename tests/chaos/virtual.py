@@ -18,8 +18,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from coordinator.depth.controller import Controller, MtpMode
-from coordinator.depth.ngrams import NgramMode
+from coordinator.drafts.controller import Controller, MtpMode
+from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.pipeline.pipeline import Pipeline
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits

@@ -22,7 +22,7 @@ from proto.frame import Admit, BackUp, Evict, Outcome, RestoreBackup, RestorePre
 from proto.params import SamplingParams
 from tests.conftest import Checkpoints
 from tests.support.stages.chain import Chain, Script, random_tokens, same
-from worker.engine.backup import (
+from worker.engine.stage_backups import (
     LayerArrays,
     ReceivedBackup,
     SequenceBackup,
@@ -124,7 +124,7 @@ def test_the_host_reads_other_memory_on_cuda(
     """MLX moves what the host reads there, and a running sequence may share the memory. The bytes are the same."""
     x = mx.random.normal((3, 5), key=mx.random.key(0)).astype(dtype)
     expected = bytes(plain_array(x))
-    monkeypatch.setattr("worker.engine.backup.this_device", lambda: DEVICES["cuda"])
+    monkeypatch.setattr("worker.engine.stage_backups.this_device", lambda: DEVICES["cuda"])
     found = host_array(x)
     assert bytes(found) == expected
     assert (

@@ -24,10 +24,7 @@ from mtp.layers.cuda.gdn import PackedGDNLayer
 from mtp.layers.cuda.kernel import CudaKernel
 from mtp.layers.cuda.pack import Packer
 from mtp.layers.cuda.packed_linear import PackedLinear, multiply_rows, pack, unpack
-from mtp.layers.kv_cache import tiled_attention
-from mtp.layers.layer import KVFormat, Mixer
-from mtp.layers.reference.gdn import GDNLayer
-from mtp.layers.windows import (
+from mtp.layers.gdn_windows import (
     GatedDeltaShape,
     SnapshotGDNCache,
     Window,
@@ -35,6 +32,9 @@ from mtp.layers.windows import (
     record_windows,
     run_windows,
 )
+from mtp.layers.kv_cache import tiled_attention
+from mtp.layers.layer import KVFormat, Mixer
+from mtp.layers.reference.gdn import GDNLayer
 from proto.frame import Admit, Segment
 from tests.parity.test_gpu import GPU
 from tests.support.stages import row_kernels
@@ -310,7 +310,7 @@ def test_company_changes_no_bit(stage: Stage) -> None:
         for texts in (together, alone):
             for text, width in zip(texts, widths, strict=True):
                 kept = 1 + (text.seq_id + turn) % width
-                text.sequence.commit(text.window, kept, in_header=True)
+                text.sequence.commit_window(text.window, kept, in_header=True)
 
 
 def test_a_window_is_its_tokens_one_by_one(stage: Stage) -> None:
@@ -341,10 +341,10 @@ def test_few_rows_attend_as_many_do(attention: PackedAttentionLayer, length: int
     """Rows of windows give what MLX's own attention gives, at any length."""
     x = mx.random.normal((length + 4, attention.norm.weight.shape[0])).astype(mx.bfloat16)
     cache, whole = (attention.new_cache(KVFormat()) for _ in range(2))
-    attention.add(x[:length], [cache], [length])
-    found = attention.add(x[length:], [cache], [4])
+    attention.forward(x[:length], [cache], [length])
+    found = attention.forward(x[length:], [cache], [4])
     rows = mx.concatenate([x, mx.zeros((200, x.shape[1]), x.dtype)])  # more than the kernels take
-    expected = attention.add(rows, [whole], [rows.shape[0]])[length : length + 4]
+    expected = attention.forward(rows, [whole], [rows.shape[0]])[length : length + 4]
     assert error_of(found - x[length:], expected - x[length:]) < TOLERANCE
 
 
@@ -362,12 +362,12 @@ def test_steps_of_one_graph_are_steps_one_by_one(attention: PackedAttentionLayer
     """Steps see the rows before them within one graph, also where the cache grows between them."""
     x = mx.random.normal((262, attention.norm.weight.shape[0])).astype(mx.bfloat16)
     together, alone = (attention.new_cache(KVFormat()) for _ in range(2))
-    outputs = [attention.add(x[:250], [cache], [250]) for cache in (together, alone)]
+    outputs = [attention.forward(x[:250], [cache], [250]) for cache in (together, alone)]
     mx.eval(outputs)
-    found = [attention.add(x[i : i + 1], [together], [1]) for i in range(250, 262)]
+    found = [attention.forward(x[i : i + 1], [together], [1]) for i in range(250, 262)]
     expected = []
     for i in range(250, 262):
-        expected.append(attention.add(x[i : i + 1], [alone], [1]))
+        expected.append(attention.forward(x[i : i + 1], [alone], [1]))
         mx.eval(expected[-1])
     assert same(found[-1], expected[-1])  # alone, so that nothing else asks for the rows before it
     assert same(mx.concatenate(found), mx.concatenate(expected))
@@ -379,7 +379,7 @@ def test_a_step_copies_no_cache(attention: PackedAttentionLayer, kind: str) -> N
     length, turns, width = 16_200, 8, 3 if kind == "open" else 1
     x = mx.random.normal((length, attention.norm.weight.shape[0])).astype(mx.bfloat16)
     cache = attention.new_cache(KVFormat())
-    mx.eval(attention.add(x, [cache], [length]), cache.arrays())
+    mx.eval(attention.forward(x, [cache], [length]), cache.arrays())
     held = [cache.copy()] if kind == "prefix" else []
     mx.eval([copied.arrays() for copied in held], x)
     peaks = []
@@ -387,7 +387,7 @@ def test_a_step_copies_no_cache(attention: PackedAttentionLayer, kind: str) -> N
         read = cache.keys if kind == "unfinished" else None
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        mx.eval(attention.add(x[:width], [cache], [width]))
+        mx.eval(attention.forward(x[:width], [cache], [width]))
         peaks.append(mx.get_peak_memory() - before)
         if kind == "open":
             cache.trim(2)

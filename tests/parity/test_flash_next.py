@@ -84,7 +84,7 @@ def logits_of(
         x = mx.tile(x, (1, stage.config.streams))
         for layer, cache in zip(stage.layers, caches, strict=True):
             cache.coming, cache.layout = own, layout
-            x = layer.add(x, [cache], [width], [False])
+            x = layer.forward(x, [cache], [width], [False])
         outputs.append(stage.lm_head(stage.norm(x)))
         start += width
     return mx.concatenate(outputs)

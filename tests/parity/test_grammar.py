@@ -124,7 +124,7 @@ def test_every_complete_answer_has_its_format() -> None:
             assert all(isinstance(size, int) for size in found["sizes"])
         elif request.params.grammar == call_format:
             parser = ChatParser(tokenizer(), thinking=False, tools=[TOOL])
-            start, arguments, end = join_parts([*parser.add(text), *parser.finish()])
+            start, arguments, end = join_parts([*parser.add_text(text), *parser.finish()])
             assert (start, end) == (CallStart("weather"), CallEnd(complete=True))
             assert isinstance(arguments, CallArguments)
             assert set(json.loads(arguments.json)) == {"unit", "days"}

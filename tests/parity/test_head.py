@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.utils import load_model
 
 from mtp.head.drafter import MOST_WAITING
-from mtp.sampling.choice import History, choose
+from mtp.sampling.sampler import History, choose
 from proto.errors import ProtocolError
 from proto.frame import Outcome, Segment
 from proto.params import SamplingParams

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import pytest
 
-from coordinator.depth.controller import Controller, MtpMode
-from coordinator.depth.ngrams import NgramMode
-from coordinator.depth.step_costs import Shape
+from coordinator.drafts.controller import Controller, MtpMode
+from coordinator.drafts.prompt_lookup import NgramMode
+from coordinator.drafts.step_costs import Shape
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import Tokenizer

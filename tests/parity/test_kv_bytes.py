@@ -112,7 +112,7 @@ class Texts:
 
     def commit(self, number: int, accepted: int) -> None:
         for sequence in self.sequences:
-            sequence.commit(number, accepted, in_header=True)
+            sequence.commit_window(number, accepted, in_header=True)
 
 
 def test_a_plain_step_writes_its_token(stage: Stage) -> None:

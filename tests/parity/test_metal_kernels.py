@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import mlx.core as mx
 import pytest
 
+from mtp.layers.gdn_windows import HEAD_DIM, TAPS, GatedDeltaShape, WindowKernel
 from mtp.layers.metal.attention import prepare_rows
 from mtp.layers.metal.gdn import gated_delta_window
 from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.metal.products import add_norm
 from mtp.layers.prepare_rows import AttentionShape
-from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape, WindowKernel
 from tests.parity.test_metal_path import a_mac as a_mac
 from tests.support.metal.runner import reason_not_to_run
 from tests.support.stages import reference_kernels, row_kernels

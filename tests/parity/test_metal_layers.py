@@ -14,11 +14,11 @@ import pytest
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.flash_next.layers import StreamGDN
 from mtp.layers import gated_delta
+from mtp.layers.gdn_windows import WindowMixer
 from mtp.layers.layer import KernelTrial, KVFormat, Layer
-from mtp.layers.metal import attention, gdn, join
+from mtp.layers.metal import attention, fuse, gdn
 from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.prepare_rows import AttentionShape
-from mtp.layers.windows import WindowMixer
 from proto.frame import Admit, Segment
 from proto.images import ImageSpan
 from proto.kernels import Kernels
@@ -32,8 +32,8 @@ from tests.support.metal.runner import reason_not_to_run, runs
 from tests.support.stages import reference_kernels
 from tests.support.stages.doubled import Doubled
 from worker.cache.sequence_cache import SequenceCache
-from worker.model import choice
-from worker.model.choice import KernelChoice, read_trials
+from worker.model import layer_variants
+from worker.model.layer_variants import KernelChoice, read_trials
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
 
@@ -53,7 +53,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "a part unquantized": (FOUR_BITS | {"overrides": True}, {"reference": 1, "window": 3}),
     "experts": (FOUR_BITS | {"moe": True}, EVERY),
     "Qwen3-Next": ({"moe": True, "qwen3_next": True}, EVERY),
-    "small heads": ({"GDN_DIM": 32, "HEAD_DIM": 32}, {"joined": 4}),
+    "small heads": ({"GDN_DIM": 32, "HEAD_DIM": 32}, {"fused": 4}),
 }
 """Checkpoints of four layers, and the number of layers of each kind on a Mac."""
 
@@ -97,12 +97,12 @@ def outputs(stage: Stage) -> mx.array:
         found.append(stage.forward(stage.embed(tokens), runs))
         for i, (sequence, segment) in enumerate(runs):
             if segment.open:
-                sequence.commit(number, max(1, width - i - 1), in_header=True)
+                sequence.commit_window(number, max(1, width - i - 1), in_header=True)
     return mx.concatenate(found).astype(mx.float32)
 
 
 def unchanged(*_: Any, **__: Any) -> SimpleNamespace:
-    """Return a joiner that replaces nothing."""
+    """Return a fuser that replaces nothing."""
     return SimpleNamespace(layer=lambda x: x, mixer=lambda x: x, picks=lambda *_: False)
 
 
@@ -125,7 +125,7 @@ def test_layers_compute_what_the_reference_does(
         expected_kinds = ", ".join(f"{n} {k}" for k, n in sorted(kinds.items()))
         assert stage.variants.summary.partition(";")[0] == expected_kinds
         found = outputs(stage)
-        monkeypatch.setattr(choice, "MetalJoiner", unchanged)
+        monkeypatch.setattr(layer_variants, "MetalFuser", unchanged)
         expected = outputs(stage_of(path))
     # In bfloat16 the reference itself is 9 % away from the same layers in fp32.
     limit = 1e-5 if stage.dtype == mx.float32 else 0.1
@@ -147,9 +147,9 @@ def test_flash_next_computes_what_the_reference_does(
         mixers = [
             type(layer.mixer) for layer in stage.modules.layers if isinstance(layer, StreamGDN)
         ]
-        assert mixers == [WindowMixer if dim == 128 else gdn.JoinedGDNLayer] * 3
+        assert mixers == [WindowMixer if dim == 128 else gdn.FusedGDNLayer] * 3
         found = outputs(stage)
-        monkeypatch.setattr(choice, "MetalJoiner", unchanged)
+        monkeypatch.setattr(layer_variants, "MetalFuser", unchanged)
         expected = outputs(stage_of(path))
     assert (mx.abs(found - expected).mean() <= 1e-5 * mx.abs(expected).mean()).item()
 
@@ -163,7 +163,7 @@ def test_few_rows_of_4_bits_have_kernels(tmp_path: Path, monkeypatch: pytest.Mon
         runs.clear()  # of the trials
         found = outputs(stage)
         assert runs["expert_down"] and runs["stream_norm"]
-        monkeypatch.setattr(choice, "MetalJoiner", unchanged)
+        monkeypatch.setattr(layer_variants, "MetalFuser", unchanged)
         expected = outputs(stage_of(tmp_path / "model"))
     assert (mx.abs(found - expected).mean() <= 0.1 * mx.abs(expected).mean()).item()
 
@@ -176,7 +176,7 @@ def test_the_parts_of_the_members_are_added(
     path = written_as(checkpoints, monkeypatch, form)
     with metal_path():
         found, once = shared_outputs(stage_of(path))
-        monkeypatch.setattr(choice, "MetalJoiner", unchanged)
+        monkeypatch.setattr(layer_variants, "MetalFuser", unchanged)
         expected, again = shared_outputs(stage_of(path))
         alone = outputs(stage_of(path))
     # Compiled bodies ask for their sums once for each number of rows.
@@ -207,7 +207,7 @@ def test_an_open_window_keeps_its_own_rows_alone(
             for i, accepted in ((0, 2), (2, 1)):
                 cache: Any = sequences[i].layers[0]
                 assert cache.point.rows.shape[0] == 5
-                sequences[i].commit(1, accepted, in_header=True)
+                sequences[i].commit_window(1, accepted, in_header=True)
                 found.append(cache.copy().arrays())
     assert all(map(mx.array_equal, found[0] + found[1], found[2] + found[3]))
 
@@ -276,7 +276,7 @@ def test_a_kernel_is_used_if_it_is_right_and_not_slower(
         monkeypatch.setattr(module, name, _mutated(getattr(module, name), mutation))
     path = checkpoints(layers=4, seed=9)
     with metal_path() as patch:
-        patch.setattr(choice, "KernelChoice", KernelChoice)
+        patch.setattr(layer_variants, "KernelChoice", KernelChoice)
         _kinds, *found = stage_of(path, mode).variants.summary.split("; ")
     results = dict(one.split(": ", 1) for one in found)
     assert reason in results.pop(kernel)
@@ -293,9 +293,9 @@ def test_kernels_mlx_tries_nothing(
     monkeypatch.setenv("MTP_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(written, "GDN_DIM", 128)
     with metal_path() as patch:
-        patch.setattr(choice, "KernelChoice", KernelChoice)
+        patch.setattr(layer_variants, "KernelChoice", KernelChoice)
         summary = stage_of(checkpoints(layers=4, seed=9), Kernels.mlx).variants.summary
-    assert summary == "4 joined"
+    assert summary == "4 fused"
     assert not list(tmp_path.iterdir())
 
 
@@ -313,9 +313,9 @@ def test_a_trial_is_kept_for_the_next_start(
         trials.append(own.kind)
         return KernelTrial(1e-6, 2e-6)
 
-    monkeypatch.setattr(join, "try_layer", tried)
+    monkeypatch.setattr(fuse, "try_layer", tried)
     with metal_path() as patch:
-        patch.setattr(choice, "KernelChoice", KernelChoice)
+        patch.setattr(layer_variants, "KernelChoice", KernelChoice)
         summaries = [stage_of(path, Kernels.auto).variants.summary for _ in range(2)]
         assert trials == ["window", "window", "prepared"]  # one of them for norms
         times = "1 us a step, MLX's operations 2 us, own used"
@@ -325,7 +325,7 @@ def test_a_trial_is_kept_for_the_next_start(
         monkeypatch.setattr(gated_delta, "SOURCE", "another text")
         stage_of(path, Kernels.auto)
         assert len(trials) == 4
-        monkeypatch.setattr(choice, "version", lambda _: "next")
+        monkeypatch.setattr(layer_variants, "version", lambda _: "next")
         stage_of(path, Kernels.auto)
         assert len(trials) == 7, "an update of this program tries again"
         (tmp_path / "kernels.json").write_text("{damaged")
@@ -361,10 +361,10 @@ def test_a_busy_start_decides_no_trial(
     """The sides take turns, and go on while their difference is within noise. Both sides see the same rounds."""
     clock = SimpleNamespace(now=0.0)
     times = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=lambda: clock.now)
-    monkeypatch.setattr(join, "time", times)
+    monkeypatch.setattr(fuse, "time", times)
     layers: Any = [TimedLayer(clock, own, slow), TimedLayer(clock, 1e-4)]
-    assert join.try_layer(layers[0], layers[1], 8, mx.float32).is_won is (own < 1e-4)
-    assert clock.now < 1.1 * join.TRIAL_SECONDS
+    assert fuse.try_layer(layers[0], layers[1], 8, mx.float32).is_won is (own < 1e-4)
+    assert clock.now < 1.1 * fuse.TRIAL_SECONDS
 
 
 def operations(name: str, *_: Any, **__: Any) -> Any:
@@ -405,14 +405,14 @@ def test_compiled_bodies_compute_what_the_kernels_do(
         modules = load_stage(
             Checkpoint.open(path), Span(0, 8), first=True, last=True, dtype=None, with_head=False
         )
-        joiner: Any = join.MetalJoiner(64, mx.float32, lambda *_: True)
-        layers = [joiner.layer(modules.layers[i]) for i in (3, 7)]
+        fuser: Any = fuse.MetalFuser(64, mx.float32, lambda *_: True)
+        layers = [fuser.layer(modules.layers[i]) for i in (3, 7)]
         caches = [[layer.new_cache(KVFormat()) for _ in range(2)] for layer in layers]
         found = []
         for x in steps:
             for layer, held in zip(layers, caches, strict=True):
                 assert layer.kind == "prepared"
-                x = layer.add(x, held, [x.shape[0] // 2] * 2)
+                x = layer.forward(x, held, [x.shape[0] // 2] * 2)
             found.append(x)
         mx.eval(found)
         return mx.concatenate(found)

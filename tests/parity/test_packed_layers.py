@@ -255,13 +255,13 @@ def test_a_row_moved_back_is_that_of_the_cache_without_the_entries_after_it() ->
     outputs = []
     for rejected in (0, 2):
         caches = [layer.new_cache(KVFormat()) for _ in range(2)]
-        layer.add(rows[:3], caches, [2, 1])
+        layer.forward(rows[:3], caches, [2, 1])
         if rejected:
-            layer.add(rows[3 : 3 + 2 * rejected], caches, [rejected] * 2)
+            layer.forward(rows[3 : 3 + 2 * rejected], caches, [rejected] * 2)
         count = mx.array([rejected], mx.int32)
         holes = [Hole(cache.offset, count) for cache in caches] if rejected else []
-        outputs.append([layer.add(rows[5:7], caches, [1, 1], holes=holes)])
-        outputs[-1].append(layer.add(rows[7:9], caches, [1, 1], holes=holes))
+        outputs.append([layer.forward(rows[5:7], caches, [1, 1], holes=holes)])
+        outputs[-1].append(layer.forward(rows[7:9], caches, [1, 1], holes=holes))
     for found, wanted in zip(*outputs, strict=True):
         assert mx.array_equal(found, wanted)
 

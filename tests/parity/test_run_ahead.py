@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from coordinator.depth.controller import MtpMode
+from coordinator.drafts.controller import MtpMode
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest
@@ -46,11 +46,11 @@ class Plain:
     def begin(self, ops: Sequence[Op], segments: Sequence[Segment]) -> BegunFrame:
         """Begin the next frame."""
         frame = Frame(EPOCH, self.engine.frames_done, tuple(ops), tuple(segments))
-        return self.engine.begin(frame, FrameStamps(0, StageStep))
+        return self.engine.begin_frame(frame, FrameStamps(0, StageStep))
 
     def finish(self, begun: BegunFrame) -> None:
         """Finish a frame and add its token."""
-        for outcome in begun.finish().outcomes:
+        for outcome in begun.finish_frame().outcomes:
             assert outcome.token is not None
             self.tokens.append(outcome.token)
         begun.clean_up()
@@ -147,7 +147,7 @@ def test_a_window_after_the_end_of_the_text_leaves_nothing(
         saved = one.engine.prefixes[0].last_stage
         assert saved is not None and saved.tokens == text
         ops: list[Op] = [Admit(1, 64, len(text) + 3), RestorePrefix(1, 0)]
-        outcomes.append(one.begin(ops, [follow_up]).finish().outcomes)
+        outcomes.append(one.begin(ops, [follow_up]).finish_frame().outcomes)
     assert outcomes[0] == outcomes[1]
 
 
@@ -187,8 +187,8 @@ async def answers(patched: pytest.MonkeyPatch, most_copied: int) -> tuple[list[A
         unfinished.discard(begun.frame.number)
         finish_frame(self, begun, *rest)
 
-    begin_frame, finish_frame = StageEngine.begin, StageHost._finish_frame
-    patched.setattr(StageEngine, "begin", begin)
+    begin_frame, finish_frame = StageEngine.begin_frame, StageHost._finish_frame
+    patched.setattr(StageEngine, "begin_frame", begin)
     patched.setattr(StageHost, "_finish_frame", finish)
     limits = Limits(context=512)
     local = partial(local_generator, limits=limits, mtp=MtpMode.parse("off"), dtype="float32")

@@ -12,7 +12,7 @@ from mtp.checkpoint.format.config import LayerKind
 from mtp.checkpoint.format.cut import Cut
 from proto.errors import ProtocolError
 from tests.parity.test_group import checkpoint_for
-from worker.engine.backup import Arrays, StateCut
+from worker.engine.stage_backups import Arrays, StateCut
 
 TOKENS = 5
 

@@ -14,8 +14,8 @@ from typer.main import get_command
 
 import worker.cli
 from coordinator.cli import import_command
-from coordinator.depth.controller import MtpMode
-from coordinator.depth.ngrams import NgramMode
+from coordinator.drafts.controller import MtpMode
+from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.images.encoder import VisionMode
 from coordinator.planning.groups import Parallel, Prefer
 from mtp.checkpoint.hub.resolve import find_model

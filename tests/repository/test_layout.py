@@ -40,7 +40,7 @@ mtp.flash_next: mtp.head mtp.layers mtp.layers.reference mtp.sampling proto
 mtp.head: mtp.layers mtp.layers.reference mtp.sampling proto
 mtp.layers: mtp proto
 mtp.layers.cuda: mtp.layers mtp.layers.reference
-mtp.layers.joined: mtp.layers mtp.layers.reference
+mtp.layers.fused: mtp.layers mtp.layers.reference
 mtp.layers.metal: mtp.layers mtp.layers.reference
 mtp.layers.reference: mtp mtp.layers
 mtp.sampling: proto
@@ -51,7 +51,7 @@ worker.engine: mtp mtp.checkpoint.format mtp.head mtp.layers proto proto.termina
     worker.disk worker.model
 worker.disk: proto
 worker.fetch: mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.terminal worker.engine
-worker.model: mtp mtp.checkpoint.format mtp.head mtp.layers mtp.layers.cuda mtp.layers.joined
+worker.model: mtp mtp.checkpoint.format mtp.head mtp.layers mtp.layers.cuda mtp.layers.fused
     mtp.layers.metal mtp.layers.reference mtp.sampling proto proto.terminal worker.cache
 worker.node: mtp mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.terminal
     proto.trust worker.engine worker.fetch
@@ -59,27 +59,27 @@ coordinator:
 coordinator.api: coordinator.cluster coordinator.images coordinator.planning coordinator.schedule
     coordinator.status coordinator.text coordinator.trust coordinator.web mtp.checkpoint.format
     mtp.checkpoint.hub proto
-coordinator.cli: coordinator.api coordinator.cluster coordinator.depth coordinator.doctor
+coordinator.cli: coordinator.api coordinator.cluster coordinator.drafts coordinator.doctor
     coordinator.images coordinator.pipeline coordinator.planning coordinator.schedule
     coordinator.serve coordinator.status coordinator.text coordinator.trust mtp
     mtp.checkpoint.convert mtp.checkpoint.format mtp.checkpoint.hub mtp.vision proto proto.terminal
     proto.trust worker.engine
 coordinator.cluster: coordinator.pipeline coordinator.planning mtp mtp.checkpoint.format proto
     proto.rpc proto.terminal
-coordinator.depth: proto
-coordinator.doctor: coordinator.depth coordinator.pipeline coordinator.schedule coordinator.text
+coordinator.drafts: proto
+coordinator.doctor: coordinator.drafts coordinator.pipeline coordinator.schedule coordinator.text
     mtp.checkpoint.format mtp.layers proto proto.rpc proto.terminal worker.engine worker.model
 coordinator.images: mtp.checkpoint.format mtp.vision proto worker.engine
 coordinator.pipeline: coordinator.planning coordinator.status mtp mtp.checkpoint.format mtp.vision
     proto proto.rpc proto.terminal proto.trust worker.engine
 coordinator.planning: mtp.checkpoint.format mtp.head proto proto.terminal
-coordinator.schedule: coordinator.depth coordinator.pipeline coordinator.planning
+coordinator.schedule: coordinator.drafts coordinator.pipeline coordinator.planning
     coordinator.status mtp mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.terminal
-coordinator.serve: coordinator.api coordinator.cluster coordinator.depth coordinator.images
+coordinator.serve: coordinator.api coordinator.cluster coordinator.drafts coordinator.images
     coordinator.pipeline coordinator.planning coordinator.schedule coordinator.status
     coordinator.text coordinator.trust mtp.checkpoint.format mtp.checkpoint.hub mtp.vision proto
     proto.rpc proto.terminal proto.trust
-coordinator.status: coordinator.depth proto
+coordinator.status: coordinator.drafts proto
 coordinator.text: mtp.checkpoint.format mtp.sampling proto
 coordinator.trust: proto proto.rpc proto.trust
 coordinator.web: coordinator.status proto proto.terminal"""
@@ -95,7 +95,7 @@ COMPOSITION_ROOTS = {
 """The modules of `coordinator` that import `worker`: they run stages in this process, or measure this machine."""
 
 FLOORS = (
-    {"coordinator.depth", "coordinator.images", "coordinator.planning", "coordinator.text"},
+    {"coordinator.drafts", "coordinator.images", "coordinator.planning", "coordinator.text"},
     {"coordinator.status", "coordinator.trust"},
     {"coordinator.pipeline", "coordinator.web"},
     {"coordinator.cluster", "coordinator.schedule"},
@@ -105,7 +105,7 @@ FLOORS = (
 )
 """The folders of `coordinator`, from the ground up. A folder imports only from lower floors."""
 
-CHOICE_OF_LAYERS = "worker.model.choice"
+CHOICE_OF_LAYERS = "worker.model.layer_variants"
 BACKEND = {"default_device", "is_available"}
 """The functions of MLX that tell its backend."""
 
@@ -243,7 +243,7 @@ def test_the_choice_of_layers_is_made_in_one_place(module: Module) -> None:
     if module.name.startswith("mtp.layers.") or module.name == CHOICE_OF_LAYERS:
         return
     imported = dict(module.imports())
-    variants = tuple(f"mtp.layers.{name}" for name in ("cuda", "joined", "metal"))
+    variants = tuple(f"mtp.layers.{name}" for name in ("cuda", "fused", "metal"))
     assert not [s for s in imported if s.startswith(variants)]
     classes = {
         name

@@ -21,8 +21,8 @@ import mlx.core as mx
 
 from mtp.head.drafter import HeadState
 from mtp.layers.layer import LayerCache
-from mtp.sampling.choice import History
 from mtp.sampling.grammar import GrammarState
+from mtp.sampling.sampler import History
 from proto.errors import ProtocolError
 from proto.frame import Admit, Segment
 from proto.images import ImageLayout, without_images
@@ -96,7 +96,7 @@ class WindowStack:
         self.length += width
         self.check()
 
-    def commit(self, number: int, accepted_length: int, *, in_header: bool) -> CommitResult:
+    def commit_window(self, number: int, accepted_length: int, *, in_header: bool) -> CommitResult:
         """Commit window `number` and return the result. A repeated commit returns `NOTHING`.
 
         Raises ProtocolError when the header names a window that has not run here, or an accepted length above its
@@ -167,9 +167,9 @@ class SequenceCache:
             for cache in self.layers:
                 cache.layout = self.layout
 
-    def commit(self, window: int, accepted_length: int, *, in_header: bool) -> CommitResult:
+    def commit_window(self, window: int, accepted_length: int, *, in_header: bool) -> CommitResult:
         """Apply a commit to the window stack and to the cache of every layer."""
-        result = self.stack.commit(window, accepted_length, in_header=in_header)
+        result = self.stack.commit_window(window, accepted_length, in_header=in_header)
         if result is NOTHING:
             return result
         for cache in self.layers:
@@ -267,7 +267,7 @@ class LastStageState:
             self.history.extend(tokens)
         self.tokens.extend(tokens)
 
-    def commit(self, window: int, accepted_length: int) -> None:
+    def commit_window(self, window: int, accepted_length: int) -> None:
         """Append the unconfirmed tokens before `window`, and its own if it is accepted. Drop the others."""
         end = window + 1 if accepted_length else window
         confirmed = [token for token in self.unconfirmed if token.window < end]

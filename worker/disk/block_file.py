@@ -127,7 +127,7 @@ class BlockWriter:
         self._file.seek(8 + self._room)
         return self
 
-    def write(self, pieces: Iterable[Piece]) -> None:
+    def write_pieces(self, pieces: Iterable[Piece]) -> None:
         """Append pieces. Those of a tensor come one after another."""
         for piece in pieces:
             tensor, data = f"{piece.layer}.{piece.index}", memoryview(piece.data)
@@ -144,7 +144,7 @@ class BlockWriter:
             self._header[name] = {"dtype": kind, "shape": shape, "data_offsets": place}
             self._put(view)
 
-    def finish(self) -> int:
+    def finish_file(self) -> int:
         """Write the header, sync, and rename. Return the bytes of the file."""
         metadata = {
             "appends": json.dumps(sorted(self._appends)),

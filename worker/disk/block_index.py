@@ -85,7 +85,7 @@ class BlockIndex:
         self._database.execute(f"PRAGMA user_version = {VERSION}")
         self._remove_stale()
 
-    def add(self, block: Block, nbytes: int) -> bool:
+    def add_block(self, block: Block, nbytes: int) -> bool:
         """Add a block whose file is written. Drop those used least recently to make room.
 
         Return False, and remove the file, if it exceeds the limit or continues a block that is gone.

@@ -44,8 +44,8 @@ from worker.disk.block_file import (
     Tensor,
 )
 from worker.disk.block_index import Block, BlockIndex, Chain
-from worker.engine.backup import ReceivedBackup, head_arrays, host_array, type_name
 from worker.engine.engine_thread import EngineThread
+from worker.engine.stage_backups import ReceivedBackup, head_arrays, host_array, type_name
 
 log = logging.getLogger(__name__)
 
@@ -191,13 +191,13 @@ class StagePrefixes:
             while more:
                 pieces, more = await self.thread.call(take)
                 started = time.monotonic()
-                await asyncio.to_thread(writer.write, pieces)
+                await asyncio.to_thread(writer.write_pieces, pieces)
                 free -= sum(piece.data.nbytes for piece in pieces)
                 if free <= 0 and more:
                     free = IDLE_BYTES if await self._rest(time.monotonic() - started) else 0
-            size = await asyncio.to_thread(writer.finish)
+            size = await asyncio.to_thread(writer.finish_file)
         block = Block(self.namespace, border.key, self.layers, start, border.length, before, name)
-        await asyncio.to_thread(self.index.add, block, size)
+        await asyncio.to_thread(self.index.add_block, block, size)
 
     async def _rest(self, worked: float) -> bool:
         """Let frames have the machine after `worked` seconds of writing. Return True if none came for IDLE_SECONDS."""
@@ -418,8 +418,8 @@ def receive_blocks(index: BlockIndex, namespace: str) -> Generator[None, pb.Back
                     if piece.HasField("block"):
                         raise ProtocolError("a block begins before the one before it has ended")
                     joiner.add_piece(piece)
-                writer.write(_layer_of(joiner.states.pop(), block.layers).pieces())
-            index.add(block, writer.finish())
+                writer.write_pieces(_layer_of(joiner.states.pop(), block.layers).pieces())
+            index.add_block(block, writer.finish_file())
 
 
 def _block_of(head: pb.BlockHead, namespace: str) -> Block:

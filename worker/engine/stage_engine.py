@@ -46,8 +46,14 @@ from worker.cache.sequence_cache import (
     SequenceCache,
     copies_of,
 )
-from worker.engine.backup import ReceivedBackup, StageBackups, array_of, plain_array, type_name
 from worker.engine.prefix_disk import StagePrefixes
+from worker.engine.stage_backups import (
+    ReceivedBackup,
+    StageBackups,
+    array_of,
+    plain_array,
+    type_name,
+)
 from worker.model.stage import Run, Stage
 from worker.model.verifier import Verdict, Verifier
 
@@ -171,12 +177,12 @@ class StageEngine:
 
         Raises StaleEpochError for another epoch, and ProtocolError for a frame that is out of order or invalid here.
         """
-        begun = self.begin(frame, stamps or FrameStamps(0, StageStep))
-        out = begun.finish()
+        begun = self.begin_frame(frame, stamps or FrameStamps(0, StageStep))
+        out = begun.finish_frame()
         begun.clean_up()
         return out
 
-    def begin(self, frame: Frame, stamps: FrameStamps) -> BegunFrame:
+    def begin_frame(self, frame: Frame, stamps: FrameStamps) -> BegunFrame:
         """Apply a frame's operations and let the device compute its segments. Raises the errors of `process`.
 
         A frame that continues may begin while the frame before it is unfinished. Frames finish in order.
@@ -201,7 +207,7 @@ class StageEngine:
             shared = {id(array): array for sequence, _ in runs for array in sequence.arrays()}
             states = list(shared.values())
             if self.verifier is not None:
-                verdict = self.verifier.begin(x, runs, states, stamps)
+                verdict = self.verifier.begin_verdict(x, runs, states, stamps)
             else:
                 plain = plain_array(x)
                 stamps.mark(StageStep.BUILT)
@@ -291,9 +297,11 @@ class StageEngine:
                 if self.verifier is not None:
                     self.verifier.admit(op)
             case Commit():
-                self._sequence(op.seq_id).commit(op.window, op.accepted_length, in_header=True)
+                self._sequence(op.seq_id).commit_window(
+                    op.window, op.accepted_length, in_header=True
+                )
                 if self.verifier is not None:
-                    self.verifier.commit(op)
+                    self.verifier.commit_window(op)
             case Evict():
                 self.sequences.pop(op.seq_id, None)
                 self.backups.forget_sequence(op.seq_id)
@@ -350,7 +358,7 @@ class StageEngine:
         sequence = self._sequence(op.seq_id)
         if sequence.stack.windows:
             raise ProtocolError(f"prefix of sequence {op.seq_id} saved while a window is open")
-        last_stage = None if self.verifier is None else self.verifier.save(op.seq_id)
+        last_stage = None if self.verifier is None else self.verifier.save_prefix(op.seq_id)
         border = Border(op.key, sequence.stack.length)
         entry = PrefixEntry(border, copies_of(sequence.layers), last_stage)
         nbytes = entry.nbytes + sum(held.nbytes for held in self.prefixes.values())
@@ -495,7 +503,7 @@ class BegunFrame:
     late_copies: list[PrefixEntry]
     outcomes: tuple[Outcome, ...] = ()
 
-    def finish(self) -> Frame:
+    def finish_frame(self) -> Frame:
         """Wait for the device and return the frame for the next hop."""
         frame, stamps, verifier = self.frame, self.stamps, self.engine.verifier
         dtype, shape = "", tuple[int, ...]()
@@ -534,6 +542,6 @@ class BegunFrame:
 
 def _commit_early(sequence: SequenceCache, window: int, accepted_length: int) -> None:
     """Apply a commit before its header arrives, and start to compute a restored state."""
-    result = sequence.commit(window, accepted_length, in_header=False)
+    result = sequence.commit_window(window, accepted_length, in_header=False)
     if result.cut is not None:
         mx.async_eval(*sequence.arrays())

@@ -294,13 +294,13 @@ class StageHost:
         expect = self.thread.expect
         expect(PART_SECONDS)
         hardware.release_weights()
-        joined: GroupCommunicator | None = None
+        group: GroupCommunicator | None = None
         if spec.group is not None:
             # First, because MLX holds Python's lock until all members have come, and no status is sent meanwhile.
             expect(JOIN_SECONDS)
-            joined = join_group(spec.group, exact=spec.exact)
+            group = join_group(spec.group, exact=spec.exact)
             expect(PART_SECONDS)
-        communicator: Communicator = joined or ALONE
+        communicator: Communicator = group or ALONE
         whole = open_checkpoint()
         checkpoint = whole.cut_for(Cut(communicator.rank, communicator.size))
         sizes = checkpoint.part_bytes()
@@ -321,10 +321,10 @@ class StageHost:
                 on_progress(done, total)
 
         collective = 0.0
-        if joined is not None:
+        if group is not None:
             expect(JOIN_SECONDS)  # other members may still open the checkpoint
             hidden, dtype = checkpoint.config.hop_width, DTYPES[spec.dtype or "bfloat16"]
-            collective = measure_collective(joined, hidden, dtype)
+            collective = measure_collective(group, hidden, dtype)
             expect(seconds)
         modules = load_stage(
             whole,
@@ -347,9 +347,9 @@ class StageHost:
         expect(PROBE_SECONDS if spec.exact else TRIAL_SECONDS)
         stage = Stage(modules, kv_format, exact=spec.exact, kernels=kernels)
         hardware.warn_of_emulated_bfloat16(stage.dtype)
-        if joined is not None:  # other members may read their weights from a slower disk
+        if group is not None:  # other members may read their weights from a slower disk
             expect(PROBE_SECONDS + weight_bytes / SLOWEST_DISK)
-            mx.eval(joined.sum(mx.zeros(1)))
+            mx.eval(group.sum(mx.zeros(1)))
         warm_up(stage, first=spec.first, last=spec.last, expect=expect)
         hardware.trim_allocator()
         prefixes = self._prefixes(whole, spec, stage, kernels)
@@ -439,7 +439,7 @@ class StageHost:
     ) -> None:
         try:
             self.thread.expect(seconds)
-            out = begun.finish()
+            out = begun.finish_frame()
             on_done(out)
             self._usual = out.stage_us[-1] / 1e6
             self._deadlines.record_frame_time(out, self._usual)
@@ -453,7 +453,7 @@ class StageHost:
 
 def _begin(engine: StageEngine, frame: Frame, stamps: FrameStamps) -> BegunFrame | Exception:
     try:
-        return engine.begin(frame, stamps)
+        return engine.begin_frame(frame, stamps)
     except Exception as error:
         return error
 

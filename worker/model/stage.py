@@ -14,7 +14,7 @@ from proto.frame import Admit, Segment
 from proto.images import ImageLayout, without_images
 from proto.kernels import Kernels
 from worker.cache.sequence_cache import SequenceCache
-from worker.model.choice import choose_variants
+from worker.model.layer_variants import choose_variants
 from worker.model.loader import StageModules
 
 Run = tuple[SequenceCache, Segment]
@@ -106,7 +106,7 @@ class Stage:
         stay_open = [segment.open for _, segment in runs]
         for index, layer in enumerate(self.modules.layers):
             caches = [sequence.layers[index] for sequence, _ in runs]
-            x = layer.add(x, caches, widths, stay_open).astype(self.dtype)
+            x = layer.forward(x, caches, widths, stay_open).astype(self.dtype)
             starts = index < EVALUATED_FIRST or (index + 1) % self._cadence == 0
             if starts and not lazily:
                 mx.async_eval(x)

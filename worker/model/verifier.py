@@ -18,7 +18,8 @@ import mlx.core as mx
 
 from mtp.head.drafter import Drafter, DraftJob, WindowDrafts, WindowJob
 from mtp.layers.layer import KVFormat
-from mtp.sampling.choice import (
+from mtp.sampling.grammar import GrammarState
+from mtp.sampling.sampler import (
     History,
     Logprobs,
     accepted_length,
@@ -27,7 +28,6 @@ from mtp.sampling.choice import (
     logprobs,
     shared_settings,
 )
-from mtp.sampling.grammar import GrammarState
 from proto.errors import ProtocolError
 from proto.frame import Admit, Commit, Outcome, Segment, TokenLogprob
 from proto.frame_stamps import FrameStamps, StageStep
@@ -147,7 +147,7 @@ class Verdict:
                 state.unconfirmed.append(token)
             else:
                 # The coordinator sends this window when it knows the tokens before it, so they are confirmed.
-                state.commit(segment.window - 1, accepted_length=1)
+                state.commit_window(segment.window - 1, accepted_length=1)
                 tokens = state.words_of(segment.tokens[: outcome.accepted_length])
                 state.append_tokens(tokens)
                 if state.head is not None and run.key not in drafted:
@@ -233,7 +233,7 @@ class Verifier:
         """Remove the state of a sequence, if there is one."""
         self.states.pop(seq_id, None)
 
-    def save(self, seq_id: int) -> LastStageState:
+    def save_prefix(self, seq_id: int) -> LastStageState:
         """Return a copy of a sequence's state for a prefix entry, without the parameters of the request."""
         state = self.states[seq_id]
         head = None if state.head is None else state.head.copy()
@@ -247,7 +247,7 @@ class Verifier:
 
     # ---- one frame
 
-    def begin(
+    def begin_verdict(
         self, x: mx.array, runs: Sequence[Run], states: Sequence[mx.array], stamps: FrameStamps
     ) -> Verdict:
         """Build the verdict about the segments of `x [rows, hidden]`, and let the device compute it with `states`."""
@@ -304,9 +304,9 @@ class Verifier:
             return mx.concatenate([one.tokens[one.row : one.row + 1] for one in chosen])
         return tokens if rows == list(range(tokens.size)) else tokens[mx.array(rows)]
 
-    def commit(self, op: Commit) -> None:
+    def commit_window(self, op: Commit) -> None:
         """Apply a commit to the state of its sequence."""
-        self.states[op.seq_id].commit(op.window, op.accepted_length)
+        self.states[op.seq_id].commit_window(op.window, op.accepted_length)
 
     def outcomes(
         self, segments: Sequence[Segment], decided: Mapping[Key, Outcome]

@@ -39,8 +39,8 @@ from proto.span import Span
 from proto.trust.certificates import Role
 from proto.trust.node_trust import NodeTrust
 from worker.engine import hardware
-from worker.engine.backup import ReceivedBackup, layer_states
 from worker.engine.prefix_disk import StagePrefixes
+from worker.engine.stage_backups import ReceivedBackup, layer_states
 from worker.engine.stage_engine import StageEngine
 from worker.fetch.fill import provide
 from worker.node.node import Lease, WorkerNode

@@ -19,7 +19,7 @@ from mtp.layers.cuda.packed_linear import (
     PackedMLP,
     add_packed_mlp,
     add_product,
-    joined,
+    fused,
 )
 from mtp.layers.cuda.row_attention import (
     MOST_GROUPED,
@@ -33,7 +33,7 @@ from mtp.layers.exact import ExactProducts
 from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import Hole, KVFormat, Layer, PlainMLP
 from mtp.layers.prepare_rows import HEAD_DIM, AttentionShape, can_prepare, constants_of
-from mtp.layers.turns import KernelTurns
+from mtp.layers.rope import KernelRotations
 
 
 def can_pack_attention(attention: Qwen3NextAttention, dtype: mx.Dtype) -> bool:
@@ -63,8 +63,8 @@ class PackedAttentionLayer(Layer):
         self.constants = constants_of(attention)
         self.rope = attention.rope
         self.scale = mx.array([attention.scale])
-        self.qkv = joined([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.out = joined([attention.o_proj])
+        self.qkv = fused([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.out = fused([attention.o_proj])
         self._mlp_weights = () if mlp is None else mlp.weights(self.mlp_norm)
         self._one_arithmetic = False
         """True keeps to the row kernel for any number of rows. Otherwise prompt chunks take MLX's attention."""
@@ -80,7 +80,7 @@ class PackedAttentionLayer(Layer):
         self.out.pin_exact(products)
         self.mlp.pin_exact(products)
 
-    def add(
+    def forward(
         self,
         x: mx.array,
         caches: Sequence[InPlaceKV],
@@ -91,9 +91,9 @@ class PackedAttentionLayer(Layer):
         qkv, out, eps = self.qkv, self.out, self.norm.eps
         for cache, width in zip(caches, widths, strict=True):
             cache.reserve(width, self.shape.kv_heads, HEAD_DIM, x.dtype)
-        turns = KernelTurns.of(self.rope, caches, widths)
+        rotations = KernelRotations.of(self.rope, caches, widths)
         ends = tuple((cache.offset, cache.room) for cache in caches)
-        groups = _row_arrays(tuple(widths), ends, turns.starts)
+        groups = _row_arrays(tuple(widths), ends, rotations.starts)
         if holes:
             groups = _around(groups, holes)
         few = x.shape[0] <= FEW_ROWS
@@ -104,18 +104,18 @@ class PackedAttentionLayer(Layer):
         else:
             rows = qkv(self.norm(x))
             q, new = prepare_rows(self.shape, rows, _places(groups), self.constants)
-        q, new = turns.turn_new(q, new)
+        q, new = rotations.rotate_new(q, new)
         pairs, groups = _write(caches, widths, new, groups, few=few)
         if few and out.packed:
             outputs = (out.w, out.factors)
             finish = _compiled_end(self.shape, eps, self.communicator)
             x = finish(x, outputs, self._mlp_weights, q, rows, groups, self.scale, pairs)
-            return x if self._mlp_weights else self.mlp.add(x, self.mlp_norm)
+            return x if self._mlp_weights else self.mlp.add_output(x, self.mlp_norm)
         if few or holes or self._one_arithmetic:
             y = _attend_few(self.shape, q, rows, groups, self.scale, pairs)
         else:
             y = _attend_many(self.shape, caches, widths, q, rows)
-        return self.mlp.add(add_product(self.communicator, out, y, x), self.mlp_norm)
+        return self.mlp.add_output(add_product(self.communicator, out, y, x), self.mlp_norm)
 
 
 def shape_of(attention: Qwen3NextAttention) -> AttentionShape:
@@ -246,7 +246,7 @@ def _row_arrays(
 ) -> tuple[RowArrays, ...]:
     """Return the arrays of every group of `SLOTS` sequences. `ends` are offset and room of each sequence.
 
-    `starts` are those of `KernelTurns`.
+    `starts` are those of `KernelRotations`.
 
     All attention layers of a frame share them.
     """
@@ -257,7 +257,7 @@ def _row_arrays(
         rows = [(slot, at + i) for slot, (width, (at, _)) in enumerate(slots) for i in range(width)]
         caps = [room for _, (_, room) in slots] + [0] * (SLOTS - len(slots))
         spans = [(index, 0, 0) for _, index in rows]
-        turned = KernelTurns(starts[some], None).places(widths[some])
+        turned = KernelRotations(starts[some], None).places(widths[some])
         rows = [(slot, place) for (slot, _), place in zip(rows, turned, strict=True)]
         groups.append(RowArrays(*(mx.array(a, dtype=mx.int32) for a in (rows, spans, caps, [0]))))
     return tuple(groups)

@@ -17,12 +17,11 @@ from mtp.layers.cuda.packed_linear import (
     PackedMLP,
     add_packed_mlp,
     add_product,
-    joined,
+    fused,
 )
 from mtp.layers.exact import ExactProducts
 from mtp.layers.gated_delta import recurrence_of, window_kernel
-from mtp.layers.layer import Hole, KVFormat, Layer, PlainMLP
-from mtp.layers.windows import (
+from mtp.layers.gdn_windows import (
     GatedDeltaShape,
     SnapshotGDNCache,
     Snapshots,
@@ -30,6 +29,7 @@ from mtp.layers.windows import (
     next_windows,
     record_windows,
 )
+from mtp.layers.layer import Hole, KVFormat, Layer, PlainMLP
 
 gated_delta_window = window_kernel(CudaKernel)
 
@@ -48,8 +48,8 @@ class PackedGDNLayer(Layer):
         self.recurrence = recurrence_of(gated_delta_window, net, dtype)
         self.shape, self.constants = self.recurrence.shape, self.recurrence.constants
         inputs = [net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a]
-        self.projection = joined(inputs, padded=True)
-        self.out = joined([net.out_proj])
+        self.projection = fused(inputs, padded=True)
+        self.out = fused([net.out_proj])
         self._body: Callable[..., Any] | None = None
         self._weights: tuple[tuple[mx.array, ...], ...] = ()
         """The arguments of the compiled layer between the rows and the state: its own weights, the MLP's, constants.
@@ -75,7 +75,7 @@ class PackedGDNLayer(Layer):
         self.out.pin_exact(products)
         self.mlp.pin_exact(products)
 
-    def add(
+    def forward(
         self,
         x: mx.array,
         caches: Sequence[SnapshotGDNCache],
@@ -98,7 +98,7 @@ class PackedGDNLayer(Layer):
             )
             x, has_mlp = add_product(self.communicator, self.out, y, x), False
         record_windows(caches, windows, rows, Snapshots(conv, state))
-        return x if has_mlp else self.mlp.add(x, self.mlp_norm)
+        return x if has_mlp else self.mlp.add_output(x, self.mlp_norm)
 
 
 @lru_cache(maxsize=8)

@@ -16,7 +16,7 @@ from mtp.layers.cuda.packed_linear import (
     PackedEmbedding,
     PackedLinear,
     can_pack,
-    joined,
+    fused,
     multiply_rows,
     pack,
     pack_mlp,
@@ -24,13 +24,13 @@ from mtp.layers.cuda.packed_linear import (
 )
 from mtp.layers.cuda.row_attention import SLOTS, RowArrays, attend_rows, prepare_rows
 from mtp.layers.expert_rows import row_experts
-from mtp.layers.experts import join_experts
+from mtp.layers.experts import fuse_experts
 from mtp.layers.gated_delta import has_window_kernel, recurrence_of, window_constants
+from mtp.layers.gdn_windows import HEAD_DIM, TAPS, GatedDeltaShape, WindowMixer
 from mtp.layers.layer import KVFormat, Layer, Mixer, PlainMLP, Rows
 from mtp.layers.prepare_rows import constants_of
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.source_kernel import report_fallback
-from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape, WindowMixer
 
 
 class Packer:
@@ -52,8 +52,8 @@ class Packer:
         """Return `layer` packed, or itself where no kernel computes it."""
         module: Any = layer.module
         if not self._exact:
-            joined_experts = join_experts(module.mlp)
-            module.mlp = row_experts(joined_experts, self._dtype, CudaKernel, self.picks)
+            fused_experts = fuse_experts(module.mlp)
+            module.mlp = row_experts(fused_experts, self._dtype, CudaKernel, self.picks)
         mlp = pack_mlp(module.mlp)
         packed: Layer | None = None
         if module.is_linear:
@@ -76,8 +76,8 @@ class Packer:
         if not self._has_window_kernel(net, silu=inner.silu):
             return cast(Mixer, inner)
         recurrence = recurrence_of(gated_delta_window, net, self._dtype, silu=inner.silu)
-        inputs = joined([net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a], padded=True)
-        return WindowMixer(recurrence, self._dtype, inputs, joined([net.out_proj]))
+        inputs = fused([net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a], padded=True)
+        return WindowMixer(recurrence, self._dtype, inputs, fused([net.out_proj]))
 
     def _has_window_kernel(self, net: Any, *, silu: bool = True) -> bool:
         trial = partial(_try_gdn, net, silu, self._dtype)

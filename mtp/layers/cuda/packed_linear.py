@@ -349,14 +349,14 @@ class PackedLinear(nn.Module):
     @classmethod
     def from_modules(cls, modules: Sequence[nn.Module]) -> Self:
         """Pack the weights of `modules`, which `can_pack` approves. The modules lose their weights."""
-        joined = [
+        fused = [
             mx.concatenate([m[name] for m in modules]) for name in ("weight", "scales", "biases")
         ]
-        dtype = joined[1].dtype
-        if missing := -joined[0].shape[0] % TILE:
-            joined = [mx.pad(part, [(0, missing), (0, 0)]) for part in joined]
-        w, factors = pack(*joined)
-        del joined
+        dtype = fused[1].dtype
+        if missing := -fused[0].shape[0] % TILE:
+            fused = [mx.pad(part, [(0, missing), (0, 0)]) for part in fused]
+        w, factors = pack(*fused)
+        del fused
         for module in modules:
             for name in ("weight", "scales", "biases"):
                 del module[name]
@@ -420,17 +420,15 @@ class SideBySide(nn.Module):
 
     def pin_exact(self, products: ExactProducts) -> SideBySide:
         """Join the parts to one product where a kernel computes it, or replace each of them."""
-        joined = products.joined_rows(self.parts)
-        self.parts = (
-            [products.replaced(part) for part in self.parts] if joined is None else [joined]
-        )
+        fused = products.fused_rows(self.parts)
+        self.parts = [products.replaced(part) for part in self.parts] if fused is None else [fused]
         return self
 
 
 Projection = PackedLinear | SideBySide
 
 
-def joined(modules: Sequence[nn.Module], *, padded: bool = False) -> Projection:
+def fused(modules: Sequence[nn.Module], *, padded: bool = False) -> Projection:
     """Return `modules` as one projection. If it packs their weights, they lose them.
 
     `padded` allows outputs of zero behind the last module's.
@@ -456,7 +454,7 @@ class PackedMLP(nn.Module):
         self.gate_up = gate_up
         self.down = down
 
-    def add(self, x: mx.array, norm: Callable[[mx.array], mx.array]) -> mx.array:
+    def add_output(self, x: mx.array, norm: Callable[[mx.array], mx.array]) -> mx.array:
         """Return `x [rows, hidden]` plus the MLP of its norm."""
         return add_product(self.communicator, self.down, self.gate_up.swiglu(norm(x)), x)
 
@@ -486,7 +484,7 @@ def pack_mlp(mlp: nn.Module) -> PackedMLP | None:
 def add_packed_mlp(
     communicator: Communicator, weights: Sequence[mx.array], eps: float, x: mx.array
 ) -> mx.array:
-    """Return `PackedMLP.add` of up to `FEW_ROWS` rows, as part of a compiled layer."""
+    """Return `PackedMLP.add_output` of up to `FEW_ROWS` rows, as part of a compiled layer."""
     norm, w, factors, down_w, down_factors = weights
     y = PackedLinear(w, factors).swiglu(mx.fast.rms_norm(x, norm, eps))
     return add_product(communicator, PackedLinear(down_w, down_factors), y, x)

@@ -1,1 +1,1 @@
-"""The layers on an Apple GPU: joined products in any format, and a kernel of this project for windows."""
+"""The layers on an Apple GPU: fused products in any format, and a kernel of this project for windows."""

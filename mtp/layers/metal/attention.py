@@ -14,9 +14,9 @@ from mlx_lm.models.qwen3_5 import DecoderLayer
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.kv_cache import KVRows, new_kv
 from mtp.layers.layer import Hole, KVFormat
-from mtp.layers.linear import Format, JoinedLinear, Weights
+from mtp.layers.linear import Format, FusedLinear, Weights
 from mtp.layers.metal.kernel import MetalKernel
-from mtp.layers.metal.products import COMPILED_ROWS, JoinedMLP, add_norm, compiled, gated_products
+from mtp.layers.metal.products import COMPILED_ROWS, FusedMLP, add_norm, compiled, gated_products
 from mtp.layers.pair_kv import PairKV
 from mtp.layers.prepare_rows import (
     HEAD_DIM,
@@ -26,13 +26,13 @@ from mtp.layers.prepare_rows import (
     run_prepare,
 )
 from mtp.layers.reference.attention import AttentionLayer, Projected
-from mtp.layers.turns import KernelTurns
+from mtp.layers.rope import KernelRotations
 
-Projections = tuple[JoinedLinear, JoinedLinear]
+Projections = tuple[FusedLinear, FusedLinear]
 """The input projections of a layer as one, and its output projection."""
 
 
-def joined_projections(attention: Any) -> Projections | None:
+def fused_projections(attention: Any) -> Projections | None:
     """Return the projections of a layer, or None if they have different formats."""
     if attention.q_norm.eps != attention.k_norm.eps or Format.of(attention.o_proj) is None:
         return None
@@ -43,14 +43,14 @@ def joined_projections(attention: Any) -> Projections | None:
     order = [alternating[:, 0].flatten(), 2 * heads * dim + mx.arange(keys)]
     order.append(alternating[:, 1].flatten())
     parts = [attention.q_proj, attention.k_proj, attention.v_proj]
-    inputs = JoinedLinear.of(parts, mx.concatenate(order))
-    out = JoinedLinear.of([attention.o_proj])
+    inputs = FusedLinear.of(parts, mx.concatenate(order))
+    out = FusedLinear.of([attention.o_proj])
     return None if inputs is None or out is None else (inputs, out)
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """The heads of a layer, its formats, the epsilons of its norms, the elements that RoPE turns, and its kernel."""
+    """The heads of a layer, its formats, the epsilons of its norms, the elements that RoPE rotates, and its kernel."""
 
     heads: int
     kv_heads: int
@@ -61,19 +61,19 @@ class _Shape:
     eps: float
     head_eps: float
     rope: int
-    joins_norm: bool
+    fuses_norm: bool
     communicator: Communicator = ALONE
 
 
-class JoinedAttentionLayer(AttentionLayer):
-    """An attention layer in joined products."""
+class FusedAttentionLayer(AttentionLayer):
+    """An attention layer in fused products."""
 
-    kind = "joined"
+    kind = "fused"
 
     def __init__(
-        self, layer: DecoderLayer, parts: Projections, mlp: JoinedMLP | None, *, joins_norm: bool
+        self, layer: DecoderLayer, parts: Projections, mlp: FusedMLP | None, *, fuses_norm: bool
     ) -> None:
-        """Take over `layer` with its projections. With `joins_norm` a kernel adds the residual before the norm."""
+        """Take over `layer` with its projections. With `fuses_norm` a kernel adds the residual before the norm."""
         super().__init__(layer)
         inputs, out = parts
         if mlp is not None:
@@ -89,7 +89,7 @@ class JoinedAttentionLayer(AttentionLayer):
             self.norm.eps,
             attention.q_norm.eps,
             attention.rope.dims,
-            joins_norm,
+            fuses_norm,
         )
         norms = self.norm.weight, attention.q_norm.weight, attention.k_norm.weight
         self._inputs = (inputs.weights, norms)
@@ -113,18 +113,18 @@ class JoinedAttentionLayer(AttentionLayer):
         """Return `x [rows, hidden]` plus the projection of `merged`, gated, and then plus the MLP."""
         finish = self._compiled[1] if x.shape[0] <= COMPILED_ROWS else _finish
         y: mx.array = finish(self._shape, x, merged, gate, *self._outputs)
-        return y if self._shape.mlp else self.mlp.add(y, self.mlp_norm)
+        return y if self._shape.mlp else self.mlp.add_output(y, self.mlp_norm)
 
 
-class PreparedAttentionLayer(JoinedAttentionLayer):
+class PreparedAttentionLayer(FusedAttentionLayer):
     """An attention layer whose heads are normed and turned in one launch, with keys and values in one array."""
 
     kind = "prepared"
 
     def __init__(
-        self, layer: DecoderLayer, parts: Projections, mlp: JoinedMLP | None, *, joins_norm: bool
+        self, layer: DecoderLayer, parts: Projections, mlp: FusedMLP | None, *, fuses_norm: bool
     ) -> None:
-        super().__init__(layer, parts, mlp, joins_norm=joins_norm)
+        super().__init__(layer, parts, mlp, fuses_norm=fuses_norm)
         constants = constants_of(self.attention)
         mx.eval(constants)
         self._arrays = parts[0].weights, self.norm.weight, constants
@@ -133,7 +133,7 @@ class PreparedAttentionLayer(JoinedAttentionLayer):
     def new_cache(self, kv_format: KVFormat) -> KVRows:
         return PairKV() if kv_format.bits is None else new_kv(kv_format)
 
-    def add(
+    def forward(
         self,
         x: mx.array,
         caches: Sequence[KVRows],
@@ -141,14 +141,14 @@ class PreparedAttentionLayer(JoinedAttentionLayer):
         stay_open: Sequence[bool] = (),
         holes: Sequence[Hole] = (),
     ) -> mx.array:
-        turns = KernelTurns.of(self.attention.rope, caches, widths)
-        ends, places = _places(tuple(widths), turns.starts)
+        rotations = KernelRotations.of(self.attention.rope, caches, widths)
+        ends, places = _places(tuple(widths), rotations.starts)
         if holes:
             places = places - mx.concatenate([hole.count for hole in holes])[:, None]
         run = self._prepare if x.shape[0] <= COMPILED_ROWS else _prepare
         q, new, gate = run(self._shape, x, *self._arrays, places)
-        if turns.turns is not None:
-            rows_first, new = turns.turn_new(q[0].transpose(1, 0, 2), new)
+        if rotations.rotations is not None:
+            rows_first, new = rotations.rotate_new(q[0].transpose(1, 0, 2), new)
             q = rows_first.transpose(1, 0, 2)[None]
         queries, rows = mx.split(q, ends, axis=2), mx.split(new, ends, axis=2)
         scale = self.attention.scale
@@ -172,7 +172,7 @@ def _places(widths: tuple[int, ...], starts: tuple[int | None, ...]) -> tuple[li
 
     The kernel reads the second column.
     """
-    found = [(place, place) for place in KernelTurns(starts, None).places(widths)]
+    found = [(place, place) for place in KernelRotations(starts, None).places(widths)]
     return list(accumulate(widths[:-1])), mx.array(found, dtype=mx.int32)
 
 
@@ -229,10 +229,10 @@ def _finish(
     norm: mx.array,
     mlp: Any,
 ) -> mx.array:
-    """Return `x` plus the gated projection of `merged`, and plus the MLP if it is joined."""
+    """Return `x` plus the gated projection of `merged`, and plus the MLP if it is fused."""
     gated = (merged * mx.sigmoid(gate)).reshape(x.shape[0], -1)
     y = shape.communicator.sum(shape.out.multiply(gated, out))
     if shape.mlp is None:
         return x + y
-    x, normed = add_norm(x, y, norm, shape.eps, shape.joins_norm)
+    x, normed = add_norm(x, y, norm, shape.eps, shape.fuses_norm)
     return x + shape.communicator.sum(gated_products(shape.mlp, mlp, normed))

@@ -1,4 +1,4 @@
-"""GatedDeltaNet layers in joined products, with this project's kernel for windows or with mlx-lm's."""
+"""GatedDeltaNet layers in fused products, with this project's kernel for windows or with mlx-lm's."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.gated_delta import recurrence_of, window_kernel
-from mtp.layers.layer import Hole, KVFormat, Layer, PlainMLP
-from mtp.layers.linear import Format, JoinedLinear
-from mtp.layers.metal.kernel import MetalKernel
-from mtp.layers.metal.products import COMPILED_ROWS, JoinedMLP, add_norm, compiled, gated_products
-from mtp.layers.reference.gdn import GDNLayer
-from mtp.layers.windows import (
+from mtp.layers.gdn_windows import (
     GatedDeltaShape,
     SnapshotGDNCache,
     Snapshots,
@@ -25,25 +20,30 @@ from mtp.layers.windows import (
     next_windows,
     record_windows,
 )
+from mtp.layers.layer import Hole, KVFormat, Layer, PlainMLP
+from mtp.layers.linear import Format, FusedLinear
+from mtp.layers.metal.kernel import MetalKernel
+from mtp.layers.metal.products import COMPILED_ROWS, FusedMLP, add_norm, compiled, gated_products
+from mtp.layers.reference.gdn import GDNLayer
 
 gated_delta_window = window_kernel(MetalKernel)
 
 
-def joined_inputs(net: GatedDeltaNet) -> JoinedLinear | None:
+def fused_inputs(net: GatedDeltaNet) -> FusedLinear | None:
     """Return the input projections as one, or None if they have different formats."""
-    return JoinedLinear.of([net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a])
+    return FusedLinear.of([net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a])
 
 
-class JoinedGDNLayer(GDNLayer):
+class FusedGDNLayer(GDNLayer):
     """A layer of mlx-lm's modules whose input projections are one."""
 
-    kind = "joined"
+    kind = "fused"
 
-    def __init__(self, layer: DecoderLayer, inputs: JoinedLinear) -> None:
+    def __init__(self, layer: DecoderLayer, inputs: FusedLinear) -> None:
         super().__init__(layer)
         self.join(inputs)
 
-    def join(self, inputs: JoinedLinear) -> None:
+    def join(self, inputs: FusedLinear) -> None:
         """Use `inputs` in place of the projections of the GatedDeltaNet."""
         net = self.net
         self._inputs = inputs
@@ -65,7 +65,7 @@ class _Shape:
     out: Format
     mlp: tuple[Format, Format] | None
     eps: float
-    joins_norm: bool
+    fuses_norm: bool
     communicator: Communicator = ALONE
 
 
@@ -78,25 +78,25 @@ class WindowGDNLayer(Layer):
         self,
         layer: DecoderLayer,
         dtype: mx.Dtype,
-        inputs: JoinedLinear,
-        mlp: JoinedMLP | None,
+        inputs: FusedLinear,
+        mlp: FusedMLP | None,
         *,
-        joins_norm: bool,
+        fuses_norm: bool,
     ) -> None:
         """Take over `layer`, whose output projection is a linear layer, with caches of `dtype`.
 
-        With `joins_norm` a kernel adds the residual before the MLP and computes its norm.
+        With `fuses_norm` a kernel adds the residual before the MLP and computes its norm.
         """
         net: Any = layer.linear_attn
-        out = JoinedLinear.of([net.out_proj])
+        out = FusedLinear.of([net.out_proj])
         assert out is not None
-        self.mlp: JoinedMLP | PlainMLP = mlp or PlainMLP(layer.mlp)
+        self.mlp: FusedMLP | PlainMLP = mlp or PlainMLP(layer.mlp)
         self.mlp_norm = layer.post_attention_layernorm
         formats = mlp.formats if mlp else None
         norm = layer.input_layernorm
         self._recurrence = recurrence_of(gated_delta_window, net, dtype)
         heads, constants = self._recurrence.shape, self._recurrence.constants
-        self._shape = _Shape(heads, inputs.format, out.format, formats, norm.eps, joins_norm)
+        self._shape = _Shape(heads, inputs.format, out.format, formats, norm.eps, fuses_norm)
         self._dtype = dtype
         norms = norm.weight, self.mlp_norm.weight
         self._weights = (norms, inputs.weights, out.weights, mlp.weights if mlp else (), constants)
@@ -110,7 +110,7 @@ class WindowGDNLayer(Layer):
     def new_cache(self, kv_format: KVFormat) -> SnapshotGDNCache:
         return SnapshotGDNCache.empty(self._recurrence, self._dtype)
 
-    def add(
+    def forward(
         self,
         x: mx.array,
         caches: Sequence[SnapshotGDNCache],
@@ -127,7 +127,7 @@ class WindowGDNLayer(Layer):
         x, rows, conv, state = run(self._shape, x, self._weights, states)
         kept, moved = kept_rows(rows, windows)
         record_windows(caches, moved, kept, Snapshots(conv, state))
-        return x if self._shape.mlp else self.mlp.add(x, self.mlp_norm)
+        return x if self._shape.mlp else self.mlp.add_output(x, self.mlp_norm)
 
 
 def _run(shape: _Shape, x: mx.array, weights: Any, states: Any) -> Any:
@@ -141,6 +141,6 @@ def _run(shape: _Shape, x: mx.array, weights: Any, states: Any) -> Any:
     y = shape.communicator.sum(shape.out.multiply(y, out))
     if shape.mlp is None:
         return x + y, rows, conv, state
-    x, normed = add_norm(x, y, norms[1], shape.eps, shape.joins_norm)
+    x, normed = add_norm(x, y, norms[1], shape.eps, shape.fuses_norm)
     added = shape.communicator.sum(gated_products(shape.mlp, mlp, normed))
     return x + added, rows, conv, state

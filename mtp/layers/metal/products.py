@@ -1,4 +1,4 @@
-"""MLPs with joined projections, and the sum before a norm.
+"""MLPs with fused projections, and the sum before a norm.
 
 A function that runs a part of a layer takes its weights as arguments, so that layers of one shape share one trace of
 `mx.compile`.
@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.exact import ExactProducts
-from mtp.layers.linear import Format, JoinedLinear, Weights
+from mtp.layers.linear import Format, FusedLinear, Weights
 from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.stream_rows import add_and_norm
 
@@ -30,33 +30,33 @@ def compiled(function: Callable[..., Any], shape: Any) -> Callable[..., Any]:
     return lambda _, *arrays: run(*arrays)
 
 
-class JoinedMLP:
+class FusedMLP:
     """A gated MLP whose gate and up projections are one, with its residual."""
 
     communicator: Communicator = ALONE
 
-    def __init__(self, gate_up: JoinedLinear, down: JoinedLinear) -> None:
+    def __init__(self, gate_up: FusedLinear, down: FusedLinear) -> None:
         self.formats = gate_up.format, down.format
         self.weights = gate_up.weights, down.weights
 
     @classmethod
-    def of(cls, mlp: Any) -> JoinedMLP | None:
-        """Return `mlp` joined, or None if it is no dense MLP or has different formats."""
+    def of(cls, mlp: Any) -> FusedMLP | None:
+        """Return `mlp` fused, or None if it is no dense MLP or has different formats."""
         if not all(name in mlp for name in ("gate_proj", "up_proj", "down_proj")):
             return None
         if Format.of(mlp.down_proj) is None:
             return None
-        gate_up = JoinedLinear.of([mlp.gate_proj, mlp.up_proj])
-        down = JoinedLinear.of([mlp.down_proj]) if gate_up else None
+        gate_up = FusedLinear.of([mlp.gate_proj, mlp.up_proj])
+        down = FusedLinear.of([mlp.down_proj]) if gate_up else None
         return None if gate_up is None or down is None else cls(gate_up, down)
 
-    def add(self, x: mx.array, norm: Callable[[mx.array], mx.array]) -> mx.array:
-        """See `MLP.add`."""
+    def add_output(self, x: mx.array, norm: Callable[[mx.array], mx.array]) -> mx.array:
+        """See `MLP.add_output`."""
         return x + self.communicator.sum(gated_products(self.formats, self.weights, norm(x)))
 
     def pin_exact(self, products: ExactProducts) -> None:
         """Raise, because a stage in exact mode keeps the reference."""
-        raise NotImplementedError("a joined MLP has no exact mode")
+        raise NotImplementedError("a fused MLP has no exact mode")
 
 
 def gated_products(

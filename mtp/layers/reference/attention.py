@@ -16,7 +16,7 @@ from mlx_lm.models.qwen3_5 import DecoderLayer
 from mtp.layers.exact import ExactProducts
 from mtp.layers.kv_cache import KVRows, new_kv
 from mtp.layers.layer import MLP, REFERENCE, Hole, KVFormat, Layer, PlainMLP
-from mtp.layers.turns import turn
+from mtp.layers.rope import rotate
 
 Projected = tuple[mx.array, mx.array, mx.array, mx.array]
 """Queries, keys and values `[rows, heads, dim]`, and the gates `[rows, …]`."""
@@ -44,7 +44,7 @@ class AttentionLayer(Layer):
         self.mlp.pin_exact(products)
         self._queries = products.queries
 
-    def add(
+    def forward(
         self,
         x: mx.array,
         caches: Sequence[KVRows],
@@ -60,7 +60,7 @@ class AttentionLayer(Layer):
         """Return `x [rows, hidden]` plus the projection of `merged`, gated, and then plus the MLP."""
         gated = merged * mx.sigmoid(gate.reshape(x.shape[0], -1))
         attended = self.communicator.sum(self.attention.o_proj(gated))
-        return self.mlp.add(x + attended, self.mlp_norm)
+        return self.mlp.add_output(x + attended, self.mlp_norm)
 
     def _attend(
         self,
@@ -122,8 +122,8 @@ class AttentionLayer(Layer):
         With `holes` they have the positions without these.
         """
         rope = self.attention.rope
-        images = [cache.image_turns(rope, q.shape[2]) for cache in caches]
-        if any(turns is not None for turns in images):
+        images = [cache.image_rotations(rope, q.shape[2]) for cache in caches]
+        if any(rotations is not None for rotations in images):
             return self._turned_apart(q, k, caches, images)
         if len(caches) == 1 and not holes:
             position = caches[0].position
@@ -138,15 +138,15 @@ class AttentionLayer(Layer):
     ) -> tuple[mx.array, mx.array]:
         """Return what `_turned` does, sequence by sequence. Some have rows of images."""
         parts = []
-        for i, (cache, turns) in enumerate(zip(caches, images, strict=True)):
+        for i, (cache, rotations) in enumerate(zip(caches, images, strict=True)):
             one = slice(i, i + 1)
-            if turns is None:
+            if rotations is None:
                 parts.append(self._turned(q[one], k[one], [cache], ()))
             else:
-                parts.append((_turned_heads(q[one], turns), _turned_heads(k[one], turns)))
+                parts.append((_rotated_heads(q[one], rotations), _rotated_heads(k[one], rotations)))
         return mx.concatenate([q for q, _ in parts]), mx.concatenate([k for _, k in parts])
 
 
-def _turned_heads(x: mx.array, turns: mx.array) -> mx.array:
-    """Return `x [1, heads, width, dim]` after RoPE by `turns [width, 2, half]`."""
-    return turn(x[0].transpose(1, 0, 2), turns).transpose(1, 0, 2)[None]
+def _rotated_heads(x: mx.array, rotations: mx.array) -> mx.array:
+    """Return `x [1, heads, width, dim]` after RoPE by `rotations [width, 2, half]`."""
+    return rotate(x[0].transpose(1, 0, 2), rotations).transpose(1, 0, 2)[None]

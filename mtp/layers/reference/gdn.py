@@ -97,7 +97,7 @@ class GDNCache(LayerCache):
     def backup_arrays(self, start: int) -> tuple[bool, list[mx.array]]:
         return False, self.copy().arrays()
 
-    def filled(self, states: Sequence[Sequence[mx.array]], length: int) -> GDNCache:
+    def with_backups(self, states: Sequence[Sequence[mx.array]], length: int) -> GDNCache:
         conv, state = checked_state(states[-1], self.arrays())
         return replace(self, conv=conv, state=state, tapes=[])
 
@@ -134,7 +134,7 @@ class GDNLayer(Layer):
         self.mlp.pin_exact(products)
         self._together = products.queries is None
 
-    def add(
+    def forward(
         self,
         x: mx.array,
         caches: Sequence[GDNCache],
@@ -142,9 +142,9 @@ class GDNLayer(Layer):
         stay_open: Sequence[bool] = (),
         holes: Sequence[Hole] = (),
     ) -> mx.array:
-        """See `Layer.add`."""
+        """See `Layer.forward`."""
         mixed = self.mix(self.norm(x), caches, widths, stay_open)
-        return self.mlp.add(x + self.communicator.sum(mixed), self.mlp_norm)
+        return self.mlp.add_output(x + self.communicator.sum(mixed), self.mlp_norm)
 
     def mix(
         self,
@@ -186,11 +186,11 @@ class GDNLayer(Layer):
     ) -> mx.array:
         """Advance n sequences over `[n, w, …]` inputs. Returns their outputs `[n, w, v_heads, v_dim]`."""
         count, width = qkv.shape[:2]
-        held = _joined([c.conv for c in caches])
+        held = _concatenated([c.conv for c in caches])
         qkv = qkv.astype(held.dtype)
         conv_input = mx.concatenate([held, qkv], axis=1)
         q, k, v = self._convolve(conv_input)
-        before = _joined([c.state for c in caches])
+        before = _concatenated([c.state for c in caches])
         out, state = advance_state(q, k, v, a, b, self.net.A_log, self.net.dt_bias, before)
         # A contiguous copy, since a view of three rows would keep the inputs of the whole chunk in memory.
         conv = mx.contiguous(conv_input[:, width:])
@@ -226,7 +226,7 @@ class GDNLayer(Layer):
         return y
 
 
-def _joined(states: Sequence[mx.array]) -> mx.array:
+def _concatenated(states: Sequence[mx.array]) -> mx.array:
     """Return the states `[1, …]` of n sequences as one `[n, …]`."""
     return states[0] if len(states) == 1 else mx.concatenate(list(states))
 

@@ -27,8 +27,8 @@ from proto.kernels import Kernels
 from proto.span import Span
 from tests.support.checkpoints import checkpoints
 from tests.support.metal.metal_path import metal_choices
-from worker.model import choice
-from worker.model.choice import KernelChoice
+from worker.model import layer_variants
+from worker.model.layer_variants import KernelChoice
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
 
@@ -59,7 +59,7 @@ def counted_kernels() -> Iterator[None]:
     with metal_choices(_marker_kernel) as patched:
         for name, marker in fast.items():
             patched.setattr(mx.fast, name, marker)
-        patched.setattr(choice, "KernelChoice", lambda _: _EveryKernel(Kernels.own))
+        patched.setattr(layer_variants, "KernelChoice", lambda _: _EveryKernel(Kernels.own))
         yield
 
 
@@ -117,7 +117,7 @@ class OwnSteps:
         """Return the lazy arrays of the next step: hidden vectors and states."""
         if self.number:
             for sequence in self.sequences:
-                sequence.commit(self.number - 1, self.width, in_header=True)
+                sequence.commit_window(self.number - 1, self.width, in_header=True)
         tokens = (1,) * self.width
         runs = [
             (sequence, Segment(i, self.number, self.number * self.width, tokens, open=True))

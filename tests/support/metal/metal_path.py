@@ -13,12 +13,12 @@ import pytest
 from mlx_lm.models import gated_delta
 
 from mtp.device import DEVICES
-from mtp.layers.metal import join
+from mtp.layers.metal import fuse
 from mtp.layers.metal.kernel import MetalKernel
 from proto.kernels import Kernels
 from tests.support.metal import runner
-from worker.model import choice
-from worker.model.choice import KernelChoice
+from worker.model import layer_variants
+from worker.model.layer_variants import KernelChoice
 
 KERNELS = {
     "_gated_delta_kernel": lambda: gated_delta._make_gated_delta_kernel(False, False),
@@ -60,9 +60,9 @@ def metal_choices(metal_kernel: Callable[..., Any]) -> Iterator[pytest.MonkeyPat
         for name, make in KERNELS.items():
             patch.setattr(gated_delta, name, make())
         # The runner's times say nothing, so a kernel is used if it is right.
-        patch.setattr(join, "STEPS", 1)
-        patch.setattr(join, "TRIAL_SECONDS", 0.0)
-        patch.setattr(choice, "KernelChoice", lambda _: KernelChoice(Kernels.own))
+        patch.setattr(fuse, "STEPS", 1)
+        patch.setattr(fuse, "TRIAL_SECONDS", 0.0)
+        patch.setattr(layer_variants, "KernelChoice", lambda _: KernelChoice(Kernels.own))
         yield patch
 
 

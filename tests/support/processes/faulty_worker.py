@@ -45,7 +45,7 @@ def main() -> None:
     """Run `mtp-worker` with faulty frames and loads."""
     answer_for_tasks()
     follow_moved_clock()
-    begin = StageEngine.begin
+    begin = StageEngine.begin_frame
 
     def faulty_begin(self: StageEngine, frame: Frame, stamps: FrameStamps) -> BegunFrame:
         """Begin `frame` with the current fault."""

@@ -17,7 +17,7 @@ from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.membership import ManagerOptions
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import MemberState, Phase, Settings, View
-from coordinator.depth.controller import Controller, MtpMode
+from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.pipeline.pipeline import Pipeline
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from coordinator.depth.search import DraftCounts
+from coordinator.drafts.search import DraftCounts
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.request import Finished, GenerationRequest, TokenChunk
 from coordinator.schedule.scheduler import FrameOutcome, Scheduler
@@ -359,9 +359,11 @@ class World:
     def run_ahead(self, _: Chooser) -> None:
         """Let a single stage begin the second frame of its channel before it has finished the first."""
         stage = self.stages[0] = clone_stage(self.stages[0])
-        begun = [stage.begin(self.channels[0].popleft(), FrameStamps(0, StageStep)) for _ in "12"]
+        begun = [
+            stage.begin_frame(self.channels[0].popleft(), FrameStamps(0, StageStep)) for _ in "12"
+        ]
         for one in begun:
-            out = one.finish()
+            out = one.finish_frame()
             one.clean_up()
             self.channels[1].append(out)
             self.ledger = self.ledger.answered(out)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from coordinator.depth.controller import Controller, MtpMode
-from coordinator.depth.ngrams import NgramMode
+from coordinator.drafts.controller import Controller, MtpMode
+from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.backups import BackupInFlight
 from coordinator.schedule.prompts import Limits

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from coordinator.depth.controller import Controller, MtpMode
+from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.pipeline.pipeline import FoundPrefix, Move, Pipeline
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.loop import GenerationLoop

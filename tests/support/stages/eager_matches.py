@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from coordinator.depth.controller import Controller, MtpMode, matched_shapes
-from coordinator.depth.ngrams import NgramMatcher, NgramMode
-from coordinator.depth.step_costs import Shape
+from coordinator.drafts.controller import Controller, MtpMode, matched_shapes
+from coordinator.drafts.prompt_lookup import NgramMatcher, NgramMode
+from coordinator.drafts.step_costs import Shape
 
 
 class EagerMatches(Controller):

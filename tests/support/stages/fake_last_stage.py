@@ -116,10 +116,10 @@ class FakeLastStage:
                 self.sequences[op.seq_id] = FakeSequence(op)
             case Commit():
                 held = self.sequences[op.seq_id]
-                result = held.stack.commit(op.window, op.accepted_length, in_header=True)
+                result = held.stack.commit_window(op.window, op.accepted_length, in_header=True)
                 if result.trim:  # the text ended before a window that continues
                     del held.tokens[-result.trim :]
-                held.upstream.commit(op.window, op.accepted_length, in_header=True)
+                held.upstream.commit_window(op.window, op.accepted_length, in_header=True)
                 assert len(held.tokens) == held.stack.length
                 assert held.stack.stale or held.stack.length == held.upstream.length
             case Evict():
@@ -169,7 +169,7 @@ class FakeLastStage:
         accepted_length = self._accepted_length(held, segment)
         del held.tokens[segment.position + accepted_length :]
         if segment.open and not segment.continues:
-            held.stack.commit(segment.window, accepted_length, in_header=False)
+            held.stack.commit_window(segment.window, accepted_length, in_header=False)
         if not accepted_length:
             return Outcome(segment.seq_id, segment.window, 0)
         token = self.next_token(held.tokens, held.admitted.params.seed)

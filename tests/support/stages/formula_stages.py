@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import cast
 from unittest.mock import patch
 
-from mtp.sampling.choice import accepted_length
+from mtp.sampling.sampler import accepted_length
 from proto.backup import LayerState
 from proto.errors import ProtocolError
 from proto.frame import Admit, BackUp, Outcome, RestoreBackup, Segment, TokenLogprob
@@ -20,7 +20,7 @@ from tests.support.stages import token_stages
 from tests.support.stages.fake_last_stage import VOCAB, target
 from worker.cache.sequence_cache import LastStageState, SequenceCache
 from worker.engine import stage_engine
-from worker.engine.backup import StageBackups
+from worker.engine.stage_backups import StageBackups
 from worker.engine.stage_engine import Budget, StageEngine
 
 RIGHT, OUT_OF = 3, 5

@@ -14,9 +14,9 @@ import pytest
 from mtp.device import DEVICES
 from mtp.layers.cuda.packed_linear import GROUP, TILE
 from mtp.layers.cuda.row_attention import RowArrays
+from mtp.layers.gdn_windows import HEAD_DIM as GDN_DIM
+from mtp.layers.gdn_windows import TAPS, GatedDeltaShape
 from mtp.layers.prepare_rows import HEAD_DIM, AttentionShape
-from mtp.layers.windows import HEAD_DIM as GDN_DIM
-from mtp.layers.windows import TAPS, GatedDeltaShape
 
 
 def unpack(
@@ -193,7 +193,11 @@ def reference_kernels() -> Iterator[None]:
         for module, functions in REPLACED.items():
             for function in functions:
                 patch.setattr(f"mtp.layers.cuda.{module}.{function.__name__}", function)
-        for module in ("worker.model.choice", "worker.model.stage", "worker.engine.stage_host"):
+        for module in (
+            "worker.model.layer_variants",
+            "worker.model.stage",
+            "worker.engine.stage_host",
+        ):
             patch.setattr(f"{module}.this_device", lambda: DEVICES["cuda"])
         mx.disable_compile()  # the functions above read their arguments
         try:

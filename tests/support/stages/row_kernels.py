@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mtp.layers.expert_rows import RowExperts, computes
-from mtp.layers.experts import JoinedExperts, join_experts
+from mtp.layers.experts import FusedExperts, fuse_experts
 from mtp.layers.source_kernel import SourceKernel
 from mtp.layers.stream_rows import add_and_norm
 from tests.unit.mtp.test_experts import block_of
@@ -23,10 +23,10 @@ def error(found: mx.array, expected: mx.array) -> float:
 def check_experts(language: type[SourceKernel], dtype: mx.Dtype, rows: int) -> None:
     """Check that the chosen experts, their shares and the shared expert are those of MLX, and rows alone."""
     sizes = {"experts": 64, "inner": 192}
-    block, exact = join_experts(block_of(4, dtype, **sizes)), block_of(4, dtype, **sizes)
+    block, exact = fuse_experts(block_of(4, dtype, **sizes)), block_of(4, dtype, **sizes)
     exact.set_dtype(mx.float32)
-    exact = join_experts(exact)
-    assert isinstance(block, JoinedExperts) and computes(block, dtype)
+    exact = fuse_experts(exact)
+    assert isinstance(block, FusedExperts) and computes(block, dtype)
     # Rounded logits may choose others, so both take the same.
     exact.router = lambda x: block.router(x.astype(dtype)).astype(mx.float32)
     own = RowExperts(block, language)

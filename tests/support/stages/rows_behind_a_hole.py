@@ -32,12 +32,12 @@ def rows_behind_a_hole(
     for cache in (*holed, plain):
         cache.layout = LAYOUT
     for cache in holed:
-        attention.add(x, [cache], [LENGTH])
-    attention.add(x[: LENGTH - count], [plain], [LENGTH - count])
+        attention.forward(x, [cache], [LENGTH])
+    attention.forward(x[: LENGTH - count], [plain], [LENGTH - count])
     holes = [Hole(LENGTH, mx.array([count])) for _ in holed]
     for _ in range(2):
         rows = mx.concatenate([row] * sequences)
-        found = attention.add(rows, holed, [1] * sequences, holes=holes) - rows
-        expected = attention.add(row, [plain], [1]) - row
+        found = attention.forward(rows, holed, [1] * sequences, holes=holes) - rows
+        expected = attention.forward(row, [plain], [1]) - row
         for i in range(sequences):
             yield found[i : i + 1], expected

@@ -17,7 +17,7 @@ from mtp.layers.communicator import ALONE, Alone, Communicator
 from mtp.layers.kv_cache import PlainKV
 from mtp.layers.layer import LayerCache
 from mtp.layers.reference.gdn import GDNCache
-from mtp.sampling.choice import accepted_length as count_kept
+from mtp.sampling.sampler import accepted_length as count_kept
 from proto.frame import Admit, Commit, Outcome, Segment
 from proto.frame_stamps import FrameStamps
 from proto.span import Span

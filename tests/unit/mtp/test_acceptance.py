@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtp.sampling.choice import accepted_length
+from mtp.sampling.sampler import accepted_length
 
 
 def test_accepted_length_counts_the_token_and_leading_correct_drafts() -> None:

@@ -9,7 +9,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.qwen3_5 import SparseMoeBlock, TextModelArgs
 
-from mtp.layers.experts import JoinedExperts, join_experts
+from mtp.layers.experts import FusedExperts, fuse_experts
 
 
 def block_of(bits: int | None, dtype: Any = mx.float32, experts: int = 16, inner: int = 64) -> Any:
@@ -36,8 +36,8 @@ def block_of(bits: int | None, dtype: Any = mx.float32, experts: int = 16, inner
 def test_the_outputs_are_those_of_mlx_lm(bits: int | None, rows: int) -> None:
     """A few rows and a prompt have the same outputs, and those of a row do not depend on the others."""
     x = mx.random.normal((rows, 128), key=mx.random.key(2))
-    stock, joined = block_of(bits), join_experts(block_of(bits))
-    assert isinstance(joined, JoinedExperts)
+    stock, joined = block_of(bits), fuse_experts(block_of(bits))
+    assert isinstance(joined, FusedExperts)
     found = joined(x)
     assert mx.allclose(found, stock(x), rtol=0.0, atol=1e-6)
     assert mx.array_equal(found, mx.concatenate([joined(x[i : i + 1]) for i in range(rows)]))
@@ -48,7 +48,7 @@ def test_experts_of_several_formats_stay() -> None:
     block = block_of(4)
     plain = block_of(None)
     block.switch_mlp.up_proj = plain.switch_mlp.up_proj
-    assert join_experts(block) is block
+    assert fuse_experts(block) is block
     assert "weight" in block.gate
     assert block(mx.ones((2, 128))).shape == (2, 128)
 
@@ -56,4 +56,4 @@ def test_experts_of_several_formats_stay() -> None:
 def test_a_dense_mlp_stays() -> None:
     """A module without experts is returned."""
     mlp = block_of(None).shared_expert
-    assert join_experts(mlp) is mlp
+    assert fuse_experts(mlp) is mlp

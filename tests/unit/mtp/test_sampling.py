@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import sample_utils
 
-from mtp.sampling.choice import (
+from mtp.sampling.sampler import (
     History,
     Stream,
     adjusted,

@@ -44,10 +44,12 @@ def write_chain(index: BlockIndex, layers: Span) -> None:
         file = block_file("model", KEYS[length], layers)
         with BlockWriter(index.folder / file, len(layers), 0) as writer:
             for layer in layers:
-                writer.write(tensors_of(layer, start, length).pieces())
-            size = writer.finish()
+                writer.write_pieces(tensors_of(layer, start, length).pieces())
+            size = writer.finish_file()
         parent = KEYS[start] if start else b""
-        assert index.add(Block("model", KEYS[length], layers, start, length, parent, file), size)
+        assert index.add_block(
+            Block("model", KEYS[length], layers, start, length, parent, file), size
+        )
         start = length
 
 

@@ -36,7 +36,9 @@ class Folder:
         key, parent = prefix_key(TOKENS[:length]), prefix_key(TOKENS[:start]) if start else b""
         file = f"{length}-{layers.start}-{layers.end}.safetensors"
         (self.path / file).touch()
-        return self.index.add(Block("model", key, layers, start, length, parent, file), nbytes)
+        return self.index.add_block(
+            Block("model", key, layers, start, length, parent, file), nbytes
+        )
 
     def find(self, layers: Span = ALL, tokens: tuple[int, ...] = TOKENS) -> list[int]:
         return lengths(self.index, layers, tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from worker.engine.backup import array_of, plain_array
+from worker.engine.stage_backups import array_of, plain_array
 from worker.engine.stage_engine import to_bytes
 
 

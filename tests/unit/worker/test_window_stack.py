@@ -30,29 +30,29 @@ def test_a_prompt_chunk_is_permanent_and_a_window_is_not() -> None:
 def test_a_rejection_drops_the_rest_of_its_window_and_all_later_ones() -> None:
     """A rejection in window 2 trims its other tokens and window 3. After a header the sequence is not stale."""
     stack = _open(3, 2, 4)
-    assert stack.commit(2, 1, in_header=True) == CommitResult(whole=1, cut=1, trim=5)
+    assert stack.commit_window(2, 1, in_header=True) == CommitResult(whole=1, cut=1, trim=5)
     assert (stack.length, stack.committed, stack.windows, stack.stale) == (14, 14, [], False)
 
 
 def test_segments_between_signal_and_header_are_stale() -> None:
     """Segments that arrive between signal and header are stale."""
     stack = _open(3, 2)
-    stack.commit(1, 1, in_header=False)
+    stack.commit_window(1, 1, in_header=False)
     assert stack.stale
-    assert stack.commit(1, 1, in_header=True) is NOTHING
+    assert stack.commit_window(1, 1, in_header=True) is NOTHING
     assert not stack.stale
     stack.extend(3, 11, 2, stays_open=True)
-    assert stack.commit(1, 1, in_header=False) is NOTHING, "the signal may repeat, late"
+    assert stack.commit_window(1, 1, in_header=False) is NOTHING, "the signal may repeat, late"
     assert (stack.length, stack.stale) == (13, False)
 
 
 def test_a_signal_for_an_unknown_window_is_ignored() -> None:
     """A signal for a window that never ran is ignored, because the header repeats it. A header for one is refused."""
     stack = _open(3)
-    assert stack.commit(7, 1, in_header=False) is NOTHING
+    assert stack.commit_window(7, 1, in_header=False) is NOTHING
     assert (stack.length, stack.stale) == (13, False)
     with pytest.raises(ProtocolError, match="window 7, which is not open"):
-        stack.commit(7, 1, in_header=True)
+        stack.commit_window(7, 1, in_header=True)
 
 
 # ---- misuse

@@ -50,11 +50,11 @@ def bytes_on_disk(file: Path) -> bytes:
 
 async def test_records_and_tokens_outlive_the_process(journal: Journal, file: Path) -> None:
     """A second journal over the same file has the record with all tokens; only the owner reads the files."""
-    journal.save(record("a"))
+    journal.save_answer(record("a"))
     journal.append_tokens("a", 0, (5, 6))
     journal.append_tokens("a", 2, (2**32 - 1,))
     schema = {"maximum": 10**40, "minimum": -(2**63) - 1, "half": "\ud800"}
-    journal.save(replace(record("b"), ended=True, result=schema, events=[b"1", b"2"]))
+    journal.save_answer(replace(record("b"), ended=True, result=schema, events=[b"1", b"2"]))
     await journal.close()
     modes = {stat.S_IMODE(one.stat().st_mode) for one in file.parent.iterdir()}
     assert modes == {0o600}
@@ -70,7 +70,7 @@ async def test_records_and_tokens_outlive_the_process(journal: Journal, file: Pa
 async def test_a_deleted_answer_leaves_no_byte(journal: Journal, file: Path) -> None:
     """The owner and the tokens of a deleted answer are neither in the database nor in its log."""
     owner = "an-owner-that-zlib-cannot-shrink-0123456789"
-    journal.save(replace(record("gone"), owner=owner))
+    journal.save_answer(replace(record("gone"), owner=owner))
     journal.append_tokens("gone", 0, (0x41424344,) * 8)
     assert await journal.find("gone") is not None
     assert b"DCBADCBA" in bytes_on_disk(file)
@@ -84,11 +84,13 @@ async def test_retention_by_age_and_size(file: Path) -> None:
     """Old answers are deleted, then the oldest ones above the size; one in progress stays."""
     now = int(time.time())
     journal = Journal(file, Retention(seconds=3600, nbytes=1000))
-    journal.save(record("in progress", created=now - 7200))
-    journal.save(replace(record("old", created=now - 7200), ended=True))
+    journal.save_answer(record("in progress", created=now - 7200))
+    journal.save_answer(replace(record("old", created=now - 7200), ended=True))
     for number in range(4):
         content = random.Random(number).randbytes(300).hex()
-        journal.save(replace(record(f"n{number}", created=now + number, text=content), ended=True))
+        journal.save_answer(
+            replace(record(f"n{number}", created=now + number, text=content), ended=True)
+        )
     found = [
         one for one in ("in progress", "old", "n0", "n1", "n2", "n3") if await journal.find(one)
     ]
@@ -103,16 +105,16 @@ async def test_a_full_disk_ends_the_journal_but_not_the_answers(
     journal: Journal, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Earlier answers stay readable, later ones are kept in memory, and the log has one warning."""
-    journal.save(replace(record("before"), ended=True))
-    journal.save(record("during"))
+    journal.save_answer(replace(record("before"), ended=True))
+    journal.save_answer(record("during"))
     assert await journal.find("before") is not None
     await journal._ask(lambda database: database._connection.execute("PRAGMA max_page_count=1"))
     for number in range(3):
         large = random.Random(number).randbytes(20_000).hex()
-        journal.save(replace(record(f"after {number}", text=large), ended=True))
+        journal.save_answer(replace(record(f"after {number}", text=large), ended=True))
         assert await journal.find(f"after {number}") is not None
     journal.append_tokens("during", 0, (1,))
-    journal.save(replace(record("during"), ended=True, result={"done": 1}))
+    journal.save_answer(replace(record("during"), ended=True, result={"done": 1}))
     found = await journal.find("during")
     assert found is not None
     assert found.result == {"done": 1}
@@ -139,7 +141,7 @@ def test_an_unusable_file_is_reported(file: Path, caplog: pytest.LogCaptureFixtu
 
 async def save_and_find(journal: Journal) -> None:
     """Use a journal once."""
-    journal.save(record("a"))
+    journal.save_answer(record("a"))
     assert await journal.find("a") is not None
     await journal.close()
 
@@ -150,7 +152,7 @@ def test_a_failed_transaction_changes_nothing() -> None:
 
     def fail() -> None:
         with database.transaction():
-            database.save(record("a"))
+            database.save_answer(record("a"))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

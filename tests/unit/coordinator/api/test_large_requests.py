@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from coordinator.api import context, request_body
 from coordinator.api.context import LARGE_BYTES, LargeWork
-from coordinator.api.errors import request_error
+from coordinator.api.error_responses import request_error
 from coordinator.text.tokenizer import Tokenizer
 from proto.errors import RequestError
 from tests.support.api.api_client import PATIENCE, ApiClient

@@ -15,7 +15,7 @@ from coordinator.doctor.checks import Finding, Verdict, check_step, kernels_of, 
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import KernelTrial
-from worker.model.choice import read_trials, write_trials
+from worker.model.layer_variants import read_trials, write_trials
 
 
 def test_views_are_no_kernels() -> None:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from coordinator.depth.controller import Controller, MtpMode
+from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.pipeline.pipeline import Pipeline
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.backups import CALM_PAUSE, MAX_IN_FLIGHT, STORM_PAUSE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.depth.controller import Controller, MtpMode
+from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.pipeline.pipeline import Pipeline
 from coordinator.schedule.loop import MAX_FAILURES, is_gpu_timeout
 from coordinator.schedule.prompts import SHORTEST_CHUNK, Limits

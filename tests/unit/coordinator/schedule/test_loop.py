@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from coordinator.depth.controller import Controller, MtpMode
+from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.pipeline.pipeline import Pipeline, PipelineSource
 from coordinator.schedule.loop import MAX_FAILURES, GenerationLoop
 from coordinator.schedule.prompts import Limits

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Row
 
 import pytest
 
-from coordinator.depth.ngrams import NgramMatcher, NgramMode
+from coordinator.drafts.prompt_lookup import NgramMatcher, NgramMode
 from coordinator.schedule.request import GenerationRequest
 from coordinator.schedule.sequence import Sequence
 from tests.support.protocol.scheduler_drive import Drive, is_decode

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from coordinator.depth.controller import Controller, MtpMode
+from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.pipeline.pipeline import FoundPrefix, Move, longest_prefix
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.loop import GenerationLoop

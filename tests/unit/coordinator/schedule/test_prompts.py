@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.depth.controller import Controller, MtpMode
+from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.prompts import (
     FIRST_FRAME,

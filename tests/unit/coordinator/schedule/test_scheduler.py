@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.depth.controller import Controller, MtpMode
-from coordinator.depth.step_costs import Shape, StepCost
+from coordinator.drafts.controller import Controller, MtpMode
+from coordinator.drafts.step_costs import Shape, StepCost
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.depth.controller import Controller, MtpMode
-from coordinator.depth.step_costs import Shape
+from coordinator.drafts.controller import Controller, MtpMode
+from coordinator.drafts.step_costs import Shape
 from proto.frame import Evict
 from tests.support.protocol.scheduler_drive import ROOM, Drive, is_decode
 from tests.support.stages.fake_last_stage import FakeLastStage, plain

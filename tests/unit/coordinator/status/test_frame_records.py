@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.depth.search import DraftResult
+from coordinator.drafts.search import DraftResult
 from coordinator.status.frame_records import (
     COORDINATOR,
     MAX_RECORDS,

@@ -63,7 +63,7 @@ def parse(
     parser = ChatParser(tokenizer, **options)
     parts: list[Part] = []
     for start in range(0, len(text), step):
-        parts += parser.add(text[start : start + step])
+        parts += parser.add_text(text[start : start + step])
     return join_parts([*parts, *parser.finish(cut=cut)])
 
 
@@ -149,7 +149,7 @@ def test_the_arguments_of_a_call_stream_while_they_arrive(tokenizer: Tokenizer) 
     text = "word " * 40
     parser = ChatParser(tokenizer, thinking=False, tools=[WEATHER])
     found = f"<tool_call>\n<function=weather>\n<parameter=city>\n{text}"
-    parts = [part for piece in found for part in parser.add(piece)]
+    parts = [part for piece in found for part in parser.add_text(piece)]
     assert parts[0] == CallStart("weather")
     sent = "".join(part.json for part in parts if isinstance(part, CallArguments))
     assert sent == '{"city": "' + text
@@ -259,7 +259,7 @@ def test_any_strings_survive_any_pieces(
     sent, place, number = "", 0, 0
     while place < len(text) and not parser.done:
         step = cuts[number % len(cuts)]
-        parts = parser.add(text[place : place + step])
+        parts = parser.add_text(text[place : place + step])
         sent += "".join(part.json for part in parts if isinstance(part, CallArguments))
         place, number = place + step, number + 1
     assert parser.done

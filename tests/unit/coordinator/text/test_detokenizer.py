@@ -16,7 +16,7 @@ def byte_stream(stop: tuple[str, ...] = ()) -> TextStream:
 def feed(stream: TextStream, tokens: list[int]) -> list[Piece]:
     pieces = []
     for token in tokens:
-        pieces.append(stream.add(token))
+        pieces.append(stream.add_token(token))
         if stream.stopped:
             break
     return [*pieces, stream.finish()]
@@ -52,8 +52,8 @@ def test_any_bytes_read_as_decode_reads_them(tokens: list[int]) -> None:
 def test_a_character_cut_off_by_the_end_is_omitted_but_its_tokens_are_reported() -> None:
     """A length limit inside a character shows no replacement sign; logprobs still cover its tokens."""
     stream = byte_stream()
-    stream.add(ord("a"))
-    stream.add(0xF0)
+    stream.add_token(ord("a"))
+    stream.add_token(0xF0)
     assert stream.finish() == Piece("", (0xF0,), (1,))
 
 
@@ -81,7 +81,7 @@ def test_only_what_could_become_a_stop_string_is_held_back(text: str, stops: lis
     stream = byte_stream(tuple(stops))
     seen = shown = ""
     for token in text.encode():
-        shown += stream.add(token).text
+        shown += stream.add_token(token).text
         seen += chr(token)
         if stream.stopped:
             return

@@ -129,12 +129,12 @@ def test_credentials_survive_a_restart(tmp_path: Path) -> None:
     node = trust_of(authority, Role.WORKER, removed=frozenset({"0123456789abcdef"}))
     node.directory = tmp_path / "node"
     assert NodeTrust.load(node.directory) is None
-    node.save()
+    node.write_files()
     loaded = NodeTrust.load(node.directory)
     assert loaded is not None
     assert (loaded.identity, loaded.removed) == (node.identity, node.removed)
     node.certificate = expired_trust(authority, Role.WORKER).certificate
-    node.save()
+    node.write_files()
     with pytest.raises(UsageError, match="--join"):
         NodeTrust.load(node.directory)
 
@@ -183,7 +183,7 @@ def test_a_full_disk_does_not_delay_a_removal(tmp_path: Path) -> None:
     authority, lost = make_authority(tmp_path / "ca"), "0123456789abcdef"
     node = trust_of(authority, Role.WORKER)
     node.directory = tmp_path / "node"
-    node.save()
+    node.write_files()
     applied: list[frozenset[str]] = []
     node.on_removed = applied.append
     away = node.directory.rename(tmp_path / "away")

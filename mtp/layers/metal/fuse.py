@@ -17,28 +17,28 @@ import mlx.core as mx
 
 from mtp.layers import gated_delta, prepare_rows
 from mtp.layers.expert_rows import row_experts
-from mtp.layers.experts import join_experts
+from mtp.layers.experts import fuse_experts
+from mtp.layers.gdn_windows import WindowMixer
 from mtp.layers.layer import KernelTrial, KVFormat, Layer, Mixer, PlainMLP, Rows
-from mtp.layers.linear import Format, JoinedLinear
+from mtp.layers.linear import Format, FusedLinear
 from mtp.layers.metal.attention import (
-    JoinedAttentionLayer,
+    FusedAttentionLayer,
     PreparedAttentionLayer,
-    joined_projections,
+    fused_projections,
 )
-from mtp.layers.metal.gdn import JoinedGDNLayer, WindowGDNLayer, gated_delta_window, joined_inputs
+from mtp.layers.metal.gdn import FusedGDNLayer, WindowGDNLayer, fused_inputs, gated_delta_window
 from mtp.layers.metal.kernel import MetalKernel
-from mtp.layers.metal.products import JoinedMLP
+from mtp.layers.metal.products import FusedMLP
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.stream_rows import NORM_SOURCE
-from mtp.layers.windows import WindowMixer
 
 Choose = Callable[[str, str, str, Callable[[], KernelTrial]], bool]
 """A function of a kernel's name, its shapes, its source and its trial. It returns whether to use the kernel."""
 
 
-class MetalJoiner:
-    """The layers of a stage in joined products. Its activations are `[rows, hidden]` of `dtype`.
+class MetalFuser:
+    """The layers of a stage in fused products. Its activations are `[rows, hidden]` of `dtype`.
 
     `choose` decides over each kernel, by a trial of one layer with it and without it.
     """
@@ -48,11 +48,11 @@ class MetalJoiner:
         self._choose = choose
 
     def layer(self, layer: ReferenceLayer) -> Layer:
-        """Return `layer` joined where its weights have one format, or itself."""
+        """Return `layer` fused where its weights have one format, or itself."""
         module: Any = layer.module
-        joined_experts = join_experts(module.mlp)
-        module.mlp = row_experts(joined_experts, self._dtype, MetalKernel, self.picks)
-        mlp = JoinedMLP.of(module.mlp)
+        fused_experts = fuse_experts(module.mlp)
+        module.mlp = row_experts(fused_experts, self._dtype, MetalKernel, self.picks)
+        mlp = FusedMLP.of(module.mlp)
         replaced = (
             self._gdn(layer, mlp) if isinstance(layer, GDNLayer) else self._attention(module, mlp)
         )
@@ -60,64 +60,64 @@ class MetalJoiner:
             layer.mlp = mlp or PlainMLP(module.mlp)
         return replaced or layer
 
-    def _gdn(self, layer: GDNLayer, mlp: JoinedMLP | None) -> Layer | None:
+    def _gdn(self, layer: GDNLayer, mlp: FusedMLP | None) -> Layer | None:
         module, net = layer.module, layer.net
-        inputs = joined_inputs(net)
+        inputs = fused_inputs(net)
         if inputs is None:
             return None
-        joined = JoinedGDNLayer(module, inputs)
+        fused = FusedGDNLayer(module, inputs)
         if mlp is not None:
-            joined.mlp = mlp
+            fused.mlp = mlp
         if not self._has_window_kernel(net, inputs):
-            return joined
+            return fused
         window, joining = (
-            WindowGDNLayer(module, self._dtype, inputs, mlp, joins_norm=joins)
+            WindowGDNLayer(module, self._dtype, inputs, mlp, fuses_norm=joins)
             for joins in (False, True)
         )
         shapes = f"{net.num_k_heads} and {net.num_v_heads} heads"
-        if not self._wins("gated_delta_window", shapes, gated_delta.SOURCE, window, joined):
-            return joined
+        if not self._wins("gated_delta_window", shapes, gated_delta.SOURCE, window, fused):
+            return fused
         return joining if mlp and self._wins_norm(joining, window) else window
 
     def mixer(self, inner: Any) -> Mixer:
-        """Return `inner`, a `GDNLayer.over` the modules, joined where its weights have one format, or itself."""
+        """Return `inner`, a `GDNLayer.over` the modules, fused where its weights have one format, or itself."""
         net = inner.net
-        if (inputs := joined_inputs(net)) is None:
+        if (inputs := fused_inputs(net)) is None:
             return cast(Mixer, inner)
-        joined = JoinedGDNLayer.over(net, self._dtype)
-        joined.join(inputs)
-        out = JoinedLinear.of([net.out_proj])
+        fused = FusedGDNLayer.over(net, self._dtype)
+        fused.join(inputs)
+        out = FusedLinear.of([net.out_proj])
         if out is None or not self._has_window_kernel(net, inputs):
-            return joined
+            return fused
         recurrence = gated_delta.recurrence_of(
             gated_delta_window, net, self._dtype, silu=inner.silu
         )
         window = WindowMixer(recurrence, self._dtype, inputs, out)
         shapes = f"{net.num_k_heads} and {net.num_v_heads} heads"
         shapes += "" if inner.silu else " with a sigmoid gate"
-        sides = [PartTrial(mixer.mix, mixer.new_cache) for mixer in (window, joined)]
+        sides = [PartTrial(mixer.mix, mixer.new_cache) for mixer in (window, fused)]
         won = self._wins("gated_delta_window", shapes, gated_delta.SOURCE, *sides)
-        return window if won else joined
+        return window if won else fused
 
-    def _has_window_kernel(self, net: Any, inputs: JoinedLinear) -> bool:
+    def _has_window_kernel(self, net: Any, inputs: FusedLinear) -> bool:
         return (
             gated_delta.has_window_kernel(net)
             and inputs.dtype in (self._dtype, mx.uint8)
             and Format.of(net.out_proj) is not None
         )
 
-    def _attention(self, module: Any, mlp: JoinedMLP | None) -> Layer | None:
+    def _attention(self, module: Any, mlp: FusedMLP | None) -> Layer | None:
         attention = module.self_attn
-        parts = joined_projections(attention)
+        parts = fused_projections(attention)
         if parts is None:
             return None
-        best = JoinedAttentionLayer(module, parts, mlp, joins_norm=False)
+        best = FusedAttentionLayer(module, parts, mlp, fuses_norm=False)
         if prepare_rows.can_prepare(attention):
-            prepared = PreparedAttentionLayer(module, parts, mlp, joins_norm=False)
+            prepared = PreparedAttentionLayer(module, parts, mlp, fuses_norm=False)
             shapes = f"{attention.num_attention_heads} and {attention.num_key_value_heads} heads"
             if self._wins("attention_prepare", shapes, prepare_rows.SOURCE, prepared, best):
                 best = prepared
-        joining = type(best)(module, parts, mlp, joins_norm=True)
+        joining = type(best)(module, parts, mlp, fuses_norm=True)
         return joining if mlp and self._wins_norm(joining, best) else best
 
     def picks(
@@ -167,8 +167,8 @@ class PartTrial:
     adds: Callable[..., mx.array]
     new_cache: Callable[[KVFormat], Any] = lambda _: None
 
-    def add(self, x: mx.array, *rest: Any) -> mx.array:
-        """See `Layer.add`."""
+    def forward(self, x: mx.array, *rest: Any) -> mx.array:
+        """See `Layer.forward`."""
         return x + self.adds(x, *rest)
 
 
@@ -211,7 +211,7 @@ def _added(layer: Tried, x: mx.array, sequences: int, steps: int) -> mx.array:
     caches = [layer.new_cache(KVFormat()) for _ in range(sequences)]
     widths, start = [x.shape[0] // sequences] * sequences, x
     for _ in range(steps):
-        x = layer.add(x, caches, widths, [False] * sequences)
+        x = layer.forward(x, caches, widths, [False] * sequences)
     return x - start
 
 

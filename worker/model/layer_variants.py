@@ -23,9 +23,9 @@ from mtp.layers.cuda.kernel import CudaKernel
 from mtp.layers.cuda.pack import Packer
 from mtp.layers.cuda.packed_linear import FEW_ROWS
 from mtp.layers.exact import ExactProducts
-from mtp.layers.joined.join import Joiner
+from mtp.layers.fused.fuse import Fuser
 from mtp.layers.layer import KernelTrial, KVFormat, Mixer
-from mtp.layers.metal.join import MetalJoiner
+from mtp.layers.metal.fuse import MetalFuser
 from mtp.layers.metal.kernel import MetalKernel
 from proto.errors import UsageError
 from proto.kernels import Kernels
@@ -64,13 +64,13 @@ def choose_variants(
         packer = Packer(dtype, kv_format, exact=exact)
         if packer.works and modules.slices == 1:
             _pack(modules, packer)
-    elif device.variant == "joined" and not exact:
-        _join(modules, Joiner(dtype, modules.model_bytes))
+    elif device.variant == "fused" and not exact:
+        _fuse(modules, Fuser(dtype, modules.model_bytes))
     elif device.variant == "metal" and not exact:
-        joiner = MetalJoiner(modules.config.hidden_size, dtype, choice.choose)
-        modules.replace_layers(joiner.layer)
-        _mix(modules, joiner.mixer)
-        modules.take_kernels(MetalKernel, joiner.picks)
+        fuser = MetalFuser(modules.config.hidden_size, dtype, choice.choose)
+        modules.replace_layers(fuser.layer)
+        _mix(modules, fuser.mixer)
+        modules.take_kernels(MetalKernel, fuser.picks)
     if exact:
         _pin(modules, ExactProducts(dtype, DenseRows if device.variant == "cuda" else None))
     # A member alone chooses its kernels: a trial with collectives would wait for members that try others.
@@ -104,16 +104,16 @@ def _mix(modules: StageModules, replaced: Callable[[Any], Mixer]) -> None:
             layer.mixer = replaced(layer.mixer)
 
 
-def _join(modules: StageModules, joiner: Joiner) -> None:
-    modules.replace_layers(joiner.layer)
+def _fuse(modules: StageModules, fuser: Fuser) -> None:
+    modules.replace_layers(fuser.layer)
     if modules.head is not None and not modules.head.reads_streams:
         for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-            modules.head[name] = joiner.norm(modules.head[name])
-        modules.head.fc = joiner.projection(modules.head.fc)
+            modules.head[name] = fuser.norm(modules.head[name])
+        modules.head.fc = fuser.projection(modules.head.fc)
     if isinstance(modules.norm, nn.RMSNorm):
-        modules.norm = joiner.norm(modules.norm)
+        modules.norm = fuser.norm(modules.norm)
     if modules.lm_head is not None:
-        modules.lm_head = joiner.projection(modules.lm_head)
+        modules.lm_head = fuser.projection(modules.lm_head)
 
 
 def _pin(modules: StageModules, products: ExactProducts) -> None:

@@ -13,9 +13,9 @@ from mlx_lm.models.gated_delta import gated_delta_update
 from mlx_lm.models.qwen3_5 import DecoderLayer, TextModelArgs
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.layers import turns
-from mtp.layers.joined import join
-from mtp.layers.joined.join import ColumnLinear, JoinedMLP, Joiner, RowNorm
+from mtp.layers import rope
+from mtp.layers.fused import fuse
+from mtp.layers.fused.fuse import ColumnLinear, FusedMLP, Fuser, RowNorm
 from mtp.layers.layer import Hole, KVFormat, Layer
 from mtp.layers.reference import reference_layer
 from mtp.layers.reference.gdn import advance_state
@@ -58,10 +58,10 @@ def rows_of(count: int, dtype: mx.Dtype = mx.float32) -> mx.array:
     return mx.random.normal((count, HIDDEN), key=mx.random.key(count)).astype(dtype)
 
 
-def joined(layer: Any) -> Layer:
-    """Return a joined layer of random weights."""
-    found = Joiner(mx.float32, model_bytes=0).layer(reference_layer(layer))
-    assert found.kind == "joined"
+def fused(layer: Any) -> Layer:
+    """Return a fused layer of random weights."""
+    found = Fuser(mx.float32, model_bytes=0).layer(reference_layer(layer))
+    assert found.kind == "fused"
     return found
 
 
@@ -71,7 +71,7 @@ def gdn_frames(layer: Layer, cuts: Sequence[int | None]) -> list[mx.array]:
     found = []
     for cut in cuts:
         taped = [True] * len(WIDTHS)
-        found.append(layer.add(rows_of(sum(WIDTHS)), caches, WIDTHS, taped))
+        found.append(layer.forward(rows_of(sum(WIDTHS)), caches, WIDTHS, taped))
         for cache in caches:
             cache.apply_commit(1 if cut is None else 0, cut, 0)
             found += cache.arrays()
@@ -81,7 +81,7 @@ def gdn_frames(layer: Layer, cuts: Sequence[int | None]) -> list[mx.array]:
 def test_a_joined_gdn_layer_has_the_bits_of_the_reference() -> None:
     """Outputs and states are equal over frames of several widths, whole windows and windows that are cut."""
     cuts = (None, 1, None, 0, None)
-    frames = (gdn_frames(make(layer_of(linear=True)), cuts) for make in (joined, reference_layer))
+    frames = (gdn_frames(make(layer_of(linear=True)), cuts) for make in (fused, reference_layer))
     assert all(mx.array_equal(a, b) for a, b in zip(*frames, strict=True))
 
 
@@ -102,14 +102,14 @@ def test_a_joined_attention_layer_has_the_bits_of_the_reference(
     monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     """Outputs are equal over frames of several widths, and for rows behind a hole."""
-    monkeypatch.setattr(turns, "FIRST_POSITIONS", first)
+    monkeypatch.setattr(rope, "FIRST_POSITIONS", first)
     found = []
-    for layer in (reference_layer(layer_of(linear=False)), joined(layer_of(linear=False))):
+    for layer in (reference_layer(layer_of(linear=False)), fused(layer_of(linear=False))):
         caches = [layer.new_cache(KVFormat()) for _ in WIDTHS]
-        frames = [layer.add(rows_of(sum(WIDTHS)), caches, WIDTHS) for _ in range(3)]
+        frames = [layer.forward(rows_of(sum(WIDTHS)), caches, WIDTHS) for _ in range(3)]
         holes = [Hole(cache.offset, mx.array([1])) for cache in caches]
         ones = [1] * len(WIDTHS)
-        found.append([*frames, layer.add(rows_of(len(WIDTHS)), caches, ones, holes=holes)])
+        found.append([*frames, layer.forward(rows_of(len(WIDTHS)), caches, ones, holes=holes)])
     assert all(mx.array_equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -117,7 +117,7 @@ def test_norms_and_mlps_have_the_bits_of_the_reference() -> None:
     """The norm and the MLP of one row, and of many, are those of mlx-lm."""
     layer = layer_of(linear=True)
     norm, mlp = layer.input_layernorm, layer.mlp
-    joined_mlp = JoinedMLP(layer_of(linear=True).mlp)
+    joined_mlp = FusedMLP(layer_of(linear=True).mlp)
     for count in (1, 2, 33):
         x = rows_of(count)
         assert mx.array_equal(RowNorm(norm)(x), norm(x))
@@ -149,11 +149,11 @@ def test_a_large_half_precision_checkpoint_is_not_widened(
 ) -> None:
     """Half-precision weights become fp32 up to a size of the checkpoint. Caches keep the stored type."""
     small = joined_stage(checkpoints, dtype=mx.bfloat16, tie=False)
-    assert small.variants.summary == f"{len(small.modules.layers)} joined"
+    assert small.variants.summary == f"{len(small.modules.layers)} fused"
     attention_layer = small.modules.layers[3]
-    assert isinstance(attention_layer, join.JoinedAttentionLayer)
+    assert isinstance(attention_layer, fuse.FusedAttentionLayer)
     assert attention_layer.attention.dtype == mx.bfloat16
-    monkeypatch.setattr(join, "WIDENED_BYTES", small.modules.model_bytes - 1)
+    monkeypatch.setattr(fuse, "WIDENED_BYTES", small.modules.model_bytes - 1)
     large = joined_stage(checkpoints, dtype=mx.bfloat16, tie=False)
     assert large.modules.layers[3].kind == "reference"
     assert type(large.modules.lm_head) is nn.Linear

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.depth.controller import Controller, MtpMode, matched_shapes
-from coordinator.depth.ngrams import (
+from coordinator.drafts.controller import Controller, MtpMode, matched_shapes
+from coordinator.drafts.prompt_lookup import (
     GRAM,
     LONGEST_MATCH,
     MOST_DRAFTS,
@@ -19,8 +19,8 @@ from coordinator.depth.ngrams import (
     NgramMatcher,
     NgramMode,
 )
-from coordinator.depth.search import DraftResult
-from coordinator.depth.step_costs import Shape, StepCost
+from coordinator.drafts.search import DraftResult
+from coordinator.drafts.step_costs import Shape, StepCost
 
 TEXT = st.lists(st.integers(0, 2), max_size=40)
 

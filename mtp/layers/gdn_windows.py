@@ -135,7 +135,7 @@ class SnapshotGDNCache(LayerCache):
     def backup_arrays(self, start: int) -> tuple[bool, list[mx.array]]:
         return False, self.copy().arrays()
 
-    def filled(self, states: Sequence[Sequence[mx.array]], length: int) -> SnapshotGDNCache:
+    def with_backups(self, states: Sequence[Sequence[mx.array]], length: int) -> SnapshotGDNCache:
         conv, state = checked_state(states[-1], self.arrays())
         return SnapshotGDNCache(self.recurrence, Point(Snapshots(conv, state), 0))
 

@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from coordinator.depth.ngrams import (
+from coordinator.drafts.prompt_lookup import (
     LONGEST_MATCH,
     MOST_DRAFTS,
     MatchResults,
     NgramMatcher,
     NgramMode,
 )
-from coordinator.depth.search import AcceptanceEstimate, DraftResult, Search, SearchReport
-from coordinator.depth.step_costs import Shape, StepCost
+from coordinator.drafts.search import AcceptanceEstimate, DraftResult, Search, SearchReport
+from coordinator.drafts.step_costs import Shape, StepCost
 from proto.errors import UsageError
 
 MAX_DEPTH = 8

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from coordinator.depth.controller import AUTO_DEPTH, Controller, MtpMode
-from coordinator.depth.search import (
+from coordinator.drafts.controller import AUTO_DEPTH, Controller, MtpMode
+from coordinator.drafts.search import (
     LAST_INTERVAL,
     AcceptanceEstimate,
     DraftResult,
     expected_accepted_length,
 )
-from coordinator.depth.step_costs import Shape, StepCost, StepCosts
+from coordinator.drafts.step_costs import Shape, StepCost, StepCosts
 from proto.errors import UsageError
 
 COSTS = {

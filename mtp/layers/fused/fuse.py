@@ -26,7 +26,7 @@ from mtp.layers.layer import Hole, Layer, PlainMLP
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.reference.attention import AttentionLayer, Projected
 from mtp.layers.reference.gdn import GDNLayer
-from mtp.layers.turns import turn, turn_table
+from mtp.layers.rope import rotate, rotation_table
 
 
 class ColumnLinear(nn.Module):
@@ -115,7 +115,7 @@ class RowNorm(nn.Module):
         return _scaled(x, self._scale, *self._constants)
 
 
-class JoinedMLP(nn.Module):
+class FusedMLP(nn.Module):
     """A gated MLP whose gate and up projections are one."""
 
     def __init__(self, mlp: nn.Module) -> None:
@@ -131,7 +131,7 @@ class JoinedMLP(nn.Module):
 
 
 def can_join_attention(attention: Qwen3NextAttention, *, widen: bool) -> bool:
-    """Return whether `JoinedAttentionLayer` computes the layer."""
+    """Return whether `FusedAttentionLayer` computes the layer."""
     rope = attention.rope
     inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
     return (
@@ -143,7 +143,7 @@ def can_join_attention(attention: Qwen3NextAttention, *, widen: bool) -> bool:
     )
 
 
-class JoinedAttention(nn.Module):
+class FusedAttention(nn.Module):
     """The products of an attention layer whose query, key, value and gate projections are one.
 
     Keys, values and queries have `dtype`, so that caches have the type of the checkpoint. The rest is fp32.
@@ -170,29 +170,29 @@ class JoinedAttention(nn.Module):
         del attention.q_proj.weight
 
     def project(
-        self, x: mx.array, turns: mx.array
+        self, x: mx.array, rotations: mx.array
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Return queries, keys, values `[rows, heads, dim]` and gates `[rows, heads * dim]` of `x [rows, hidden]`.
 
-        Queries and keys are normalized and turned. `turns` are those of the rows, from `turns_of`.
+        Queries and keys are normalized and turned. `rotations` are those of the rows, from `rotations_of`.
         """
         y = self.inputs(x)
         first, second = self._ends
         rows = x.shape[0]
         qk = scaled_rows(y[:, :first].reshape(rows, -1, self._dim), self._scales, self._eps)
-        qk = turn(qk, turns).astype(self.dtype)
+        qk = rotate(qk, rotations).astype(self.dtype)
         values = y[:, first:second].reshape(rows, -1, self._dim).astype(self.dtype)
         return qk[:, : self.heads], qk[:, self.heads :], values, y[:, second:]
 
 
-class JoinedAttentionLayer(AttentionLayer):
-    """An attention layer whose projections are one. RoPE turns all rows of a frame at once."""
+class FusedAttentionLayer(AttentionLayer):
+    """An attention layer whose projections are one. RoPE rotates all rows of a frame at once."""
 
-    kind = "joined"
+    kind = "fused"
 
     def __init__(self, layer: DecoderLayer, dtype: mx.Dtype) -> None:
         super().__init__(layer)
-        self.attention = JoinedAttention(layer.self_attn, dtype)
+        self.attention = FusedAttention(layer.self_attn, dtype)
 
     def _project(
         self, x: mx.array, caches: Sequence[KVRows], widths: Sequence[int], holes: Sequence[Hole]
@@ -200,7 +200,7 @@ class JoinedAttentionLayer(AttentionLayer):
         """Return the projections of the norm of `x [rows, hidden]`, queries and keys normalized and turned."""
         moved = mx.concatenate([hole.count for hole in holes]) if holes else None
         projected: Projected = self.attention.project(
-            self.norm(x), turns_of(self.attention.rope, caches, widths, moved)
+            self.norm(x), rotations_of(self.attention.rope, caches, widths, moved)
         )
         return projected
 
@@ -223,7 +223,7 @@ def _without_gates(projection: nn.Linear, heads: int, dim: int) -> tuple[nn.Line
     return parts[0], parts[1]
 
 
-def turns_of(
+def rotations_of(
     rope: nn.RoPE, caches: Sequence[KVRows], widths: Sequence[int], moved: mx.array | None = None
 ) -> mx.array:
     """Return cosines and sines of rows, where sequence i owns `widths[i]` rows after those in `caches[i]`.
@@ -233,27 +233,27 @@ def turns_of(
     """
     starts = [cache.position for cache in caches]
     end = max(start + width for start, width in zip(starts, widths, strict=True))
-    table = turn_table(rope, end)
+    table = rotation_table(rope, end)
     if moved is not None:
         return table[mx.array(starts, dtype=mx.int32) - moved]
     parts = []
     for cache, start, width in zip(caches, starts, widths, strict=True):
-        image = cache.image_turns(rope, width)
+        image = cache.image_rotations(rope, width)
         parts.append(table[start : start + width] if image is None else image)
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
 TAPS = 4
-"""Inputs of the convolution that `JoinedGDNLayer` requires."""
+"""Inputs of the convolution that `FusedGDNLayer` requires."""
 
 QK_EPS = 1e-6
 """Added to the sum of squares of q and k, as in mlx-lm."""
 
 
-class JoinedGDNLayer(GDNLayer):
+class FusedGDNLayer(GDNLayer):
     """A layer whose input projections are one where their weights allow it. Between projections it computes in fp32."""
 
-    kind = "joined"
+    kind = "fused"
 
     def __init__(self, layer: DecoderLayer, dtype: mx.Dtype, *, widen: bool) -> None:
         """Join the projections of `layer`. `dtype` is that of caches; `widen` allows weights of half precision."""
@@ -261,8 +261,8 @@ class JoinedGDNLayer(GDNLayer):
         self.dtype = dtype
         net = self.net
         inputs = [net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a]
-        joined = can_store_columns(inputs, widen=widen)
-        self.inputs: list[Any] = [ColumnLinear.from_modules(inputs)] if joined else inputs
+        fused = can_store_columns(inputs, widen=widen)
+        self.inputs: list[Any] = [ColumnLinear.from_modules(inputs)] if fused else inputs
         sizes = (net.conv_dim, net.value_dim, net.num_v_heads)
         self._ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         if can_store_columns([net.out_proj], widen=widen):
@@ -321,7 +321,7 @@ checkpoint.
 """
 
 
-class Joiner:
+class Fuser:
     """The parts of a stage in few operations. `dtype` is the type of caches."""
 
     def __init__(self, dtype: mx.Dtype, model_bytes: int) -> None:
@@ -330,7 +330,7 @@ class Joiner:
         self._widen = model_bytes <= WIDENED_BYTES
 
     def layer(self, layer: ReferenceLayer) -> Layer:
-        """Return `layer` joined where its weights allow it."""
+        """Return `layer` fused where its weights allow it."""
         module: Any = layer.module
         for name in ("input_layernorm", "post_attention_layernorm"):
             module[name] = self.norm(module[name], wide=self._widen)
@@ -338,9 +338,9 @@ class Joiner:
         if module.is_linear:
             net = module.linear_attn
             if net.conv_kernel_size == TAPS and "bias" not in net.conv1d:
-                return JoinedGDNLayer(module, self._dtype, widen=self._widen)
+                return FusedGDNLayer(module, self._dtype, widen=self._widen)
         elif can_join_attention(module.self_attn, widen=self._widen):
-            return JoinedAttentionLayer(module, self._dtype)
+            return FusedAttentionLayer(module, self._dtype)
         layer.norm, layer.mlp_norm = module.input_layernorm, module.post_attention_layernorm
         layer.mlp = PlainMLP(module.mlp)
         return layer
@@ -356,10 +356,10 @@ class Joiner:
         return RowNorm(norm, wide=wide)
 
     def _joined_products(self, module: Any) -> Any:
-        """Return `module` with dense MLPs joined and other linear layers stored by columns."""
+        """Return `module` with dense MLPs fused and other linear layers stored by columns."""
         mlp = [module.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
         if can_store_columns(mlp, widen=self._widen):
-            return JoinedMLP(module)
+            return FusedMLP(module)
         for name, child in module.children().items():
             if type(child) is nn.Linear:
                 module[name] = self.projection(child)

@@ -183,7 +183,7 @@ class StageBackups:
             states = [_arrays(stored, cut, kinds[n]) for stored in backup.layers.get(n, ())]
             if not states:
                 raise ProtocolError("the backup lacks a layer of this stage")
-            filled.append(empty.filled(states, op.length))
+            filled.append(empty.with_backups(states, op.length))
         sequence.layers, sequence.stack.length = filled, op.length
         if last is not None:
             if last.head is not None and (data := backup.layers.get(self.span.end)):
@@ -232,7 +232,7 @@ def head_from(data: Stored, empty: HeadState, cut: StateCut) -> HeadState:
         own, rest = arrays[:count], arrays[count:]
         if own and not mine:
             own = cut.own_share([share[1 : 1 + count] for share in shares], "attention")
-        cache = empty.cache.filled([own], offset) if own else empty.cache
+        cache = empty.cache.with_backups([own], offset) if own else empty.cache
         found = rest.pop(0) if newest else None
         return HeadState(cache, found, successor, rest, [int(token) for token in tokens])
     except (ValueError, TypeError, KeyError, IndexError) as error:

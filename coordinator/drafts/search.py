@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from coordinator.depth.step_costs import FIRST_SAMPLES, Shape, StepCost, StepCosts
+from coordinator.drafts.step_costs import FIRST_SAMPLES, Shape, StepCost, StepCosts
 
 
 class DraftResult(NamedTuple):
