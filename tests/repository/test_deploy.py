@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import json
 import plistlib
 import re
@@ -12,7 +11,6 @@ import sys
 import tomllib
 from pathlib import Path
 from shutil import which
-from typing import Any
 
 import pytest
 import yaml
@@ -29,23 +27,6 @@ CONTAINERFILE = DEPLOY / "container" / "Containerfile"
 PLACEHOLDER = re.compile(r"@[A-Z]+@")
 
 each_daemon = pytest.mark.parametrize("path", DAEMONS, ids=lambda path: path.stem)
-each_unit = pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
-
-
-class UnitParser(configparser.ConfigParser):
-    """A parser of systemd units, which resemble INI files; `%` has no meaning, and a repeated key is an error."""
-
-    def __init__(self) -> None:
-        super().__init__(interpolation=None, strict=True)
-
-    def optionxform(self, optionstr: str) -> str:
-        return optionstr
-
-
-def read_unit(path: Path) -> UnitParser:
-    unit = UnitParser()
-    unit.read_string(path.read_text())
-    return unit
 
 
 def read_containerfile() -> list[tuple[str, str]]:
@@ -60,7 +41,8 @@ def calls() -> list[CommandLine]:
     """Return every call of our programs in deploy/, except those in pages (see tests/repository/test_docs.py)."""
     daemons = {path.name: plistlib.loads(path.read_bytes()) for path in DAEMONS}
     found = [from_words(name, daemon["ProgramArguments"]) for name, daemon in daemons.items()]
-    found += [from_words(p.name, shlex.split(read_unit(p)["Service"]["ExecStart"])) for p in UNITS]
+    starts = [(p.name, re.findall(r"^ExecStart=(.*)$", p.read_text(), re.M)) for p in UNITS]
+    found += [from_words(name, shlex.split(line)) for name, (line,) in starts]
     commands = [json.loads(rest) for word, rest in read_containerfile() if word == "CMD"]
     found += [from_words(CONTAINERFILE.name, words) for words in commands]
     return [call for call in found if call is not None]
@@ -93,22 +75,15 @@ def test_launchd_placeholders_are_filled_by_the_page(path: Path) -> None:
         assert any(f"s|{placeholder}|" in line for line in filled)
 
 
-@each_unit
 @pytest.mark.skipif(which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
 def test_systemd_accepts_the_unit(path: Path, tmp_path: Path) -> None:
     """systemd's own verifier accepts the unit when the path of the program exists."""
-    installed = Path(sys.executable).parent
     copy = tmp_path / path.name
-    copy.write_text(path.read_text().replace("/opt/mtp-cluster/bin", str(installed)))
-    done = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", str(copy)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    about_ours = [line for line in done.stderr.splitlines() if path.name in line]
-    assert about_ours == []
+    copy.write_text(path.read_text().replace("/opt/mtp-cluster/bin", sys.exec_prefix + "/bin"))
+    command = ["systemd-analyze", "verify", "--man=no", str(copy)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert [line for line in done.stderr.splitlines() if path.name in line] == []
 
 
 def test_containerfile() -> None:
@@ -136,22 +111,11 @@ def test_prometheus_scrapes_the_coordinator() -> None:
     assert job["static_configs"] == [{"targets": ["127.0.0.1:8080"]}]
 
 
-def dashboard() -> dict[str, Any]:
-    found = json.loads((DEPLOY / "grafana" / "mtp-cluster.json").read_text())
-    assert isinstance(found, dict)
-    return found
-
-
-def queries() -> list[str]:
-    """Return the queries of the dashboard's panels."""
-    return [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
-
-
 class BusyCluster:
     """A status with every figure that `/metrics` shows."""
 
     def status(self) -> ClusterStatus:
-        """See StatusSource."""
+        """Return a status of one node."""
         node = NodeStatus("mac-1", span="0-3", health="ready", memory_limit=2**31, stage_ms=12.5)
         return ClusterStatus(
             ready=True,
@@ -180,72 +144,24 @@ def real_metrics() -> dict[str, set[str]]:
 
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     """Every metric and label of the dashboard is one of `/metrics`, and every metric but the histograms' is shown."""
-    real = real_metrics()
-    shown = {name for query in queries() for name in re.findall(r"mtp_\w+", query)}
-    assert shown <= real.keys()
+    real, shown = real_metrics(), set[str]()
+    panels = json.loads((DEPLOY / "grafana" / "mtp-cluster.json").read_text())["panels"]
+    for target in (target for panel in panels for target in panel["targets"]):
+        names = re.findall(r"mtp_\w+", target["expr"])
+        shown |= {*names}
+        labels = set.intersection(*(real[name] for name in names))
+        grouped = re.findall(r"by \((\w+)\)", target["expr"])
+        assert {*grouped, *re.findall(r"{{(\w+)}}", target["legendFormat"])} <= labels
     of_histograms = re.compile(r".*_(sum|count|created)$")
     assert {name for name in real.keys() - shown if not of_histograms.match(name)} == set()
-    for panel in dashboard()["panels"]:
-        for target in panel["targets"]:
-            names = re.findall(r"mtp_\w+", target["expr"])
-            labels = set.intersection(*(real[name] for name in names))
-            grouped = re.findall(r"by \((\w+)\)", target["expr"])
-            assert {*grouped, *re.findall(r"{{(\w+)}}", target["legendFormat"])} <= labels
 
 
-def test_grafana_can_show_the_dashboard() -> None:
-    """Panels have unique ids, lie in the 24 columns without overlap, and use the dashboard's data source."""
-    found = dashboard()
-    (variable,) = found["templating"]["list"]
-    assert (variable["type"], variable["query"]) == ("datasource", "prometheus")
-    panels = found["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    cells: set[tuple[int, int]] = set()
-    for panel in panels:
-        at = panel["gridPos"]
-        assert 0 <= at["x"] < at["x"] + at["w"] <= 24
-        own = {
-            (x, y)
-            for x in range(at["x"], at["x"] + at["w"])
-            for y in range(at["y"], at["y"] + at["h"])
-        }
-        assert not cells & own
-        cells |= own
-        assert panel["type"] in {"stat", "timeseries"}
-        sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
-        assert all(source["uid"] == f"${{{variable['name']}}}" for source in sources)
-
-
-FORMULA = DEPLOY / "homebrew" / "mtp-cluster.rb"
-
-
-def test_the_formula_is_in_the_order_of_brew_style() -> None:
-    """The formula describes the project of pyproject.toml, in the order and length that `brew style` demands."""
-    text = FORMULA.read_text()
-    parts = re.findall(r"^  (desc|homepage|license|head|depends_on|def|service|test)\b", text, re.M)
-    order = ["desc", "homepage", "license", "head", "depends_on", "def", "service", "test"]
-    assert parts == order
-    description = re.search(r'^  desc "(.*)"$', text, re.M)
-    assert description is not None
-    assert len(f"mtp-cluster: {description[1]}") <= 80
-    assert not description[1].endswith(".")
+def test_the_formula_installs_the_programs() -> None:
+    """The formula has the licenses and the programs of pyproject.toml, and the page fills its placeholders."""
+    text = (DEPLOY / "homebrew" / "mtp-cluster.rb").read_text()
     project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
     licenses = re.findall(r'"([^"]+)"', text.partition("license all_of:")[2].partition("]")[0])
     assert " AND ".join(licenses) == project["license"]
     assert set(re.findall(r'venv/"bin/(mtp-\w+)"', text)) == project["scripts"].keys()
     placeholders = set(PLACEHOLDER.findall(text))
     assert all(f"s|{p}|" in (DEPLOY / "README.md").read_text() for p in placeholders)
-
-
-def test_ruby_accepts_the_formula() -> None:
-    """Ruby parses the formula, and rubocop finds no fault in its layout, where they are installed."""
-    if which("ruby") is None:
-        pytest.skip("ruby is not installed")
-    checks = [["ruby", "-c", str(FORMULA)]]
-    if which("rubocop") is not None:
-        # brew style allows bin/"program" without spaces.
-        options = ["--only", "Layout,Lint", "--except", "Layout/SpaceAroundOperators"]
-        checks.append(["rubocop", *options, "--cache", "false", str(FORMULA)])
-    for command in checks:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr

