@@ -1,13 +1,17 @@
-"""The hardware and the versions of a measurement."""
+"""The hardware and the versions of a measurement, and the file of its figures."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -28,6 +32,16 @@ def about() -> str:
         f"commit {_commit()}",
     ]
     return "; ".join(parts)
+
+
+def publish(name: str, figures: Mapping[str, Any]) -> None:
+    """Write `figures`, plain JSON, to build/bench with the hardware, and print the path."""
+    path = Path(__file__).parents[2] / "build" / "bench" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    data = {"bench": name, "when": when, "machine": about(), "figures": figures}
+    path.write_text(json.dumps(data, indent=2) + "\n")
+    print(f"\nfigures: {path}")
 
 
 def _processor() -> str:

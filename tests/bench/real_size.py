@@ -7,7 +7,9 @@ long prompt, one stream, eight streams, sixteen. Stock mlx-lm runs first, in a p
 NVIDIA GPUs there are also two workers with a GPU each, as a pipeline and with `--parallel tensor` as a group. The
 programs of one `--mtp` run at the same time and take turns.
 
-The bound of a step is its weights' bytes over the measured bandwidth. `--root` runs another checkout of this project.
+`--lengths` adds prompts of other lengths, and `--edits` answers that repeat their prompt with changes, with and without
+n-grams. `--serve kv-bits=8` gives an option to `mtp-coord serve`. The bound of a step is its weights' bytes over the
+measured bandwidth. `--root` runs another checkout of this project.
 """
 
 from __future__ import annotations
@@ -33,16 +35,15 @@ import httpx
 import mlx.core as mx
 
 from tests.bench.dialled_model import BITS, FULL_BITS, NOISE, SHAPES, write_dialled_model
-from tests.bench.machine import about, parser_of
-from tests.bench.report import bars, publish
+from tests.bench.machine import about, parser_of, publish
 
 LONG, SHORT = 2048, 16
 """Tokens of a prompt."""
 
 STREAMS = (8, 16)
 
-LENGTHS = (16_000, 30_000)
-"""Tokens of the prompts of `--long`. The last one has an answer of 100 tokens."""
+EDITED, CHANGES = 800, 5
+"""Tokens of the prompt and the answer of an edit, and the tokens of the prompt that differ from the answer."""
 
 START_SECONDS = 400.0
 """Seconds. Longest wait until a program serves. Kernels that are not on disk yet take minutes to compile."""
@@ -54,22 +55,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Setup:
-    """One row of the table: a coordinator with `--mtp mtp`, and workers with a GPU each, or none.
+    """One row of the table: a coordinator with these flags, and workers with a GPU each, or none."""
 
-    `group` is True for workers that share every layer.
-    """
-
-    mtp: str
+    name: str
+    flags: tuple[str, ...]
     workers: int = 0
-    exact: bool = False
-    group: bool = False
 
     @property
-    def name(self) -> str:
-        """The row's name."""
-        where = f"{self.workers} workers" if self.workers else "one process"
-        where = f"a group of {self.workers}" if self.group else where
-        return f"{where}, --mtp {self.mtp}{' --exact' if self.exact else ''}"
+    def folder(self) -> str:
+        """The name of the coordinator's state folder. Those of the workers have a number after it."""
+        return re.sub(r"\W+", "-", self.name)
 
 
 # ---- programs
@@ -119,25 +114,29 @@ def program(
 
 @contextmanager
 def started(
-    folder: Path, root: Path, model: Path, setup: Setup, port: int, cards: Sequence[int]
+    folder: Path,
+    root: Path,
+    model: Path,
+    setup: Setup,
+    port: int,
+    cards: Sequence[int],
+    worker_flags: Sequence[str] = (),
 ) -> Iterator[Program]:
     """Run what `setup` names, with its HTTP port at `port`. Yield the coordinator, which may not serve yet.
 
-    Each worker has one of the GPUs `cards`. One process has the first one.
+    Each worker has one of the GPUs `cards`. One process has the first one. State lies in `folder`.
     """
     with ExitStack() as stack:
         flags = ["--nodes", str(setup.workers)] if setup.workers else ["--single-node"]
-        name = re.sub(r"\W+", "-", setup.name)
+        name = setup.folder
         for index in range(setup.workers):
             own, at = f"{name}-{index}", f"127.0.0.1:{port + 1 + index}"
             worker = ["--listen", at, "--model", str(model), "--name", own, "--no-mdns"]
-            worker += ["--state-dir", str(folder / own)]
+            worker += ["--state-dir", str(folder / own), *worker_flags]
             card = cards[index % len(cards)] if cards else None
             stack.enter_context(program(folder, own, root, card, "worker.cli", *worker))
             flags += ["--worker", at]
-        command = ["serve", str(model), "--mtp", setup.mtp, "--port", str(port), "--no-mdns"]
-        command += flags + (["--exact"] if setup.exact else [])
-        command += ["--parallel", "tensor"] if setup.group else []
+        command = ["serve", str(model), "--port", str(port), "--no-mdns", *flags, *setup.flags]
         command += ["--state-dir", str(folder / name)]
         card = cards[0] if cards and not setup.workers else None
         yield stack.enter_context(program(folder, name, root, card, "coordinator.cli", *command))
@@ -211,35 +210,43 @@ class Asker:
         total = sum(a["usage"]["completion_tokens"] for a in many)
         return float(total / (max(a["last"] for a in many) - min(a["asked"] for a in many)))
 
-    async def alone(self, prompt: int, tokens: int) -> tuple[float, float]:
-        """Return the seconds to the first token of a prompt, and the tokens a second after it."""
+    async def alone(self, prompt: Sequence[int], tokens: int) -> tuple[float, float, int]:
+        """Return the seconds to the first token, the tokens a second after it, and the prompt's cached tokens."""
         async with httpx.AsyncClient(timeout=600.0) as client:
-            found = await answer(client, self.url, self.prompt(prompt), tokens)
-        after = found["usage"]["completion_tokens"] - 1
-        span = found["last"] - found["first"]
-        return found["first"] - found["asked"], after / span if span else 0.0
+            found = await answer(client, self.url, prompt, tokens)
+        after, span = found["usage"]["completion_tokens"] - 1, found["last"] - found["first"]
+        cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return found["first"] - found["asked"], after / span if span else 0.0, cached
 
     async def warm(self) -> None:
         """Ask once for all shapes, so that kernels are compiled and costs are known."""
-        await self.alone(LONG, 4)
-        await self.alone(SHORT, 64)
+        await self.alone(self.prompt(LONG), 4)
+        await self.alone(self.prompt(SHORT), 64)
         for count in STREAMS:
             await self.together(count, 24)
 
     async def round(self, tokens: int) -> dict[str, float]:
         """Return the figures of one round, with answers of `tokens` tokens and of half as many for several."""
-        found = {f"first token of {LONG}, s": (await self.alone(LONG, 4))[0]}
-        found["one stream, tokens/s"] = (await self.alone(SHORT, tokens))[1]
+        found = {f"first token of {LONG}, s": (await self.alone(self.prompt(LONG), 4))[0]}
+        found["one stream, tokens/s"] = (await self.alone(self.prompt(SHORT), tokens))[1]
         for count in STREAMS:
             found[f"{count} streams, tokens/s"] = await self.together(count, tokens // 2)
         return found
 
-    async def long(self) -> dict[str, float]:
-        """Return the figures of long prompts."""
+    async def edit(self) -> float:
+        """Return the tokens a second of an answer that repeats its prompt, of which CHANGES words differ."""
+        start = self.drawn.randrange(len(self.cycle))
+        walk = [self.cycle[(start + i) % len(self.cycle)] for i in range(EDITED)]
+        for place in self.drawn.sample(range(EDITED), CHANGES):
+            walk[place] = self.drawn.choice(self.cycle)
+        return (await self.alone([*walk, self.cycle[start - 1]], EDITED))[1]
+
+    async def by_length(self, lengths: Sequence[int]) -> dict[str, float]:
+        """Return the first token and the speed after prompts of these lengths."""
         found: dict[str, float] = {}
-        for length in LENGTHS:
-            first, found[f"one stream at {length}, tokens/s"] = await self.alone(length, 100)
-            found[f"first token of {length}, s"] = first
+        for length in lengths:
+            first, speed, _ = await self.alone(self.prompt(length), 100)
+            found |= {f"first token of {length}, s": first, f"after {length}, tokens/s": speed}
         return found
 
 
@@ -255,8 +262,10 @@ def in_turn(askers: dict[str, Asker], options: argparse.Namespace) -> dict[str, 
         name: {column: statistics.median(row[column] for row in rows) for column in rows[0]}
         for name, rows in rounds.items()
     }
-    for name, asker in askers.items() if options.long else ():
-        found[name] |= asyncio.run(asker.long())
+    for name, asker in askers.items():
+        found[name] |= asyncio.run(asker.by_length(options.lengths))
+        if options.edits:
+            found[name]["edit, tokens/s"] = asyncio.run(asker.edit())
     for name, row in found.items():
         print(f"{name}: {row}; rounds {rounds[name]}", flush=True)
     return found
@@ -340,10 +349,8 @@ def weight_bytes(model: Path) -> int:
 
 def table(found: dict[str, dict[str, float]]) -> str:
     """Return the figures, each with how many times as good as the first row's it is."""
-    first, columns = (
-        next(iter(found)),
-        list(dict.fromkeys(c for row in found.values() for c in row)),
-    )
+    first = next(iter(found))
+    columns = list(dict.fromkeys(column for row in found.values() for column in row))
     lines = [f"| | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
     for name, row in found.items():
         cells = []
@@ -371,12 +378,19 @@ def gpus() -> list[int]:
 
 def setups(mode: str, gpu_count: int, options: argparse.Namespace) -> list[Setup]:
     """Return the rows of `--mtp mode` that these GPUs allow. A pipeline of one stage cannot be filled."""
-    found = [Setup(mode)] if mode != "filled" else []
-    found += [Setup(mode, exact=True)] if found and options.exact else []
-    pair = gpu_count >= 2 or options.two
-    found += [Setup(mode, 2)] if pair else []
-    grouped = pair and mode != "filled" and options.parallel == "tensor"
-    return found + ([Setup(mode, 2, group=True)] if grouped else [])
+    given = [word for option in options.serve for word in f"--{option}".split("=")]
+    flags, mtp = ("--mtp", mode, *given), f"--mtp {mode}"
+    alone = [Setup(f"one process, {mtp}", flags)] if mode != "filled" else []
+    if alone and options.exact:
+        alone.append(Setup(f"one process, {mtp} --exact", (*flags, "--exact")))
+    if alone and options.edits:
+        alone.append(Setup(f"one process, {mtp} --ngram off", (*flags, "--ngram", "off")))
+    if gpu_count < 2 and not options.two:
+        return alone
+    found = [*alone, Setup(f"2 workers, {mtp}", flags, 2)]
+    if mode != "filled" and options.parallel == "tensor":
+        found.append(Setup(f"a group of 2, {mtp}", (*flags, "--parallel", "tensor"), 2))
+    return found
 
 
 def measure_mode(
@@ -413,7 +427,9 @@ def main() -> None:
     parser.add_argument("--no-stock", action="store_true")
     parser.add_argument("--bits", type=int, default=BITS, choices=[4, 8, FULL_BITS])
     parser.add_argument("--exact", action="store_true", help="measure one process with --exact too")
-    parser.add_argument("--long", action="store_true", help=f"prompts of {LENGTHS} tokens too")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[], help="of further prompts")
+    parser.add_argument("--edits", action="store_true", help="answers that repeat their prompt")
+    parser.add_argument("--serve", nargs="+", default=[], help="options, such as kv-bits=8")
     parser.add_argument("--tokens", type=int, default=200, help="of an answer to one stream")
     parser.add_argument("--parallel", choices=["pipeline", "tensor"], default="pipeline")
     parser.add_argument("--two", action="store_true", help="two workers without two GPUs")
@@ -439,14 +455,7 @@ def main() -> None:
         for mode in options.modes:
             found |= measure_mode(mode, folder, model, options)
         print(f"\n{table(found)}", flush=True)
-    publish(
-        "real_size",
-        {"options": {k: str(v) for k, v in vars(options).items()}, "rows": found},
-        {
-            column: bars({name: row[column] for name, row in found.items()}, column)
-            for column in next(iter(found.values()))
-        },
-    )
+    publish("real_size", {"options": {k: str(v) for k, v in vars(options).items()}, "rows": found})
 
 
 if __name__ == "__main__":

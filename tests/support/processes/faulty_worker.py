@@ -63,7 +63,7 @@ def main() -> None:
         return load_stage(*args, **options)
 
     with (
-        patch.object(StageEngine, "begin", faulty_begin),
+        patch.object(StageEngine, "begin_frame", faulty_begin),
         patch("worker.engine.stage_host.load_stage", faulty_load),
         patch("worker.engine.stage_host.PART_SECONDS", PART_SECONDS),
     ):

@@ -197,21 +197,21 @@ class TruthfulVerifier(Verifier):
         """Forget a sequence."""
         self.expected.pop(seq_id, None)
 
-    def save(self, seq_id: int) -> LastStageState:
+    def save_prefix(self, seq_id: int) -> LastStageState:
         """Return an empty state."""
         return LastStageState(Admit(seq_id, 0, 0), None)
 
     def restore(self, seq_id: int, saved: LastStageState) -> None:
         """Do nothing: the tokens held decide about the next one."""
 
-    def begin(
+    def begin_verdict(
         self, x: mx.array, runs: Sequence[Run], states: Sequence[mx.array], stamps: FrameStamps
     ) -> Verdict:
         """Return the outcomes of all runs."""
         found = {(s.seq_id, s.window): self._outcome(sequence, s) for sequence, s in runs}
         return cast(Verdict, FoundVerdict(found))
 
-    def commit(self, op: Commit) -> None:
+    def commit_window(self, op: Commit) -> None:
         """Do nothing: the tokens held decide about the next one."""
 
     def next_tokens(self, segments: Sequence[Segment]) -> mx.array:

@@ -67,7 +67,7 @@ async def test_a_stuck_engine_is_an_error(model: LocalModel) -> None:
     free = threading.Event()
     pipelines = LocalPipelines(model)
     pipeline = await pipelines.make(1)
-    with patch.object(StageEngine, "begin", partial(block_until, free)):
+    with patch.object(StageEngine, "begin_frame", partial(block_until, free)):
         with impatient():
             pipeline.send_frame(FRAME)
             async with asyncio.timeout(60):
@@ -155,7 +155,7 @@ async def test_a_thread_that_finishes_is_waited_for(model: LocalModel) -> None:
     pipelines = LocalPipelines(model)
     first = await pipelines.make(1)
     with (
-        patch.object(StageEngine, "begin", partial(block_until, free)),
+        patch.object(StageEngine, "begin_frame", partial(block_until, free)),
         patch("worker.engine.engine_thread.CLOSE_SECONDS", 0.05),
     ):
         first.send_frame(FRAME)
