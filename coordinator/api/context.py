@@ -95,8 +95,6 @@ class ApiOptions:
     clamp_max_tokens: bool = False
     max_images: int = 32
     """Images of one request."""
-    fetch_images: bool = False
-    """Load images by their addresses, from public servers."""
     key_ring: KeyRing | None = None
     """The named keys. Once there was one, every request requires one of them or one of `api_keys`."""
 

@@ -10,16 +10,13 @@ import secrets
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
-
-from pydantic import Field
+from typing import Any, ClassVar, Literal
 
 from coordinator.api.context import Api
 from coordinator.api.error_responses import refused_field
 from coordinator.api.request_body import Body
 from coordinator.api.request_settings import ChatRequest, render_chat
 from coordinator.images.encoder import EncodedImage
-from coordinator.images.fetch import fetch_image
 from coordinator.schedule.request import PromptImage
 from coordinator.text.calls import Json
 from coordinator.text.tokenizer import ChatPrompt, ContextLengthError
@@ -84,23 +81,15 @@ class Base64Source(Body):
     data: str
 
 
-class UrlSource(Body):
-    """The address of Anthropic's image."""
-
-    type: Literal["url"]
-    url: str
-
-
 class ImageBlock(_Image):
     """An image in a message or in the result of a tool, of Anthropic."""
 
     type: Literal["image"]
-    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+    source: Base64Source
 
     @property
     def url(self) -> str:
-        source = self.source
-        return source.url if isinstance(source, UrlSource) else data_url(source.data)
+        return data_url(self.source.data)
 
 
 def data_url(content: str) -> str:
@@ -135,7 +124,7 @@ async def prompt_of(
         name = f"{param}: image {number}" if urls[1:] else f"{param}: the image"
         try:
             api.images.check(param)
-            data = await _read(api, url, param)
+            data = await asyncio.to_thread(_decoded, url, param)
             found = await api.images.encode(data, name, client)
         except RequestError as error:
             error.param = param
@@ -188,29 +177,12 @@ def placed(
     return replace(prompt, tokens=tuple(tokens), turn=turn), tuple(images)
 
 
-async def _read(api: Api, url: str, param: str) -> bytes:
-    """Return the bytes of an image. Raises RequestError for a URL that is not allowed or not readable."""
-    scheme, _, rest = url.partition(":")
-    scheme = scheme.lower()
-    if scheme == "data":
-        return await asyncio.to_thread(_decoded, rest, param)
-    if scheme not in ("http", "https"):
+def _decoded(url: str, param: str) -> bytes:
+    """Return the bytes of an image. Raises RequestError for another URL than a data URL in Base64."""
+    head, comma, content = url.partition(",")
+    if not comma or not head.lower().startswith("data:") or not head.endswith(";base64"):
         raise refused_field(
-            param, f"an image is a data URL, data:image/png;base64,…, not {url!r:.40}"
-        )
-    if not api.options.fetch_images:
-        raise refused_field(
-            param,
-            "this server loads no images from other servers. Send a data URL, or start it with --fetch-images.",
-        )
-    return await fetch_image(url, param)
-
-
-def _decoded(rest: str, param: str) -> bytes:
-    head, comma, content = rest.partition(",")
-    if not comma or not head.endswith(";base64"):
-        raise refused_field(
-            param, "the data URL of an image is not in Base64. Send data:image/png;base64,…"
+            param, f"{url!r:.40} is no image. Send a data URL, data:image/png;base64,…"
         )
     try:
         return base64.b64decode("".join(content.split()), validate=True)

@@ -113,13 +113,6 @@ def serve(
     max_images: Annotated[
         int, typer.Option(min=0, max=MAX_IMAGES, help="Most images of one request.")
     ] = 32,
-    fetch_images: Annotated[
-        bool,
-        typer.Option(
-            "--fetch-images",
-            help="Load images that requests name by an address, from public servers. Without it requests carry them.",
-        ),
-    ] = False,
     share_weights: Annotated[
         bool,
         typer.Option(
@@ -266,7 +259,6 @@ def serve(
         prefix_disk=None if prefix_disk is None else parse_size(prefix_disk),
         vision=vision,
         max_images=max_images,
-        fetch_images=fetch_images,
         share_weights=share_weights,
         api_keys=_checked_keys(api_key),
         allowed_origins=tuple(allowed_origins or ()),

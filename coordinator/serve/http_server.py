@@ -11,17 +11,13 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import uvicorn
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from coordinator.api.error_responses import error_response
-from proto.errors import NotReadyError
 from proto.rpc.listener import Acceptor
 
 log = logging.getLogger(__name__)
@@ -75,19 +71,14 @@ def _host(scope: Scope) -> str:
     return values[0].decode("latin-1") if len(values) == 1 else "" if not values else "several"
 
 
-UVICORN_LOG = logging.getLogger("uvicorn.error.connection")
-"""The log of uvicorn's connections, without its warning for every invalid request: strangers would fill the disk."""
-
-UVICORN_LOG.setLevel(logging.ERROR)
-
-MAX_CONNECTIONS = 1024
-"""Connections. Bounds their memory, about 20 KB each. Each answer needs one, and so does each open page."""
-
 HEAD_SECONDS = 20.0
 """Seconds. Maximum time without a complete request head, from the connection or the last answer on."""
 
 STALL_SECONDS = 30.0
 """Seconds. Maximum time in which a client takes no byte of a full send buffer. A lost client does the same."""
+
+MAX_CONNECTIONS = 1024
+"""Connections. Bounds their memory, about 20 KB each. Each answer needs one, and so does each open page."""
 
 
 def connection_limit() -> int:
@@ -96,27 +87,15 @@ def connection_limit() -> int:
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // 2)
 
 
-@dataclass
-class Connections:
-    """The bound on open connections. `waiting` has those without a complete request, the longest wait first."""
-
-    limit: int = field(default_factory=connection_limit)
-    waiting: dict[HttpConnection, None] = field(default_factory=dict)
-
-
 class HttpConnection(H11Protocol):
-    """A connection whose client must send its requests and read its answers in time.
+    """A connection whose client must send its heads and read its answers in time. uvicorn has no setting for either.
 
-    Beyond the limit, the connection is ended that waits for the rest of a request for the longest time. If all have
-    complete requests, the new connection is refused with status 503.
+    At the limit, a new connection ends the one that waits for a head for the longest time. If none waits, uvicorn
+    answers the new one with status 503.
     """
 
-    def __init__(self, bound: Connections, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._bound = bound
-        self.logger = UVICORN_LOG
-        self._deadline: asyncio.TimerHandle | None = None
-        self._unsent = 0
+    waits_since = 0.0
+    _deadline: asyncio.TimerHandle | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -125,29 +104,25 @@ class HttpConnection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete  # type: ignore[redundant-expr]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Admit the connection, or refuse it."""
+        """Admit the connection."""
         super().connection_made(transport)
-        if len(self.connections) > self._bound.limit and not self._end_longest_wait():
-            transport.write(_refusal())
-            transport.close()
-            return
-        self._become_idle()
+        self._wait_for_head()
+        if len(self.connections) >= (self.limit_concurrency or 0):
+            others = [
+                c for c in self.connections if isinstance(c, HttpConnection) and c is not self
+            ]
+            if idle := [each for each in others if each.is_idle]:
+                min(idle, key=lambda each: each.waits_since).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
-        self._bound.waiting.pop(self, None)
-        self._stop_deadline()
+        if self._deadline is not None:
+            self._deadline.cancel()
         super().connection_lost(exc)
-
-    def handle_events(self) -> None:
-        """Read requests as uvicorn does."""
-        super().handle_events()
-        if not (self.is_idle or self.cycle.more_body):
-            self._bound.waiting.pop(self, None)
 
     def on_response_complete(self) -> None:
         """Wait for the next request."""
-        self._become_idle()
+        self._wait_for_head()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
@@ -155,48 +130,23 @@ class HttpConnection(H11Protocol):
         super().pause_writing()
         self._start_deadline(STALL_SECONDS)
 
-    def _become_idle(self) -> None:
-        self._bound.waiting.pop(self, None)
-        self._bound.waiting[self] = None
+    def _wait_for_head(self) -> None:
+        self.waits_since = self.loop.time()
         self._start_deadline(HEAD_SECONDS)
 
-    def _end_longest_wait(self) -> bool:
-        """End the connection whose request is incomplete for the longest time. Return False if there is none."""
-        for oldest in self._bound.waiting:
-            if oldest is not self:
-                self._bound.waiting.pop(oldest)
-                oldest.transport.abort()
-                return True
-        return False
-
     def _start_deadline(self, seconds: float) -> None:
-        self._stop_deadline()
-        self._unsent = self.transport.get_write_buffer_size()
-        self._deadline = self.loop.call_later(seconds, self._check_progress)
-
-    def _stop_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-            self._deadline = None
-
-    def _check_progress(self) -> None:
-        """End a connection whose client took no byte since the last check, or sent no complete head."""
         unsent = self.transport.get_write_buffer_size()
-        if 0 < unsent < self._unsent:
+        self._deadline = self.loop.call_later(seconds, self._check_progress, unsent)
+
+    def _check_progress(self, before: int) -> None:
+        """End a connection whose client sent no complete head, or took none of the `before` bytes to send."""
+        unsent = self.transport.get_write_buffer_size()
+        if 0 < unsent < before:
             self._start_deadline(STALL_SECONDS)
-        elif unsent and (self.flow.write_paused or self.is_idle):
-            log.info("connection ended: the client does not read", extra={"unsent_bytes": unsent})
+        elif self.is_idle or self.flow.write_paused:
             self.transport.abort()
-        elif self.is_idle:
-            self.transport.abort()
-
-
-def _refusal() -> bytes:
-    """Return the answer to a client that connects while every connection has an open request."""
-    answer = error_response(NotReadyError("Too many connections are open. Try again later."))
-    fields = [*answer.raw_headers, (b"connection", b"close")]
-    head = b"".join(b"%s: %s\r\n" % field for field in fields)
-    return b"HTTP/1.1 503 Service Unavailable\r\n%s\r\n%s" % (head, answer.body)
 
 
 GRACE_SECONDS = 5
@@ -207,9 +157,6 @@ END_SECONDS = 5
 
 HANDSHAKE_SECONDS = 10.0
 """Seconds. Maximum time of a TLS handshake."""
-
-BACKLOG = 256
-"""Connections that wait to be accepted. The event loop accepts all of them at once, which takes about 10 ms."""
 
 
 class HttpServer(uvicorn.Server):
@@ -222,9 +169,14 @@ class HttpServer(uvicorn.Server):
         end_pages: Callable[[], None],
         count_answers: Callable[[], int],
     ) -> None:
-        grace = GRACE_SECONDS + END_SECONDS
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, timeout_graceful_shutdown=grace, lifespan="off"
+            app,
+            log_config=None,
+            log_level="error",  # strangers would fill the disk with warnings about invalid requests
+            access_log=False,
+            lifespan="off",
+            limit_concurrency=connection_limit(),
+            timeout_graceful_shutdown=GRACE_SECONDS + END_SECONDS,
         )
         super().__init__(config)
         self.interrupted = False
@@ -232,7 +184,7 @@ class HttpServer(uvicorn.Server):
         self._end_answers = end_answers
         self._end_pages = end_pages
         self._count_answers = count_answers
-        self._handshakes: list[Acceptor] = []
+        self._acceptors: list[Acceptor] = []
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -255,33 +207,23 @@ class HttpServer(uvicorn.Server):
         self.handle_exit(number, None)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on `sockets`. uvicorn bounds neither the time nor the number of handshakes, of 256 KB each."""
-        await self.lifespan.startup()
-        config, state, app_state = self.config, self.server_state, self.lifespan.state
-        connection = partial(
-            HttpConnection, Connections(), config=config, server_state=state, app_state=app_state
+        """Listen on `sockets`. uvicorn has no setting for the time and the number of handshakes, of 256 KB each."""
+        await super().startup([])
+        state = self.server_state, self.lifespan.state
+        connect = partial(
+            asyncio.get_running_loop().connect_accepted_socket,
+            partial(HttpConnection, self.config, *state),
+            ssl=self.config.ssl,
+            ssl_handshake_timeout=HANDSHAKE_SECONDS if self.config.ssl else None,
         )
-        loop, listeners = asyncio.get_running_loop(), sockets or []
-        if tls := self.config.ssl:
-            shake_hands = partial(
-                loop.connect_accepted_socket,
-                connection,
-                ssl=tls,
-                ssl_handshake_timeout=HANDSHAKE_SECONDS,
-            )
-            self._handshakes = [Acceptor(each, shake_hands, "handshakes") for each in listeners]
-            for acceptor in self._handshakes:
-                acceptor.start()
-            self.servers = []
-        else:
-            listen = partial(loop.create_server, connection, backlog=BACKLOG)
-            self.servers = [await listen(sock=each) for each in listeners]
-        self.started = True
+        self._acceptors = [Acceptor(each, connect, "connections") for each in sockets or []]
+        for acceptor in self._acceptors:
+            acceptor.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shut down as uvicorn.Server does, and end late answers meanwhile."""
         self._end_pages()
-        for acceptor in self._handshakes:
+        for acceptor in self._acceptors:
             await acceptor.close()
         ending = asyncio.create_task(self._end_late_answers())
         try:

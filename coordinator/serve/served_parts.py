@@ -99,7 +99,6 @@ class ServeOptions:
     prefer: Prefer = Prefer.latency
     vision: VisionMode = VisionMode.auto
     max_images: int = 32
-    fetch_images: bool = False
     journal: bool = True
     """Keep stored answers in the state directory."""
 

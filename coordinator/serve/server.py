@@ -195,7 +195,6 @@ class _Server:
             options.allowed_origins,
             clamp_max_tokens=options.clamp_max_tokens,
             max_images=options.max_images,
-            fetch_images=options.fetch_images,
             key_ring=key_ring,
         )
         file = options.state / "journal" / "answers.db"

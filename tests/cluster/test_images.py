@@ -154,7 +154,10 @@ def test_a_bad_file_is_a_clear_error(cluster: Cluster, data: bytes, problem: str
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ([{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}], "--fetch-images"),
+        (
+            [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}],
+            "Send a data URL",
+        ),
         ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "data URL"),
         ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,%%"}}], "Base64"),
         ([{"type": "video_url", "video_url": {"url": "x"}}], "Video"),

@@ -87,7 +87,6 @@ SERVE: Rows = {
     "--prefix-disk": (["3GB"], {"prefix_disk": 3 * 10**9}),
     "--vision": (["always"], {"vision": VisionMode.always}),
     "--max-images": (["3"], {"max_images": 3}),
-    "--fetch-images": ([], {"fetch_images": True}),
     "--share-weights": ([], {"share_weights": True}),
     "--failure-timeout": (["9"], {"failure_timeout": 9.0}),
     "--api-key": (["one", "--api-key", " two "], {"api_keys": ("one", "two")}),

@@ -123,7 +123,6 @@ WIRES_OF: dict[str, set[str]] = {
     "coordinator.api": {"fastapi", "starlette"},
     "coordinator.cli": {"httpx", "socket", "ssl", "urllib"},
     "coordinator.cluster": {"socket", "zeroconf"},
-    "coordinator.images": {"httpx", "socket", "urllib"},
     "coordinator.pipeline": {"grpc"},
     "coordinator.serve": {"socket", "ssl", "starlette", "uvicorn"},
     "coordinator.text": {"socket"},

@@ -78,7 +78,7 @@ async def listening(app: App, folder: Path | None = None) -> AsyncIterator[int]:
     finally:
         for each in server.servers:
             each.close()
-        for acceptor in server._handshakes:
+        for acceptor in server._acceptors:
             await acceptor.close()
         for connection in list(server.server_state.connections):
             connection.transport.abort()
@@ -166,17 +166,16 @@ async def test_a_client_that_does_not_read_is_ended(monkeypatch: pytest.MonkeyPa
         writer.close()
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"])
+@pytest.mark.parametrize("sent", [b"", REQUEST[:20]])
 async def test_the_longest_wait_makes_room(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    """Above the limit the longest incomplete request ends. With complete ones on all, a new client gets status 503."""
-    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 3)
+    """At the limit the longest wait for a head ends. With requests on all, a new client gets status 503."""
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 4)
     app = App()
     app.hold.clear()
     async with listening(app) as port:
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         for _, writer in idle:
             writer.write(sent)
-        await until(lambda: app.open == (3 if sent else 0))
         await asyncio.sleep(0.05)
         busy = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         async with asyncio.timeout(PATIENCE):
@@ -187,11 +186,9 @@ async def test_the_longest_wait_makes_room(monkeypatch: pytest.MonkeyPatch, sent
             writer.write(REQUEST)
         await until(lambda: app.open == 3)
         refused, last = await asyncio.open_connection("127.0.0.1", port)
+        last.write(REQUEST)
         async with asyncio.timeout(PATIENCE):
-            answer = await refused.read()
-        assert answer.startswith(b"HTTP/1.1 503 ")
-        assert b"retry-after: 5" in answer
-        assert b"Too many connections" in answer
+            assert (await refused.read()).startswith(b"HTTP/1.1 503 ")
         for writer in (last, *(w for _, w in (*idle, *busy))):
             writer.close()
 
