@@ -142,6 +142,7 @@ async def test_an_open_request_has_no_deadline(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_a_client_that_does_not_read_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer to a client that stops reading ends after STALL_SECONDS, and one that reads slowly is complete."""
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 4 * PATIENCE)
     monkeypatch.setattr(http_server, "STALL_SECONDS", 1.5)
     app = App(parts=256)  # 16 MiB, more than the kernel buffers
     async with listening(app) as port:
