@@ -1,8 +1,12 @@
-"""The kernels of this project in Metal, run on a CPU, against their reference in MLX's operations."""
+"""The kernels of this project in Metal against their reference in MLX's operations.
+
+They run on a CPU, or on the GPU of a Mac where `MTP_TEST_GPU=1` is set.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 import pytest
@@ -13,14 +17,25 @@ from mtp.layers.metal.gdn import gated_delta_window
 from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.metal.products import add_norm
 from mtp.layers.prepare_rows import AttentionShape
-from tests.parity.test_metal_path import a_mac as a_mac
+from tests.parity.test_gpu import GPU, computing_on
+from tests.support.metal.metal_path import metal_path
 from tests.support.metal.runner import reason_not_to_run
 from tests.support.stages import reference_kernels, row_kernels
 from tests.support.stages.row_kernels import TOLERANCE, error
 
-pytestmark = pytest.mark.skipif(
-    reason_not_to_run() is not None, reason=reason_not_to_run() or "Metal kernels run"
-)
+ON_MAC = os.environ.get(GPU) == "1" and mx.metal.is_available()
+"""Whether the kernels run on a Mac's GPU, and not on a CPU."""
+
+REASON = None if ON_MAC else reason_not_to_run()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "Metal kernels run")
+
+
+@pytest.fixture(autouse=True)
+def a_mac() -> Iterator[None]:
+    """Run the kernels that a Mac runs."""
+    with computing_on(mx.gpu) if ON_MAC else metal_path():
+        yield
+
 
 SHAPE = GatedDeltaShape(2, 4)
 TYPES = [mx.bfloat16, mx.float16, mx.float32]
