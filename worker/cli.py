@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from proto.announcement import parse_address
-from proto.kernels import Kernels
+from proto.control import Kernels
 from proto.span import Span
 from proto.terminal import console
 from proto.terminal.logs import LogFormat, LogLevel, configure

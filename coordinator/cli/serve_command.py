@@ -24,9 +24,9 @@ from coordinator.serve.server import serve as run_server
 from coordinator.trust.registry import KeyRing
 from mtp.checkpoint.hub.resolve import BUILTIN
 from proto.announcement import is_loopback, parse_address
+from proto.control import Kernels
 from proto.errors import UsageError
 from proto.images import MAX_IMAGES
-from proto.kernels import Kernels
 from proto.state_dir import state_dir as directory_of
 from proto.terminal.logs import LogFormat, LogLevel, configure
 from proto.terminal.progress import parse_size

@@ -25,10 +25,10 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.device import FrameLimits
 from mtp.vision.tower import tower_bytes
 from proto.backup import LayerState, ReceivedStates, by_layer
+from proto.control import Kernels
 from proto.errors import ClusterError, NotReadyError, WorkerLostError
 from proto.frame import Frame
 from proto.frame_stamps import CoordinatorStep, FrameStamps, StageStep, StampRing
-from proto.kernels import Kernels
 from proto.span import Span
 from proto.terminal.progress import OnProgress, byte_bar
 from worker.engine.hardware import default_memory_limit, own_version, release_weights, set_limits

@@ -36,8 +36,8 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import snapshot_of
 from mtp.vision.tower import tower_bytes
 from proto import cluster_pb2 as pb
+from proto.control import Kernels
 from proto.errors import ClusterError, MemoryLimitError, UsageError
-from proto.kernels import Kernels
 from proto.span import Span
 from proto.state_dir import state_dir
 from proto.terminal.progress import format_size

@@ -18,8 +18,7 @@ from mtp.flash_next import modules
 from mtp.flash_next.args import IndexerArgs
 from mtp.flash_next.ngrams import Ints
 from mtp.layers.exact import ExactProducts
-from mtp.layers.expert_rows import row_experts
-from mtp.layers.experts import fuse_experts
+from mtp.layers.experts import fuse_experts, row_experts
 from mtp.layers.kv_cache import PlainKV, tiled_attention
 from mtp.layers.layer import (
     Hole,

@@ -70,6 +70,68 @@ class SourceKernel(ABC):
         return outputs
 
 
+HALF_TYPES = (mx.bfloat16, mx.float16)
+"""Types of activations that the tensor cores multiply."""
+
+
+class CudaKernel(SourceKernel):
+    """A CUDA kernel. MLX compiles it anew in each process, and keeps only its own kernels on disk."""
+
+    most_rows = 32
+    names: ClassVar[Mapping[str, str]] = {
+        "$device ": "",
+        "$shared ": "",
+        "$array ": "__shared__ ",
+        "$int64": "long long",
+        "$span ": "const int* ",
+    }
+
+    def _compiled(self) -> Any:
+        name, inputs, outputs, source, header = self._arguments
+        return mx.fast.cuda_kernel(name, inputs, outputs, source, header)
+
+
+METAL_HEADER = """
+#define __syncthreads() threadgroup_barrier(mem_flags::mem_threadgroup)
+#define __shfl_xor_sync(all, value, mask) simd_shuffle_xor(value, mask)
+#define __fmaf_rn(a, b, c) fma(a, b, c)
+#define __fmul_rn(a, b) ((a) * (b))
+#define make_float4(a, b, c, d) float4{a, b, c, d}
+#define __uint_as_float(bits) as_type<float>(bits)
+#define expf exp
+#define log1pf log1p
+#define rsqrtf rsqrt
+#define sincosf(angle, sine, cosine) (*(sine) = sincos(angle, *(cosine)))
+"""
+"""The functions of CUDA that sources use, in Metal."""
+
+METAL_PLACES = """
+  const uint3 blockIdx = threadgroup_position_in_grid;
+  const uint3 threadIdx = thread_position_in_threadgroup;
+"""
+"""The places of a thread by CUDA's names."""
+
+
+class MetalKernel(SourceKernel):
+    """A Metal kernel. Its sources have lambdas, which Metal knows from macOS 15 on."""
+
+    most_rows = 8
+    names: ClassVar[Mapping[str, str]] = {
+        "$device ": "device ",
+        "$shared ": "threadgroup ",
+        "$array ": "alignas(16) threadgroup ",
+        "$int64": "long",
+        # MLX passes arrays of fewer than 8 elements in another address space.
+        "$span ": "auto ",
+    }
+
+    def _compiled(self) -> Any:
+        name, inputs, outputs, source, header = self._arguments
+        return mx.fast.metal_kernel(
+            name, inputs, outputs, METAL_PLACES + source, METAL_HEADER + header
+        )
+
+
 @cache
 def report_fallback(kernel: str, error: str) -> None:
     """Log, once for each kernel and cause, that slower operations replace a kernel of this project."""

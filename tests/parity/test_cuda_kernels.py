@@ -21,7 +21,6 @@ from mtp.layers.cuda import packed_linear
 from mtp.layers.cuda.attention import PackedAttentionLayer
 from mtp.layers.cuda.dense_rows import DenseRows
 from mtp.layers.cuda.gdn import PackedGDNLayer
-from mtp.layers.cuda.kernel import CudaKernel
 from mtp.layers.cuda.pack import Packer
 from mtp.layers.cuda.packed_linear import PackedLinear, multiply_rows, pack, unpack
 from mtp.layers.gdn_windows import (
@@ -35,6 +34,7 @@ from mtp.layers.gdn_windows import (
 from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import KVFormat, Mixer
 from mtp.layers.reference.gdn import GDNLayer
+from mtp.layers.source_kernel import CudaKernel
 from proto.frame import Admit, Segment
 from tests.parity.test_gpu import GPU
 from tests.support.stages import row_kernels

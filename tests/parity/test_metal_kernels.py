@@ -14,9 +14,9 @@ import pytest
 from mtp.layers.gdn_windows import HEAD_DIM, TAPS, GatedDeltaShape, WindowKernel
 from mtp.layers.metal.attention import prepare_rows
 from mtp.layers.metal.gdn import gated_delta_window
-from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.metal.products import add_norm
 from mtp.layers.prepare_rows import AttentionShape
+from mtp.layers.source_kernel import MetalKernel
 from tests.parity.test_gpu import GPU, computing_on
 from tests.support.metal.metal_path import metal_path
 from tests.support.metal.runner import reason_not_to_run

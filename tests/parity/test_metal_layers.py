@@ -17,11 +17,11 @@ from mtp.layers import gated_delta
 from mtp.layers.gdn_windows import WindowMixer
 from mtp.layers.layer import KernelTrial, KVFormat, Layer
 from mtp.layers.metal import attention, fuse, gdn
-from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.prepare_rows import AttentionShape
+from mtp.layers.source_kernel import MetalKernel
+from proto.control import Kernels
 from proto.frame import Admit, Segment
 from proto.images import ImageSpan
-from proto.kernels import Kernels
 from proto.span import Span
 from tests.bench.dialled_model import ModelShape, write_dialled_model
 from tests.conftest import Checkpoints

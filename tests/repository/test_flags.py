@@ -19,8 +19,8 @@ from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.images.encoder import VisionMode
 from coordinator.planning.groups import Parallel, Prefer
 from mtp.checkpoint.hub.resolve import find_model
+from proto.control import Kernels
 from proto.errors import UsageError
-from proto.kernels import Kernels
 from proto.span import Span
 from proto.terminal.logs import LogFormat, LogLevel
 

@@ -27,11 +27,10 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
 from mtp.device import Arithmetic, this_device
 from mtp.layers.communicator import ALONE, Communicator, GroupCommunicator
-from proto.control import Backend
+from proto.control import Backend, Kernels
 from proto.errors import MemoryLimitError, NotReadyError, UsageError
 from proto.frame import Admit, Commit, Evict, Frame, Op, Outcome, Segment
 from proto.frame_stamps import FrameStamps, StampRing
-from proto.kernels import Kernels
 from proto.params import SamplingParams
 from proto.span import Span
 from proto.terminal.progress import OnProgress

@@ -19,16 +19,15 @@ import mlx.nn as nn
 
 from mtp.device import Arithmetic, this_device
 from mtp.layers.cuda.dense_rows import DenseRows
-from mtp.layers.cuda.kernel import CudaKernel
 from mtp.layers.cuda.pack import Packer
 from mtp.layers.cuda.packed_linear import FEW_ROWS
 from mtp.layers.exact import ExactProducts
 from mtp.layers.fused.fuse import Fuser
 from mtp.layers.layer import KernelTrial, KVFormat, Mixer
 from mtp.layers.metal.fuse import MetalFuser
-from mtp.layers.metal.kernel import MetalKernel
+from mtp.layers.source_kernel import CudaKernel, MetalKernel
+from proto.control import Kernels
 from proto.errors import UsageError
-from proto.kernels import Kernels
 from proto.state_dir import read_text, state_dir, write_private
 from worker.model.loader import StageModules
 

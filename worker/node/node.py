@@ -19,7 +19,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import BUILTIN, find_model, resolve_model
 from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
-from proto.control import Backend
+from proto.control import Backend, Kernels
 from proto.errors import (
     BusyError,
     CheckpointError,
@@ -28,7 +28,6 @@ from proto.errors import (
     StaleEpochError,
     UsageError,
 )
-from proto.kernels import Kernels
 from proto.rpc.data_connection import DataTickets, HopFigures, StreamBinding
 from proto.rpc.status_codes import printable
 from proto.span import Span

@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 
 from proto.announcement import JOIN_FLAG, UNSPECIFIED, Announcement, is_loopback, join_address
+from proto.control import Kernels
 from proto.errors import ClusterError, UsageError
-from proto.kernels import Kernels
 from proto.rpc.channels import add_port
 from proto.rpc.data_connection import DataPort
 from proto.rpc.listener import bind_listener

@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mtp.layers.cuda.kernel import HALF_TYPES, CudaKernel
 from mtp.layers.cuda.packed_linear import HEADER, MOST_ROWS, MULTIPLY_CHUNKS
+from mtp.layers.source_kernel import HALF_TYPES, CudaKernel
 
 CHUNK = 64
 """Inputs that a warp multiplies between two loads. The number of inputs must be a multiple of it."""

@@ -10,7 +10,6 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer
 
 from mtp.layers.communicator import ALONE, Communicator
-from mtp.layers.cuda.kernel import CudaKernel
 from mtp.layers.cuda.packed_linear import (
     FEW_ROWS,
     PackedLinear,
@@ -30,6 +29,7 @@ from mtp.layers.gdn_windows import (
     record_windows,
 )
 from mtp.layers.layer import Hole, KVFormat, Layer, PlainMLP
+from mtp.layers.source_kernel import CudaKernel
 
 gated_delta_window = window_kernel(CudaKernel)
 

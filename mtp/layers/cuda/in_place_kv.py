@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mtp.layers.cuda.kernel import CudaKernel
 from mtp.layers.cuda.packed_linear import FEW_ROWS
 from mtp.layers.cuda.row_attention import SLOTS, RowArrays, no_pair
-from mtp.layers.pair_kv import PairKV
+from mtp.layers.kv_cache import PairKV
 from mtp.layers.prepare_rows import HEAD_DIM
+from mtp.layers.source_kernel import CudaKernel
 
 _SOURCE = r"""
   // One block a row. A warp copies the keys or the values of one head.

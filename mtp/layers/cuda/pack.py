@@ -11,7 +11,6 @@ import mlx.core as mx
 from mtp.layers.cuda.attention import PackedAttentionLayer, can_pack_attention, shape_of
 from mtp.layers.cuda.gdn import PackedGDNLayer, gated_delta_window
 from mtp.layers.cuda.in_place_kv import write_rows
-from mtp.layers.cuda.kernel import HALF_TYPES, CudaKernel
 from mtp.layers.cuda.packed_linear import (
     PackedEmbedding,
     PackedLinear,
@@ -23,14 +22,13 @@ from mtp.layers.cuda.packed_linear import (
     unpack,
 )
 from mtp.layers.cuda.row_attention import SLOTS, RowArrays, attend_rows, prepare_rows
-from mtp.layers.expert_rows import row_experts
-from mtp.layers.experts import fuse_experts
+from mtp.layers.experts import fuse_experts, row_experts
 from mtp.layers.gated_delta import has_window_kernel, recurrence_of, window_constants
 from mtp.layers.gdn_windows import HEAD_DIM, TAPS, GatedDeltaShape, WindowMixer
 from mtp.layers.layer import KVFormat, Layer, Mixer, PlainMLP, Rows
 from mtp.layers.prepare_rows import constants_of
 from mtp.layers.reference import ReferenceLayer
-from mtp.layers.source_kernel import report_fallback
+from mtp.layers.source_kernel import HALF_TYPES, CudaKernel, report_fallback
 
 
 class Packer:

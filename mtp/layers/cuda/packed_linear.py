@@ -18,9 +18,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mtp.layers.communicator import ALONE, Communicator
-from mtp.layers.cuda.kernel import HALF_TYPES, CudaKernel
 from mtp.layers.exact import ExactProducts
-from mtp.layers.source_kernel import THREADS
+from mtp.layers.source_kernel import HALF_TYPES, THREADS, CudaKernel
 
 TILE = 16
 GROUP = 64

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mtp.layers.cuda.kernel import CudaKernel
 from mtp.layers.cuda.packed_linear import HEADER
 from mtp.layers.prepare_rows import HEAD_DIM, AttentionShape, prepare_kernel, run_prepare
+from mtp.layers.source_kernel import CudaKernel
 
 MOST_GROUPED = 16
 """Query heads of a K/V head, over all rows of a block: the rows of a tensor core's product."""

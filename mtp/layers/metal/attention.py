@@ -12,12 +12,10 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer
 
 from mtp.layers.communicator import ALONE, Communicator
-from mtp.layers.kv_cache import KVRows, new_kv
+from mtp.layers.kv_cache import KVRows, PairKV, new_kv
 from mtp.layers.layer import Hole, KVFormat
 from mtp.layers.linear import Format, FusedLinear, Weights
-from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.metal.products import COMPILED_ROWS, FusedMLP, add_norm, compiled, gated_products
-from mtp.layers.pair_kv import PairKV
 from mtp.layers.prepare_rows import (
     HEAD_DIM,
     AttentionShape,
@@ -27,6 +25,7 @@ from mtp.layers.prepare_rows import (
 )
 from mtp.layers.reference.attention import AttentionLayer, Projected
 from mtp.layers.rope import KernelRotations
+from mtp.layers.source_kernel import MetalKernel
 
 Projections = tuple[FusedLinear, FusedLinear]
 """The input projections of a layer as one, and its output projection."""

@@ -16,8 +16,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mtp.layers import gated_delta, prepare_rows
-from mtp.layers.expert_rows import row_experts
-from mtp.layers.experts import fuse_experts
+from mtp.layers.experts import fuse_experts, row_experts
 from mtp.layers.gdn_windows import WindowMixer
 from mtp.layers.layer import KernelTrial, KVFormat, Layer, Mixer, PlainMLP, Rows
 from mtp.layers.linear import Format, FusedLinear
@@ -27,10 +26,10 @@ from mtp.layers.metal.attention import (
     fused_projections,
 )
 from mtp.layers.metal.gdn import FusedGDNLayer, WindowGDNLayer, fused_inputs, gated_delta_window
-from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.metal.products import FusedMLP
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.reference.gdn import GDNLayer
+from mtp.layers.source_kernel import MetalKernel
 from mtp.layers.stream_rows import NORM_SOURCE
 
 Choose = Callable[[str, str, str, Callable[[], KernelTrial]], bool]

@@ -22,9 +22,9 @@ from mtp.layers.gdn_windows import (
 )
 from mtp.layers.layer import Hole, KVFormat, Layer, PlainMLP
 from mtp.layers.linear import Format, FusedLinear
-from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.metal.products import COMPILED_ROWS, FusedMLP, add_norm, compiled, gated_products
 from mtp.layers.reference.gdn import GDNLayer
+from mtp.layers.source_kernel import MetalKernel
 
 gated_delta_window = window_kernel(MetalKernel)
 

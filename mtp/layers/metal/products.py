@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.exact import ExactProducts
 from mtp.layers.linear import Format, FusedLinear, Weights
-from mtp.layers.metal.kernel import MetalKernel
+from mtp.layers.source_kernel import MetalKernel
 from mtp.layers.stream_rows import add_and_norm
 
 COMPILED_ROWS = 64

@@ -22,8 +22,8 @@ from mlx_lm.utils import load_model
 from coordinator.doctor.checks import kernels_of
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import KVFormat
+from proto.control import Kernels
 from proto.frame import Admit, Segment
-from proto.kernels import Kernels
 from proto.span import Span
 from tests.support.checkpoints import checkpoints
 from tests.support.metal.metal_path import metal_choices

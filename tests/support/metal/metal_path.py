@@ -14,8 +14,8 @@ from mlx_lm.models import gated_delta
 
 from mtp.device import DEVICES
 from mtp.layers.metal import fuse
-from mtp.layers.metal.kernel import MetalKernel
-from proto.kernels import Kernels
+from mtp.layers.source_kernel import MetalKernel
+from proto.control import Kernels
 from tests.support.metal import runner
 from worker.model import layer_variants
 from worker.model.layer_variants import KernelChoice
