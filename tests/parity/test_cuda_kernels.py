@@ -416,15 +416,13 @@ def test_a_step_after_a_long_text_takes_as_long(stage: Stage) -> None:
 def test_a_kernel_that_does_not_compile_leaves_the_reference(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A stage whose kernel fails keeps mlx-lm's layers, and says so once."""
+    """A stage on a machine that compiles no kernels keeps mlx-lm's layers, and says so once."""
     broken = CudaKernel("broken", ["rows"], ["out"], "this is no CUDA;")
 
-    def run(shape: GatedDeltaShape, rows: mx.array, *_: object) -> tuple[mx.array, ...]:
-        return tuple(
-            broken([rows], blocks=(1, 1, 1), template=[], shapes=[(1,)], dtypes=[mx.float32])
-        )
+    def run(x: mx.array, *_: object) -> mx.array:
+        return broken([x], blocks=(1, 1, 1), template=[], shapes=[(1,)], dtypes=[mx.float32])[0]
 
-    monkeypatch.setattr(packing, "gated_delta_window", run)
+    monkeypatch.setattr(packing, "multiply_rows", run)
     stage = Stage(loaded(), KVFormat())
     assert stage.modules.layers[0].kind == "reference"
     text = Text(stage, 0)

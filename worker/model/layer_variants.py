@@ -61,7 +61,7 @@ def choose_variants(
     if device.variant == "cuda" and kernels is not Kernels.mlx:
         split_rows = FEW_ROWS
         packer = Packer(dtype, kv_format, exact=exact)
-        if packer.works and modules.slices == 1:
+        if modules.slices == 1 and packer.works():
             _pack(modules, packer)
     elif device.variant == "fused" and not exact:
         _fuse(modules, Fuser(dtype, modules.model_bytes))
