@@ -20,7 +20,8 @@ from coordinator.status.cluster_status import (
     NodeStatus,
     StatusSource,
 )
-from coordinator.status.frame_records import StageLoad, chrome_trace, step_table
+from coordinator.status.frame_records import StageLoad
+from coordinator.status.frame_trace import chrome_trace, step_table
 
 
 @dataclass(eq=False)
@@ -40,9 +41,7 @@ class LiveStatus(StatusSource):
     async def trace(self, seconds: float) -> dict[str, Any]:
         """Return the trace of the last `seconds`. Raises NotReadyError if no plan serves."""
         processes = await self.loop.collect_trace(seconds)
-        plan = self.manager.plan if self.manager is not None else None
-        sums = {i: self._sum_ms(stage) for i, stage in enumerate(plan.stages if plan else ())}
-        return {"trace": chrome_trace(processes), "table": step_table(processes, sums)}
+        return {"trace": chrome_trace(processes), "table": step_table(processes)}
 
     def status(self) -> ClusterStatus:
         loop = self.loop.status()

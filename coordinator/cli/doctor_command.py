@@ -22,7 +22,7 @@ from coordinator.cli.trust_commands import StateOption
 from coordinator.cluster.discovery import Discovery
 from coordinator.doctor import answer, checks
 from coordinator.doctor.checks import Finding, Verdict, forget_trials
-from coordinator.pipeline.worker_client import ConnectionPolicy
+from coordinator.pipeline.worker_connection import ConnectionPolicy
 from coordinator.trust.cluster_trust import ClusterTrust
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model

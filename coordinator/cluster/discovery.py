@@ -18,7 +18,7 @@ from zeroconf import Error as ZeroconfError
 from zeroconf import IPVersion, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
-from coordinator.pipeline.worker_client import Candidate
+from coordinator.pipeline.worker_connection import Candidate
 from proto.announcement import SERVICE_TYPE, Announcement, is_loopback, join_address, parse_address
 from proto.errors import ProtocolError
 

@@ -16,16 +16,11 @@ from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Member, MemberState, Settings, View
 from coordinator.pipeline.worker_client import (
     DESCRIBE_SECONDS,
-    MAX_ID,
-    MAX_NAME,
+    MAX_SPEED,
     NOTICE_SHARE,
-    Candidate,
-    ConnectionPolicy,
     WorkerClient,
-    connect_worker,
-    report_problem,
-    shown_name,
 )
+from coordinator.pipeline.worker_connection import Candidate, ConnectionPolicy, connect_worker
 from coordinator.planning.capacity import REFERENCE_BANDWIDTH
 from proto import cluster_pb2 as pb
 from proto.announcement import JOIN_FLAG
@@ -35,6 +30,15 @@ from proto.rpc.status_codes import NO_MEMBERS, printable
 from proto.span import Span
 
 log = logging.getLogger(__name__)
+
+MAX_MEMORY = 2**50
+"""Bytes. One pebibyte: far above any machine, and small enough for sums."""
+
+MAX_NAME = 64
+"""Characters of a name in logs and status."""
+
+MAX_ID = 128
+"""Characters of a worker id. Our workers send 16."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,8 @@ class Membership:
         try:
             with contextlib.suppress(ClusterError, TimeoutError):
                 async with asyncio.timeout(PROBE_SECONDS):
-                    await client.unload(self.view().epoch)
+                    request = pb.UnloadRequest(coordinator=client.me, epoch=self.view().epoch)
+                    await client.call(client.stub.Unload, request)
         finally:  # also if this process ends meanwhile: open heartbeats would hold the worker back
             await client.close()
 
@@ -351,6 +356,32 @@ class Membership:
             return
         log.warning("worker lost", extra={"address": address, "error": str(error)})
         self.apply_event(events.WorkerLost(address, str(error)))
+
+
+def shown_name(info: pb.WorkerInfo, address: str) -> str:
+    """Return the worker's name without control characters, cut to MAX_NAME characters, or its address."""
+    return printable(info.name, MAX_NAME) or address
+
+
+def report_problem(info: pb.WorkerInfo, num_layers: int) -> str:
+    """Return what is wrong with a report for a model of `num_layers` layers, or an empty string."""
+    hardware = info.hardware
+    if not info.worker_id or len(info.worker_id) > MAX_ID or not info.worker_id.isprintable():
+        return "reports an invalid worker id"
+    if not 0 <= hardware.bytes_per_second <= MAX_SPEED:  # not for NaN either
+        return f"reports an invalid speed of {hardware.bytes_per_second:g} bytes/s"
+    if not 0 < hardware.memory_limit <= MAX_MEMORY:
+        return f"reports an invalid memory limit of {hardware.memory_limit} bytes"
+    if info.HasField("pinned"):
+        start, end = info.pinned.start, info.pinned.end
+        if start >= end:
+            return f"pins the layers {start} to {end}, which are none"
+        if end > num_layers:
+            return (
+                f"is pinned to layers {start}-{end - 1}, and the model has {num_layers} (0-{num_layers - 1}). "
+                "Restart it with other --layers"
+            )
+    return ""
 
 
 def member_of(address: str, info: pb.WorkerInfo) -> Member:

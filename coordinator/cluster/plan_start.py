@@ -51,6 +51,10 @@ STARTING_SECONDS = 10.0
 its `ring` waits 1 s and then 2 s for a member that comes later."""
 
 
+MEMBER_SECONDS = 75.0
+"""Seconds. Bounds the start of a process for a group, for which the worker waits up to 60 s."""
+
+
 class StartError(NotReadyError):
     """Failure to start a plan. `suspect` is the address of the worker to leave out, if one is known."""
 
@@ -101,7 +105,7 @@ class GroupStart:
     async def _start_one(self, worker: WorkerClient) -> WorkerClient:
         request = pb.MemberRequest(coordinator=self.me, epoch=self.epoch, lease_ms=self.lease_ms)
         try:
-            reply = await worker.start_member(request)
+            reply = await worker.call(worker.stub.StartMember, request, MEMBER_SECONDS)
         except ClusterError as error:
             raise StartError(str(error), worker.owner) from error
         address = join_address(host_of(worker.address), reply.port)

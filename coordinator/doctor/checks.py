@@ -23,7 +23,7 @@ import psutil
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from coordinator.pipeline.worker_client import Candidate, ConnectionPolicy, connect_worker
+from coordinator.pipeline.worker_connection import Candidate, ConnectionPolicy, connect_worker
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import KVFormat
 from proto import cluster_pb2 as pb

@@ -1,7 +1,7 @@
 """A pipeline without sockets: a chain of stages in this process, on one thread that touches MLX.
 
-This module is one of the two composition roots where coordinator and worker meet. `mtp-coord generate`, the single-node
-fallback and the tests use it. Its frames, engines and answers are those of the cluster.
+`mtp-coord generate`, the single-node fallback and the tests use it. Its frames, engines and answers are those of the
+cluster.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from coordinator.pipeline.pipeline import FoundPrefix, Pipeline, PipelineSource,
 from coordinator.planning.capacity import DEFAULT_SEQUENCES, Capacity, model_costs, plan_capacity
 from coordinator.planning.plan import StagePlan
 from coordinator.status.cluster_status import NodeStatus
-from coordinator.status.frame_records import COORDINATOR, ProcessTrace, process_trace
+from coordinator.status.frame_trace import COORDINATOR, ProcessTrace, process_trace
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.device import FrameLimits
 from mtp.vision.tower import tower_bytes

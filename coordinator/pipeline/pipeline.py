@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Protocol
 
 from coordinator.planning.capacity import Capacity
-from coordinator.status.frame_records import ProcessTrace
+from coordinator.status.frame_trace import ProcessTrace
 from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
 from proto.backup import LayerState, ReceivedStates

@@ -16,7 +16,7 @@ import grpc.aio
 from coordinator.pipeline.pipeline import FoundPrefix, Move, Pipeline, longest_prefix
 from coordinator.pipeline.worker_client import NOTICE_SHARE, WorkerClient
 from coordinator.planning.capacity import Capacity
-from coordinator.status.frame_records import COORDINATOR, ProcessTrace, process_trace
+from coordinator.status.frame_trace import COORDINATOR, ProcessTrace, process_trace
 from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
 from proto.backup import LayerState, ReceivedStates, prefix_key
@@ -163,7 +163,8 @@ class RemotePipeline(Pipeline):
         if self.stages > 1:
             ring = pb.RingRequest(coordinator=first.me, epoch=self.epoch, hop_timeout_ms=timeout_ms)
             ring.first.CopyFrom(peer_of(first))
-            await self.workers[-1].connect_ring(ring)
+            last = self.workers[-1]
+            await last.call(last.stub.ConnectRing, ring)
         await self._open_results(self._binding(self.stages - 1))
         self._link = Link(
             first.address,

@@ -1,4 +1,4 @@
-"""A worker as the coordinator reaches it: its channel, its description, its control calls and its statuses."""
+"""The client of one worker: its control calls, its signals and its statuses."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 
-from coordinator.status.frame_records import ClockOffset, ProcessTrace, RoundTrip, align_clocks
+from coordinator.status.frame_trace import FrameTimes, ProcessTrace, RoundTrip, clock_offset
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
-from proto.announcement import JOIN_FLAG, Announcement, host_of, is_loopback
 from proto.backup import LayerState, PieceJoiner, ReceivedStates, split
 from proto.control import check_version
-from proto.errors import AccessError, ClusterError, DeadlineError, WorkerLostError
+from proto.errors import ClusterError, DeadlineError, WorkerLostError
 from proto.frame import VERSION
 from proto.rpc.channels import open_channel
 from proto.rpc.data_connection import HopFigures
-from proto.rpc.status_codes import CLOSED, from_status, printable
+from proto.rpc.status_codes import from_status
 from proto.span import Span
 from proto.terminal.progress import OnProgress
 from proto.trust.certificates import Role
@@ -35,171 +34,16 @@ log = logging.getLogger(__name__)
 MAX_SPEED = 1e15
 """Bytes per second. Far above any memory, and small enough for exact planning."""
 
-MAX_MEMORY = 2**50
-"""Bytes. One pebibyte: far above any machine, and small enough for sums."""
-
-MAX_NAME = 64
-"""Characters of a name in logs and status."""
-
 MAX_HOP_US = 60e6
 """Microseconds of one hop. A hop that takes a minute has failed by the timeout before."""
 
-MAX_ID = 128
-"""Characters of a worker id. Our workers send 16."""
-
-
-def shown_name(info: pb.WorkerInfo, address: str) -> str:
-    """Return the worker's name without control characters, cut to MAX_NAME characters, or its address."""
-    return printable(info.name, MAX_NAME) or address
-
-
-def report_problem(info: pb.WorkerInfo, num_layers: int) -> str:
-    """Return what is wrong with a report for a model of `num_layers` layers, or an empty string."""
-    hardware = info.hardware
-    if not info.worker_id or len(info.worker_id) > MAX_ID or not info.worker_id.isprintable():
-        return "reports an invalid worker id"
-    if not 0 <= hardware.bytes_per_second <= MAX_SPEED:  # not for NaN either
-        return f"reports an invalid speed of {hardware.bytes_per_second:g} bytes/s"
-    if not 0 < hardware.memory_limit <= MAX_MEMORY:
-        return f"reports an invalid memory limit of {hardware.memory_limit} bytes"
-    if info.HasField("pinned"):
-        start, end = info.pinned.start, info.pinned.end
-        if start >= end:
-            return f"pins the layers {start} to {end}, which are none"
-        if end > num_layers:
-            return (
-                f"is pinned to layers {start}-{end - 1}, and the model has {num_layers} (0-{num_layers - 1}). "
-                "Restart it with other --layers"
-            )
-    return ""
-
-
-def reported_hop(reply: pb.ConnectReply) -> HopFigures | None:
-    """Return the figures of a worker's hop to the next stage, or None for a stage without one or invalid figures."""
-    if not 0 < reply.link_us <= MAX_HOP_US or not 0 <= reply.link_bytes_per_second <= MAX_SPEED:
-        return None
-    return HopFigures(reply.link_us / 1e6, reply.link_bytes_per_second)
-
-
 DESCRIBE_SECONDS = 30.0
 """Seconds. Bounds a Describe: the first one computes the fingerprint of a large checkpoint on a cold disk."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """The possible addresses of one worker. `id` is the mDNS instance, or the address that the user named.
-
-    `addresses` are host:port, the most likely first. The address whose Describe returns `announcement.worker_id`
-    is the worker's. `announcement` is None for an address that the user named.
-    """
-
-    id: str
-    addresses: tuple[str, ...]
-    announcement: Announcement | None = None
-
-    @property
-    def name(self) -> str:
-        """The announced name, or the address."""
-        return self.announcement.name if self.announcement else self.addresses[0]
-
-    @property
-    def node(self) -> str:
-        """The announced node id, which only a handshake verifies; empty if unknown."""
-        return self.announcement.node if self.announcement else ""
-
-
-@dataclass(frozen=True)
-class ConnectionPolicy:
-    """The coordinator's rule for connections to workers.
-
-    A worker at a loopback address runs on this machine; its connection is secured if it has joined. Every other one
-    must prove that it belongs to the cluster of `trust`. `insecure` accepts any worker instead, without encryption.
-    """
-
-    trust: NodeTrust | None = None
-    insecure: bool = False
-
-    def trust_for(self, candidate: Candidate, address: str) -> NodeTrust | None:
-        """Return the trust for a connection, None for one without TLS. Raises AccessError for an excluded worker."""
-        announced = candidate.announcement.cluster if candidate.announcement else ""
-        if is_loopback(host_of(address)) and not announced:
-            return None
-        if self.insecure:
-            if announced:
-                raise AccessError(
-                    f"{address} accepts only its cluster. Start this coordinator without --insecure"
-                )
-            return None
-        if self.trust is None:
-            raise AccessError(
-                f"{address} is on another machine and this coordinator has no cluster. Start mtp-coord serve "
-                "with --listen and let the worker join, or use --insecure on both"
-            )
-        if candidate.announcement is not None and announced != self.trust.identity.cluster:
-            state = "belongs to another cluster" if announced else "has not joined the cluster"
-            raise AccessError(f"{address} {state}. Start it with {JOIN_FLAG}")
-        if candidate.node in self.trust.removed:
-            raise AccessError(f"{address} was removed from the cluster")
-        return self.trust
-
-
-async def connect_worker(
-    policy: ConnectionPolicy,
-    candidate: Candidate,
-    address: str,
-    me: pb.Coordinator,
-    model: pb.ModelRef,
-    timeout: float = DESCRIBE_SECONDS,
-) -> tuple[WorkerClient, pb.WorkerInfo]:
-    """Return a client for the worker at `address` and its description.
-
-    A secured client accepts only the worker's node id from then on. Raises AccessError for a worker that `policy`
-    excludes, WorkerLostError for an address of another worker, and the errors of Describe.
-    """
-
-    async def described(trust: NodeTrust | None, node: str) -> tuple[WorkerClient, pb.WorkerInfo]:
-        client = WorkerClient(address, me, trust, node)
-        try:
-            return client, await client.describe(model, timeout=timeout)
-        except BaseException:
-            await client.close()
-            raise
-
-    trust = policy.trust_for(candidate, address)
-    node = candidate.node if trust is not None else ""
-    try:
-        client, info = await described(trust, node)
-    except WorkerLostError as error:
-        if trust is not None or CLOSED not in str(error):
-            raise
-        if policy.trust is None:
-            raise WorkerLostError(
-                f"{error}. A worker that belongs to a cluster requires TLS: start this coordinator without --insecure"
-            ) from error
-        trust = policy.trust  # a worker of this machine that has joined
-        client, info = await described(trust, node)
-    try:
-        if trust is not None and info.node_id in trust.removed:
-            raise AccessError(f"{address} was removed from the cluster")
-        if trust is not None and not node:  # the user named the address, so the node id was unknown
-            await client.close()
-            client, info = await described(trust, info.node_id)
-        announced = candidate.announcement
-        if announced is not None and announced.worker_id != info.worker_id:
-            raise WorkerLostError(f"{address} belongs to another worker than the announced one")
-    except BaseException:
-        await client.close()
-        raise
-    return client, info
-
 
 T = TypeVar("T")
 
 CONTROL_SECONDS = 15.0
 """Seconds. Bounds the other unary calls."""
-
-MEMBER_SECONDS = 75.0
-"""Seconds. Bounds the start of a process for a group, for which the worker waits up to 60 s."""
 
 LOAD_SILENCE_SECONDS = 120.0
 """Seconds without progress after which a load has failed. One part of a large model takes seconds on a slow disk."""
@@ -232,6 +76,13 @@ LATE_SECONDS = 0.2
 """Seconds. A timer that fires later than this shows a busy coordinator, not a silent worker."""
 
 
+def reported_hop(reply: pb.ConnectReply) -> HopFigures | None:
+    """Return the figures of a worker's hop to the next stage, or None for a stage without one or invalid figures."""
+    if not 0 < reply.link_us <= MAX_HOP_US or not 0 <= reply.link_bytes_per_second <= MAX_SPEED:
+        return None
+    return HopFigures(reply.link_us / 1e6, reply.link_bytes_per_second)
+
+
 @dataclass(eq=False)
 class WorkerClient:
     """The calls to the worker at `address`. Errors are those of proto/errors.py and name the worker.
@@ -253,14 +104,14 @@ class WorkerClient:
         """Why the client was closed, for the calls that wait for the worker."""
         self.owner = self.owner or self.address
         self._channel = open_channel(self.address, self.trust, Role.WORKER, self.node)
-        self._stub = pb_grpc.WorkerStub(self._channel)
+        self.stub = pb_grpc.WorkerStub(self._channel)
         self._signals: asyncio.Queue[pb.Signal] = asyncio.Queue()
         self._watching: asyncio.Task[None] | None = None
         self.starting_seconds = 0.0
         """Least seconds of silence after which the worker is lost, while it starts."""
         self.worker_status: pb.WorkerStatus | None = None
-        self._clock = ClockOffset()
-        self._clock_until = 0.0  # monotonic seconds until which `_clock` is used
+        self._clock = 0  # nanoseconds, used until `_clock_until`
+        self._clock_until = 0.0
         self.hop: HopFigures | None = None
         """Figures of the hop to the next stage, or from the last stage to the coordinator. None before a plan."""
         self.has_disk = False
@@ -283,34 +134,46 @@ class WorkerClient:
 
     # ---- control
 
+    async def call(
+        self, method: Callable[..., Awaitable[T]], request: object, timeout: float = CONTROL_SECONDS
+    ) -> T:
+        """Return the reply of `method`, one of `stub`, within `timeout` seconds. Raises the worker's error."""
+        try:
+            return await method(request, timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+        except grpc.aio.UsageError:  # the channel was closed
+            raise self._connection_lost() from None
+
     async def describe(
         self, model: pb.ModelRef | None = None, timeout: float = DESCRIBE_SECONDS
     ) -> pb.WorkerInfo:
         """Return the worker's description. Raises VersionError for another release, or WorkerLostError."""
         request = pb.DescribeRequest(protocol_version=VERSION, model=model)
-        info: pb.WorkerInfo = await self._call(self._stub.Describe, request, timeout)
+        info: pb.WorkerInfo = await self.call(self.stub.Describe, request, timeout)
         check_version(info.protocol_version)
         return info
-
-    async def start_member(self, request: pb.MemberRequest) -> pb.MemberReply:
-        """Start a process of the worker for a group's stage."""
-        return await self._call(self._stub.StartMember, request, MEMBER_SECONDS)
 
     async def load(self, request: pb.LoadRequest, on_progress: OnProgress) -> pb.LoadResult:
         """Load a stage on the worker. Raises DeadlineError without progress, and the worker's error."""
         with self._errors_of("made no progress loading"):
-            stream = self._stub.Load(request)
+            stream = self.stub.Load(request)
             try:
                 while True:
-                    async with asyncio.timeout(LOAD_SILENCE_SECONDS):
-                        message = await stream.read()
-                    if not isinstance(message, pb.LoadProgress):  # grpc.aio.EOF
-                        raise WorkerLostError(f"{self.address} ended the load without a result")
+                    message = await self._next(stream.read, pb.LoadProgress)
                     if message.WhichOneof("body") == "result":
                         return message.result
                     on_progress(message.progress.done, message.progress.total)
             finally:
                 stream.cancel()
+
+    async def _next(self, read: Callable[[], Awaitable[object]], kind: type[T]) -> T:
+        """Return the next message of a load. Raises TimeoutError, or WorkerLostError at its end."""
+        async with asyncio.timeout(LOAD_SILENCE_SECONDS):
+            message = await read()
+        if not isinstance(message, kind):  # grpc.aio.EOF
+            raise WorkerLostError(f"{self.address} ended the load without a result")
+        return message
 
     async def provide(
         self,
@@ -319,7 +182,7 @@ class WorkerClient:
         on_progress: OnProgress,
     ) -> None:
         """Give the worker the tensors of `offer` that it lacks. `answer` yields the messages for a request."""
-        call = self._stub.Provide()
+        call = self.stub.Provide()
         wanted: asyncio.Queue[pb.WantedTensors] = asyncio.Queue()
 
         async def write() -> None:
@@ -332,10 +195,7 @@ class WorkerClient:
         async def read() -> None:
             """Read replies until the worker has all tensors. Raises its refusal."""
             while True:
-                async with asyncio.timeout(LOAD_SILENCE_SECONDS):
-                    reply = await call.read()
-                if not isinstance(reply, pb.WeightsReply):  # grpc.aio.EOF
-                    raise WorkerLostError(f"{self.address} ended the transfer of weights")
+                reply = await self._next(call.read, pb.WeightsReply)
                 match reply.WhichOneof("body"):
                     case "wanted":
                         wanted.put_nowait(reply.wanted)
@@ -386,52 +246,41 @@ class WorkerClient:
 
     async def connect(self, request: pb.ConnectRequest) -> None:
         """Bind the worker's stage into a plan. Keep the figures of its hop in `hop`, and whether it has a disk."""
-        reply: pb.ConnectReply = await self._call(self._stub.Connect, request)
+        reply: pb.ConnectReply = await self.call(self.stub.Connect, request)
         self.hop, self.has_disk = reported_hop(reply), reply.has_disk
-
-    async def connect_ring(self, request: pb.RingRequest) -> None:
-        """Open the link from the worker's stage, the last one, to the first stage of its plan."""
-        await self._call(self._stub.ConnectRing, request)
 
     async def update_trust(self, request: pb.TrustUpdate) -> pb.TrustReply:
         """Install the cluster's authorities, removed nodes and, if given, a new certificate on the worker."""
-        return await self._call(self._stub.UpdateTrust, request)
-
-    async def unload(self, epoch: int) -> None:
-        """Make the worker drop its stage and its lease."""
-        await self._call(self._stub.Unload, pb.UnloadRequest(coordinator=self.me, epoch=epoch))
+        return await self.call(self.stub.UpdateTrust, request)
 
     async def collect_trace(self, stage: int, epoch: int, since_ns: int) -> ProcessTrace:
         """Return the worker's stamps of the frames of `epoch` since `since_ns`, in the coordinator's clock."""
-        clock = await self._align_clock()
-        since = max(0, since_ns + clock.offset_ns)
-        request = pb.TraceRequest(with_frames=True, since_ns=since)
-        reply: pb.TraceReport = await self._call(self._stub.ReportTrace, request)
-        own = (one for one in reply.frames if one.epoch == epoch)
-        frames = (clock.align_times(f.epoch, f.number, f.rows, f.times_ns) for f in own)
-        return ProcessTrace(f"stage {stage} {self.address}", stage, clock, tuple(frames))
+        offset = await self._align_clock()
+        request = pb.TraceRequest(with_frames=True, since_ns=max(0, since_ns + offset))
+        reply: pb.TraceReport = await self.call(self.stub.ReportTrace, request)
+        frames = (
+            FrameTimes(f.epoch, f.number, f.rows, tuple(ns and ns - offset for ns in f.times_ns))
+            for f in reply.frames
+            if f.epoch == epoch
+        )
+        return ProcessTrace(f"stage {stage} {self.address}", stage, tuple(frames))
 
-    async def _align_clock(self) -> ClockOffset:
-        """Return the offset of the worker's clock, measured within the last CLOCK_SECONDS."""
+    async def _align_clock(self) -> int:
+        """Return the worker's clock minus the coordinator's, measured within the last CLOCK_SECONDS."""
         if time.monotonic() >= self._clock_until:
-            request, trips = pb.TraceRequest(), []
+            trips = []
             for _ in range(CLOCK_ROUND_TRIPS):
                 sent = time.monotonic_ns()
-                reply: pb.TraceReport = await self._call(self._stub.ReportTrace, request)
+                reply: pb.TraceReport = await self.call(self.stub.ReportTrace, pb.TraceRequest())
                 trips.append(RoundTrip(sent, reply.now_ns, time.monotonic_ns()))
-            self._clock = align_clocks(trips)
+            self._clock = clock_offset(trips)
             self._clock_until = time.monotonic() + CLOCK_SECONDS
         return self._clock
-
-    async def report_state(self) -> pb.StateReport:
-        """Return what the worker holds of requests."""
-        request = pb.StateReportRequest(coordinator=self.me)
-        return await self._call(self._stub.ReportState, request)
 
     async def read_backup(self, epoch: int, seq_id: int, limit: int) -> ReceivedStates:
         """Return the newest backup of a sequence. Raises ProtocolError for a backup of more than `limit` bytes."""
         request = pb.BackupRequest(coordinator=self.me, epoch=epoch, seq_id=seq_id)
-        stream = self._stub.ReadBackup(request, timeout=BACKUP_SECONDS)
+        stream = self.stub.ReadBackup(request, timeout=BACKUP_SECONDS)
         joiner, length, began = PieceJoiner(limit), 0, time.monotonic()
         try:
             async for piece in stream:
@@ -453,12 +302,12 @@ class WorkerClient:
             coordinator=self.me, epoch=epoch, seq_id=seq_id, length=len(tokens), tokens=tokens
         )
         pieces = chain([pb.BackupPiece(head=head)], split(states))
-        await self._call(self._stub.WriteBackup, iter(pieces), BACKUP_SECONDS)
+        await self.call(self.stub.WriteBackup, iter(pieces), BACKUP_SECONDS)
 
     async def find_prefix(self, epoch: int, tokens: Sequence[int]) -> pb.PrefixReply:
         """Return which prefixes of a prompt are on the worker's disk."""
         requests = self._prefix_requests(epoch, 0, tokens)
-        return await self._call(self._stub.FindPrefix, requests, FIND_SECONDS)
+        return await self.call(self.stub.FindPrefix, requests, FIND_SECONDS)
 
     async def copy_blocks(self, source: WorkerClient, epoch: int, key: bytes, layers: Span) -> None:
         """Copy the blocks of a prefix from the disk of `source` to the disk of this worker."""
@@ -468,7 +317,7 @@ class WorkerClient:
             key=key,
             layers=pb.Span(start=layers.start, end=layers.end),
         )
-        stream = source._stub.ReadBlocks(request, timeout=BACKUP_SECONDS)
+        stream = source.stub.ReadBlocks(request, timeout=BACKUP_SECONDS)
         failures: list[grpc.aio.AioRpcError] = []
 
         async def pieces() -> AsyncIterator[pb.BackupPiece]:
@@ -481,7 +330,7 @@ class WorkerClient:
                 failures.append(error)
 
         try:
-            await self._call(self._stub.WriteBlocks, pieces(), BACKUP_SECONDS)
+            await self.call(self.stub.WriteBlocks, pieces(), BACKUP_SECONDS)
         finally:
             stream.cancel()
         if failures:
@@ -490,7 +339,7 @@ class WorkerClient:
     async def load_prefix(self, epoch: int, seq_id: int, tokens: Sequence[int]) -> None:
         """Let the worker read the state after `tokens` from its disk."""
         requests = self._prefix_requests(epoch, seq_id, tokens)
-        await self._call(self._stub.LoadPrefix, requests, BACKUP_SECONDS)
+        await self.call(self.stub.LoadPrefix, requests, BACKUP_SECONDS)
 
     def _prefix_requests(
         self, epoch: int, seq_id: int, tokens: Sequence[int]
@@ -513,7 +362,7 @@ class WorkerClient:
         """Open the Signals stream, send heartbeats and read statuses. Call `on_lost` once, when the stream fails."""
 
         async def read_statuses() -> None:
-            call = self._stub.Signals()
+            call = self.stub.Signals()
             interval = failure_timeout / STATUSES_PER_TIMEOUT
             writing = asyncio.create_task(self._write_signals(call, interval))
             try:
@@ -561,16 +410,6 @@ class WorkerClient:
             self._watching.cancel()
             await asyncio.wait({self._watching}, timeout=CLOSE_SECONDS)
         await self._channel.close()
-
-    async def _call(
-        self, method: Callable[..., Awaitable[T]], request: object, timeout: float = CONTROL_SECONDS
-    ) -> T:
-        try:
-            return await method(request, timeout=timeout)
-        except grpc.aio.AioRpcError as error:
-            raise self._translate(error) from error
-        except grpc.aio.UsageError:  # the channel was closed
-            raise self._connection_lost() from None
 
     def _translate(self, error: grpc.aio.AioRpcError) -> ClusterError:
         code, trailing = error.code().name, error.trailing_metadata()

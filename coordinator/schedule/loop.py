@@ -19,7 +19,8 @@ from coordinator.schedule.request import Finished, GenerationEvent, GenerationRe
 from coordinator.schedule.scheduler import FrameOutcome, Scheduler
 from coordinator.schedule.sequence import Sequence
 from coordinator.status.cluster_status import ClusterStatus, PrefillStatus
-from coordinator.status.frame_records import COORDINATOR, FrameRecords, ProcessTrace
+from coordinator.status.frame_records import FrameRecords
+from coordinator.status.frame_trace import COORDINATOR, ProcessTrace
 from proto.errors import ClusterError, NotReadyError, StaleEpochError
 from proto.frame import Frame
 from proto.frame_stamps import CoordinatorStep, FrameStamps

@@ -121,7 +121,7 @@ GenerationEvent = PrefillProgress | TokenChunk | Finished
 
 
 class Generator(Protocol):
-    """A server of generation requests. `generation.GenerationLoop` implements it."""
+    """A server of generation requests. `schedule.loop.GenerationLoop` implements it."""
 
     def submit(
         self, request: GenerationRequest, deliver: Callable[[GenerationEvent], None]

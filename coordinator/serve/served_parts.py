@@ -22,7 +22,7 @@ from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.images.encoder import ImageEncoder, VisionMode
 from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines
 from coordinator.pipeline.pipeline import PipelineSource
-from coordinator.pipeline.worker_client import ConnectionPolicy
+from coordinator.pipeline.worker_connection import ConnectionPolicy
 from coordinator.planning.groups import Parallel, Prefer
 from coordinator.schedule.local_generator import effective_mtp_mode
 from coordinator.schedule.loop import GenerationLoop

@@ -201,7 +201,6 @@ class EventLog:
         self.events: deque[ClusterEvent] = deque(maxlen=MAX_EVENTS)
         self._before: ClusterStatus | None = None
         self._failed_at: float | None = None
-        self._rebuilding_since: float | None = None  # while prompts are computed again
         self._lost: list[str] = []
 
     def record_status(self, status: ClusterStatus, at: float) -> list[ClusterEvent]:
@@ -210,7 +209,7 @@ class EventLog:
         if before is None:
             return []
         new = _node_events({n.address or "": n for n in before.nodes}, status, at)
-        new += [*self._plan_events(before, status, at), *self._rebuild_events(status, at)]
+        new += self._plan_events(before, status, at)
         self.events.extend(new)
         return new
 
@@ -220,7 +219,7 @@ class EventLog:
         failed = status.recoveries > before.recoveries or (before.ready and not status.ready)
         if failed and self._failed_at is None:
             self._failed_at = at
-            self._lost, self._rebuilding_since = [], None
+            self._lost = []
         if self._failed_at is not None:
             lost = (n.name for n in status.nodes if n.health == "lost")
             self._lost += [name for name in lost if name not in self._lost]
@@ -233,19 +232,7 @@ class EventLog:
         seconds, self._failed_at = at - self._failed_at, None
         cause = f"Recovered from the loss of {', '.join(self._lost)}" if self._lost else "Recovered"
         text = f"{cause}: plan {status.epoch} serves"
-        self._rebuilding_since = at
         return [ClusterEvent(at, "recovery", text, seconds)]
-
-    def _rebuild_events(self, status: ClusterStatus, at: float) -> list[ClusterEvent]:
-        """Return an event when the answers of before a recovery are computed again."""
-        since = self._rebuilding_since
-        if since is None or status.prefilling or not status.ready or since == at:
-            return []
-        self._rebuilding_since = None
-        if not status.running:
-            return []
-        answers = "1 answer goes" if status.running == 1 else f"{status.running} answers go"
-        return [ClusterEvent(at, "recovery", f"{answers} on", at - since)]
 
 
 def _node_events(

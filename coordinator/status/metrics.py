@@ -153,9 +153,8 @@ def _cluster_gauges(status: ClusterStatus) -> Iterator[Metric]:
     for name, (text, value) in gauges.items():
         if value is not None:
             yield GaugeMetricFamily(name, text, value=value)
-    yield CounterMetricFamily(
-        "mtp_recoveries", "Plans replaced after a failure.", value=status.recoveries
-    )
+    text = "Plans that ended, by a failure or for another plan."
+    yield CounterMetricFamily("mtp_recoveries", text, value=status.recoveries)
 
 
 def _drafts(status: ClusterStatus) -> Iterator[Metric]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coordinator.cluster.membership import member_of
-from coordinator.pipeline.worker_client import Candidate, ConnectionPolicy, connect_worker
+from coordinator.pipeline.worker_connection import Candidate, ConnectionPolicy, connect_worker
 from proto import cluster_pb2 as pb
 from proto.announcement import Announcement
 from proto.errors import DeadlineError, WorkerLostError

@@ -22,7 +22,7 @@ from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from coordinator.cluster import discovery as discovery_module
 from coordinator.cluster.discovery import Discovery
-from coordinator.pipeline.worker_client import Candidate
+from coordinator.pipeline.worker_connection import Candidate
 from proto.announcement import SERVICE_TYPE, Announcement
 from proto.span import Span
 from tests.support.processes.mdns_peer import PORT

@@ -405,17 +405,33 @@ def test_a_coordinator_that_stops(team: Team, toy: Path, tmp_path: Path) -> None
     assert len(team.workers[0].records("lease expired")) == lapsed
 
 
+async def described(client: WorkerClient) -> tuple[pb.WorkerInfo, pb.StateReport]:
+    """Return what a worker says about itself and about its sequences."""
+    request = pb.StateReportRequest(coordinator=client.me)
+    return await client.describe(), await client.call(client.stub.ReportState, request)
+
+
 async def let_go(team: Team, seconds: float) -> None:
     """Check that the workers are released within `seconds`, hold no sequence, and keep their weights."""
     started = time.monotonic()
     for worker in team.workers:
         client = WorkerClient(worker.address, pb.Coordinator(id="onlooker", name="onlooker"))
         try:
-            info, held = await client.describe(), await client.report_state()
+            info, held = (
+                await client.describe(),
+                await client.call(
+                    client.stub.ReportState, pb.StateReportRequest(coordinator=client.me)
+                ),
+            )
             while info.HasField("leased_to") or held.sequences:
                 assert time.monotonic() < started + DEADLINE, (worker.name, info, held)
                 await asyncio.sleep(0.02)
-                info, held = await client.describe(), await client.report_state()
+                info, held = (
+                    await client.describe(),
+                    await client.call(
+                        client.stub.ReportState, pb.StateReportRequest(coordinator=client.me)
+                    ),
+                )
             assert info.state == pb.WORKER_STATE_LOADED
         finally:
             await client.close()

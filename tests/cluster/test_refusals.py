@@ -218,7 +218,7 @@ async def test_an_impossible_load_is_refused(worker: str, toy: Path, tmp_path: P
         with pytest.raises(StaleEpochError):
             await load(client, toy, span=whole, epoch=0)
     finally:
-        await client.unload(1)
+        await client.call(client.stub.Unload, pb.UnloadRequest(coordinator=ME, epoch=1))
         await client.close()
 
 
@@ -280,7 +280,7 @@ async def test_a_malformed_frame_ends_the_plan_and_not_the_worker(
                     reader.close()
                     writer.close()
     finally:
-        await client.unload(2)
+        await client.call(client.stub.Unload, pb.UnloadRequest(coordinator=ME, epoch=2))
         await client.close()
 
 

@@ -108,8 +108,10 @@ class InProcessCoordinator:
 
     async def report_state(self) -> dict[str, pb.StateReport]:
         """Return the state report of every known worker, by address."""
+        request = pb.StateReportRequest(coordinator=self.manager.options.me)
         return {
-            a: await client.report_state() for a, client in self.manager.membership.clients.items()
+            a: await client.call(client.stub.ReportState, request)
+            for a, client in self.manager.membership.clients.items()
         }
 
     async def check_nothing_left(self) -> None:

@@ -21,7 +21,7 @@ from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk, generate
 from coordinator.schedule.scheduler import Scheduler
-from coordinator.status.frame_records import ProcessTrace
+from coordinator.status.frame_trace import ProcessTrace
 from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
 from proto.backup import LayerState, ReceivedStates

@@ -12,7 +12,7 @@ import pytest
 from coordinator.cluster.events import Event, apply
 from coordinator.cluster.membership import ArithmeticGroup, ManagerOptions, Membership
 from coordinator.cluster.view import Member, MemberState, Settings, View
-from coordinator.pipeline.worker_client import Candidate
+from coordinator.pipeline.worker_connection import Candidate
 from mtp.device import unlike_machines
 from proto import cluster_pb2 as pb
 from proto.errors import WorkerLostError
@@ -23,11 +23,13 @@ class Leaving:
     """A client of a draining worker that does not answer its Unload."""
 
     closed = False
+    me = pb.Coordinator(id="c", name="c")
+    stub = SimpleNamespace(Unload=None)
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
 
-    async def unload(self, epoch: int) -> None:
+    async def call(self, method: Any, request: pb.UnloadRequest) -> None:
         self.asked.set()
         await asyncio.sleep(60)
 

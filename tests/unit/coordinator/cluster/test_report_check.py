@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.pipeline.worker_client import MAX_NAME, report_problem, reported_hop, shown_name
+from coordinator.cluster.membership import MAX_NAME, report_problem, shown_name
+from coordinator.pipeline.worker_client import reported_hop
 from proto import cluster_pb2 as pb
 from proto.rpc.data_connection import HopFigures
 

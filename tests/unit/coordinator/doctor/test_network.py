@@ -13,7 +13,7 @@ from coordinator.doctor.checks import (
     check_rdma,
     check_worker,
 )
-from coordinator.pipeline.worker_client import Candidate, ConnectionPolicy
+from coordinator.pipeline.worker_connection import Candidate, ConnectionPolicy
 from proto import cluster_pb2 as pb
 from proto.frame import VERSION
 from tests.support.processes.stub_worker import StubMember, stub_members

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from coordinator.pipeline.worker_client import Candidate, ConnectionPolicy, connect_worker
+from coordinator.pipeline.worker_connection import Candidate, ConnectionPolicy, connect_worker
 from coordinator.trust.cluster_trust import JoinServer
 from coordinator.trust.registry import Registry
 from proto import cluster_pb2 as pb

@@ -10,15 +10,8 @@ from typing import Any
 import pytest
 
 from coordinator.drafts.search import DraftResult
-from coordinator.status.frame_records import (
-    COORDINATOR,
-    MAX_RECORDS,
-    RATE_SECONDS,
-    ClockOffset,
-    FrameRecords,
-    FrameTimes,
-    ProcessTrace,
-)
+from coordinator.status.frame_records import MAX_RECORDS, RATE_SECONDS, FrameRecords
+from coordinator.status.frame_trace import COORDINATOR, FrameTimes, ProcessTrace
 from proto.errors import WorkerLostError
 from proto.frame import Admit, DropPrefix, Frame, Outcome, Segment
 from proto.frame_stamps import StageStep
@@ -163,7 +156,7 @@ async def test_records_get_the_times_that_their_stages_measured() -> None:
             steps[StageStep.STARTED] = int(start * 1e9)
             steps[StageStep.ENCODED] = int((start + 0.01) * 1e9)
             times[stage].append(FrameTimes(1, number, 1, tuple(steps)))
-        return [ProcessTrace("", stage, ClockOffset(), tuple(t)) for stage, t in times.items()]
+        return [ProcessTrace("", stage, tuple(t)) for stage, t in times.items()]
 
     records = FrameRecords()
     await records.add_exact_times(0, collect)

@@ -81,23 +81,6 @@ def test_a_loss_and_its_recovery_are_events_with_a_duration() -> None:
     assert recovery.text == "Recovered from the loss of mac-2: plan 2 serves"
 
 
-def test_a_recovery_ends_when_answers_go_on() -> None:
-    """The prompts that are computed again count after the recovery."""
-    events = EventLog()
-    events.record_status(replace(SERVING, running=1), 10.0)
-    waiting = replace(SERVING, ready=False, recoveries=1, phase="waiting for workers", running=1)
-    events.record_status(waiting, 11.0)
-    events.record_status(replace(waiting, phase="loading"), 11.5)
-    back = replace(SERVING, epoch=2, recoveries=1, phase="serving", running=1)
-    again = replace(back, prefilling=(PrefillStatus("a", 3, 9),))
-    (recovery,) = events.record_status(again, 13.5)
-    assert recovery.seconds == 2.5
-    assert events.record_status(again, 14.0) == []
-    (on,) = events.record_status(back, 14.5)
-    assert (on.text, on.seconds) == ("1 answer goes on", 1.0)
-    assert events.record_status(back, 15.0) == []
-
-
 def test_joins_leaves_and_new_plans_are_events() -> None:
     """A plan that changes without a failure is no recovery."""
     events = EventLog()

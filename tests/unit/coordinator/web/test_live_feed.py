@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus
-from coordinator.status.frame_records import ProcessTrace
+from coordinator.status.frame_trace import ProcessTrace
 from coordinator.status.history import SAMPLE_SECONDS, LatencyLog
 from coordinator.web import live_feed
 from coordinator.web.live_feed import HOLD_SECONDS, LiveFeed
