@@ -69,7 +69,7 @@ test-metal: $(VENV)/.dev ## tests of states and engines on the Metal path, whose
 test-slow: $(VENV)/.dev ## the tests that take more than half a minute each
 	$(PYTEST) -m slow
 
-clients: $(VENV)/.dev ## install the clients of other projects, test with them, and write docs/clients.md
+clients: $(VENV)/.dev ## install the clients of other projects, and test with them
 	$(PYTHON) -m venv .cache/clients/python
 	.cache/clients/python/bin/python -m pip install $(PIP_FLAGS) -r tests/clients/python/requirements.txt
 	$(PYTHON) -m venv .cache/clients/openai-2
@@ -78,7 +78,7 @@ clients: $(VENV)/.dev ## install the clients of other projects, test with them, 
 	cp tests/clients/node/package.json .cache/clients/node/
 	if command -v npm >/dev/null; then cd .cache/clients/node && npm install --silent --no-audit --no-fund; \
 		else echo "npm is not installed, so the clients of node are skipped."; fi
-	$(PYTEST) tests/clients --clients-page docs/clients.md
+	$(PYTEST) tests/clients
 
 nightly: $(VENV)/.dev ## 10,000 faults in virtual time, 200 real ones, a storm, and 100 ends of processes at any moment
 	$(BIN)/python -m tests.chaos.virtual --faults 10000

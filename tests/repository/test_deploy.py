@@ -21,6 +21,7 @@ from coordinator.status.metrics import Metrics, RequestMeter
 from tests.support.processes.programs import CommandLine, from_words
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+PAGE = DEPLOY.parent / "docs" / "macs.md"
 DAEMONS = sorted(DEPLOY.glob("launchd/*.plist"))
 UNITS = sorted(DEPLOY.glob("systemd/*.service"))
 CONTAINERFILE = DEPLOY / "container" / "Containerfile"
@@ -64,11 +65,11 @@ def test_listening_elsewhere_is_said_aloud(call: CommandLine) -> None:
 
 @each_daemon
 def test_launchd_placeholders_are_filled_by_the_page(path: Path) -> None:
-    """The commands of deploy/README.md replace every placeholder, since launchd expands neither ~ nor $HOME."""
+    """The commands of docs/macs.md replace every placeholder, since launchd expands neither ~ nor $HOME."""
     daemon = path.read_text().partition("<plist")[2]
     assert "~" not in daemon
     assert "$" not in daemon
-    page = (DEPLOY / "README.md").read_text()
+    page = PAGE.read_text()
     filled = [line for line in page.replace("\\\n", " ").splitlines() if path.name in line]
     assert "@USER@" in daemon, "a daemon without a user runs as root"
     for placeholder in set(PLACEHOLDER.findall(daemon)):
@@ -164,4 +165,4 @@ def test_the_formula_installs_the_programs() -> None:
     assert " AND ".join(licenses) == project["license"]
     assert set(re.findall(r'venv/"bin/(mtp-\w+)"', text)) == project["scripts"].keys()
     placeholders = set(PLACEHOLDER.findall(text))
-    assert all(f"s|{p}|" in (DEPLOY / "README.md").read_text() for p in placeholders)
+    assert all(f"s|{p}|" in PAGE.read_text() for p in placeholders)

@@ -14,7 +14,7 @@ from tests.support.api.fake_generator import FakeGenerator
 ROOT = Path(__file__).parents[4]
 
 
-@pytest.mark.parametrize("page", ["README.md", "deploy/README.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/macs.md"])
 async def test_the_first_chat_has_its_answer_in_the_content(page: str) -> None:
     """A new user sees the answer at once, and not reasoning in another field."""
     (body,) = re.findall(r"--data '(\{\"messages\".*)'", (ROOT / page).read_text())

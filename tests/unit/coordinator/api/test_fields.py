@@ -16,7 +16,9 @@ from coordinator.schedule.request import GenerationRequest
 from coordinator.text.grammars import OutputFormat
 from tests.support.api.api_client import USER, ApiClient
 
-PAGE = (Path(__file__).parents[4] / "docs" / "API.md").read_text()
+_TEXT = (Path(__file__).parents[4] / "docs" / "API.md").read_text()
+PAGE = re.sub(r"^```.*?^```$", "", _TEXT, flags=re.MULTILINE | re.DOTALL)
+"""The page without its blocks of code."""
 
 PATHS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [USER]},
