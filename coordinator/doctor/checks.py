@@ -244,7 +244,7 @@ def check_bridge(workers: int, output: CommandOutput = command_output) -> Findin
     figure = f"{len(active)} of {len(members)} ports in use" if members else "none"
     advice = (
         "The bridge has no loop protection: three Macs in a ring flood the network. Connect them in a chain, or "
-        "remove the bridge and give each cable its own subnet (deploy/README.md)."
+        "remove the bridge and give each cable its own subnet (docs/macs.md)."
     )
     ring = len(active) > 1 and workers > 1
     return judged("Thunderbolt Bridge", figure, advice if ring else "", values)
@@ -333,7 +333,7 @@ def _unreachable(candidate: Candidate, error: ClusterError | None) -> Finding:
     elif "refused" in text:
         advice = "No worker listens there. Start mtp-worker with --listen on that address."
     elif "LaunchDaemon" in text:
-        advice = "macOS blocks the connection. See docs/first-mac.md."
+        advice = "macOS blocks the connection. See docs/macs.md."
     else:
         advice = "Check the address, the cable and the firewall, and that mtp-worker runs there."
     return Finding(f"worker {candidate.name}", Verdict.FAIL, text, advice, {"error": text})

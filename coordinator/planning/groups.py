@@ -28,10 +28,10 @@ SLOWEST_COLLECTIVE = 20e-3
 """Seconds of a sum above which a group is refused: the 128 sums of a token of 27B then take 2.5 s."""
 
 HOP_SECONDS = 1e-3
-"""Seconds. Gap between two stages of a pipeline for one token, as measured on loopback (docs/bench.md)."""
+"""Seconds. Gap between two stages of a pipeline for one token, as measured on loopback (docs/measurements.md)."""
 
 CHUNK_PASSES = 11.0
-"""Time of a chunk of 512 tokens over that of one token, as measured for the 27B shape on an H200 (docs/log.md)."""
+"""Time of a chunk of 512 tokens over that of one token, as measured for the 27B shape on an H200."""
 
 CHUNK_COLLECTIVES = 20.0
 """Time of the sum of a chunk's rows over that of one row. 512 rows of 5,120 values have 5 MB."""

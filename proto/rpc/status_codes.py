@@ -22,7 +22,7 @@ NO_ROUTE = "No route to host"
 
 ADVICE = (
     "macOS may block this program from the local network, above all if launchd started it as an agent. "
-    "Run it as a LaunchDaemon (deploy/README.md), or start it from Terminal and allow Terminal in "
+    "Run it as a LaunchDaemon (docs/macs.md), or start it from Terminal and allow Terminal in "
     "System Settings > Privacy & Security > Local Network"
 )
 

@@ -1,4 +1,4 @@
-"""The choice between one machine, a pipeline and groups (DESIGN §8)."""
+"""The choice between one machine, a pipeline and groups (docs/protocol.md)."""
 
 from __future__ import annotations
 
