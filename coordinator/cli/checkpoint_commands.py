@@ -225,8 +225,8 @@ def convert(
     The output works here and in mlx-lm, which ignores the head. Converting needs the memory of the largest layer's
     experts, not of the model. After an interruption, the same command continues.
 
-    Weights that another program packed (FP8, NVFP4, MXFP4, GPTQ, AWQ, AutoRound, compressed-tensors) keep their bits
-    where MLX has their format and --q-bits are not fewer. Otherwise they are dequantized, and -q quantizes them.
+    Weights that another program packed as integers (GPTQ, AWQ, AutoRound) keep their codes. FP8 and NVFP4 are
+    dequantized, and -q quantizes them.
 
     `mtp-coord convert --hf-path Qwen/Qwen3.5-27B --mlx-path Qwen3.5-27B-4bit -q`
     """

@@ -25,7 +25,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.convert import mixed_quant_predicate_builder
 
-from mtp.checkpoint.convert.foreign import Repacked, read_source_part
+from mtp.checkpoint.convert.foreign import PackedSource, read_source_part
 from mtp.checkpoint.format.checkpoint import INDEX, Checkpoint
 from mtp.checkpoint.format.config import QUANTIZATION_FILE
 from mtp.checkpoint.format.names import module_path
@@ -74,30 +74,24 @@ def shard_writer(path: Path, groups: Sequence[Group]) -> ShardWriter:
 
 
 def write_shard(
-    writer: ShardWriter, groups: list[Group], on_group: Callable[[Group], None]
+    writer: ShardWriter, groups: list[Group], on_bytes: Callable[[int], object]
 ) -> None:
-    """Compute, write and release group after group, and call `on_group` after each. `groups` is empty then."""
+    """Compute, write and release group after group, and call `on_bytes` after each. `groups` is empty then."""
 
     def write_all() -> None:
-        """Write all groups. The bytes of an earlier run have no hash, so they are written again."""
-        writer.rewind(0)
+        writer.rewind(0)  # an earlier run may have left bytes, which have no hash
         groups.reverse()
         while groups:
             group = groups.pop()
-            _write_group(writer, group)
-            on_group(group)
-            del group
+            mx.eval(group.arrays)
+            for array in group.arrays:
+                flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
+                writer.write(np.array(flat, copy=False).data)
+            on_bytes(group.nbytes)
+            del group, array, flat
             mx.clear_cache()
 
     writer.complete(write_all)
-
-
-def _write_group(writer: ShardWriter, group: Group) -> None:
-    """Compute and write one group. No name refers to its arrays afterwards."""
-    mx.eval(group.arrays)
-    for array in group.arrays:
-        flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
-        writer.write(np.array(flat, copy=False).data)
 
 
 def check_free_space(path: Path, needed: int) -> None:
@@ -130,7 +124,7 @@ JOURNAL = "conversion.json"
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """The result of a conversion. `resumed` counts bytes of an earlier run, `ways` the packed weights of this one."""
+    """The result of a conversion. `resumed` counts bytes of an earlier run, `ways` the weights that were packed."""
 
     path: Path
     nbytes: int
@@ -158,8 +152,7 @@ def convert(
     weights = convert_weights(source, settings)
     has_vision = bool(weights.vision)  # the groups are released as they are written
     _open(path, {"source": source.fingerprint(), "settings": asdict(settings)})
-    ways: Counter[str] = Counter()
-    resumed, nbytes, dtypes = _write(path, weights, on_progress, shard_bytes, ways)
+    resumed, nbytes, dtypes = _write(path, weights, on_progress, shard_bytes)
     for file in (file for pattern in _BESIDE for file in source.path.glob(pattern)):
         if not any(file.match(name) for name in _NOT_BESIDE):
             replace_bytes(path / file.name, file.read_bytes())
@@ -168,7 +161,7 @@ def convert(
         replace_bytes(path / PROCESSOR, processor.read_bytes())
     save_config(path, _config(source, weights, has_vision))
     (path / JOURNAL).unlink()
-    return ConversionResult(path, nbytes, resumed, source.mtp.complete, dtypes, ways)
+    return ConversionResult(path, nbytes, resumed, source.mtp.complete, dtypes, weights.ways)
 
 
 def _open(path: Path, journal: dict[str, Any]) -> None:
@@ -192,13 +185,9 @@ def _open(path: Path, journal: dict[str, Any]) -> None:
 
 
 def _write(
-    path: Path,
-    weights: ConvertedWeights,
-    on_progress: OnProgress,
-    shard_bytes: int,
-    ways: Counter[str],
+    path: Path, weights: ConvertedWeights, on_progress: OnProgress, shard_bytes: int
 ) -> tuple[int, int, tuple[str, ...]]:
-    """Write the missing files and the index, and count `ways`. Return the resumed bytes, all bytes and the types."""
+    """Write the missing files and the index. Return the resumed bytes, all bytes and the types."""
     shards = cut_shards(weights.backbone, shard_bytes)
     # The names are those of mlx-lm and transformers.
     suffix = f"of-{len(shards):05}.safetensors"
@@ -216,10 +205,9 @@ def _write(
     resumed = done = sum(writers[name].nbytes for name in finished)
     check_free_space(path, total - done)
 
-    def on_group(group: Group) -> None:
+    def on_bytes(written: int) -> None:
         nonlocal done
-        done += group.nbytes
-        ways.update([group.way] if group.way else [])
+        done += written
         on_progress(done, total)
 
     on_progress(done, total)
@@ -227,7 +215,7 @@ def _write(
     weights.backbone, weights.head, weights.vision = [], [], []
     for name, groups in files.items():
         if name not in finished:
-            write_shard(writers[name], groups, on_group)
+            write_shard(writers[name], groups, on_bytes)
     weight_map = {entry.name: file for file, writer in writers.items() for entry in writer.entries}
     save_index(path, total, weight_map)
     return resumed, total, tuple(sorted(dtypes))
@@ -238,10 +226,9 @@ def _config(source: Checkpoint, weights: ConvertedWeights, has_vision: bool) -> 
     config: dict[str, Any] = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
     if not has_vision:
         config.pop("vision_config", None)
-    for key in ("_name_or_path", "quantization_config", "compression_config"):
-        config.pop(key, None)
     text = config.get("text_config", config)
-    for key in ("quantization_config", "compression_config"):
+    for key in ("_name_or_path", "quantization_config"):
+        config.pop(key, None)
         text.pop(key, None)
     text["mtp_num_hidden_layers"] = int(source.mtp.complete)
     # mlx-lm does not read the places that older exporters used.
@@ -257,19 +244,16 @@ Recipe = Literal["mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6"]
 FloatType = Literal["float16", "bfloat16", "float32"]
 HeadBits = Literal["none", "2", "3", "4", "5", "6", "8"]
 
-_USUAL: dict[Mode, tuple[int, int]] = {
-    "affine": (64, 4),
-    "mxfp4": (32, 4),
-    "nvfp4": (16, 4),
-    "mxfp8": (32, 8),
+_SUPPORTED: dict[Mode, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "affine": ((64, 32, 128), (4, 2, 3, 5, 6, 8)),
+    "mxfp4": ((32,), (4,)),
+    "nvfp4": ((16,), (4,)),
+    "mxfp8": ((32,), (8,)),
 }
-"""Default group size and bits of each mode. Only affine allows other values."""
+"""The group sizes and the bits that MLX has kernels for, the default first."""
 
 TABLE_GROUP = 32
 """Weights of a scale in rows that stay on disk: 160 of Flash-Next are no multiple of 64."""
-
-_AFFINE_BITS = (2, 3, 4, 5, 6, 8)
-_AFFINE_GROUPS = (32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -281,25 +265,16 @@ class Quantization:
     mode: Mode = "affine"
 
     def __post_init__(self) -> None:
-        if self.mode == "affine":
-            if self.bits not in _AFFINE_BITS:
-                raise UsageError(
-                    f"{self.bits} bits are not supported. Choose one of {_listed(_AFFINE_BITS)}."
-                )
-            if self.group_size not in _AFFINE_GROUPS:
-                raise UsageError(
-                    f"groups of {self.group_size} are not supported. Choose one of {_listed(_AFFINE_GROUPS)}."
-                )
-        elif (self.group_size, self.bits) != _USUAL[self.mode]:
-            group_size, bits = _USUAL[self.mode]
-            raise UsageError(
-                f"{self.mode} has {bits} bits in groups of {group_size}. Leave out --q-bits and --q-group-size."
-            )
+        given = {"--q-group-size": self.group_size, "--q-bits": self.bits}
+        for (flag, value), supported in zip(given.items(), _SUPPORTED[self.mode], strict=True):
+            if value not in supported:
+                choices = " or ".join(map(str, sorted(supported)))
+                raise UsageError(f"{flag} {value}: {self.mode} has {choices}. Choose one of them.")
 
     @classmethod
     def of(cls, bits: int | None, group_size: int | None, mode: Mode = "affine") -> Quantization:
         """Return a quantization with the default values of `mode` in place of None."""
-        usual_group, usual_bits = _USUAL[mode]
+        (usual_group, *_), (usual_bits, *_) = _SUPPORTED[mode]
         return cls(bits or usual_bits, group_size or usual_group, mode)
 
     def to_json(self) -> dict[str, int | str]:
@@ -338,10 +313,6 @@ class Settings:
         return Quantization.of(int(self.head_bits), group if affine else None)
 
 
-def _listed(values: tuple[int, ...]) -> str:
-    return ", ".join(map(str, values))
-
-
 SAFETENSORS: dict[mx.Dtype, str] = {
     **{getattr(mx, name): stored for name, stored in STORED_NAMES.items()},
     mx.uint32: "U32",
@@ -355,11 +326,10 @@ Predicate = Callable[[str, nn.Module], Choice]
 
 @dataclass
 class Group:
-    """The tensors of one module, computed together. `way` is how a packed module got its format; empty otherwise."""
+    """The tensors of one module, computed together."""
 
     entries: list[Entry]
     arrays: list[mx.array]
-    way: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -369,18 +339,22 @@ class Group:
 
 @dataclass
 class ConvertedWeights:
-    """The groups of `backbone`, `head` and `vision` in writing order, and the `quantization` object or None."""
+    """The groups of `backbone`, `head` and `vision` in writing order, and the `quantization` object or None.
+
+    `ways` counts the weights that another program packed, by what became of them.
+    """
 
     backbone: list[Group]
     head: list[Group]
     vision: list[Group]
     quantization: dict[str, Any] | None
+    ways: Counter[str]
 
 
 def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeights:
     """Return the weights of the MLX checkpoint, without an incomplete head. Raises CheckpointError.
 
-    Weights that another program packed keep their bits where MLX has their format, unless `settings` ask for fewer.
+    Weights that another program packed as integers keep their codes. `settings` decide for all others.
     """
     config = checkpoint.config
     if config.quantization is not None:
@@ -404,28 +378,17 @@ def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeig
     if with_head:
         model.mtp = config.head()
     prefix = config.family.prefix
-    packed = _load(checkpoint, model, settings, with_head)
-    kept = {path: module for path, module in packed.items() if module is not None}
-    found = _quantize(model, prefix, settings, {path: module.form for path, module in kept.items()})
-    parameters = _with_kept(dict(tree_flatten(model.parameters())), kept)
-    parameters |= _tables(checkpoint, settings)
+    packed, kept = _load(checkpoint, model, settings, with_head)
+    found = _quantize(model, prefix, settings, kept)
+    ways = Counter(f"kept, with their codes of {form['bits']} bits" for form in kept.values())
+    ways["dequantized"] = packed - ways.total()
+    parameters = dict(tree_flatten(model.parameters())) | _tables(checkpoint, settings)
     parameters = {prefix + name: weight for name, weight in parameters.items()}
     backbone = {n: w for n, w in parameters.items() if not n.startswith(f"{prefix}mtp.")}
     head = {n: w for n, w in parameters.items() if n not in backbone}
     vision = _vision(checkpoint, settings) if settings.vision and has_tower(checkpoint) else {}
     parts = [group_parameters(part) for part in (backbone, head, vision)]
-    groups = ConvertedWeights(parts[0], parts[1], parts[2], found)
-    for group in groups.backbone + groups.head:
-        path = group.entries[0].name.rpartition(".")[0].removeprefix(prefix)
-        if path not in packed:
-            continue
-        if (module := packed[path]) is None:
-            is_plain = len(group.entries) == 1
-            group.way = "dequantized" if is_plain else "dequantized and quantized anew"
-        else:
-            bits, mode = module.form["bits"], module.form["mode"]
-            group.way = f"repacked in {bits} bit {mode}, with the same codes"
-    return groups
+    return ConvertedWeights(parts[0], parts[1], parts[2], found, +ways)
 
 
 def _tables(checkpoint: Checkpoint, settings: Settings) -> dict[str, mx.array]:
@@ -460,49 +423,31 @@ def _vision(checkpoint: Checkpoint, settings: Settings) -> dict[str, mx.array]:
 
 def _load(
     checkpoint: Checkpoint, model: nn.Module, settings: Settings, with_head: bool
-) -> dict[str, Repacked | None]:
+) -> tuple[int, dict[str, dict[str, Any]]]:
     """Replace the weights of the modules, which are never computed, by the lazy weights of the checkpoint.
 
-    Returns the modules that another program packed, by path, with the parameters that keep their bits or None. The
-    model has their dequantized weights.
+    Returns the number of packed weights, and the format of those that keep their codes by the path of their module.
     """
     weights: list[tuple[str, mx.array]] = []
-    packed: dict[str, Repacked | None] = {}
-    for part in checkpoint.plans:
+    kept: dict[str, dict[str, Any]] = {}
+    packed = 0
+    for part, plan in checkpoint.plans.items():
         tied = part == "lm_head" and checkpoint.config.tie_word_embeddings
         if tied or (part == "mtp" and not with_head):
             continue
         name = settings.head_dtype or settings.dtype if part == "mtp" else settings.dtype
         dtype: mx.Dtype | None = getattr(mx, name) if name else None
         inside = "" if part in ("lm_head", "mtp") else "model."
-        plain, repacked = read_source_part(checkpoint, part, dtype)
-        weights += [(f"{inside}{module_path(part, name)}", w) for name, w in plain.items()]
-        for within, module in repacked.items():
-            path = f"{inside}{module_path(part, within)}".removesuffix(".weight")
-            packed[path] = module if _keeps(module, settings, in_head=part == "mtp") else None
+        found, forms = read_source_part(checkpoint, part, dtype, keep_codes=True)
+        weights += [(f"{inside}{module_path(part, name)}", w) for name, w in found.items()]
+        kept |= {f"{inside}{module_path(part, name)}": form for name, form in forms.items()}
+        packed += sum(isinstance(source, PackedSource) for source in plan.values())
+    nn.quantize(model, class_predicate=lambda path, module: kept.get(path, False))
     try:
         model.load_weights(weights)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
-    return packed
-
-
-def _keeps(module: Repacked | None, settings: Settings, *, in_head: bool) -> bool:
-    """Return whether a repacked module keeps its bits. More bits would add an error and no precision."""
-    if module is None or settings.recipe or (in_head and settings.head_bits == "none"):
-        return False
-    wanted = settings.head_quantization if in_head else settings.quantization
-    return wanted is None or module.form["bits"] <= wanted.bits
-
-
-def _with_kept(parameters: dict[str, mx.array], kept: dict[str, Repacked]) -> dict[str, mx.array]:
-    """Return the parameters with those of the modules that keep their bits, in the same order."""
-    found: dict[str, mx.array] = {}
-    for name, array in parameters.items():
-        path = name.removesuffix(".weight")
-        leaves = kept[path].parameters if path in kept else {}
-        found |= {f"{path}.{leaf}": weight for leaf, weight in leaves.items()} or {name: array}
-    return found
+    return packed, kept
 
 
 def group_parameters(parameters: dict[str, mx.array]) -> list[Group]:
@@ -524,7 +469,7 @@ def _quantize(
     """Quantize `model` in place, lazily. Returns the object for config.json: the default, and the overrides by path.
 
     Paths in config.json begin with `prefix`. The same predicate decides for backbone and head; a module of the head
-    counts as the same module of layer 0. The modules of `kept` have a format already.
+    counts as the same module of layer 0. The modules of `kept` are quantized already.
     """
     of_backbone, of_head = settings.quantization, settings.head_quantization
     default = of_backbone or of_head
@@ -541,7 +486,7 @@ def _quantize(
         """Return how to quantize the module at `path`, and record an override in `found`."""
         in_head = path.startswith("mtp.")
         mine = of_head if in_head else of_backbone
-        if path in kept or mine is None or path == "mtp.fc" or not hasattr(module, "to_quantized"):
+        if mine is None or path == "mtp.fc" or not hasattr(module, "to_quantized"):
             return False
         twin = path.replace("mtp.", "model.", 1) if in_head else path
         choice = choose(twin, module) if follows or not in_head else routers(twin, module)

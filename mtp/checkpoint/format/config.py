@@ -396,14 +396,12 @@ class _Reader:
         if self.config.get("quantization") is not None or found is None:
             return None
         fields = found if isinstance(found, dict) else {"quant_method": found}
-        usual = "compressed-tensors" if "config_groups" in fields else None
-        method = fields.get("quant_method", usual)
+        method = fields.get("quant_method")
         if method is None:
             return None
         if str(method).lower() not in PACKINGS:
             raise self._error(
-                f"quantized by {method!r:.60}, which is not supported. Use the unquantized checkpoint, or one "
-                "quantized with mtp-coord convert."
+                f"quantized by {method!r:.60}, which is not supported. Use the unquantized checkpoint, or one for MLX."
             )
         return ForeignPacking(PACKINGS[str(method).lower()], fields)
 
@@ -435,14 +433,13 @@ def read_config(path: Path) -> dict[str, Any]:
 def with_quantization(config: dict[str, Any], beside: dict[str, Any] | None) -> dict[str, Any]:
     """Return `config` with its quantization at the usual place.
 
-    ModelOpt has the fields under `quantization`, in the file `beside` or in config.json. Older exporters wrote
-    `compression_config`. The text part of a model may have the fields too.
+    ModelOpt has the fields under `quantization`, in the file `beside` or in config.json. The text part of a model may
+    have the fields too.
     """
     text = config.get("text_config")
     places = [config, text if isinstance(text, dict) else {}]
-    names = ("quantization_config", "compression_config")
-    stored = (place[name] for name in names for place in places if place.get(name) is not None)
-    found = next(stored, beside)
+    stored = (place.get("quantization_config") for place in places)
+    found = next((fields for fields in stored if fields is not None), beside)
     if found is None or config.get("quantization") is not None:
         return config
     if isinstance(found, dict) and isinstance(inner := found.get("quantization"), dict):

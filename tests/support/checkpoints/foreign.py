@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mtp.checkpoint.convert.foreign import PackedSource, open_source, pack_words, read_source_part
+from mtp.checkpoint.convert.foreign import PackedSource, open_source, read_source_part
 from tests.support.checkpoints.checkpoints import read_tensors, write_checkpoint
 
 Members = dict[str, tuple[str, mx.array]]
@@ -37,13 +37,6 @@ TYPES = {
     mx.int8: "I8",
     mx.uint8: "U8",
 }
-
-
-def fp8_rows(weight: mx.array) -> Members:
-    """Pack as compressed-tensors' FP8_DYNAMIC: one scale per row."""
-    scale = mx.abs(weight).max(axis=1, keepdims=True) / 448
-    packed = mx.to_fp8(weight / scale)
-    return {"weight": ("F8_E4M3", packed), "weight_scale": ("F32", scale)}
 
 
 def fp8_tensor(weight: mx.array) -> Members:
@@ -88,49 +81,17 @@ def nvfp4_divided(weight: mx.array) -> Members:
     }
 
 
-def mxfp4(weight: mx.array) -> Members:
-    """Pack as compressed-tensors' MXFP4."""
-    codes, scales, *_ = mx.quantize(weight, mode="mxfp4")
-    return {"weight_packed": ("U8", codes.view(mx.uint8)), "weight_scale": ("U8", scales)}
-
-
-def integers(bits: int, *, symmetric: bool = True) -> Pack:
-    """Return the packer of compressed-tensors' W4A16 and W8A16."""
+def gptq(*, symmetric: bool = True, less: int = 1) -> Pack:
+    """Return the packer of GPTQ in 4 bits; `less` is subtracted from zero points, 1 in the first layout."""
 
     def pack(weight: mx.array) -> Members:
-        """Pack a weight."""
-        codes, scale, zeros = _integers(weight, bits, symmetric)
-        found: Members = {
-            "weight_packed": ("I32", pack_words(codes, bits).view(mx.int32)),
-            "weight_scale": ("BF16", scale.astype(mx.bfloat16)),
-            "weight_shape": ("I32", mx.array(weight.shape, mx.int32)),
-        }
-        if not symmetric:
-            across = pack_words(zeros.T.astype(mx.uint8), bits).view(mx.int32)
-            found["weight_zero_point"] = ("I32", across.T)
-        return found
-
-    return pack
-
-
-def gptq(bits: int, *, symmetric: bool = True, reordered: bool = False, less: int = 1) -> Pack:
-    """Return the packer of GPTQ; `less` is subtracted from zero points, 1 in the first layout."""
-
-    def pack(weight: mx.array) -> Members:
-        """Pack a weight."""
-        inputs = weight.shape[1]
-        groups = mx.arange(inputs, dtype=mx.int32) // GROUP
-        order = mx.arange(inputs)
-        if reordered:
-            order = mx.random.permutation(inputs, key=mx.random.key(inputs))
-        codes, scale, zeros = _integers(weight[:, order], bits, symmetric)
-        back = mx.argsort(order)
-        stored = (zeros - less) % (1 << bits)
+        codes, scale, zeros = _integers(weight, symmetric)
+        groups = mx.arange(weight.shape[1], dtype=mx.int32) // GROUP
         return {
-            "qweight": ("I32", pack_words(codes[:, back], bits).view(mx.int32).T),
-            "qzeros": ("I32", pack_words(_padded(stored.T, bits), bits).view(mx.int32)),
+            "qweight": ("I32", pack_words(codes).T),
+            "qzeros": ("I32", pack_words((zeros - less).T % 16)),
             "scales": ("F16", scale.T.astype(mx.float16)),
-            "g_idx": ("I32", groups[back]),
+            "g_idx": ("I32", groups),
         }
 
     return pack
@@ -138,13 +99,12 @@ def gptq(bits: int, *, symmetric: bool = True, reordered: bool = False, less: in
 
 def awq(weight: mx.array) -> Members:
     """Pack as AutoAWQ, whose words hold outputs 0, 2, 4, 6, 1, 3, 5, 7."""
-    codes, scale, zeros = _integers(weight, 4, symmetric=False)
+    codes, scale, zeros = _integers(weight, symmetric=False)
 
     def shuffled(values: mx.array) -> mx.array:
         """Pack the outputs of `values [n, outputs]` in AWQ's order."""
-        values = _padded(values, 4)
         parts = values.reshape(values.shape[0], -1, 8)[..., mx.array([0, 2, 4, 6, 1, 3, 5, 7])]
-        return pack_words(parts.reshape(values.shape[0], -1), 4).view(mx.int32)
+        return pack_words(parts.reshape(values.shape[0], -1))
 
     return {
         "qweight": ("I32", shuffled(codes.T)),
@@ -153,10 +113,10 @@ def awq(weight: mx.array) -> Members:
     }
 
 
-def _padded(values: mx.array, bits: int) -> mx.array:
-    """Return `values` as uint8, whose last axis fills whole words."""
-    each = 32 // bits
-    return mx.pad(values.astype(mx.uint8), [(0, 0), (0, -values.shape[1] % each)])
+def pack_words(codes: mx.array) -> mx.array:
+    """Return words of eight adjacent `codes` of 4 bits, the first in the lowest bits."""
+    parts = codes.astype(mx.uint32).reshape(codes.shape[0], -1, 8)
+    return mx.sum(parts << mx.arange(0, 32, 4, dtype=mx.uint32), axis=-1).view(mx.int32)
 
 
 def _nvfp4(weight: mx.array) -> tuple[mx.array, mx.array, mx.array]:
@@ -165,63 +125,29 @@ def _nvfp4(weight: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     return codes.view(mx.uint8), scale, double
 
 
-def _integers(weight: mx.array, bits: int, symmetric: bool) -> tuple[mx.array, mx.array, mx.array]:
-    """Return codes, and scales and zero points per group of 32."""
+def _integers(weight: mx.array, symmetric: bool) -> tuple[mx.array, mx.array, mx.array]:
+    """Return codes of 4 bits, and scales and zero points per group of 32."""
     parts = weight.reshape(weight.shape[0], -1, GROUP)
-    top = (1 << bits) - 1
     if symmetric:
-        scale = mx.abs(parts).max(axis=2) * 2 / top
-        zeros = mx.full(scale.shape, 1 << (bits - 1))
+        scale = mx.abs(parts).max(axis=2) * 2 / 15
+        zeros = mx.full(scale.shape, 8)
     else:
         low, high = mx.minimum(parts.min(axis=2), 0), mx.maximum(parts.max(axis=2), 0)
-        scale = (high - low) / top
+        scale = (high - low) / 15
         zeros = mx.round(-low / scale)
-    codes = mx.clip(mx.round(parts / scale[..., None] + zeros[..., None]), 0, top)
-    return codes.reshape(weight.shape).astype(mx.uint8), scale, zeros.astype(mx.int32)
-
-
-def ct_config(form: str, **weights: Any) -> dict[str, Any]:
-    """Return a quantization_config of compressed-tensors."""
-    group = {"targets": ["Linear"], "weights": weights}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "config_groups": {"group_0": group},
-    }
+    codes = mx.clip(mx.round(parts / scale[..., None] + zeros[..., None]), 0, 15)
+    return codes.reshape(weight.shape), scale, zeros.astype(mx.int32)
 
 
 FORMATS: dict[str, tuple[Pack, dict[str, Any]]] = {
-    "FP8 per row": (fp8_rows, ct_config("float-quantized", num_bits=8, type="float")),
     "FP8 per tensor": (fp8_tensor, {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "FP8 in blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [32, 64]}),
     "NVFP4 of ModelOpt": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
-    "NVFP4 of compressed-tensors": (
-        nvfp4_divided,
-        ct_config("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16),
-    ),
-    "MXFP4": (mxfp4, ct_config("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32)),
-    "W4A16": (integers(4), ct_config("pack-quantized", num_bits=4, group_size=32)),
-    "W4A16 asymmetric": (
-        integers(4, symmetric=False),
-        ct_config("pack-quantized", num_bits=4, group_size=32, symmetric=False),
-    ),
-    "W8A16": (integers(8), ct_config("pack-quantized", num_bits=8, group_size=32)),
-    "GPTQ 4 bit": (gptq(4), {"quant_method": "gptq", "bits": 4, "group_size": 32}),
-    "GPTQ 8 bit asymmetric": (
-        gptq(8, symmetric=False, less=0),
-        {"quant_method": "gptq", "bits": 8, "checkpoint_format": "gptq_v2"},
-    ),
-    "GPTQ desc_act": (
-        gptq(4, reordered=True),
-        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
-    ),
+    "NVFP4 of compressed-tensors": (nvfp4_divided, {"quant_method": "compressed-tensors"}),
+    "GPTQ": (gptq(), {"quant_method": "gptq", "bits": 4, "group_size": 32}),
     "AWQ": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
     "AutoRound": (
-        gptq(4),
-        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"},
-    ),
-    "AutoRound asymmetric": (
-        gptq(4, symmetric=False, less=0),
+        gptq(symmetric=False, less=0),
         {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round"},
     ),
 }
@@ -239,7 +165,7 @@ def write_foreign(path: Path, form: str, **options: Any) -> Path:
     write_checkpoint(path, **options)
     stored: Members = {}
     for name, weight in read_tensors(path).items():
-        if not _PACKED.fullmatch(name) or weight.ndim != 2:
+        if not _PACKED.fullmatch(name) or weight.ndim != 2 or weight.shape[0] % 8:
             stored[name] = (TYPES[weight.dtype], weight)
             continue
         for leaf, tensor in pack(weight.astype(mx.float32)).items():

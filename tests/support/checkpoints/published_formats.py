@@ -47,10 +47,10 @@ class PublishedFormat:
         config |= {"text_config": text, **self.fields}
         try:
             parsed = ModelConfig.parse(Path("config.json"), config)
+            infos = {f"{_MODULE}.{leaf}": _info(*kind) for leaf, kind in self.tensors.items()}
+            checkpoint = plan_packed(Checkpoint.assemble(Path("model"), parsed, "raw", infos))
         except CheckpointError:
             return "refused"
-        infos = {f"{_MODULE}.{leaf}": _info(*kind) for leaf, kind in self.tensors.items()}
-        checkpoint = plan_packed(Checkpoint.assemble(Path("model"), parsed, "raw", infos))
         assert not checkpoint.unknown
         if parsed.foreign is None:
             return "served"
@@ -101,7 +101,7 @@ FORMATS = (
         {"weight": _FP8, "weight_scale_inv": ("BF16", (_ROWS // 128, _COLUMNS // 128))},
     ),
     PublishedFormat(
-        "FP8 by blocks, with scales that are powers of two (`ue8m0`)",
+        "FP8 by blocks, with scales that are powers of two in F32 (`ue8m0`)",
         _of("fp8", weight_block_size=[128, 128], scale_fmt="ue8m0"),
         {"weight": _FP8, "weight_scale_inv": ("F32", (_ROWS // 128, _COLUMNS // 128))},
     ),
@@ -140,7 +140,7 @@ FORMATS = (
         },
     ),
     PublishedFormat(
-        "AWQ",
+        "AWQ, 4 bits",
         _of("awq", bits=4, group_size=_GROUP, zero_point=True, version="gemm"),
         {
             "qweight": ("I32", (_COLUMNS, _ROWS // 8)),
@@ -148,9 +148,10 @@ FORMATS = (
             "scales": ("F16", (_GROUPS, _ROWS)),
         },
     ),
-    PublishedFormat("GPTQ", _of("gptq", bits=4, group_size=_GROUP, desc_act=False), _GPTQ),
     PublishedFormat(
-        "GPTQ with `desc_act`", _of("gptq", bits=4, group_size=_GROUP, desc_act=True), _GPTQ
+        "GPTQ, 4 and 8 bits, without `desc_act`",
+        _of("gptq", bits=4, group_size=_GROUP, desc_act=False),
+        _GPTQ,
     ),
     PublishedFormat(
         "AutoRound",

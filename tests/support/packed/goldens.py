@@ -9,15 +9,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from mtp.checkpoint.convert.foreign import (
-    MEMBERS,
-    Member,
-    PackedSource,
-    Packing,
-    find_packing,
-    read_members,
-)
+from mtp.checkpoint.convert.foreign import MEMBERS, Form, Members, PackedSource, join_members
 from mtp.checkpoint.format.config import PACKINGS, ForeignPacking
+from mtp.checkpoint.format.names import Source
 from mtp.checkpoint.format.shard import read_header
 
 FILE = Path(__file__).with_name("goldens.safetensors")
@@ -35,21 +29,18 @@ class Golden:
     values: mx.array
 
     @property
-    def packing(self) -> Packing:
-        """The packing as it follows from config and types."""
+    def form(self) -> Form:
+        """The layout as it follows from config and types."""
         foreign = ForeignPacking(PACKINGS[self.config["quant_method"]], self.config)
-        found = find_packing(foreign, self.types)
-        assert found is not None
-        return found
+        leaves = {name: Source((name,)) for name in self.stored if name in MEMBERS}
+        found = join_members(leaves, self.types, foreign)
+        assert isinstance(found, PackedSource)
+        return found.form
 
     @property
-    def members(self) -> dict[Member, mx.array]:
-        """The members as a checkpoint gives them."""
-        names = {MEMBERS[name]: name for name in self.stored if name in MEMBERS}
-        weight = names.pop("weight")
-        members: dict[Member, tuple[str, ...]] = {member: (name,) for member, name in names.items()}
-        source = PackedSource((weight,), packing=self.packing, members=members)
-        return read_members(source, self.stored.__getitem__)
+    def members(self) -> Members:
+        """The tensors by their role."""
+        return {MEMBERS[name]: array for name, array in self.stored.items() if name in MEMBERS}
 
 
 def read_goldens() -> dict[str, Golden]:

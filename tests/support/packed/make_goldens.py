@@ -45,83 +45,44 @@ def weight(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return (torch.randn(OUTPUTS, INPUTS) * sizes * 0.1).to(dtype)
 
 
-# ---- compressed-tensors
+# ---- floating-point weights
 
 
 def compressed_tensors() -> None:
-    """Add FP8, NVFP4, MXFP4, MXFP8 and integers, as llm-compressor saves them."""
-    from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
-
-    names = (
-        "FP8_DYNAMIC",
-        "FP8",
-        "FP8_BLOCK",
-        "NVFP4A16",
-        "MXFP4A16",
-        "MXFP8A16",
-        "W4A16",
-        "W4A16_ASYM",
-    )
-    for name in (*names, "W8A16", "W8A8"):
-        scheme = PRESET_SCHEMES[name]
-        _compressed(
-            f"compressed-tensors {name}", scheme["weights"], scheme.get("input_activations")
-        )
-    arguments = PRESET_SCHEMES["W4A16_ASYM"]["weights"].model_copy(update={"group_size": GROUP})
-    _compressed("compressed-tensors W4A16 in groups of 32", arguments, None)
-
-
-def _compressed(case: str, arguments: Any, activations: Any) -> None:
+    """Add FP8 and NVFP4, as llm-compressor saves them."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.format import infer_module_format
     from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
-    block = arguments.block_structure
-    if block is not None:
-        block = [16, 32]
-        arguments = arguments.model_copy(update={"block_structure": block})
-    scheme = QuantizationScheme(
-        targets=["Linear"], weights=arguments, input_activations=activations
-    )
-    layout = infer_module_format(torch.nn.Linear, scheme)
-    compressor = BaseCompressor.get_value_from_registry(layout.value)
-    raw = weight()
-    low, high = _ranges(raw.float(), str(arguments.strategy), arguments.group_size, block)
-    state = {"weight": raw}
-    if str(arguments.strategy).endswith("tensor_group"):
-        state["weight_global_scale"] = generate_gparam(raw.float().min(), raw.float().max())
-    scale, zero = calculate_qparams(low, high, arguments, state.get("weight_global_scale"))
-    state["weight_scale"] = scale.to(torch.bfloat16) if "fp4" not in layout.value else scale
-    if not arguments.symmetric:
-        state["weight_zero_point"] = zero
-    packed = compressor.compress(state, scheme)
-    values = compressor.decompress(dict(packed), scheme)["weight"]
-    members = {name: tensor for name, tensor in packed.items() if tensor is not None}
-    config = {
-        "quant_method": "compressed-tensors",
-        "format": layout.value,
-        "config_groups": {"group_0": json.loads(scheme.model_dump_json())},
-    }
-    oracle = f"compressed-tensors {version('compressed-tensors')}, decompress"
-    add(case, oracle, config, members, values)
-
-
-def _ranges(raw: Any, strategy: str, group: int | None, block: Any) -> tuple[Any, Any]:
-    """Return the lowest and the highest value of each part of a weight that shares a scale."""
-    if "tensor" in strategy and "group" not in strategy:
-        return raw.min()[None], raw.max()[None]
-    if "channel" in strategy:
-        return raw.amin(1, keepdim=True), raw.amax(1, keepdim=True)
-    if block is not None:
-        parts = raw.reshape(OUTPUTS // block[0], block[0], INPUTS // block[1], block[1])
-        return parts.amin((1, 3)), parts.amax((1, 3))
-    assert group is not None, "a group strategy has a size"
-    parts = raw.reshape(OUTPUTS, INPUTS // group, group)
-    return parts.amin(2), parts.amax(2)
-
-
-# ---- ModelOpt and transformers
+    for name in ("FP8_DYNAMIC", "NVFP4A16"):
+        preset = PRESET_SCHEMES[name]
+        arguments = preset["weights"]
+        scheme = QuantizationScheme(
+            targets=["Linear"],
+            weights=arguments,
+            input_activations=preset.get("input_activations"),
+        )
+        layout = infer_module_format(torch.nn.Linear, scheme).value
+        raw = weight()
+        state = {"weight": raw}
+        if name == "NVFP4A16":
+            state["weight_global_scale"] = generate_gparam(raw.float().min(), raw.float().max())
+        parts = raw.float().reshape(OUTPUTS, -1, arguments.group_size or INPUTS)
+        ranges = parts.amin(2), parts.amax(2)
+        scale, _ = calculate_qparams(*ranges, arguments, state.get("weight_global_scale"))
+        state["weight_scale"] = scale if name == "NVFP4A16" else scale.to(torch.bfloat16)
+        compressor = BaseCompressor.get_value_from_registry(layout)
+        packed = compressor.compress(state, scheme)
+        values = compressor.decompress(dict(packed), scheme)["weight"]
+        config = {
+            "quant_method": "compressed-tensors",
+            "format": layout,
+            "config_groups": {"group_0": json.loads(scheme.model_dump_json())},
+        }
+        oracle = f"compressed-tensors {version('compressed-tensors')}, decompress"
+        add(f"compressed-tensors {name}", oracle, config, packed, values)
 
 
 def modelopt() -> None:
@@ -150,20 +111,17 @@ def transformers() -> None:
     """Add block-wise FP8, as transformers reads it."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-    for case, powers in (("FP8 in blocks", False), ("FP8 in blocks with powers of two", True)):
-        block = (16, 32)
-        raw = weight().float()
-        parts = raw.reshape(OUTPUTS // block[0], block[0], INPUTS // block[1], block[1])
-        scale = parts.abs().amax((1, 3)) / 448
-        scale = torch.exp2(torch.ceil(torch.log2(scale))) if powers else scale
-        wide = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-        packed = (raw / wide).to(torch.float8_e4m3fn)
-        values = Fp8Dequantize(None)._dequantize_one(packed, scale, torch.float32)
-        config: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": list(block)}
-        if powers:
-            config["scale_fmt"] = "ue8m0"
-        oracle = f"transformers {version('transformers')}, Fp8Dequantize"
-        add(case, oracle, config, {"weight": packed, "weight_scale_inv": scale}, values)
+    block = (16, 32)
+    raw = weight().float()
+    parts = raw.reshape(OUTPUTS // block[0], block[0], INPUTS // block[1], block[1])
+    scale = parts.abs().amax((1, 3)) / 448
+    wide = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    packed = (raw / wide).to(torch.float8_e4m3fn)
+    values = Fp8Dequantize(None)._dequantize_one(packed, scale, torch.float32)
+    config = {"quant_method": "fp8", "weight_block_size": list(block)}
+    oracle = f"transformers {version('transformers')}, Fp8Dequantize"
+    members = {"weight": packed, "weight_scale_inv": scale}
+    add("FP8 in blocks", oracle, config, members, values)
 
 
 # ---- integers
@@ -182,80 +140,71 @@ def integer_parameters(raw: Any, bits: int, symmetric: bool, group: int) -> tupl
 
 
 def gptq() -> None:
-    """Add GPTQ with 4 and 8 bits, and with reordered inputs."""
+    """Add GPTQ with 4 and 8 bits in both layouts of zero points, and with reordered inputs."""
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
 
-    kinds = [
-        (4, True, False),
-        (4, False, False),
-        (8, True, False),
-        (8, False, False),
-        (4, True, True),
+    kinds: list[tuple[str, int, bool, bool]] = [
+        ("gptq_v2", 4, False, False),
+        ("gptq", 4, True, False),
+        ("gptq", 8, False, False),
+        ("gptq", 4, True, True),
     ]
-    for bits, symmetric, reordered in [*kinds, (4, False, True)]:
+    for layout, bits, symmetric, reordered in kinds:
         raw = weight(torch.float16)
         scale, zero = integer_parameters(raw, bits, symmetric, GROUP)
         groups = torch.arange(INPUTS, dtype=torch.int32) // GROUP
         if reordered:
             groups = groups[torch.randperm(INPUTS)]
-        linear = torch.nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=torch.float16)
-        linear.weight.data = raw
         layer = TorchLinear(
             bits=bits, group_size=GROUP, sym=symmetric, desc_act=reordered, in_features=INPUTS,
             out_features=OUTPUTS, bias=False, pack_dtype=torch.int32, register_buffers=True,
         )  # fmt: skip
-        layer.pack_original(linear, scale, zero, groups)
+        layer.pack_original(linear(raw), scale, zero, groups)
         layer.post_init()
         values = layer.dequantize_weight().T
-        for layout in ("gptq_v2", "gptq"):
-            zeros = layer.qzeros
-            if layout == "gptq":  # one less in each place
-                each = sum(1 << place for place in range(0, 32, bits))
-                zeros = ((zeros.long() - each) & 0xFFFFFFFF).to(torch.int64)
-                zeros = torch.where(zeros >= 2**31, zeros - 2**32, zeros).to(torch.int32)
-            members = {
-                "qweight": layer.qweight,
-                "qzeros": zeros,
-                "scales": layer.scales,
-                "g_idx": groups,
-            }
-            config = {
-                "quant_method": "gptq", "bits": bits, "group_size": GROUP, "sym": symmetric,
-                "desc_act": reordered, "checkpoint_format": layout,
-            }  # fmt: skip
-            kind = f"{bits} bit{' symmetric' * symmetric}{' desc_act' * reordered}"
-            oracle = f"gptqmodel {version_of_source('gptqmodel')}, dequantize_weight"
-            if layout == "gptq" and not symmetric and reordered:
-                continue
-            add(f"{layout} {kind}", oracle, config, members, values)
+        zeros = layer.qzeros
+        if layout == "gptq":  # one less in each place
+            each = sum(1 << place for place in range(0, 32, bits))
+            zeros = ((zeros.long() - each) & 0xFFFFFFFF).to(torch.int64)
+            zeros = torch.where(zeros >= 2**31, zeros - 2**32, zeros).to(torch.int32)
+        members = {
+            "qweight": layer.qweight, "qzeros": zeros, "scales": layer.scales, "g_idx": groups,
+        }  # fmt: skip
+        config = {
+            "quant_method": "gptq", "bits": bits, "group_size": GROUP, "sym": symmetric,
+            "desc_act": reordered, "checkpoint_format": layout,
+        }  # fmt: skip
+        kind = f"{bits} bit{' symmetric' * symmetric}{' desc_act' * reordered}"
+        oracle = f"gptqmodel {version_of_source('gptqmodel')}, dequantize_weight"
+        add(f"{layout} {kind}", oracle, config, members, values)
+
+
+def linear(raw: torch.Tensor) -> torch.nn.Linear:
+    """Return a layer with the weight `raw`."""
+    layer = torch.nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=raw.dtype)
+    layer.weight.data = raw
+    return layer
 
 
 def awq(source: Path) -> None:
-    """Add AWQ with 4 and 8 bits."""
+    """Add AWQ with 4 bits."""
     from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
-    from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm as dequantize_8
 
     spec = importlib.util.spec_from_file_location("packing", source / "awq/utils/packing_utils.py")
     assert spec is not None and spec.loader is not None
     packing = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(packing)
-    for bits in (4, 8):
-        raw = weight(torch.float16)
-        scale, zero = integer_parameters(raw, bits, False, GROUP)
-        linear = torch.nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=torch.float16)
-        linear.weight.data = raw
-        layer = AwqTorchLinear(
-            bits=bits, group_size=GROUP, sym=False, desc_act=False, in_features=INPUTS,
-            out_features=OUTPUTS, bias=False, register_buffers=True,
-        )  # fmt: skip
-        layer.pack(linear, scale, zero)
-        read = packing.dequantize_gemm if bits == 4 else dequantize_8
-        values = read(layer.qweight, layer.qzeros, layer.scales, bits, GROUP).T
-        members = {"qweight": layer.qweight, "qzeros": layer.qzeros, "scales": layer.scales}
-        config = {"quant_method": "awq", "bits": bits, "group_size": GROUP, "version": "gemm"}
-        names = {4: "autoawq 0.2.9, dequantize_gemm"}
-        oracle = names.get(bits, f"gptqmodel {version_of_source('gptqmodel')}, dequantize_gemm")
-        add(f"awq {bits} bit", oracle, config, members, values)
+    raw = weight(torch.float16)
+    scale, zero = integer_parameters(raw, 4, False, GROUP)
+    layer = AwqTorchLinear(
+        bits=4, group_size=GROUP, sym=False, desc_act=False, in_features=INPUTS,
+        out_features=OUTPUTS, bias=False, register_buffers=True,
+    )  # fmt: skip
+    layer.pack(linear(raw), scale, zero)
+    values = packing.dequantize_gemm(layer.qweight, layer.qzeros, layer.scales, 4, GROUP).T
+    members = {"qweight": layer.qweight, "qzeros": layer.qzeros, "scales": layer.scales}
+    config = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
+    add("awq 4 bit", "autoawq 0.2.9, dequantize_gemm", config, members, values)
 
 
 def auto_round() -> None:
@@ -263,23 +212,20 @@ def auto_round() -> None:
     from auto_round_extension.torch.qlinear_torch import QuantLinear as Plain
     from auto_round_extension.torch.qlinear_torch_zp import QuantLinear as LessOne
 
-    for bits, symmetric in ((4, True), (4, False), (8, True)):
-        for layout, made in (("auto_round", Plain), ("auto_round:auto_gptq", LessOne)):
-            raw = weight(torch.float16)
-            scale, zero = integer_parameters(raw, bits, symmetric, GROUP)
-            linear = torch.nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=torch.float16)
-            linear.weight.data = raw
-            layer = made(bits, GROUP, INPUTS, OUTPUTS, False, weight_dtype=torch.float16)
-            layer.device = "cpu"
-            layer.pack(linear, scale, zero.int(), None, device="cpu")
-            values = layer(torch.eye(INPUTS, dtype=torch.float16)).T
-            members = {"qweight": layer.qweight, "qzeros": layer.qzeros, "scales": layer.scales}
-            config = {
-                "quant_method": "auto-round", "bits": bits, "group_size": GROUP, "sym": symmetric,
-                "packing_format": layout, "data_type": "int",
-            }  # fmt: skip
-            oracle = f"auto-round {version('auto-round')}, forward of the unit matrix"
-            add(f"{layout} {bits} bit{' symmetric' * symmetric}", oracle, config, members, values)
+    for layout, made in (("auto_round", Plain), ("auto_round:auto_gptq", LessOne)):
+        raw = weight(torch.float16)
+        scale, zero = integer_parameters(raw, 4, False, GROUP)
+        layer = made(4, GROUP, INPUTS, OUTPUTS, False, weight_dtype=torch.float16)
+        layer.device = "cpu"
+        layer.pack(linear(raw), scale, zero.int(), None, device="cpu")
+        values = layer(torch.eye(INPUTS, dtype=torch.float16)).T
+        members = {"qweight": layer.qweight, "qzeros": layer.qzeros, "scales": layer.scales}
+        config = {
+            "quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": False,
+            "packing_format": layout, "data_type": "int",
+        }  # fmt: skip
+        oracle = f"auto-round {version('auto-round')}, forward of the unit matrix"
+        add(f"{layout} 4 bit", oracle, config, members, values)
 
 
 def version_of_source(name: str) -> str:

@@ -1,60 +1,24 @@
-"""Packed weights against the programs of their formats: the values, and the same bits in MLX's formats.
+"""Packed weights against the programs of their formats: the values, and the same codes in MLX's affine format.
 
 `tests/support/packed/make_goldens.py` made the weights. The oracle of each case is in the metadata of its file.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import mlx.core as mx
+import numpy as np
 import pytest
 
-from mtp.checkpoint.convert.foreign import (
-    Members,
-    Packing,
-    Repacked,
-    pack_words,
-    packed_values,
-    repack,
-    unpack_words,
-)
+from mtp.checkpoint.convert.foreign import Member, Members, affine_weight, packed_values
 from tests.support.packed.goldens import Golden, read_goldens
 
 GOLDENS = read_goldens()
-
-DEQUANTIZED = {
-    "compressed-tensors FP8_DYNAMIC",
-    "compressed-tensors FP8",
-    "compressed-tensors FP8_BLOCK",
-    "compressed-tensors NVFP4A16",
-    "modelopt NVFP4",
-    "modelopt FP8",
-    "FP8 in blocks",
-    "gptq_v2 4 bit symmetric desc_act",
-    "gptq 4 bit symmetric desc_act",
-    "gptq_v2 4 bit desc_act",
-}
-"""The cases that no format of MLX holds."""
-
-REPACKED = [name for name in GOLDENS if name not in DEQUANTIZED]
+REORDERED = GOLDENS.pop("gptq 4 bit symmetric desc_act")
+INTEGERS = [name for name, golden in GOLDENS.items() if golden.form in ("gptq", "awq")]
 
 
-def exact(found: Repacked) -> mx.array:
-    """Return the values of a repacked weight in float32, computed from float32 scales."""
-    scales, biases = found.parameters["scales"], found.parameters.get("biases")
-    if biases is not None:
-        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    weight = found.parameters["weight"]
-    values: mx.array = mx.dequantize(weight, scales, biases, dtype=mx.float32, **found.form)
-    return values
-
-
-def repacked(golden: Golden) -> Repacked:
-    """Return the repacked weight of a case that MLX has a format for."""
-    found = repack(golden.packing, golden.members, golden.values.dtype)
-    assert found is not None
-    return found
+def values(golden: Golden) -> mx.array:
+    return packed_values(golden.form, golden.members, golden.config)
 
 
 @pytest.mark.parametrize("name", GOLDENS)
@@ -64,106 +28,67 @@ def test_the_values_are_those_of_the_oracle(name: str) -> None:
     ModelOpt multiplies the two scales of NVFP4 first, so float32 differs in the last bit there.
     """
     golden = GOLDENS[name]
-    values = packed_values(golden.packing, golden.members).astype(golden.values.dtype)
+    found = values(golden).astype(golden.values.dtype)
     if golden.name == "modelopt NVFP4":
-        assert mx.allclose(values, golden.values, rtol=2**-23, atol=0)
+        assert mx.allclose(found, golden.values, rtol=2**-23, atol=0)
     else:
-        assert mx.array_equal(values, golden.values)
+        assert mx.array_equal(found, golden.values)
 
 
-@pytest.mark.parametrize("name", REPACKED)
-def test_repacked_weights_have_the_same_values(name: str) -> None:
-    """A repacked weight keeps codes and scales: the values are equal in float32, zero points within one rounding."""
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_keep_their_codes_and_scales(name: str) -> None:
+    """In float16 the values are equal but for one rounding of the zero points."""
     golden = GOLDENS[name]
-    found = repacked(golden)
-    reference = packed_values(golden.packing, golden.members)
-    biases = found.parameters.get("biases")
-    if biases is None or symmetric(golden):
-        assert mx.array_equal(exact(found), reference)
-    else:
-        rounding = mx.finfo(biases.dtype).eps / 2 * mx.abs(biases).max()
-        assert mx.abs(exact(found) - reference).max() <= rounding
+    found, form = affine_weight(golden.form, golden.members, golden.config, mx.float16)
+    scales, biases = (found[leaf].astype(mx.float32) for leaf in ("scales", "biases"))
+    plain = mx.dequantize(found["weight"], scales, biases, dtype=mx.float32, **form)
+    rounding = mx.finfo(mx.float16).eps / 2 * mx.abs(biases).max()
+    assert mx.abs(plain - values(golden)).max() <= rounding
 
 
-def symmetric(golden: Golden) -> bool:
-    """Return whether all zero points are in the middle, so that a bias is a power of two times its scale."""
-    groups = golden.config.get("config_groups", {}).get("group_0", {}).get("weights", {})
-    return bool(golden.config.get("sym", groups.get("symmetric", False)))
-
-
-def test_formats_without_a_grid_in_mlx_are_dequantized() -> None:
-    """Scales per tensor, per row or per block, and inputs out of order have no format of MLX. All others have one."""
-    lost = {name for name, g in GOLDENS.items() if repack(g.packing, g.members, mx.float32) is None}
-    assert lost == DEQUANTIZED
-
-
-@pytest.mark.parametrize("scale", [(), (1,), (32,), (32, 1)], ids=str)
-def test_powers_of_two_make_mxfp8(scale: tuple[int, ...]) -> None:
-    """FP8 per tensor or row keeps its bits as MXFP8 if its scales are powers of two."""
-    golden = GOLDENS["compressed-tensors FP8_DYNAMIC"]
-    powers = mx.full(scale, 0.25)
-    members = golden.members | {"scale": powers.reshape(*scale, *(1,) * (2 - len(scale)))}
-    found = repack(golden.packing, members, mx.bfloat16)
-    assert found is not None and found.form["mode"] == "mxfp8"
-    assert mx.array_equal(exact(found), packed_values(golden.packing, members))
-
-
-@pytest.mark.parametrize("name", ["compressed-tensors W4A16_ASYM", "awq 4 bit"])
-def test_experts_are_repacked_one_by_one(name: str) -> None:
+@pytest.mark.parametrize("name", ["gptq_v2 4 bit", "awq 4 bit", "modelopt NVFP4", "modelopt FP8"])
+def test_experts_are_read_one_by_one(name: str) -> None:
     """A stack of experts has each expert's own codes, scales and zero points."""
     golden = GOLDENS[name]
-    other = golden.members | {"scale": golden.members["scale"] * 2}
-    members: Members = {
-        member: mx.stack([array, other[member]]) for member, array in golden.members.items()
-    }
-    found = repack(golden.packing, members, mx.float32)
-    assert found is not None
-    for expert, alone in enumerate((golden.members, other)):
-        expected = repack(golden.packing, alone, mx.float32)
-        assert expected is not None
-        one = {leaf: array[expert] for leaf, array in found.parameters.items()}
-        assert mx.array_equal(exact(replace(found, parameters=one)), exact(expected))
+    factor: Member = "factor" if "factor" in golden.members else "scale"
+    other = golden.members | {factor: golden.members[factor] * 2}
+    members: Members = {m: mx.stack([array, other[m]]) for m, array in golden.members.items()}
+    members.pop("order", None)
+    found = packed_values(golden.form, members, golden.config)
+    assert mx.array_equal(found[0], values(golden))
+    assert mx.array_equal(found[1], values(golden) * 2)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_words_and_codes_are_inverse(bits: int) -> None:
-    """Codes survive packing, with the first in the lowest bits."""
-    codes = mx.random.randint(0, 1 << bits, (3, 64), key=mx.random.key(bits)).astype(mx.uint8)
-    words = pack_words(codes, bits)
-    assert mx.array_equal(unpack_words(words, bits), codes)
-    first = 0
-    for place in range(32 // bits):
-        first |= int(codes[0, place]) << (place * bits)
-    assert int(words[0, 0]) == first
+def test_blocks_of_fp8_need_not_divide_the_weight() -> None:
+    """The last blocks of rows and columns are cut to the weight."""
+    codes = np.arange(30 * 50, dtype=np.uint8).reshape(30, 50) % 0x7F
+    scale = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
+    members: Members = {"weight": mx.array(codes), "scale": mx.array(scale)}
+    found = packed_values("fp8", members, {"weight_block_size": [16, 20]})
+    plain = np.array(mx.from_fp8(mx.array(codes), mx.float32))
+    expected = [[plain[r, c] * scale[r // 16, c // 20] for c in range(50)] for r in range(30)]
+    assert np.array_equal(np.array(found), np.array(expected))
+    for block in ([20, 16], ["large", 16], None):
+        with pytest.raises(ValueError, match=r"do not fit|not two integers"):
+            packed_values("fp8", members, {"weight_block_size": block})
 
 
-@pytest.mark.parametrize(("group", "expected"), [(16, None), (64, 64), (256, 128)])
-def test_groups_that_mlx_lacks_are_not_repacked(group: int, expected: int | None) -> None:
-    """A group of 16 has no affine format; a group of 64 is kept, and one of 256 is split."""
-    members: Members = {
-        "weight": mx.zeros((4, 256 * 4 // 32), mx.int32),
-        "scale": mx.ones((4, 256 // group)),
-        "shape": mx.array([4, 256]),
-    }
-    found = repack(Packing("words"), members, mx.float32)
-    assert (None if found is None else found.form["group_size"]) == expected
+def test_groups_and_bits_that_mlx_lacks_are_refused() -> None:
+    """A group of 256 is split. A group of 16, 3 bits, and inputs in another order are refused."""
 
+    def gptq(size: int, bits: int = 4) -> tuple[Members, dict[str, int]]:
+        groups = 256 // size
+        members: Members = {
+            "weight": mx.zeros((256 * bits // 32, 64), mx.int32),
+            "scale": mx.ones((groups, 64)),
+            "zeros": mx.zeros((groups, 64 * bits // 32), mx.int32),
+        }
+        return members, {"bits": bits}
 
-def test_experts_with_different_orders_have_their_values() -> None:
-    """desc_act of GPTQ orders the inputs of each expert by itself."""
-    golden = GOLDENS["gptq_v2 4 bit desc_act"]
-    flipped = golden.members | {"order": golden.members["order"][::-1]}
-    members: Members = {
-        name: mx.stack([array, flipped[name]]) for name, array in golden.members.items()
-    }
-    values = packed_values(golden.packing, members)
-    assert mx.array_equal(values[0], packed_values(golden.packing, golden.members))
-    assert mx.array_equal(values[1], packed_values(golden.packing, flipped))
-
-
-def test_bits_that_cross_words_are_refused() -> None:
-    """Integers of 3 bits are refused, because they cross the words."""
-    golden = GOLDENS["gptq 4 bit"]
-    members = golden.members | {"zeros": mx.zeros((4, 3), mx.int32)}
-    with pytest.raises(ValueError, match="only 2, 4 and 8 bits"):
-        repack(golden.packing, members, mx.float32)
+    assert affine_weight("gptq", *gptq(256), mx.float32)[1]["group_size"] == 128
+    with pytest.raises(ValueError, match="groups of 16"):
+        affine_weight("gptq", *gptq(16), mx.float32)
+    with pytest.raises(ValueError, match="3 bits"):
+        affine_weight("gptq", *gptq(128, 3), mx.float32)
+    with pytest.raises(ValueError, match="desc_act"):
+        values(REORDERED)

@@ -17,47 +17,35 @@ from tests.support.checkpoints.checkpoints import edit_config, edit_tensors, rea
 from tests.support.checkpoints.foreign import write_foreign
 from worker.node.node import LocalModels
 
+MODULE = "model.language_model.layers.3.self_attn.q_proj"
+
 
 def command(name: str, *args: str | Path) -> None:
     """Run a command in this process."""
     import_command(name).main([str(arg) for arg in args], standalone_mode=False)
 
 
-def test_a_conversion_says_how_each_weight_got_its_format(
+def test_integers_keep_their_codes_and_all_else_follows_the_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The output counts the weights that keep their codes, and those that do not."""
-    packed = write_foreign(tmp_path / "packed", "W4A16")
-    command("convert", "--hf-path", packed, "--mlx-path", tmp_path / "kept", "-q", "--q-bits", "8")
-    said = capsys.readouterr().out
-    assert "33 weights repacked in 4 bit affine, with the same codes\n" in said
-    assert "MTP head: kept" in said
-    blocks = write_foreign(tmp_path / "blocks", "FP8 in blocks")
-    command("convert", "--hf-path", blocks, "--mlx-path", tmp_path / "anew", "-q", "--q-bits", "8")
-    said = capsys.readouterr().out
-    assert "32 weights dequantized and quantized anew\n" in said
-    assert "1 weights dequantized\n" in said, "mtp.fc stays unquantized"
-
-
-def test_fewer_bits_quantize_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Weights of 8 bits are quantized anew in 4, because the user asked for a smaller model."""
-    source = write_foreign(tmp_path / "source", "W8A16")
-    command("convert", "--hf-path", source, "--mlx-path", tmp_path / "out", "-q", "--q-bits", "4")
-    assert "32 weights dequantized and quantized anew" in capsys.readouterr().out
-
-
-def test_flags_that_ask_for_the_same_format_keep_the_bits(tmp_path: Path) -> None:
-    """A repacked weight is not quantized again when the flags name its own bits and group size."""
-    source = write_foreign(tmp_path / "source", "GPTQ 4 bit")
-    command("convert", "--hf-path", source, "--mlx-path", tmp_path / "kept")
-    flags = ("-q", "--q-bits", "4", "--q-group-size", "32")
+    """Weights of 4 bits are not quantized again in 8. The output counts them, and those that are dequantized."""
+    source = write_foreign(tmp_path / "source", "GPTQ")
+    flags = ("-q", "--q-bits", "8")
+    command("convert", "--hf-path", source, "--mlx-path", tmp_path / "plain")
     command("convert", "--hf-path", source, "--mlx-path", tmp_path / "asked", *flags)
-    kept, asked = read_tensors(tmp_path / "kept"), read_tensors(tmp_path / "asked")
+    said = capsys.readouterr().out
+    assert said.count("33 weights kept, with their codes of 4 bits\n") == 2
+    assert "MTP head: kept" in said
+    plain, asked = read_tensors(tmp_path / "plain"), read_tensors(tmp_path / "asked")
     name = "language_model.model.layers.3.self_attn.q_proj"
     for leaf in ("weight", "scales", "biases"):
-        assert mx.array_equal(kept[f"{name}.{leaf}"], asked[f"{name}.{leaf}"])
+        assert mx.array_equal(plain[f"{name}.{leaf}"], asked[f"{name}.{leaf}"])
     embedding = "language_model.model.embed_tokens.scales"
-    assert embedding in asked and embedding not in kept
+    assert embedding in asked and embedding not in plain
+    blocks = write_foreign(tmp_path / "blocks", "FP8 in blocks")
+    command("convert", "--hf-path", blocks, "--mlx-path", tmp_path / "anew", *flags)
+    assert "33 weights dequantized\n" in capsys.readouterr().out
+    assert f"{name}.scales" in read_tensors(tmp_path / "anew")
 
 
 @pytest.mark.parametrize("form", ["AWQ", "FP8 in blocks"])
@@ -84,7 +72,7 @@ def test_the_head_of_a_packed_checkpoint_is_added(tmp_path: Path, form: str) -> 
 @pytest.mark.parametrize("program", ["serve", "generate", "plan", "inspect"])
 def test_programs_that_compute_name_the_command_that_converts(tmp_path: Path, program: str) -> None:
     """A packed checkpoint is refused with its packing and the exact command."""
-    source = write_foreign(tmp_path / "source", "GPTQ 4 bit")
+    source = write_foreign(tmp_path / "source", "GPTQ")
     arguments = {"generate": ["hello"], "plan": ["--nodes", "2", "--memory", "8GB"]}.get(
         program, []
     )
@@ -123,37 +111,39 @@ def test_the_command_names_the_repo(tmp_path: Path) -> None:
     assert model_name(tmp_path) == str(tmp_path)
 
 
-@pytest.mark.parametrize("leaf", ["pre_quant_scale", "weight_zero_point_2", "lora_a"])
+@pytest.mark.parametrize("leaf", ["pre_quant_scale", "weight_zero_point", "lora_a"])
 def test_a_scale_that_changes_results_is_refused(tmp_path: Path, leaf: str) -> None:
     """A packed weight with a further tensor, such as AWQ's scale of the inputs in ModelOpt, is refused by its name."""
-    source = write_foreign(tmp_path / "source", "MXFP4")
-    extra = "model.language_model.layers.3.self_attn.q_proj." + leaf
+    source = write_foreign(tmp_path / "source", "AWQ")
+    extra = f"{MODULE}.{leaf}"
     edit_tensors(source, lambda tensors: tensors.update({extra: mx.ones((64,), mx.float16)}))
     with pytest.raises(CheckpointError, match=leaf):
         command("convert", "--hf-path", source, "--mlx-path", tmp_path / "out")
 
 
-def test_a_missing_scale_is_named(tmp_path: Path) -> None:
-    """A packed weight without its scales is an incomplete download."""
+@pytest.mark.parametrize(("leaf", "renamed"), [("scales", ""), ("qweight", "weight_packed")])
+def test_a_missing_or_unknown_member_is_refused(tmp_path: Path, leaf: str, renamed: str) -> None:
+    """A packed weight without its scales, and a packing that is not read, are one error that names the tensors."""
     source = write_foreign(tmp_path / "source", "AWQ")
-    name = "model.language_model.layers.3.self_attn.q_proj.scales"
-    edit_tensors(source, lambda tensors: tensors.pop(name))
-    with pytest.raises(CheckpointError, match=f"tensor {name} is missing"):
+
+    def change(tensors: dict[str, mx.array]) -> None:
+        removed = tensors.pop(f"{MODULE}.{leaf}")
+        tensors.update({f"{MODULE}.{renamed}": removed} if renamed else {})
+
+    edit_tensors(source, change)
+    with pytest.raises(CheckpointError, match=f"{MODULE}.*incomplete.*unquantized checkpoint"):
         command("convert", "--hf-path", source, "--mlx-path", tmp_path / "out")
 
 
-@pytest.mark.parametrize("place", ["text_config", "compression_config", "hf_quant_config.json"])
+@pytest.mark.parametrize("place", ["text_config", "hf_quant_config.json"])
 def test_settings_are_found_at_every_place(tmp_path: Path, place: str) -> None:
-    """Exporters write the quantization into the text part, under an older name, or into a file of its own."""
+    """Exporters write the quantization into the text part, or into a file of its own."""
     name = "ModelOpt" if place.endswith(".json") else "compressed-tensors"
-    form = f"NVFP4 of {name}"
-    source = write_foreign(tmp_path / "source", form)
+    source = write_foreign(tmp_path / "source", f"NVFP4 of {name}")
     config = json.loads((source / "config.json").read_text())
     found = config.pop("quantization_config")
     if place == "text_config":
         config["text_config"]["quantization_config"] = found
-    elif place == "compression_config":
-        config["compression_config"] = {k: v for k, v in found.items() if k != "quant_method"}
     else:
         beside = {"producer": {"name": "modelopt"}, "quantization": found}
         (source / place).write_text(json.dumps(beside))
@@ -164,7 +154,6 @@ def test_settings_are_found_at_every_place(tmp_path: Path, place: str) -> None:
     command("convert", "--hf-path", source, "--mlx-path", tmp_path / "out", "-q")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["quantization"]["mode"] == "affine"
-    assert "compression_config" not in written
     assert "quantization_config" not in written["text_config"]
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
 
@@ -172,8 +161,7 @@ def test_settings_are_found_at_every_place(tmp_path: Path, place: str) -> None:
 @pytest.mark.parametrize(
     ("form", "change"),
     [
-        ("FP8 in blocks", {"weight_block_size": "large"}),
-        ("W4A16", {"transform_config": {"config_groups": {"a": {}}}}),
+        ("NVFP4 of compressed-tensors", {"transform_config": {"config_groups": {"a": {}}}}),
         ("AWQ", {"version": "gemv"}),
     ],
 )
@@ -185,12 +173,3 @@ def test_a_quantization_that_changes_results_is_refused(
     edit_config(source, lambda config: config["quantization_config"].update(change))
     with pytest.raises(CheckpointError, match=r"config\.json"):
         open_source(source)
-
-
-@pytest.mark.parametrize("groups", [3, {"a": 3}, {"a": {"weights": 3}}], ids=repr)
-def test_fields_without_effect_may_have_any_type(tmp_path: Path, groups: object) -> None:
-    """The bits of integers follow from the shapes, so the groups of the config are not needed."""
-    source = write_foreign(tmp_path / "source", "W4A16")
-    edit_config(source, lambda config: config["quantization_config"].update(config_groups=groups))
-    command("convert", "--hf-path", source, "--mlx-path", tmp_path / "out")
-    assert Checkpoint.open(tmp_path / "out").mtp.complete
