@@ -1,22 +1,21 @@
 """Files that are written piece by piece and resumed after any interruption, such as safetensors files.
 
 A file grows under `NAME.part` and gets its name when it is complete and on the disk. So a file with the final name is
-complete, and no program reads a part file. The length of a part file tells how much of it was written: downloads,
-transfers between machines and conversions continue there. A hash of the whole content, if there is one, finds bytes
-that a power failure lost. Where there is none, a journal records the bytes that are on the disk.
+complete, and no program reads a part file. The length of a part file tells how much of it was written: downloads and
+transfers between machines continue there. A hash of the whole content finds bytes that a power failure lost. Where
+there is none, the file is written from its beginning.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import json
 import math
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -120,9 +119,6 @@ def _truncated(file: Path, needed: int, size: int) -> CheckpointError:
 
 Buffer = bytes | bytearray | memoryview
 
-RECORD_BYTES = 64 * 1024 * 1024
-"""Bytes between two records of a journal. A killed download fetches at most this much again."""
-
 PIECE_BYTES = 1024 * 1024
 """Bytes read from a file at once."""
 
@@ -176,9 +172,6 @@ class PartFile:
         self._header = header
         self._part = path.with_name(f"{path.name}.part")
         self._file = -1
-        self._journal: Path | None = None
-        self._digest = hashlib.sha256()
-        self._recorded = 0
 
     def complete(
         self, write_rest: Callable[[], object], wait: Callable[[], object] | None = None
@@ -243,46 +236,13 @@ class PartFile:
             )
 
     def __exit__(self, *_: object) -> None:
-        with suppress(CheckpointError):  # a full disk; the first error is the one to report
-            if self._journal is not None and self._part.exists():
-                self._record()
         os.close(self._file)
-
-    def keep_journal(self) -> None:
-        """Record the bytes that are on the disk and their hash, for a file without a known hash.
-
-        After a power failure a file may have its length but not its bytes. So discard what differs from the record.
-        """
-        self._journal = self.path.with_suffix(".journal")
-        try:
-            found: dict[str, Any] = json.loads(self._journal.read_text(encoding="utf-8"))
-            recorded, sha256 = int(found["bytes"]), str(found["sha256"])
-        except (OSError, ValueError, KeyError, TypeError):
-            recorded, sha256 = 0, ""
-        for piece in self.read_back(0, recorded):
-            self._digest.update(piece)
-        if recorded > self.written or self._digest.hexdigest() != sha256:
-            recorded, self._digest = 0, hashlib.sha256()
-        self.rewind(recorded)
-        self._recorded = recorded
-
-    def _record(self) -> None:
-        """Flush the file and record its bytes and their hash."""
-        assert self._journal is not None
-        self.sync()
-        record = {"bytes": self.written, "sha256": self._digest.hexdigest()}
-        replace_text(self._journal, json.dumps(record))
-        self._recorded = self.written
 
     def write(self, data: Buffer) -> None:
         """Append bytes."""
         with self._errors():
             self._write(data)
         self.written += len(data)
-        if self._journal is not None:
-            self._digest.update(data)
-            if self.written - self._recorded >= RECORD_BYTES:
-                self._record()
 
     def _write(self, data: Buffer) -> None:
         rest = memoryview(data)
@@ -301,16 +261,11 @@ class PartFile:
         os.lseek(self._file, 0, os.SEEK_END)
         self.written = written
 
-    def sync(self) -> None:
-        """Flush the file, and return when all written bytes are on the disk."""
-        with self._errors():
-            os.fsync(self._file)
-
     def _finish(self) -> None:
         """Flush the file and rename it to `path`."""
         assert self.written == self.nbytes, f"{self.path}: {self.written} of {self.nbytes} bytes"
-        self.sync()
         with self._errors():
+            os.fsync(self._file)
             self._part.replace(self.path)
 
     @contextmanager

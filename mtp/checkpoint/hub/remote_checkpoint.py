@@ -59,7 +59,7 @@ def fetch_head(
 ) -> Checkpoint:
     """Fetch the tensors `names` of `head` into a file in `directory`, and return it with its tensors there.
 
-    An interrupted call is resumed. Raises CheckpointError, also without space for them and `beside` further bytes.
+    Raises CheckpointError, also without space for them and `beside` further bytes.
     """
     try:
         directory.mkdir(exist_ok=True)
@@ -71,16 +71,17 @@ def fetch_head(
     # The name contains the commit, so that a part file of another commit is not continued.
     writer = ShardWriter(directory / f"{hub.revision}.safetensors", entries, "pt")
 
-    def write_rest() -> None:
-        """Append the missing bytes. The hub has no hash of them, so they need a journal."""
-        writer.keep_journal()
-        for piece in hub.read_tensors(list(infos.values()), writer.written):
+    def write_all() -> None:
+        writer.rewind(
+            0
+        )  # the hub has no hash of these bytes, which would find those that a power failure lost
+        for piece in hub.read_tensors(list(infos.values())):
             writer.write(piece)
             on_progress(writer.written, writer.nbytes)
 
     if not writer.is_finished():
-        check_free_space(directory, writer.missing_bytes() + beside)
-        writer.complete(write_rest)
+        check_free_space(directory, writer.nbytes + beside)
+        writer.complete(write_all)
     return plan_packed(Checkpoint.assemble(directory, head.config, head.layout, writer.tensors()))
 
 

@@ -1,7 +1,7 @@
 """Byte ranges of the files of a hub repo.
 
-The hub's own library downloads whole files. A stage needs a range of bytes, which every file server can send.
-`HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE` and the standard cache apply.
+The hub's own library downloads whole files, and discards an interrupted one. A stage needs a range of bytes, and a
+download continues where it stopped. `HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE` and the standard cache apply.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class HubRepo:
         self.repo = repo
         self.revision = revision
         self.received = 0
+        self._sizes: dict[str, int] = {}
         timeout = httpx.Timeout(READ_SECONDS, connect=CONNECT_SECONDS)
         self._client = httpx.Client(follow_redirects=True, timeout=timeout)
 
@@ -75,15 +76,12 @@ class HubRepo:
         """Return the bytes of a file; None when the repo does not have this file."""
         if (cached := self._cached(file)) is not None:
             return cached.stat().st_size
-        pauses = _RetryPauses(f"{self.repo}/{file}")
-        while True:
-            try:
-                with self._get(file, 0, 1) as response:
-                    return _content_range(response)[1]
-            except FileNotFoundError:
-                return None
-            except (TransientError, httpx.TransportError) as error:
-                pauses.wait_after(error)
+        try:
+            for _ in self._read(file, 0, 1):
+                return self._sizes[file]
+        except FileNotFoundError:
+            pass
+        return None
 
     def read(self, file: str) -> bytes | None:
         """Return the content of a small file; None when the repo does not have this file."""
@@ -113,22 +111,34 @@ class HubRepo:
         if (cached := self._cached(file)) is not None:
             yield from shard.read_file(cached, start, end)
             return
-        pauses = _RetryPauses(f"{self.repo}/{file}")
+        try:
+            yield from self._read(file, start, end)
+        except FileNotFoundError:
+            raise self._missing(file) from None
+
+    def _read(self, file: str, start: int, end: int) -> Iterator[bytes]:
+        """Yield a range from the hub. Raises CheckpointError after ATTEMPTS failures, and FileNotFoundError."""
+        failures = 0
         while start < end:
             try:
                 with self._get(file, start, end) as response:
                     for piece in response.iter_raw():
                         piece = piece[: end - start]
-                        pauses.failures = 0
+                        failures = 0
                         self.received += len(piece)
                         start += len(piece)
                         yield piece
                 if start < end:
-                    pauses.wait_after(TransientError("the hub's answer ended early"))
-            except FileNotFoundError:
-                raise self._missing(file) from None
+                    raise TransientError("the hub's answer ended early")
             except (TransientError, httpx.TransportError) as error:
-                pauses.wait_after(error)
+                failures += 1
+                if failures == ATTEMPTS:
+                    raise CheckpointError(
+                        f"{self.repo}/{file}: the hub at {constants.ENDPOINT} is unavailable or interrupts the "
+                        f"download: {str(error) or type(error).__name__}. Try again later.",
+                        public="a download failed",
+                    ) from error
+                time.sleep(FIRST_PAUSE * 2 ** (failures - 1))
 
     def read_tensors(self, infos: Sequence[shard.TensorInfo], skip: int = 0) -> Iterator[bytes]:
         """Yield the bytes of `infos` after the first `skip`. Adjacent tensors share a request and its pieces."""
@@ -164,7 +174,11 @@ class HubRepo:
             headers["Authorization"] = f"Bearer {token}"
         with self._client.stream("GET", url, headers=headers) as response:
             self._check(response, file)
-            if _content_range(response)[0] != start:
+            found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+            if found is None:
+                raise TransientError("the hub's answer has no Content-Range")
+            self._sizes[file] = int(found[2])
+            if int(found[1]) != start:
                 raise CheckpointError(
                     f"{self.repo}: {file}: the hub sent another byte range than requested. Try again."
                 )
@@ -202,33 +216,6 @@ class HubRepo:
 
     def _missing(self, file: str) -> CheckpointError:
         return CheckpointError(f"{self.repo}: file {file} not found at revision {self.revision}")
-
-
-class _RetryPauses:
-    """The pauses between attempts: they double with each consecutive failure, up to ATTEMPTS failures."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.failures = 0
-
-    def wait_after(self, error: Exception) -> None:
-        """Wait before the next attempt. Raises CheckpointError after the last one."""
-        self.failures += 1
-        if self.failures == ATTEMPTS:
-            raise CheckpointError(
-                f"{self.what}: the hub at {constants.ENDPOINT} is unavailable or interrupts the download: "
-                f"{str(error) or type(error).__name__}. Try again later: the received bytes are kept.",
-                public="a download failed",
-            ) from error
-        time.sleep(FIRST_PAUSE * 2 ** (self.failures - 1))
-
-
-def _content_range(response: httpx.Response) -> tuple[int, int]:
-    """Return the first byte of the range and the size of the whole file."""
-    found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
-    if found is None:
-        raise TransientError("the hub's answer has no Content-Range")
-    return int(found[1]), int(found[2])
 
 
 THREADS = 4
