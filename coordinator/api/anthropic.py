@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field, model_validator
@@ -72,7 +72,6 @@ Block = Annotated[
 class Message(Body):
     """One message. System messages may stand anywhere."""
 
-    place: ClassVar[str] = "messages[]."
     role: Literal["user", "assistant", "system"]
     content: str | Many[Block]
 
@@ -98,17 +97,9 @@ class Message(Body):
         return self
 
 
-BASH_SCHEMA: Json = {
-    "type": "object",
-    "properties": {"command": {"type": "string"}, "restart": {"type": "boolean"}},
-}
-"""The input of Anthropic's tool for a shell, whose clients run the commands."""
-
-
 class Tool(Body):
     """A tool of the client. Anthropic's web search, which its own agents offer, is left out of the prompt."""
 
-    place: ClassVar[str] = "tools[]."
     name: str
     type: str | None = None
     description: str | None = None
@@ -119,7 +110,7 @@ class Tool(Body):
         if self.type in (None, "custom"):
             if self.input_schema is None:
                 raise field_error("input_schema", "required. Send the schema of the tool's input.")
-        elif not self.is_search and not self.is_shell:
+        elif not self.is_search:
             raise field_error(
                 "type",
                 f"{self.type!r:.80} is not supported. Send the tool with its own input_schema.",
@@ -131,16 +122,9 @@ class Tool(Body):
         """True for a search that Anthropic's server runs."""
         return bool(self.type and self.type.startswith("web_search_"))
 
-    @property
-    def is_shell(self) -> bool:
-        """True for Anthropic's tool for a shell, which has no schema of its own."""
-        return bool(self.type and self.type.startswith("bash_"))
-
     def for_template(self) -> Json:
         """Return the tool in OpenAI's format, as chat templates read it."""
-        description = "Run a command in a shell." if self.is_shell else self.description
-        schema = BASH_SCHEMA if self.is_shell else self.input_schema
-        return request_settings.template_tool(self.name, description, schema)
+        return request_settings.template_tool(self.name, self.description, self.input_schema)
 
 
 class ToolChoice(Body):

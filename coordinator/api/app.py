@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from fastapi import APIRouter, Depends, FastAPI
-from starlette.datastructures import MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.api import anthropic, ollama, openai_chat, openai_responses, operations
 from coordinator.api.context import Api, ApiOptions
@@ -56,24 +54,9 @@ def create_app(
             allow_origins=list(api.options.allowed_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "X-Ignored-Fields", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After"],
         )
     return app
-
-
-def name_ignored_fields(app: ASGIApp) -> ASGIApp:
-    """Return `app` with a header in each answer that names the unknown fields of the request."""
-
-    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_named(message: Message) -> None:
-            notes = scope.get("state", {}).get("notes")
-            if notes and notes.unknown and message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Ignored-Fields"] = ", ".join(sorted(notes.unknown))
-            await send(message)
-
-        await app(scope, receive, send_named)
-
-    return serve
 
 
 def _new_app(api: Api, routers: Sequence[APIRouter], frames: FrameRecords | None = None) -> FastAPI:
@@ -87,7 +70,6 @@ def _new_app(api: Api, routers: Sequence[APIRouter], frames: FrameRecords | None
         app.include_router(router, dependencies=[Depends(require_key)])
     app.include_router(operations.open_router)
     app.router.routes += live_feed.page_routes
-    app.add_middleware(name_ignored_fields)
     install_error_handlers(app, ERROR_FORMATS)
     return app
 

@@ -289,13 +289,12 @@ def new_id(prefix: str) -> str:
 
 @dataclass(frozen=True)
 class GeneratedAnswer:
-    """The choices of one or more prompts, `settings.n` consecutive ones each. `user` is a label for the log."""
+    """The choices of one or more prompts, `settings.n` consecutive ones each."""
 
     id: str
     model: str
     settings: request_settings.GenerationSettings
     choices: Sequence[Choice]
-    user: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -335,7 +334,6 @@ async def text_answer(
     prompts: Sequence[tuple[int, ...]],
     answer_id: str,
     *,
-    user: str | None = None,
     output: OutputFormat | None = None,
 ) -> GeneratedAnswer:
     """Return the continuations of `prompts`, before their first token. Raises RequestError for an invalid request."""
@@ -345,7 +343,7 @@ async def text_answer(
     stop_tokens, stop = request_settings.stops_of(api, settings)
     requests = request_settings.requests_of(api, settings, prompts, answer_id, stop_tokens, forced)
     choices = [Choice(index, each, api.tokenizer, stop) for index, each in enumerate(requests)]
-    return GeneratedAnswer(answer_id, api.model.id, settings, choices, user)
+    return GeneratedAnswer(answer_id, api.model.id, settings, choices)
 
 
 async def chat_answer(
@@ -383,4 +381,4 @@ async def chat_answer(
         )
         for index, request in enumerate(requests)
     ]
-    return GeneratedAnswer(answer_id, api.model.id, chat.settings, choices, chat.user)
+    return GeneratedAnswer(answer_id, api.model.id, chat.settings, choices)

@@ -344,7 +344,6 @@ class Delivery:
                 "prompt_tokens": self._answer.prompt_tokens,
                 "completion_tokens": self._answer.completion_tokens,
                 "seconds": round(self._meter.seconds, 3),
-                **({} if self._answer.user is None else {"user": self._answer.user}),
             },
         )
 

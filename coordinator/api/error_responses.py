@@ -22,9 +22,7 @@ RETRY_SECONDS = 5.0
 FIELD = "field"
 """The type of a pydantic error of a whole object that one field causes. Its context names the field."""
 
-_TYPE = re.compile(
-    r"(str|int|float|bool)$|(list|dict|literal|tagged-union|function-\w+)\[|constrained-"
-)
+_TYPE = re.compile(r"(str|int|float|bool|[A-Z]\w*)$|[a-z-]+\[|constrained-")
 """The names of types that pydantic puts into the path of an error in a field of several types."""
 
 ErrorFormat = Callable[[Exception], Json]
@@ -106,15 +104,12 @@ def request_error(error: ValidationError) -> RequestError:
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)[1:]
     if found["type"] == "json_invalid":
         return RequestError(f"request body: invalid JSON: {found['ctx']['error']}")
-    if found["type"].startswith("union_tag"):
-        sent = found.get("ctx", {}).get("tag")
-        known = found.get("ctx", {}).get("expected_tags", "")
-        problem = "the field type is required."
-        if sent is not None:
-            problem = f"type {sent!r:.80} is not supported."
-        advice = f" Send one of {known}." if known else ""
-        return RequestError(f"{name}: {problem}{advice}", param=name)
-    message = found["msg"].removeprefix("Value error, ").replace("Input should ", "must ")
+    # Each type that the field may have has an error of its own.
+    problems = [each["msg"] for each in same_field if len(each["loc"]) == len(found["loc"])]
+    message = (
+        " or ".join(dict.fromkeys(problems)) if found["loc"][-1:] != where[-1:] else problems[0]
+    )
+    message = message.removeprefix("Value error, ").replace("Input should ", "must ")
     message = message[0].lower() + message[1:]
     return RequestError(f"{name}: {message}" if name else message, param=name or None)
 
@@ -122,11 +117,6 @@ def request_error(error: ValidationError) -> RequestError:
 def _routing_error(request: Request, error: HTTPException) -> HTTPException:
     """Return `error` with a message that helps if the router raised it."""
     path, method = request.scope["path"], request.method
-    if error.status_code == 404 and path.rpartition("/")[2] in ("embed", "embeddings"):
-        message = f"{path}: this server computes no embeddings. Use one with an embedding model, such as Ollama."
-        return HTTPException(404, message, error.headers)
-    if path == "/v1/responses/compact":
-        return HTTPException(404, f"{path}: this server compacts no conversations. Send a summary.")
     if error.status_code == 404 and error.detail == "Not Found":
         message = f"{path}: path not found. docs/API.md lists the paths."
         return HTTPException(404, message, error.headers)
@@ -143,10 +133,6 @@ def install_error_handlers(app: FastAPI, formats: Mapping[str, ErrorFormat]) -> 
         path = request.scope["path"]
         if isinstance(error, HTTPException):
             error = _routing_error(request, error)
-        synonyms = notes.synonyms if (notes := getattr(request.state, "notes", None)) else {}
-        if isinstance(error, RequestError) and (sent := synonyms.get(error.param or "")):
-            error.public = re.sub(rf"\b{error.param}\b", sent, error.public)
-            error.param = sent  # the name that the client wrote
         for prefix, error_format in formats.items():
             if path.startswith(prefix):
                 return error_response(error, error_format)

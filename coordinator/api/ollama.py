@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 from fastapi import APIRouter
 from pydantic import Field, field_validator
@@ -56,7 +56,6 @@ def ollama_error(error: Exception) -> Json:
 class Options(SamplingBody):
     """Sampling and limits."""
 
-    place: ClassVar[str] = "options."
     num_predict: int | None = Field(None, ge=-2)
 
 
@@ -103,7 +102,6 @@ class MessageCall(Body):
 class Message(Body):
     """One message."""
 
-    place: ClassVar[str] = "messages[]."
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None

@@ -23,7 +23,7 @@ from coordinator.api.choice import (
 from coordinator.api.context import Api, client_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_data
 from coordinator.api.error_responses import error_body
-from coordinator.api.image_parts import IMAGE_PLACE, IMAGE_TEXT, with_images
+from coordinator.api.image_parts import with_images
 from coordinator.api.request_body import read_body
 from coordinator.api.request_settings import ChatRequest, call_message, check_model, check_tokens
 from coordinator.text.calls import CallArguments, CallEnd, CallStart, Json
@@ -46,9 +46,7 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
     check_model(api, body.model)
     thinking, budget = body.thinking
     variables = body.chat_template_kwargs or {}
-    for name in [each for each in variables if not api.tokenizer.uses_variable(each)]:
-        request.state.notes.add_unknown(f"chat_template_kwargs.{name}")
-        del variables[name]
+    variables = {name: v for name, v in variables.items() if api.tokenizer.uses_variable(name)}
     tools = [tool.for_template() for tool in body.tools or ()]
     chat = ChatRequest(
         messages=[template_message(each, api.tokenizer.tool_markers) for each in body.messages],
@@ -63,14 +61,9 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
         forced_tool=body.forced_tool,
         output=body.output,
         continue_final=bool(body.continue_final_message),
-        user=body.user,
     )
     answer = await chat_answer(api, chat, new_id("chatcmpl-"), client_of(request))
-    repeated = body.echo and body.continue_final_message
-    echo = body.messages[-1].text.replace(IMAGE_PLACE, IMAGE_TEXT)
-    echoes = [echo] * len(answer.choices) if repeated else []
-    writer = ChatWriter(answer, api.tokenizer, body, echoes)
-    return PreparedAnswer(answer, writer, bool(body.stream))
+    return PreparedAnswer(answer, ChatWriter(answer, api.tokenizer, body), bool(body.stream))
 
 
 def template_message(message: openai_schemas.Message, markers: tuple[str, str]) -> Json:
@@ -98,15 +91,8 @@ async def prepare_completion(api: Api, request: Request) -> PreparedAnswer:
     check_model(api, body.model)
     prompts = [await _tokens(api, prompt) for prompt in body.prompts]
     settings = body.generation_settings("prompt", body.logprobs)
-    answer = await text_answer(
-        api, settings, prompts, new_id("cmpl-"), user=body.user, output=body.output
-    )
-    echoed = [choice.request.prompt for choice in answer.choices if body.echo]
-    echoes = [
-        b"".join(map(api.tokenizer.token_bytes, p)).decode("utf-8", "replace") for p in echoed
-    ]
-    writer = CompletionWriter(answer, api.tokenizer, body, echoes)
-    return PreparedAnswer(answer, writer, stream=bool(body.stream))
+    answer = await text_answer(api, settings, prompts, new_id("cmpl-"), output=body.output)
+    return PreparedAnswer(answer, CompletionWriter(answer, api.tokenizer, body), bool(body.stream))
 
 
 async def _tokens(api: Api, prompt: str | list[int]) -> tuple[int, ...]:
@@ -168,7 +154,7 @@ class ChunkWriter(AnswerWriter):
     """The writer of both completion endpoints.
 
     `kind` and `chunk_kind` are OpenAI's names of the object, whole and streamed. `prompt_on_top` is True if the tokens
-    of the prompt stand beside the choices. With `echoes`, each choice's text begins with one of them.
+    of the prompt stand beside the choices.
     """
 
     kind: str
@@ -176,15 +162,10 @@ class ChunkWriter(AnswerWriter):
     prompt_on_top = False
 
     def __init__(
-        self,
-        answer: GeneratedAnswer,
-        tokenizer: Tokenizer,
-        body: openai_schemas.GenerationBody,
-        echoes: Sequence[str],
+        self, answer: GeneratedAnswer, tokenizer: Tokenizer, body: openai_schemas.GenerationBody
     ) -> None:
         super().__init__(answer)
         self._tokenizer = tokenizer
-        self._echoes = echoes or [""] * len(answer.choices)
         self._options = body.stream_options or openai_schemas.StreamOptions()
         self._token_ids = bool(body.return_token_ids)
         self._shown: dict[int, int] = {}  # token ids that each choice has shown
@@ -251,16 +232,13 @@ class ChatWriter(ChunkWriter):
 
     def opening(self) -> bytes:
         return b"".join(
-            self.chunk(self._entry(index, {"role": "assistant", "content": text}))
-            for index, text in enumerate(self._echoes)
+            self.chunk(self._entry(choice.index, {"role": "assistant", "content": ""}))
+            for choice in self._answer.choices
         )
 
     def choice_result(self, index: int) -> Json:
         choice = self._answer.choices[index]
-        message: Json = {
-            "role": "assistant",
-            "content": "".join([self._echoes[index], *choice.content]),
-        }
+        message: Json = {"role": "assistant", "content": "".join(choice.content)}
         if choice.reasoning:
             message["reasoning_content"] = "".join(choice.reasoning)
         if calls := choice.shown_calls:
@@ -331,14 +309,9 @@ class CompletionWriter(ChunkWriter):
     kind = "text_completion"
     chunk_kind = "text_completion"
 
-    def opening(self) -> bytes:
-        return b"".join(
-            self.chunk(self._entry(index, text)) for index, text in enumerate(self._echoes) if text
-        )
-
     def choice_result(self, index: int) -> Json:
         choice = self._answer.choices[index]
-        text = self._echoes[index] + "".join(choice.content)
+        text = "".join(choice.content)
         return self._entry(index, text, choice.logprobs, choice.offsets, choice.finish_reason)
 
     def choice_entry(self, event: AnswerEvent) -> Json:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_validator
+from pydantic import Discriminator, Field, Tag, TypeAdapter, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -22,12 +22,11 @@ from coordinator.api.journal import Record
 from coordinator.api.openai_schemas import SamplingBody
 from coordinator.api.request_body import (
     Body,
-    Label,
     Many,
     TokenLimit,
+    named,
     number_in_query,
     read_body,
-    shape,
 )
 from coordinator.api.responses_writer import ResponseWriter
 from coordinator.api.stored_answers import owner_of, pin_request, serve_storable, stored_of
@@ -40,7 +39,6 @@ from proto.errors import RequestError
 class Tool(Body):
     """A function that the model may call."""
 
-    place: ClassVar[str] = "tools[]."
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -51,8 +49,6 @@ class Tool(Body):
 
 class LeftOutTool(Body):
     """A tool that agents offer by default, a hint: this server has no search, and the model writes only functions."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Literal[
         "web_search",
@@ -88,12 +84,6 @@ class NamedTool(Body):
     type: Literal["function"]
     name: str
     namespace: str | None = None
-
-
-ToolChoice = Annotated[
-    Literal["auto", "none", "required"] | NamedTool,
-    shape('auto, none, required or {"type": "function", "name": …}'),
-]
 
 
 class Reasoning(Body):
@@ -133,12 +123,13 @@ class ResponsesBody(SamplingBody):
     tools: (
         Many[Annotated[Tool | NamespaceTool | LeftOutTool, Field(discriminator="type")]] | None
     ) = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    max_output_tokens: TokenLimit | None = None
+    max_output_tokens: TokenLimit | None = named(
+        "max_output_tokens", "max_completion_tokens", "max_tokens"
+    )
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
-    user: Label | None = None
     metadata: Json | None = None
     """Repeated in the response, without effect."""
 
@@ -261,12 +252,7 @@ Item = Annotated[
     | Annotated[CallOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[ReferenceItem, Tag("item_reference")],
-    Discriminator(
-        _kind,
-        custom_error_type="item",
-        custom_error_message="send an item of type message, function_call, function_call_output, reasoning or "
-        "item_reference",
-    ),
+    Discriminator(_kind),
 ]
 
 
@@ -458,7 +444,6 @@ def _internal_request(
         one_call=body.parallel_tool_calls is False,
         forced_tool=body.forced_tool,
         output=body.output,
-        user=body.user,
     )
 
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from coordinator.api.error_responses import field_error
 from coordinator.api.image_parts import ImageUrlPart, text_of
 from coordinator.api.request_body import (
     Body,
-    Label,
     Many,
     Seed,
     StopString,
     StopStrings,
     TokenLimit,
-    shape,
+    named,
 )
 from coordinator.api.request_settings import (
     MAX_CHOICES,
-    THINKING_SWITCH,
     GenerationSettings,
     ReasoningEffort,
     reasoning_of,
@@ -41,7 +39,6 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     """The format of an answer's content. llama.cpp's clients send the schema without `json_schema`."""
 
-    place: ClassVar[str] = "response_format."
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     schema_: Json | None = Field(None, alias="schema")
@@ -61,12 +58,6 @@ class ResponseFormat(Body):
         return OutputFormat("json_schema", ANY_OBJECT if schema is None else schema, param)
 
 
-Stop = Annotated[
-    StopString | StopStrings,
-    shape("a string of 1 to 256 characters, or a list of at most 64 of them"),
-]
-
-
 class SamplingBody(Body):
     """The fields of sampling that all dialects share."""
 
@@ -76,12 +67,12 @@ class SamplingBody(Body):
     min_p: float | None = None
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
-    repetition_penalty: float | None = None
+    repetition_penalty: float | None = named("repetition_penalty", "repeat_penalty", "rep_pen")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
-    seed: Seed | None = None
-    stop: Stop | None = None
+    seed: Seed | None = named("seed", "sampler_seed")
+    stop: StopString | StopStrings | None = named("stop", "stop_sequences", "stopping_strings")
 
     def sampling_settings(self, **others: Any) -> GenerationSettings:
         """Return the settings of the internal request with these fields and `others`."""
@@ -92,12 +83,6 @@ class SamplingBody(Body):
             stop_strings=[self.stop] if isinstance(self.stop, str) else self.stop or (),
             **others,
         )
-
-
-Prompt = Annotated[
-    str | Many[str] | Many[int] | Many[list[int]],
-    shape("a string, a list of strings, a list of token ids, or a list of such lists"),
-]
 
 
 class NamedFunction(Body):
@@ -113,16 +98,9 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-ToolChoice = Annotated[
-    Literal["auto", "none", "required"] | NamedTool,
-    shape('auto, none, required or {"type": "function", "function": {"name": …}}'),
-]
-
-
 class StreamOptions(Body):
     """Options of a stream."""
 
-    place: ClassVar[str] = "stream_options."
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     token_origins: bool | None = None
@@ -137,16 +115,21 @@ class GenerationBody(SamplingBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    max_tokens: TokenLimit | None = None
+    ignore_eos: bool | None = named("ignore_eos", "ban_eos_token")
+    max_tokens: TokenLimit | None = named(
+        "max_tokens", "n_predict", "num_predict", "max_new_tokens"
+    )
+    max_completion_tokens: TokenLimit | None = None
     logit_bias: dict[str, float] | None = None
-    echo: bool | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
-    guided_json: Json | None = None
-    guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
-    user: Label | None = None
+    guided_json: Json | None = named("guided_json", "json_schema", "structured_outputs.json")
+    guided_regex: str | None = named("guided_regex", "structured_outputs.regex")
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = named(
+        "guided_choice", "structured_outputs.choice"
+    )
+    structured_outputs: Body | None = None
+    """vLLM's object for the three fields above. Its other members are refused."""
 
     @property
     def output(self) -> OutputFormat | None:
@@ -168,11 +151,17 @@ class GenerationBody(SamplingBody):
         return self.sampling_settings(
             logit_bias=self.logit_bias or {},
             n=self.n or 1,
-            max_tokens=self.max_tokens,
+            max_tokens=self.max_completion_tokens or self.max_tokens,
             stop_token_ids=self.stop_token_ids or (),
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
-            field_names={"prompt": prompt_field, "parameters": "function.parameters"},
+            field_names={
+                "prompt": prompt_field,
+                "parameters": "function.parameters",
+                "max_tokens": "max_completion_tokens"
+                if self.max_completion_tokens
+                else "max_tokens",
+            },
         )
 
 
@@ -198,34 +187,22 @@ class TextPart(Body):
     text: str
 
 
-_FIELD_ROLES = {"reasoning_content": "assistant", "tool_calls": "assistant", "tool_call_id": "tool"}
-"""The only role whose messages may have the field."""
-
-
 class Message(Body):
     """One message for the chat template. Those that OpenAI's client returned may come back with null fields."""
 
-    place: ClassVar[str] = "messages[]."
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: (
-        Annotated[
-            str | Many[TextPart | ImageUrlPart],
-            shape("a string or a list of text and image_url parts. Video and audio are not read"),
-        ]
-        | None
-    ) = None
+    content: str | Many[Annotated[TextPart | ImageUrlPart, Field(discriminator="type")]] | None = (
+        None
+    )
     name: str | None = None
-    reasoning_content: str | None = None
+    reasoning_content: str | None = named("reasoning_content", "reasoning", "thinking")
     tool_calls: Many[MessageToolCall] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
-    def _fields_fit_the_role(self) -> Message:
+    def _content_fits_the_role(self) -> Message:
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a {self.role} message requires content")
-        for field, role in _FIELD_ROLES.items():
-            if getattr(self, field) and self.role != role:
-                raise field_error(field, f"has no effect in a message of the role {self.role}")
         return self
 
     @property
@@ -246,7 +223,6 @@ class Function(Body):
 class Tool(Body):
     """A tool that the model may call."""
 
-    place: ClassVar[str] = "tools[]."
     type: Literal["function"]
     function: Function
 
@@ -256,17 +232,25 @@ class Tool(Body):
         return template_tool(function.name, function.description, function.parameters)
 
 
+_SWITCH = {"enabled": True, "adaptive": True, "disabled": False}
+
+Switch = Annotated[bool, BeforeValidator(lambda sent: _SWITCH.get(str(sent), sent))]
+"""The switch of the reasoning, also in the words of Anthropic's `thinking.type`."""
+
+
 class ChatBody(GenerationBody):
     """The body of `POST /v1/chat/completions`."""
 
     messages: Many[Message] = Field(min_length=1)
     tools: Many[Tool] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Json | None = None
-    reasoning_effort: ReasoningEffort | None = None
-    enable_thinking: bool | None = None
-    thinking_budget: TokenLimit | None = None
+    reasoning_effort: ReasoningEffort | None = named("reasoning_effort", "reasoning.effort")
+    enable_thinking: Switch | None = named("enable_thinking", "thinking.type", "reasoning.enabled")
+    thinking_budget: TokenLimit | None = named(
+        "thinking_budget", "thinking_token_budget", "thinking.budget_tokens", "reasoning.max_tokens"
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     add_generation_prompt: bool | None = None
@@ -274,13 +258,6 @@ class ChatBody(GenerationBody):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatBody:
-        if self.top_logprobs and not self.logprobs:
-            raise field_error("top_logprobs", "has no effect without logprobs")
-        variable = (self.chat_template_kwargs or {}).get(THINKING_SWITCH)
-        switches = [reasoning_of(self.reasoning_effort)[0], self.enable_thinking, variable]
-        if len({str(each) for each in switches if each is not None}) > 1:
-            name = "reasoning_effort" if self.reasoning_effort else THINKING_SWITCH
-            raise field_error(name, f"conflicts with {THINKING_SWITCH}. Send one of them.")
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise field_error("continue_final_message", "requires a last message of the assistant")
         if self.add_generation_prompt is False and not self.continue_final_message:
@@ -307,13 +284,11 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """The body of `POST /v1/completions`."""
 
-    prompt: Prompt
+    prompt: str | Many[str] | Many[int] | Many[list[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
 
     @model_validator(mode="after")
     def _fields_agree(self) -> CompletionBody:
-        if self.echo and self.logprobs is not None:
-            raise field_error("echo", "conflicts with logprobs. Send one of them.")
         if self.prompt == []:
             raise field_error("prompt", "the list is empty. Send at least one prompt.")
         return self

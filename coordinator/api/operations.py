@@ -16,7 +16,7 @@ from coordinator.api.context import Api, api_of
 from coordinator.api.error_responses import ModelNotLoadedError
 from coordinator.api.model_catalog import ModelLoader
 from coordinator.api.ollama import utc_time
-from coordinator.api.request_body import HINTS, Body, keys_are_set, read_body, require_json
+from coordinator.api.request_body import Body, keys_are_set, read_body, require_json
 from coordinator.api.request_settings import TAG, check_model
 from coordinator.text.calls import Json
 from coordinator.text.tokenizer import ModelInfo
@@ -214,8 +214,7 @@ async def model(request: Request, name: str) -> Response:
 
 def describe_model(model: ModelInfo) -> Json:
     """Return the served model in OpenAI's format. `max_model_len`, vLLM's name, is the context in tokens."""
-    entry = _entry(model.id, model.created, model.context_length, loaded=True)
-    return {**entry, "ignored_fields": sorted(HINTS)}
+    return _entry(model.id, model.created, model.context_length, loaded=True)
 
 
 def _entry(name: str, created: int, context: int, *, loaded: bool) -> Json:

@@ -1,56 +1,24 @@
-"""The body of a request: keys, bounds on its size and its values, and the thread for large bodies.
-
-The fields of a body are attributes of its class. A table has those of other servers: hints, refused values, synonyms.
-docs/API.md shows the table, and a test compares both.
-"""
+"""The body of a request: keys, bounds on its size and its values, and the fields that are refused."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import json
-import logging
-import re
 import secrets
-from collections.abc import Callable, Set
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import Annotated, Any, ClassVar, TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, Self, TypeVar
 
 import pydantic
-from pydantic_core import PydanticCustomError
+from pydantic import AliasChoices, AliasPath
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
 from coordinator.api.context import LARGE_BYTES, ApiOptions, api_of
 from coordinator.api.error_responses import field_error, request_error
-from coordinator.text.calls import Json
 from coordinator.trust.registry import Scope
 from proto.errors import AccessError, ClusterError, RequestError
-
-log = logging.getLogger(__name__)
-
-HINTS = frozenset(
-    """
-    add_bos_token add_special_tokens allowed_domains annotations background_tasks blocked_domains cache_control
-    cache_prompt cache_salt caller chat_id citations client_metadata context_management defer_loading description
-    display draft_model dry_allowed_length dry_base dry_penalty_last_n dry_sequence_breakers dynatemp_exponent
-    dynatemp_high dynatemp_low dynatemp_max dynatemp_min eager_input_streaming early_stopping f16_kv features files
-    filter_ids guided_decoding_backend guided_whitespace_pattern id id_slot include include_obfuscation
-    include_reasoning index keep_alive kv_transfer_params length_penalty logits_all low_vram main_gpu max_length
-    max_tokens_second max_tool_calls max_uses media_io_kwargs metadata min_keep mirostat_eta mirostat_tau
-    mm_processor_kwargs modalities moderation n_keep name num_batch num_ctx num_gpu num_keep num_thread numa parsed
-    parsed_arguments penalize_newline penalize_nl prediction preserved_tokens priority prompt_cache_key
-    prompt_cache_options prompt_cache_retention provider_specific_fields reasoning.exclude reasoning.summary
-    reasoning_details rep_pen_range rep_pen_slope repeat_last_n repetition_penalty_range request_id response_fields
-    return_progress safety_identifier sampler_order sampler_priority samplers service_tier session_id shift signature
-    slot_id smoothing_curve spaces_between_special_tokens speculative_ngram store stream_options strict
-    temperature_last thinking.display thinking_blocks timings_per_token tool_ids tool_servers tools[].web_search
-    truncate truncation truncation_length ttl type use_mlock use_mmap user_location verbose verbosity vllm_xargs
-    vocab_only web_search_options
-    """.split()
-)
-"""Fields of other servers and clients, accepted without effect. `GET /v1/models` lists them as `ignored_fields`."""
 
 _REFUSED = {
     "": """
@@ -68,7 +36,7 @@ _REFUSED = {
     "true": "skip_special_tokens do_sample",
     "false": """
         use_beam_search include_stop_str_in_output return_tokens_as_token_ids post_sampling_probs
-        grammar_lazy dynamic_temperature""",
+        grammar_lazy dynamic_temperature echo""",
     '"auto" "none"': "function_call",
 }
 NEUTRAL = {
@@ -77,99 +45,6 @@ NEUTRAL = {
     for name in names.split()
 }
 """The values without effect of fields that change the answer, besides empty ones. Other values are refused."""
-
-SYNONYMS = {
-    "max_tokens": "n_predict num_predict max_new_tokens max_completion_tokens",
-    "max_output_tokens": "max_tokens max_completion_tokens",
-    "repetition_penalty": "repeat_penalty rep_pen",
-    "seed": "sampler_seed",
-    "stop": "stopping_strings stop_sequences",
-    "ignore_eos": "ban_eos_token",
-    "reasoning_effort": "reasoning.effort",
-    "enable_thinking": "thinking.type reasoning.enabled",
-    "thinking_budget": "thinking.budget_tokens reasoning.max_tokens thinking_token_budget",
-    "guided_json": "json_schema structured_outputs.json",
-    "guided_regex": "structured_outputs.regex",
-    "guided_choice": "structured_outputs.choice",
-    "reasoning_content": "messages[].reasoning messages[].thinking",
-}
-"""Other names of a field. They count only in bodies that have the field."""
-
-_SYNONYMS = [(name, target) for target, names in SYNONYMS.items() for name in names.split()]
-
-_OBJECTS = ("reasoning", "thinking", "structured_outputs")
-"""Fields whose members have rows of their own in the table."""
-
-SWITCH = {"enabled": True, "adaptive": True, "disabled": False}
-"""The values of `thinking.type`, as `enable_thinking` has them."""
-
-MAX_UNKNOWN = 32
-"""Maximum number of unknown fields of a request that its answer names."""
-
-
-@dataclass
-class FieldNotes:
-    """The fields of a request that its body lacks: `unknown` ones, and `synonyms` from field to the client's name."""
-
-    unknown: set[str] = field(default_factory=set)
-    synonyms: dict[str, str] = field(default_factory=dict)
-
-    def translate(self, sent: Json, names: Set[str], place: str) -> Json:
-        """Return `sent` with fields of `names` only. Raises PydanticCustomError for a value that changes the answer."""
-        if sent.keys() <= names:
-            return sent
-        known = {name: value for name, value in sent.items() if name in names}
-        for name, value in sent.items():
-            if name in names:
-                continue
-            if name in _OBJECTS and isinstance(value, dict):
-                for member, inner in value.items():
-                    self._apply_row(f"{name}.{member}", inner, known, names, place)
-            else:
-                self._apply_row(name, value, known, names, place)
-        return known
-
-    def _apply_row(self, name: str, value: Any, known: Json, names: Set[str], place: str) -> None:
-        """Apply the table to one field that is not in `names`. A synonym is added to `known`."""
-        if value is None:
-            return
-        paths = {place + name, name}
-        for path, target in _SYNONYMS:
-            if path in paths and target in names:
-                value = SWITCH.get(str(value), value) if name == "thinking.type" else value
-                if known.get(target) not in (None, value):
-                    raise field_error(name, f"differs from {target}. Send one of them.")
-                known[target] = value
-                self.synonyms[target] = name
-                return
-        if name in NEUTRAL:
-            _check_neutral(name, value)
-        elif HINTS.isdisjoint(paths):
-            self.add_unknown(place + name)
-
-    def add_unknown(self, path: str) -> None:
-        """Record an ignored field, in characters that a header may have, and log it once."""
-        if len(self.unknown) < MAX_UNKNOWN:
-            printable = re.sub(r"[^\w.\[\]-]", "?", path, flags=re.ASCII)[:64]
-            self.unknown.add(printable)
-            _log_unknown(printable)
-
-
-@lru_cache(1024)
-def _log_unknown(name: str) -> None:
-    log.info("unknown request field ignored", extra={"field": name})
-
-
-def _check_neutral(name: str, value: Any) -> None:
-    if value in (*NEUTRAL[name], "", [], {}):
-        return
-    if name in ("images", "audio"):
-        raise field_error(
-            name, "not supported here. Send images as parts of the content, and no audio."
-        )
-    values = "".join(f" or send {json.dumps(each)}" for each in NEUTRAL[name][:1])
-    raise field_error(name, f"{value!r:.40} is not supported. Omit the field{values}.")
-
 
 MAX_FIELDS = 2**16
 """Objects, lists and fields of objects in a body. The slowest to read are messages, about 0.3 s for all."""
@@ -222,24 +97,25 @@ def number_in_query(request: Request, name: str, default: int) -> int:
 
 
 class Body(pydantic.BaseModel):
-    """A JSON object without conversion of types. `FieldNotes` decides about other fields; `place` is its path."""
+    """A JSON object without conversion of types. Unknown fields are ignored, those of `NEUTRAL` refused."""
 
-    model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
-    place: ClassVar[str] = ""
-    names: ClassVar[frozenset[str]]
+    model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
 
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Collect the names of the fields, as clients write them."""
-        cls.names = frozenset(each.alias or name for name, each in cls.model_fields.items())
+    @pydantic.model_validator(mode="after")
+    def _check_others(self) -> Self:
+        others = self.__pydantic_extra__ or {}
+        for name, value in others.items():
+            if value not in (*NEUTRAL.get(name, [value]), None, "", [], {}):
+                values = "".join(f" or send {json.dumps(each)}" for each in NEUTRAL[name][:1])
+                raise field_error(name, f"{value!r:.40} is not supported. Omit the field{values}.")
+        others.clear()
+        return self
 
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _translate_fields(cls, sent: Any, info: pydantic.ValidationInfo) -> Any:
-        if not isinstance(sent, dict) or cls.model_config.get("extra") == "allow":
-            return sent
-        notes = info.context if isinstance(info.context, FieldNotes) else FieldNotes()
-        return notes.translate(sent, cls.names, cls.place)
+
+def named(*names: str) -> Any:
+    """Return an optional field of several names. The first that is sent counts; one with a dot is a path."""
+    paths = [AliasPath(*name.split(".")) if "." in name else name for name in names]
+    return pydantic.Field(None, validation_alias=AliasChoices(*paths))
 
 
 B = TypeVar("B", bound=Body)
@@ -247,19 +123,6 @@ T = TypeVar("T")
 
 Many = Annotated[list[T], pydantic.Field(fail_fast=True)]
 """A list whose validation ends at the first error. A client could otherwise cause an error object for each byte."""
-
-MAX_LABEL = 256
-"""Maximum length of `user` in characters: it becomes part of a log line."""
-
-
-def _check_label(text: str) -> str:
-    if len(text) > MAX_LABEL or not text.isprintable():
-        raise ValueError(f"the label is logged. Send at most {MAX_LABEL} printable characters.")
-    return text
-
-
-Label = Annotated[str, pydantic.AfterValidator(_check_label)]
-"""A client's name for the log."""
 
 StopString = Annotated[str, pydantic.Field(min_length=1, max_length=256)]
 StopStrings = Annotated[list[StopString], pydantic.Field(max_length=64)]
@@ -276,18 +139,6 @@ TokenLimit = Annotated[int, pydantic.Field(ge=-2), pydantic.AfterValidator(_chec
 """A number of tokens, None for a negative one: llama.cpp's and LM Studio's clients send it for no limit."""
 
 Seed = Annotated[int, pydantic.Field(ge=-(2**63), lt=2**64)]
-
-
-def shape(description: str) -> pydantic.WrapValidator:
-    """Return a validator with one message for a union of types, instead of one per type."""
-
-    def check(value: Any, handler: pydantic.ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return handler(value)
-        except pydantic.ValidationError as error:
-            raise PydanticCustomError("shape", "send {what}", {"what": description}) from error
-
-    return pydantic.WrapValidator(check)
 
 
 ADMIN_PATHS = frozenset({"/replan", "/trace", "/v1/models/load"})
@@ -386,16 +237,15 @@ async def read_body(request: Request, kind: type[B]) -> B:
         except ClientDisconnect:
             raise HTTPException(400, "request body: the client disconnected") from None
 
-        request.state.notes = FieldNotes()
-        parse = partial(parse_body, kind, content, request.state.notes)
+        parse = partial(parse_body, kind, content)
         large = len(content) > LARGE_BYTES
         return await api.large_work.run(len(content), parse) if large else parse()
 
 
-def parse_body(kind: type[B], content: bytes | bytearray, notes: FieldNotes) -> B:
+def parse_body(kind: type[B], content: bytes | bytearray) -> B:
     """Return `content` as a `kind`. Raises RequestError for invalid content."""
     try:
-        return kind.model_validate_json(content, context=notes)
+        return kind.model_validate_json(content)
     except pydantic.ValidationError as error:
         raise request_error(error) from error
 

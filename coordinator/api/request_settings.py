@@ -218,7 +218,7 @@ class ChatRequest:
     off, where None leaves it to the template; `reasoning_budget` is its maximum number of tokens. With `one_call` the
     answer ends after its first tool call. `forced_tool` is the tool that the answer must call, or an empty string for
     any tool. `output` is the format of the content, which a forced call replaces. With `continue_final` the answer
-    continues the last message. `user` is a label for the log.
+    continues the last message.
     """
 
     messages: Sequence[Json]
@@ -231,7 +231,6 @@ class ChatRequest:
     forced_tool: str | None = None
     output: OutputFormat | None = None
     continue_final: bool = False
-    user: str | None = None
 
 
 async def render_chat(api: Api, chat: ChatRequest) -> ChatPrompt:

@@ -160,7 +160,7 @@ def test_a_bad_file_is_a_clear_error(cluster: Cluster, data: bytes, problem: str
         ),
         ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "data URL"),
         ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,%%"}}], "Base64"),
-        ([{"type": "video_url", "video_url": {"url": "x"}}], "Video"),
+        ([{"type": "video_url", "video_url": {"url": "x"}}], "video_url"),
         (parts_of(*[FILE] * 5), "5 images, limit 4"),
     ],
     ids=["an address", "a file", "no Base64", "a video", "too many"],

@@ -1,9 +1,7 @@
-"""Request fields of other servers: the table in the code, the page that shows it, and what each row does."""
+"""Request fields of other servers: other names, neutral values, and unknown fields."""
 
 from __future__ import annotations
 
-import json
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.api import anthropic, ollama, openai_responses, openai_schemas
-from coordinator.api.request_body import HINTS, NEUTRAL, SYNONYMS, Body
+from coordinator.api.request_body import NEUTRAL, Body
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.grammars import OutputFormat
 from tests.support.api.api_client import USER, ApiClient
@@ -30,32 +28,6 @@ PATHS: dict[str, dict[str, Any]] = {
 }
 """A short request of each dialect."""
 
-IGNORED = "x-ignored-fields"
-
-
-def names_of(names: list[str]) -> str:
-    """Return field names as the page writes them."""
-    return ", ".join(f"`{name}`" for name in sorted(names))
-
-
-def test_the_page_shows_the_table() -> None:
-    """The table of API.md has the rows of the table in the code, and no others."""
-    rows = [
-        f"| {names_of(names.split())} | mapped to `{target}` |"
-        for target, names in SYNONYMS.items()
-    ]
-    kinds = {name: json.dumps(values)[1:-1] for name, values in NEUTRAL.items()}
-    for values in dict.fromkeys(kinds.values()):
-        allowed = ", ".join([f"`{value}`" for value in values.split(", ") if value])
-        fields = [name for name, others in kinds.items() if others == values]
-        rows.append(
-            f"| {names_of(fields)} | refused unless {f'{allowed}, ' * bool(allowed)}null or empty |"
-        )
-    rows.append(f"| {names_of(list(HINTS))} | ignored |")
-    section = PAGE.partition("## Fields of other servers")[2].partition("\n## ")[0]
-    shown = [line for line in section.splitlines() if line.startswith("| `")]
-    assert shown == rows, "\n".join(rows)
-
 
 @pytest.mark.parametrize(
     "kind",
@@ -70,79 +42,61 @@ def test_the_page_shows_the_table() -> None:
     ],
 )
 def test_the_page_names_every_field_that_is_taken(kind: type[Body]) -> None:
-    """A field with an effect stands in API.md outside the table of other servers' fields."""
-    before, _, rest = PAGE.partition("## Fields of other servers")
-    named = set(
-        re.findall(r"[a-z_]+", " ".join(re.findall("`[^`]+`", before + rest.partition("\n## ")[2])))
-    )
-    assert kind.names <= named
-
-
-async def test_hints_have_no_effect_in_any_dialect() -> None:
-    """All hints at once change no request, whatever their values, and the header does not name them."""
-    hints = {name: "anything" for name in HINTS if name.isidentifier()}
-    for path, body in PATHS.items():
-        api = ApiClient()
-        for sent in (body, {**hints, "stream_options": {}, "metadata": {}, **body}):
-            response = await api.post(path, {**sent, "store": False})
-            assert response.status_code == 200, response.text
-            assert not {*response.headers.get(IGNORED, "").split(", ")} & HINTS
-        first, second = api.generator.requests
-        assert first.prompt == second.prompt
-        assert first.max_tokens == second.max_tokens
+    """API.md has every field with an effect."""
+    named = set(re.findall(r"[a-z_]+", " ".join(re.findall("`[^`]+`", PAGE))))
+    assert kind.model_fields.keys() <= named
 
 
 async def test_neutral_values_are_taken_and_others_refused() -> None:
     """Each field that cannot be honoured is taken at each of its neutral values, and otherwise named in a 400."""
     api = ApiClient()
     for name, values in NEUTRAL.items():
-        path = "/v1/chat/completions"
-        if name in openai_schemas.ChatBody.names:
-            path = "/v1/responses"
-        outer, _, inner = name.partition(".")
+        chat = openai_schemas.ChatBody.model_fields
+        path = "/v1/responses" if name in chat else "/v1/chat/completions"
         for value in (*values, None, "", [], {}):
-            response = await api.post(
-                path, {**PATHS[path], outer: {inner: value} if inner else value}
-            )
+            response = await api.post(path, {**PATHS[path], name: value})
             assert response.status_code == 200, (name, value, response.text)
-            assert IGNORED not in response.headers
-        response = await api.post(path, {**PATHS[path], outer: {inner: [7]} if inner else [7]})
+        response = await api.post(path, {**PATHS[path], name: [7]})
         assert response.status_code == 400, (name, response.text)
         assert response.json()["error"]["param"] == name
         assert name in response.json()["error"]["message"]
 
 
-VALUES: dict[str, Any] = {
-    "max_tokens": 9,
-    "max_output_tokens": 9,
-    "repetition_penalty": 1.3,
-    "seed": 12,
-    "stop": ["zzz"],
-    "ignore_eos": True,
-    "reasoning_effort": "none",
-    "enable_thinking": False,
-    "thinking_budget": 30,
-    "guided_json": {"type": "object"},
-    "guided_regex": "[a-z]+",
-    "guided_choice": ["yes", "no"],
-    "reasoning_content": "hm",
+SYNONYMS: dict[str, tuple[str, Any]] = {
+    "max_tokens": ("max_completion_tokens n_predict num_predict max_new_tokens", 9),
+    "max_output_tokens": ("max_tokens max_completion_tokens", 9),
+    "repetition_penalty": ("repeat_penalty rep_pen", 1.3),
+    "seed": ("sampler_seed", 12),
+    "stop": ("stop_sequences stopping_strings", ["zzz"]),
+    "ignore_eos": ("ban_eos_token", True),
+    "reasoning_effort": ("reasoning.effort", "none"),
+    "enable_thinking": ("thinking.type reasoning.enabled", False),
+    "thinking_budget": (
+        "thinking_token_budget thinking.budget_tokens reasoning.max_tokens",
+        30,
+    ),
+    "guided_json": ("json_schema structured_outputs.json", {"type": "object"}),
+    "guided_regex": ("structured_outputs.regex", "[a-z]+"),
+    "guided_choice": ("structured_outputs.choice", ["yes", "no"]),
+    "reasoning_content": ("messages[].reasoning messages[].thinking", "hm"),
 }
-"""A value for each field that has synonyms."""
+"""The other names of fields, and a value for each."""
 
 
 def stripped(request: GenerationRequest) -> tuple[Any, ...]:
     """Return what a request asks of the engine."""
     params = request.params.to_wire()
-    params.pop("seed") if params["seed"] != VALUES["seed"] else None
+    params.pop("seed") if params["seed"] != SYNONYMS["seed"][1] else None
     return request.prompt, request.max_tokens, params, request.stop_tokens
 
 
 @pytest.mark.parametrize(
-    ("name", "target"), [(name, key) for key, names in SYNONYMS.items() for name in names.split()]
+    ("name", "target"),
+    [(name, key) for key, (names, _) in SYNONYMS.items() for name in names.split()],
 )
 async def test_a_synonym_does_what_its_field_does(name: str, target: str) -> None:
     """The engine gets the same request."""
-    value = "disabled" if name == "thinking.type" else VALUES[target]
+    value = "disabled" if name == "thinking.type" else SYNONYMS[target][1]
     path = "/v1/responses" if target == "max_output_tokens" else "/v1/chat/completions"
     if name == "max_completion_tokens" and target == "max_tokens":
         path = "/v1/completions"
@@ -157,70 +111,45 @@ async def test_a_synonym_does_what_its_field_does(name: str, target: str) -> Non
         return {**PATHS[path], outer: {inner: content} if inner else content}
 
     place = name.rpartition(".")[0] + "." if name.startswith("messages") else ""
-    for sent in (PATHS[path], body(place + target, VALUES[target]), body(name, value)):
+    for sent in (PATHS[path], body(place + target, SYNONYMS[target][1]), body(name, value)):
         response = await api.post(path, sent)
         assert response.status_code == 200, response.text
-        assert IGNORED not in response.headers
     plain, direct, mapped = map(stripped, api.generator.requests)
     assert direct == mapped
     if target not in ("stop", "thinking_budget", "reasoning_content"):
         assert direct != plain, "the value has no effect, so the comparison proves nothing"
 
 
-async def test_two_names_with_different_values_are_refused() -> None:
-    """Equal values are taken, because some clients send every name."""
+async def test_a_null_of_one_name_leaves_the_other() -> None:
+    """OpenAI has two names of the limit, and clients send both."""
     api = ApiClient()
-    assert (await api.chat(seed=1, sampler_seed=1)).status_code == 200
-    response = await api.chat(seed=1, sampler_seed=2)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "sampler_seed")
+    await api.chat(max_tokens=None, max_completion_tokens=7)
+    await api.chat(max_tokens=7, max_completion_tokens=None)
+    assert [request.max_tokens for request in api.generator.requests] == [7, 7]
 
 
 async def test_an_error_of_a_synonym_names_it() -> None:
-    """`error.param` is the name that the client wrote, for errors of the body and of the engine's bounds."""
-    api = ApiClient()
+    """`error.param` is the name that the client wrote."""
     for body, name in (
         ({"repeat_penalty": "high"}, "repeat_penalty"),
-        ({"repeat_penalty": 50}, "repeat_penalty"),
-        ({"n_predict": 10_000}, "n_predict"),
-        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"json": {"type": "nothing"}}}, "guided_json.type"),
+        ({"n_predict": 1.5}, "n_predict"),
+        ({"structured_outputs": {"regex": 7}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"grammar": "a"}}, "structured_outputs.grammar"),
     ):
-        response = await api.chat(**body)
+        response = await ApiClient().chat(**body)
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == name
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_unknown_fields_are_ignored_and_named(
-    path: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Every dialect answers, names the fields in a header without control characters, and logs each name once."""
-    caplog.set_level(logging.INFO)
+async def test_unknown_fields_are_ignored(path: str) -> None:
+    """Every dialect answers, and the engine gets the same prompt."""
     api = ApiClient()
-    word = path.replace("/", "_")
-    names = [f"a??Set-Cookie??{word}", f"temprature{word}"]
-    body = {**PATHS[path], names[1]: 1, f"a\r\nSet-Cookie: {word}": 1, "nothing": None}
-    for _ in range(2):
-        response = await api.post(path, body)
+    for sent in (PATHS[path], {**PATHS[path], "temprature": 1, "cache_control": {"type": "x"}}):
+        response = await api.post(path, sent)
         assert response.status_code == 200, response.text
-        assert response.headers[IGNORED] == ", ".join(names)
-    records = [each for each in caplog.records if "unknown request field" in each.getMessage()]
-    assert sorted(vars(each)["field"] for each in records) == names
-
-
-async def test_unknown_fields_inside_objects_are_named_by_their_path() -> None:
-    """The header of a stream and of an error names them too. Their number is bounded."""
-    api = ApiClient()
-    message = {**USER, "colour": 1}
-    response = await api.chat(messages=[message], stream=True, stream_options={"speed": 1})
-    assert response.headers[IGNORED] == "messages[].colour, stream_options.speed"
-    response = await api.chat(temperature=-1, chat_template_kwargs={"no_such": 1}, tint=2)
-    assert (response.status_code, response.headers[IGNORED]) == (
-        400,
-        "chat_template_kwargs.no_such, tint",
-    )
-    response = await api.chat(**{f"field_{number}": 1 for number in range(1000)})
-    assert response.headers[IGNORED].count(",") == 31
+    first, second = api.generator.requests
+    assert first.prompt == second.prompt
 
 
 CLIENTS: list[tuple[str, dict[str, Any]]] = [

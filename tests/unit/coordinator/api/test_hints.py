@@ -1,4 +1,4 @@
-"""Hints, reasoning effort and calls in the history: fields that agents send and that once were rejected."""
+"""Reasoning effort, parallel calls, and broken calls in the history."""
 
 from __future__ import annotations
 
@@ -7,63 +7,12 @@ from typing import Any
 import pytest
 
 from coordinator.api.request_settings import BUDGETS
-from tests.support.api.api_client import CALL, USER, ApiClient, api_saying, tiny_tokenizer
+from tests.support.api.api_client import CALL, USER, api_saying, tiny_tokenizer
 
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}},
 }
-MARK = {"cache_control": {"type": "ephemeral"}}
-
-
-PARSED_CALL = {
-    "id": "call_1",
-    "type": "function",
-    "function": {"name": "w", "arguments": "{}", "parsed_arguments": {"strict": 1}},
-}
-STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
-HINTS: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [STRICT]}, "strict"),
-    ({"tools": [{**TOOL, **MARK}]}, "cache_control"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", **MARK}]}]},
-        "cache_control",
-    ),
-    (
-        {"messages": [USER, {"role": "assistant", "reasoning_details": [{}]}, USER]},
-        "reasoning_details",
-    ),
-    (
-        {"messages": [USER, {"role": "assistant", "provider_specific_fields": {"a": 1}}, USER]},
-        "provider_specific_fields",
-    ),
-    ({"messages": [USER, {"role": "assistant", "thinking_blocks": [{}]}, USER]}, "thinking_blocks"),
-    (
-        {
-            "messages": [
-                USER,
-                {"role": "assistant", "content": None, "tool_calls": [PARSED_CALL]},
-                {"role": "tool", "tool_call_id": "call_1", "content": "1"},
-            ]
-        },
-        "parsed_arguments",
-    ),
-    (
-        {"messages": [USER, {"role": "assistant", "content": "{}", "parsed": {"strict": 1}}, USER]},
-        "parsed",
-    ),
-]
-
-
-@pytest.mark.parametrize(("body", "hint"), HINTS)
-async def test_a_hint_is_accepted_and_listed(body: dict[str, Any], hint: str) -> None:
-    """A hint inside a message or a tool changes no prompt, and its name is in `/v1/models`."""
-    api = ApiClient()
-    response = await api.chat(**body)
-    assert response.status_code == 200, response.text
-    assert hint in (await api.get("/v1/models")).json()["data"][0]["ignored_fields"]
-    assert "strict" not in api.generator.prompt_text()
-    assert "ephemeral" not in api.generator.prompt_text()
 
 
 async def test_without_parallel_calls_the_answer_ends_after_the_first_call() -> None:

@@ -10,7 +10,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.api.context import ApiOptions
-from coordinator.api.request_body import HINTS
 from coordinator.status.cluster_status import ClusterStatus
 from coordinator.status.metrics import Metrics, RequestMeter
 from tests.support.api.api_client import USER, ApiClient, tiny_tokenizer
@@ -44,7 +43,6 @@ async def test_models_lists_the_one_model() -> None:
         "owned_by": "mtp-cluster",
         "loaded": True,
         "max_model_len": 500,
-        "ignored_fields": sorted(HINTS),
     }
     assert listed == {"object": "list", "data": [described]}
     assert (await api.get("/v1/models/default_model")).json() == described

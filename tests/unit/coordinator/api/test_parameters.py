@@ -65,10 +65,6 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"reasoning_effort": "huge"}, "reasoning_effort"),
-    (
-        {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
-        "reasoning_effort",
-    ),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": "sometimes"}, "tool_choice"),
     ({"temperature": "hot"}, "temperature"),
@@ -90,25 +86,10 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-    ({"user": "x" * 257}, "user"),
-    ({"user": "me\ninfo: all is well"}, "user"),
-    ({"user": "me\x1b[2J"}, "user"),
-    ({"top_logprobs": 2}, "top_logprobs"),
-    ({"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
-    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
-    ({"messages": [{**USER, "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
-    ({"messages": [USER, {**USER, "reasoning_content": "hm"}]}, "messages[1].reasoning_content"),
-    ({"messages": [{**USER, "role": "tool", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
-    ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
     ({"messages": [{**USER, "images": ["iVBOR"]}]}, "messages[0].images"),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"add_generation_prompt": False}, "add_generation_prompt"),
-    ({"enable_thinking": False, "reasoning_effort": "low"}, "reasoning_effort"),
     ({"guided_choice": []}, "guided_choice"),
-    (
-        {"messages": [{**USER, "role": "assistant", "tool_call_id": "1"}]},
-        "messages[0].tool_call_id",
-    ),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
@@ -117,7 +98,7 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [USER, {"role": "system", "content": "late"}]}, "messages"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages[0].content",
+        "messages[0].content[0].image_url.image_url.url",
     ),
 ]
 
@@ -136,7 +117,7 @@ async def test_a_chat_field_that_is_wrong_is_named(body: dict[str, Any], param: 
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"echo": True}, "echo"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 2}, "best_of"),
@@ -146,10 +127,9 @@ async def test_a_chat_field_that_is_wrong_is_named(body: dict[str, Any], param: 
         ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": 5}, "prompt"),
-        ({"prompt": ["a", 5]}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt[1]"),
         ({"prompt": [10**9]}, "prompt"),
         ({"prompt": ["a"] * 100, "n": 2}, "n"),
-        ({"user": "\u2028"}, "user"),
     ],
 )
 async def test_a_completion_field_that_is_wrong_is_named(body: dict[str, Any], param: str) -> None:
