@@ -70,14 +70,11 @@ def test_commands_and_flags_exist(call: CommandLine) -> None:
 
 
 def test_contributing_lists_every_folder() -> None:
-    """The table of folders has each package of the product with the first line of its docstring."""
+    """The table of folders has each folder of the product with the first line of its docstring."""
     rows = ["| folder | content |", "| --- | --- |"]
     for name in ("coordinator", "worker", "mtp", "proto"):
-        for folder in [
-            name,
-            *sorted(f"{name}/{f.parent.name}" for f in ROOT.glob(f"{name}/*/__init__.py")),
-        ]:
-            text = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text())) or ""
-            rows.append(f"| `{folder}/` | {text.partition(chr(10))[0]} |")
+        for file in sorted(ROOT.glob(f"{name}/*/__init__.py")):
+            text = ast.get_docstring(ast.parse(file.read_text())) or ""
+            rows.append(f"| `{name}/{file.parent.name}` | {text.partition(chr(10))[0]} |")
     table = "\n".join(rows)
     assert table in (ROOT / "CONTRIBUTING.md").read_text(), f"CONTRIBUTING.md lacks:\n{table}"
