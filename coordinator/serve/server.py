@@ -42,7 +42,7 @@ from mtp.checkpoint.hub.resolve import resolve_model
 from proto import cluster_pb2 as pb
 from proto.announcement import UNSPECIFIED, is_loopback, join_address
 from proto.errors import ClusterError, MemoryLimitError, UsageError
-from proto.rpc.listener import bind_listener, own_addresses, warn_once_of_shortage
+from proto.rpc.listener import bind_listener, own_addresses
 from proto.state_dir import claim, write_private
 from proto.terminal.console import end_process, keep_awake
 from proto.terminal.progress import OnProgress, byte_bar, format_size
@@ -130,7 +130,6 @@ async def serve(options: ServeOptions) -> None:
     """
     host, port = options.host, options.port
     listener = bind_listener(f"--host {host} --port {port}", host, port)
-    warn_once_of_shortage(asyncio.get_running_loop())
     # A full collection would read every object of the imported modules and stop all streams for about 0.1 s.
     gc.freeze()
     claim(options.state)

@@ -1,25 +1,14 @@
-"""The host of stages, of a worker or a coordinator that serves alone: it loads and runs them on the engine thread.
-
-A stage may be held by a group of processes. MLX keeps a backend until its process ends. So a process joins one group,
-and a worker starts a new process for each.
-"""
+"""The host of stages, of a worker or a coordinator that serves alone: it loads and runs them on the engine thread."""
 
 from __future__ import annotations
 
 import asyncio
-import faulthandler
-import json
 import logging
-import os
-import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
-from pathlib import Path
 
 import mlx.core as mx
 
@@ -27,114 +16,23 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
 from mtp.device import Arithmetic, this_device
 from mtp.layers.communicator import ALONE, Communicator, GroupCommunicator
-from proto.control import Backend, Kernels
-from proto.errors import MemoryLimitError, NotReadyError, UsageError
-from proto.frame import Admit, Commit, Evict, Frame, Op, Outcome, Segment
+from proto.control import Kernels
+from proto.errors import MemoryLimitError
+from proto.frame import Admit, Frame
 from proto.frame_stamps import FrameStamps, StampRing
-from proto.params import SamplingParams
 from proto.span import Span
 from proto.terminal.progress import OnProgress
 from worker.engine import hardware
 from worker.engine.engine_thread import EngineThread
+from worker.engine.group import JOIN_SECONDS, GroupSpec, join_group, measure_collective
 from worker.engine.prefix_disk import PrefixDisk, StagePrefixes, namespace_of
-from worker.engine.stage_engine import BegunFrame, Budget, StageEngine, to_bytes
+from worker.engine.stage_engine import BegunFrame, Budget, StageEngine
+from worker.engine.warm_up import warm_up
 from worker.model.loader import DTYPES, load_stage
 from worker.model.stage import Stage
 from worker.model.verifier import Verifier
 
 log = logging.getLogger(__name__)
-
-JOIN_SECONDS = 30.0
-"""Seconds. Bound of the wait for the other members, which start at the same time."""
-
-
-@dataclass(frozen=True)
-class GroupSpec:
-    """The place `rank` among the `hosts` of a group, host:port of each member, and for jaccl their RDMA devices."""
-
-    rank: int
-    hosts: tuple[str, ...]
-    backend: Backend = Backend.ring
-    rdma: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if len(self.hosts) < 2 or not 0 <= self.rank < len(self.hosts):
-            raise UsageError(f"member {self.rank} of a group of {len(self.hosts)} does not exist")
-        if self.backend is Backend.jaccl and not (len(self.hosts) == len(self.rdma) == 2):
-            raise UsageError("jaccl joins two machines, each with its RDMA device")
-
-    def environment(self, file: Path) -> dict[str, str]:
-        """Return the variables with which MLX forms the group, and write what they name to `file`."""
-        host, _, port = self.hosts[0].rpartition(":")
-        rank = {"MLX_RANK": str(self.rank)}
-        if self.backend is Backend.ring:
-            file.write_text(json.dumps([[host] for host in self.hosts]))
-            return rank | {"MLX_HOSTFILE": str(file)}
-        if self.backend is Backend.jaccl:
-            own, other = self.rdma
-            file.write_text(json.dumps([[None, own], [other, None]]))
-            return rank | {"MLX_IBV_DEVICES": str(file), "MLX_JACCL_COORDINATOR": self.hosts[0]}
-        size = str(len(self.hosts))
-        return rank | {"MLX_WORLD_SIZE": size, "NCCL_HOST_IP": host.strip("[]"), "NCCL_PORT": port}
-
-
-def join_group(spec: GroupSpec, *, exact: bool) -> GroupCommunicator:
-    """Join the group and return the communicator. Raises NotReadyError if it cannot be formed.
-
-    Blocks until all members have come, and ends the process after JOIN_SECONDS. It can join no other group later.
-    """
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            os.environ |= spec.environment(Path(folder) / "group.json")
-            # MLX holds Python's lock while it waits for the others, so only a thread outside Python can end the wait.
-            faulthandler.dump_traceback_later(JOIN_SECONDS, exit=True)
-            try:
-                group = mx.distributed.init(strict=True, backend=spec.backend.value)
-            finally:
-                faulthandler.cancel_dump_traceback_later()
-    except (RuntimeError, ValueError) as error:
-        raise NotReadyError(
-            f"the group of {', '.join(spec.hosts)} cannot be formed by {spec.backend.value}: {error}{_advice(error)}"
-        ) from error
-    if (group.rank(), group.size()) != (spec.rank, len(spec.hosts)):
-        raise NotReadyError(
-            f"the group has {group.size()} members, {len(spec.hosts)} were expected. Restart the worker."
-        )
-    return GroupCommunicator(group, exact=exact)
-
-
-_RDMA_ADVICE = {
-    "2": "This Mac has no such RDMA device. Turn RDMA on in macOS Recovery with `rdma_ctl enable`, and see --rdma",
-    "16": "The device has no queue pair left. Restart this Mac",
-    "22": "Take the port out of the Thunderbolt Bridge, and compare --rdma on both Macs with `ibv_devinfo`",
-    "60": "The other Mac does not answer on this cable. Compare --rdma on both Macs, and use one cable for the pair",
-}
-"""The advice for the error numbers that users of jaccl report (issues 3207, 3467 and 4209 of MLX)."""
-
-
-def _advice(error: Exception) -> str:
-    """Return a sentence for an error of jaccl that has a known cause, or an empty string."""
-    number = re.search(r"\berrno (\d+)", str(error))
-    advice = _RDMA_ADVICE.get(number[1]) if number and "[jaccl]" in str(error) else None
-    return f". {advice}" if advice else ""
-
-
-CHAIN = 32
-"""Sums in a row of one measurement. Each needs the result of the one before, as in a pass through the layers."""
-
-
-def measure_collective(communicator: GroupCommunicator, hidden: int, dtype: mx.Dtype) -> float:
-    """Return the seconds of one sum of `[1, hidden]` in a chain. Every member must call it at the same place."""
-    ones = mx.ones((1, hidden), dtype)
-    taken = 0.0
-    for _ in range(2):  # the first one compiles kernels
-        x, started = ones, time.perf_counter()
-        for _ in range(CHAIN):
-            x = communicator.sum(x) * (1 / communicator.size)
-        mx.eval(x)
-        taken = time.perf_counter() - started
-    return taken / CHAIN
-
 
 FIRST_SECONDS = 30.0
 """Seconds. Deadline of the first frame, and upper bound for a frame of a new size. Kernels are compiled and pages are
@@ -455,117 +353,3 @@ def _begin(engine: StageEngine, frame: Frame, stamps: FrameStamps) -> BegunFrame
         return engine.begin_frame(frame, stamps)
     except Exception as error:
         return error
-
-
-COMPILE_SECONDS = 120.0
-"""Seconds. Longest time that one frame of the warm-up may take, since it may compile several kernels."""
-
-CHUNK = 512
-"""Tokens of a prompt chunk: those of the scheduler's default."""
-
-WIDTHS = (1, 2, 4, 5, 1)
-"""Rows of the windows. The widths between them run the same kernels."""
-
-LOGGED_FRAMES = 8
-"""Frames from one line of the log to the next."""
-
-SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
-
-
-class WarmUp:
-    """Frames of the usual shapes for one engine, each made from what the engine said of the frame before."""
-
-    def __init__(self, engine: StageEngine, drafts: int, batches: tuple[int, ...]) -> None:
-        self._engine = engine
-        self._drafts = drafts
-        self._batches = batches
-        self.total = sum(count + len(WIDTHS) + 1 for count in batches)
-        """Frames in all: one for each prompt, then the windows, and one for the end of the sequences."""
-        self.done = 0
-
-    def run(self) -> Iterator[None]:
-        """Process the frames for each number of sequences. Yield before each frame."""
-        for end, count in zip(accumulate(self._batches), self._batches, strict=True):
-            yield from self._run_batch(range(end - count, end))
-
-    def _run_batch(self, ids: range) -> Iterator[None]:
-        """Admit sequences, every other one sampled, run windows of all widths and evict them."""
-        followers = {}
-        for i in ids:
-            length = CHUNK if i == ids.start else 1
-            params = SAMPLED if i % 2 else SamplingParams()
-            admit = Admit(i, CHUNK + sum(WIDTHS), CHUNK, params)
-            yield
-            outcomes = self._process((admit,), (Segment(i, 0, 0, (0,) * length, sample=True),))
-            followers[i] = _Follower(0).after(outcomes.get(i), length)
-        for window, width in enumerate(WIDTHS, start=1):
-            commits = tuple(Commit(i, window - 1, f.accepted) for i, f in followers.items())
-            rest = (0,) * (width - 1)
-            segments = tuple(
-                Segment(i, window, f.position, (f.token, *rest), open=True, drafts=self._drafts)
-                for i, f in followers.items()
-            )
-            yield
-            outcomes = self._process(commits if window > 1 else (), segments)
-            followers = {i: f.after(outcomes.get(i), 1) for i, f in followers.items()}
-        yield
-        self._process(tuple(Evict(i) for i in ids), ())
-
-    def _process(self, ops: tuple[Op, ...], segments: tuple[Segment, ...]) -> dict[int, Outcome]:
-        """Let the engine process the next frame. Return its outcomes by sequence, none before the last stage."""
-        frame = Frame(0, self.done, ops, segments)
-        self.done += 1
-        if not self._engine.first and frame.rows:
-            stage = self._engine.stage
-            rows = mx.zeros((frame.rows, stage.modules.config.hop_width), stage.dtype)
-            frame = frame.with_tensor(*to_bytes(rows))
-        return {outcome.seq_id: outcome for outcome in self._engine.process(frame).outcomes}
-
-
-@dataclass(frozen=True)
-class _Follower:
-    """The end of a sequence: its length, the accepted length of its newest window, and its next token."""
-
-    position: int
-    accepted: int = 0
-    token: int = 0
-
-    def after(self, outcome: Outcome | None, usual: int) -> _Follower:
-        """Return where it goes on after `outcome`, or after `usual` accepted tokens without one."""
-        if outcome is None:
-            return _Follower(self.position + usual, usual)
-        accepted = outcome.accepted_length
-        return _Follower(self.position + accepted, accepted, outcome.token or 0)
-
-
-def warm_up(stage: Stage, *, first: bool, last: bool, expect: Callable[[float], None]) -> None:
-    """Run frames of the usual shapes through `stage` and forget them, as the device needs.
-
-    MLX compiles a CUDA kernel from source when it first runs, which takes up to 53 seconds on an H200. On Metal it
-    loads or compiles a kernel at its first use too, which takes milliseconds. Otherwise the first clients would wait.
-
-    `expect(seconds)` tells the watchdog of the engine thread how long the next frame may take. A frame that fails, for
-    example for lack of memory, ends the warm-up; the stage serves all the same.
-    """
-    batches = this_device().warm_up_batches
-    if not batches:
-        return
-    started = time.monotonic()
-    verifier = Verifier(stage.modules, stage.kv_format) if last else None
-    drafts = 2 if verifier is not None and verifier.drafter is not None else 0
-    engine = StageEngine(stage, epoch=0, first=first, verifier=verifier)
-    frames = WarmUp(engine, drafts, batches)
-    try:
-        for _ in frames.run():
-            if frames.done % LOGGED_FRAMES == 0:
-                log.info(
-                    "compiling kernels", extra={"done": f"{frames.done} of {frames.total} frames"}
-                )
-            expect(COMPILE_SECONDS)
-    except Exception as error:
-        if stage.modules.communicator.size > 1:
-            raise  # the other members of the group wait in a sum of this frame
-        log.warning("warm-up ended early", extra={"frames": frames.done, "error": str(error)[:300]})
-    del engine
-    mx.clear_cache()
-    log.info("kernels compiled", extra={"seconds": round(time.monotonic() - started, 1)})

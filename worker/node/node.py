@@ -34,10 +34,11 @@ from proto.span import Span
 from proto.terminal.progress import OnProgress, byte_bar
 from proto.trust.node_trust import NodeTrust
 from proto.wire import DTYPE_BYTES
+from worker.engine.group import GroupSpec
 from worker.engine.hardware import release_weights
 from worker.engine.prefix_disk import PrefixDisk
 from worker.engine.stage_engine import Budget
-from worker.engine.stage_host import GroupSpec, LoadedStage, StageHost, StageSpec
+from worker.engine.stage_host import LoadedStage, StageHost, StageSpec
 from worker.fetch.fill import SpanCopy
 from worker.node.binding import Binding, Place, Traffic
 from worker.node.member import END_SECONDS, SPARE_SECONDS, MemberProcess

@@ -25,8 +25,8 @@ from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Commit, Frame, Segment
 from proto.params import SamplingParams
 from proto.span import Span
+from worker.engine.group import GroupSpec, join_group
 from worker.engine.stage_engine import StageEngine
-from worker.engine.stage_host import GroupSpec, join_group
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
 from worker.model.verifier import Verifier

@@ -182,7 +182,7 @@ REPLACED = {
     "packed_linear": (multiply_rows, unpack),
     "attention": (prepare_rows, write_rows, attend_rows),
     "gdn": (gated_delta_window,),
-    "pack": (multiply_rows, unpack, gated_delta_window, prepare_rows, write_rows, attend_rows),
+    "pack": (multiply_rows, gated_delta_window),
 }
 
 
@@ -193,11 +193,7 @@ def reference_kernels() -> Iterator[None]:
         for module, functions in REPLACED.items():
             for function in functions:
                 patch.setattr(f"mtp.layers.cuda.{module}.{function.__name__}", function)
-        for module in (
-            "worker.model.layer_variants",
-            "worker.model.stage",
-            "worker.engine.stage_host",
-        ):
+        for module in ("worker.model.layer_variants", "worker.model.stage"):
             patch.setattr(f"{module}.this_device", lambda: DEVICES["cuda"])
         mx.disable_compile()  # the functions above read their arguments
         try:

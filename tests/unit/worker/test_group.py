@@ -11,7 +11,7 @@ import pytest
 from coordinator.cluster.plan_start import choose_backend
 from proto.control import Backend
 from proto.errors import NotReadyError, UsageError
-from worker.engine.stage_host import GroupSpec, join_group
+from worker.engine.group import GroupSpec, join_group
 
 
 @pytest.fixture(autouse=True)
