@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import platform
 import re
-import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -42,7 +41,7 @@ class Device:
     and on the keys. With one row the keys alone decide, and a row's keys follow from its position."""
 
     variant: str
-    """The variant of layers that is tried first: `reference`, `fused`, `metal` or `cuda`."""
+    """The variant of layers that is tried first: `reference`, `metal` or `cuda`."""
     wires_memory: bool = False
     """MLX wires memory, and the device recommends a limit."""
     token_major_exact: bool = False
@@ -52,12 +51,10 @@ class Device:
     recurrence of few operations is the fastest."""
 
 
-_CPU_VARIANT = "reference" if sys.platform == "darwin" else "fused"  # macOS has another BLAS
-
 DEVICES = {
     device.backend: device
     for device in (
-        Device("cpu", 1, 0, 0.0, (), 1, 9, None, _CPU_VARIANT, computes_on_host=True),
+        Device("cpu", 1, 0, 0.0, (), 1, 9, None, "reference", computes_on_host=True),
         Device("metal", 4, 2**28, 0.0, (1,), 16, 64, 1, "metal", wires_memory=True),
         Device("cuda", 4, 2**28, 30.0, (1, 4, 8), 16, 512, 1, "cuda", token_major_exact=True),
     )

@@ -1,4 +1,4 @@
-"""RoPE as cosines and sines of rows: for joined layers on CPUs, and for rows of images on every path."""
+"""RoPE as cosines and sines of rows, for rows of images and for blocks of keys."""
 
 from __future__ import annotations
 

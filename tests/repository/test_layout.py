@@ -40,7 +40,6 @@ mtp.flash_next: mtp.head mtp.layers mtp.layers.reference mtp.sampling proto
 mtp.head: mtp.layers mtp.layers.reference mtp.sampling proto
 mtp.layers: mtp proto
 mtp.layers.cuda: mtp.layers mtp.layers.reference
-mtp.layers.fused: mtp.layers mtp.layers.reference
 mtp.layers.metal: mtp.layers mtp.layers.reference
 mtp.layers.reference: mtp mtp.layers
 mtp.sampling: proto
@@ -51,7 +50,7 @@ worker.engine: mtp mtp.checkpoint.format mtp.head mtp.layers proto proto.termina
     worker.disk worker.model
 worker.disk: proto
 worker.fetch: mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.terminal worker.engine
-worker.model: mtp mtp.checkpoint.format mtp.head mtp.layers mtp.layers.cuda mtp.layers.fused
+worker.model: mtp mtp.checkpoint.format mtp.head mtp.layers mtp.layers.cuda
     mtp.layers.metal mtp.layers.reference mtp.sampling proto proto.terminal worker.cache
 worker.node: mtp mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.terminal
     proto.trust worker.engine worker.fetch
@@ -242,7 +241,7 @@ def test_the_choice_of_layers_is_made_in_one_place(module: Module) -> None:
     if module.name.startswith("mtp.layers.") or module.name == CHOICE_OF_LAYERS:
         return
     imported = dict(module.imports())
-    variants = tuple(f"mtp.layers.{name}" for name in ("cuda", "fused", "metal"))
+    variants = tuple(f"mtp.layers.{name}" for name in ("cuda", "metal"))
     assert not [s for s in imported if s.startswith(variants)]
     classes = {
         name

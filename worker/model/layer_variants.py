@@ -15,14 +15,12 @@ from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from mtp.device import Arithmetic, this_device
 from mtp.layers.cuda.dense_rows import DenseRows
 from mtp.layers.cuda.pack import Packer
 from mtp.layers.cuda.packed_linear import FEW_ROWS
 from mtp.layers.exact import ExactProducts
-from mtp.layers.fused.fuse import Fuser
 from mtp.layers.layer import KernelTrial, KVFormat, Mixer
 from mtp.layers.metal.fuse import MetalFuser
 from mtp.layers.source_kernel import CudaKernel, MetalKernel
@@ -50,9 +48,9 @@ def choose_variants(
 ) -> Variants:
     """Replace the parts of `modules` by the fastest variants of this device. A stage is built only once from them.
 
-    CUDA kernels compute what they can on NVIDIA GPUs, but not layers in slices. On Apple GPUs and on Linux' CPUs joined
-    products do, unless the stage is exact: exact mode probes the products of single layers. All else stays with
-    mlx-lm's modules. `kernels` decides over this project's kernels. Raises UsageError if exact mode is impossible here.
+    CUDA kernels compute what they can on NVIDIA GPUs, but not layers in slices. On Apple GPUs fused products do, unless
+    the stage is exact: exact mode probes the products of single layers. All else stays with mlx-lm's modules. `kernels`
+    decides over this project's kernels. Raises UsageError if exact mode is impossible here.
     """
     device = this_device()
     dtype = modules.dtype
@@ -63,8 +61,6 @@ def choose_variants(
         packer = Packer(dtype, kv_format, exact=exact)
         if modules.slices == 1 and packer.works():
             _pack(modules, packer)
-    elif device.variant == "fused" and not exact:
-        _fuse(modules, Fuser(dtype, modules.model_bytes))
     elif device.variant == "metal" and not exact:
         fuser = MetalFuser(modules.config.hidden_size, dtype, choice.choose)
         modules.replace_layers(fuser.layer)
@@ -101,18 +97,6 @@ def _mix(modules: StageModules, replaced: Callable[[Any], Mixer]) -> None:
     for layer in modules.layers:
         if layer.mixer is not None:
             layer.mixer = replaced(layer.mixer)
-
-
-def _fuse(modules: StageModules, fuser: Fuser) -> None:
-    modules.replace_layers(fuser.layer)
-    if modules.head is not None and not modules.head.reads_streams:
-        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-            modules.head[name] = fuser.norm(modules.head[name])
-        modules.head.fc = fuser.projection(modules.head.fc)
-    if isinstance(modules.norm, nn.RMSNorm):
-        modules.norm = fuser.norm(modules.norm)
-    if modules.lm_head is not None:
-        modules.lm_head = fuser.projection(modules.lm_head)
 
 
 def _pin(modules: StageModules, products: ExactProducts) -> None:

@@ -56,8 +56,6 @@ class StageModules:
     norm: Any = None
     lm_head: Any = None
     head: MTPHead | None = None
-    model_bytes: int = 0
-    """Bytes of the weights of the whole checkpoint."""
     communicator: Communicator = ALONE
     """The members of the group that holds these layers together."""
     slices: int = 1
@@ -144,7 +142,6 @@ def load_stage(
     modules: dict[str, Any] = {part: _build(checkpoint, part, dtype) for part in parts}
     _read(checkpoint, own, modules, dtype, on_progress, kv_sharers)
     stage = StageModules.of(checkpoint.config, span, modules)
-    stage.model_bytes = sum(checkpoint.part_bytes().values())
     stage.communicator, stage.slices = communicator, slices
     return stage
 

@@ -1,1 +1,0 @@
-"""The layers in few operations, without kernels of this project."""
