@@ -31,8 +31,9 @@ from proto.frame import Frame
 from proto.frame_stamps import CoordinatorStep, FrameStamps, StageStep, StampRing
 from proto.span import Span
 from proto.terminal.progress import OnProgress, byte_bar
+from worker.disk.block_index import BlockIndex
 from worker.engine.hardware import default_memory_limit, own_version, release_weights, set_limits
-from worker.engine.prefix_disk import PrefixDisk, StagePrefixes, disk_in
+from worker.engine.prefix_disk import StagePrefixes, open_index
 from worker.engine.stage_backups import ReceivedBackup
 from worker.engine.stage_engine import StageEngine, relayed_tokens
 from worker.engine.stage_host import StageHost, StageSpec
@@ -101,7 +102,7 @@ class LocalPipeline(Pipeline):
         epoch: int = 1,
         *,
         reserved: int = 0,
-        disk: PrefixDisk | None = None,
+        disk: BlockIndex | None = None,
     ) -> None:
         self.epoch = epoch
         self.stages = len(model.spans)
@@ -269,7 +270,7 @@ class LocalPipelines:
         self, model: LocalModel, state: Path | None = None, prefix_disk: int | None = None
     ) -> None:
         self.model = model
-        self.disk = disk_in(state, prefix_disk)
+        self.disk = open_index(state, prefix_disk)
         self.reserved_bytes: Callable[[], int] = lambda: 0
         """Returns the bytes that workers on this machine use. A pipeline leaves them free."""
         self._last: LocalPipeline | None = None

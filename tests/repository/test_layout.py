@@ -53,7 +53,7 @@ worker.fetch: mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.ter
 worker.model: mtp mtp.checkpoint.format mtp.head mtp.layers mtp.layers.cuda
     mtp.layers.metal mtp.layers.reference mtp.sampling proto proto.terminal worker.cache
 worker.node: mtp mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.terminal
-    proto.trust worker.engine worker.fetch
+    proto.trust worker.disk worker.engine worker.fetch
 coordinator:
 coordinator.api: coordinator.cluster coordinator.images coordinator.planning coordinator.schedule
     coordinator.status coordinator.text coordinator.trust coordinator.web mtp.checkpoint.format
@@ -70,7 +70,7 @@ coordinator.doctor: coordinator.drafts coordinator.pipeline coordinator.schedule
     mtp.checkpoint.format mtp.layers proto proto.rpc proto.terminal worker.engine worker.model
 coordinator.images: mtp.checkpoint.format mtp.vision proto worker.engine
 coordinator.pipeline: coordinator.planning coordinator.status mtp mtp.checkpoint.format mtp.vision
-    proto proto.rpc proto.terminal proto.trust worker.engine
+    proto proto.rpc proto.terminal proto.trust worker.disk worker.engine
 coordinator.planning: mtp.checkpoint.format mtp.head proto proto.terminal
 coordinator.schedule: coordinator.drafts coordinator.pipeline coordinator.planning
     coordinator.status mtp mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.terminal

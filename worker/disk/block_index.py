@@ -55,6 +55,11 @@ class Block:
     file: str
 
 
+def block_file(namespace: str, key: bytes, layers: Span) -> str:
+    """Return the name of a block's file."""
+    return f"{namespace}-{key.hex()}-{layers.start}-{layers.end}{SUFFIX}"
+
+
 @dataclass(frozen=True)
 class Chain:
     """The blocks that have the state of `layers` after a prefix, the first tokens first."""

@@ -1,7 +1,5 @@
 """Prefixes on disk, as a stage writes and reads them: its caches as blocks, and blocks as the backup of a sequence.
 
-Blocks also travel from the disk of one worker to that of another, which has their layers in a new plan.
-
 A prefix entry that a frame saves is written soon after it, beside the frames: the engine thread copies a few layers at
 a time, and another thread writes them. An entry that leaves memory before its turn is not written.
 """
@@ -16,34 +14,24 @@ import sqlite3
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
-import msgpack
 
 from proto import cluster_pb2 as pb
-from proto.backup import KEY_BYTES, LayerState, PieceJoiner, prefix_key, split
-from proto.errors import NotReadyError, ProtocolError
+from proto.backup import prefix_key
+from proto.errors import NotReadyError
 from proto.span import Span
 from proto.state_dir import state_dir
 from worker.cache.sequence_cache import Border, PrefixEntry
-from worker.disk.block_file import (
-    DTYPES,
-    PIECE_BYTES,
-    SUFFIX,
-    BlockReader,
-    BlockWriter,
-    LayerTensors,
-    Piece,
-    Tensor,
-)
-from worker.disk.block_index import Block, BlockIndex, Chain
+from worker.disk.block_copy import read_blocks, receive_blocks
+from worker.disk.block_file import PIECE_BYTES, BlockReader, BlockWriter, Piece
+from worker.disk.block_index import Block, BlockIndex, Chain, block_file
 from worker.engine.engine_thread import EngineThread
 from worker.engine.stage_backups import ReceivedBackup, head_arrays, host_array, type_name
 
@@ -87,29 +75,19 @@ class SavedPrefix:
     parent: Border | None
 
 
-class PrefixDisk:
-    """The folder of a process. `open` must succeed before its use; a folder that fails is reported and not used."""
+def open_index(state: Path | None, limit: int | None) -> BlockIndex | None:
+    """Return the index of prefixes of `limit` bytes in the state directory.
 
-    def __init__(self, folder: Path, limit: int) -> None:
-        self.folder = folder
-        self.limit = limit
-        self._index: BlockIndex | None = None
-
-    def open(self) -> BlockIndex | None:
-        """Return the index, or None with a warning if the folder cannot be used."""
-        if self._index is None:
-            try:
-                self._index = BlockIndex(self.folder, self.limit)
-            except DISK_ERRORS as error:
-                log.warning(
-                    "no prefixes on disk", extra={"folder": str(self.folder), "error": str(error)}
-                )
-        return self._index
-
-
-def disk_in(state: Path | None, limit: int | None) -> PrefixDisk | None:
-    """Return the folder in the state directory for prefixes of `limit` bytes, None without a limit."""
-    return None if limit is None else PrefixDisk(state_dir(state) / "prefixes", limit)
+    None without a limit, and with a warning if the folder cannot be used.
+    """
+    if limit is None:
+        return None
+    folder = state_dir(state) / "prefixes"
+    try:
+        return BlockIndex(folder, limit)
+    except DISK_ERRORS as error:
+        log.warning("no prefixes on disk", extra={"folder": str(folder), "error": str(error)})
+        return None
 
 
 def namespace_of(*facts: object) -> str:
@@ -350,94 +328,3 @@ def _take(pieces: Iterator[Piece]) -> tuple[list[Piece], bool]:
             break
     mx.async_eval([piece.data for piece in taken])
     return taken, more
-
-
-def block_file(namespace: str, key: bytes, layers: Span) -> str:
-    """Return the name of a block's file."""
-    return f"{namespace}-{key.hex()}-{layers.start}-{layers.end}{SUFFIX}"
-
-
-def read_blocks(
-    index: BlockIndex, namespace: str, key: bytes, layers: Span
-) -> Iterator[pb.BackupPiece]:
-    """Yield the blocks that have the state of `layers` after the prefix `key`, each after its head.
-
-    Only the last block of a chain has states that do not append. The ones before get keys that no prefix has, because
-    without these states they are no prefixes of their own. Raises NotReadyError, and OSError for a damaged block.
-    """
-    chains = index.chains(namespace, layers, key)
-    if not chains:
-        raise NotReadyError(f"layers {layers} of a prefix are not on this disk any more")
-    for chain in chains:
-        parent = b""
-        for block in chain.blocks:
-            last = block is chain.blocks[-1]
-            with index.removing(block):
-                reader = BlockReader(index.folder / block.file)
-                sent = [layer for layer in chain.layers if last or layer in reader.appends]
-                link = hashlib.blake2b(b"link" + block.key, digest_size=KEY_BYTES)
-                own = block.key if last else link.digest()
-                yield pb.BackupPiece(
-                    block=pb.BlockHead(
-                        namespace=namespace,
-                        key=own,
-                        layers=pb.Span(start=chain.layers.start, end=chain.layers.end),
-                        start=block.start,
-                        length=block.length,
-                        parent=parent,
-                        states=len(sent),
-                        nbytes=sum(map(reader.nbytes, sent)),
-                    )
-                )
-                for layer in sent:
-                    yield from split([_state(reader.read(layer))])
-            parent = own
-
-
-def _state(layer: LayerTensors) -> LayerState:
-    tensors = [(one.dtype, one.shape, one.data) for one in layer.tensors]
-    return LayerState(layer.layer, layer.appends, msgpack.packb(tensors))
-
-
-def receive_blocks(index: BlockIndex, namespace: str) -> Generator[None, pb.BackupPiece]:
-    """Receive the pieces of `read_blocks` by `send`, and add each whole block to `index`. `close` drops half of one.
-
-    Raises OSError for a disk that fails, and ProtocolError for malformed pieces.
-    """
-    joiner = PieceJoiner(index.limit)
-    while True:
-        head = (yield).block
-        block = _block_of(head, namespace)
-        if head.nbytes > index.limit:
-            raise ProtocolError(f"a block of {head.nbytes} bytes exceeds the disk's {index.limit}")
-        writer = BlockWriter(index.folder / block.file, len(block.layers), head.nbytes)
-        with writer:
-            for _ in range(head.states):
-                while not joiner.states:
-                    piece = yield
-                    if piece.HasField("block"):
-                        raise ProtocolError("a block begins before the one before it has ended")
-                    joiner.add_piece(piece)
-                writer.write_pieces(_layer_of(joiner.states.pop(), block.layers).pieces())
-            index.add_block(block, writer.finish_file())
-
-
-def _block_of(head: pb.BlockHead, namespace: str) -> Block:
-    layers = Span(head.layers.start, head.layers.end)
-    whole = not head.start and not head.parent
-    linked = 0 < head.start < head.length and len(head.parent) == KEY_BYTES
-    if head.namespace != namespace or len(head.key) != KEY_BYTES or not (whole or linked):
-        raise ProtocolError(f"a block of tokens {head.start} to {head.length} does not fit here")
-    file = block_file(namespace, head.key, layers)
-    return Block(namespace, head.key, layers, head.start, head.length, head.parent, file)
-
-
-def _layer_of(state: LayerState, layers: Span) -> LayerTensors:
-    try:
-        found: list[Any] = msgpack.unpackb(state.data, max_bin_len=len(state.data))
-        tensors = [Tensor(dtype, tuple(shape), memoryview(data)) for dtype, shape, data in found]
-        if state.layer not in layers or any(one.dtype not in DTYPES for one in tensors):
-            raise ValueError("another layer or type")
-    except (ValueError, TypeError) as error:
-        raise ProtocolError(f"malformed layer {state.layer} of a block: {error}") from error
-    return LayerTensors(state.layer, state.appends, tensors)

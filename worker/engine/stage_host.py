@@ -22,10 +22,11 @@ from proto.frame import Admit, Frame
 from proto.frame_stamps import FrameStamps, StampRing
 from proto.span import Span
 from proto.terminal.progress import OnProgress
+from worker.disk.block_index import BlockIndex
 from worker.engine import hardware
 from worker.engine.engine_thread import EngineThread
 from worker.engine.group import JOIN_SECONDS, GroupSpec, join_group, measure_collective
-from worker.engine.prefix_disk import PrefixDisk, StagePrefixes, namespace_of
+from worker.engine.prefix_disk import StagePrefixes, namespace_of
 from worker.engine.stage_engine import BegunFrame, Budget, StageEngine
 from worker.engine.warm_up import warm_up
 from worker.model.loader import DTYPES, load_stage
@@ -159,10 +160,10 @@ class LoadedStage:
 class StageHost:
     """The parts of a process that successive plans share. Construct it on the event loop that waits for the thread."""
 
-    def __init__(self, disk: PrefixDisk | None = None) -> None:
+    def __init__(self, disk: BlockIndex | None = None) -> None:
         self.thread = EngineThread()
         self.disk = disk
-        """The folder of prefixes on disk, None without one."""
+        """The prefixes on disk, None without a folder."""
         self.stamps = StampRing()
         """Stamps of the newest frames on the stages."""
         self._deadlines = DeadlineEstimate(this_device().compile_seconds)
@@ -256,8 +257,7 @@ class StageHost:
         self, checkpoint: Checkpoint, spec: StageSpec, stage: Stage, kernels: Kernels
     ) -> StagePrefixes | None:
         """Return the prefixes of a stage on disk, which for a member of a group are those of its share."""
-        index = self.disk.open() if self.disk is not None else None
-        if index is None:
+        if self.disk is None:
             return None
         namespace = namespace_of(
             checkpoint.fingerprint(),
@@ -271,7 +271,7 @@ class StageHost:
         )
         # The MTP head counts as a layer after the last one.
         end = spec.span.end + (spec.last and stage.modules.head is not None)
-        prefixes = StagePrefixes(index, namespace, Span(spec.span.start, end), self.thread)
+        prefixes = StagePrefixes(self.disk, namespace, Span(spec.span.start, end), self.thread)
         self._stage_prefixes.append(prefixes)
         return prefixes
 

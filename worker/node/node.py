@@ -34,9 +34,9 @@ from proto.span import Span
 from proto.terminal.progress import OnProgress, byte_bar
 from proto.trust.node_trust import NodeTrust
 from proto.wire import DTYPE_BYTES
+from worker.disk.block_index import BlockIndex
 from worker.engine.group import GroupSpec
 from worker.engine.hardware import release_weights
-from worker.engine.prefix_disk import PrefixDisk
 from worker.engine.stage_engine import Budget
 from worker.engine.stage_host import LoadedStage, StageHost, StageSpec
 from worker.fetch.fill import SpanCopy
@@ -126,8 +126,8 @@ class Identity:
     """The worker's credentials in a cluster; None for a worker whose connections are not secured."""
     wired: bool = True
     kernels: Kernels = Kernels.auto
-    disk: PrefixDisk | None = None
-    """The folder of prefixes on disk, None without one."""
+    disk: BlockIndex | None = None
+    """The prefixes on disk, None without a folder."""
     direct: str = ""
     """Host of this machine at which groups exchange partial results unencrypted; empty without a direct link."""
     member_flags: tuple[str, ...] = ()

@@ -30,7 +30,7 @@ from proto.terminal.console import keep_awake
 from proto.trust.joining import JoinToken, join
 from proto.trust.node_trust import NodeTrust
 from worker.engine.hardware import measured_bandwidth, set_limits
-from worker.engine.prefix_disk import disk_in
+from worker.engine.prefix_disk import open_index
 from worker.node.announce import announced
 from worker.node.member import report_ready
 from worker.node.node import Identity, LocalModels, WorkerNode
@@ -223,7 +223,7 @@ async def run(options: WorkerOptions) -> None:
 def _identity(
     options: WorkerOptions, models: LocalModels, trust: NodeTrust | None = None
 ) -> Identity:
-    own = (options.wired, options.kernels, disk_in(options.state_dir, options.prefix_disk))
+    own = (options.wired, options.kernels, open_index(options.state_dir, options.prefix_disk))
     return Identity(options.name, options.layers, options.memory_limit, models, 0.0, trust, *own)
 
 

@@ -15,9 +15,9 @@ from proto import cluster_pb2 as pb
 from proto.backup import prefix_key
 from proto.errors import ClusterError, NotReadyError, ProtocolError
 from proto.span import Span
+from worker.disk.block_copy import read_blocks, receive_blocks
 from worker.disk.block_file import BlockReader, BlockWriter, LayerTensors, Tensor
-from worker.disk.block_index import Block, BlockIndex
-from worker.engine.prefix_disk import block_file, read_blocks, receive_blocks
+from worker.disk.block_index import Block, BlockIndex, block_file
 
 TOKENS = tuple(range(1000))
 LENGTHS = (128, 256, 300)
