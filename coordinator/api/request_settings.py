@@ -336,7 +336,7 @@ def _forced_output(api: Api, chat: ChatRequest) -> OutputFormat | None:
         raise refused_field(
             "tool_choice", f"no tool is named {chat.forced_tool!r}. Send it in tools."
         )
-    style = api.tokenizer.call_style
+    style = api.tokenizer.call_form
     if style is None:
         raise refused_field("tool_choice", "this model's call format cannot be forced. Use auto.")
     for path, schema in _tool_schemas(chat):

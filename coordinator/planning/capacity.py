@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -136,7 +135,6 @@ REFERENCE_BANDWIDTH = 100e9
 """Bytes per second. Memory bandwidth of a node of speed 1, as an M1 or M2 has it; an M4 has 1.2 times as much."""
 
 _FLOATS = {"F64", *STORED_NAMES.values()}
-_EXPERT = re.compile(r"\.mlp\.(switch_mlp|experts)\.")
 
 
 def model_costs(
@@ -182,15 +180,11 @@ def model_costs(
 
 def _part_bytes(checkpoint: Checkpoint, part: str, dtype: str | None) -> tuple[int, int]:
     """Return the bytes of a part in memory and the bytes that one token reads."""
-    config = checkpoint.config
-    share = 1.0
-    if config.num_experts:
-        share = min(1.0, config.text_config["num_experts_per_tok"] / config.num_experts)
     sizes = {
         name: _loaded_bytes(checkpoint.tensors[name], stored, dtype)
         for name, stored in checkpoint.stored_bytes(part).items()
     }
-    active = sum(size * share if _EXPERT.search(name) else size for name, size in sizes.items())
+    active = sum(size * checkpoint.config.read_share(name) for name, size in sizes.items())
     return sum(sizes.values()), int(active)
 
 

@@ -206,7 +206,9 @@ class OpenedModel:
         self.name = served_name(options.model)
         self.mode = effective_mtp_mode(self.checkpoint, options.mtp)
         config = self.checkpoint.config
-        self.tokenizer = Tokenizer.load(self.checkpoint.path, config.eos_token_ids)
+        self.tokenizer = Tokenizer.load(
+            self.checkpoint.path, config.eos_token_ids, config.call_forms
+        )
         self.tokenizer.limit_tokens(config.max_positions)
         self.vocabulary = pack_vocabulary(self.tokenizer)
         self.info = ModelInfo(
@@ -251,9 +253,8 @@ class ServedParts:
         waiting_for = manager.describe_gathering if manager else str
         self.loop = GenerationLoop(source, scheduler, describe_wait=waiting_for)
         model.images.closed = False
-        letters = {"gdn": "g", "attention": "a"}
         facts = ModelStatus(
-            layers="".join(letters[kind] for kind in config.layer_kinds),
+            layers="".join(kind[0] for kind in config.layer_kinds),
             has_head=model.checkpoint.mtp.complete,
             context=config.max_positions,
             quantization=model.info.quantization,

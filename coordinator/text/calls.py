@@ -11,12 +11,10 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 Json = dict[str, Any]
 """An object of JSON."""
-
-CallStyle = Literal["xml", "json"]
 
 
 def held_back(text: str, stops: Sequence[str]) -> int:

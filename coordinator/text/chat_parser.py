@@ -80,7 +80,7 @@ class ChatParser:
         """Change to `state`. Line breaks between two states belong to neither."""
         left, self._mode = self._mode, state
         if state == "tool":
-            xml, (_, end) = self._tokenizer.call_style == "xml", self._tokenizer.tool_markers
+            xml, (_, end) = self._tokenizer.call_form == "xml", self._tokenizer.tool_markers
             parser = calls.XmlCallParser if xml else calls.JsonCallParser
             self._call, self._parser = "", parser(self._tools, end)
         if "reasoning" in (left, state):

@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 from llguidance import LLMatcher, LLTokenizer
 
-from coordinator.text.calls import ArgumentTypes, CallStyle, Json
+from coordinator.text.calls import ArgumentTypes, Json
 from mtp.sampling.grammar import Vocabulary, grammar_problem, tokenizer_of
 from proto.errors import CapacityError, NotReadyError, RequestError
 from proto.params import MAX_GRAMMAR_BYTES
 
 if TYPE_CHECKING:  # at run time it would take seconds in the process that compiles grammars
     from coordinator.text.tokenizer import Tokenizer
+    from mtp.checkpoint.families.family import CallForm
 
 _TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
 
@@ -143,7 +144,7 @@ MAX_CALLS = 16
 
 
 def call_grammar(
-    tools: Sequence[Json], style: CallStyle, markers: tuple[str, str], *, single: bool
+    tools: Sequence[Json], style: CallForm, markers: tuple[str, str], *, single: bool
 ) -> str:
     """Return a Lark grammar of one call of `tools`, in OpenAI's format, or of up to MAX_CALLS, between `markers`."""
     start, end = markers

@@ -17,7 +17,8 @@ from mlx_lm import tokenizer_utils
 from mlx_lm.generate import TextStateMachine
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from coordinator.text.calls import CallStyle, Json, held_back
+from coordinator.text.calls import Json, held_back
+from mtp.checkpoint.families.family import CallForm, Family
 from mtp.checkpoint.format.config import read_json_object
 from proto.errors import CheckpointError, RequestError
 from proto.params import SamplingParams
@@ -140,9 +141,13 @@ class Tokenizer:
     """The byte-level BPE tokenizer and chat template of a Qwen3.5 checkpoint. Safe to call from several threads."""
 
     def __init__(
-        self, wrapper: tokenizer_utils.TokenizerWrapper, eos_ids: frozenset[int] = frozenset()
+        self,
+        wrapper: tokenizer_utils.TokenizerWrapper,
+        eos_ids: frozenset[int] = frozenset(),
+        call_forms: Mapping[str, CallForm] = Family.call_forms,
     ) -> None:
         self._wrapper = wrapper
+        self._call_forms = call_forms
         self.backend: tokenizers.Tokenizer = wrapper.backend_tokenizer
         self._max_tokens: int | None = None
         self.eos_ids = eos_ids | frozenset(wrapper.eos_token_ids)
@@ -156,8 +161,16 @@ class Tokenizer:
         self._template_names = _template_names(wrapper.chat_template)
 
     @classmethod
-    def load(cls, checkpoint: Path, eos_ids: Iterable[int] = ()) -> Tokenizer:
-        """Read the tokenizer of the folder `checkpoint`, with its `eos_ids` added. Raises CheckpointError."""
+    def load(
+        cls,
+        checkpoint: Path,
+        eos_ids: Iterable[int] = (),
+        call_forms: Mapping[str, CallForm] = Family.call_forms,
+    ) -> Tokenizer:
+        """Read the tokenizer of the folder `checkpoint`, with its `eos_ids` added. Raises CheckpointError.
+
+        `call_forms` has the form of tool calls by mlx-lm's parser of tools.
+        """
         if not (checkpoint / "tokenizer.json").is_file():
             raise CheckpointError(
                 f"{checkpoint}: tokenizer.json not found. Copy it from the checkpoint's source.",
@@ -178,7 +191,7 @@ class Tokenizer:
                 f"{checkpoint / 'tokenizer.json'}: the decoder is not ByteLevel. Use a Qwen3.5 tokenizer.",
                 public="the checkpoint's tokenizer is not byte-level BPE",
             )
-        return cls(wrapper, frozenset(eos_ids))
+        return cls(wrapper, frozenset(eos_ids), call_forms)
 
     # ---- text to tokens
 
@@ -372,11 +385,10 @@ class Tokenizer:
         return bool(self._wrapper.has_tool_calling)
 
     @property
-    def call_style(self) -> CallStyle | None:
+    def call_form(self) -> CallForm | None:
         """The format of the model's tool calls, if a grammar can force it."""
         parser = getattr(self._wrapper.tool_parser, "__module__", "") if self.has_tools else ""
-        styles: dict[str, CallStyle] = {"qwen3_coder": "xml", "json_tools": "json"}
-        return styles.get(parser.rpartition(".")[2])
+        return self._call_forms.get(parser.rpartition(".")[2])
 
     @property
     def tool_markers(self) -> tuple[str, str]:

@@ -79,7 +79,7 @@ coordinator.serve: coordinator.api coordinator.cluster coordinator.drafts coordi
     coordinator.text coordinator.trust mtp.checkpoint.format mtp.checkpoint.hub mtp.vision proto
     proto.rpc proto.terminal proto.trust
 coordinator.status: coordinator.drafts proto
-coordinator.text: mtp.checkpoint.format mtp.sampling proto
+coordinator.text: mtp.checkpoint.families mtp.checkpoint.format mtp.sampling proto
 coordinator.trust: proto proto.rpc proto.trust
 coordinator.web: coordinator.status proto proto.terminal"""
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import mlx.nn as nn
 from mlx_lm.models.qwen3_5 import DecoderLayer, TextModel, TextModelArgs
@@ -13,9 +15,14 @@ from mtp.head.drafter import MTPHead
 from mtp.layers.layer import Layer
 from mtp.layers.reference import reference_layer
 
+CallForm = Literal["xml", "json"]
+"""The forms of tool calls that the coordinator parses and forces: Qwen3.5's elements, and Hermes' objects."""
+
 Text = dict[str, Any]
 """The fields of a language model in config.json, with `rope_parameters`. mlx-lm modifies its input: pass a copy."""
 
+
+_EXPERTS = re.compile(r"\.mlp\.(switch_mlp|experts)\.")
 
 _FIELDS = frozenset(field.name for field in fields(TextModelArgs))
 
@@ -58,6 +65,20 @@ class Family(ABC):
     quantizes_kv: ClassVar[bool] = True
     """True if keys and values can be stored in 4 or 8 bits."""
 
+    call_forms: ClassVar[Mapping[str, CallForm]] = {"qwen3_coder": "xml", "json_tools": "json"}
+    """The form of calls by mlx-lm's parser of tools, which follows from a checkpoint's chat template."""
+
+    head_modules: ClassVar[tuple[str, ...]] = (
+        "fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "layers",
+    )  # fmt: skip
+    """The modules of an MTP head. All others belong to its decoder layer."""
+
+    offset_norms: ClassVar[tuple[str, ...]] = (
+        "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "pre_fc_norm_embedding",
+        "pre_fc_norm_hidden",
+    )  # fmt: skip
+    """The RMSNorms whose raw weight is an offset from 1, beside the final norms. `linear_attn.norm` is none."""
+
     @abstractmethod
     def text_args(self, text: Text) -> TextModelArgs:
         """Return the arguments of the engine's modules, and of the MTP head."""
@@ -98,6 +119,12 @@ class Family(ABC):
     def table_part(self, local: str) -> tuple[str, str, int] | None:
         """Return the part, the kind and the number of a tensor of rows that stay on disk, or None for other tensors."""
         return None
+
+    def read_share(self, text: Text, stored: str) -> float:
+        """Return the share of the stored tensor that one token reads."""
+        if text.get("num_experts") and _EXPERTS.search(stored):
+            return min(1.0, float(text["num_experts_per_tok"]) / float(text["num_experts"]))
+        return 1.0
 
     def index_values(self, text: Text) -> int:
         """Return the values of a token that an attention layer stores besides keys and values."""

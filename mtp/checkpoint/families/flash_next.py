@@ -31,6 +31,11 @@ class FlashNext(Family):
     cuts_layers = False
     quantizes_kv = False
     is_own = True
+    head_modules = (*Family.head_modules, "fc_embedding", "fc_hidden", "hyper_connection_mixer")
+    offset_norms = (
+        *Family.offset_norms, "hc_norm", "q_layernorm", "k_layernorm", "norm_key", "norm_query",
+        "norm_conv",
+    )  # fmt: skip
 
     def text_args(self, text: Text) -> TextModelArgs:
         return model_args(text)

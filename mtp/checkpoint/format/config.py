@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models.qwen3_5 import TextModelArgs
 
 from mtp.checkpoint.families import FAMILIES, NOT_SERVED, find_family
-from mtp.checkpoint.families.family import Family
+from mtp.checkpoint.families.family import CallForm, Family
 from mtp.checkpoint.format.cut import WHOLE, Cut, cut_fields
 from mtp.head.drafter import MTPHead
 from mtp.layers.layer import KVFormat
@@ -214,6 +215,15 @@ class ModelConfig:
     def token_layers(self) -> tuple[int, ...]:
         """The layers that read the tokens of their rows, and belong to the first stage."""
         return self.family.token_layers(self.text_config)
+
+    @property
+    def call_forms(self) -> Mapping[str, CallForm]:
+        """The form of tool calls by mlx-lm's parser of tools."""
+        return self.family.call_forms
+
+    def read_share(self, stored: str) -> float:
+        """Return the share of the stored tensor that one token reads."""
+        return self.family.read_share(self.text_config, stored)
 
     @property
     def image_sections(self) -> tuple[int, int, int]:

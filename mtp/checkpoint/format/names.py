@@ -12,13 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mtp.checkpoint.families import FAMILIES
 from proto.errors import CheckpointError
 
-_TOP = (
-    "fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "layers", "fc_embedding", "fc_hidden",
-    "hyper_connection_mixer",
-)  # fmt: skip
-"""The modules of a head. All others belong to its decoder layer."""
+_TOP = frozenset(module for family in FAMILIES for module in family.head_modules)
+_OFFSET_NORMS = frozenset(f"{norm}.weight" for family in FAMILIES for norm in family.offset_norms)
 
 _PREFIX = re.compile(r"(?:mtp_layers|nextn_layers|nextn|mtp)\.(?:0\.)?")
 """The beginnings that name a head. With a number the exporter keeps the whole head in one layer."""
@@ -70,13 +68,6 @@ _MIXER = "hyper_connection_mixer"
 """The final norm of Flash-Next, which has modules of its own."""
 
 _ENDS = {"embed_tokens": "embed", _MIXER: "norm", "norm": "norm", "lm_head": "lm_head"}
-
-_SHIFTED_NORM = re.compile(
-    r"(input_layernorm|post_attention_layernorm|q_norm|k_norm|pre_fc_norm_embedding|pre_fc_norm_hidden"
-    r"|hc_norm|q_layernorm|k_layernorm|norm_key|norm_query|norm_conv)"
-    r"\.weight"
-)
-"""Endings of the RMSNorms whose raw weight is an offset from 1. `linear_attn.norm` is not one of them."""
 
 _IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|self_attn\.(k_scale|v_scale|kv_scale))")
 """Extra tensors that do not change results.
@@ -227,5 +218,4 @@ def name_sources(
 def is_shifted_norm(part: str, within: str) -> bool:
     """Return whether a parameter belongs to an RMSNorm whose raw weight is an offset from 1."""
     final_norm = (part, within) in (("norm", "weight"), ("mtp", "norm.weight"))
-    leaf = ".".join(within.split(".")[-2:])
-    return final_norm or _SHIFTED_NORM.fullmatch(leaf) is not None
+    return final_norm or ".".join(within.split(".")[-2:]) in _OFFSET_NORMS

@@ -52,7 +52,7 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     )
     folder = tmp_path_factory.mktemp("hermes")
     found = Tokenizer.load(write_tokenizer(folder, template=template))
-    assert found.call_style == "json"
+    assert found.call_form == "json"
     return found
 
 
