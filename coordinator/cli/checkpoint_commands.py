@@ -28,7 +28,6 @@ from mtp.checkpoint.convert.convert import (
     HeadBits,
     Mode,
     Quantization,
-    Recipe,
     Settings,
 )
 from mtp.checkpoint.convert.convert import convert as convert_checkpoint
@@ -119,9 +118,6 @@ def _summary(model: str, facts: dict[str, Any]) -> Table:
     stored = (f"{dtype} {format_size(n)}" for dtype, n in facts["dtypes"].items())
     table.add_row("stored as", ", ".join(stored))
     table.add_row("quantization", _quantization(facts["quantization"]))
-    for part, packed in facts["packed"].items():
-        named = ((n, how if how == "unquantized" else f"at {how}") for how, n in packed.items())
-        table.add_row(f"  {part}", ", ".join(f"{n} {how}" for n, how in named))
     table.add_row("norms", _NORMS[facts["norms"]])
     table.add_row("MTP head", _mtp(facts["mtp"]))
     table.add_row("embedding", format_size(sizes["embed"]))
@@ -201,10 +197,7 @@ def convert(
         int | None, typer.Option(help="Weights that share a scale.  [default: 64]")
     ] = None,
     q_mode: Annotated[Mode, typer.Option(help="How weights are packed.")] = "affine",
-    quant_predicate: Annotated[
-        Recipe | None,
-        typer.Option(help="A recipe of mlx-lm: few bits for most weights, more for the delicate."),
-    ] = None,
+    quant_predicate: Annotated[str | None, typer.Option(hidden=True)] = None,
     dtype: Annotated[
         FloatType | None,
         typer.Option(
@@ -213,9 +206,7 @@ def convert(
         ),
     ] = None,
     mtp_bits: HeadBitsOption = None,
-    mtp_dtype: Annotated[
-        FloatType | None, typer.Option(help="Type of the head's.  [default: as --dtype]")
-    ] = None,
+    mtp_dtype: Annotated[str | None, typer.Option(hidden=True)] = None,
     keep_vision: Annotated[
         bool, typer.Option("--keep-vision/--drop-vision", help="Keep the part that reads images.")
     ] = True,
@@ -223,7 +214,7 @@ def convert(
     """Convert a checkpoint for MLX, and keep its MTP head and its vision part.
 
     The output works here and in mlx-lm, which ignores the head. Converting needs the memory of the largest layer's
-    experts, not of the model. After an interruption, the same command continues.
+    experts, not of the model.
 
     Weights that another program packed as integers (GPTQ, AWQ, AutoRound) keep their codes. FP8 and NVFP4 are
     dequantized, and -q quantizes them.
@@ -235,14 +226,12 @@ def convert(
     for flag, value in given.items():
         if value is not None and not quantize:
             raise UsageError(f"{flag} needs --quantize")
-    settings = Settings(
-        quantization=Quantization.of(q_bits, q_group_size, q_mode) if quantize else None,
-        recipe=quant_predicate,
-        dtype=dtype,
-        head_bits=mtp_bits,
-        head_dtype=mtp_dtype,
-        vision=keep_vision,
-    )
+    if quant_predicate is not None:
+        raise UsageError("--quant-predicate: use mlx_lm.convert with it, then mtp-coord add-mtp.")
+    if mtp_dtype is not None:
+        raise UsageError("--mtp-dtype: use --dtype, which is for the head too.")
+    quantization = Quantization.of(q_bits, q_group_size, q_mode) if quantize else None
+    settings = Settings(quantization, dtype, mtp_bits, keep_vision)
     source = open_source(resolve_model(hf_path))
     with byte_bar("converting") as on_progress:
         outcome = convert_checkpoint(source, mlx_path, settings, on_progress)
@@ -252,8 +241,6 @@ def convert(
 
 def _convert_command_summary(outcome: ConversionResult) -> list[str]:
     lines = [f"{outcome.path}: {format_size(outcome.nbytes)}"]
-    if outcome.resumed:
-        lines[0] += f", {format_size(outcome.resumed)} of them from an earlier run"
     lines += [f"{count} weights {way}" for way, count in sorted(outcome.ways.items())]
     if outcome.has_head:
         lines.append(f"MTP head: kept. mtp-coord inspect {outcome.path} shows it.")
@@ -280,10 +267,7 @@ def add_mtp(
         ),
     ],
     mtp_bits: HeadBitsOption = None,
-    mtp_dtype: Annotated[
-        FloatType | None,
-        typer.Option(help="Type of unquantized weights.  [default: as the model's own]"),
-    ] = None,
+    mtp_dtype: Annotated[str | None, typer.Option(hidden=True)] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Replace the present head.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only check: read no weight, write nothing.")
@@ -301,18 +285,20 @@ def add_mtp(
             f"--mlx-path {mlx_path}: no such directory. Copy a hub repo first: "
             f"hf download {mlx_path} --local-dir DIRECTORY"
         )
+    if mtp_dtype is not None:
+        raise UsageError("--mtp-dtype: leave it out. The head has the type of the model.")
     target = Checkpoint.open(mlx_path)
     found = find_model(hf_path)
     if found is not None:
         source = open_source(found, allow_head_only=True)
-        addition = plan_head_addition(target, source, mtp_bits, mtp_dtype, replace=replace)
+        addition = plan_head_addition(target, source, mtp_bits, replace=replace)
         if not dry_run:
             _write(addition, source)
         _tell(addition, hf_path, 0, dry_run)
         return
     with HubRepo(hf_path) as hub:
         head = plan_packed(open_remote(hub, is_head))
-        addition = plan_head_addition(target, head, mtp_bits, mtp_dtype, replace=replace)
+        addition = plan_head_addition(target, head, mtp_bits, replace=replace)
         if not dry_run:
             directory = mlx_path / _DOWNLOADS
             with byte_bar("downloading") as on_progress:

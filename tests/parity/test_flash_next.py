@@ -342,15 +342,12 @@ def test_rows_of_a_chunk_are_fetched_beside_the_frame_before(
 def test_commands_know_the_family(
     model: Path, expected: list[Answered], tmp_path: Path, text: dict[str, Any], reference: Any
 ) -> None:
-    """`add-mtp`, the doctor's step and a pinned plan work. Mixed recipes and bytes do not."""
+    """`add-mtp`, the doctor's step and a pinned plan work. Cuts below the n-grams do not."""
     bare = write_flash_next(tmp_path / "bare", reference, text, mtp=False)
     convert(Checkpoint.open(bare), tmp_path / "mlx", Settings())
     source = Checkpoint.open(model)
     plan_head_addition(Checkpoint.open(tmp_path / "mlx"), source).write(source)
     assert different(answers(tmp_path / "mlx", "2", 1, 64), expected) == 0
-    recipe = Settings(quantization=Quantization(4, 32), recipe="mixed_4_6")
-    with pytest.raises(UsageError, match="mlx-lm has no mixed_4_6"):
-        convert(Checkpoint.open(model), tmp_path / "mixed", recipe)
     build, summary = own_steps(Checkpoint.open(model))
     assert summary.startswith("8 flash-next")
     mx.eval(build(), build())

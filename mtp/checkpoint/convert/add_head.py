@@ -21,16 +21,14 @@ from mtp.checkpoint.convert import convert
 from mtp.checkpoint.convert.convert import (
     SAFETENSORS,
     Choice,
-    FloatType,
     Group,
     HeadBits,
     Quantization,
     group_parameters,
 )
-from mtp.checkpoint.convert.foreign import PackedSource, read_source_part
+from mtp.checkpoint.convert.foreign import read_source_part
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.config import ModelConfig
-from mtp.checkpoint.format.names import Source, is_head
+from mtp.checkpoint.format.names import is_head
 from mtp.checkpoint.format.parts import read_part
 from proto.errors import CheckpointError, UsageError
 from proto.terminal.progress import OnProgress
@@ -116,14 +114,13 @@ def plan_head_addition(
     target: Checkpoint,
     source: Checkpoint,
     bits: HeadBits | None = None,
-    dtype: FloatType | None = None,
     *,
     replace: bool = False,
 ) -> HeadAddition:
     """Check by headers that the head of `source` fits `target`, and choose its quantization and type.
 
-    Without `bits` and `dtype` the head gets those of the target's last attention layer. Raises UsageError when the
-    target needs no head. Raises CheckpointError, naming the difference, when the head does not fit.
+    Without `bits` the head gets those of the target's last attention layer. Raises UsageError when the target needs no
+    head. Raises CheckpointError, naming the difference, when the head does not fit.
     """
     _check_target(target, replace)
     if not source.mtp.complete:
@@ -141,10 +138,9 @@ def plan_head_addition(
     packed = _packed(source)
     if packed and bits is not None:
         raise UsageError("--mtp-bits: the head is quantized already. Leave the flag out.")
-    if not packed:
-        _check_shapes(source, target.config)
     quantization = packed or _like_backbone(target, bits)
-    return HeadAddition(target, source, _dtype(target, dtype), quantization)
+    dtype = next(dtype for dtype, known in SAFETENSORS.items() if known == target.norm_type)
+    return HeadAddition(target, source, dtype, quantization)
 
 
 def _check_target(target: Checkpoint, replace: bool) -> None:
@@ -155,31 +151,6 @@ def _check_target(target: Checkpoint, replace: bool) -> None:
     if target.mtp.present and not replace:
         state = "has an MTP head" if target.mtp.complete else "has a part of an MTP head"
         raise UsageError(f"{target.path}: {state} already. Use --replace to replace it.")
-
-
-def _check_shapes(source: Checkpoint, config: ModelConfig) -> None:
-    skeleton = dict(tree_flatten(config.head().parameters()))
-    expected = {name: weight.shape for name, weight in skeleton.items()}
-    for name, made in source.plans["mtp"].items():
-        if isinstance(made, PackedSource):
-            continue  # its shape is known when it is unpacked
-        shape = parameter_shape(made, source.tensors[made.stored[0]].shape)
-        if shape != expected.get(name):
-            raise CheckpointError(
-                f"{source.path}: tensor {made.stored[0]} gives mtp.{name} the shape {shape}, but config.json "
-                f"of the model requires {expected.get(name)}"
-            )
-
-
-def parameter_shape(source: Source, stored: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a parameter from the shape of the tensors it is made of."""
-    match source.transform:
-        case "stack":
-            return (len(source.stored), *stored)
-        case "gate half" | "up half":
-            return (*stored[:-2], stored[-2] // 2, stored[-1])
-        case _:
-            return stored
 
 
 def _load(model: nn.Module, weights: dict[str, mx.array], source: Checkpoint) -> None:
@@ -237,11 +208,3 @@ def _like_backbone(target: Checkpoint, bits: HeadBits | None) -> dict[str, dict[
         if module.weight.shape[-1] % chosen["group_size"] == 0:
             found[f"layers.0.{path}"] = chosen
     return found
-
-
-def _dtype(target: Checkpoint, asked: FloatType | None) -> mx.Dtype:
-    """Return the type asked for, or the type of the target's norms."""
-    if asked is not None:
-        dtype: mx.Dtype = getattr(mx, asked)
-        return dtype
-    return next(dtype for dtype, known in SAFETENSORS.items() if known == target.norm_type)

@@ -1,8 +1,6 @@
 """The conversion of a raw checkpoint to an MLX one that keeps its MTP head, one module at a time.
 
-`conversion.json` is written first and names the source and the settings. `config.json` is written last and makes the
-directory a checkpoint. All files between them appear complete. So an interrupted conversion resumes after its last
-complete file, and no program loads an unfinished one.
+`config.json` is written last and makes the directory a checkpoint, so no program loads an unfinished conversion.
 
 The modules are mlx-lm's own, so mlx-lm decides their names and which of them can be quantized. Shapes and types of the
 lazy weights are known at once. Evaluating a weight reads its tensor and packs it.
@@ -14,16 +12,15 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.convert import mixed_quant_predicate_builder
 
 from mtp.checkpoint.convert.foreign import PackedSource, read_source_part
 from mtp.checkpoint.format.checkpoint import INDEX, Checkpoint
@@ -37,7 +34,7 @@ from proto.terminal.progress import OnProgress, format_size
 from proto.wire import STORED_NAMES
 
 SHARD_BYTES = 2 * 1024**3
-"""Bytes. Approximate size of a shard, and the most that an interrupted conversion does again."""
+"""Bytes. Approximate size of a shard."""
 
 HEAD_FILE = "mtp.safetensors"
 """The file of the MTP head. mlx-lm reads `model*.safetensors` only. There an `mtp.` tensor would make mlx-lm up to
@@ -118,17 +115,13 @@ def save_config(path: Path, config: dict[str, Any]) -> None:
 VISION_FILE, PROCESSOR = "model-vision.safetensors", "preprocessor_config.json"
 """The file of the vision part, by a name that mlx-lm and mlx-vlm read, and that of the image processor."""
 
-JOURNAL = "conversion.json"
-"""The file that describes an unfinished conversion."""
-
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """The result of a conversion. `resumed` counts bytes of an earlier run, `ways` the weights that were packed."""
+    """The result of a conversion. `ways` counts the weights that were packed, by what became of them."""
 
     path: Path
     nbytes: int
-    resumed: int
     has_head: bool
     dtypes: tuple[str, ...]
     ways: Counter[str]
@@ -151,8 +144,13 @@ def convert(
         )
     weights = convert_weights(source, settings)
     has_vision = bool(weights.vision)  # the groups are released as they are written
-    _open(path, {"source": source.fingerprint(), "settings": asdict(settings)})
-    resumed, nbytes, dtypes = _write(path, weights, on_progress, shard_bytes)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UsageError(f"{path}: exists already. Give a new directory, or remove it.")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be created: {error.strerror or error}") from error
+    nbytes, dtypes = _write(path, weights, on_progress, shard_bytes)
     for file in (file for pattern in _BESIDE for file in source.path.glob(pattern)):
         if not any(file.match(name) for name in _NOT_BESIDE):
             replace_bytes(path / file.name, file.read_bytes())
@@ -160,34 +158,13 @@ def convert(
     if has_vision and processor.is_file():
         replace_bytes(path / PROCESSOR, processor.read_bytes())
     save_config(path, _config(source, weights, has_vision))
-    (path / JOURNAL).unlink()
-    return ConversionResult(path, nbytes, resumed, source.mtp.complete, dtypes, weights.ways)
-
-
-def _open(path: Path, journal: dict[str, Any]) -> None:
-    """Start in a new or empty directory, or resume in the directory of the same conversion."""
-    text = json.dumps(journal, indent=2)
-    found = path / JOURNAL
-    if found.is_file():
-        if found.read_text(encoding="utf-8") != text:
-            raise UsageError(
-                f"{path}: holds an unfinished conversion of another checkpoint or with other flags. Repeat that "
-                "conversion, or remove the directory."
-            )
-        return
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UsageError(f"{path}: exists already. Give a new directory.")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be created: {error.strerror or error}") from error
-    replace_text(found, text)
+    return ConversionResult(path, nbytes, source.mtp.complete, dtypes, weights.ways)
 
 
 def _write(
     path: Path, weights: ConvertedWeights, on_progress: OnProgress, shard_bytes: int
-) -> tuple[int, int, tuple[str, ...]]:
-    """Write the missing files and the index. Return the resumed bytes, all bytes and the types."""
+) -> tuple[int, tuple[str, ...]]:
+    """Write the files and the index. Return the bytes and the types."""
     shards = cut_shards(weights.backbone, shard_bytes)
     # The names are those of mlx-lm and transformers.
     suffix = f"of-{len(shards):05}.safetensors"
@@ -201,9 +178,8 @@ def _write(
     writers = {name: shard_writer(path / name, groups) for name, groups in files.items()}
     dtypes = {entry.dtype for writer in writers.values() for entry in writer.entries}
     total = sum(writer.nbytes for writer in writers.values())
-    finished = {name for name, writer in writers.items() if writer.is_finished()}
-    resumed = done = sum(writers[name].nbytes for name in finished)
-    check_free_space(path, total - done)
+    check_free_space(path, total)
+    done = 0
 
     def on_bytes(written: int) -> None:
         nonlocal done
@@ -214,11 +190,10 @@ def _write(
     # Each group is released after it is written.
     weights.backbone, weights.head, weights.vision = [], [], []
     for name, groups in files.items():
-        if name not in finished:
-            write_shard(writers[name], groups, on_bytes)
+        write_shard(writers[name], groups, on_bytes)
     weight_map = {entry.name: file for file, writer in writers.items() for entry in writer.entries}
     save_index(path, total, weight_map)
-    return resumed, total, tuple(sorted(dtypes))
+    return total, tuple(sorted(dtypes))
 
 
 def _config(source: Checkpoint, weights: ConvertedWeights, has_vision: bool) -> dict[str, Any]:
@@ -240,7 +215,6 @@ def _config(source: Checkpoint, weights: ConvertedWeights, has_vision: bool) -> 
 
 
 Mode = Literal["affine", "mxfp4", "nvfp4", "mxfp8"]
-Recipe = Literal["mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6"]
 FloatType = Literal["float16", "bfloat16", "float32"]
 HeadBits = Literal["none", "2", "3", "4", "5", "6", "8"]
 
@@ -286,24 +260,18 @@ class Quantization:
 class Settings:
     """The settings of a conversion.
 
-    None means unquantized for `quantization`, each tensor's own type for `dtype`, and those of the backbone for the
-    head. The vision part, which `vision` keeps, is not quantized.
+    None means unquantized for `quantization`, each tensor's own type for `dtype`, and the bits of the backbone for
+    `head_bits`. The vision part, which `vision` keeps, is not quantized.
     """
 
     quantization: Quantization | None = None
-    recipe: Recipe | None = None
     dtype: FloatType | None = None
     head_bits: HeadBits | None = None
-    head_dtype: FloatType | None = None
     vision: bool = True
-
-    def __post_init__(self) -> None:
-        if self.recipe and (self.quantization is None or self.quantization.mode != "affine"):
-            raise UsageError(f"--quant-predicate {self.recipe} needs -q and --q-mode affine")
 
     @property
     def head_quantization(self) -> Quantization | None:
-        """The quantization of the head's layer, unless a recipe overrides it; None leaves the layer unquantized."""
+        """The quantization of the head's layer; None leaves the layer unquantized."""
         if self.head_bits is None:
             return self.quantization
         if self.head_bits == "none":
@@ -366,10 +334,6 @@ def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeig
             f"{checkpoint.path}: tensor {checkpoint.unknown[0]} belongs to no part of this model "
             f"({len(checkpoint.unknown)} in total): config.json may belong to another checkpoint. Download both again."
         )
-    if settings.recipe and config.family.is_own:
-        raise UsageError(
-            f"--quant-predicate: mlx-lm has no {settings.recipe} for {config.family.releases}. Use -q alone."
-        )
     check_rows(checkpoint)
     if missing := missing_from_backbone(checkpoint):
         raise checkpoint.missing_tensors_error(missing)
@@ -428,6 +392,7 @@ def _load(
 
     Returns the number of packed weights, and the format of those that keep their codes by the path of their module.
     """
+    dtype: mx.Dtype | None = getattr(mx, settings.dtype) if settings.dtype else None
     weights: list[tuple[str, mx.array]] = []
     kept: dict[str, dict[str, Any]] = {}
     packed = 0
@@ -435,8 +400,6 @@ def _load(
         tied = part == "lm_head" and checkpoint.config.tie_word_embeddings
         if tied or (part == "mtp" and not with_head):
             continue
-        name = settings.head_dtype or settings.dtype if part == "mtp" else settings.dtype
-        dtype: mx.Dtype | None = getattr(mx, name) if name else None
         inside = "" if part in ("lm_head", "mtp") else "model."
         found, forms = read_source_part(checkpoint, part, dtype, keep_codes=True)
         weights += [(f"{inside}{module_path(part, name)}", w) for name, w in found.items()]
@@ -468,8 +431,8 @@ def _quantize(
 ) -> dict[str, Any] | None:
     """Quantize `model` in place, lazily. Returns the object for config.json: the default, and the overrides by path.
 
-    Paths in config.json begin with `prefix`. The same predicate decides for backbone and head; a module of the head
-    counts as the same module of layer 0. The modules of `kept` are quantized already.
+    Paths in config.json begin with `prefix`. The same predicate decides for backbone and head. The modules of `kept`
+    are quantized already.
     """
     of_backbone, of_head = settings.quantization, settings.head_quantization
     default = of_backbone or of_head
@@ -478,9 +441,7 @@ def _quantize(
         usual = max(forms, key=lambda form: (forms.count(form), forms.index(form)), default={})
         return _with_overrides(dict(usual), prefix, kept) if kept else None
     found: dict[str, Any] = default.to_json()
-    follows = settings.head_bits is None
-    choose = _predicate(model, settings)
-    routers = _routers(model)
+    routers: Predicate = model.quant_predicate or (lambda path, module: True)
 
     def choice_for(path: str, module: nn.Module) -> Choice:
         """Return how to quantize the module at `path`, and record an override in `found`."""
@@ -488,8 +449,7 @@ def _quantize(
         mine = of_head if in_head else of_backbone
         if mine is None or path == "mtp.fc" or not hasattr(module, "to_quantized"):
             return False
-        twin = path.replace("mtp.", "model.", 1) if in_head else path
-        choice = choose(twin, module) if follows or not in_head else routers(twin, module)
+        choice = routers(path, module)
         if choice is True and mine != default:
             choice = mine.to_json()
         group = choice.get("group_size", mine.group_size) if isinstance(choice, dict) else None
@@ -510,26 +470,3 @@ def _with_overrides(
     """Return the object `found` with the formats of `kept` that differ from its default."""
     default = {name: found[name] for name in ("group_size", "bits", "mode")}
     return found | {prefix + path: form for path, form in kept.items() if form != default}
-
-
-def _predicate(model: nn.Module, settings: Settings) -> Predicate:
-    """Return mlx-lm's predicate, or that of one of its recipes; routers stay at 8 bits under every recipe."""
-    routers = _routers(model)
-    if settings.recipe is None:
-        return routers
-    assert settings.quantization is not None
-    # The annotation in mlx-lm has a third argument that no caller passes.
-    size = settings.quantization.group_size
-    recipe = cast(Predicate, mixed_quant_predicate_builder(settings.recipe, model, size))
-
-    def choose(path: str, module: nn.Module) -> Choice:
-        """Return the routers' own choice, or else that of the recipe."""
-        choice = routers(path, module)
-        return choice if isinstance(choice, dict) else recipe(path, module)
-
-    return choose
-
-
-def _routers(model: nn.Module) -> Predicate:
-    predicate: Predicate | None = model.quant_predicate
-    return predicate or (lambda path, module: True)

@@ -298,7 +298,6 @@ def report(checkpoint: Checkpoint) -> dict[str, Any]:
         "bytes": _bytes(checkpoint),
         "dtypes": _dtypes(checkpoint),
         "quantization": _quantization(checkpoint),
-        "packed": _packed(checkpoint),
         "norms": "raw" if checkpoint.layout == "raw" else "shifted",
         "tie_word_embeddings": config.tie_word_embeddings,
         "max_positions": config.max_positions,
@@ -353,26 +352,3 @@ def _quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
         if (value is False or isinstance(value, dict)) and (local := local_name(path))
     }
     return {**default, "mode": found.get("mode", "affine"), "overrides": overrides}
-
-
-def _packed(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
-    """By part, all layers as one: how many of its matrices are packed in how many bits. Empty when none is."""
-    quantization = _quantization(checkpoint)
-    if quantization is None:
-        return {}
-    counts: dict[str, Counter[str]] = {}
-    for part, plan in checkpoint.plans.items():
-        for name, source in plan.items():
-            info = checkpoint.tensors.get(source.stored[0])
-            if (
-                not name.endswith("weight")
-                or info is None
-                or len(info.shape) + (source.transform == "stack") != 2 + ("switch" in name)
-            ):
-                continue
-            path = module_path(part, name).removesuffix(".weight")
-            found = quantization["overrides"].get(path)
-            packed = f"{name.removesuffix('weight')}scales" in plan
-            bits = f"{(found or quantization)['bits']} bit" if packed else "unquantized"
-            counts.setdefault(part.partition(".")[0], Counter())[bits] += 1
-    return {part: dict(count.most_common()) for part, count in counts.items()}
