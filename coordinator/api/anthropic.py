@@ -18,7 +18,7 @@ from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer,
 from coordinator.api.error_responses import field_error, message_of, status_of
 from coordinator.api.image_parts import ImageBlock, prompt_of, text_of, with_images
 from coordinator.api.openai_schemas import SamplingBody
-from coordinator.api.request_body import Body, Many, read_body
+from coordinator.api.request_body import Body, Many, named, read_body
 from coordinator.text.calls import CallArguments, CallStart, Json
 from coordinator.text.chat_parser import Content, Reasoning
 from coordinator.text.grammars import OutputFormat
@@ -149,13 +149,6 @@ class OutputSchema(Body):
     schema_: Json = Field(alias="schema")
 
 
-class OutputConfig(Body):
-    """The effort and the format of an answer."""
-
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: OutputSchema | None = None
-
-
 class PromptBody(Body):
     """The fields that decide the prompt."""
 
@@ -165,8 +158,8 @@ class PromptBody(Body):
     tools: Many[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    output_format: OutputSchema | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = named("output_config.effort")
+    output_format: OutputSchema | None = named("output_format", "output_config.format")
 
     @model_validator(mode="after")
     def _fields_agree(self) -> PromptBody:
@@ -196,11 +189,11 @@ class PromptBody(Body):
     @property
     def output(self) -> OutputFormat | None:
         """The format of the text."""
-        inner = self.output_config.format if self.output_config else None
-        if found := inner or self.output_format:
-            param = "output_config.format.schema" if inner else "output_format.schema"
-            return OutputFormat("json_schema", found.schema_, param)
-        return None
+        if self.output_format is None:
+            return None
+        return OutputFormat(
+            "json_schema", self.output_format.schema_, "output_config.format.schema"
+        )
 
 
 class MessagesBody(PromptBody, SamplingBody):
@@ -221,8 +214,7 @@ def internal_request(body: PromptBody) -> request_settings.ChatRequest:
     thinking, choice = body.thinking, body.tool_choice
     budget = None
     if thinking and thinking.type != "disabled":
-        effort = body.output_config.effort if body.output_config else None
-        budget = thinking.budget_tokens or request_settings.BUDGETS.get(effort or "")
+        budget = thinking.budget_tokens or request_settings.BUDGETS.get(body.effort or "")
     tools = [tool.for_template() for tool in body.functions]
     return request_settings.ChatRequest(
         messages=template_messages(body),

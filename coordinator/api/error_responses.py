@@ -95,9 +95,9 @@ def error_response(error: Exception, error_format: ErrorFormat = error_body) -> 
 def request_error(error: ValidationError) -> RequestError:
     """Return pydantic's first finding as a RequestError that names the field as the client wrote it."""
     errors = error.errors(include_url=False, include_input=False)
-    # Where a field may have several types, the type that fits best has the deepest error.
+    # Where a field may have several types, the type that fits best has the deepest error of a value.
     same_field = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
-    found = max(same_field, key=lambda each: len(each["loc"]))
+    found = max(same_field, key=lambda each: (each["type"] != "missing", len(each["loc"])))
     where = tuple(part for part in found["loc"] if isinstance(part, int) or not _TYPE.match(part))
     if found["type"] == FIELD:
         where = (*where, found["ctx"]["field"])
@@ -105,10 +105,9 @@ def request_error(error: ValidationError) -> RequestError:
     if found["type"] == "json_invalid":
         return RequestError(f"request body: invalid JSON: {found['ctx']['error']}")
     # Each type that the field may have has an error of its own.
-    problems = [each["msg"] for each in same_field if len(each["loc"]) == len(found["loc"])]
-    message = (
-        " or ".join(dict.fromkeys(problems)) if found["loc"][-1:] != where[-1:] else problems[0]
-    )
+    is_type = found["loc"] and _TYPE.match(str(found["loc"][-1]))
+    others = [each["msg"] for each in same_field if each["loc"][:-1] == found["loc"][:-1]]
+    message = " or ".join(dict.fromkeys(others)) if is_type else found["msg"]
     message = message.removeprefix("Value error, ").replace("Input should ", "must ")
     message = message[0].lower() + message[1:]
     return RequestError(f"{name}: {message}" if name else message, param=name or None)

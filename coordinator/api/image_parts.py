@@ -7,10 +7,11 @@ import base64
 import binascii
 import json
 import secrets
-from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, AliasChoices, AliasPath, Field
 
 from coordinator.api.context import Api
 from coordinator.api.error_responses import refused_field
@@ -39,57 +40,19 @@ class _Image(Body):
 
     text: ClassVar[str] = IMAGE_PLACE
 
-    @property
-    @abstractmethod
-    def url(self) -> str:
-        """The image as a URL, `data:` for one in the request."""
-
-
-class ImageAddress(Body):
-    """OpenAI's object with the URL. `detail` is a hint."""
-
-    url: str
-
 
 class ImageUrlPart(_Image):
     """An image in a message of OpenAI's chat."""
 
     type: Literal["image_url"]
-    image_url: ImageAddress | str
-
-    @property
-    def url(self) -> str:
-        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+    url: str = Field(validation_alias=AliasChoices(AliasPath("image_url", "url"), "image_url"))
 
 
 class InputImagePart(_Image):
     """An image in a message of OpenAI's Responses."""
 
     type: Literal["input_image"]
-    image_url: str
-
-    @property
-    def url(self) -> str:
-        return self.image_url
-
-
-class Base64Source(Body):
-    """The bytes of Anthropic's image."""
-
-    type: Literal["base64"]
-    media_type: str
-    data: str
-
-
-class ImageBlock(_Image):
-    """An image in a message or in the result of a tool, of Anthropic."""
-
-    type: Literal["image"]
-    source: Base64Source
-
-    @property
-    def url(self) -> str:
-        return data_url(self.source.data)
+    url: str = Field(alias="image_url")
 
 
 def data_url(content: str) -> str:
@@ -97,9 +60,21 @@ def data_url(content: str) -> str:
     return f"data:;base64,{content}"
 
 
+class ImageBlock(_Image):
+    """An image in a message or in the result of a tool, of Anthropic."""
+
+    type: Literal["image"]
+    form: Literal["base64"] = Field(validation_alias=AliasPath("source", "type"))
+    url: Annotated[str, AfterValidator(data_url)] = Field(
+        validation_alias=AliasPath("source", "data")
+    )
+
+
 def with_images(turn: Json, parts: Any) -> Json:
     """Return a message as chat templates read it, with the URLs of the images among `parts`, if there are any."""
-    urls = [part.url for part in parts if isinstance(part, _Image)]
+    urls = [
+        part.url for part in parts if isinstance(part, ImageUrlPart | InputImagePart | ImageBlock)
+    ]
     return {**turn, "images": urls} if urls else turn
 
 

@@ -71,7 +71,7 @@ def template_message(message: openai_schemas.Message, markers: tuple[str, str]) 
     role = "system" if message.role == "developer" else message.role
     turn: Json = {"role": role, "content": message.text}
     if message.tool_calls is not None:
-        calls = [(c.id or "", c.function.name, c.function.arguments) for c in message.tool_calls]
+        calls = [(c.id or "", c.name, c.arguments) for c in message.tool_calls]
         turn |= call_message(turn["content"], calls, markers)
     for name in ("name", "reasoning_content", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
@@ -166,8 +166,7 @@ class ChunkWriter(AnswerWriter):
     ) -> None:
         super().__init__(answer)
         self._tokenizer = tokenizer
-        self._options = body.stream_options or openai_schemas.StreamOptions()
-        self._token_ids = bool(body.return_token_ids)
+        self._body = body
         self._shown: dict[int, int] = {}  # token ids that each choice has shown
 
     @abc.abstractmethod
@@ -189,7 +188,7 @@ class ChunkWriter(AnswerWriter):
         return b"" if isinstance(event.part, CallEnd) else self.chunk(self.choice_entry(event))
 
     def closing(self) -> bytes:
-        if not self._options.include_usage:
+        if not self._body.include_usage:
             return DONE
         last = {**self._head(self.chunk_kind), "choices": [], "usage": usage_of(self._answer)}
         return sse_data(last) + DONE
@@ -200,15 +199,15 @@ class ChunkWriter(AnswerWriter):
     def chunk(self, entry: Json) -> bytes:
         """Return one chunk with the entry of one choice."""
         chunk = self._add_token_ids({**self._head(self.chunk_kind), "choices": [entry]})
-        if self._options.continuous_usage_stats:
+        if self._body.continuous_usage_stats:
             chunk["usage"] = usage_of(self._answer)
-        elif self._options.include_usage:
+        elif self._body.include_usage:
             chunk["usage"] = None
         return sse_data(chunk)
 
     def _add_token_ids(self, body: Json) -> Json:
         """Add to each choice its tokens since its last entry, and first the prompt's, as vLLM does."""
-        for entry in body["choices"] if self._token_ids else ():
+        for entry in body["choices"] if self._body.return_token_ids else ():
             index = entry["index"]
             choice, shown = self._answer.choices[index], self._shown.get(index)
             entry["token_ids"] = choice.generated[shown or 0 :]
@@ -268,7 +267,7 @@ class ChatWriter(ChunkWriter):
             case _:
                 raise AssertionError("the end of a call has no chunk")
         entry = self._entry(event.choice, delta, event.logprobs, reason)
-        if self._options.token_origins and reason is None:
+        if self._body.token_origins and reason is None:
             entry["token_origins"] = event.origins
         return entry
 

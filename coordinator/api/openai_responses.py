@@ -43,8 +43,6 @@ class Tool(Body):
     name: str
     description: str | None = None
     parameters: Json | None = None
-    strict: bool | None = None
-    """Repeated in the response, without effect."""
 
 
 class LeftOutTool(Body):
@@ -86,28 +84,12 @@ class NamedTool(Body):
     namespace: str | None = None
 
 
-class Reasoning(Body):
-    """The effort of the reasoning. Summaries are not made: the reasoning itself is in the output."""
-
-    effort: request_settings.ReasoningEffort | None = None
-    summary: str | None = None
-
-
 class TextFormat(Body):
     """The format of the text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
-    description: str | None = None
     schema_: Json | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class TextOptions(Body):
-    """The format of the text, and a hint that the response repeats."""
-
-    format: TextFormat | None = None
-    verbosity: str | None = None
 
 
 class ResponsesBody(SamplingBody):
@@ -128,8 +110,10 @@ class ResponsesBody(SamplingBody):
     max_output_tokens: TokenLimit | None = named(
         "max_output_tokens", "max_completion_tokens", "max_tokens"
     )
-    reasoning: Reasoning | None = None
-    text: TextOptions | None = None
+    reasoning_effort: request_settings.ReasoningEffort | None = named(
+        "reasoning_effort", "reasoning.effort"
+    )
+    text_format: TextFormat | None = named("text_format", "text.format")
     metadata: Json | None = None
     """Repeated in the response, without effect."""
 
@@ -172,14 +156,11 @@ class ResponsesBody(SamplingBody):
     @property
     def output(self) -> OutputFormat | None:
         """The format of the content."""
-        found = self.text.format if self.text else None
+        found = self.text_format
         if found is None or found.type == "text":
             return None
         schema: Any = ANY_OBJECT if found.schema_ is None else found.schema_
         return OutputFormat("json_schema", schema, "text.format.schema")
-
-
-Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class TextPart(Body):
@@ -187,7 +168,6 @@ class TextPart(Body):
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
-    logprobs: list[Any] | None = None
 
 
 class MessageItem(Body):
@@ -196,9 +176,6 @@ class MessageItem(Body):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Many[TextPart | InputImagePart]
-    id: str | None = None
-    status: Status | None = None
-    phase: str | None = None
 
 
 class CallItem(Body):
@@ -208,8 +185,6 @@ class CallItem(Body):
     call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: Status | None = None
     namespace: str | None = None
 
 
@@ -219,19 +194,13 @@ class CallOutputItem(Body):
     type: Literal["function_call_output"]
     call_id: str
     output: str | Many[TextPart | InputImagePart]
-    id: str | None = None
-    status: Status | None = None
 
 
 class ReasoningItem(Body):
     """The reasoning of an earlier answer. Encrypted reasoning of another model is ignored."""
 
     type: Literal["reasoning"]
-    id: str | None = None
-    summary: Many[TextPart] | None = None
     content: Many[TextPart] | None = None
-    encrypted_content: str | None = None
-    status: Status | None = None
 
 
 class ReferenceItem(Body):
@@ -380,7 +349,10 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
         created=answer.created,
         body=without_input.model_dump_json(exclude_none=True, by_alias=True),
         request=pin_request(answer.choices[0].request),
-        history={"before": before, "input": [item.model_dump(exclude_none=True) for item in own]},
+        history={
+            "before": before,
+            "input": [item.model_dump(exclude_none=True, by_alias=True) for item in own],
+        },
         background=bool(body.background),
     )
     return PreparedAnswer(answer, writer, bool(body.stream), record)
@@ -424,9 +396,7 @@ async def _referenced_item(request: Request, reference: ReferenceItem) -> Item:
 def _internal_request(
     api: Api, body: ResponsesBody, history: list[Item]
 ) -> request_settings.ChatRequest:
-    thinking, budget = request_settings.reasoning_of(
-        body.reasoning.effort if body.reasoning else None
-    )
+    thinking, budget = request_settings.reasoning_of(body.reasoning_effort)
     found = body.functions.items()
     tools = [
         request_settings.template_tool(name, tool.description, tool.parameters)
@@ -462,10 +432,10 @@ def _repeated_fields(body: ResponsesBody) -> Json:
         "metadata": sent.get("metadata", {}),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None, "summary": None, **sent.get("reasoning", {})},
+        "reasoning": {"effort": body.reasoning_effort, "summary": None},
         "store": body.store is not False,
         "temperature": body.temperature,
-        "text": {"format": {"type": "text"}, **sent.get("text", {})},
+        "text": {"format": sent.get("text_format", {"type": "text"})},
         "tool_choice": sent.get("tool_choice", "auto"),
         "tools": sent.get("tools", []),
         "top_p": body.top_p,

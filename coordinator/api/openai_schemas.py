@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AliasPath, BeforeValidator, Field, model_validator
 
 from coordinator.api.error_responses import field_error
 from coordinator.api.image_parts import ImageUrlPart, text_of
@@ -30,32 +30,24 @@ from coordinator.text.grammars import ANY_OBJECT, OutputFormat
 from proto.errors import RequestError
 
 
-class JsonSchema(Body):
-    """The schema of an answer. The server always enforces it."""
-
-    schema_: Json | None = Field(None, alias="schema")
-
-
 class ResponseFormat(Body):
-    """The format of an answer's content. llama.cpp's clients send the schema without `json_schema`."""
+    """The format of an answer's content, always enforced. llama.cpp's clients send the schema without `json_schema`."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-    schema_: Json | None = Field(None, alias="schema")
+    schema_: Json | None = named("json_schema.schema", "schema")
 
     @model_validator(mode="after")
     def _schema_fits_the_type(self) -> ResponseFormat:
-        if (self.json_schema or self.schema_) is None and self.type == "json_schema":
-            raise field_error("json_schema", "required with the type json_schema")
+        if self.schema_ is None and self.type == "json_schema":
+            raise field_error("json_schema", "the type json_schema requires a schema")
         return self
 
     def output(self) -> OutputFormat | None:
         """Return the internal format."""
         if self.type == "text":
             return None
-        schema = self.json_schema.schema_ if self.json_schema else self.schema_
-        param = "response_format" + (".json_schema.schema" if self.json_schema else "")
-        return OutputFormat("json_schema", ANY_OBJECT if schema is None else schema, param)
+        schema: Any = ANY_OBJECT if self.schema_ is None else self.schema_
+        return OutputFormat("json_schema", schema, "response_format.json_schema.schema")
 
 
 class SamplingBody(Body):
@@ -85,26 +77,11 @@ class SamplingBody(Body):
         )
 
 
-class NamedFunction(Body):
-    """The function that the model must call."""
-
-    name: str
-
-
 class NamedTool(Body):
     """The choice of one tool."""
 
     type: Literal["function"]
-    function: NamedFunction
-
-
-class StreamOptions(Body):
-    """Options of a stream."""
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    token_origins: bool | None = None
-    """Our extension: each chunk of a chat has one letter for each of its tokens, `d` for an accepted draft."""
+    name: str = Field(validation_alias=AliasPath("function", "name"))
 
 
 class GenerationBody(SamplingBody):
@@ -113,7 +90,10 @@ class GenerationBody(SamplingBody):
     model: str | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    include_usage: bool | None = named("stream_options.include_usage")
+    continuous_usage_stats: bool | None = named("stream_options.continuous_usage_stats")
+    token_origins: bool | None = named("stream_options.token_origins")
+    """Our extension: each chunk of a chat has one letter for each of its tokens, `d` for an accepted draft."""
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = named("ignore_eos", "ban_eos_token")
     max_tokens: TokenLimit | None = named(
@@ -165,19 +145,13 @@ class GenerationBody(SamplingBody):
         )
 
 
-class FunctionCall(Body):
-    """The function and the arguments of a call in the history."""
-
-    name: str
-    arguments: str
-
-
 class MessageToolCall(Body):
     """A call in the history."""
 
     id: str | None = None
     type: Literal["function"] = "function"
-    function: FunctionCall
+    name: str = Field(validation_alias=AliasPath("function", "name"))
+    arguments: str = Field(validation_alias=AliasPath("function", "arguments"))
 
 
 class TextPart(Body):
@@ -212,24 +186,17 @@ class Message(Body):
         return content if isinstance(content, str) else text_of(content)
 
 
-class Function(Body):
-    """A function that the model may call."""
-
-    name: str
-    description: str | None = None
-    parameters: Json | None = None
-
-
 class Tool(Body):
     """A tool that the model may call."""
 
     type: Literal["function"]
-    function: Function
+    name: str = Field(validation_alias=AliasPath("function", "name"))
+    description: str | None = named("function.description")
+    parameters: Json | None = named("function.parameters")
 
     def for_template(self) -> Json:
         """Return the tool as chat templates read it, without hints."""
-        function = self.function
-        return template_tool(function.name, function.description, function.parameters)
+        return template_tool(self.name, self.description, self.parameters)
 
 
 _SWITCH = {"enabled": True, "adaptive": True, "disabled": False}
@@ -270,7 +237,7 @@ class ChatBody(GenerationBody):
     def forced_tool(self) -> str | None:
         """The name of the tool that must be called, an empty string for any tool, or None."""
         if isinstance(self.tool_choice, NamedTool):
-            return self.tool_choice.function.name
+            return self.tool_choice.name
         return "" if self.tool_choice == "required" else None
 
     @property

@@ -98,7 +98,7 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [USER, {"role": "system", "content": "late"}]}, "messages"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages[0].content[0].image_url.image_url.url",
+        "messages[0].content[0].image_url.image_url",
     ),
 ]
 
