@@ -95,9 +95,10 @@ def error_response(error: Exception, error_format: ErrorFormat = error_body) -> 
 def request_error(error: ValidationError) -> RequestError:
     """Return pydantic's first finding as a RequestError that names the field as the client wrote it."""
     errors = error.errors(include_url=False, include_input=False)
-    # Where a field may have several types, the type that fits best has the deepest error of a value.
+    # Where a field may have several types, the type that fits best has the deepest error. A path of a missing
+    # field has a level that the object lacks.
     same_field = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
-    found = max(same_field, key=lambda each: (each["type"] != "missing", len(each["loc"])))
+    found = max(same_field, key=lambda each: len(each["loc"]) - (each["type"] == "missing"))
     where = tuple(part for part in found["loc"] if isinstance(part, int) or not _TYPE.match(part))
     if found["type"] == FIELD:
         where = (*where, found["ctx"]["field"])
