@@ -80,13 +80,9 @@ clients: $(VENV)/.dev ## install the clients of other projects, and test with th
 		else echo "npm is not installed, so the clients of node are skipped."; fi
 	$(PYTEST) tests/clients
 
-nightly: $(VENV)/.dev ## 10,000 faults in virtual time, 200 real ones, a storm, and 100 ends of processes at any moment
+nightly: $(VENV)/.dev ## 10,000 faults in virtual time, 260 real ones, and 100 ends of processes at any moment
 	$(BIN)/python -m tests.chaos.virtual --faults 10000
-	$(BIN)/python -m tests.chaos.run --faults 80
-	$(BIN)/python -m tests.chaos.run --faults 70 --kinds network
-	$(BIN)/python -m tests.chaos.run --faults 50 --kinds host
-	$(BIN)/python -m tests.chaos.storm
-	$(BIN)/python -m tests.chaos.ends --rounds 20
+	$(BIN)/python -m tests.chaos.run --kinds process,network,host,storm,group,ends
 
 # The wheel is built from the sdist, so that both are complete. It runs outside the repository, in an empty environment.
 package: $(VENV)/.dev ## build the sdist and the wheel of a release, install the wheel alone, and run it

@@ -2,12 +2,10 @@
 
 Every round starts a coordinator and workers with clients, and sends each process SIGTERM at some moment. A process
 must end with status 0, or by the signal itself before it handles signals, and its log must have no trace of a crash.
-`python -m tests.chaos.ends --rounds 100` starts a run.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
 import signal
@@ -15,15 +13,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 
-from tests.chaos.crash import CRASHES
 from tests.chaos.faults import wait_until
 from tests.chaos.load import QUESTIONS, Answer, ask
+from tests.chaos.report import CRASHES
 from tests.support.processes.processes import Process, as_worker, launch_coordinator, launch_worker
 
 WORKERS, CLIENTS = 3, 2
@@ -34,7 +30,7 @@ READY_SECONDS = 600.0
 SERVED = 0.85
 """Share of the rounds whose workers compute answers before the first SIGTERM, however slow the machine is."""
 
-MOMENTS = ("load", "serve", "at once", "random")
+MOMENTS = ("loading", "serving", "at once", "random")
 """The moments of a SIGTERM: after a load begins, while a plan serves, at once, or at a random time."""
 
 MOMENT_SECONDS = 8.0
@@ -43,71 +39,36 @@ MOMENT_SECONDS = 8.0
 TWICE = 0.3
 """Share of the processes that get a second SIGTERM at once."""
 
-FRESH_SECONDS = 1.0
-"""Seconds since the newest piece of an answer in which its processes count as computing."""
 
-
-def crash_of(process: Process, *, started: bool) -> str | None:
-    """Return how an ended process crashed, or None. One that has not `started` may end by the signal."""
+def crash_of(process: Process, *, started: bool) -> list[str]:
+    """Return how an ended process crashed, if it did. One that has not `started` may end by the signal."""
     status = process.popen.returncode
     allowed = (0,) if started else (0, -signal.SIGTERM)
-    found = next((text for text in CRASHES if text in process.text()), None)
-    if status in allowed and found is None:
-        return None
-    return f"{process.name} ended with {status}: {process.text()[-600:]}"
+    if status in allowed and not any(text in process.text() for text in CRASHES):
+        return []
+    return [f"{process.name} ended with {status}: {process.text()[-600:]}"]
 
 
-@dataclass
-class Asking:
-    """Clients that send one question after the other until the cluster has gone, and their present answers."""
-
-    url: str
-    answers: dict[int, Answer] = field(default_factory=dict)
-
-    def start(self) -> None:
-        """Start the clients."""
-        for number in range(CLIENTS):
-            threading.Thread(target=self._ask, args=(number,), daemon=True).start()
-
-    def _ask(self, number: int) -> None:
-        with contextlib.suppress(RuntimeError, httpx.HTTPError):
-            while True:
-                answer = self.answers[number] = Answer()
-                ask(self.url, "builtin", random.choice(QUESTIONS), answer)
-
-    @property
-    def fresh(self) -> bool:
-        """True if a client has just received a piece of its answer."""
-        latest = [a.times[-1] for a in [*self.answers.values()] if len(a.times) > 1]
-        return max(latest, default=0.0) > time.time() - FRESH_SECONDS
+def ask_until_gone(url: str, answer: Answer) -> None:
+    """Send one question after the other until the cluster has gone."""
+    with contextlib.suppress(RuntimeError, httpx.HTTPError):
+        while True:
+            ask(url, "builtin", random.choice(QUESTIONS), answer)
 
 
 def phase_of(coordinator: Process) -> str:
     """Return the newest phase of a coordinator's cluster: loading, serving or another word."""
-    messages = [str(record.get("message", "")) for record in coordinator.records()]
+    messages = (str(record.get("message", "")) for record in coordinator.records())
     phases = [m.removeprefix("cluster: ") for m in messages if m.startswith("cluster: ")]
     return phases[-1] if phases else "starting"
 
 
-def state_of(process: Process, coordinator: Process, asking: Asking | None) -> str:
-    """Return what a process does now, as far as the logs and the clients show it."""
-    if process.records("draining: waiting until the coordinator plans without this worker"):
-        return "drains"
-    phase = phase_of(coordinator)
-    if phase == "serving" and asking is not None and asking.fresh:
-        bound = process is coordinator or process.records("connected")
-        return "computes" if bound else "waits"
-    return {"loading": "loads", "serving": "serves"}.get(phase, "waits")
-
-
 def wait_for_moment(coordinator: Process, chance: random.Random) -> None:
     """Wait for one of MOMENTS, and for a short time after it."""
-    moment, deadline = chance.choice(MOMENTS), time.monotonic() + MOMENT_SECONDS
-    if moment in ("load", "serve"):
-        wanted = "loading" if moment == "load" else "serving"
-        while phase_of(coordinator) != wanted and time.monotonic() < deadline:
-            time.sleep(0.005)
-        time.sleep(chance.uniform(0.0, 0.15 if moment == "load" else 1.5))
+    moment = chance.choice(MOMENTS)
+    if moment in ("loading", "serving"):
+        wait_until(lambda: phase_of(coordinator) == moment, MOMENT_SECONDS)
+        time.sleep(chance.uniform(0.0, 0.15 if moment == "loading" else 1.5))
     elif moment == "random":
         time.sleep(chance.uniform(0.0, MOMENT_SECONDS / 2))
 
@@ -118,77 +79,52 @@ def end_while_starting(folder: Path, chance: random.Random) -> list[str]:
     time.sleep(chance.uniform(0.0, 3.0))
     ready = bool(process.records("worker ready"))
     process.stop()
-    return [crash for crash in [crash_of(process, started=ready)] if crash]
+    return crash_of(process, started=ready)
 
 
-def end_at_random(folder: Path, chance: random.Random, states: Counter[str]) -> list[str]:
+def end_at_random(folder: Path, chance: random.Random) -> list[str]:
     """Serve over workers under load, end every process at some moment, and return the crashes."""
     launched = [launch_worker(folder, f"w{i}", "--model", "builtin") for i in range(WORKERS)]
-    coordinator = None
     try:
         workers = [as_worker(process, READY_SECONDS) for process in launched]
         flags = [flag for worker in workers for flag in ("--worker", worker.address)]
         coordinator = launch_coordinator(folder, "--model", "builtin", "--dtype", "float32", *flags)
-        asking = None
+        launched.append(coordinator)
         if chance.random() < SERVED:
-            found = coordinator.wait_for("serving", READY_SECONDS)
-            asking = Asking(str(found["url"]).removesuffix("/v1"))
-            asking.start()
-            wait_until(lambda: asking.fresh, READY_SECONDS)
+            url = str(coordinator.wait_for("serving", READY_SECONDS)["url"]).removesuffix("/v1")
+            answers = [Answer() for _ in range(CLIENTS)]
+            for answer in answers:
+                threading.Thread(target=ask_until_gone, args=(url, answer), daemon=True).start()
+            wait_until(lambda: any(answer.text for answer in answers), READY_SECONDS)
         victims: list[Process] = [*workers, coordinator]
         chance.shuffle(victims)
         for victim in victims:
             wait_for_moment(coordinator, chance)
-            program = "coordinator" if victim is coordinator else "worker"
-            states[f"{program} {state_of(victim, coordinator, asking)}"] += 1
             victim.popen.terminate()
             if chance.random() < TWICE:
                 victim.popen.send_signal(signal.SIGTERM)
         for victim in victims:
             victim.wait()
         served = bool(coordinator.records("serving"))
-        crashes = [
-            crash_of(victim, started=victim is not coordinator or served) for victim in victims
+        return [
+            crash
+            for victim in victims
+            for crash in crash_of(victim, started=victim is not coordinator or served)
         ]
     finally:
-        for process in [*launched, *([] if coordinator is None else [coordinator])]:
+        for process in launched:
             process.kill()
-    return [crash for crash in crashes if crash]
 
 
-def main() -> None:
-    """Run the study from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    chance, states, ends, crashes = random.Random(given.seed), Counter[str](), 0, []
-    slow = 0
-    for number in range(given.rounds):
+def end_processes(ends: int, seed: int) -> list[str]:
+    """End at least `ends` processes in rounds. Return the crashes, and rounds that were too slow to start."""
+    chance, found = random.Random(seed), list[str]()
+    for done in range(0, ends, WORKERS + 2):
         with tempfile.TemporaryDirectory() as folder:
-            found = end_while_starting(Path(folder), chance)
+            found += end_while_starting(Path(folder), chance)
             try:
-                found += end_at_random(Path(folder), chance, states)
-                ends += WORKERS + 1
+                found += end_at_random(Path(folder), chance)
             except AssertionError as error:  # a process was not ready in time, or ended by itself
-                text = str(error)
-                slow += " ended with " not in text
-                found += [text] if " ended with " in text else []
-        crashes += found
-        ends += 1
-        states["worker starts"] += 1
-        print(
-            f"{number + 1}: {ends} ends, {len(crashes)} crashes",
-            dict(states),
-            *found,
-            file=sys.stderr,
-            flush=True,
-        )
-    print(f"{ends} ends, {len(crashes)} crashes, {slow} rounds that were too slow to start")
-    print("| at SIGTERM a … | ends |\n| --- | --- |")
-    print(*(f"| {state} | {count} |" for state, count in sorted(states.items())), sep="\n")
-    sys.exit(bool(crashes))
-
-
-if __name__ == "__main__":
-    main()
+                found.append(str(error))
+        print(f"{done + WORKERS + 2} ends", *found, file=sys.stderr, flush=True)
+    return found

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 from coordinator.planning.capacity import Capacity
 from mtp.device import FrameLimits
@@ -22,6 +23,7 @@ from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLos
 from proto.frame import Frame, decode, encode
 from proto.frame_stamps import StampRing
 from tests.support.protocol.simulation import PipelineWithoutWorkers
+from tests.support.stages.token_stages import TokenBackup
 from worker.engine.stage_backups import ReceivedBackup
 from worker.engine.stage_engine import StageEngine, relayed_tokens
 
@@ -41,16 +43,12 @@ class EnginePlan(PipelineWithoutWorkers):
     def __init__(
         self,
         engines: Sequence[StageEngine],
-        read_states: Callable[[StageEngine, int], tuple[int, list[LayerState]]],
         capacity: Capacity,
         chance: random.Random,
         counts: Counter[str],
     ) -> None:
-        """Serve with `engines`. `read_states` removes a backup from an engine, and returns its tokens and states.
-
-        It raises KeyError if there is none. `counts` are those of the run.
-        """
-        self.engines, self._read_states = engines, read_states
+        """Serve with `engines`. `counts` are those of the run."""
+        self.engines = engines
         self.epoch, self.capacity, self.stages = engines[0].epoch, capacity, len(engines)
         self.suspect: str | None = None
         self.makes_backups = True
@@ -193,12 +191,11 @@ class EnginePlan(PipelineWithoutWorkers):
         lengths, began = set(), self._clock.time()
         for stage in range(self.stages):
             await self._transfer(stage)
-            try:
-                length, part = self._read_states(self.engines[stage], seq_id)
-            except KeyError:
-                raise NotReadyError(f"sequence {seq_id} has no backup here") from None
-            lengths.add(length)
-            states += part
+            found = cast(TokenBackup | None, self.engines[stage].backups.made.pop(seq_id, None))
+            if found is None:
+                raise NotReadyError(f"sequence {seq_id} has no backup here")
+            lengths.add(found.length)
+            states += found.states
         assert len(lengths) == 1, f"the backups of a sequence have {lengths} tokens"
         return ReceivedStates(lengths.pop(), states, self._clock.time() - began)
 

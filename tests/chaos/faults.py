@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import httpx
+import psutil
 
 from tests.chaos.host import Host, why_no_limits, why_no_memory_group, why_no_small_disk
 from tests.chaos.network import Network, why_no_network
@@ -29,7 +33,23 @@ stay half open, because no packet of its end arrives.
 HOST_KINDS = ("clock", "disk", "descriptors", "memory", "allocations")
 """Faults of a machine's resources. `memory` limits a control group, and `allocations` the address space."""
 
-GROUPS = {"process": KINDS, "network": NETWORK_KINDS, "host": HOST_KINDS}
+STORM_KINDS = (*KINDS, "replan")
+"""Faults that come by the clock, and requests for a new plan."""
+
+MEMBER_KINDS = ("end member", "halt member", "kill", "stop", "restart", "replan")
+"""Faults of groups, by the clock: a worker's process for its group is killed, or stopped and never continued.
+
+No proxy lies before the workers, since it would not lie before these processes.
+"""
+
+STUDIES = {
+    "process": KINDS,
+    "network": NETWORK_KINDS,
+    "host": HOST_KINDS,
+    "storm": STORM_KINDS,
+    "group": MEMBER_KINDS,
+}
+"""The kinds of faults of each study."""
 
 ENDING_KINDS = ("kill", "restart", "vanish", "memory", "allocations")
 """Faults that end a worker's process, or may do so."""
@@ -98,7 +118,7 @@ def _fault(kind: str, workers: int, seconds: tuple[float, float], chance: random
         others = [n for n in range(workers) if n != victim]
         opener = chance.choice([None, COORDINATOR, *([chance.choice(others)] if others else [])])
     length = chance.uniform(*seconds)
-    amount = 0.0 if kind in KINDS else chance.random()
+    amount = chance.random() if kind in (*NETWORK_KINDS, *HOST_KINDS) else 0.0
     return Fault(kind, victim, length, opener, amount)
 
 
@@ -106,7 +126,7 @@ class Faults:
     """Fault injection into one process of a team at a time. `coordinator` is the process id of the coordinator.
 
     Network faults need a `network` whose machines have the workers' numbers. Host faults need `hosts`, one for each
-    worker and the last for the coordinator, and the coordinator's HTTP `address`.
+    worker and the last for the coordinator. `address` is the coordinator's, for HTTP.
     """
 
     def __init__(
@@ -115,7 +135,7 @@ class Faults:
         model: str,
         coordinator: int,
         *,
-        address: str = "",
+        address: str,
         network: Network | None = None,
         hosts: Sequence[Host] = (),
     ) -> None:
@@ -140,7 +160,14 @@ class Faults:
             "freeze": lambda: self.team.proxies[number].freeze(self._opener(fault)),
             "stuck": lambda: self.team.set_fault(number, "stuck"),
             "restart": lambda: self.team.workers[number].popen.send_signal(signal.SIGTERM),
+            "replan": lambda: replan(f"http://{self.address}"),
+            "end member": lambda: self._signal_members(number, signal.SIGKILL),
+            "halt member": lambda: self._signal_members(number, signal.SIGSTOP),
         }[fault.kind]()
+
+    def _signal_members(self, number: int, sent: signal.Signals) -> None:
+        for member in members_of(self.team.workers[number].pid):
+            member.send_signal(sent)
 
     def _opener(self, fault: Fault) -> int | None:
         return None if fault.opener is None else self._pid(fault.opener)
@@ -207,6 +234,21 @@ class Faults:
     def _start_again(self, number: int) -> None:
         launched = self.team.launch(number, self.model)
         self.team.workers[number] = as_worker(launched)
+
+
+def members_of(pid: int) -> list[psutil.Process]:
+    """Return the processes of the worker `pid` that serve a group. A spare one listens to nothing yet."""
+    found = []
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.Error):
+            if "--member" in child.cmdline() and child.net_connections("tcp"):
+                found.append(child)
+    return found
+
+
+def replan(url: str) -> None:
+    """Request a new plan, which uses recovered workers again."""
+    httpx.post(f"{url}/replan", headers={"Content-Type": "application/json"}, timeout=60)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:

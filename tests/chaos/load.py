@@ -16,7 +16,7 @@ import httpx
 READ_SECONDS = 90.0
 """Seconds. Longest time without a token, keep-alives not counted, before a client is reported as hung."""
 
-PROMPT = "def read(path):\n    "
+LINE = "def read_{0}(path):\n    with open(path) as file:\n        return file.read({0})\n\n"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Question:
 
 QUESTIONS = tuple(
     Question(
-        PROMPT * (1 + i % 4),
+        "".join(LINE.format(100 * i + line) for line in range((1, 1, 2, 4, 8, 16)[i // 2])),
         60 + 40 * (i % 5),
         0.0 if i % 2 else 0.8,
         i,
@@ -65,7 +65,7 @@ QUESTIONS = tuple(
     )
     for i in range(12)
 )
-"""Greedy and sampled questions with prompts and answers of several lengths. Some ask for log-probabilities."""
+"""Greedy and sampled questions whose prompts have about 40 to 600 tokens. Some ask for log-probabilities."""
 
 CANCELLED_SHARE = 0.08
 """Share of the requests whose client leaves before the end."""
@@ -86,12 +86,6 @@ class Answer:
     tokens: int = 0
     logprobs: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-
-    @property
-    def pause(self) -> float:
-        """Seconds of the longest pause between two pieces."""
-        pairs = zip(self.times, self.times[1:], strict=False)
-        return max((after - before for before, after in pairs), default=0.0)
 
 
 def ask(
@@ -144,46 +138,41 @@ class Outcome:
     """The combined result of all answers. `wrong` describes each failed or differing answer."""
 
     finished: int = 0
+    cancelled: int = 0
+    """Number of answers whose client left. The text until then is compared."""
     lost: int = 0
     """Number of tokens missing at the end of answers."""
     duplicated: int = 0
     """Number of tokens beyond the expected count."""
-    differing: int = 0
-    """Number of answers whose text differs from the undisturbed answer."""
     hung: int = 0
-    cancelled: int = 0
-    """Number of answers whose client left. The text until then is compared."""
     tokens: int = 0
     """Number of tokens of the finished answers."""
     logprobs: int = 0
     """Number of log-probabilities that were compared bit by bit."""
     wrong: list[str] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    gaps: list[tuple[float, float]] = field(default_factory=list)
+    """Start and end of every wait for a piece, in seconds since 1970."""
 
-    def add(self, answer: Answer, wanted: Answer) -> None:
-        """Record `answer`, comparing it with `wanted`."""
-        self.finished += 1
-        self.tokens += answer.tokens
+    def add(self, answer: Answer, wanted: Answer, *, left: bool) -> None:
+        """Record `answer`, comparing it with `wanted`, or with its beginning if its client has `left`."""
+        self.gaps += zip(answer.times, answer.times[1:], strict=False)
         self.logprobs += len(answer.logprobs)
-        self.lost += max(0, wanted.tokens - answer.tokens)
-        self.duplicated += max(0, answer.tokens - wanted.tokens)
-        if answer.text != wanted.text:
-            self.differing += 1
-            self.wrong.append(f"{answer.text!r} instead of {wanted.text!r}")
-        elif answer.logprobs != wanted.logprobs:
-            self.differing += 1
-            self.wrong.append(f"{answer.logprobs} instead of {wanted.logprobs}")
-        self.answers.append(Answer(times=answer.times))
+        if left:
+            self.cancelled += 1
+            wanted = Answer(
+                wanted.text[: len(answer.text)], 0, wanted.logprobs[: len(answer.logprobs)]
+            )
+        else:
+            self.finished += 1
+            self.tokens += answer.tokens
+            self.lost += max(0, wanted.tokens - answer.tokens)
+            self.duplicated += max(0, answer.tokens - wanted.tokens)
+        if (answer.text, answer.logprobs) != (wanted.text, wanted.logprobs):
+            self.wrong.append(f"{answer} instead of {wanted}")
 
-    def add_cancelled(self, answer: Answer, wanted: Answer) -> None:
-        """Record an answer whose client left, comparing its text and log-probabilities so far."""
-        self.cancelled += 1
-        self.logprobs += len(answer.logprobs)
-        count = len(answer.logprobs)
-        if not wanted.text.startswith(answer.text) or wanted.logprobs[:count] != answer.logprobs:
-            self.differing += 1
-            self.wrong.append(f"{answer.text!r} does not begin {wanted.text!r}")
-        self.answers.append(Answer(times=answer.times))
+    def silence(self, start: float, end: float) -> float:
+        """Return the longest wait of a client, in seconds, that overlaps the time from `start` to `end`."""
+        return max((b - a for a, b in self.gaps if a < end and b > start), default=0.0)
 
 
 class Clients:
@@ -234,9 +223,8 @@ class Clients:
                     self.outcome.wrong.append(f"{type(error).__name__}: {error}")
                 self._stop.wait(1.0)
             else:
-                add = self.outcome.add if leave_after is None else self.outcome.add_cancelled
                 with self._lock:
-                    add(answer, self.wanted[question])
+                    self.outcome.add(answer, self.wanted[question], left=leave_after is not None)
 
 
 @contextmanager

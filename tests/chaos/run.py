@@ -1,9 +1,14 @@
 """Random faults under load: processes, networks and machines fail while clients compare answers.
 
 A run first asks every question without faults. It then repeats the questions while faults come in a seeded order, and
-compares the answers. `python -m tests.chaos.run --faults 200 --seed 1` starts a long run. With
-`--workers 1 --serve mtp=off` every plan is one stage that runs ahead of the coordinator. `--kinds network` and
-`--kinds host` choose other faults.
+compares the answers. `python -m tests.chaos.run --kinds process,network,host,storm,group,ends` makes one study after
+the other:
+
+    process, network, host: the next fault comes when every worker is part of the cluster again
+    storm, group: a fault comes every few seconds, without a pause to recover; `group` ends members of groups
+    ends: every process gets SIGTERM at some moment (`tests.chaos.ends`)
+
+With `--workers 1 --serve mtp=off` every plan is one stage that runs ahead of the coordinator.
 """
 
 from __future__ import annotations
@@ -16,46 +21,49 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.chaos.crash import crashes_of
+from tests.chaos.ends import end_processes
 from tests.chaos.faults import (
-    GROUPS,
-    KINDS,
+    HOST_KINDS,
     NETWORK_KINDS,
-    PROXY_KINDS,
+    STUDIES,
     SURVIVOR,
     Fault,
     Faults,
+    replan,
     schedule,
     wait_until,
     why_impossible,
 )
+from tests.chaos.host import Host, hosts
 from tests.chaos.load import QUESTIONS, Answer, Clients, Question, ask, clients
-from tests.chaos.pauses import REPLAN, Injected, episodes, silence_during
-from tests.chaos.report import Report
-from tests.chaos.served_by import pieces_by_workers
-from tests.chaos.surroundings import Surroundings, surroundings
+from tests.chaos.network import Network, network
+from tests.chaos.report import Report, crashes_of
 from tests.support.processes.processes import Coordinator, as_coordinator, ending, launch
 from tests.support.processes.resource_use import resource_use
 from tests.support.processes.task_count import TASKS
 from tests.support.processes.team import Place, Team, running_team
 
-FAILURE_TIMEOUT = 2.0
-PATIENT_TIMEOUT = 4.0
-"""Seconds. Failure timeout under faults of networks and hosts. With less, a busy machine is one more fault."""
+FAULTS = {"process": 80, "network": 70, "host": 50, "storm": 30, "group": 30, "ends": 100}
+"""The studies, and the faults of each by default."""
 
-WORKERS = 4
-"""Three workers for the plan and one spare."""
+BY_THE_CLOCK = ("storm", "group")
 
-FEW_WORKERS = 3
-"""Workers under faults of networks and hosts. Two stay while one is lost, so plans nearly always have hops."""
+WORKERS = {"process": 4, "storm": 4, "group": 2}
+"""Workers of a study. Others have three: two stay while one is lost, so plans nearly always have hops."""
 
-CLIENTS = 3
+FAILURE_TIMEOUTS = {"process": 2.0}
+"""Seconds. Failure timeout of a study, else 4. With less, a busy machine is one more fault."""
+
+CLIENTS = {"storm": 8, "group": 8}
+"""Concurrent clients of a study. Others have three."""
+
 LONGER_SECONDS = (0.5, 2.0)
 """Seconds. Shortest and longest time by which a fault exceeds the failure timeout."""
 
@@ -75,36 +83,86 @@ SAMPLES = 10
 """Number of samples of the processes' resource use over a run."""
 
 
-@contextmanager
-def coordinating(
-    folder: Path,
-    model: str,
-    team: Team,
-    options: Sequence[str] = (),
-    place: Place | None = None,
-    timeout: float = FAILURE_TIMEOUT,
-) -> Iterator[Coordinator]:
-    """Run a coordinator over the workers of `team`, with further `options` of `mtp-coord serve`.
+@dataclass(frozen=True)
+class Plan:
+    """What a run does: its study, its faults, and the options of its programs."""
 
-    The layers compute in fp32, unless `options` name another type.
+    study: str
+    faults: int
+    seed: int
+    kinds: Sequence[str]
+    model: str = "builtin"
+    pace: float = 0.0
+    """Seconds from fault to fault, at the least."""
+    workers: int = 0
+    serve: Sequence[str] = ()
+    """Further options of `mtp-coord serve`."""
+    worker: Sequence[str] = ()
+    """Further options of `mtp-worker`."""
+    verbose: bool = False
+
+    @property
+    def team(self) -> int:
+        """Number of workers."""
+        return self.workers or WORKERS.get(self.study, 3)
+
+    @property
+    def timeout(self) -> float:
+        """The failure timeout in seconds."""
+        return FAILURE_TIMEOUTS.get(self.study, 4.0)
+
+    @property
+    def clients(self) -> int:
+        """Number of concurrent clients."""
+        return CLIENTS.get(self.study, 3)
+
+
+@contextmanager
+def surroundings(
+    plan: Plan, folder: Path
+) -> Iterator[tuple[Network | None, list[Host], list[Place]]]:
+    """Run a network if a fault needs one, and hosts if a fault needs them. Yield both, and the place of each process.
+
+    The last place is the coordinator's.
     """
-    place = place or Place()
+    with ExitStack() as stack:
+        net = found = None
+        if {*plan.kinds} & {*NETWORK_KINDS}:
+            net = stack.enter_context(network(plan.team, plan.seed))
+        if {*plan.kinds} & {*HOST_KINDS}:
+            found = stack.enter_context(hosts(folder, plan.team + 1))
+        insecure = () if net is None else ("--insecure",)
+        places = []
+        for number in range(plan.team + 1):
+            place = found[number].place if found else Place()
+            if number == plan.team:
+                places.append(Place(flags=insecure, prefix=place.prefix, env=place.env))
+                continue
+            host = place.host if net is None else net.address(number)
+            prefix = () if net is None else net.prefix(number)
+            env = {"MTP_STATE_DIR": str(folder / f"worker-{number}"), **place.env}
+            places.append(Place(host, (*insecure, *plan.worker), (*prefix, *place.prefix), env))
+        yield net, found or [], places
+
+
+@contextmanager
+def coordinating(plan: Plan, folder: Path, team: Team, place: Place) -> Iterator[Coordinator]:
+    """Run a coordinator over the workers of `team`. Its layers compute in fp32, unless the plan says otherwise."""
     flags = [flag for address in team.addresses for flag in ("--worker", address)]
-    flags += [
-        "--model",
-        model,
-        "--dtype",
-        "float32",
-        "--port",
-        "0",
-        "--no-mdns",
-        "--no-auto-replan",
-    ]
-    flags += ["--failure-timeout", str(timeout), *place.flags, *options]
-    module = "tests.support.processes.no_back_off_coordinator"
+    flags += ["--model", plan.model, "--dtype", "float32", "--port", "0", "--no-mdns"]
+    flags += ["--failure-timeout", str(plan.timeout)]
+    flags += ["--nodes", str(plan.team)] if plan.study in BY_THE_CLOCK else ["--no-auto-replan"]
+    flags += ["--parallel", "tensor"] if plan.study == "group" else []
     env = {TASKS: str(folder), "MTP_STATE_DIR": str(folder / "state"), **place.env}
+    own = "tests.support.processes.no_back_off_coordinator"
+    module = "coordinator.cli" if plan.study in BY_THE_CLOCK else own
     launched = launch(
-        folder, "coordinator", module, ["serve", *flags], env=env, prefix=place.prefix
+        folder,
+        "coordinator",
+        module,
+        ["serve", *flags, *place.flags, *plan.serve],
+        env=env,
+        prefix=place.prefix,
     )
     with ending(launched) as process:
         yield as_coordinator(process)
@@ -113,10 +171,14 @@ def coordinating(
 class Run:
     """One run: its processes, its faults and its report."""
 
-    def __init__(self, folder: Path, team: Team, coordinator: Coordinator, faults: Faults) -> None:
-        self.folder, self.team, self.coordinator, self.faults = folder, team, coordinator, faults
+    def __init__(
+        self, plan: Plan, folder: Path, team: Team, coordinator: Coordinator, faults: Faults
+    ) -> None:
+        self.plan, self.folder, self.team = plan, folder, team
+        self.coordinator, self.faults = coordinator, faults
         self.report = Report()
-        self.injected: list[Injected] = []
+        self.times: list[tuple[str, float, float]] = []
+        """The kind, the start and the end of each fault with its repair, in seconds since 1970."""
 
     def status(self) -> dict[str, Any]:
         """Return the coordinator's /status reply."""
@@ -138,7 +200,7 @@ class Run:
         while not wait_until(self.spans_workers, REPLAN_SECONDS):
             if time.monotonic() > deadline:
                 return False
-            self.replan()
+            replan(self.coordinator.url)
         return True
 
     def spans_workers(self) -> bool:
@@ -147,11 +209,10 @@ class Run:
         used = [node for node in found["nodes"] if node["address"] and node["span"]]
         return found["ready"] and len(used) >= min(2, len(self.team.workers))
 
-    def health(self) -> str:
-        """Return the health of every node, with its reason if it has one."""
-        found = self.status()
-        nodes = (f"{n['name']} {n['health']} {n['detail']}".strip() for n in found["nodes"])
-        return f"{'ready' if found['ready'] else 'not ready'}; {'; '.join(nodes)}"
+    def complain(self, about: str) -> None:
+        """Record that the cluster did not recover, with the health of every node."""
+        nodes = (f"{n['name']} {n['health']} {n['detail']}" for n in self.status()["nodes"])
+        self.report.not_back.append(f"{about}: {'; '.join(nodes)}")
 
     def sample(self) -> None:
         """Record the resource use of the coordinator and of the surviving worker."""
@@ -161,147 +222,102 @@ class Run:
                 resource_use(process.pid, self.folder)
             )
 
-    def inject_and_repair(self, fault: Fault, pace: float, asking: Clients) -> None:
+    def inject_by_the_clock(self, fault: Fault) -> None:
+        """Inject `fault` and repair it. Nothing waits for the cluster."""
+        self.faults.inject(fault)
+        time.sleep(fault.seconds if fault.kind in ("stop", "freeze", "stuck") else 0.0)
+        self.faults.repair(fault)
+
+    def inject_and_recover(self, fault: Fault, asking: Clients) -> None:
         """Inject `fault`, repair it, and wait until every worker is part of the cluster again."""
         if not self.use_workers():
-            self.report.not_back.append(f"before {fault}: {self.health()}")
+            self.complain(f"before {fault}")
         epoch = self.status()["epoch"]
-        started = time.time()
         self.faults.inject(fault)
         time.sleep(fault.seconds)
-        if not self.coordinator.running:
-            text = self.coordinator.text()[-2000:]
-            raise RuntimeError(f"the coordinator ended during {fault}: {text}")
         if fault.kind == "stuck":  # a frame of a new size has a longer deadline
             wait_until(lambda: self.status()["epoch"] != epoch, STUCK_SECONDS)
         self.faults.repair(fault)
         if not wait_until(self.all_healthy, BACK_SECONDS):
-            self.report.not_back.append(f"{fault}: {self.health()}")
-        self.injected.append(Injected(fault.kind, started, time.time()))
-        self.report.faults[fault.kind] += 1
-        self.replan()
+            self.complain(f"{fault}")
+        replan(self.coordinator.url)
+        wait_until(self.all_healthy, BACK_SECONDS)
         repaired = time.time()
         # On a busy machine the next fault would otherwise end a plan that has not computed anything.
         if not wait_until(lambda: asking.latest > repaired, BACK_SECONDS):
-            self.report.not_back.append(f"{fault}: no client received anything")
-        time.sleep(max(0.0, pace - (time.time() - started)))
+            self.complain(f"{fault}: no client received anything")
 
-    def replan(self) -> None:
-        """Request a new plan, so that recovered workers are used again."""
-        headers = {"Content-Type": "application/json"}
-        started = time.time()
-        httpx.post(f"{self.coordinator.url}/replan", headers=headers, timeout=60)
-        wait_until(self.all_healthy, BACK_SECONDS)
-        self.injected.append(Injected(REPLAN, started, time.time()))
-
-    def go(self, due: Sequence[Fault], pace: float, asking: Clients, *, verbose: bool) -> None:
-        """Inject the faults `due`, `pace` seconds apart, while the clients `asking` run."""
+    def go(self, due: Sequence[Fault], asking: Clients) -> None:
+        """Inject the faults `due` while the clients `asking` run."""
         time.sleep(1.0)  # every client has sent its first request
-        for i, fault in enumerate(due):
+        for number, fault in enumerate(due):
             if ENDED.is_set():
                 break
-            if i % max(1, len(due) // SAMPLES) == 0:
-                self.sample()
-            self.inject_and_repair(fault, pace, asking)
-            if verbose:
-                outcome = asking.outcome
-                done = f"{i + 1}/{len(due)} {fault.kind} w{fault.victim}:"
-                found = f"{outcome.finished} finished {len(outcome.wrong)} wrong"
+            started = time.time()
+            if self.plan.study in BY_THE_CLOCK:
+                self.inject_by_the_clock(fault)
+            else:
+                if number % max(1, len(due) // SAMPLES) == 0:
+                    self.sample()
+                self.inject_and_recover(fault, asking)
+            if not self.coordinator.running:
+                text = self.coordinator.text()[-2000:]
+                raise RuntimeError(f"the coordinator ended during {fault}: {text}")
+            time.sleep(max(0.0, self.plan.pace - (time.time() - started)))
+            self.times.append((fault.kind, started, time.time()))
+            if self.plan.verbose:
+                o = asking.outcome
+                done = f"{number + 1}/{len(due)} {fault.kind} w{fault.victim}:"
+                found = f"{o.finished} finished {len(o.wrong)} wrong"
                 print(time.strftime("%T"), done, found, file=sys.stderr, flush=True)
-        self.sample()
 
     def complete_report(self, asking: Clients) -> Report:
         """Return the report, with the findings of the clients and of the logs."""
-        report, answers = self.report, asking.outcome.answers
+        report = self.report
         report.outcome = asking.outcome
-        found = episodes(self.injected, self.coordinator.records(), answers)
-        report.episodes = [episode for episode in found if episode.kind != REPLAN]
-        report.replans = [episode for episode in found if episode.kind == REPLAN]
-        report.pieces = pieces_by_workers(self.coordinator.records(), answers)
-        for fault in self.injected:
-            longest = silence_during(fault, answers)
-            report.silences.setdefault(fault.kind, []).append(longest)
+        report.plans = len(self.coordinator.records("cluster: serving"))
+        for kind, start, end in self.times:
+            report.faults[kind] += 1
+            report.silences.setdefault(kind, []).append(asking.outcome.silence(start, end))
         return report
 
 
-def undisturbed(url: str, model: str) -> dict[Question, Answer]:
+def undisturbed(plan: Plan, url: str) -> dict[Question, Answer]:
     """Return the answers without faults, with as many concurrent clients as the run has."""
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        answers = pool.map(lambda question: ask(url, model, question), QUESTIONS)
+    name = Path(plan.model).name
+    with ThreadPoolExecutor(plan.clients) as pool:
+        answers = pool.map(lambda question: ask(url, name, question), QUESTIONS)
         return dict(zip(QUESTIONS, answers, strict=True))
 
 
-def run(
-    folder: Path,
-    model: str,
-    faults: int,
-    *,
-    seed: int,
-    pace: float = 0.0,
-    verbose: bool = False,
-    options: Sequence[str] = (),
-    workers: int = WORKERS,
-    kinds: Sequence[str] = KINDS,
-) -> Report:
-    """Inject `faults` faults of these kinds, one at a time and `pace` seconds apart, under load. Return the report.
-
-    Equal seeds give the same faults in the same order. `options` are those of `mtp-coord serve`.
-    """
+def run(plan: Plan, folder: Path) -> Report:
+    """Carry out `plan` under load. Return the report. Equal seeds give the same faults in the same order."""
     started = time.monotonic()
-    timeout = FAILURE_TIMEOUT if {*kinds} <= {*KINDS} else PATIENT_TIMEOUT
-    seconds = (timeout + LONGER_SECONDS[0], timeout + LONGER_SECONDS[1])
-    due = schedule(seed, faults, workers, seconds, kinds)
-    with surroundings(folder, workers, kinds, seed) as around:
-        report = _run_in(around, folder, model, due, pace, verbose, options, timeout)
+    lengths = (plan.timeout + LONGER_SECONDS[0], plan.timeout + LONGER_SECONDS[1])
+    due = schedule(plan.seed, plan.faults, plan.team, lengths, plan.kinds)
+    proxied = {*plan.kinds}.isdisjoint(NETWORK_KINDS) and plan.study != "group"
+    with (
+        surroundings(plan, folder) as (net, limited, places),
+        running_team(folder, plan.model, plan.team, places[:-1], proxied=proxied) as team,
+        coordinating(plan, folder, team, places[-1]) as coordinator,
+    ):
+        wanted = undisturbed(plan, coordinator.url)
+        address = coordinator.url.removeprefix("http://")
+        faults = Faults(
+            team, plan.model, coordinator.pid, address=address, network=net, hosts=limited
+        )
+        doing = Run(plan, folder, team, coordinator, faults)
+        name = Path(plan.model).name
+        with clients(coordinator.url, name, wanted, plan.clients) as asking:
+            doing.go(due, asking)
+        report = doing.complete_report(asking)
     report.crashes = crashes_of(folder)
     report.seconds = time.monotonic() - started
     return report
 
 
-def _run_in(
-    around: Surroundings,
-    folder: Path,
-    model: str,
-    due: Sequence[Fault],
-    pace: float,
-    verbose: bool,
-    options: Sequence[str],
-    timeout: float,
-) -> Report:
-    proxied = around.network is None
-    with (
-        running_team(folder, model, len(around.places), around.places, proxied=proxied) as team,
-        coordinating(folder, model, team, options, around.coordinator, timeout) as coordinator,
-    ):
-        name = Path(model).name
-        wanted = undisturbed(coordinator.url, name)
-        faults = Faults(
-            team,
-            model,
-            coordinator.pid,
-            address=coordinator.url.removeprefix("http://"),
-            network=around.network,
-            hosts=around.hosts,
-        )
-        doing = Run(folder, team, coordinator, faults)
-        with clients(coordinator.url, name, wanted, CLIENTS) as asking:
-            doing.go(due, pace, asking, verbose=verbose)
-        return doing.complete_report(asking)
-
-
-def chosen_kinds(words: str) -> list[str]:
-    """Return the kinds named by `words`, groups or kinds with commas between. Print those that are impossible here.
-
-    Raises ValueError for an unknown kind, and for kinds that exclude each other.
-    """
-    kinds = [kind for word in words.split(",") for kind in GROUPS.get(word, (word,))]
-    known = [kind for group in GROUPS.values() for kind in group]
-    if unknown := [kind for kind in kinds if kind not in known]:
-        raise ValueError(
-            f"unknown kind of fault: {unknown[0]}. Use {', '.join([*GROUPS, *known])}."
-        )
-    if {*PROXY_KINDS} & {*kinds} and {*NETWORK_KINDS} & {*kinds}:
-        raise ValueError("cut and freeze need proxies, which the network has not. Use two runs.")
+def permitted(kinds: Sequence[str]) -> list[str]:
+    """Return the `kinds` that this system permits. Print the others."""
     reasons = {kind: why_impossible(kind) for kind in kinds}
     for kind, reason in reasons.items():
         if reason is not None:
@@ -310,45 +326,53 @@ def chosen_kinds(words: str) -> list[str]:
 
 
 def main() -> None:
-    """Run the long study from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--faults", type=int, default=200)
+    """Run studies from the command line. Exit with status 1 if an answer was wrong or a process crashed."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--kinds", default=",".join(FAULTS), help="studies, with commas between")
+    parser.add_argument("--faults", type=int, help="of each study; by default a night's share")
+    parser.add_argument("--only", nargs="+", default=[], help="kinds of faults of one study")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pace", type=float, default=6.0, help="seconds from fault to fault")
+    parser.add_argument(
+        "--pace", type=float, help="seconds from fault to fault; 6, by the clock 10"
+    )
     parser.add_argument("--model", default="builtin")
-    parser.add_argument("--serve", default="", help="options of serve, such as mtp=off")
-    parser.add_argument("--kinds", default="process", help="process, network, host, or kinds")
-    parser.add_argument("--workers", type=int, help="4; under faults of networks and hosts 3")
+    parser.add_argument("--serve", nargs="+", default=[], help="options of serve, such as mtp=off")
+    parser.add_argument("--worker", nargs="+", default=[], help="such as prefix-disk=2GB")
+    parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--logs", type=Path, help="an empty folder for the logs of all processes")
     given = parser.parse_args()
+    if unknown := {*given.kinds.split(",")} - FAULTS.keys():
+        parser.error(f"unknown study: {', '.join(unknown)}. Use {', '.join(FAULTS)}.")
     signal.signal(signal.SIGTERM, lambda *_: ENDED.set())
-    options = [f"--{option}" for option in given.serve.split(",") if option]
-    try:
-        kinds = chosen_kinds(given.kinds)
-    except ValueError as error:
-        parser.error(str(error))
-    if not kinds:
-        print("no fault of these kinds is possible on this system")
-        return
-    workers = given.workers or (WORKERS if {*kinds} <= {*KINDS} else FEW_WORKERS)
-    with tempfile.TemporaryDirectory() as folder:
-        report = run(
-            given.logs or Path(folder),
-            given.model,
-            given.faults,
-            seed=given.seed,
-            pace=given.pace,
-            verbose=True,
-            options=options,
-            workers=workers,
-            kinds=kinds,
-        )
-    print(report)
-    print(
-        f"{sum(report.faults.values())} faults, seed {given.seed}, in {report.seconds / 60:.1f} minutes"
-    )
-    for line in report.outcome.wrong[:5]:
-        print("  wrong:", line)
+    bad = False
+    for study in given.kinds.split(","):
+        count = given.faults or FAULTS[study]
+        if study == "ends":
+            crashes = end_processes(count, given.seed)
+            print(f"{count} ends, {len(crashes)} crashes or slow starts")
+            bad = bad or bool(crashes)
+            continue
+        kinds = permitted([k for k in STUDIES[study] if k in (given.only or STUDIES[study])])
+        if not kinds:
+            continue
+        with tempfile.TemporaryDirectory() as made:
+            plan = Plan(
+                study,
+                count,
+                given.seed,
+                kinds,
+                given.model,
+                given.pace or (10.0 if study in BY_THE_CLOCK else 6.0),
+                given.workers,
+                [word for option in given.serve for word in f"--{option}".split("=")],
+                [word for option in given.worker for word in f"--{option}".split("=")],
+                verbose=True,
+            )
+            report = run(plan, given.logs or Path(made))
+        print(f"{study}, seed {given.seed}\n{report}", flush=True)
+        bad = bad or bool(report.outcome.wrong or report.outcome.hung or report.crashes)
+    sys.exit(bad)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.run import run
+from tests.chaos.faults import STUDIES
+from tests.chaos.run import Plan, run
 
 pytestmark = pytest.mark.chaos
 
@@ -16,12 +17,10 @@ FAULTS, SEED = 4, 44
 
 def test_no_fault_loses_or_changes_a_token(tmp_path: Path) -> None:
     """Every stream under random faults ends complete, with the answer of the undisturbed run."""
-    report = run(tmp_path, "builtin", FAULTS, seed=SEED)
+    report = run(Plan("process", FAULTS, SEED, STUDIES["process"]), tmp_path)
     print(report)
-    assert sum(report.faults.values()) == FAULTS
-    assert report.outcome.finished > 0
-    assert report.outcome.wrong == []
-    assert (report.outcome.lost, report.outcome.duplicated, report.outcome.hung) == (0, 0, 0)
-    assert report.episodes
-    assert report.not_back == []
     assert report.faults.keys() == {"kill", "stop", "cut", "restart"}
+    assert report.outcome.finished > 0
+    assert (report.outcome.wrong, report.outcome.hung, report.not_back) == ([], 0, [])
+    assert report.plans > FAULTS
+    assert report.crashes == []

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos.virtual import FAULTS, Result, Study
-from tests.chaos.virtual_models import FormulaModel
-from tests.support.protocol.simulation import run_virtually
-from tests.support.stages.formula_stages import formula_copies
+from tests.chaos.virtual import FAULTS, study_virtually
 
 pytestmark = pytest.mark.smoke
 
 
-def run(faults: int, seed: int) -> Result:
-    async def study() -> Result:
-        return await Study(FormulaModel(), seed).run(faults)
-
-    with formula_copies():
-        return run_virtually(study())
-
-
 def test_no_fault_of_plans_and_coordinators_changes_an_answer() -> None:
     """Answers under faults of every kind, and over several coordinators, equal the undisturbed ones."""
-    result = run(120, seed=3)
+    result = study_virtually(120, seed=3)
     assert result.wrong == []
     assert result.faults.keys() == {*FAULTS, "coordinator"}
     assert result.counts["finished"] >= 10
     assert result.counts["lost"] == result.counts["doubled"] == result.counts["different"] == 0
     assert result.counts["backups written"] > 20
-    again = run(120, seed=3)
+    again = study_virtually(120, seed=3)
     assert (again.faults, again.counts) == (result.faults, result.counts)

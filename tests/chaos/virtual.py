@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import logging
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.pipeline.pipeline import Pipeline
+from coordinator.planning.capacity import Capacity
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import (
@@ -34,10 +36,23 @@ from coordinator.schedule.scheduler import Scheduler
 from proto.errors import StaleEpochError, WorkerLostError
 from proto.frame import Evict
 from proto.params import SamplingParams
+from proto.span import Span
 from tests.chaos.engine_plan import EnginePlan
-from tests.chaos.virtual_models import CAPACITY, CUTS, FormulaModel
 from tests.support.protocol.simulation import run_virtually
-from tests.support.stages.formula_stages import formula_copies
+from tests.support.stages.token_stages import Formula, TokenStage, token_engine
+from worker.engine.stage_engine import Budget, StageEngine
+
+CUTS: tuple[tuple[int, ...], ...] = ((), (4,), (3,), (2, 5), (1, 6), (2, 4, 6))
+"""The plans: the layers before which a model of eight is cut."""
+
+LAYERS = 8
+
+CAPACITY = Capacity(
+    sequences=3, kv_tokens=2048, prefix_bytes=2**24, token_bytes=8192, state_bytes=2**18
+)
+"""Room for fewer sequences than clients, so that some wait."""
+
+BUDGET = Budget(CAPACITY.sequences, CAPACITY.kv_tokens, CAPACITY.prefix_bytes)
 
 CLIENTS = 4
 MODES = ("off", "auto", "1", "3", "filled")
@@ -116,11 +131,29 @@ class Result:
     """Virtual seconds. The longest silence between two tokens of an answer."""
 
 
+PROMPTS = [tuple(range(i, i + length)) for i, length in enumerate((9, 9, 17, 30, 47))]
+
+
+def make_engines(cuts: Sequence[int], epoch: int) -> list[StageEngine]:
+    """Return the engines of a new plan over layers that hold tokens, with a text by formula."""
+    borders = (0, *cuts, LAYERS)
+    return [
+        token_engine(
+            TokenStage(span=Span(start, end)),
+            epoch,
+            Formula() if end == LAYERS else None,
+            first=start == 0,
+            budget=BUDGET,
+        )
+        for start, end in itertools.pairwise(borders)
+    ]
+
+
 class Plans:
     """The source of plans. Each has other cuts and a new epoch."""
 
-    def __init__(self, model: FormulaModel, chance: random.Random) -> None:
-        self.model, self.chance = model, chance
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
         self.epoch = 0
         self.fruitless = 0
         """Plans in a row that failed before a frame returned."""
@@ -133,8 +166,8 @@ class Plans:
         """Return the next plan after a pause."""
         await asyncio.sleep(self.chance.uniform(0, DOWN_SECONDS) if self.epoch else 0.0)
         self.epoch += 1
-        engines = self.model.make_engines(self.chance.randrange(len(CUTS)), self.epoch)
-        plan = EnginePlan(engines, self.model.read_states, CAPACITY, self.chance, self.counts)
+        engines = make_engines(self.chance.choice(CUTS), self.epoch)
+        plan = EnginePlan(engines, CAPACITY, self.chance, self.counts)
         self.counts["plans"] += 1
         self.counts["plans of several stages"] += len(engines) > 1
         plan.refuse_stale(self._old_frames)
@@ -154,12 +187,12 @@ class Plans:
 class Study:
     """Clients, faults and coordinators of one run."""
 
-    def __init__(self, model: FormulaModel, seed: int) -> None:
+    def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
-        self.plans = Plans(model, self.chance)
+        self.plans = Plans(self.chance)
         self.result = Result()
         self.wanted: dict[int, Answer] = {}
-        self.prompts = [model.prompts[i % len(model.prompts)] for i in range(len(QUESTIONS))]
+        self.prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(QUESTIONS))]
         self.loop: GenerationLoop
         self.ready = asyncio.Event()
         self.spoiled = asyncio.Event()
@@ -350,6 +383,16 @@ class Study:
             assert engine.sequences.keys() <= evicted, engine.sequences.keys()
 
 
+def study_virtually(faults: int, seed: int) -> Result:
+    """Run a study in virtual time."""
+
+    async def study() -> Result:
+        """Run the study inside the loop."""
+        return await Study(seed).run(faults)
+
+    return run_virtually(study())
+
+
 def main() -> None:
     """Run the study from the command line. Exit with status 1 if an answer was lost, doubled, different or failed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -359,12 +402,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     began = time.monotonic()
 
-    async def study() -> Result:
-        """Run the study inside the loop of virtual time."""
-        return await Study(FormulaModel(), given.seed).run(given.faults)
-
-    with formula_copies():
-        result = run_virtually(study())
+    result = study_virtually(given.faults, given.seed)
     minutes = (time.monotonic() - began) / 60
     print(f"{sum(result.faults.values())} faults in {minutes:.1f} minutes: {dict(result.faults)}")
     print(f"{dict(result.counts)}; longest silence {result.longest:.1f} virtual seconds")

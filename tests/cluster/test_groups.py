@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.chaos.storm import members_of as started_by
+from tests.chaos.faults import members_of as started_by
 from tests.support.api.streams import events_of, tokens_of_stream
 from tests.support.processes.own_address import network_address
 from tests.support.processes.processes import (

@@ -30,7 +30,8 @@ from tests.support.protocol.ledger import Ledger
 from tests.support.stages.token_stages import (
     Chooser,
     Member,
-    TruthfulVerifier,
+    TokenVerifier,
+    Truth,
     clone_stage,
     layers_of,
     make_stages,
@@ -328,8 +329,8 @@ class World:
             self._pump()
             return
         stage = self.stages[at] = clone_stage(self.stages[at])
-        if isinstance(stage.verifier, TruthfulVerifier):
-            stage.verifier.chooser = chooser
+        if isinstance(stage.verifier, TokenVerifier):
+            stage.verifier.text = Truth(chooser)
         picked, decided = len(chooser.made), list[Frame]()
         stage.announce = decided.append if self.grouped else None
         out = stage.process(frame)
@@ -344,8 +345,8 @@ class World:
     def _follow(self, at: int, decided: Frame, out: Frame, picks: Sequence[int]) -> None:
         """Let the second member of a stage run a frame that the first one has decided. Both run the same rows."""
         follower = self.followers[at] = clone_stage(self.followers[at])
-        if isinstance(follower.verifier, TruthfulVerifier):
-            follower.verifier.chooser = Chooser(picks)
+        if isinstance(follower.verifier, TokenVerifier):
+            follower.verifier.text = Truth(Chooser(picks))
         followed = follower.process(decode(encode(decided)))
         assert [s.rows for s in followed.segments] == [s.rows for s in out.segments]
         assert followed.outcomes == out.outcomes

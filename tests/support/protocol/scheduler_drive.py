@@ -15,7 +15,7 @@ from coordinator.schedule.scheduler import FrameOutcome, Scheduler
 from proto.control import Rollback
 from proto.frame import Frame, Segment
 from proto.params import SamplingParams
-from tests.support.stages.fake_last_stage import FakeLastStage
+from tests.support.stages.token_stages import FakeLastStage
 
 LIMITS = Limits(context=1000, prefill_chunk=4, step_tokens=8)
 ROOM = Capacity(sequences=16, kv_tokens=10_000, prefix_bytes=0)
@@ -105,9 +105,10 @@ class Drive:
 
     def _read_backup(self, made: BackupInFlight) -> None:
         """Read the backup that a returned frame has made, in `backup_seconds`."""
-        tokens, state = self.stage.backups.pop(made.seq_id)
+        read = self.stage.take_backup(made.seq_id)
+        assert read is not None
         backups = self.scheduler.backups
-        backups.complete_backup(made, tokens, [state])
+        backups.complete_backup(made, read.length, read.states)
         backups.end_backup(made, self.backup_seconds, self.now)
 
     def run_frames(self, count: int) -> None:

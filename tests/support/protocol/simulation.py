@@ -29,7 +29,7 @@ from proto.control import Rollback
 from proto.errors import ClusterError, NotReadyError
 from proto.frame import Frame, decode, encode
 from proto.frame_stamps import StampRing
-from tests.support.stages.fake_last_stage import VOCAB, FakeLastStage, LuckyLastStage
+from tests.support.stages.token_stages import WORDS, FakeLastStage
 from worker.engine.stage_engine import RelayedTokens, relayed_tokens
 
 T = TypeVar("T")
@@ -145,7 +145,7 @@ class SimulatedPipeline(PipelineWithoutWorkers):
         self._free_at = [0.0] * self.stages
         self._hops: list[deque[Frame]] = [deque() for _ in range(self.stages + 1)]
         self._results: asyncio.Queue[Frame | ClusterError] = asyncio.Queue()
-        self._relayed = RelayedTokens(self.epoch, VOCAB)
+        self._relayed = RelayedTokens(self.epoch, WORDS)
         self._parked: deque[Frame] = deque()
 
     def send_frame(self, frame: Frame) -> None:
@@ -309,6 +309,6 @@ async def longest_gap(timing: Timing, chunks: int) -> float:
 
 async def stream_seconds(timing: Timing, mtp: str, chance: float, tokens: int) -> float:
     """Return the time from the first token to the last of one stream with draft acceptance `chance`."""
-    async with Simulation(timing, mtp=mtp, last=LuckyLastStage(chance)) as simulation:
+    async with Simulation(timing, mtp=mtp, last=FakeLastStage(chance=chance)) as simulation:
         times = await simulation.stream(7, tokens)
     return times[-1] - times[0]

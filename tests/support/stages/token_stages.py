@@ -1,13 +1,19 @@
 """Stages without a model: real `StageEngine`s whose layers hold tokens, and a last stage that knows the text.
 
-The text of a sequence is a formula (`truth`), so a wrong token in a stage is found at once.
+The text of a sequence is a function of its tokens, so a wrong token in a stage is found at once. `Truth` is a text by
+sequence, whose drafts a chooser picks. `Formula` depends on all tokens before and on the seed. `FakeLastStage` is the
+last stage of a pipeline that a test drives one frame at a time.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+import json
+import random
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -17,12 +23,30 @@ from mtp.layers.communicator import ALONE, Alone, Communicator
 from mtp.layers.kv_cache import PlainKV
 from mtp.layers.layer import LayerCache
 from mtp.layers.reference.gdn import GDNCache
-from mtp.sampling.sampler import accepted_length as count_kept
-from proto.frame import Admit, Commit, Outcome, Segment
+from mtp.sampling.sampler import accepted_length
+from proto.backup import LayerState, by_layer
+from proto.errors import ProtocolError
+from proto.frame import (
+    Admit,
+    BackUp,
+    Commit,
+    Frame,
+    Outcome,
+    RestoreBackup,
+    Segment,
+    TokenLogprob,
+)
 from proto.frame_stamps import FrameStamps
+from proto.images import FIRST_IMAGE_TOKEN
 from proto.span import Span
-from worker.cache.sequence_cache import LastStageState, PrefixEntry, SequenceCache
-from worker.engine.stage_engine import StageEngine
+from worker.cache.sequence_cache import (
+    LastStageState,
+    PrefixEntry,
+    SequenceCache,
+    copies_of,
+)
+from worker.engine.stage_backups import ReceivedBackup, StageBackups
+from worker.engine.stage_engine import Budget, StageEngine
 from worker.model.loader import StageModules
 from worker.model.stage import Run, Stage
 from worker.model.verifier import Key, Verdict, Verifier
@@ -33,6 +57,9 @@ WRONG = 100
 
 LOST = VOCAB - 1
 """Target after tokens that are not the text. No client may receive it."""
+
+WORDS = 97
+"""Tokens of a text by formula."""
 
 
 def truth(seq_id: int, length: int) -> list[int]:
@@ -83,6 +110,10 @@ class TokenCache(PlainKV):
         del self.tokens[-n:]
         return n
 
+    def copy(self) -> TokenCache:
+        """Return an independent copy."""
+        return TokenCache(self.tokens)
+
 
 class TokenState(GDNCache):
     """A recurrent state that holds the tokens it has seen. Its tapes hold the tokens of open windows."""
@@ -105,6 +136,10 @@ class TokenState(GDNCache):
             whole = len(self.taped)
         del self.taped[:whole]
 
+    def copy(self) -> TokenState:
+        """Return an independent copy."""
+        return TokenState(self.seen, self.taped)
+
     def arrays(self) -> list[mx.array]:
         """Return no arrays."""
         return []
@@ -115,12 +150,6 @@ def tokens_of(held: SequenceCache | PrefixEntry) -> list[int]:
     cache, state = layers_of(held.layers)
     assert tuple(cache.tokens) == state.seen, "two layers hold different tokens"
     return cache.tokens
-
-
-def copies(layers: Sequence[LayerCache]) -> list[LayerCache]:
-    """Return copies of layers, like `worker.engine.stage_engine.copies_of` does for arrays."""
-    cache, state = layers_of(layers)
-    return [TokenCache(cache.tokens), TokenState(state.seen, state.taped)]
 
 
 def layers_of(layers: Sequence[LayerCache]) -> tuple[TokenCache, TokenState]:
@@ -140,8 +169,10 @@ class Member(Alone):
 class TokenStage(Stage):
     """A stage whose hidden states are the tokens: `[rows, 1]`."""
 
-    def __init__(self, communicator: Communicator = ALONE, span: Span = TWO_LAYERS) -> None:
-        sizes = {"vocab_size": VOCAB, "hidden_size": 1, "hop_width": 1}
+    def __init__(
+        self, communicator: Communicator = ALONE, span: Span = TWO_LAYERS, vocab: int = VOCAB
+    ) -> None:
+        sizes = {"vocab_size": vocab, "hidden_size": 1, "hop_width": 1}
         config = SimpleNamespace(**sizes, image_token=0, token_layers=())
         modules = SimpleNamespace(config=config, span=span, communicator=communicator)
         self.modules = cast(StageModules, modules)
@@ -182,12 +213,86 @@ class FoundVerdict:
         """Do nothing."""
 
 
-@dataclass
-class TruthfulVerifier(Verifier):
-    """A verifier that returns the text if the tokens before are the text. The chooser decides about drafts."""
+class Text(ABC):
+    """The text of every sequence, as the model of the last stage."""
+
+    @abstractmethod
+    def next_token(self, admitted: Admit, tokens: Sequence[int]) -> int:
+        """Return the token after `tokens`, which begin with the prompt."""
+
+    @abstractmethod
+    def drafts(self, admitted: Admit, tokens: Sequence[int], count: int) -> tuple[int, ...]:
+        """Return `count` drafts after `tokens`."""
+
+
+@dataclass(frozen=True)
+class Truth(Text):
+    """The text of a sequence by its number. The chooser decides which draft is wrong, if any."""
 
     chooser: Chooser
+
+    def next_token(self, admitted: Admit, tokens: Sequence[int]) -> int:
+        """Return the next token of the text, or LOST if `tokens` are not the text."""
+        text = truth(admitted.seq_id, len(tokens) + 1)
+        return text[-1] if list(tokens) == text[:-1] else LOST
+
+    def drafts(self, admitted: Admit, tokens: Sequence[int], count: int) -> tuple[int, ...]:
+        """Return drafts that are all right except at most one, which the chooser picks."""
+        right = truth(admitted.seq_id, len(tokens) + count)[len(tokens) :]
+        miss = self.chooser.pick(count + 1) - 1 if count else -1
+        return tuple((t + WRONG) % VOCAB if i == miss else t for i, t in enumerate(right))
+
+
+def target(tokens: Sequence[int], seed: int = 0) -> int:
+    """Return the token after `tokens`. The formula uses all of them and the seed."""
+    return (7 * tokens[-1] + 3 * len(tokens) + 5 * sum(tokens) + seed) % WORDS
+
+
+def plain(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
+    """Return `count` tokens after `prompt` by the formula, decoded one at a time."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(target(tokens, seed))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Formula(Text):
+    """A text by formula. Drafts for the first `right` of every `out_of` positions are the target's own.
+
+    With a `chance` each draft is the target's own with this chance, and the text decides the draw.
+    """
+
+    right: int = 3
+    out_of: int = 5
+    chance: float | None = None
+    target: Callable[[Sequence[int], int], int] = target
+
+    def next_token(self, admitted: Admit, tokens: Sequence[int]) -> int:
+        """Return the token of the formula."""
+        return self.target(tokens, admitted.params.seed)
+
+    def drafts(self, admitted: Admit, tokens: Sequence[int], count: int) -> tuple[int, ...]:
+        """Return `count` drafts."""
+        text = list(tokens)
+        for _ in range(count):
+            text.append((self.next_token(admitted, text) + self._misses(admitted, text)) % WORDS)
+        return tuple(text[len(tokens) :])
+
+    def _misses(self, admitted: Admit, text: list[int]) -> bool:
+        if self.chance is None:
+            return len(text) % self.out_of >= self.right
+        return random.Random(repr((text, admitted.params.seed))).random() >= self.chance
+
+
+@dataclass
+class TokenVerifier(Verifier):
+    """A verifier whose targets are a text of the tokens that the layers hold."""
+
+    text: Text
     expected: dict[int, int | None] = field(default_factory=dict)
+    states: dict[int, LastStageState] = field(default_factory=dict)
+    """Always empty: the tokens held decide about the next one."""
 
     def admit(self, op: Admit) -> None:
         """Add a sequence."""
@@ -219,46 +324,153 @@ class TruthfulVerifier(Verifier):
         return mx.array([self.expected[segment.seq_id] for segment in segments], mx.int32)
 
     def _outcome(self, sequence: SequenceCache, segment: Segment) -> Outcome:
+        where = segment.seq_id, segment.window
         if not (segment.open or segment.sample):
-            return Outcome(segment.seq_id, segment.window, segment.width)
-        held = tokens_of(sequence)
+            return Outcome(*where, segment.width)
+        admitted, held = sequence.admitted, tokens_of(sequence)
         ends = range(segment.position + 1, segment.position + segment.width + 1)
-        targets = [_target(segment.seq_id, held[:end]) for end in ends]
+        targets = [self.text.next_token(admitted, held[:end]) for end in ends]
         count = segment.width
         if segment.open and not segment.continues:
-            count = count_kept(segment.tokens, targets, self.expected[segment.seq_id])
-        token = targets[count - 1] if count else None
-        self.expected[segment.seq_id] = token if count else self.expected[segment.seq_id]
-        drafts: tuple[int, ...] = ()
-        if count:
-            after = segment.position + count + 1
-            drafts = guesses(segment.seq_id, after, segment.drafts, self.chooser)
-        return Outcome(segment.seq_id, segment.window, count, token, drafts)
+            count = accepted_length(segment.tokens, targets, self.expected[segment.seq_id])
+        if not count:
+            return Outcome(*where, 0)
+        token = self.expected[segment.seq_id] = targets[count - 1]
+        text = [*held[: segment.position + count], token]
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if admitted.params.logprobs is not None:
+            chosen = segment.tokens[1:count] if segment.open else ()
+            logprobs = tuple(TokenLogprob(t, -float(t)) for t in (*chosen, token))
+        drafts = self.text.drafts(admitted, text, segment.drafts)
+        return Outcome(*where, count, token, drafts, logprobs)
 
 
-def guesses(seq_id: int, position: int, count: int, chooser: Chooser) -> tuple[int, ...]:
-    """Return `count` drafts from `position` on, all right except at most one, which the chooser picks."""
-    right = truth(seq_id, position + count)[position:]
-    miss = chooser.pick(count + 1) - 1 if count else -1
-    return tuple((t + WRONG) % VOCAB if i == miss else t for i, t in enumerate(right))
+@dataclass(frozen=True)
+class TokenBackup:
+    """The states of all layers of a stage after `length` tokens."""
+
+    length: int
+    states: list[LayerState]
 
 
-def _target(seq_id: int, tokens: Sequence[int]) -> int:
-    text = truth(seq_id, len(tokens) + 1)
-    return text[-1] if list(tokens) == text[:-1] else LOST
+class TokenBackups(StageBackups):
+    """Backups of layers that hold tokens, with the rules of `StageBackups`."""
+
+    def make_backup(self, op: BackUp, sequence: SequenceCache, last: LastStageState | None) -> None:
+        """Back up a sequence: the new tokens for even layers, and all tokens for odd ones."""
+        stack = sequence.stack
+        if stack.windows or op.start > stack.length:
+            raise ProtocolError(f"sequence {op.seq_id} cannot be backed up from token {op.start}")
+        tokens = tokens_of(sequence)
+        assert len(tokens) == stack.length
+        new, whole = (json.dumps(part).encode() for part in (tokens[op.start :], tokens))
+        states = [
+            LayerState(layer, False, whole) if layer % 2 else LayerState(layer, True, new)
+            for layer in self.span
+        ]
+        cast(dict[int, TokenBackup], self.made)[op.seq_id] = TokenBackup(stack.length, states)
+
+    def restore_backup(
+        self, op: RestoreBackup, sequence: SequenceCache, last: LastStageState | None
+    ) -> None:
+        """Fill the empty layers of a sequence."""
+        backup = self.received.pop(op.seq_id, None)
+        if backup is None or sequence.stack.length or len(backup.tokens) != op.length:
+            raise ProtocolError(f"sequence {op.seq_id} has no backup of {op.length} tokens here")
+        for layer in self.span:
+            parts = [json.loads(data) for (data,) in cast(list[tuple[bytes]], backup.layers[layer])]
+            tokens = [token for part in parts for token in part]
+            assert tokens == list(backup.tokens), "a backup has other tokens"
+        cache, state = layers_of(sequence.layers)
+        cache.tokens, state.seen = list(backup.tokens), backup.tokens
+        sequence.stack.length = op.length
+
+
+def token_engine(
+    stage: TokenStage,
+    epoch: int,
+    text: Text | None,
+    *,
+    first: bool = True,
+    budget: Budget | None = None,
+) -> StageEngine:
+    """Return the engine of a stage in a new plan, with a `text` on the last stage.
+
+    The two layers of the stage stand for all layers of its span.
+    """
+    verifier = None if text is None else TokenVerifier(text)
+    engine = StageEngine(stage, epoch=epoch, first=first, verifier=verifier, budget=budget)
+    engine.backups = TokenBackups(stage.modules.span, stage.modules.config)
+    return engine
+
+
+class FakeLastStage:
+    """A last stage that takes frames in order. `come_back` returns them, oldest first, when the test wants."""
+
+    def __init__(
+        self,
+        epoch: int = 0,
+        right: int = 3,
+        out_of: int = 5,
+        stage_us: int = 100,
+        chance: float | None = None,
+    ) -> None:
+        self.stage_us = stage_us
+        self.text = Formula(right, out_of, chance)
+        stage = TokenStage(span=Span(0, 1), vocab=FIRST_IMAGE_TOKEN)
+        self.engine = token_engine(stage, epoch, self.text)
+        self.sequences, self.backups = self.engine.sequences, self.engine.backups
+        self.seen: list[Frame] = []
+        self.under_way: deque[Frame] = deque()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the plan."""
+        return self.engine.epoch
+
+    @property
+    def prefixes(self) -> dict[int, tuple[int, ...]]:
+        """The tokens of each prefix entry."""
+        return {number: tuple(tokens_of(p)) for number, p in self.engine.prefixes.items()}
+
+    def take_backup(self, seq_id: int) -> TokenBackup | None:
+        """Remove the newest backup of a sequence and return it, or None."""
+        return cast(dict[int, TokenBackup], self.backups.made).pop(seq_id, None)
+
+    def receive_backup(self, seq_id: int, states: Sequence[LayerState]) -> None:
+        """Keep a backup until the sequence is admitted."""
+        tokens = tuple(token for state in states for token in json.loads(state.data))
+        self.engine.receive_backup(seq_id, ReceivedBackup(tokens, by_layer(states)))
+
+    def send(self, frame: Frame) -> None:
+        """Process a frame at once, and keep it until `come_back`."""
+        self.seen.append(frame)
+        outcomes = self.engine.process(frame).outcomes
+        for sequence in self.sequences.values():
+            assert sequence.stack.length <= sequence.admitted.capacity
+        self.under_way.append(replace(frame, outcomes=outcomes, stage_us=(self.stage_us,)))
+
+    @property
+    def in_flight(self) -> int:
+        """Number of frames not returned."""
+        return len(self.under_way)
+
+    @property
+    def newest(self) -> Frame:
+        """The newest frame, with its outcomes."""
+        return self.under_way[-1]
+
+    def come_back(self) -> Frame:
+        """Return the oldest frame."""
+        return self.under_way.popleft()
 
 
 def make_stages(count: int, epoch: int, communicator: Communicator = ALONE) -> list[StageEngine]:
-    """Return `count` stages of a new plan."""
-    last = count - 1
+    """Return `count` stages of a new plan, whose text is `Truth`."""
+    texts = [None] * (count - 1) + [Truth(Chooser())]
     return [
-        StageEngine(
-            TokenStage(communicator),
-            epoch=epoch,
-            first=i == 0,
-            verifier=TruthfulVerifier(Chooser()) if i == last else None,
-        )
-        for i in range(count)
+        token_engine(TokenStage(communicator), epoch, text, first=i == 0)
+        for i, text in enumerate(texts)
     ]
 
 
@@ -266,7 +478,7 @@ def clone_stage(engine: StageEngine) -> StageEngine:
     """Return a copy of a stage."""
     clone = copy.copy(engine)
     clone.sequences = {
-        seq_id: SequenceCache(s.admitted, copies(s.layers), copy.copy(s.stack))
+        seq_id: SequenceCache(s.admitted, copies_of(s.layers), copy.copy(s.stack))
         for seq_id, s in engine.sequences.items()
     }
     for sequence in clone.sequences.values():
@@ -275,8 +487,8 @@ def clone_stage(engine: StageEngine) -> StageEngine:
     if engine.relayed is not None:
         clone.relayed = copy.copy(engine.relayed)
         clone.relayed.newest = dict(engine.relayed.newest)
-    if isinstance(engine.verifier, TruthfulVerifier):
-        clone.verifier = TruthfulVerifier(Chooser(), dict(engine.verifier.expected))
+    if isinstance(engine.verifier, TokenVerifier):
+        clone.verifier = TokenVerifier(Truth(Chooser()), dict(engine.verifier.expected))
     return clone
 
 
@@ -286,7 +498,7 @@ def stage_key(engine: StageEngine) -> Hashable:
         (seq_id, tuple(tokens_of(s)), *_stack_key(s)) for seq_id, s in engine.sequences.items()
     )
     verifier = engine.verifier
-    expects = tuple(verifier.expected.items()) if isinstance(verifier, TruthfulVerifier) else ()
+    expects = tuple(verifier.expected.items()) if isinstance(verifier, TokenVerifier) else ()
     prefixes = tuple((number, tuple(tokens_of(p))) for number, p in engine.prefixes.items())
     relayed = () if engine.relayed is None else tuple(engine.relayed.newest.values())
     return engine.epoch, engine.frames_done, held, prefixes, expects, relayed

@@ -29,7 +29,7 @@ from tests.support.protocol.simulation import (
     Timing,
     run_virtually,
 )
-from tests.support.stages.fake_last_stage import FakeLastStage, plain
+from tests.support.stages.token_stages import FakeLastStage, plain
 
 FEW = 4
 
@@ -46,11 +46,11 @@ class BackedPipeline(SimulatedPipeline):
 
     async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
         """Return the newest backup of a sequence."""
-        if seq_id not in self.last.backups:
+        found = self.last.take_backup(seq_id)
+        if found is None:
             raise NotReadyError("the sequence has ended")
-        tokens, state = self.last.backups.pop(seq_id)
         await asyncio.sleep(self.transfer)
-        return ReceivedStates(tokens, [state], TRANSFER)
+        return ReceivedStates(found.length, found.states, TRANSFER)
 
     async def write_backup(
         self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
@@ -188,7 +188,7 @@ def test_a_client_that_leaves_takes_its_backup() -> None:
     drive.new_plan(FakeLastStage(1))
     drive.scheduler.cancel_sequence(seq_id)
     drive.run()
-    assert drive.stage.received == {}
+    assert drive.stage.backups.received == {}
     assert drive.scheduler.backups.kept == {}
 
 
@@ -317,7 +317,7 @@ async def interrupted(
     found = [await one for one in answers[leaves:]]
     await asyncio.sleep(1.0)
     await loop.close()
-    assert source.present.last.received == {}, "no state is left of a client that left"
+    assert source.present.last.backups.received == {}, "no state is left of a client that left"
     ops = ops_of(source.present.last.seen)
     admitted = [op.seq_id for op in ops if isinstance(op, Admit)]
     return found, admitted, [op.seq_id for op in ops if isinstance(op, RestoreBackup)]
@@ -404,7 +404,9 @@ def test_the_loop_restores_the_prompt_of_a_new_request() -> None:
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
         await asyncio.sleep(1.0)
-        assert source.present.last.received == {}, "the stages keep no backup of a client that left"
+        assert source.present.last.backups.received == {}, (
+            "the stages keep no backup of a client that left"
+        )
         tokens = await tokens_of(loop, request)
         await loop.close()
         return tokens, source.present.last.seen

@@ -54,7 +54,7 @@ class Watchdog:
     async def acquire(self) -> Pipeline:
         """Return a pipeline that fails at once while chunks are too long."""
         pipeline = SimulatedPipeline(Timing(2), epoch=self.epoch)
-        pipeline.last.epoch = self.epoch
+        pipeline.last.engine.epoch = self.epoch
         too_long = self.scheduler.limits.longest_chunk > self.longest
         if too_long and self.epoch < self.most:
             pipeline.fail(WorkerLostError(self.message))

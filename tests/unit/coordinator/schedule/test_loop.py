@@ -25,7 +25,7 @@ from coordinator.status.cluster_status import ClusterStatus
 from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError
 from proto.frame import Frame
 from tests.support.protocol.simulation import SimulatedPipeline, Timing, run_virtually
-from tests.support.stages.fake_last_stage import plain
+from tests.support.stages.token_stages import plain
 
 PROMPT = (1, 2, 3)
 
@@ -39,7 +39,7 @@ class Failing:
 
     async def acquire(self) -> Pipeline:
         pipeline = SimulatedPipeline(Timing(2), epoch=self.lost)
-        pipeline.last.epoch = self.lost
+        pipeline.last.engine.epoch = self.lost
         if self.lost < len(self.errors):
             pipeline.fail(self.errors[self.lost])
         return pipeline

@@ -10,7 +10,7 @@ from coordinator.drafts.prompt_lookup import NgramMatcher, NgramMode
 from coordinator.schedule.request import GenerationRequest
 from coordinator.schedule.sequence import Sequence
 from tests.support.protocol.scheduler_drive import Drive, is_decode
-from tests.support.stages.fake_last_stage import VOCAB, FakeLastStage
+from tests.support.stages.token_stages import WORDS, FakeLastStage
 
 PERIOD = 13
 PROMPT = tuple(range(1, PERIOD + 1)) * 2
@@ -18,7 +18,7 @@ PROMPT = tuple(range(1, PERIOD + 1)) * 2
 
 def edited(tokens: Row[int], seed: int) -> int:
     """Return the token PERIOD places before, with a change now and then."""
-    return (tokens[-PERIOD] + (len(tokens) % 50 == 0) + seed) % VOCAB
+    return (tokens[-PERIOD] + (len(tokens) % 50 == 0) + seed) % WORDS
 
 
 def decoded(count: int) -> list[int]:
@@ -32,7 +32,7 @@ def decoded(count: int) -> list[int]:
 def run(stages: int, mtp: str, ngram: NgramMode, streams: int = 1) -> tuple[Drive, list[int]]:
     """Return a drive after answers of 150 tokens, and their sequences."""
     stage = FakeLastStage(stage_us=100)
-    stage.next_token = edited
+    stage.text.target = edited
     drive = Drive(stages, stage=stage, mtp=mtp, ngram=ngram)
     sequences = [drive.submit(PROMPT, tokens=150) for _ in range(streams)]
     drive.run()
@@ -62,7 +62,7 @@ def test_no_drafts_are_requested_beside_a_match() -> None:
 def test_a_match_stops_before_a_stop_token() -> None:
     """A window never carries a stop token, so the text ends where it ends without drafts."""
     stage = FakeLastStage()
-    stage.next_token = edited
+    stage.text.target = edited
     drive = Drive(stage=stage, mtp="off", ngram=NgramMode.auto)
     seq_id = drive.submit(PROMPT * 2, tokens=100, stop=(8,))
     drive.run()

@@ -22,7 +22,7 @@ from proto.errors import NotReadyError
 from proto.frame import Frame, SavePrefix
 from proto.span import Span
 from tests.support.protocol.simulation import OnePipeline, SimulatedPipeline, Timing, run_virtually
-from tests.support.stages.fake_last_stage import FakeLastStage, plain
+from tests.support.stages.token_stages import FakeLastStage, plain
 
 ROOM = Capacity(sequences=2, kv_tokens=10_000, prefix_bytes=2**20, token_bytes=1)
 LIMITS = Limits(context=4096)

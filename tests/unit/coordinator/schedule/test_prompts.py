@@ -26,7 +26,7 @@ from proto.errors import CapacityError
 from proto.frame import Admit, Frame, Segment
 from tests.support.protocol.scheduler_drive import ROOM, Drive, chunks_of
 from tests.support.protocol.simulation import Simulation, Timing, run_virtually
-from tests.support.stages.fake_last_stage import plain
+from tests.support.stages.token_stages import plain
 
 LONG = Limits(context=1000, prefill_chunk=8, step_tokens=8)
 TWO = replace(ROOM, sequences=2)

@@ -18,8 +18,7 @@ from coordinator.schedule.request import GenerationRequest
 from coordinator.schedule.scheduler import Scheduler
 from tests.support.protocol.model import PROMPT, ROOM, Scheduled, Walk, World, explore
 from tests.support.stages import token_stages
-from tests.support.stages.token_stages import copies, truth
-from worker.engine import stage_engine as engine
+from tests.support.stages.token_stages import truth
 
 MAX_STATES = 10**6
 
@@ -196,7 +195,6 @@ def test_prefix_entries_are_the_same_everywhere(monkeypatch: pytest.MonkeyPatch)
     """While clients leave, every stage has the same entries, and they hold the right text."""
     monkeypatch.setattr(prefix_cache, "SMALLEST_ENTRY", 1)
     monkeypatch.setattr(prefix_cache, "BLOCK", 1)
-    monkeypatch.setattr(engine, "copies_of", copies)
     monkeypatch.setattr(token_stages, "first_token", lambda _: 20)
     room = Capacity(sequences=1, kv_tokens=64, prefix_bytes=4, token_bytes=1)
     walk = scheduled(2, (1, 1), leaves=1, room=room, prompt=3)

@@ -20,7 +20,7 @@ from coordinator.schedule.request import GenerationRequest, TokenChunk
 from proto.control import Rollback
 from proto.frame import Admit, Commit
 from tests.support.protocol.scheduler_drive import LIMITS, ROOM, Drive, chunks_of
-from tests.support.stages.fake_last_stage import VOCAB, FakeLastStage, plain
+from tests.support.stages.token_stages import WORDS, FakeLastStage, plain
 
 # ---- one answer
 
@@ -92,7 +92,7 @@ def test_prefixes_keep_the_answers(stages: int, budget: int, seed: int) -> None:
             case "submit" if len(wanted) < 8:
                 shared = moves.choice(beginnings)[: moves.choice([100, 160, 300])]
                 prompt = [*shared, *(moves.randrange(50) for _ in range(moves.randint(1, 70)))]
-                stop = moves.sample(range(VOCAB), 8)
+                stop = moves.sample(range(WORDS), 8)
                 seq_id = drive.submit(prompt, 10, seed=len(wanted), stop=stop)
                 whole = plain(prompt, 10, len(wanted))
                 end = next((i for i, token in enumerate(whole) if token in stop), 10)

@@ -13,7 +13,7 @@ from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.drafts.step_costs import Shape
 from proto.frame import Evict
 from tests.support.protocol.scheduler_drive import ROOM, Drive, is_decode
-from tests.support.stages.fake_last_stage import FakeLastStage, plain
+from tests.support.stages.token_stages import FakeLastStage, plain
 
 PROMPT = (1, 2, 3, 4, 5)
 

@@ -12,7 +12,7 @@ from coordinator.schedule.request import PrefillProgress
 from proto.errors import ProtocolError, RequestError
 from proto.frame import Evict
 from tests.support.protocol.scheduler_drive import LIMITS, Drive, chunks_of, is_decode
-from tests.support.stages.fake_last_stage import plain
+from tests.support.stages.token_stages import plain
 
 # ---- micro-batches and chunks
 
