@@ -19,7 +19,7 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -54,25 +54,18 @@ class SpanCopy:
     @classmethod
     def of(cls, fingerprint: str, config: str, layout: str) -> SpanCopy:
         """Return the copy with this fingerprint, which may not exist yet. Raises ProtocolError and CheckpointError."""
-        path = _path(fingerprint)
+        if not _FINGERPRINT.fullmatch(fingerprint):
+            raise ProtocolError(f"invalid fingerprint {fingerprint!r:.80}")
         if layout not in ("raw", "mlx"):
             raise ProtocolError(f"layout {layout!r:.40} is neither raw nor mlx")
-        try:
-            found = parse_json_object(config.encode(), "the offered config")
-        except CheckpointError as error:
-            raise ProtocolError(str(error)) from error
-        copy = cls(path, found, "raw" if layout == "raw" else "mlx")
-        copy.model_config()
-        return copy
+        found = parse_json_object(config.encode(), "the offered config")
+        return cls(_path(fingerprint), found, "raw" if layout == "raw" else "mlx")
 
     @classmethod
     def find(cls, fingerprint: str) -> SpanCopy | None:
         """Return the copy with this fingerprint, or None. Raises CheckpointError for a damaged copy."""
-        try:
-            about = _path(fingerprint) / _ABOUT
-        except ProtocolError:
-            return None
-        if not about.exists():
+        about = _path(fingerprint) / _ABOUT
+        if not (_FINGERPRINT.fullmatch(fingerprint) and about.exists()):
             return None
         try:
             found = read_json_object(about)
@@ -97,14 +90,6 @@ class SpanCopy:
         """Return the parsed config. Raises CheckpointError for a model that this release cannot serve."""
         return ModelConfig.parse(self.path / _ABOUT, self.config)
 
-    def part_of(self, stored: str) -> str:
-        """Return the part that a stored tensor belongs to. Raises ProtocolError for an unknown tensor."""
-        local = local_name(stored)
-        found = local and split_part(local, self.model_config().num_layers)
-        if not found:
-            raise ProtocolError(f"tensor {stored!r:.120} belongs to no part of this model")
-        return found[0]
-
     def writer(self, part: str, entries: Sequence[Entry]) -> ShardWriter:
         """Return the writer of the file of one part."""
         file = self.path / "parts" / f"{part}.safetensors"
@@ -122,8 +107,6 @@ class SpanCopy:
 
 def _path(fingerprint: str) -> Path:
     """Return the directory of a copy, next to the hub's cache, on the disk that the user chose for models."""
-    if not _FINGERPRINT.fullmatch(fingerprint):
-        raise ProtocolError(f"invalid fingerprint {fingerprint!r:.80}")
     return Path(constants.HF_HOME) / "mtp-cluster" / fingerprint
 
 
@@ -136,6 +119,8 @@ BUSY_SECONDS = 0.2
 Pull = Callable[[], pb.Weights]
 """Returns the coordinator's next message; raises when the call has ended."""
 
+_NO_BYTES = "the coordinator sent another message instead of the next bytes"
+
 SendReply = Callable[[pb.WeightsReply], None]
 
 
@@ -145,10 +130,9 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True)
 class Tensor:
-    """One offered tensor: its `number` in the offer, its part, and its place in the repo."""
+    """One offered tensor: its `number` in the offer, and its place in the repo."""
 
     number: int
-    part: str
     entry: Entry
     info: TensorInfo
 
@@ -159,32 +143,32 @@ def fill(offer: pb.WeightsOffer, pull: Pull, send_reply: SendReply, stop: thread
     Raises ProtocolError for an invalid offer, CheckpointError, and StoppedError after `stop` is set.
     """
     copy = SpanCopy.of(offer.model.fingerprint, offer.config, offer.layout)
-    tensors = _tensors(offer, copy)
+    parts = _offered_parts(offer, copy.model_config())
     copy.begin()
     if offer.share:
-        return _Filling(copy, tensors, None, pull, send_reply, stop).run()
+        return _Filling(copy, parts, None, pull, send_reply, stop).run()
     with HubRepo(offer.model.repo, offer.model.revision) as hub:
-        return _Filling(copy, tensors, hub, pull, send_reply, stop).run()
+        return _Filling(copy, parts, hub, pull, send_reply, stop).run()
 
 
-def _tensors(offer: pb.WeightsOffer, copy: SpanCopy) -> list[Tensor]:
-    """Return the offered tensors after checks that precede every transfer."""
+def _offered_parts(offer: pb.WeightsOffer, config: ModelConfig) -> dict[str, list[Tensor]]:
+    """Return the offered tensors by part, after checks that precede every transfer. Raises ProtocolError."""
     if not offer.share and not (offer.model.repo and offer.model.revision):
         raise ProtocolError("an offer without bytes names no repo and revision")
-    found = []
-    for number, offered in enumerate(offer.tensors):
-        entry = Entry(offered.name, offered.dtype, tuple(offered.shape))
-        if offered.dtype not in STORED_BYTES or entry.nbytes != offered.nbytes:
-            raise ProtocolError(f"the size of tensor {offered.name!r:.120} contradicts its shape")
-        file, start = Path(offered.file), offered.start
-        info = TensorInfo(file, offered.dtype, entry.shape, start, entry.nbytes)
-        found.append(Tensor(number, copy.part_of(offered.name), entry, info))
-    if len({tensor.entry.name for tensor in found}) != len(found):
+    if len({offered.name for offered in offer.tensors}) != len(offer.tensors):
         raise ProtocolError("the offer names a tensor twice")
-    runs = [part for part, _ in groupby(tensor.part for tensor in found)]
-    if len(set(runs)) != len(runs):
-        raise ProtocolError("the tensors of a part are not adjacent")
-    return found
+    parts: dict[str, list[Tensor]] = {}
+    for number, offered in enumerate(offer.tensors):
+        name, dtype, start = offered.name, offered.dtype, offered.start
+        entry = Entry(name, dtype, tuple(offered.shape))
+        if dtype not in STORED_BYTES or entry.nbytes != offered.nbytes:
+            raise ProtocolError(f"the size of tensor {name!r:.120} contradicts its shape")
+        found = split_part(local_name(name) or "", config.num_layers)
+        if found is None:
+            raise ProtocolError(f"tensor {name!r:.120} belongs to no part of this model")
+        info = TensorInfo(Path(offered.file), dtype, entry.shape, start, entry.nbytes)
+        parts.setdefault(found[0], []).append(Tensor(number, entry, info))
+    return parts
 
 
 @dataclass(eq=False)
@@ -192,7 +176,7 @@ class _Filling:
     """One call of `fill`. It locks each part that it fetches, from `hub`, or from the coordinator without one."""
 
     copy: SpanCopy
-    tensors: list[Tensor]
+    parts: dict[str, list[Tensor]]
     hub: HubRepo | None
     pull: Pull
     send_reply: SendReply
@@ -207,11 +191,10 @@ class _Filling:
     def run(self) -> int:
         """Fetch all missing parts, and return the number of received bytes."""
         missing: list[tuple[ShardWriter, list[Tensor]]] = []
-        for part, group in groupby(self.tensors, key=lambda tensor: tensor.part):
-            members = list(group)
-            writer = self.copy.writer(part, [tensor.entry for tensor in members])
+        for part, tensors in self.parts.items():
+            writer = self.copy.writer(part, [tensor.entry for tensor in tensors])
             if not writer.is_finished():
-                missing.append((writer, members))
+                missing.append((writer, tensors))
         self.total = sum(writer.nbytes for writer, _ in missing)
         needed = sum(writer.missing_bytes() for writer, _ in missing)
         if needed > (free := shutil.disk_usage(self.copy.path).free):
@@ -265,41 +248,34 @@ class _Filling:
             raise ProtocolError("the coordinator sent another message instead of a tensor's hash")
         if message.sha256 != digest.digest():
             writer.rewind(start)  # the next call fetches it again
-            raise self._damaged(tensor.entry.name)
-
-    def _damaged(self, name: str) -> CheckpointError:
-        if self.hub is None:
-            return CheckpointError(
-                f"tensor {name} was damaged in transfer: its SHA-256 differs from the coordinator's. Try again"
+            source = self.hub.repo if self.hub else "the transfer"
+            raise CheckpointError(
+                f"{source}: the SHA-256 of tensor {tensor.entry.name} differs from the coordinator's. {self._again}"
             )
-        return CheckpointError(
-            f"{self.hub.repo}: the SHA-256 of tensor {name} differs from the coordinator's; one of the two "
-            "copies is damaged. With mtp-coord serve --share-weights the coordinator sends its own copy"
-        )
+
+    @property
+    def _again(self) -> str:
+        """The advice after an error."""
+        return "Try again" + (", or use mtp-coord serve --share-weights" if self.hub else "")
 
     def _read(self, infos: list[TensorInfo], skip: int) -> Iterator[bytes]:
         """Yield the bytes of `infos` after the first `skip`, which the coordinator knows from the request."""
         while self.hub is None:
             message = self.pull()
             if message.WhichOneof("body") != "piece" or not message.piece:
-                raise ProtocolError(
-                    "the coordinator sent another message instead of the next bytes"
-                )
+                raise ProtocolError(_NO_BYTES)
             yield message.piece
         try:
             yield from self.hub.read_tensors(infos, skip)
         except CheckpointError as error:
-            raise CheckpointError(
-                f"{str(error).rstrip('.')}. With mtp-coord serve --share-weights the coordinator sends its own copy",
-                public=error.public,
-            ) from error
+            raise CheckpointError(f"{error} {self._again}", public=error.public) from error
 
     def _next_piece(self, most: int) -> bytes:
         """Return the next bytes, `most` at the most. Pieces from a hub may span tensors, those of messages do not."""
         data = self.rest or next(self.pieces)
         self.rest = data[most:]
         if self.rest and self.hub is None:
-            raise ProtocolError("the coordinator sent another message instead of the next bytes")
+            raise ProtocolError(_NO_BYTES)
         return data[:most]
 
     def _send_progress(self) -> None:

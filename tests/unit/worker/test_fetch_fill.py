@@ -242,7 +242,7 @@ def test_damage_on_the_way_is_found(checkpoints: Checkpoints) -> None:
     """A damaged tensor is an error with its name; no part gets its final name, and the next call succeeds."""
     coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
     coordinator.change = flip_last
-    with pytest.raises(CheckpointError, match=r"tensor model\..* was damaged in transfer"):
+    with pytest.raises(CheckpointError, match=r"the SHA-256 of tensor model\.\S+ differs"):
         coordinator.fill_span(Span(2, 4))
     copy = SpanCopy.find(coordinator.fingerprint)
     assert copy is not None
@@ -282,7 +282,7 @@ def test_damage_on_the_disk_is_found(checkpoints: Checkpoints) -> None:
     content[-100] ^= 255
     part.write_bytes(content)
     coordinator.patience = 10**9
-    with pytest.raises(CheckpointError, match="its SHA-256 differs"):
+    with pytest.raises(CheckpointError, match="the SHA-256 of tensor"):
         coordinator.fill_span(Span(2, 4))
     coordinator.fill_span(Span(2, 4))
     assert_loads(coordinator, Span(2, 4))
@@ -351,7 +351,6 @@ OFFERS = {
     "a wrong size": lambda o: setattr(o.tensors[0], "nbytes", 3),
     "an unknown type": lambda o: setattr(o.tensors[0], "dtype", "F3"),
     "a tensor twice": lambda o: o.tensors.append(o.tensors[0]),
-    "parts mixed": lambda o: o.tensors.append(o.tensors.pop(0)),
     "no hub either": lambda o: setattr(o, "share", False),
 }
 
