@@ -25,7 +25,6 @@ from mtp.checkpoint.convert.convert import (
     HEAD_FILE,
     ConversionResult,
     FloatType,
-    HeadBits,
     Mode,
     Quantization,
     Settings,
@@ -177,9 +176,29 @@ def _range(sizes: list[int]) -> str:
     return smallest if smallest == largest else f"{smallest} to {largest}"
 
 
-HeadBitsOption = Annotated[
-    HeadBits | None,
-    typer.Option(help="Bits of the head's layer.  [default: as the model's own layers]"),
+def _removed(flag: str, instead: str) -> Any:
+    """Return a hidden option that is refused with what to do `instead`."""
+
+    def refuse(value: str | None) -> None:
+        if value is not None:
+            raise UsageError(f"{flag} is not supported. {instead}")
+
+    return typer.Option(flag, hidden=True, callback=refuse)
+
+
+HeadBits = Annotated[
+    str | None,
+    _removed(
+        "--mtp-bits",
+        "Convert the raw checkpoint with -q and other --q-bits, and take its head by mtp-coord add-mtp --replace.",
+    ),
+]
+HeadType = Annotated[
+    str | None, _removed("--mtp-dtype", "Use convert --dtype, which is for the head too.")
+]
+Recipe = Annotated[
+    str | None,
+    _removed("--quant-predicate", "Use mlx_lm.convert with it, then mtp-coord add-mtp."),
 ]
 
 
@@ -197,7 +216,7 @@ def convert(
         int | None, typer.Option(help="Weights that share a scale.  [default: 64]")
     ] = None,
     q_mode: Annotated[Mode, typer.Option(help="How weights are packed.")] = "affine",
-    quant_predicate: Annotated[str | None, typer.Option(hidden=True)] = None,
+    _recipe: Recipe = None,
     dtype: Annotated[
         FloatType | None,
         typer.Option(
@@ -205,8 +224,8 @@ def convert(
             "[default: as stored]"
         ),
     ] = None,
-    mtp_bits: HeadBitsOption = None,
-    mtp_dtype: Annotated[str | None, typer.Option(hidden=True)] = None,
+    _head_bits: HeadBits = None,
+    _head_type: HeadType = None,
     keep_vision: Annotated[
         bool, typer.Option("--keep-vision/--drop-vision", help="Keep the part that reads images.")
     ] = True,
@@ -226,12 +245,8 @@ def convert(
     for flag, value in given.items():
         if value is not None and not quantize:
             raise UsageError(f"{flag} needs --quantize")
-    if quant_predicate is not None:
-        raise UsageError("--quant-predicate: use mlx_lm.convert with it, then mtp-coord add-mtp.")
-    if mtp_dtype is not None:
-        raise UsageError("--mtp-dtype: use --dtype, which is for the head too.")
     quantization = Quantization.of(q_bits, q_group_size, q_mode) if quantize else None
-    settings = Settings(quantization, dtype, mtp_bits, keep_vision)
+    settings = Settings(quantization, dtype, keep_vision)
     source = open_source(resolve_model(hf_path))
     with byte_bar("converting") as on_progress:
         outcome = convert_checkpoint(source, mlx_path, settings, on_progress)
@@ -266,8 +281,8 @@ def add_mtp(
             "'builtin'."
         ),
     ],
-    mtp_bits: HeadBitsOption = None,
-    mtp_dtype: Annotated[str | None, typer.Option(hidden=True)] = None,
+    _head_bits: HeadBits = None,
+    _head_type: HeadType = None,
     replace: Annotated[bool, typer.Option("--replace", help="Replace the present head.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only check: read no weight, write nothing.")
@@ -285,20 +300,18 @@ def add_mtp(
             f"--mlx-path {mlx_path}: no such directory. Copy a hub repo first: "
             f"hf download {mlx_path} --local-dir DIRECTORY"
         )
-    if mtp_dtype is not None:
-        raise UsageError("--mtp-dtype: leave it out. The head has the type of the model.")
     target = Checkpoint.open(mlx_path)
     found = find_model(hf_path)
     if found is not None:
         source = open_source(found, allow_head_only=True)
-        addition = plan_head_addition(target, source, mtp_bits, replace=replace)
+        addition = plan_head_addition(target, source, replace=replace)
         if not dry_run:
             _write(addition, source)
         _tell(addition, hf_path, 0, dry_run)
         return
     with HubRepo(hf_path) as hub:
         head = plan_packed(open_remote(hub, is_head))
-        addition = plan_head_addition(target, head, mtp_bits, replace=replace)
+        addition = plan_head_addition(target, head, replace=replace)
         if not dry_run:
             directory = mlx_path / _DOWNLOADS
             with byte_bar("downloading") as on_progress:

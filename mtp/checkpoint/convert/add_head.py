@@ -7,7 +7,6 @@ and the checkpoint stays unchanged until the file of the head is complete.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from mtp.checkpoint.convert import convert
-from mtp.checkpoint.convert.convert import (
-    SAFETENSORS,
-    Choice,
-    Group,
-    HeadBits,
-    Quantization,
-    group_parameters,
-)
+from mtp.checkpoint.convert.convert import SAFETENSORS, Group, group_parameters
 from mtp.checkpoint.convert.foreign import read_source_part
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import is_head
@@ -111,16 +103,12 @@ class HeadAddition:
 
 
 def plan_head_addition(
-    target: Checkpoint,
-    source: Checkpoint,
-    bits: HeadBits | None = None,
-    *,
-    replace: bool = False,
+    target: Checkpoint, source: Checkpoint, *, replace: bool = False
 ) -> HeadAddition:
     """Check by headers that the head of `source` fits `target`, and choose its quantization and type.
 
-    Without `bits` the head gets those of the target's last attention layer. Raises UsageError when the target needs no
-    head. Raises CheckpointError, naming the difference, when the head does not fit.
+    A head that is not quantized gets the bits of the target's last attention layer. Raises UsageError when the target
+    needs no head. Raises CheckpointError, naming the difference, when the head does not fit.
     """
     _check_target(target, replace)
     if not source.mtp.complete:
@@ -135,10 +123,7 @@ def plan_head_addition(
                 f"the head of {source.path} does not fit {target.path}: {name} is {getattr(theirs, name)} there "
                 f"and {getattr(mine, name)} here. Use the checkpoint that this one was converted from."
             )
-    packed = _packed(source)
-    if packed and bits is not None:
-        raise UsageError("--mtp-bits: the head is quantized already. Leave the flag out.")
-    quantization = packed or _like_backbone(target, bits)
+    quantization = _packed(source) or _like_backbone(target)
     dtype = next(dtype for dtype, known in SAFETENSORS.items() if known == target.norm_type)
     return HeadAddition(target, source, dtype, quantization)
 
@@ -183,28 +168,12 @@ def _inferred(module: nn.Module, stored: dict[str, Any]) -> dict[str, dict[str, 
     }
 
 
-def _like_backbone(target: Checkpoint, bits: HeadBits | None) -> dict[str, dict[str, Any]]:
-    """Return the quantization of the target's last attention layer, or of `bits` with routers at 8 bits."""
-    head = target.config.head()
-    if bits is None:
-        kinds = target.config.layer_kinds
-        if target.config.quantization is None or "attention" not in kinds:
-            return {}
-        last = len(kinds) - 1 - kinds[::-1].index("attention")
-        stored = read_part(target, f"layers.{last}", None)
-        return {f"layers.0.{path}": how for path, how in _inferred(head.layers[0], stored).items()}
-    if bits == "none":
+def _like_backbone(target: Checkpoint) -> dict[str, dict[str, Any]]:
+    """Return the quantization of the target's last attention layer, for the head's layer."""
+    kinds = target.config.layer_kinds
+    if target.config.quantization is None or "attention" not in kinds:
         return {}
-    default = target.config.quantization or {}
-    affine = default.get("mode", "affine") == "affine"
-    asked = Quantization.of(int(bits), default.get("group_size") if affine else None)
-    routers: Callable[[str, nn.Module], Choice] | None = target.config.backbone().quant_predicate
-    found: dict[str, dict[str, Any]] = {}
-    for path, module in head.layers[0].named_modules():
-        if not hasattr(module, "to_quantized"):
-            continue
-        choice = routers(path, module) if routers else True
-        chosen = choice if isinstance(choice, dict) else asked.to_json()
-        if module.weight.shape[-1] % chosen["group_size"] == 0:
-            found[f"layers.0.{path}"] = chosen
-    return found
+    last = len(kinds) - 1 - kinds[::-1].index("attention")
+    stored = read_part(target, f"layers.{last}", None)
+    layer = target.config.head().layers[0]
+    return {f"layers.0.{path}": how for path, how in _inferred(layer, stored).items()}

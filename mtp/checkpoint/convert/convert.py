@@ -216,7 +216,6 @@ def _config(source: Checkpoint, weights: ConvertedWeights, has_vision: bool) -> 
 
 Mode = Literal["affine", "mxfp4", "nvfp4", "mxfp8"]
 FloatType = Literal["float16", "bfloat16", "float32"]
-HeadBits = Literal["none", "2", "3", "4", "5", "6", "8"]
 
 _SUPPORTED: dict[Mode, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "affine": ((64, 32, 128), (4, 2, 3, 5, 6, 8)),
@@ -260,25 +259,13 @@ class Quantization:
 class Settings:
     """The settings of a conversion.
 
-    None means unquantized for `quantization`, each tensor's own type for `dtype`, and the bits of the backbone for
-    `head_bits`. The vision part, which `vision` keeps, is not quantized.
+    None means unquantized for `quantization`, and each tensor's own type for `dtype`. The vision part, which `vision`
+    keeps, is not quantized.
     """
 
     quantization: Quantization | None = None
     dtype: FloatType | None = None
-    head_bits: HeadBits | None = None
     vision: bool = True
-
-    @property
-    def head_quantization(self) -> Quantization | None:
-        """The quantization of the head's layer; None leaves the layer unquantized."""
-        if self.head_bits is None:
-            return self.quantization
-        if self.head_bits == "none":
-            return None
-        group = self.quantization.group_size if self.quantization else None
-        affine = self.quantization is None or self.quantization.mode == "affine"
-        return Quantization.of(int(self.head_bits), group if affine else None)
 
 
 SAFETENSORS: dict[mx.Dtype, str] = {
@@ -434,33 +421,28 @@ def _quantize(
     Paths in config.json begin with `prefix`. The same predicate decides for backbone and head. The modules of `kept`
     are quantized already.
     """
-    of_backbone, of_head = settings.quantization, settings.head_quantization
-    default = of_backbone or of_head
-    if default is None:
+    wanted = settings.quantization
+    if wanted is None:
         forms = list(kept.values())
         usual = max(forms, key=lambda form: (forms.count(form), forms.index(form)), default={})
         return _with_overrides(dict(usual), prefix, kept) if kept else None
-    found: dict[str, Any] = default.to_json()
+    found: dict[str, Any] = wanted.to_json()
     routers: Predicate = model.quant_predicate or (lambda path, module: True)
 
     def choice_for(path: str, module: nn.Module) -> Choice:
         """Return how to quantize the module at `path`, and record an override in `found`."""
-        in_head = path.startswith("mtp.")
-        mine = of_head if in_head else of_backbone
-        if mine is None or path == "mtp.fc" or not hasattr(module, "to_quantized"):
+        if path == "mtp.fc" or not hasattr(module, "to_quantized"):
             return False
         choice = routers(path, module)
-        if choice is True and mine != default:
-            choice = mine.to_json()
-        group = choice.get("group_size", mine.group_size) if isinstance(choice, dict) else None
-        if module.weight.shape[-1] % (group or mine.group_size):
+        group = choice["group_size"] if isinstance(choice, dict) else wanted.group_size
+        if module.weight.shape[-1] % group:
             return False
         if isinstance(choice, dict):
             found[prefix + path] = choice
         return choice
 
-    size, bits = default.group_size, default.bits
-    nn.quantize(model, size, bits, mode=default.mode, class_predicate=choice_for)
+    size, bits = wanted.group_size, wanted.bits
+    nn.quantize(model, size, bits, mode=wanted.mode, class_predicate=choice_for)
     return _with_overrides(found, prefix, kept)
 
 

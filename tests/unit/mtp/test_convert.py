@@ -98,23 +98,6 @@ def test_quantized_output_is_what_mlx_lm_makes(
     assert_same_tensors(parameters(out), parameters(expected))
 
 
-@pytest.mark.parametrize("moe", [False, True])
-@pytest.mark.parametrize(("head_bits", "bits"), [("none", None), ("8", 8)])
-def test_the_head_has_bits_of_its_own(
-    checkpoints: Checkpoints, tmp_path: Path, moe: bool, head_bits: Any, bits: int | None
-) -> None:
-    """`--mtp-bits` is for the head's layer alone; `fc` and norms are never quantized."""
-    settings = Settings(Quantization.of(4, None), head_bits=head_bits)
-    weights = parameters(converted(checkpoints(moe=moe), tmp_path / "out", settings))
-    head = {name: weight for name, weight in weights.items() if name.startswith("mtp.")}
-    packed = [name for name in head if name.endswith("scales")]
-    assert len(packed) == (0 if bits is None else 12 if moe else 7)
-    assert head["mtp.fc.weight"].dtype == mx.float32
-    if bits is not None:
-        assert head["mtp.layers.0.self_attn.q_proj.weight"].shape[-1] == 64 * bits // 32
-    assert weights["layers.3.self_attn.q_proj.weight"].shape[-1] == 64 * 4 // 32
-
-
 def test_an_mlx_source_without_quantization_is_taken(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
