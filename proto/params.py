@@ -21,10 +21,10 @@ MAX_LOGIT_BIAS = 1024
 class SamplingParams:
     """The values that, with the logits, decide the token at a position (DESIGN §6).
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `xtc_probability` 0 each disable a filter. XTC never
-    removes the end of text nor the tokens in `xtc_exempt`. The repetition penalty covers prompt and output. The
-    presence and frequency penalties cover the output only, as in vLLM's reading of OpenAI's API. `logprobs` is the
-    number of alternatives reported with each token: 0 reports only the chosen token, None reports nothing.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 each disable a filter. The repetition penalty covers
+    prompt and output. The presence and frequency penalties cover the output only, as in vLLM's reading of OpenAI's API.
+    `logprobs` is the number of alternatives reported with each token: 0 reports only the chosen token, None reports
+    nothing.
 
     Raises RequestError that names the field for a value out of range.
     """
@@ -33,9 +33,6 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    xtc_exempt: tuple[int, ...] = ()
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -50,10 +47,6 @@ class SamplingParams:
         _within("top_k", self.top_k, 0, 2**31 - 1, whole=True)
         _within("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _within("min_p", self.min_p, 0.0, 1.0)
-        _within("xtc_probability", self.xtc_probability, 0.0, 1.0)
-        _within("xtc_threshold", self.xtc_threshold, 0.0, 0.5)
-        for token in self.xtc_exempt:
-            _within("xtc_exempt token", token, 0, 2**32 - 1, whole=True, param="xtc_exempt")
         _within("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -111,7 +104,7 @@ class SamplingParams:
         if unknown := set(wire) - known:
             raise ProtocolError(f"unknown sampling parameters: {sorted(map(str, unknown))}")
         try:
-            return cls(**{**wire, "xtc_exempt": tuple(wire.get("xtc_exempt", ()))})
+            return cls(**wire)
         except (RequestError, TypeError, AttributeError) as error:
             raise ProtocolError(f"sampling parameters: {error}") from error
 

@@ -144,9 +144,6 @@ def _sampling_params(api: Api, settings: GenerationSettings) -> SamplingParams:
         chosen["top_k"] = max(chosen["top_k"], 0)  # vLLM's clients send -1 for no limit
     if settings.logit_bias:
         chosen["logit_bias"] = _logit_bias(api, settings.logit_bias)
-    if chosen.get("xtc_probability"):
-        # As in mlx-lm's server: without line breaks code and lists lose their form.
-        chosen["xtc_exempt"] = api.tokenizer.encode("\n")
     try:
         return replace(api.model.defaults, logprobs=settings.logprobs, **chosen)
     except RequestError as error:

@@ -23,7 +23,6 @@ from mtp.layers.reference.attention import AttentionLayer
 from mtp.sampling.grammar import GrammarState
 from mtp.sampling.sampler import (
     History,
-    Stream,
     choose,
     choose_with_keys,
     key_array,
@@ -216,14 +215,11 @@ class Drafter:
         embed: Callable[[mx.array], mx.array],
         unembed: Callable[[mx.array], mx.array],
         kv_format: KVFormat,
-        exempt: Sequence[int] = (),
     ) -> None:
         self.head = head
         self.embed = embed
         self.unembed: Callable[[mx.array], mx.array] = lambda rows: unembed(head.output(rows))
         self.kv_format = kv_format
-        self.exempt = tuple(exempt)
-        """Tokens that XTC never removes, as for the target."""
 
     def new_state(self) -> HeadState:
         """Return the state of a new sequence."""
@@ -270,7 +266,7 @@ class Drafter:
         if not jobs:
             return []
         hidden = self.catch_up([job.state for job in jobs])
-        chains = [_Chain(job, self.exempt) for job in jobs]
+        chains = [_Chain(job) for job in jobs]
         active = chains
         for step in range(max(job.depth for job in jobs)):
             if step > 0:
@@ -292,8 +288,7 @@ class Drafter:
 class _Chain:
     """The drafts of one job, each lazy `[1]`."""
 
-    def __init__(self, job: DraftJob, exempt: tuple[int, ...]) -> None:
-        self.exempt = exempt
+    def __init__(self, job: DraftJob) -> None:
         self.job = job
         self.tokens: list[mx.array] = []
 
@@ -308,7 +303,7 @@ class _Chain:
         if job.grammar is not None:
             drafted = cast(list[int], pending[1:].tolist())
             logits = job.grammar.mask(logits, [*job.answer, *drafted])
-        self.tokens.append(choose(logits, job.params, position, job.history, pending, self.exempt))
+        self.tokens.append(choose(logits, job.params, position, job.history, pending))
 
     def end(self) -> tuple[int, ...]:
         """Return the evaluated drafts, and remove the entries of the chain from the cache of the head."""
@@ -475,10 +470,10 @@ class WindowDrafts:
             job, rejected = self._jobs[index], self._rejected[index]
             last = job.position + job.rows + 1 + step
             if rejected is None:
-                keys.append(key_array([(job.params.seed, last)], Stream.TARGET))
+                keys.append(key_array([(job.params.seed, last)]))
             else:  # one for each number of rejected rows
                 places = [(job.params.seed, last - count) for count in range(job.rows)]
-                keys.append(key_array(places, Stream.TARGET)[rejected])
+                keys.append(key_array(places)[rejected])
         return _concatenated(keys)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -19,29 +18,27 @@ def choose(
     first_position: int,
     history: History | None = None,
     pending: Tokens = (),
-    exempt: Sequence[int] = (),
 ) -> mx.array:
     """Return the tokens for the rows of `logits` `[w, vocab]`: int32 `[w]`, lazy.
 
-    Row i predicts position `first_position + i`. `history`, `pending` and `exempt` are those of `filtered`.
-    Greedy choice applies bias and penalties, but no filter. Only XTC could change the best token, and XTC belongs to
-    random draws, as in mlx-lm.
+    Row i predicts position `first_position + i`. `history` and `pending` are those of `adjusted`. Greedy choice applies
+    bias and penalties, but no filter, as none changes the best token.
     """
     if params.greedy:
         scores = adjusted(logits, params, history, pending)
         return mx.argmax(scores, axis=-1).astype(mx.int32)
-    scores = filtered(logits, params, first_position, history, pending, exempt)
+    scores = filtered(logits, params, history, pending)
     rows, vocab = scores.shape
-    noise = gumbel(params.seed, range(first_position, first_position + rows), vocab, Stream.TARGET)
+    noise = gumbel(params.seed, range(first_position, first_position + rows), vocab)
     return mx.argmax(scores + noise, axis=-1).astype(mx.int32)
 
 
 def shared_settings(params: SamplingParams) -> tuple[float, ...] | None:
     """Return what `choose_rows` depends on, equal for requests whose rows it may take together.
 
-    None if a row also depends on its sequence: on the history, a bias, or XTC.
+    None if a row also depends on its sequence: on the history or a bias.
     """
-    if params.penalized or params.logit_bias or params.xtc_probability > 0:
+    if params.penalized or params.logit_bias:
         return None
     return () if params.greedy else (params.temperature, params.top_k, params.top_p, params.min_p)
 
@@ -53,7 +50,7 @@ def choose_rows(
 
     Row i has the seed and the position of `places[i]`, and gets the token that `choose` gives it.
     """
-    return choose_with_keys(logits, params, lambda: key_array(places, Stream.TARGET))
+    return choose_with_keys(logits, params, lambda: key_array(places))
 
 
 def choose_with_keys(
@@ -62,7 +59,7 @@ def choose_with_keys(
     """Return the tokens of `choose_rows` for rows whose noise has `keys()`, perhaps lazy. Greedy rows need none."""
     if params.greedy:
         return mx.argmax(logits.astype(mx.float32), axis=-1).astype(mx.int32)
-    scores = filtered(logits, params, 0)
+    scores = filtered(logits, params)
     return mx.argmax(scores + gumbel_of(keys(), scores.shape[-1]), axis=-1).astype(mx.int32)
 
 
@@ -130,59 +127,40 @@ SMALLEST_UNIFORM = 2.0**-33
 """Half of the finest step of a uniform number of 32 bits. It replaces 0, whose logarithm is not finite."""
 
 
-class Stream(IntEnum):
-    """The independent noises at one position. The numbers never change, since answers depend on them."""
-
-    TARGET = 0
-    """Gumbel noise of the token itself; the coupled drafter shares it."""
-    XTC = 4
-    """The draw that decides if XTC acts at this position."""
+POSITION_STEP = 8
+"""Words from one position to the next. It never changes, since answers depend on the keys."""
 
 
-STREAM_BITS = 3
+def key(seed: int, position: int) -> tuple[int, int]:
+    """Return the key of the noise at a position: the high and low 32 bits of a word, as mx.random takes them.
 
-
-def key(seed: int, position: int, stream: Stream) -> tuple[int, int]:
-    """Return the key of one noise: the high and low 32 bits of a word, as mx.random takes them.
-
-    The key is the result of two rounds of splitmix64's finalizer. The second round includes position and stream, packed
-    into one word. The finalizer is a bijection of 64-bit words. So under one seed two pairs (position < 2^61, stream)
-    never share a key. Because of the first round, seed + 1 does not give the noise of this seed shifted by a position.
+    The key is the result of two rounds of splitmix64's finalizer, which is a bijection of 64-bit words. So under one
+    seed two positions below 2^61 never share a key. Because of the first round, seed + 1 does not give the noise of
+    this seed shifted by a position. The coupled drafter has the noise of the target.
     """
-    word = (position << STREAM_BITS) | stream
-    mixed = splitmix64(splitmix64(seed) ^ word)
+    mixed = splitmix64(splitmix64(seed) ^ (POSITION_STEP * position))
     return mixed >> 32, mixed & 0xFFFFFFFF
 
 
-def gumbel(seed: int, positions: Sequence[int], vocab: int, stream: Stream) -> mx.array:
+def gumbel(seed: int, positions: Sequence[int], vocab: int) -> mx.array:
     """Return standard Gumbel noise for each token at each position: fp32 `[len(positions), vocab]`, lazy.
 
     The formula is `-log(-log1p(-u))`, not `-log(-log(u))`. Its large values come from u near 0, where fp32 is precise.
     Near 1, fp32 has steps of 2^-24, which would limit the noise to 16.6. With 248,320 tokens, 1.5 % of the positions
     draw a larger value. Row i has the same bits as its position alone.
     """
-    return gumbel_of(key_array([(seed, position) for position in positions], stream), vocab)
+    return gumbel_of(key_array([(seed, position) for position in positions]), vocab)
 
 
-def key_array(places: Sequence[tuple[int, int]], stream: Stream) -> mx.array:
+def key_array(places: Sequence[tuple[int, int]]) -> mx.array:
     """Return the key of each (seed, position) of `places`: uint32 `[len(places), 2]`."""
-    return mx.array([key(*place, stream) for place in places], dtype=mx.uint32)
+    return mx.array([key(*place) for place in places], dtype=mx.uint32)
 
 
 def gumbel_of(keys: mx.array, vocab: int) -> mx.array:
     """Return the noise of `gumbel` for each of `keys`, which may be lazy: fp32 `[len(keys), vocab]`, lazy."""
-    u = _uniforms(keys, shape=(vocab,))
+    u = mx.vmap(lambda k: mx.random.uniform(shape=(vocab,), key=k))(keys)
     return -mx.log(-mx.log1p(-mx.maximum(u, SMALLEST_UNIFORM)))
-
-
-def uniform(seed: int, positions: Sequence[int], stream: Stream) -> mx.array:
-    """Return one number in [0, 1) for each position: fp32 `[len(positions)]`, lazy."""
-    return _uniforms(key_array([(seed, position) for position in positions], stream), shape=())
-
-
-def _uniforms(keys: mx.array, shape: tuple[int, ...]) -> mx.array:
-    draws: mx.array = mx.vmap(lambda k: mx.random.uniform(shape=shape, key=k))(keys)
-    return draws
 
 
 def splitmix64(x: int) -> int:
@@ -289,30 +267,20 @@ def adjusted(
 def filtered(
     logits: mx.array,
     params: SamplingParams,
-    first_position: int,
     history: History | None = None,
     pending: Tokens = (),
-    exempt: Sequence[int] = (),
 ) -> mx.array:
     """Return the scores whose softmax is the distribution of the tokens: fp32 `[w, vocab]`.
 
-    `logits` is `[w, vocab]` of any float type. Row i predicts position `first_position + i`. A removed token has the
-    score -inf; each row keeps at least one token. XTC never removes the tokens of `exempt` and of `params.xtc_exempt`.
-    The end of text should be among them, so that the model can stop. For greedy params use `choice.choose`.
+    `logits` is `[w, vocab]` of any float type. A removed token has the score -inf; each row keeps at least one token.
+    For greedy params use `choose`.
     """
     scores = adjusted(logits, params, history, pending)
     scores = (scores - scores.max(axis=-1, keepdims=True)) / max(params.temperature, COLDEST)
     if params.min_p > 0:
         # The best token's score is 0, so these are ratios to its probability.
         scores = mx.where(scores < math.log(params.min_p), -mx.inf, scores)
-    scores = _top(scores, params.top_k, params.top_p)
-    if params.xtc_probability > 0:
-        positions = range(first_position, first_position + scores.shape[0])
-        draw = uniform(params.seed, positions, Stream.XTC)
-        acts = (draw < params.xtc_probability)[:, None]
-        exempt = (*exempt, *params.xtc_exempt)
-        scores = mx.where(acts, _top_excluded(scores, params.xtc_threshold, exempt), scores)
-    return scores
+    return _top(scores, params.top_k, params.top_p)
 
 
 def _biased(scores: mx.array, bias: dict[int, float]) -> mx.array:
@@ -354,13 +322,3 @@ def _top(scores: mx.array, top_k: int, top_p: float) -> mx.array:
     better = mx.cumsum(mx.softmax(best, axis=-1), axis=-1, reverse=True, inclusive=False)
     dropped = (better >= top_p).sum(axis=-1, keepdims=True)
     return mx.where(scores < mx.take_along_axis(best, dropped, axis=-1), -mx.inf, scores)
-
-
-def _top_excluded(scores: mx.array, threshold: float, exempt: Sequence[int]) -> mx.array:
-    """Apply XTC: remove the tokens above `threshold`, except the least likely of them."""
-    probability = mx.softmax(scores, axis=-1)
-    above = mx.where(probability > threshold, probability, mx.inf)
-    removed = probability > above.min(axis=-1, keepdims=True)
-    if exempt:
-        removed[:, token_array(exempt)] = False
-    return mx.where(removed, -mx.inf, scores)

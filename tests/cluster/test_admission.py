@@ -67,10 +67,9 @@ def bodies(tokenizer: Tokenizer) -> list[Body]:
         {"temperature": 1.3, "seed": 4, "top_k": 20, "min_p": 0.02},
         {"temperature": 0.8, "seed": 5, "frequency_penalty": 0.5, "presence_penalty": 0.3},
         {"temperature": 0.9, "seed": 6, "repetition_penalty": 1.2, "logit_bias": {"17": 3.0}},
-        {"temperature": 1.0, "seed": 7, "xtc_probability": 0.5, "xtc_threshold": 0.1},
     ]
     return [
-        {"prompt": p, "max_tokens": 1 + 13 * i % 40, "ignore_eos": True, **settings[i % 7]}
+        {"prompt": p, "max_tokens": 1 + 13 * i % 40, "ignore_eos": True, **settings[i % 6]}
         for i, p in enumerate(prompts)
     ]
 
@@ -82,8 +81,6 @@ def as_request(body: Body) -> GenerationRequest:
     given.pop("ignore_eos")
     if bias := given.get("logit_bias"):
         given["logit_bias"] = {int(token): value for token, value in bias.items()}
-    if given.get("xtc_probability"):  # the API exempts line breaks
-        given["xtc_exempt"] = Tokenizer.load(checkpoint_dir()).encode("\n")
     return GenerationRequest(prompt, most, SamplingParams(logprobs=0, **given))
 
 

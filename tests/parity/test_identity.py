@@ -152,9 +152,8 @@ def sixteen() -> list[GenerationRequest]:
     long = tokenizer.encode(" ".join(PROMPTS[13:]))
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS[:13]]
     prompts += [long[:1], long[:180], long[90:200]]
-    xtc = SamplingParams(temperature=1.0, xtc_probability=0.5, xtc_threshold=0.1)
     biased = SamplingParams(temperature=0.9, top_k=20, logit_bias={17: 3.0})
-    settings = (*SETTINGS, xtc, biased)
+    settings = (*SETTINGS, biased)
     return [
         GenerationRequest(prompt, 1 + 13 * i % 24, replace(settings[i % 5], seed=i, logprobs=3))
         for i, prompt in enumerate(prompts)

@@ -202,15 +202,12 @@ class Verifier:
         assert modules.norm is not None, "this stage is not the last"
         self.norm = modules.norm
         self.vocab = modules.config.vocab_size
-        self.exempt = modules.config.eos_token_ids
         self.config = modules.config
         self.unembed = _unembedding(modules)
         self.drafter: Drafter | None = None
         if modules.head is not None:
             assert modules.embed_tokens is not None, "a head needs the embedding beside it"
-            self.drafter = Drafter(
-                modules.head, modules.embed_tokens, self.unembed, kv_format, self.exempt
-            )
+            self.drafter = Drafter(modules.head, modules.embed_tokens, self.unembed, kv_format)
         self.states: dict[int, LastStageState] = {}
         self.vocabulary = b""
         """The tokenizer's packed vocabulary, from the first sequence with a grammar."""
@@ -364,7 +361,7 @@ class Verifier:
         if state.grammar is not None:
             logits = state.grammar.mask(logits, state.answer_with(segment.tokens))
         first = segment.position + segment.width - rows + 1
-        return choose(logits, params, first, state.history, segment.tokens, self.exempt)
+        return choose(logits, params, first, state.history, segment.tokens)
 
     def _early_drafts(
         self, normed: mx.array, runs: Sequence[VerifiedRun], targets: Mapping[Key, mx.array]

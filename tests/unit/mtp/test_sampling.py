@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
-import msgpack
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,7 +17,6 @@ from mlx_lm import sample_utils
 
 from mtp.sampling.sampler import (
     History,
-    Stream,
     adjusted,
     choose,
     choose_rows,
@@ -27,7 +25,6 @@ from mtp.sampling.sampler import (
     key,
     logprobs,
     shared_settings,
-    uniform,
 )
 from proto.errors import ProtocolError, RequestError
 from proto.params import SamplingParams
@@ -42,7 +39,6 @@ SETTINGS = {
     "top_k": replace(PLAIN, top_k=20),
     "top_p": replace(PLAIN, top_p=0.8),
     "min_p": replace(PLAIN, min_p=0.05),
-    "xtc": replace(PLAIN, xtc_probability=0.5, xtc_threshold=0.05),
     "penalties": replace(
         PLAIN, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2
     ),
@@ -52,8 +48,6 @@ SETTINGS = {
         top_k=40,
         top_p=0.9,
         min_p=0.01,
-        xtc_probability=0.5,
-        xtc_threshold=0.05,
         repetition_penalty=1.1,
         presence_penalty=0.3,
         frequency_penalty=0.1,
@@ -68,7 +62,7 @@ def test_rows_chosen_together_are_those_chosen_alone(name: str) -> None:
     """Rows of several sequences with equal settings get, bit for bit, the tokens that each sequence gets alone."""
     params = SETTINGS[name]
     if shared_settings(params) is None:
-        assert params.penalized or params.xtc_probability, "these rows could be chosen together"
+        assert params.penalized or params.logit_bias, "these rows could be chosen together"
         return
     logits = some_logits(6)
     places = [(7, 40), (7, 41), (8, 3), (9, 90), (9, 91), (9, 92)]
@@ -121,8 +115,8 @@ def test_a_window_of_five_chooses_what_five_windows_of_one_choose(params: Sampli
             together[i].item()
         )
         if not params.greedy:
-            scores = filtered(logits, params, 4, history, window)
-            assert mx.array_equal(filtered(alone, params, 4 + i, settled), scores[i : i + 1])
+            scores = filtered(logits, params, history, window)
+            assert mx.array_equal(filtered(alone, params, settled), scores[i : i + 1])
 
 
 def test_choosing_takes_drafts_that_are_not_evaluated_yet() -> None:
@@ -142,37 +136,28 @@ def test_choosing_takes_drafts_that_are_not_evaluated_yet() -> None:
 
 def test_noise_is_the_same_in_every_release() -> None:
     """A seed gives the same noise in every release. These keys were recorded once."""
-    assert key(0, 0, Stream.TARGET) == (2802244911, 1293516399)
-    assert key(2**64 - 1, 262_143, Stream.XTC) == (1961909840, 731759441)
+    assert key(0, 0) == (2802244911, 1293516399)
+    assert key(2**64 - 1, 262_143) == (2447752638, 966834384)
 
 
 def test_no_two_noises_of_a_seed_share_a_key() -> None:
-    """Every position and stream has its own key, also between neighbouring seeds."""
-    keys = {
-        key(seed, position, stream)
-        for seed in (0, 1, 2)
-        for position in range(5000)
-        for stream in Stream
-    }
-    assert len(keys) == 3 * 5000 * len(Stream)
+    """Every position has its own key, also between neighbouring seeds."""
+    keys = {key(seed, position) for seed in (0, 1, 2) for position in range(5000)}
+    assert len(keys) == 3 * 5000
 
 
-def test_streams_and_positions_are_uncorrelated() -> None:
-    """Streams, neighbouring positions and neighbouring seeds have no correlation beyond 5 standard errors.
-
-    Each comparison has 20,000 draws.
-    """
+def test_positions_are_uncorrelated() -> None:
+    """Neighbouring positions and neighbouring seeds have no correlation beyond 5 standard errors of 20,000 draws."""
     count = 20_000
-    draws = [np.array(uniform(1, range(count), stream)) for stream in Stream]
-    draws.append(np.array(uniform(1, range(1, count + 1), Stream.TARGET)))
-    draws.append(np.array(uniform(2, range(count), Stream.TARGET)))
+    places = ((1, 0), (1, 1), (2, 0))
+    draws = [np.array(gumbel(seed, range(at, at + count), 1))[:, 0] for seed, at in places]
     off_diagonal = np.corrcoef(draws) - np.eye(len(draws))
     assert np.abs(off_diagonal).max() < 5 / math.sqrt(count)
 
 
 def test_gumbel_noise_has_gumbel_quantiles() -> None:
     """A million values follow exp(-exp(-x)) within 5 standard errors at every hundredth, and all are finite."""
-    values = np.sort(np.array(gumbel(3, range(100), 10_000, Stream.TARGET)).ravel())
+    values = np.sort(np.array(gumbel(3, range(100), 10_000)).ravel())
     assert np.isfinite(values).all()
     share = np.linspace(0.01, 0.99, 99)
     found = np.searchsorted(values, -np.log(-np.log(share))) / values.size
@@ -184,7 +169,7 @@ def test_gumbel_noise_reaches_beyond_the_steps_of_fp32() -> None:
 
     With this seed 20 million draws exceed it. Noise made from u near 1 never could.
     """
-    largest = gumbel(0, range(400), 50_000, Stream.TARGET).max()
+    largest = gumbel(0, range(400), 50_000).max()
     assert np.array(largest) > 17
 
 
@@ -233,56 +218,28 @@ def survivors(scores: mx.array) -> list[set[int]]:
 def test_a_filter_keeps_what_mlx_lm_keeps(name: str, bound: Any) -> None:
     """Each filter leaves the same tokens of every row as in mlx-lm."""
     logits = some_logits(4)
-    ours = filtered(logits, replace(PLAIN, **{name: bound}), 0)
+    ours = filtered(logits, replace(PLAIN, **{name: bound}))
     theirs = getattr(sample_utils, f"apply_{name}")(log_softmax(logits), bound)
     assert survivors(ours) == survivors(theirs)
-
-
-@pytest.mark.usefixtures("eager")
-def test_xtc_removes_what_mlx_lm_removes() -> None:
-    """XTC removes all tokens above the threshold but the least likely, and never an exempt token."""
-    logits = mx.array([[3.0, 2.5, 2.0, 0.0, -1.0], [9.0, 0.0, 0.0, 0.0, 0.0]])
-    params = replace(PLAIN, xtc_probability=1.0, xtc_threshold=0.1)
-    for exempt, expected in ((), [{2, 3, 4}, set(range(5))]), ((0,), [{0, 2, 3, 4}, set(range(5))]):
-        ours = filtered(logits, params, 0, exempt=exempt)
-        theirs = sample_utils.apply_xtc(log_softmax(logits), 1.0, 0.1, list(exempt))
-        assert survivors(ours) == survivors(theirs) == expected
-        named = replace(params, xtc_exempt=exempt)
-        assert survivors(filtered(logits, named, 0)) == expected
-        assert SamplingParams.from_wire(msgpack.unpackb(msgpack.packb(named.to_wire()))) == named
-
-
-def test_xtc_acts_at_its_share_of_positions() -> None:
-    """XTC with probability .3 acts at 3 of 10 positions, within 5 standard errors of 5,000.
-
-    Each position has a fixed decision, so another call gives the same positions.
-    """
-    count = 5000
-    logits = mx.broadcast_to(mx.array([3.0, 2.5, 2.0, 0.0]), (count, 4))
-    params = replace(PLAIN, xtc_probability=0.3)
-    acted = np.isinf(np.array(filtered(logits, params, 0)[:, 0]))
-    assert abs(acted.mean() - 0.3) < 5 * math.sqrt(0.3 * 0.7 / count)
-    again = np.isinf(np.array(filtered(logits[:100], params, 1234)[:, 0]))
-    assert (again == acted[1234:1334]).all()
 
 
 def test_filters_follow_vllms_order() -> None:
     """Temperature comes before the filters, and min-p and top-k before top-p, which renormalizes their result."""
     logits = mx.log(mx.array([[0.4, 0.3, 0.2, 0.1]]))
     # T = 0.5 squares the odds: .533, .3, .133, .033.
-    assert survivors(filtered(logits, replace(PLAIN, temperature=0.5, top_p=0.8), 0)) == [{0, 1}]
-    assert survivors(filtered(logits, replace(PLAIN, top_p=0.8), 0)) == [{0, 1, 2}]
+    assert survivors(filtered(logits, replace(PLAIN, temperature=0.5, top_p=0.8))) == [{0, 1}]
+    assert survivors(filtered(logits, replace(PLAIN, top_p=0.8))) == [{0, 1, 2}]
     # Of the two best alone, the first has 4/7 > .55.
-    assert survivors(filtered(logits, replace(PLAIN, top_k=2, top_p=0.55), 0)) == [{0}]
-    assert survivors(filtered(logits, replace(PLAIN, min_p=0.7, top_p=0.55), 0)) == [{0}]
-    assert survivors(filtered(logits, replace(PLAIN, top_p=0.55), 0)) == [{0, 1}]
+    assert survivors(filtered(logits, replace(PLAIN, top_k=2, top_p=0.55))) == [{0}]
+    assert survivors(filtered(logits, replace(PLAIN, min_p=0.7, top_p=0.55))) == [{0}]
+    assert survivors(filtered(logits, replace(PLAIN, top_p=0.55))) == [{0, 1}]
 
 
 def test_tokens_that_tie_with_the_last_one_kept_stay() -> None:
     """Tokens that tie with the last one left by a filter stay, so the order of a sort does not matter."""
     logits = mx.array([[2.0, 1.0, 1.0, 1.0, 0.0]])
-    assert survivors(filtered(logits, replace(PLAIN, top_k=2), 0)) == [{0, 1, 2, 3}]
-    assert survivors(filtered(logits, replace(PLAIN, top_p=0.5), 0)) == [{0, 1, 2, 3}]
+    assert survivors(filtered(logits, replace(PLAIN, top_k=2))) == [{0, 1, 2, 3}]
+    assert survivors(filtered(logits, replace(PLAIN, top_p=0.5))) == [{0, 1, 2, 3}]
 
 
 @settings(max_examples=60, deadline=None)
@@ -291,18 +248,15 @@ def test_tokens_that_tie_with_the_last_one_kept_stay() -> None:
     top_k=st.integers(0, 20),
     top_p=st.floats(1e-6, 1),
     min_p=st.floats(0, 1),
-    xtc=st.floats(0, 1),
     scale=st.sampled_from([0.0, 1.0, 1e4]),
 )
 def test_every_row_keeps_a_token(
-    temperature: float, top_k: int, top_p: float, min_p: float, xtc: float, scale: float
+    temperature: float, top_k: int, top_p: float, min_p: float, scale: float
 ) -> None:
     """Every combination of filters leaves a token, without NaN or scores above 0, and the choice is one of them."""
-    params = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, xtc_probability=xtc
-    )
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     logits = some_logits(3, vocab=16) * scale
-    scores = np.array(filtered(logits, params, 5))
+    scores = np.array(filtered(logits, params))
     assert not np.isnan(scores).any()
     assert scores.max() <= 0
     assert np.isfinite(scores).any(axis=1).all()
@@ -314,14 +268,14 @@ def test_a_temperature_next_to_zero_is_greedy() -> None:
     """A temperature so small that 1/T overflows fp32 (below 1e-38) gives the best token, not the first."""
     logits = some_logits(5)
     params = replace(PLAIN, temperature=1e-300)
-    assert not np.isnan(np.array(filtered(logits, params, 0))).any()
+    assert not np.isnan(np.array(filtered(logits, params))).any()
     assert ints(choose(logits, params, 0)) == ints(mx.argmax(logits, axis=-1))
 
 
 def test_greedy_takes_the_best_token_whatever_the_filters() -> None:
-    """A greedy choice ignores all filters, XTC included, and takes the first of equal tokens."""
+    """A greedy choice ignores all filters, and takes the first of equal tokens."""
     logits = mx.array([[0.0, 3.0, 3.0, 2.0]])
-    params = SamplingParams(xtc_probability=1.0, top_k=3, min_p=0.1, top_p=0.9)
+    params = SamplingParams(top_k=3, min_p=0.1, top_p=0.9)
     assert {choose(logits, params, position).item() for position in range(50)} == {1}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.api.context import ApiOptions
 from proto.params import SamplingParams
-from tests.support.api.api_client import USER, ApiClient, tiny_tokenizer
+from tests.support.api.api_client import USER, ApiClient
 
 
 def error_of(response: Any, status: int = 400) -> dict[str, Any]:
@@ -26,8 +26,6 @@ SAMPLING: dict[str, Any] = {
     "top_p": 0.9,
     "top_k": 11,
     "min_p": 0.05,
-    "xtc_probability": 0.5,
-    "xtc_threshold": 0.2,
     "repetition_penalty": 1.1,
     "presence_penalty": 0.5,
     "frequency_penalty": -0.5,
@@ -40,11 +38,7 @@ async def test_every_sampling_field_reaches_the_engine() -> None:
     api = ApiClient()
     await api.chat(**SAMPLING, logit_bias={"5": -100, "6": 2.5}, logprobs=True, top_logprobs=3)
     await api.complete(**SAMPLING, logit_bias={"5": -100, "6": 2.5}, logprobs=3)
-    newline = tiny_tokenizer().encode("\n")
-    assert newline, "XTC exempts line breaks, as mlx-lm's server does"
-    expected = SamplingParams(
-        **SAMPLING, xtc_exempt=newline, logit_bias={5: -100, 6: 2.5}, logprobs=3
-    )
+    expected = SamplingParams(**SAMPLING, logit_bias={5: -100, 6: 2.5}, logprobs=3)
     assert [request.params for request in api.generator.requests] == [expected, expected]
 
 
