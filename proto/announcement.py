@@ -7,9 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from proto.errors import ProtocolError, SpanError, UsageError
-from proto.frame import VERSION
-from proto.span import Span
+from proto.errors import ProtocolError, UsageError
 
 
 def parse_address(flag: str, text: str, default_port: int | None = None) -> tuple[str, int]:
@@ -65,9 +63,6 @@ JOIN_FLAG = "--join TOKEN, from mtp-coord token create"
 
 SERVICE_TYPE = "_mtp-worker._tcp.local."
 
-FINGERPRINT_DIGITS = 16
-"""Digits of the checkpoint's fingerprint in the record: enough to tell two checkpoints apart in a list."""
-
 _MAX_LABEL = 63
 """Maximum bytes of an instance name (RFC 6763)."""
 
@@ -83,18 +78,14 @@ _ID_DIGITS = 8
 class Announcement:
     """The TXT record and the port of the SRV record.
 
-    `fingerprint` is empty for a worker without a model. `cluster` and `node` are those of the worker's certificate,
-    empty without one; only the handshake verifies them.
+    `cluster` and `node` are those of the worker's certificate, empty without one; only the handshake verifies them.
     """
 
     worker_id: str
     name: str
     port: int
-    pinned: Span | None = None
-    fingerprint: str = ""
     cluster: str = ""
     node: str = ""
-    version: int = VERSION
 
     @property
     def instance(self) -> str:
@@ -106,11 +97,7 @@ class Announcement:
 
     def to_txt(self) -> dict[str, str]:
         """Return the TXT record."""
-        txt = {"v": str(self.version), "id": self.worker_id, "name": self.name[: _MAX_TEXT // 4]}
-        if self.pinned is not None:
-            txt["layers"] = str(self.pinned)
-        if self.fingerprint:
-            txt["model"] = self.fingerprint[:FINGERPRINT_DIGITS]
+        txt = {"id": self.worker_id, "name": self.name[: _MAX_TEXT // 4]}
         if self.cluster:
             txt["cluster"], txt["node"] = self.cluster, self.node
         return txt
@@ -118,21 +105,15 @@ class Announcement:
     @classmethod
     def from_txt(cls, txt: Mapping[bytes, bytes | None], port: int | None) -> Announcement:
         """Invert `to_txt`, and ignore unknown keys. Raises ProtocolError for a missing or malformed value."""
-        version, worker_id = _text(txt, b"v"), _text(txt, b"id")
-        if not (version.isascii() and version.isdigit() and len(version) < 10) or not worker_id:
-            raise ProtocolError("mDNS announcement without a protocol version or a worker id")
+        worker_id = _text(txt, b"id")
+        if not worker_id:
+            raise ProtocolError("mDNS announcement without a worker id")
         if port is None or not 0 < port < 65536:
             raise ProtocolError(f"mDNS announcement of port {port}")
-        layers = _text(txt, b"layers")
         cluster, node = _text(txt, b"cluster"), _text(txt, b"node")
         if (cluster or node) and not (_TRUST_ID.fullmatch(cluster) and _TRUST_ID.fullmatch(node)):
             raise ProtocolError("mDNS announcement of a malformed cluster or node")
-        try:
-            pinned = Span.parse(layers) if layers else None
-        except SpanError as error:
-            raise ProtocolError(f"mDNS announcement: {error}") from error
-        name, fingerprint = _text(txt, b"name") or worker_id, _text(txt, b"model")
-        return cls(worker_id, name, port, pinned, fingerprint, cluster, node, int(version))
+        return cls(worker_id, _text(txt, b"name") or worker_id, port, cluster, node)
 
 
 def _text(txt: Mapping[bytes, bytes | None], key: bytes) -> str:

@@ -13,6 +13,7 @@ import sys
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from coordinator.cluster import discovery as discovery_module
 from coordinator.cluster.discovery import Discovery
 from coordinator.pipeline.worker_connection import Candidate
 from proto.announcement import SERVICE_TYPE, Announcement
-from proto.span import Span
 from tests.support.processes.mdns_peer import PORT
 from tests.support.processes.network_namespaces import two_machines
 from tests.support.processes.processes import ending, launch
@@ -38,10 +38,10 @@ PATIENCE = 60.0
 """Seconds for news to arrive: announcing takes about one, and a shared machine may be slow."""
 
 
-def unique_announcement(pinned: Span | None = None, fingerprint: str = "") -> Announcement:
+def unique_announcement() -> Announcement:
     """Return the announcement of a worker with a unique id."""
     name = f"test-{uuid.uuid4().hex[:12]}"
-    return Announcement(uuid.uuid4().hex, name, 4242, pinned, fingerprint)
+    return Announcement(uuid.uuid4().hex, name, 4242)
 
 
 async def known(discovery: Discovery, worker_id: str, address: str = "127.0.0.1:4242") -> Candidate:
@@ -60,14 +60,12 @@ async def known(discovery: Discovery, worker_id: str, address: str = "127.0.0.1:
 
 async def test_a_worker_on_loopback_is_found_and_lost() -> None:
     """A running worker is found with its announced fields, and is removed soon after its goodbye."""
-    announcement = unique_announcement(pinned=Span(0, 32), fingerprint="ab" * 32)
+    announcement = replace(unique_announcement(), cluster="ab" * 8, node="cd" * 8)
     async with Discovery() as discovery:
         async with announced(announcement, "127.0.0.1"):
             found = await known(discovery, announcement.worker_id)
             said = found.announcement
-            assert said is not None
-            assert (said.name, said.pinned) == (announcement.name, Span(0, 32))
-            assert announcement.fingerprint.startswith(said.fingerprint)
+            assert said == announcement
         await until(lambda: found not in discovery.candidates(), "the end of the worker")
 
 
@@ -80,7 +78,7 @@ async def test_malformed_records_are_passed_over() -> None:
         {},
         {"v": "1"},
         {b"v": b"\xff\xfe", b"id": b"\x00"},
-        {"v": "1", "id": "x", "layers": "9-2"},
+        {"id": "x", "cluster": "9-2"},
     ]
     zeroconf = AsyncZeroconf(interfaces=["127.0.0.1"])
     try:

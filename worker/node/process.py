@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -297,11 +297,9 @@ async def _serve(
 
 
 def _announcement(identity: Identity, port: int) -> Announcement:
-    own = identity.models.own
-    fingerprint = identity.models.open(own)[1] if own else ""
-    announcement = Announcement(identity.id, identity.name, port, identity.pinned, fingerprint)
     me = identity.trust and identity.trust.identity
-    return replace(announcement, cluster=me.cluster, node=me.node) if me else announcement
+    cluster, node = (me.cluster, me.node) if me else ("", "")
+    return Announcement(identity.id, identity.name, port, cluster, node)
 
 
 async def _drain(node: WorkerNode) -> None:

@@ -12,7 +12,6 @@ import sys
 
 from coordinator.cluster.discovery import Discovery
 from proto.announcement import Announcement
-from proto.span import Span
 from worker.node.announce import announced
 
 PORT = 4711
@@ -20,7 +19,7 @@ PORT = 4711
 
 async def announce(name: str, host: str) -> None:
     """Announce a worker `name` at `host` until standard input ends."""
-    announcement = Announcement(f"id-of-{name}", name, PORT, Span(0, 4), "0123456789abcdef" * 4)
+    announcement = Announcement(f"id-of-{name}", name, PORT)
     async with announced(announcement, host):
         print("announcing", flush=True)
         await asyncio.to_thread(sys.stdin.read)

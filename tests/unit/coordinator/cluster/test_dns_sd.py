@@ -12,7 +12,6 @@ import pytest
 from coordinator.cluster import discovery
 from coordinator.cluster.discovery import Discovery, ServiceRecord, parse_zone
 from proto.announcement import Announcement
-from proto.span import Span
 from tests.support.processes.waits import until
 from worker.node import announce
 
@@ -85,7 +84,7 @@ async def test_discovery_falls_back_to_the_system_s_responder(
     assert candidate.name == "mac 2"
     assert candidate.addresses == ("127.0.0.1:50505",)
     assert candidate.announcement is not None
-    assert candidate.announcement.pinned == Span(0, 4)
+    assert candidate.announcement.worker_id == "0a1b2c3d4e5f6071"
 
 
 async def test_a_worker_is_announced_by_the_system_s_responder(
@@ -99,10 +98,9 @@ async def test_a_worker_is_announced_by_the_system_s_responder(
     said = install("exec sleep 60")
     monkeypatch.setattr(announce, "AsyncZeroconf", port_in_use)
     monkeypatch.setattr("sys.platform", "darwin")
-    announcement = Announcement("0a1b2c3d4e5f6071", "mac-2", 50505, Span(0, 4))
+    announcement = Announcement("0a1b2c3d4e5f6071", "mac-2", 50505)
     async with asyncio.timeout(60), announce.announced(announcement, "127.0.0.1"):
         await until(lambda: said.exists())
     assert said.read_text() == (
-        "-R|mac-2-0a1b2c3d|_mtp-worker._tcp|local.|50505|"
-        "v=3|id=0a1b2c3d4e5f6071|name=mac-2|layers=0-3|"
+        "-R|mac-2-0a1b2c3d|_mtp-worker._tcp|local.|50505|id=0a1b2c3d4e5f6071|name=mac-2|"
     )
