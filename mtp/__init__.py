@@ -1,1 +1,1 @@
-"""Mathematics of the model (layers, sampling, the MTP head, draft depth), and checkpoints."""
+"""Mathematics of the model (layers, sampling, the MTP head, the vision tower), and checkpoints."""

@@ -1,4 +1,4 @@
-"""The wire format: frames, operations, control messages and errors. Only `state_dir` does I/O."""
+"""The wire format: frames, operations, control messages and errors."""
 
 import os
 
