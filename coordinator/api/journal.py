@@ -65,12 +65,11 @@ CREATE TABLE tokens (
 """
 
 
-@dataclass(frozen=True)
-class Retention:
-    """The limits of the journal: the age of an answer in seconds, and the bytes of all ended answers."""
+KEPT_SECONDS = 30 * 86400
+"""Seconds. Maximum age of an ended answer."""
 
-    seconds: float = 30 * 86400.0
-    nbytes: int = 10**9
+FILE_BYTES, MEMORY_BYTES = 10**9, 64 * 2**20
+"""Bytes. Bounds of all ended answers, in a file and in memory. The oldest ones are deleted."""
 
 
 class Database:
@@ -144,17 +143,16 @@ class Database:
         self._connection.execute("DELETE FROM answers WHERE id = ?", (answer_id,))
         self._deleted = True
 
-    def delete_old(self, retention: Retention) -> None:
-        """Delete the answers that exceed the retention: by age, and the oldest ended ones by size."""
-        oldest = int(time.time() - retention.seconds)
-        old = self._rows("SELECT id FROM answers WHERE ended AND created < ?", oldest)
+    def delete_old(self, most: int) -> None:
+        """Delete the ended answers older than KEPT_SECONDS, and the oldest until the others have `most` bytes."""
         # The sum runs from the newest answer to the older ones.
-        large = self._rows(
-            "SELECT id FROM (SELECT id, sum(size) OVER (ORDER BY created DESC, rowid DESC) AS total FROM answers"
-            " WHERE ended) WHERE total > ?",
-            retention.nbytes,
+        old = self._rows(
+            "SELECT id FROM (SELECT id, created, sum(size) OVER (ORDER BY created DESC, rowid DESC) AS total"
+            " FROM answers WHERE ended) WHERE total > ? OR created < ?",
+            most,
+            int(time.time()) - KEPT_SECONDS,
         )
-        for (answer_id,) in {*old, *large}:
+        for (answer_id,) in old:
             self.delete(answer_id)
 
     def close(self) -> None:
@@ -195,31 +193,22 @@ T = TypeVar("T")
 BATCH_SECONDS = 0.1
 """Seconds. Time over which tokens are collected for one commit, and the tokens that a crash loses."""
 
-RETENTION_SECONDS = 600.0
-"""Seconds between two deletions of answers that are too old."""
-
-MEMORY_RETENTION = Retention(nbytes=64 * 2**20)
-"""The retention without a file: answers end with the process and may not fill its memory."""
-
 
 class Journal:
     """The stored answers in `file`, or in memory without one.
 
     One thread uses the database. It applies each change in a transaction, in the order of the calls. When the file
-    cannot be written, the journal logs one warning and goes on in memory. Methods that write return at once.
+    cannot be written, the journal logs one warning and goes on in memory without the answers of the file. Methods
+    that write return at once.
     """
 
-    def __init__(self, file: Path | None = None, retention: Retention | None = None) -> None:
+    def __init__(self, file: Path | None = None, most: int | None = None) -> None:
         self._file = file
-        self._retention = retention or (MEMORY_RETENTION if file is None else Retention())
+        self._most = most or (MEMORY_BYTES if file is None else FILE_BYTES)
         self._thread = ThreadPoolExecutor(1, "journal")
         self._database: Database | None = None
-        self._older: Database | None = None  # the file that can no longer be written, for reading
         self._tokens: list[tuple[str, int, tuple[int, ...]]] = []
         """The arguments of `Database.append_tokens` that wait for the next commit."""
-        self._cleaning: asyncio.TimerHandle | None = None
-
-    # ---- changes
 
     def save_answer(self, record: Record) -> Future[None]:
         """Write a record, in place of an earlier one with its id. The result comes when it is committed."""
@@ -233,48 +222,25 @@ class Journal:
 
     async def delete(self, answer_id: str) -> None:
         """Delete a record. Its content is gone from the disk when this returns."""
-
-        def run(database: Database) -> None:
-            """Delete the record, also in the file that can no longer be written, if that is possible."""
-            database.delete(answer_id)
-            if self._older is not None:
-                with contextlib.suppress(sqlite3.Error), self._older.transaction():
-                    self._older.delete(answer_id)
-
-        await self._ask(run)
-
-    # ---- questions
+        await self._ask(lambda database: database.delete(answer_id))
 
     async def find(self, answer_id: str) -> Record | None:
-        """Return the record with this id, also of the file that can no longer be written, or None."""
-        found = await self._ask(lambda database: database.find(answer_id))
-        older = self._older
-        if found is None and older is not None:
-            found = await self._ask(lambda _: older.find(answer_id))
-        return found
+        """Return the record with this id, or None."""
+        return await self._ask(lambda database: database.find(answer_id))
 
     async def unfinished(self) -> list[Record]:
         """Return the answers that have not ended, the oldest first."""
         return await self._ask(lambda database: database.unfinished())
 
-    # ---- life
-
     async def close(self) -> None:
-        """Write what is queued and end the thread."""
-        if self._cleaning is not None:
-            self._cleaning.cancel()
-            await self._ask(lambda database: None)
-            self._cleaning = None
-        if self._database is not None:
-            self._thread.submit(self._database.close)
-            self._database = None
-        self._thread.shutdown()
+        """Write what is queued and end the thread. Later calls change nothing."""
+        self._write_tokens()
+        with contextlib.suppress(RuntimeError):  # raised after the end
+            self._thread.submit(self._close_database)
+        await asyncio.to_thread(self._thread.shutdown)
 
     def _submit(self, run: Callable[[Database], T]) -> Future[T]:
         """Commit the collected tokens and the changes of `run` together, on the thread."""
-        if self._cleaning is None:
-            loop = asyncio.get_running_loop()
-            self._cleaning = loop.call_later(RETENTION_SECONDS, self._delete_old)
         tokens, self._tokens = self._tokens, []
         return self._thread.submit(self._commit, tokens, run)
 
@@ -285,41 +251,45 @@ class Journal:
         if self._tokens:
             self._submit(lambda database: None)
 
-    def _delete_old(self) -> None:
-        self._cleaning = None  # `_submit` plans the next deletion
-        self._submit(lambda database: database.delete_old(self._retention))
-
     # ---- the thread
+
+    def _close_database(self) -> None:
+        if self._database is not None:
+            self._database.close()
 
     def _save(self, database: Database, record: Record) -> None:
         database.save_answer(record)
         if record.ended:
-            database.delete_old(self._retention)
+            database.delete_old(self._most)
 
     def _commit(
         self, tokens: list[tuple[str, int, tuple[int, ...]]], run: Callable[[Database], T]
     ) -> T:
         """Apply changes in one transaction, in memory if the file cannot be written, and return the result of `run`."""
-
-        def apply(database: Database) -> T:
-            with database.transaction():
-                for arguments in tokens:
-                    database.append_tokens(*arguments)
-                return run(database)
-
         try:
             self._database = self._database or self._open()
             try:
-                return apply(self._database)
+                return self._apply(self._database, tokens, run)
             except sqlite3.Error as error:
-                if self._older is not None or self._file is None:
+                if self._file is None:
                     raise
-                self._warn(f"{self._file} cannot be written: {error}")
-                self._older, self._database = self._database, Database.open()
-                return apply(self._database)
+                self._database.close()
+                self._database = self._replace_file(error)
+                return self._apply(self._database, tokens, run)
         except Exception:
             log.exception("stored answers cannot be kept")
             raise
+
+    def _apply(
+        self,
+        database: Database,
+        tokens: list[tuple[str, int, tuple[int, ...]]],
+        run: Callable[[Database], T],
+    ) -> T:
+        with database.transaction():
+            for arguments in tokens:
+                database.append_tokens(*arguments)
+            return run(database)
 
     def _open(self) -> Database:
         """Return the database in the file, or one in memory if the file cannot be used."""
@@ -327,17 +297,15 @@ class Journal:
             return Database.open()
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            database = Database.open(self._file)
-            with database.transaction():
-                database.delete_old(self._retention)
+            return Database.open(self._file)
         except (OSError, sqlite3.Error) as error:
-            self._warn(f"{self._file} cannot be used: {error}")
-            self._file = None
-            return Database.open()
-        return database
+            return self._replace_file(error)
 
-    def _warn(self, reason: str) -> None:
+    def _replace_file(self, error: Exception) -> Database:
+        """Return a database in memory, and say so."""
         log.warning(
             "journal off: stored answers are kept in memory and end with this process",
-            extra={"reason": reason},
+            extra={"reason": f"{self._file}: {error}"},
         )
+        self._file, self._most = None, MEMORY_BYTES
+        return Database.open()
