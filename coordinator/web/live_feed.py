@@ -11,13 +11,12 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import resources
-from itertools import count, takewhile
-from typing import Any, TypeVar, cast
-from weakref import WeakSet
+from itertools import takewhile
+from typing import Any, cast
 
 from fastapi import APIRouter
 from starlette.exceptions import HTTPException
@@ -68,11 +67,8 @@ def _describe_start(status: ClusterStatus) -> str:
     return f"{detail[:1].upper()}{detail[1:]}"
 
 
-LOOK_SECONDS = 0.25
-"""Seconds. Time between two looks at the status. It bounds the error of the times of events."""
-
-LOOKS_A_MESSAGE = 2
-"""Looks for one message, so two a second, which cost 0.1 ms for each page. An event is sent at once."""
+MESSAGE_SECONDS = 0.5
+"""Seconds between two messages. It bounds the error of the times of events. One costs 0.1 ms for each page."""
 
 KEEP_ALIVE_SECONDS = 10.0
 """Seconds. A subscriber without changes gets a comment after this time, so that proxies keep the connection."""
@@ -94,7 +90,6 @@ MAX_FRAMES_SENT = 500
 """Frames in one message. Older ones are left out: 2,000 a second is more than a page can draw."""
 
 Json = dict[str, Any]
-T = TypeVar("T")
 Subscriber = asyncio.Queue[bytes | None]
 """Messages to one page. None ends the stream."""
 
@@ -121,13 +116,7 @@ class LiveFeed:
         self.collect: CollectTraces | None = None
         """The source of exact times, if the server has one."""
         self._status: Json = {}
-        self._encoded = b""
-        """The snapshot for pages that open before the next message, or nothing. It is encoded for the first of them."""
-        self._new_events: list[history.ClusterEvent] = []  # since the last message
-        self._new_samples: list[history.Sample] = []  # since the last message
         self.subscribers: set[Subscriber] = set()
-        self._admitted: WeakSet[Subscriber] = WeakSet()
-        """The queues of all pages, those included whose first message has not been asked for yet."""
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closed = False
 
@@ -151,12 +140,12 @@ class LiveFeed:
             queue.put_nowait(None)
 
     async def _run(self) -> None:
-        for look in count():
+        while True:
             try:
-                self.publish_changes(events_only=look % LOOKS_A_MESSAGE != 0)
+                self.publish_changes()
             except Exception:  # a bug in the status must not end the feed
                 log.exception("live feed failed")
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(MESSAGE_SECONDS)
 
     async def _run_trace(self) -> None:
         while True:
@@ -169,19 +158,11 @@ class LiveFeed:
 
     # ---- messages
 
-    def publish_changes(self, *, events_only: bool = False) -> None:
-        """Look at the status once, and send what changed. With `events_only` nothing is sent without an event."""
+    def publish_changes(self) -> None:
+        """Look at the status once, and send what changed."""
         status, at = self.source.status(), time.time()
-        self._new_events += self.events.record_status(status, at)
-        if sample := self.history.record_status(status, at, self.clock()):
-            self._new_samples.append(sample)
-        if self._new_events or not events_only:
-            self._publish(status)
-
-    def _publish(self, status: ClusterStatus) -> None:
-        self._encoded = b""
-        events, self._new_events = self._new_events, []
-        samples, self._new_samples = self._new_samples, []
+        events = self.events.record_status(status, at)
+        sample = self.history.record_status(status, at, self.clock())
         if not self.subscribers:
             self._status, self._sent_frame = {}, self.frames.count
             self._sent_ended = self.requests.ended
@@ -193,8 +174,8 @@ class LiveFeed:
             delta["status"] = changed
         if events:
             delta["events"] = [asdict(event) for event in events]
-        if samples:
-            delta["history"] = [sample.compact() for sample in samples]
+        if sample:
+            delta["history"] = [sample.compact()]
             delta |= self._request_changes()  # once a second: tokens are counted all the time
         if frames := self._new_frames():
             delta["frames"] = frames
@@ -233,37 +214,33 @@ class LiveFeed:
                 queue.put_nowait(message)
 
     def _snapshot(self) -> bytes:
-        if self._encoded:
-            return self._encoded
         if not self._status:
             self._status = status_fields(self.source.status(), self.history.traffic())
         recent = self.frames.since(self._sent_frame - MAX_FRAMES_SENT, 2 * MAX_FRAMES_SENT)
         snapshot = {
             "time": time.time(),
             "status": self._status,
-            "events": [asdict(e) for e in _without(self.events.events, self._new_events)],
-            "history": [s.compact() for s in _without(self.history.samples, self._new_samples)],
+            "events": [asdict(event) for event in self.events.events],
+            "history": [sample.compact() for sample in self.history.samples],
             "frames": _compact_frames(f for f in recent if f.number <= self._sent_frame),
             "open_requests": self._open_requests(),
             "ended_requests": [asdict(record) for record in self.requests.recent],
         }
-        self._encoded = _message("snapshot", snapshot)
-        return self._encoded
+        return _message("snapshot", snapshot)
 
     # ---- subscribers
 
     def subscribe(self) -> AsyncGenerator[bytes, None]:
         """Return the server-sent events of one page. Raises CapacityError beyond MAX_SUBSCRIBERS."""
-        if self._is_closed or len(self._admitted) >= MAX_SUBSCRIBERS:
+        if self._is_closed or len(self.subscribers) >= MAX_SUBSCRIBERS:
             raise CapacityError(
                 f"{MAX_SUBSCRIBERS} live pages are open. Close one.", retry_after=10
             )
         self.start()
-        queue: Subscriber = asyncio.Queue(QUEUED_MESSAGES)
-        self._admitted.add(queue)
-        return self._stream(queue)
+        return self._stream()
 
-    async def _stream(self, queue: Subscriber) -> AsyncGenerator[bytes, None]:
+    async def _stream(self) -> AsyncGenerator[bytes, None]:
+        queue: Subscriber = asyncio.Queue(QUEUED_MESSAGES)
         self.subscribers.add(queue)
         try:
             yield self._snapshot()
@@ -312,12 +289,6 @@ def compact_frame(frame: FrameRecord, offset: float) -> list[float | str]:
     for start, end in frame.stages:
         fields += [round((start - frame.sent_at) * 1000, 2), round((end - start) * 1000, 2)]
     return fields
-
-
-def _without(items: Iterable[T], newest: Sequence[T]) -> list[T]:
-    """Return `items` without the last ones, which are `newest` and follow in the next message."""
-    found = list(items)
-    return found[: len(found) - len(newest)]
 
 
 def _message(event: str, data: Json) -> bytes:
