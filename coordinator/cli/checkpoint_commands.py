@@ -16,9 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator.api.model_catalog import Catalog
-from coordinator.cli.options import JsonOption, ModelArgument, ModelOption, named_model
-from coordinator.cli.trust_commands import StateOption
 from coordinator.schedule.local_generator import missing_head_tensors, repair_hint
+from coordinator.serve.options import ModelOption
 from coordinator.serve.server import CONVERTED
 from mtp.checkpoint.convert.add_head import HeadAddition, plan_head_addition
 from mtp.checkpoint.convert.convert import (
@@ -39,24 +38,32 @@ from mtp.checkpoint.hub.repo import HubRepo
 from mtp.checkpoint.hub.resolve import find_model, ollama_models, resolve_model
 from proto.errors import UsageError
 from proto.state_dir import state_dir as directory_of
+from proto.terminal.options import JsonOption, StateOption, takes_options
 from proto.terminal.progress import byte_bar, format_size
 
 
-def inspect(
-    argument: ModelArgument = None, option: ModelOption = None, as_json: JsonOption = False
-) -> None:
+@dataclass(frozen=True)
+class InspectOptions:
+    """The flags of `mtp-coord inspect`."""
+
+    model: ModelOption
+    json: JsonOption = False
+
+
+@takes_options(InspectOptions)
+def inspect(options: InspectOptions) -> None:
     """Show a checkpoint's layers, sizes, quantization and MTP head.
 
     The last line says whether the head is complete and its norms are right. For a hub repo that is not on this machine,
     only headers are read. mtp-coord plan shows what each machine would hold, and generate how many drafts are accepted.
     """
-    model = named_model(argument, option)
+    model = options.model
     if find_model(model) is None:
         typer.echo(f"{model} is not on this machine: asking the hub for its headers …", err=True)
     checkpoint = open_model(model)
     health = assess_head(checkpoint)
     facts = {**report(checkpoint), "health": asdict(health)}
-    if as_json:
+    if options.json:
         typer.echo(json.dumps(facts, indent=2))
         return
     console = Console(emoji=False)
@@ -105,43 +112,30 @@ def _summary(model: str, facts: dict[str, Any]) -> Table:
     table = Table(title=escape(model), show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    kinds = Counter(facts["layer_kinds"])
-    sizes = facts["bytes"]
+    kinds, sizes = Counter(facts["layer_kinds"]), facts["bytes"]
+    layers = f"{kinds['gdn']} GatedDeltaNet, {kinds['attention']} full attention"
+    stored = (f"{dtype} {format_size(n)}" for dtype, n in facts["dtypes"].items())
     table.add_row("architecture", facts["model_type"])
-    table.add_row(
-        "layers",
-        f"{facts['num_layers']}: {kinds['gdn']} GatedDeltaNet, {kinds['attention']} full attention",
-    )
+    table.add_row("layers", f"{facts['num_layers']}: {layers}")
     table.add_row("parameters", f"{facts['parameters']:,}")
     table.add_row("context", f"{facts['max_positions']:,} tokens")
-    stored = (f"{dtype} {format_size(n)}" for dtype, n in facts["dtypes"].items())
     table.add_row("stored as", ", ".join(stored))
     table.add_row("quantization", _quantization(facts["quantization"]))
     table.add_row("norms", _NORMS[facts["norms"]])
-    table.add_row("MTP head", _mtp(facts["mtp"]))
     table.add_row("embedding", format_size(sizes["embed"]))
     table.add_row("a layer", _range(sizes["layers"]))
     tied = facts["tie_word_embeddings"]
     table.add_row("lm_head", "tied" if tied else format_size(sizes["lm_head"]))
-    table.add_row("MTP", format_size(sizes["mtp"]))
+    table.add_row("MTP head", format_size(sizes["mtp"]) if sizes["mtp"] else "none")
     table.add_row("all parts", format_size(sizes["total"]))
     if sizes["rows_on_disk"]:
         table.add_row("n-gram rows", f"{format_size(sizes['rows_on_disk'])}, read from disk")
     if sizes["vision"]:
         table.add_row("vision", format_size(sizes["vision"]))
-    if missing := facts["missing_tensors"]:
-        table.add_row(
-            "incomplete", f"[red]{_tensors(missing)} missing: {escape(join_names(missing))}[/red]"
-        )
     if unknown := facts["unknown_tensors"]:
-        table.add_row(
-            "unknown", f"[red]{_tensors(unknown)} of no part: {escape(join_names(unknown))}[/red]"
-        )
+        names = escape(join_names(unknown))
+        table.add_row("unknown", f"[red]{len(unknown)} tensors of no part: {names}[/red]")
     return table
-
-
-def _tensors(names: list[str]) -> str:
-    return f"{len(names)} tensor{'s' * (len(names) > 1)}"
 
 
 _NORMS = {
@@ -160,76 +154,61 @@ def _quantization(found: dict[str, Any] | None) -> str:
     return "; ".join([text, *(f"{n} modules {what}" for what, n in sorted(overrides.items()))])
 
 
-def _mtp(mtp: dict[str, Any]) -> str:
-    missing = mtp["missing"]
-    if mtp["complete"]:
-        return "complete"
-    if mtp["present"]:
-        return f"[red]incomplete[/red]: {_tensors(missing)} missing: {escape(join_names(missing))}"
-    if mtp["announced"]:
-        return "[yellow]none[/yellow]: config.json announces one, its tensors are missing"
-    return "none"
-
-
 def _range(sizes: list[int]) -> str:
     smallest, largest = format_size(min(sizes)), format_size(max(sizes))
     return smallest if smallest == largest else f"{smallest} to {largest}"
 
 
-def _removed(flag: str, instead: str) -> Any:
-    """Return a hidden option that is refused with what to do `instead`."""
-
-    def refuse(value: str | None) -> None:
-        if value is not None:
-            raise UsageError(f"{flag} is not supported. {instead}")
-
-    return typer.Option(flag, hidden=True, callback=refuse)
-
-
-HeadBits = Annotated[
-    str | None,
-    _removed(
-        "--mtp-bits",
-        "Convert the raw checkpoint with -q and other --q-bits, and take its head by mtp-coord add-mtp --replace.",
-    ),
-]
-HeadType = Annotated[
-    str | None, _removed("--mtp-dtype", "Use convert --dtype, which is for the head too.")
-]
-Recipe = Annotated[
-    str | None,
-    _removed("--quant-predicate", "Use mlx_lm.convert with it, then mtp-coord add-mtp."),
-]
+REMOVED = {
+    "--mtp-bits N": "Convert the raw checkpoint with -q and other --q-bits, and take its head by mtp-coord add-mtp "
+    "--replace.",
+    "--mtp-dtype TYPE": "Use convert --dtype, which is for the head too.",
+    "--quant-predicate RECIPE": "Use mlx_lm.convert with it, then mtp-coord add-mtp.",
+}
+"""Flags of earlier releases of convert and add-mtp, and what to use instead."""
 
 
-def convert(
+@dataclass(frozen=True)
+class ConvertOptions:
+    """The flags of `mtp-coord convert`."""
+
     hf_path: Annotated[
         str,
         typer.Option(
             "--hf-path", "--model", help="What to convert: a directory, a hub repo, or 'builtin'."
         ),
-    ],
-    mlx_path: Annotated[Path, typer.Option(help="New directory to write.")] = Path("mlx_model"),
-    quantize: Annotated[bool, typer.Option("-q", "--quantize", help="Quantize weights.")] = False,
-    q_bits: Annotated[int | None, typer.Option(help="Bits per weight.  [default: 4]")] = None,
+    ]
+    mlx_path: Annotated[Path, typer.Option(help="New directory to write.")] = Path("mlx_model")
+    quantize: Annotated[bool, typer.Option("-q", "--quantize", help="Quantize weights.")] = False
+    q_bits: Annotated[int | None, typer.Option(help="Bits per weight.  [default: 4]")] = None
     q_group_size: Annotated[
         int | None, typer.Option(help="Weights that share a scale.  [default: 64]")
-    ] = None,
-    q_mode: Annotated[Mode, typer.Option(help="How weights are packed.")] = "affine",
-    _recipe: Recipe = None,
+    ] = None
+    q_mode: Annotated[Mode, typer.Option(help="How weights are packed.")] = "affine"
     dtype: Annotated[
         FloatType | None,
         typer.Option(
             help="Type of what is not quantized: float16 for an M1, whose GPU has no bfloat16.  "
             "[default: as stored]"
         ),
-    ] = None,
-    _head_bits: HeadBits = None,
-    _head_type: HeadType = None,
+    ] = None
     keep_vision: Annotated[
         bool, typer.Option("--keep-vision/--drop-vision", help="Keep the part that reads images.")
-    ] = True,
-) -> None:
+    ] = True
+
+    def settings(self) -> Settings:
+        """Return the settings of the conversion. Raises UsageError for flags that need --quantize."""
+        mode = None if self.q_mode == "affine" else self.q_mode
+        given = {"--q-bits": self.q_bits, "--q-group-size": self.q_group_size, "--q-mode": mode}
+        for flag, value in given.items():
+            if value is not None and not self.quantize:
+                raise UsageError(f"{flag} needs --quantize")
+        packing = Quantization.of(self.q_bits, self.q_group_size, self.q_mode)
+        return Settings(packing if self.quantize else None, self.dtype, self.keep_vision)
+
+
+@takes_options(ConvertOptions, REMOVED)
+def convert(options: ConvertOptions) -> None:
     """Convert a checkpoint for MLX, and keep its MTP head and its vision part.
 
     The output works here and in mlx-lm, which ignores the head. Converting needs the memory of the largest layer's
@@ -240,16 +219,10 @@ def convert(
 
     `mtp-coord convert --hf-path Qwen/Qwen3.5-27B --mlx-path Qwen3.5-27B-4bit -q`
     """
-    mode = None if q_mode == "affine" else q_mode
-    given = {"--q-bits": q_bits, "--q-group-size": q_group_size, "--q-mode": mode}
-    for flag, value in given.items():
-        if value is not None and not quantize:
-            raise UsageError(f"{flag} needs --quantize")
-    quantization = Quantization.of(q_bits, q_group_size, q_mode) if quantize else None
-    settings = Settings(quantization, dtype, keep_vision)
-    source = open_source(resolve_model(hf_path))
+    settings = options.settings()
+    source = open_source(resolve_model(options.hf_path))
     with byte_bar("converting") as on_progress:
-        outcome = convert_checkpoint(source, mlx_path, settings, on_progress)
+        outcome = convert_checkpoint(source, options.mlx_path, settings, on_progress)
     for line in _convert_command_summary(outcome):
         typer.echo(line)
 
@@ -272,22 +245,26 @@ _DOWNLOADS = "mtp-source"
 """Directory inside the checkpoint for downloaded files. It is removed when the head is added."""
 
 
-def add_mtp(
-    mlx_path: Annotated[Path, typer.Option(help="Directory of the MLX checkpoint to add to.")],
+@dataclass(frozen=True)
+class AddOptions:
+    """The flags of `mtp-coord add-mtp`."""
+
+    mlx_path: Annotated[Path, typer.Option(help="Directory of the MLX checkpoint to add to.")]
     hf_path: Annotated[
         str,
         typer.Option(
             help="The checkpoint with the head, from which the model was converted: a directory, a hub repo, or "
             "'builtin'."
         ),
-    ],
-    _head_bits: HeadBits = None,
-    _head_type: HeadType = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Replace the present head.")] = False,
+    ]
+    replace: Annotated[bool, typer.Option("--replace", help="Replace the present head.")] = False
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only check: read no weight, write nothing.")
-    ] = False,
-) -> None:
+    ] = False
+
+
+@takes_options(AddOptions, REMOVED)
+def add_mtp(options: AddOptions) -> None:
     """Add the MTP head to an MLX checkpoint that lacks it.
 
     From a hub repo, only the bytes of the head are downloaded. The files of the model do not change. The head gets a
@@ -295,33 +272,32 @@ def add_mtp(
 
     `mtp-coord add-mtp --mlx-path Qwen3.5-27B-4bit --hf-path Qwen/Qwen3.5-27B`
     """
-    if not mlx_path.is_dir():
+    path, dry_run = options.mlx_path, options.dry_run
+    if not path.is_dir():
         raise UsageError(
-            f"--mlx-path {mlx_path}: no such directory. Copy a hub repo first: "
-            f"hf download {mlx_path} --local-dir DIRECTORY"
+            f"--mlx-path {path}: no such directory. Copy a hub repo first: hf download {path} --local-dir DIRECTORY"
         )
-    target = Checkpoint.open(mlx_path)
-    found = find_model(hf_path)
-    if found is not None:
+    target, downloaded = Checkpoint.open(path), 0
+    if (found := find_model(options.hf_path)) is not None:
         source = open_source(found, allow_head_only=True)
-        addition = plan_head_addition(target, source, replace=replace)
+        addition = plan_head_addition(target, source, replace=options.replace)
         if not dry_run:
             _write(addition, source)
-        _tell(addition, hf_path, 0, dry_run)
-        return
-    with HubRepo(hf_path) as hub:
-        head = plan_packed(open_remote(hub, is_head))
-        addition = plan_head_addition(target, head, replace=replace)
-        if not dry_run:
-            directory = mlx_path / _DOWNLOADS
-            with byte_bar("downloading") as on_progress:
-                source = fetch_head(
-                    hub, head, addition.needed, directory, on_progress, beside=addition.nbytes
-                )
-            _write(addition, source)
-            shutil.rmtree(directory)
-        needed = sum(head.tensors[name].nbytes for name in addition.needed)
-        _tell(addition, hf_path, needed if dry_run else hub.received, dry_run)
+    else:
+        with HubRepo(options.hf_path) as hub:
+            head = plan_packed(open_remote(hub, is_head))
+            addition = plan_head_addition(target, head, replace=options.replace)
+            downloaded = sum(head.tensors[name].nbytes for name in addition.needed)
+            if not dry_run:
+                directory = path / _DOWNLOADS
+                with byte_bar("downloading") as show:
+                    source = fetch_head(
+                        hub, head, addition.needed, directory, show, beside=addition.nbytes
+                    )
+                _write(addition, source)
+                shutil.rmtree(directory)
+                downloaded = hub.received
+    _tell(addition, options.hf_path, downloaded, dry_run)
 
 
 def _write(addition: HeadAddition, source: Checkpoint) -> None:

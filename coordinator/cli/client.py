@@ -12,12 +12,9 @@ from urllib.parse import urlsplit
 import httpx
 import typer
 
-from coordinator.trust.registry import OWNER_KEY
+from coordinator.trust.registry import API_KEY, OWNER_KEY
 from proto import errors
 from proto.state_dir import STATE_DIR, read_json, state_dir
-
-API_KEY = "MTP_API_KEY"
-"""Environment variable of --api-key. Unlike an option, it is not visible in a list of processes."""
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 

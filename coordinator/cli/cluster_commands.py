@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli.client import DEFAULT_URL, KeyOption, UrlOption, call, server_url
-from coordinator.cli.options import JsonOption, complete_model
 from coordinator.status.cluster_status import ClusterStatus, LoadReport, NodeStatus
 from mtp.device import unlike_machines
 from proto.errors import DeadlineError, NotReadyError, ProtocolError, UsageError
+from proto.terminal.options import JsonOption
 from proto.terminal.progress import byte_bar, format_size
 
 SHORT_DETAIL = 32
@@ -161,6 +161,13 @@ LOAD_SECONDS, REPLAN_SECONDS = 3600.0, 600.0
 """Seconds. Longest waits for a model, which may be downloaded, and for a plan."""
 
 PATH = "/v1/models/load"
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Return the completions of a model's name. Other commands of this file need not import what it imports."""
+    from coordinator.serve import options
+
+    return options.complete_model(incomplete)
 
 
 def load(

@@ -19,9 +19,10 @@ import httpx
 import typer
 from rich.console import Console
 
-from coordinator.cli.client import API_KEY, stream_events
+from coordinator.cli.client import stream_events
 from coordinator.cli.cluster_commands import parse, render
 from coordinator.drafts.controller import MtpMode
+from coordinator.trust.registry import API_KEY
 from proto.errors import WorkerLostError
 from proto.state_dir import STATE_DIR
 

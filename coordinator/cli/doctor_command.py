@@ -17,18 +17,18 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from coordinator.cli import options
-from coordinator.cli.trust_commands import StateOption
 from coordinator.cluster.discovery import Discovery
 from coordinator.doctor import answer, checks
 from coordinator.doctor.checks import Finding, Verdict, forget_trials
 from coordinator.pipeline.worker_connection import ConnectionPolicy
+from coordinator.serve.options import ModelOption, NoMdnsOption, WorkersOption
 from coordinator.trust.cluster_trust import ClusterTrust
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError
 from proto.state_dir import state_dir
+from proto.terminal.options import JsonOption, StateOption, takes_options
 from worker.engine import hardware
 
 CHECK_SECONDS = 60.0
@@ -160,41 +160,52 @@ SIGNS = {
 }
 
 
-def doctor(
-    argument: options.ModelArgument = None,
-    option: options.ModelOption = None,
-    worker: options.WorkersOption = None,
-    no_mdns: options.NoMdnsOption = False,
+@dataclass(frozen=True)
+class DoctorOptions:
+    """The flags of `mtp-coord doctor`."""
+
+    model: ModelOption = BUILTIN
+    worker: WorkersOption = ()
+    no_mdns: NoMdnsOption = False
     full: Annotated[
         bool, typer.Option("--full", help="Take minutes: longer texts, more depths, a pause.")
-    ] = False,
+    ] = False
     retry: Annotated[
         bool, typer.Option("--retry", help="Forget which kernels failed or were slower here.")
-    ] = False,
+    ] = False
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Connect to workers without encryption.")
-    ] = False,
-    state: StateOption = None,
-    as_json: options.JsonOption = False,
-) -> None:
+    ] = False
+    state_dir: StateOption = None
+    json: JsonOption = False
+
+
+@takes_options(DoctorOptions)
+def doctor(options: DoctorOptions) -> None:
     """Check this machine, its kernels and its workers, and print advice.
 
     Takes about 30 seconds with the built-in model. With another MODEL the answers come from it. Exits with status 1 if
     a check fails. With --retry this check and the next start of a worker try the optional kernels again.
     """
     logging.getLogger().setLevel(logging.ERROR)
-    if retry:
+    if options.retry:
         forget_trials()
-    checkpoint = Checkpoint.open(resolve_model(options.named_model(argument, option, BUILTIN)))
-    trust = None if insecure else ClusterTrust.open(state_dir(state), create=False)
-    policy = ConnectionPolicy(trust.trust if trust else None, insecure)
-    console = Console(emoji=False, stderr=as_json, quiet=as_json)
+    checkpoint = Checkpoint.open(resolve_model(options.model))
+    state = state_dir(options.state_dir)
+    trust = None if options.insecure else ClusterTrust.open(state, create=False)
+    policy = ConnectionPolicy(trust.trust if trust else None, options.insecure)
+    console = Console(emoji=False, stderr=options.json, quiet=options.json)
     diagnosis = Diagnosis(
-        checkpoint, partial(show, console), tuple(worker or ()), not no_mdns, full, policy
+        checkpoint,
+        partial(show, console),
+        options.worker,
+        not options.no_mdns,
+        options.full,
+        policy,
     )
     findings = asyncio.run(diagnosis.run())
     counts = Counter(finding.verdict for finding in findings)
-    if as_json:
+    if options.json:
         typer.echo(json.dumps(json_report(findings), indent=2))
     else:
         fine, warned, failed = (counts[each] for each in (Verdict.OK, Verdict.WARN, Verdict.FAIL))

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,8 +15,6 @@ from typing import Annotated, Any
 import mlx.core as mx
 import typer
 
-from coordinator.cli import options
-from coordinator.drafts.controller import MtpMode
 from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop
@@ -27,6 +26,8 @@ from coordinator.schedule.request import (
     TokenChunk,
 )
 from coordinator.schedule.request import generate as generate_events
+from coordinator.serve import options
+from coordinator.serve.options import checked_slices
 from coordinator.text.chat_parser import ChatParser, Content, Part, Reasoning
 from coordinator.text.tokenizer import Piece, TextStream, Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -35,6 +36,7 @@ from proto.errors import RequestError, UsageError, WorkerLostError
 from proto.frame import TokenLogprob
 from proto.params import SamplingParams
 from proto.terminal import logs
+from proto.terminal.options import JsonOption, takes_options
 from proto.terminal.progress import byte_bar, format_size
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
@@ -83,14 +85,14 @@ def encode_prompt(
     return tokens, thinking
 
 
-def read_prompt(texts: Sequence[str | None], file: Path | None) -> str:
-    """Return the only given text, or the content of `file`; `-` is stdin. Raises UsageError otherwise."""
-    given = [text for text in texts if text is not None]
-    if len(given) + (file is not None) != 1:
-        found = "more than one" if given else "none"
-        raise UsageError(f"give one of PROMPT, --prompt and --prompt-file; {found} was given")
+def read_prompt(text: str | None, file: Path | None) -> str:
+    """Return `text`, or the content of `file`; `-` is stdin. Raises UsageError without one, or with both."""
+    if (text is None) == (file is None):
+        found = "both were given" if text else "none was given"
+        raise UsageError(f"give a PROMPT or --prompt-file; {found}")
     if file is None:
-        return given[0]
+        assert text is not None
+        return text
     try:
         data = sys.stdin.buffer.read() if file == Path("-") else file.read_bytes()
         return data.decode()
@@ -219,47 +221,52 @@ DEFAULT_TOKENS = 512
 INTERRUPTED = 130
 
 
-def generate(
-    text: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The prompt.", show_default=False)
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A directory, a hub repo, or 'builtin'.  [default: builtin]")
-    ] = None,
-    prompt: Annotated[str | None, typer.Option(help="The same, as an option.")] = None,
+@dataclass(frozen=True)
+class GenerateOptions:
+    """The flags of `mtp-coord generate`."""
+
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="PROMPT", help="The prompt.", show_default=False),
+        typer.Option(help="The same, as an option."),
+    ] = None
+    model: Annotated[str, typer.Option(help="A directory, a hub repo, or 'builtin'.")] = BUILTIN
     prompt_file: Annotated[
         Path | None, typer.Option(help="A file with the prompt; '-' is stdin.")
-    ] = None,
+    ] = None
     raw: Annotated[
         bool, typer.Option("--raw", help="Go on from the prompt itself: no chat template.")
-    ] = False,
+    ] = False
     max_tokens: Annotated[
         int | None,
         typer.Option(min=1, help=f"Most tokens to generate.  [default: {DEFAULT_TOKENS}]"),
-    ] = None,
-    temp: Annotated[float, typer.Option(help="Temperature; 0 takes the likeliest token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")] = 0,
+    ] = None
+    temp: Annotated[float, typer.Option(help="Temperature; 0 takes the likeliest token.")] = 0.0
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass.")] = 1.0
+    top_k: Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")] = 0
     min_p: Annotated[
         float, typer.Option(help="Drop tokens less likely than this times the likeliest.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-    mtp: options.MtpOption = "auto",
-    ngram: options.NgramOption = NgramMode.auto,
-    stages: Annotated[int, typer.Option(min=1, help="Cut the model into this many stages.")] = 1,
-    dtype: options.DtypeOption = None,
-    kv_bits: options.KvBitsOption = None,
-    exact: options.ExactOption = False,
-    slices: options.SlicesOption = None,
+    ] = 0.0
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0
+    mtp: options.MtpOption = options.AUTO
+    ngram: options.NgramOption = NgramMode.auto
+    stages: Annotated[int, typer.Option(min=1, help="Cut the model into this many stages.")] = 1
+    dtype: options.DtypeOption = None
+    kv_bits: options.KvBitsOption = None
+    exact: options.ExactOption = False
+    slices: options.SlicesOption = None
     logprobs: Annotated[
         int | None,
         typer.Option(help="With --json: log-probabilities, and those of N alternatives."),
-    ] = None,
+    ] = None
     stop: Annotated[
-        list[str] | None, typer.Option(help="End the text before this string; repeatable.")
-    ] = None,
-    as_json: options.JsonOption = False,
-) -> None:
+        tuple[str, ...], typer.Option(help="End the text before this string; repeatable.")
+    ] = ()
+    json: JsonOption = False
+
+
+@takes_options(GenerateOptions)
+def generate(options: GenerateOptions) -> None:
     """Generate text from one prompt in this process, without workers.
 
     The text goes to stdout as it comes, a summary of speed, drafts and memory to stderr. Reasoning is dim on a terminal
@@ -268,34 +275,33 @@ def generate(
     `mtp-coord generate "What is GatedDeltaNet?" --model Qwen/Qwen3.5-4B`
     """
     logs.configure(logs.LogLevel.warning)
-    stops = tuple(stop or ())
-    if not all(stops):
+    if not all(options.stop):
         raise UsageError("--stop '': an empty string would end every text before it begins")
-    given = read_prompt((text, prompt), prompt_file)
+    text = read_prompt(options.prompt, options.prompt_file)
     with naming_flags():
-        params = SamplingParams(temp, top_k, top_p, min_p, seed=seed, logprobs=logprobs)
-    mode = MtpMode.parse(mtp)
+        sampling = (options.temp, options.top_k, options.top_p, options.min_p)
+        params = SamplingParams(*sampling, seed=options.seed, logprobs=options.logprobs)
     with byte_bar("downloading the model") as on_progress:
-        path = resolve_model(model or BUILTIN, on_progress)
+        path = resolve_model(options.model, on_progress)
     checkpoint = Checkpoint.open(path)
     tokenizer = Tokenizer.load(path, checkpoint.config.eos_token_ids)
-    tokens, thinking = encode_prompt(tokenizer, given, raw=raw)
-    request = _request(checkpoint, tokenizer, tokens, max_tokens, params)
-    answer = PrintedAnswer(tokenizer, stops, stream=not as_json, thinking=thinking)
+    tokens, thinking = encode_prompt(tokenizer, text, raw=options.raw)
+    request = _request(checkpoint, tokenizer, tokens, options.max_tokens, params)
+    answer = PrintedAnswer(tokenizer, options.stop, stream=not options.json, thinking=thinking)
     engine = partial(
         local_generator,
         checkpoint,
-        stages=stages,
-        dtype=dtype,
-        mtp=mode,
-        ngram=ngram,
-        kv_bits=None if kv_bits is None else int(kv_bits),
-        exact=exact,
-        slices=options.checked_slices(slices, exact),
+        stages=options.stages,
+        dtype=options.dtype,
+        mtp=options.mtp,
+        ngram=options.ngram,
+        kv_bits=options.kv_bits,
+        exact=options.exact,
+        slices=checked_slices(options.slices, options.exact),
     )
     with naming_flags():
         asyncio.run(_run(engine, request, answer))
-    if as_json:
+    if options.json:
         typer.echo(answer.to_json())
     else:
         answer.summarize()

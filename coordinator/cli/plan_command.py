@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Annotated, Any
 
@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from coordinator.cli import options
 from coordinator.planning import groups
-from coordinator.planning.capacity import Capacity, model_costs, plan_capacity, reserve_bytes
-from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, StagePlan, Workload
+from coordinator.planning.capacity import model_costs, plan_capacity, reserve_bytes
+from coordinator.planning.plan import ModelCosts, NodeSpec, StagePlan, Workload
+from coordinator.serve import options
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.format.parts import missing_from_backbone
@@ -24,84 +24,78 @@ from mtp.checkpoint.hub.remote_checkpoint import open_model
 from mtp.vision.tower import tower_bytes
 from proto.errors import UsageError
 from proto.span import Span
+from proto.terminal.options import JsonOption, Parsed, takes_options
 from proto.terminal.progress import format_size, parse_size
 
 
-def plan(
-    argument: options.ModelArgument = None,
-    option: options.ModelOption = None,
+@dataclass(frozen=True)
+class PlanOptions:
+    """The flags of `mtp-coord plan`."""
+
+    model: options.ModelOption
     node: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         typer.Option(
             metavar="NAME=SIZE[,speed=X][,layers=A-B]",
             help="A machine that may take part; repeatable. Speed 1 reads 100 GB/s.",
         ),
-    ] = None,
+    ] = ()
     nodes: Annotated[
         int | None, typer.Option(min=1, max=64, help="Number of equal machines with --memory each.")
-    ] = None,
+    ] = None
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory of each of --nodes.")
-    ] = None,
+        int | None,
+        typer.Option(metavar="SIZE", help="Memory of each of --nodes."),
+        Parsed(parse_size),
+    ] = None
     mtp: Annotated[
         int, typer.Option(min=0, max=8, help="Drafts a step that the last stage is charged for.")
-    ] = 1,
-    sequences: Annotated[int, typer.Option(min=1, help="Requests at once, at most.")] = 16,
+    ] = 1
+    sequences: Annotated[int, typer.Option(min=1, help="Requests at once, at most.")] = 16
     context: Annotated[
         int, typer.Option(min=1, help="Tokens that every plan must have room for.")
-    ] = 4096,
-    dtype: options.DtypeOption = None,
-    kv_bits: options.KvBitsOption = None,
-    parallel: options.ParallelOption = "pipeline",
-    prefer: options.PreferOption = groups.Prefer.latency,
+    ] = 4096
+    dtype: options.DtypeOption = None
+    kv_bits: options.KvBitsOption = None
+    parallel: options.ParallelOption = options.ONE_PIPELINE
+    prefer: options.PreferOption = groups.Prefer.latency
     sum_us: Annotated[
         float,
         typer.Option(
             min=0, help="Microseconds of a sum over the machines of a group, by its link."
         ),
-    ] = groups.DEFAULT_COLLECTIVE * 1e6,
-    as_json: options.JsonOption = False,
-) -> None:
+    ] = groups.DEFAULT_COLLECTIVE * 1e6
+    json: JsonOption = False
+
+
+@takes_options(PlanOptions)
+def plan(options: PlanOptions) -> None:
     """Show who would hold what, and how fast, without loading. Reads headers only, no weights.
 
     The machines are those of --node, and --nodes with --memory. The times are those of reading the active weights at
     each machine's bandwidth. They are lower bounds that real passes come near. A table compares one machine, a
     pipeline and groups of machines of equal speed that share every layer.
     """
-    model = options.named_model(argument, option)
-    specs = given_nodes(node or [], nodes, memory)
-    if not specs:
-        raise UsageError("no machine to plan for. Name some, as in --nodes 2 --memory 64GB")
-    checkpoint = open_model(model)
+    specs = given_nodes(options)
+    checkpoint = open_model(options.model)
     if missing := missing_from_backbone(checkpoint):
         raise checkpoint.missing_tensors_error(missing)
-    choice = groups.Parallel.parse(parallel), prefer, sum_us / 1e6
-    bits = None if kv_bits is None else int(kv_bits)
-    facts = answer(checkpoint, specs, mtp, sequences, context, dtype, bits, choice)
-    if as_json:
+    facts = answer(checkpoint, specs, options)
+    if options.json:
         typer.echo(json.dumps(facts, indent=2))
     else:
-        _print(model, facts)
+        _print(options.model, facts)
 
 
-SESSION_TOKENS = 30_000
-"""Tokens of a session of a coding agent."""
-
-DISK_BYTES = 10**11
-"""Bytes of the disk for which sessions are counted."""
-
-DEFAULT_CHOICE = groups.Parallel(), groups.Prefer.latency, groups.DEFAULT_COLLECTIVE
-"""The values of --parallel, --prefer and --sum-us, in seconds."""
-
-
-def given_nodes(texts: Sequence[str], count: int | None, memory: str | None) -> list[NodeSpec]:
-    """Return the machines of --node and --nodes. Raises UsageError."""
-    if (count is None) != (memory is None):
+def given_nodes(options: PlanOptions) -> list[NodeSpec]:
+    """Return the machines of --node and --nodes. Raises UsageError without one."""
+    if (options.nodes is None) != (options.memory is None):
         raise UsageError("--nodes and --memory go together, as in --nodes 3 --memory 64GB")
-    specs = [parse_node(text) for text in texts]
-    if count is not None and memory is not None:
-        size = parse_size(memory)
-        specs += [NodeSpec(f"node-{number}", size) for number in range(1, count + 1)]
+    specs = [parse_node(text) for text in options.node]
+    if options.nodes is not None and options.memory is not None:
+        specs += [NodeSpec(f"node-{i}", options.memory) for i in range(1, options.nodes + 1)]
+    if not specs:
+        raise UsageError("no machine to plan for. Name some, as in --nodes 2 --memory 64GB")
     return specs
 
 
@@ -128,48 +122,32 @@ def parse_node(text: str) -> NodeSpec:
 
 
 def answer(
-    checkpoint: Checkpoint,
-    specs: Sequence[NodeSpec],
-    drafts: int,
-    sequences: int,
-    context: int,
-    dtype: str | None = None,
-    kv_bits: int | None = None,
-    choice: tuple[groups.Parallel, groups.Prefer, float] = DEFAULT_CHOICE,
+    checkpoint: Checkpoint, specs: Sequence[NodeSpec], options: PlanOptions
 ) -> dict[str, Any]:
     """Return the object that --json prints. Sizes are bytes, times are seconds."""
 
+    @cache
+    def costs_of(size: int) -> ModelCosts:
+        """Return the costs of a member's share."""
+        share = checkpoint.cut_for(Cut(0, size))
+        return model_costs(
+            share, dtype=options.dtype, kv_bits=options.kv_bits, with_head=options.mtp > 0
+        )
+
     machines = [groups.Machine(spec, f"speed {spec.speed:g}", spec.name) for spec in specs]
     longest = checkpoint.config.max_positions
-
-    def planned(bits: int | None) -> tuple[groups.Planning, Plan, Capacity]:
-        """Return the plan with keys and values of `bits` bits."""
-
-        @cache
-        def costs_of(size: int) -> ModelCosts:
-            """Return the costs of a member's share."""
-            share = checkpoint.cut_for(Cut(0, size))
-            return model_costs(share, dtype=dtype, kv_bits=bits, with_head=drafts > 0)
-
-        parallel, prefer, collective = choice
-        reserve = reserve_bytes(costs_of(1))
-        tokens = min(context, longest)
-        workload = Workload(kv_tokens=tokens, draft_depth=drafts, reserve_bytes=reserve)
-        planning = groups.Planning(costs_of, workload, parallel, prefer, collective=collective)
-        found = groups.choose_plan(planning, machines, 1)
-        room = plan_capacity(costs_of(found.group_size), found.stages, longest, sequences)
-        return planning, found, room
-
-    planning, found, capacity = planned(kv_bits)
-    session = min(SESSION_TOKENS, longest)
+    workload = Workload(
+        kv_tokens=min(options.context, longest),
+        draft_depth=options.mtp,
+        reserve_bytes=reserve_bytes(costs_of(1)),
+    )
+    planning = groups.Planning(
+        costs_of, workload, options.parallel, options.prefer, collective=options.sum_us / 1e6
+    )
+    found = groups.choose_plan(planning, machines, 1)
+    costs = costs_of(found.group_size)
+    capacity = plan_capacity(costs, found.stages, longest, options.sequences)
     pinned = any(spec.pinned for spec in specs)
-    formats = (kv_bits, 8, 4) if checkpoint.config.family.quantizes_kv else (kv_bits,)
-    sessions = {}
-    for bits in dict.fromkeys(formats):
-        room = capacity if bits == kv_bits else planned(bits)[2]
-        nbytes = room.entry_bytes(session)
-        kept = {"memory": room.prefix_bytes // nbytes, "disk": DISK_BYTES // nbytes}
-        sessions[str(bits or "")] = kept
     return {
         "candidates": [
             {
@@ -180,12 +158,10 @@ def answer(
             }
             for one in ([] if pinned else groups.predict_plans(planning, machines))
         ],
-        "drafts": drafts,
+        "drafts": options.mtp,
         "slowest_seconds": found.slowest_seconds,
         "pass_seconds": found.pass_seconds,
         "capacity": asdict(capacity),
-        "session_tokens": session,
-        "sessions": sessions,
         "unused": list(found.unused),
         "rows_on_disk": checkpoint.table_bytes,
         "vision_bytes": tower_bytes(checkpoint),
@@ -228,13 +204,6 @@ def _print(model: str, facts: dict[str, Any]) -> None:
     console.print(
         f"Room for {room['sequences']} requests with {room['kv_tokens']:,} tokens between them, "
         f"and {format_size(room['prefix_bytes'])} of prefixes a stage."
-    )
-    (_, own), *others = facts["sessions"].items()
-    quantized = ", ".join(f"{found['memory']} with --kv-bits {bits}" for bits, found in others)
-    quantized = f" ({quantized})" if quantized else ""
-    console.print(
-        f"Sessions of {facts['session_tokens']:,} tokens that stay warm: {own['memory']} in memory"
-        f"{quantized}, and {own['disk']} in --prefix-disk {format_size(DISK_BYTES)} on each machine."
     )
     if len(facts["candidates"]) > 1:
         _print_candidates(console, facts["candidates"])

@@ -14,19 +14,9 @@ from coordinator.trust.authority import Authority
 from coordinator.trust.registry import KeyRing, Registry, Scope
 from proto.announcement import join_address, parse_address
 from proto.errors import UsageError
-from proto.state_dir import STATE_DIR
 from proto.state_dir import state_dir as directory_of
+from proto.terminal.options import StateOption
 from proto.trust.joining import new_token
-
-StateOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--state-dir",
-        envvar=STATE_DIR,
-        help="Directory of the cluster's certificates and keys.",
-        show_default="the user's state directory",
-    ),
-]
 
 
 def open_authority(given: Path | None) -> tuple[Path, Authority]:

@@ -20,7 +20,8 @@ from coordinator.api.model_catalog import Catalog, ModelFacts, ModelLoader
 from coordinator.cluster.manager import ClusterManager
 from coordinator.pipeline.local_pipeline import LocalSource
 from coordinator.pipeline.pipeline import PipelineSource
-from coordinator.serve.served_parts import OpenedModel, ServedParts, ServeOptions, served_model
+from coordinator.serve.options import ServeOptions
+from coordinator.serve.served_parts import OpenedModel, ServedParts, served_model
 from coordinator.status.cluster_status import LoadPhase, LoadReport
 from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
 from proto import errors

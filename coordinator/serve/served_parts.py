@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.api.app import create_app
@@ -17,17 +17,16 @@ from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.membership import ManagerOptions
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Settings
-from coordinator.drafts.controller import Controller, MtpMode
-from coordinator.drafts.prompt_lookup import NgramMode
+from coordinator.drafts.controller import Controller
 from coordinator.images.encoder import ImageEncoder, VisionMode
 from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines
 from coordinator.pipeline.pipeline import PipelineSource
 from coordinator.pipeline.worker_connection import ConnectionPolicy
-from coordinator.planning.groups import Parallel, Prefer
 from coordinator.schedule.local_generator import effective_mtp_mode
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.scheduler import Scheduler
+from coordinator.serve.options import DEFAULT_WAIT, ServeOptions
 from coordinator.status.cluster_status import ModelStatus
 from coordinator.text.grammars import pack_vocabulary
 from coordinator.text.tokenizer import ModelInfo, Tokenizer, generation_defaults
@@ -36,72 +35,10 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import snapshot_of
 from mtp.vision.tower import tower_bytes
 from proto import cluster_pb2 as pb
-from proto.control import Kernels
 from proto.errors import ClusterError, MemoryLimitError, UsageError
 from proto.span import Span
-from proto.state_dir import state_dir
 from proto.terminal.progress import format_size
 from proto.trust.node_trust import NodeTrust
-
-DEFAULT_WAIT = 5.0
-"""Seconds to look for workers when neither --wait nor --nodes is given. A local mDNS answer takes about one."""
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """Options of the server. Times are in seconds.
-
-    `nodes` is the number of workers the first plan needs; None accepts any number. `wait` None stands for DEFAULT_WAIT,
-    or for no limit where workers are required. With `alone_ok` fewer workers than `nodes`, or none, serve after `wait`.
-    `prefill_chunk` None stands for the length that suits all machines of a plan.
-    """
-
-    model: str
-    host: str
-    port: int
-    workers: tuple[str, ...]
-    nodes: int | None
-    wait: float | None
-    alone_ok: bool
-    auto_replan: bool
-    single_node: bool
-    mdns: bool
-    dtype: str | None
-    mtp: MtpMode
-    ngram: NgramMode
-    kv_bits: int | None
-    exact: bool
-    slices: int
-    failure_timeout: float
-    max_sequences: int
-    prefill_chunk: int | None
-    prefix_cache: bool
-    prefix_disk: int | None
-    """Bytes of prefixes on disk; None keeps none."""
-    share_weights: bool
-    api_keys: tuple[str, ...] = field(repr=False)  # secrets
-    allowed_origins: tuple[str, ...]
-    served_names: tuple[str, ...]
-    clamp_max_tokens: bool
-    wired: bool
-    kernels: Kernels
-    awake: bool
-    name: str
-    insecure: bool = False
-    join_address: tuple[str, int] | None = None
-    """Address at which machines join the cluster; with None no machine can join."""
-    state: Path = field(default_factory=lambda: state_dir(None))
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    """The certificate and key of the HTTP server; None uses a certificate of the cluster off loopback."""
-    allowed_hosts: tuple[str, ...] = ()
-    parallel: Parallel = field(default_factory=Parallel)
-    prefer: Prefer = Prefer.latency
-    vision: VisionMode = VisionMode.auto
-    max_images: int = 32
-    journal: bool = True
-    """Keep stored answers in the state directory."""
-
 
 AUTO_DEPTH = 1
 """Drafts per step for which the planner charges the last stage while `--mtp auto` chooses the depth."""
@@ -114,18 +51,18 @@ def make_manager(
     options = model.options
     settings = Settings(
         # Without --nodes the workers named by --worker are expected, but not required.
-        nodes=options.nodes or options.parallel.machines or len(options.workers) or None,
-        nodes_required=bool(options.nodes or options.parallel.machines) and not options.alone_ok,
+        nodes=options.required_nodes or len(options.worker) or None,
+        nodes_required=options.required_nodes is not None and not options.alone_ok,
         wait=DEFAULT_WAIT if options.wait is None else options.wait,
         first_wait=math.inf if options.wait is None else options.wait,
         why_not_alone=model.why_not_alone,
-        auto_replan=options.auto_replan,
+        auto_replan=not options.no_auto_replan,
     )
     manager_options = ManagerOptions(
         me,
         settings,
-        options.workers,
-        options.mdns,
+        options.worker,
+        not options.no_mdns,
         options.failure_timeout,
         ConnectionPolicy(trust, options.insecure),
     )
@@ -150,10 +87,10 @@ def served_model(model: OpenedModel) -> ServedModel:
         with_head=options.mtp.depth != 0,
         draft_depth=AUTO_DEPTH if model.mode.depth is None else model.mode.depth,
         max_sequences=options.max_sequences,
-        prefix_cache=options.prefix_cache,
+        prefix_cache=not options.no_prefix_cache,
         share_weights=options.share_weights,
         exact=options.exact,
-        slices=options.slices,
+        slices=options.layer_slices,
         parallel=options.parallel,
         prefer=options.prefer,
     )
@@ -199,7 +136,7 @@ class OpenedModel:
     def __init__(self, options: ServeOptions, path: Path) -> None:
         self.options = options
         self.checkpoint = Checkpoint.open(path)
-        self.checkpoint.check_slices(options.slices)
+        self.checkpoint.check_slices(options.layer_slices)
         family = self.checkpoint.config.family
         if options.exact and family.is_own:
             raise UsageError(f"--exact is not supported for {family.releases}. Leave it out.")
@@ -215,7 +152,7 @@ class OpenedModel:
             self.name,
             config.max_positions,
             generation_defaults(path),
-            options.served_names,
+            options.served_model_name,
             fingerprint=self.checkpoint.fingerprint(),
             family=config.model_type,
             quantization=quantization_text(self.checkpoint),
@@ -229,11 +166,11 @@ class OpenedModel:
             options.kv_bits,
             with_head=self.mode.depth != 0,
             max_sequences=options.max_sequences,
-            prefix_cache=options.prefix_cache,
-            wired=options.wired,
+            prefix_cache=not options.no_prefix_cache,
+            wired=not options.no_wired_memory,
             kernels=options.kernels,
             exact=options.exact,
-            slices=options.slices,
+            slices=options.layer_slices,
             vision=options.vision is not VisionMode.off,
         )
         seen = options.vision is not VisionMode.off

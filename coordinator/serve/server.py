@@ -26,11 +26,11 @@ from coordinator.pipeline.local_pipeline import LocalSource
 from coordinator.pipeline.pipeline import PipelineSource
 from coordinator.serve.http_server import HostCheck, HttpServer
 from coordinator.serve.model_switch import ModelSwitch
+from coordinator.serve.options import ServeOptions
 from coordinator.serve.served_parts import (
     LastingParts,
     OpenedModel,
     ServedParts,
-    ServeOptions,
     make_manager,
     served_name,
 )
@@ -40,7 +40,7 @@ from coordinator.trust.cluster_trust import ClusterTrust, make_invitation
 from coordinator.trust.registry import KeyRing
 from mtp.checkpoint.hub.resolve import resolve_model
 from proto import cluster_pb2 as pb
-from proto.announcement import UNSPECIFIED, is_loopback, join_address
+from proto.announcement import UNSPECIFIED, join_address
 from proto.errors import ClusterError, MemoryLimitError, UsageError
 from proto.rpc.listener import bind_listener, own_addresses
 from proto.state_dir import claim, write_private
@@ -67,7 +67,7 @@ def http_tls(options: ServeOptions) -> TlsFiles | None:
             if not file.is_file():
                 raise UsageError(f"{file}: no such file. Give --tls-cert and --tls-key in PEM")
         return TlsFiles(options.tls_cert, options.tls_key)
-    if options.insecure or is_loopback(options.host):
+    if options.is_open:
         return None
     authority = Authority.open(options.state, create=True)
     assert authority is not None
@@ -135,12 +135,12 @@ async def serve(options: ServeOptions) -> None:
     claim(options.state)
     trust = None
     if not (options.insecure or options.single_node):
-        trust = ClusterTrust.open(options.state, create=options.join_address is not None)
+        trust = ClusterTrust.open(options.state, create=options.listen is not None)
     server = _Server(options, listener, trust)
     async with AsyncExitStack() as stack:
-        if trust is not None and options.join_address is not None:
-            await stack.enter_async_context(trust.listening(*options.join_address))
-        stack.enter_context(keep_awake(enabled=options.awake))
+        if trust is not None and options.listen is not None:
+            await stack.enter_async_context(trust.listening(*options.listen))
+        stack.enter_context(keep_awake(enabled=not options.allow_sleep))
         stack.callback(asyncio.create_task(server.renew_certificate()).cancel)
         await _run(server.http, server.url, listener, server.start(stack), options.model)
         if server.failure is not None:
@@ -185,20 +185,19 @@ class _Server:
         self._tls = tls = http_tls(options)
         host, self.port = listener.getsockname()[:2]
         self.url = _url(host, self.port, tls)
-        is_open = options.insecure or is_loopback(options.host)
-        key_ring = KeyRing(options.state, required=not is_open)
+        key_ring = KeyRing(options.state, required=not options.is_open)
         key_ring.admit_owner(_url("127.0.0.1" if host in UNSPECIFIED else host, self.port, tls))
         self.download = ModelDownload(options.model, served_name(options.model))
         self.api_options = ApiOptions(
-            options.api_keys,
+            tuple(key.strip() for key in options.api_key),
             options.allowed_origins,
             clamp_max_tokens=options.clamp_max_tokens,
             max_images=options.max_images,
             key_ring=key_ring,
         )
         file = options.state / "journal" / "answers.db"
-        self.journal = Journal(file if options.journal else None)
-        app, hosts = starting_app(self.download, self.api_options), options.allowed_hosts
+        self.journal = Journal(file if not options.no_journal else None)
+        app, hosts = starting_app(self.download, self.api_options), options.allowed_host
         self.app = HostCheck(app, socket.gethostname(), (options.host, *hosts))
         self.manager: ClusterManager | None = None
         self.parts: ServedParts | None = None
@@ -252,7 +251,7 @@ class _Server:
         switch = ModelSwitch(self, Catalog(self.options.state / CONVERTED), model)
         stack.push_async_callback(switch.close)
         invite = None
-        if self.trust is not None and self.options.join_address is not None:
+        if self.trust is not None and self.options.listen is not None:
             invite = partial(make_invitation, self.trust)
         self._lasting = LastingParts(self.api_options, self.journal, self.manager, switch, invite)
         parts = self.make_parts(model, source)
@@ -271,7 +270,8 @@ class _Server:
             if model.why_not_alone:
                 raise MemoryLimitError(model.why_not_alone)
             return LocalSource(model.local.make)
-        me = pb.Coordinator(id=secrets.token_hex(8), name=f"{self.options.name}:{self.port}")
+        own_name = socket.gethostname().partition(".")[0]
+        me = pb.Coordinator(id=secrets.token_hex(8), name=f"{own_name}:{self.port}")
         trust = self.trust
         self.manager = manager = make_manager(model, me, trust.trust if trust else None)
         model.local.reserved_bytes = manager.local_worker_bytes

@@ -153,6 +153,9 @@ class Registry:
 
 KEY_PREFIX = "mtp-"
 
+API_KEY = "MTP_API_KEY"
+"""Environment variable of --api-key. Unlike an option, it is not visible in a list of processes."""
+
 OWNER_KEY = Path("keys", "owner.json")
 """The file in the state directory with the key of its owner, and with the URL of the server that accepts this key."""
 

@@ -158,7 +158,7 @@ def test_a_stop_string_ends_the_text_before_it(call: Call, model: Path) -> None:
     ("flags", "told"),
     [
         ((), "--prompt"),
-        (("y", "--prompt", "x"), "more than one"),
+        (("y", "--prompt", "x"), "name one prompt, not both"),
         (("--prompt", "x", "--temp", "-1"), "--temp -1 is outside [0, 100]"),
         (("--prompt", "x", "--temp", "nan"), "--temp nan is"),
         (("--prompt", "x", "--temp", "inf"), "--temp inf is"),

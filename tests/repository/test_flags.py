@@ -1,10 +1,13 @@
-"""The flags of `mtp-worker` and `mtp-coord serve`: each has a row here and sets its own option."""
+"""The flags of both programs: each sets its field, each field is read, and wrong combinations are refused."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import inspect
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,131 +17,74 @@ from typer.main import get_command
 
 import worker.cli
 from coordinator.cli import import_command
+from coordinator.cli.checkpoint_commands import AddOptions, ConvertOptions, InspectOptions
+from coordinator.cli.doctor_command import DoctorOptions
+from coordinator.cli.generate_command import GenerateOptions
+from coordinator.cli.plan_command import PlanOptions
 from coordinator.drafts.controller import MtpMode
-from coordinator.drafts.prompt_lookup import NgramMode
-from coordinator.images.encoder import VisionMode
-from coordinator.planning.groups import Parallel, Prefer
-from mtp.checkpoint.hub.resolve import find_model
-from proto.control import Kernels
+from coordinator.planning.groups import Parallel
+from coordinator.serve.options import ServeOptions
 from proto.errors import UsageError
 from proto.span import Span
-from proto.terminal.logs import LogFormat, LogLevel
+from worker.node.options import WorkerOptions
 
-Decided = dict[str, Any]
-"""The options by name, with the level and format of the log."""
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = (ROOT / "coordinator", ROOT / "worker")
+CLASSES = (
+    AddOptions, ConvertOptions, DoctorOptions, GenerateOptions, InspectOptions, PlanOptions,
+    ServeOptions, WorkerOptions,
+)  # fmt: skip
 
-Decide = Callable[..., Decided]
-Rows = dict[str, tuple[Sequence[str], Decided]]
+Decide = Callable[..., dict[str, Any]]
+"""A function that parses the words of a command and returns the options it would run with, by name."""
 
-HOST = socket.gethostname().partition(".")[0]
-"""The name of a worker at the usual port. Another one of this machine has its port in its name."""
+Rows = dict[str, tuple[Sequence[str], dict[str, Any]]]
+"""Words after a flag, and the options that they change."""
 
 WORKER: Rows = {
     "--layers": (["2-5"], {"layers": Span(2, 6)}),
-    "--model": (["builtin"], {"model": find_model("builtin")}),
-    "--listen": (["127.0.0.2:7"], {"host": "127.0.0.2", "port": 7, "name": f"{HOST}-7"}),
-    "--data-port": (["50506"], {"data_port": 50506}),
-    "--name": (["mac-9"], {"name": "mac-9"}),
     "--memory-limit": (["3GB"], {"memory_limit": 3 * 10**9}),
     "--prefix-disk": (["3GB"], {"prefix_disk": 3 * 10**9}),
-    "--no-mdns": ([], {"mdns": False}),
+    "--no-mdns": ([], {"no_mdns": True}),
     "--state-dir": (["state"], {"state_dir": Path("state")}),
-    "--no-wired-memory": ([], {"wired": False}),
-    "--kernels": (["mlx"], {"kernels": Kernels.mlx}),
-    "--allow-sleep": ([], {"awake": False}),
-    "--insecure": (
-        ["--listen", "0.0.0.0:7"],
-        {"host": "0.0.0.0", "port": 7, "name": f"{HOST}-7", "insecure": True},
-    ),
     "--join": (["mtp1.token"], {"join": "mtp1.token"}),
-    "--direct": (["10.0.0.1"], {"direct": "10.0.0.1"}),
-    "--rdma": (["rdma_en5"], {"rdma": "rdma_en5"}),
-    "--member": ([], {"member": True}),
-    "--log-level": (
-        ["debug"],
-        {"log_level": LogLevel.debug, "logs": (LogLevel.debug, LogFormat.text)},
-    ),
-    "--log-format": (
-        ["json"],
-        {"log_format": LogFormat.json, "logs": (LogLevel.info, LogFormat.json)},
-    ),
 }
 
 SERVE: Rows = {
     "--model": (["org/name"], {"model": "org/name"}),
-    "--host": (["127.0.0.2"], {"host": "127.0.0.2"}),
-    "--port": (["0"], {"port": 0}),
-    "--worker": (["a:1", "--worker", "b:2"], {"workers": ("a:1", "b:2")}),
-    "--nodes": (["3"], {"nodes": 3}),
-    "--wait": (["0.5"], {"wait": 0.5}),
-    "--alone-ok": (["--nodes", "3"], {"alone_ok": True, "nodes": 3}),
-    "--no-auto-replan": ([], {"auto_replan": False}),
-    "--single-node": ([], {"single_node": True}),
-    "--no-mdns": ([], {"mdns": False}),
-    "--dtype": (["float16"], {"dtype": "float16"}),
+    "--worker": (["a:1", "--worker", "b:2"], {"worker": ("a:1", "b:2")}),
     "--mtp": (["3"], {"mtp": MtpMode.parse("3")}),
-    "--ngram": (["off"], {"ngram": NgramMode.off}),
     "--kv-bits": (["8"], {"kv_bits": 8}),
-    "--exact": ([], {"exact": True, "slices": 1}),
-    "--slices": (["4", "--exact"], {"exact": True, "slices": 4}),
-    "--max-sequences": (["5"], {"max_sequences": 5}),
-    "--prefill-chunk": (["64"], {"prefill_chunk": 64}),
-    "--no-prefix-cache": ([], {"prefix_cache": False}),
     "--prefix-disk": (["3GB"], {"prefix_disk": 3 * 10**9}),
-    "--vision": (["always"], {"vision": VisionMode.always}),
-    "--max-images": (["3"], {"max_images": 3}),
-    "--share-weights": ([], {"share_weights": True}),
-    "--failure-timeout": (["9"], {"failure_timeout": 9.0}),
-    "--api-key": (["one", "--api-key", " two "], {"api_keys": ("one", "two")}),
-    "--allowed-origins": (["*"], {"allowed_origins": ("*",)}),
+    "--listen": (["10.0.0.1"], {"listen": ("10.0.0.1", 50504)}),
+    "--parallel": (["2x2"], {"parallel": Parallel(groups=2, size=2)}),
     "--served-model-name": (
         ["gpt-4o", "--served-model-name", "other"],
-        {"served_names": ("gpt-4o", "other")},
+        {"served_model_name": ("gpt-4o", "other")},
     ),
-    "--clamp-max-tokens": ([], {"clamp_max_tokens": True}),
-    "--insecure": (["--host", "0.0.0.0"], {"host": "0.0.0.0", "insecure": True}),
-    "--listen": (["10.0.0.1"], {"join_address": ("10.0.0.1", 50504)}),
-    "--tls-cert": (
-        ["a.pem", "--tls-key", "b.pem"],
-        {"tls_cert": Path("a.pem"), "tls_key": Path("b.pem")},
-    ),
-    "--tls-key": (
-        ["b.pem", "--tls-cert", "a.pem"],
-        {"tls_cert": Path("a.pem"), "tls_key": Path("b.pem")},
-    ),
-    "--allowed-host": (["chat.example"], {"allowed_hosts": ("chat.example",)}),
-    "--state-dir": (["state"], {"state": Path("state")}),
-    "--no-journal": ([], {"journal": False}),
-    "--parallel": (["2x2"], {"parallel": Parallel(groups=2, size=2)}),
-    "--prefer": (["throughput"], {"prefer": Prefer.throughput}),
-    "--no-wired-memory": ([], {"wired": False}),
-    "--kernels": (["own"], {"kernels": Kernels.own}),
-    "--allow-sleep": ([], {"awake": False}),
-    "--log-level": (["debug"], {"log_level": LogLevel.debug}),
-    "--log-format": (["json"], {"log_format": LogFormat.json}),
+    "org/name": ([], {"model": "org/name"}),
 }
 
 
 def deciding(
     monkeypatch: pytest.MonkeyPatch, module: str, edge: str, command: TyperCommand
 ) -> Decide:
-    """Return a function that parses the words of the command and returns the options it would run with."""
+    """Return the Decide of `command` of `module`, which runs the coroutine named `edge`."""
     monkeypatch.delenv("MTP_API_KEY", raising=False)
 
-    def decide(*words: str) -> Decided:
-        found: Decided = {}
-
-        def configure(level: LogLevel, form: LogFormat) -> None:
-            found.update(log_level=level, log_format=form)
+    def decide(*words: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
 
         async def run(options: Any) -> None:
             await asyncio.sleep(0)
+            properties = inspect.getmembers(type(options), lambda it: isinstance(it, property))
+            found.update({name: getattr(options, name) for name, _ in properties})
             found.update(vars(options))
 
-        monkeypatch.setattr(f"{module}.configure", configure)
+        monkeypatch.setattr(f"{module}.configure", lambda level, form: None)
         monkeypatch.setattr(edge, run)
         command.main(list(words), prog_name="test", standalone_mode=False)
-        assert len(found) > 2, "it did not come as far as running"
+        assert found, "it did not come as far as running"
         return found
 
     return decide
@@ -146,7 +92,9 @@ def deciding(
 
 @pytest.fixture
 def decide_worker(monkeypatch: pytest.MonkeyPatch) -> Decide:
-    return deciding(monkeypatch, "worker.cli", "worker.node.process.run", worker_command())
+    command = get_command(worker.cli.app)
+    assert isinstance(command, TyperCommand)
+    return deciding(monkeypatch, "worker.cli", "worker.node.process.run", command)
 
 
 @pytest.fixture
@@ -155,41 +103,58 @@ def decide_serve(monkeypatch: pytest.MonkeyPatch) -> Decide:
     return deciding(monkeypatch, "coordinator.cli.serve_command", edge, import_command("serve"))
 
 
-def worker_command() -> TyperCommand:
-    command = get_command(worker.cli.app)
-    assert isinstance(command, TyperCommand)
-    return command
-
-
 @pytest.mark.parametrize("flag", WORKER)
-def test_a_workers_flag_does_what_it_says(flag: str, decide_worker: Decide) -> None:
-    """The flag changes its own options and no others."""
+def test_a_workers_flag_sets_its_option(flag: str, decide_worker: Decide) -> None:
+    """The flag changes its own option and no other."""
     words, change = WORKER[flag]
-    plain = decide_worker()
-    assert decide_worker(flag, *words) == {**plain, **change} != plain
+    plain, found = decide_worker(), decide_worker(flag, *words)
+    names = {field.name for field in fields(WorkerOptions)}
+    assert {name: found[name] for name in names if found[name] != plain[name]} == change
 
 
 @pytest.mark.parametrize("flag", SERVE)
-def test_a_flag_of_serve_does_what_it_says(flag: str, decide_serve: Decide) -> None:
-    """The flag changes its own options and no others."""
+def test_a_flag_of_serve_sets_its_option(flag: str, decide_serve: Decide) -> None:
+    """The flag changes its own option and no other."""
     words, change = SERVE[flag]
-    plain = decide_serve()
-    assert decide_serve(flag, *words) == {**plain, **change} != plain
+    plain, found = decide_serve(), decide_serve(flag, *words)
+    names = {field.name for field in fields(ServeOptions)}
+    assert {name: found[name] for name in names if found[name] != plain[name]} == change
 
 
-def test_no_flag_is_left_out() -> None:
-    """Every flag of both programs has a row."""
-    for command, rows in ((worker_command(), WORKER), (import_command("serve"), SERVE)):
-        flags = {p.opts[0] for p in command.params if p.opts[0].startswith("-")}
-        flags -= {"--version", "--help", "--install-completion", "--show-completion"}
-        assert flags == set(rows)
+def read_options(options: type[Any]) -> Iterator[str]:
+    """Yield the attributes of `options.…` in the files that name the class, and those of `self.…` in the class."""
+    for file in (file for program in PROGRAMS for file in program.rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        if options.__name__ not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            own = isinstance(node, ast.ClassDef) and node.name == options.__name__
+            for found in ast.walk(node) if own else [node]:
+                if isinstance(found, ast.Attribute):
+                    owner = ast.unparse(found.value).rpartition(".")[2]
+                    if owner == ("self" if own else "options"):
+                        yield found.attr
 
 
-def test_no_option_is_left_out(decide_worker: Decide, decide_serve: Decide) -> None:
-    """A flag sets every option, except the name of the coordinator's machine."""
-    for decided, rows in ((decide_worker(), WORKER), (decide_serve(), SERVE)):
-        changed = {name for _, change in rows.values() for name in change}
-        assert set(decided) - changed <= ({"name"} if rows is SERVE else set())
+@pytest.mark.parametrize("options", CLASSES, ids=lambda options: options.__name__)
+def test_every_option_is_read(options: type[Any]) -> None:
+    """No flag sets an option that the program never reads. --version acts by itself."""
+    names = {field.name for field in fields(options)} - {"version"}
+    assert names <= set(read_options(options))
+
+
+def test_the_name_of_a_worker(decide_worker: Decide) -> None:
+    """It is that of the machine. A second worker of a machine has its port in its name."""
+    host = socket.gethostname().partition(".")[0]
+    assert decide_worker()["own_name"] == host
+    assert decide_worker("--listen", "127.0.0.2:7")["own_name"] == f"{host}-7"
+    assert decide_worker("--name", "mac-9")["own_name"] == "mac-9"
+
+
+def test_a_removed_flag_says_what_to_use(decide_serve: Decide) -> None:
+    """A flag of an earlier release is an error with advice."""
+    with pytest.raises(UsageError, match="--fetch-images was removed"):
+        decide_serve("--fetch-images")
 
 
 def test_keys_from_the_environment(
@@ -197,8 +162,8 @@ def test_keys_from_the_environment(
 ) -> None:
     """MTP_API_KEY sets the keys without showing them in a process list or in the help."""
     monkeypatch.setenv("MTP_API_KEY", "secret-1 secret-2")
-    assert decide_serve()["api_keys"] == ("secret-1", "secret-2")
-    assert decide_serve("--api-key", "other")["api_keys"] == ("other",)
+    assert decide_serve()["api_key"] == ("secret-1", "secret-2")
+    assert decide_serve("--api-key", "other")["api_key"] == ("other",)
     with pytest.raises(AssertionError, match="did not come"):
         decide_serve("--help")
     assert "secret" not in capsys.readouterr().out
@@ -259,7 +224,7 @@ def test_exact_groups_have_slices(
     decide_serve: Decide, flags: tuple[str, ...], slices: int
 ) -> None:
     """The default is the size of the group that the flags name."""
-    assert decide_serve("--exact", *flags)["slices"] == slices
+    assert decide_serve("--exact", *flags)["layer_slices"] == slices
 
 
 @pytest.mark.parametrize("parallel", ["tensor", "auto"])

@@ -44,7 +44,7 @@ mtp.layers.metal: mtp.layers mtp.layers.reference
 mtp.layers.reference: mtp mtp.layers
 mtp.sampling: proto
 mtp.vision: mtp.checkpoint.format mtp.layers proto
-worker: mtp.checkpoint.hub proto proto.terminal worker.engine worker.node
+worker: proto.terminal worker.node
 worker.cache: mtp.head mtp.layers mtp.sampling proto
 worker.engine: mtp mtp.checkpoint.format mtp.head mtp.layers proto proto.terminal worker.cache
     worker.disk worker.model
@@ -59,10 +59,10 @@ coordinator.api: coordinator.cluster coordinator.images coordinator.planning coo
     coordinator.status coordinator.text coordinator.trust coordinator.web mtp.checkpoint.format
     mtp.checkpoint.hub proto
 coordinator.cli: coordinator.api coordinator.cluster coordinator.drafts coordinator.doctor
-    coordinator.images coordinator.pipeline coordinator.planning coordinator.schedule
-    coordinator.serve coordinator.status coordinator.text coordinator.trust mtp
-    mtp.checkpoint.convert mtp.checkpoint.format mtp.checkpoint.hub mtp.vision proto proto.terminal
-    proto.trust worker.engine
+    coordinator.pipeline coordinator.planning coordinator.schedule coordinator.serve
+    coordinator.status coordinator.text coordinator.trust mtp mtp.checkpoint.convert
+    mtp.checkpoint.format mtp.checkpoint.hub mtp.vision proto proto.terminal proto.trust
+    worker.engine
 coordinator.cluster: coordinator.pipeline coordinator.planning mtp mtp.checkpoint.format proto
     proto.rpc proto.terminal
 coordinator.drafts: proto
@@ -116,11 +116,10 @@ WIRES_OF: dict[str, set[str]] = {
     "proto.rpc": {"grpc", "socket", "ssl"},
     "proto.trust": {"ssl"},
     "mtp.checkpoint.hub": {"httpx", "huggingface_hub"},
-    "worker": {"socket"},
     "worker.fetch": {"huggingface_hub"},
     "worker.node": {"grpc", "socket", "zeroconf"},
     "coordinator.api": {"fastapi", "starlette"},
-    "coordinator.cli": {"httpx", "socket", "ssl", "urllib"},
+    "coordinator.cli": {"httpx", "ssl", "urllib"},
     "coordinator.cluster": {"socket", "zeroconf"},
     "coordinator.pipeline": {"grpc"},
     "coordinator.serve": {"socket", "ssl", "starlette", "uvicorn"},

@@ -1,4 +1,4 @@
-"""The life of a worker process: options, credentials, listen, announce, serve, drain, end."""
+"""The life of a worker process: credentials, listen, announce, serve, drain, end."""
 
 from __future__ import annotations
 
@@ -12,96 +12,32 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import psutil
-
+from mtp.checkpoint.hub.resolve import find_model
 from proto.announcement import JOIN_FLAG, UNSPECIFIED, Announcement, is_loopback, join_address
-from proto.control import Kernels
 from proto.errors import ClusterError, UsageError
 from proto.rpc.channels import add_port
 from proto.rpc.data_connection import DataPort
 from proto.rpc.listener import bind_listener
-from proto.span import Span
 from proto.state_dir import read_text, state_dir
 from proto.terminal.console import keep_awake
 from proto.trust.joining import JoinToken, join
 from proto.trust.node_trust import NodeTrust
-from worker.engine.hardware import measured_bandwidth, set_limits
+from worker.engine.hardware import default_memory_limit, measured_bandwidth, set_limits
 from worker.engine.prefix_disk import open_index
 from worker.node.announce import announced
 from worker.node.member import report_ready
 from worker.node.node import Identity, LocalModels, WorkerNode
+from worker.node.options import WorkerOptions
 from worker.node.service import STOP_SECONDS, make_server
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class WorkerOptions:
-    """`model` is a checkpoint directory or None; `memory_limit` in bytes; a port of 0 lets the system choose."""
-
-    host: str
-    port: int
-    name: str
-    layers: Span | None
-    model: Path | None
-    memory_limit: int
-    mdns: bool
-    state_dir: Path | None
-    data_port: int = 0
-    wired: bool = True
-    kernels: Kernels = Kernels.auto
-    insecure: bool = False
-    join: str | None = field(default=None, repr=False)  # a secret
-    awake: bool = True
-    direct: str | None = None
-    rdma: str = ""
-    prefix_disk: int | None = None
-    """Bytes of prefixes on disk; None keeps none."""
-    member: bool = False
-    """True in the process of a worker for a group, which has the worker's options."""
-    logs: tuple[str, str] = ("info", "text")
-
-    def direct_host(self) -> str:
-        """Return the host of the direct link, or "" without one. Raises UsageError for IPv6, which MLX's ring lacks."""
-        if self.direct is not None:
-            if ":" in self.direct:
-                raise UsageError(f"--direct {self.direct}: give an IPv4 address or a host name")
-            return self.direct
-        return self.host if is_loopback(self.host) else thunderbolt_host()
-
-    def member_flags(self, *, secured: bool) -> tuple[str, ...]:
-        """Return the flags of the process of this worker for a group."""
-        level, form = self.logs
-        flags = ["--listen", join_address(self.host, 0), "--name", self.name]
-        flags += ["--direct", self.direct_host()]
-        flags += ["--rdma", self.rdma] if self.rdma else []
-        flags += ["--memory-limit", f"{self.memory_limit}B", "--kernels", self.kernels.value]
-        flags += ["--prefix-disk", f"{self.prefix_disk}B"] if self.prefix_disk else []
-        flags += ["--log-level", level, "--log-format", form]
-        flags += ["--model", str(self.model)] if self.model else []
-        flags += ["--state-dir", str(self.state_dir)] if self.state_dir else []
-        flags += [] if self.wired else ["--no-wired-memory"]
-        return (*flags, *(() if secured else ("--insecure",)))
-
-
 LOCAL_TOKEN = Path("authority", "local.token")
 """The file in the state directory where a coordinator on this machine keeps a token for its user's workers."""
-
-THUNDERBOLT_BRIDGE = "bridge0"
-"""The network interface that macOS makes of all Thunderbolt ports."""
-
-
-def thunderbolt_host() -> str:
-    """Return the IPv4 address of the Thunderbolt bridge, or an empty string without one."""
-    if sys.platform != "darwin":
-        return ""
-    found = psutil.net_if_addrs().get(THUNDERBOLT_BRIDGE, [])
-    return next((str(one.address) for one in found if one.family == socket.AF_INET), "")
-
 
 _PREFIX = "worker"
 """The folder of the worker's credentials in the state directory."""
@@ -201,30 +137,44 @@ async def run(options: WorkerOptions) -> None:
     if options.member:
         await _run_member(options)
         return
-    models = LocalModels(options.model)
-    if options.model is not None:
-        checkpoint, _ = models.open(options.model)
+    identity, stopping = _identity(options), asyncio.Event()
+    models = identity.models
+    if models.own is not None:
+        checkpoint, _ = models.open(models.own)
         if options.layers is not None:
             options.layers.check_within(checkpoint.config.num_layers)
-    identity, stopping = _identity(options, models), asyncio.Event()
-    host, name, port, given = options.host, options.name, options.port, options.state_dir
+    (host, port), given = options.address, options.state_dir
     token_file = state_dir(given) / LOCAL_TOKEN
-    with keep_awake(enabled=options.awake):
+    with keep_awake(enabled=not options.allow_sleep):
         while not stopping.is_set():
             known = read_text(token_file)
             identity.trust = await worker_trust(
-                host, name, options.join, given, insecure=options.insecure
+                host, identity.name, options.join, given, insecure=options.insecure
             )
             identity.direct = options.direct_host()
-            identity.member_flags = options.member_flags(secured=identity.trust is not None)
+            identity.member_flags = options.member_flags(
+                models.own, identity.memory_limit, secured=identity.trust is not None
+            )
             port = await _serve(identity, options, port, stopping, known)
 
 
-def _identity(
-    options: WorkerOptions, models: LocalModels, trust: NodeTrust | None = None
-) -> Identity:
-    own = (options.wired, options.kernels, open_index(options.state_dir, options.prefix_disk))
-    return Identity(options.name, options.layers, options.memory_limit, models, 0.0, trust, *own)
+def _identity(options: WorkerOptions, trust: NodeTrust | None = None) -> Identity:
+    own = find_model(options.model) if options.model is not None else None
+    if options.model is not None and own is None:
+        log.info(
+            "the model is not on this machine. Its layers will be fetched when a coordinator serves it",
+            extra={"model": options.model},
+        )
+    return Identity(
+        options.own_name,
+        options.layers,
+        options.memory_limit or default_memory_limit(),
+        LocalModels(own),
+        trust=trust,
+        wired=not options.no_wired_memory,
+        kernels=options.kernels,
+        disk=open_index(options.state_dir, options.prefix_disk),
+    )
 
 
 FIRST_LEASE_SECONDS = 30.0
@@ -237,9 +187,9 @@ async def _run_member(options: WorkerOptions) -> None:
         return  # the worker has ended, or needs this process no more
     directory = state_dir(options.state_dir) / _PREFIX
     trust = None if options.insecure else NodeTrust.load(directory)  # that of the worker
-    node = WorkerNode(_identity(options, LocalModels(options.model), trust))
-    await node.host.thread.call(partial(set_limits, options.memory_limit))
-    async with served(node, options.host) as port:
+    node = WorkerNode(_identity(options, trust))
+    await node.host.thread.call(partial(set_limits, node.identity.memory_limit))
+    async with served(node, options.address[0]) as port:
         report_ready(port, options.direct_host(), options.rdma)
         due = time.monotonic() + FIRST_LEASE_SECONDS
         while not node.released.is_set() and (node.lease is not None or time.monotonic() < due):
@@ -261,6 +211,7 @@ async def _serve(
     A worker without TLS ends earlier if it can join a cluster before a coordinator uses it. That is when another token
     than `known` lies in the state directory, because a coordinator of its user has started on this machine.
     """
+    host, _ = options.address
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stopping.set)
@@ -268,13 +219,13 @@ async def _serve(
     node = WorkerNode(identity)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(node.close)
-        await node.host.thread.call(partial(set_limits, options.memory_limit))
+        await node.host.thread.call(partial(set_limits, identity.memory_limit))
         identity.bytes_per_second = await node.host.thread.call(measured_bandwidth)
-        port = await stack.enter_async_context(served(node, options.host, port, options.data_port))
-        if options.mdns:
-            await stack.enter_async_context(announced(_announcement(identity, port), options.host))
-        address, layers = join_address(options.host, port), str(options.layers or "any")
-        ready = {"worker": options.name, "address": address, "data_port": node.tickets.port}
+        port = await stack.enter_async_context(served(node, host, port, options.data_port))
+        if not options.no_mdns:
+            await stack.enter_async_context(announced(_announcement(identity, port), host))
+        address, layers = join_address(host, port), str(options.layers or "any")
+        ready = {"worker": identity.name, "address": address, "data_port": node.tickets.port}
         log.info("worker ready", extra={**ready, "layers": layers})
         began, advised = time.monotonic(), False
         while node.lease is None and not stopping.is_set():
@@ -282,7 +233,7 @@ async def _serve(
             if token and token != known:
                 return port
             if not advised and time.monotonic() - began > LONELY_SECONDS:
-                advice = "" if options.mdns else f" --worker {address}"
+                advice = f" --worker {address}" if options.no_mdns else ""
                 if joins:
                     advice += f". If one runs, restart this worker with {JOIN_FLAG}"
                 log.info(

@@ -59,5 +59,5 @@ def test_a_flag_without_effect_is_refused(
 )
 def test_a_removed_flag_names_what_to_use(tmp_path: Path, flag: tuple[str, str]) -> None:
     """The recipes of mlx-lm and other bits or another type for the head have another way."""
-    with pytest.raises(UsageError, match=f"{flag[0]} is not supported. (Use|Convert)"):
+    with pytest.raises(UsageError, match=f"{flag[0]} was removed. (Use|Convert)"):
         command("--hf-path", "builtin", "--mlx-path", tmp_path / "out", *flag)

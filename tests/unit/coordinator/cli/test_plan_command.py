@@ -42,7 +42,6 @@ def test_json_has_the_promised_keys(model: Path) -> None:
     assert set(facts) == {
         "candidates", "drafts", "slowest_seconds", "pass_seconds", "capacity", "unused",
         "rows_on_disk", "vision_bytes", "stages",
-        "session_tokens", "sessions",
     }  # fmt: skip
     assert [stage["node"] for stage in facts["stages"]] == ["node-1", "node-2", "node-3"]
     layers = [i for stage in facts["stages"] for i in Span.parse(stage["layers"])]
@@ -52,21 +51,6 @@ def test_json_has_the_promised_keys(model: Path) -> None:
         assert 0 < stage["weight_bytes"] + stage["cache_bytes"] <= stage["memory_limit"] == 10**9
     assert facts["slowest_seconds"] == max(s["predicted_seconds"] for s in facts["stages"])
     assert facts["capacity"]["sequences"] >= 1
-
-
-def test_the_sessions_that_stay_warm(model: Path) -> None:
-    """Quantized keys and values leave room for more sessions, on disk too. Less memory has fewer."""
-    few, many = (
-        facts_of(str(model), "--nodes", "1", "--memory", size)["sessions"]
-        for size in ("1GB", "4GB")
-    )
-    assert list(few) == ["", "8", "4"]
-    assert 0 < few[""]["memory"] < many[""]["memory"]
-    for kind in ("memory", "disk"):
-        assert few[""][kind] < few["8"][kind] < few["4"][kind]
-    quantized = facts_of(str(model), "--nodes", "1", "--memory", "1GB", "--kv-bits", "8")
-    assert list(quantized["sessions"]) == ["8", "4"]
-    assert "stay warm" in run(str(model), "--nodes", "1", "--memory", "1GB")
 
 
 def test_flags_change_the_plan(model: Path) -> None:

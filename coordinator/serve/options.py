@@ -1,0 +1,362 @@
+"""The options of `mtp-coord serve`, and those that other commands share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from coordinator.drafts.controller import MtpMode
+from coordinator.drafts.prompt_lookup import NgramMode
+from coordinator.images.encoder import VisionMode
+from coordinator.planning.capacity import DEFAULT_SEQUENCES
+from coordinator.planning.groups import MAX_GROUP, Parallel, Prefer
+from coordinator.trust.registry import API_KEY
+from mtp.checkpoint.hub.resolve import BUILTIN, local_repos
+from proto import state_dir
+from proto.announcement import is_loopback, parse_address
+from proto.control import Kernels
+from proto.errors import UsageError
+from proto.images import MAX_IMAGES
+from proto.terminal.logs import LogFormat, LogLevel
+from proto.terminal.options import Parsed, StateOption
+from proto.terminal.progress import parse_size
+
+DEFAULT_WAIT = 5.0
+"""Seconds to look for workers when neither --wait nor --nodes is given. A local mDNS answer takes about one."""
+
+JOIN_PORT = 50504
+"""Default port of --listen."""
+
+ONE_PIPELINE = Parallel()
+AUTO = MtpMode()
+
+
+def parse_join_address(text: str) -> tuple[str, int]:
+    """Return the host and port of --listen. Raises UsageError."""
+    return parse_address("--listen", text, JOIN_PORT)
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Return the names of the models on this machine that begin with `incomplete`, for a shell's completion."""
+    return [name for name in (BUILTIN, *local_repos()) if name.startswith(incomplete)]
+
+
+ModelOption = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A directory, a hub repo, or 'builtin'.",
+        show_default=False,
+        autocompletion=complete_model,
+    ),
+    typer.Option(
+        "--model", metavar="MODEL", help="The same, as an option.", autocompletion=complete_model
+    ),
+]
+ExactOption = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="Compute every token with the same arithmetic, so that drafts, other requests and the number of equal "
+        "machines never change an answer. Costs speed on GPUs, most of it for long prompts.",
+    ),
+]
+SlicesOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=MAX_GROUP,
+        help="With --exact: compute every layer in N slices, so that an answer is the same in groups of any size that "
+        "divides N. The default is the size of the group that --parallel names.",
+    ),
+]
+MtpOption = Annotated[
+    MtpMode,
+    typer.Option(
+        help="Drafts a step: auto, off, a number, or filled: several windows of an answer in flight."
+    ),
+    Parsed(MtpMode.parse),
+]
+NgramOption = Annotated[
+    NgramMode,
+    typer.Option(
+        help="Drafts from the text itself, which continue an earlier place of the newest tokens, where they pay."
+    ),
+]
+ParallelOption = Annotated[
+    Parallel,
+    typer.Option(
+        metavar="auto|pipeline|tensor|GxN",
+        help="How machines share the model: its layers one after another, every layer in one group, or G groups of N "
+        "machines. auto takes what --prefer is best with.",
+    ),
+    Parsed(Parallel.parse),
+]
+PreferOption = Annotated[
+    Prefer, typer.Option(help="The aim of --parallel auto: one stream, or many of them.")
+]
+DtypeOption = Annotated[
+    Literal["float32", "float16", "bfloat16"] | None,
+    typer.Option(help="Compute in this type instead of the stored one."),
+]
+KvBitsOption = Annotated[
+    int | None,
+    typer.Option(help="Quantize keys and values."),
+    Parsed(int, Literal["4", "8"]),
+]
+WorkersOption = Annotated[
+    tuple[str, ...],
+    typer.Option(metavar="HOST:PORT", help="A worker besides those mDNS finds; repeatable."),
+]
+NoMdnsOption = Annotated[bool, typer.Option("--no-mdns", help="Use only those of --worker.")]
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The flags of `mtp-coord serve`. Times are in seconds, sizes in bytes."""
+
+    model: ModelOption = BUILTIN
+    host: Annotated[str, typer.Option(help="Address for HTTP.")] = "127.0.0.1"
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port for HTTP; 0 chooses a free one.")
+    ] = 8080
+    worker: WorkersOption = ()
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Wait for this many workers before the first plan.")
+    ] = None
+    wait: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Seconds to look for workers; afterwards those that joined serve, or this process alone. With "
+            f"--nodes, too few workers are then an error.  [default: {DEFAULT_WAIT:g}; no limit with --nodes]",
+            show_default=False,
+        ),
+    ] = None
+    alone_ok: Annotated[
+        bool,
+        typer.Option("--alone-ok", help="Serve with fewer than --nodes, or alone, after --wait."),
+    ] = False
+    parallel: ParallelOption = ONE_PIPELINE
+    prefer: PreferOption = Prefer.latency
+    no_auto_replan: Annotated[
+        bool,
+        typer.Option(
+            "--no-auto-replan",
+            help="Use workers that join later only after mtp-coord replan, not when no answer is open.",
+        ),
+    ] = False
+    single_node: Annotated[
+        bool, typer.Option("--single-node", help="Use no worker: serve in this process.")
+    ] = False
+    no_mdns: NoMdnsOption = False
+    dtype: DtypeOption = None
+    mtp: MtpOption = AUTO
+    ngram: NgramOption = NgramMode.auto
+    kv_bits: KvBitsOption = None
+    exact: ExactOption = False
+    slices: SlicesOption = None
+    max_sequences: Annotated[
+        int, typer.Option(min=1, max=256, help="Most requests served at once; others queue.")
+    ] = DEFAULT_SEQUENCES
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=8192,
+            help="Most tokens of a prompt that travel together.  [default: 512; 1024 if all machines are M5]",
+        ),
+    ] = None
+    no_prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--no-prefix-cache", help="Keep no state of prompts for later ones that begin the same."
+        ),
+    ] = False
+    prefix_disk: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Keep the state of prompts on disk, such as 100GB, over restarts. Workers have the same flag.",
+        ),
+        Parsed(parse_size),
+    ] = None
+    vision: Annotated[
+        VisionMode,
+        typer.Option(
+            help="Read the part for images when the first one comes, at the start, or never."
+        ),
+    ] = VisionMode.auto
+    max_images: Annotated[
+        int, typer.Option(min=0, max=MAX_IMAGES, help="Most images of one request.")
+    ] = 32
+    share_weights: Annotated[
+        bool,
+        typer.Option(
+            "--share-weights",
+            help="Send workers that lack the model's files their layers from here. Without it they read "
+            "them from the hub, where the model is a hub repo.",
+        ),
+    ] = False
+    failure_timeout: Annotated[
+        float, typer.Option(min=0.2, help="Seconds of silence after which a worker counts as lost.")
+    ] = 3.0
+    api_key: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="KEY",
+            envvar=API_KEY,
+            help="Answer only who sends this key, or another one given; repeatable. The variable takes several, "
+            "with spaces between, and is not seen in a list of processes.",
+        ),
+    ] = field(default=(), repr=False)
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="ORIGIN",
+            help="A web page's origin, as https://chat.example, that may call from a browser, or '*' for any; "
+            "repeatable.",
+        ),
+    ] = ()
+    served_model_name: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="NAME",
+            help="Another name of the model, for clients with a hard-coded one; repeatable.",
+        ),
+    ] = ()
+    clamp_max_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--clamp-max-tokens",
+            help="Lower a request's max_tokens to the room left instead of rejecting the request.",
+        ),
+    ] = False
+    allow_sleep: Annotated[
+        bool, typer.Option("--allow-sleep", help="Let a Mac fall asleep while it serves.")
+    ] = False
+    kernels: Annotated[
+        Kernels,
+        typer.Option(help="This project's kernels, MLX's operations, or on a Mac the faster ones."),
+    ] = Kernels.auto
+    no_wired_memory: Annotated[
+        bool,
+        typer.Option(
+            "--no-wired-memory",
+            help="Let macOS page the weights of this process out. The default on machines of 16 GB and less.",
+        ),
+    ] = False
+    listen: Annotated[
+        tuple[str, int] | None,
+        typer.Option(
+            metavar="HOST[:PORT]",
+            help="Where other machines join this cluster by a token (mtp-coord token create). The first start makes "
+            "the cluster's certificate authority.",
+        ),
+        Parsed(parse_join_address),
+    ] = None
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            help="Certificate of the HTTP server (PEM). Off loopback the default is one of the cluster."
+        ),
+    ] = None
+    tls_key: Annotated[Path | None, typer.Option(help="Private key of --tls-cert (PEM).")] = None
+    allowed_host: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="NAME",
+            help="A name of this server that clients may use besides its addresses and host name; repeatable.",
+        ),
+    ] = ()
+    state_dir: StateOption = None
+    no_journal: Annotated[
+        bool,
+        typer.Option(
+            "--no-journal",
+            help="Keep stored answers in memory only. Without it they are kept in the state directory and continue "
+            "after a restart.",
+        ),
+    ] = False
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Serve --host without TLS and keys, and use any worker on the network without encryption.",
+        ),
+    ] = False
+    log_level: Annotated[LogLevel, typer.Option(help="Least severity to log.")] = LogLevel.info
+    log_format: Annotated[LogFormat, typer.Option(help="Log lines for people or as JSON.")] = (
+        LogFormat.text
+    )
+
+    @property
+    def state(self) -> Path:
+        """The state directory."""
+        return state_dir.state_dir(self.state_dir)
+
+    @property
+    def required_nodes(self) -> int | None:
+        """The number of workers that the first plan needs; None accepts any number."""
+        return self.nodes or self.parallel.machines
+
+    @property
+    def layer_slices(self) -> int:
+        """The number of slices in which every layer is computed."""
+        return checked_slices(self.slices, self.exact, self.parallel, self.nodes)
+
+    @property
+    def is_open(self) -> bool:
+        """True if clients need no key."""
+        return self.insecure or is_loopback(self.host)
+
+    def check(self) -> None:
+        """Raise UsageError for flags that do not go together."""
+        shared = self.parallel.auto or self.parallel.size != 1
+        machines = self.parallel.machines
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise UsageError("--tls-cert and --tls-key belong together. Give both, or neither")
+        if shared and self.single_node:
+            raise UsageError(
+                f"--parallel {self.parallel} shares layers between workers. Leave out --single-node"
+            )
+        if shared and self.nodes is not None and machines not in (None, self.nodes):
+            raise UsageError(
+                f"--parallel {self.parallel} needs {machines} machines, and --nodes is {self.nodes}"
+            )
+        if self.single_node and (self.worker or self.nodes):
+            raise UsageError("--single-node uses no worker. Leave out --worker and --nodes")
+        if self.alone_ok and self.required_nodes is None:
+            raise UsageError("--alone-ok needs --nodes. Without it, serving alone is allowed")
+        if self.prefix_disk is not None and self.no_prefix_cache:
+            raise UsageError("--prefix-disk keeps prefixes on disk. Leave out --no-prefix-cache")
+        if any(not key.strip() for key in self.api_key):
+            raise UsageError("--api-key: an empty key would let everybody in")
+        checked_slices(self.slices, self.exact, self.parallel, self.nodes)
+
+
+def checked_slices(
+    slices: int | None, exact: bool, parallel: Parallel = ONE_PIPELINE, nodes: int | None = None
+) -> int:
+    """Return the value of --slices. Raises UsageError if it does not suit the flags beside it."""
+    if not exact:
+        if slices is not None:
+            raise UsageError(
+                f"--slices {slices} is a part of --exact. Add --exact, or leave it out"
+            )
+        return 1
+    size = parallel.size or min(nodes or 0, MAX_GROUP)
+    if slices is None and (not size or parallel.auto):
+        raise UsageError(
+            f"--parallel {parallel} with --exact needs --slices N: groups of every size that divides N then give the "
+            "same answers"
+        )
+    slices = slices or size
+    if parallel.size and slices % parallel.size:
+        raise UsageError(
+            f"--slices {slices} cannot be shared by groups of {size}. Use a multiple of {size}"
+        )
+    return slices
