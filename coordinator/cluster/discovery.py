@@ -1,4 +1,4 @@
-"""The workers on this network: found by zeroconf or by macOS's own responder, and which of them run here."""
+"""The workers on this network, found by mDNS, and which of them run here."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-import re
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Self
 
 import psutil
@@ -32,79 +29,6 @@ def on_this_machine(address: str) -> bool:
         return True
     own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
     return host in own
-
-
-SCAN_SECONDS = 3.0
-"""Seconds. `dns-sd` never ends by itself, and a local answer takes about one."""
-
-STOP_SECONDS = 2.0
-"""Seconds. Longest wait for `dns-sd` to end."""
-
-_SRV = re.compile(r"^(\S+)\s+SRV\s+\d+\s+\d+\s+(\d+)\s+(\S+?)\.?\s*(?:;.*)?$")
-_TXT = re.compile(r"^(\S+)\s+TXT\s+(.*)$")
-_QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
-_DECIMAL = re.compile(rb"\\(\d{3})")
-
-
-@dataclass(frozen=True)
-class ServiceRecord:
-    """One announced service: its instance, host name, port and TXT record."""
-
-    instance: str
-    host: str
-    port: int
-    txt: dict[bytes, bytes | None]
-
-
-async def scan(service: str, seconds: float = SCAN_SECONDS) -> list[ServiceRecord]:
-    """Return the services of type `service` that answer within `seconds`. Raises OSError without `dns-sd`."""
-    process = await asyncio.create_subprocess_exec(
-        *("dns-sd", "-Z", service, "local."),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    assert process.stdout is not None
-    reading = asyncio.create_task(process.stdout.read())
-    try:
-        await asyncio.wait({reading}, timeout=seconds)
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        try:
-            async with asyncio.timeout(STOP_SECONDS):
-                await process.wait()
-                output = await reading
-        except TimeoutError:
-            process.kill()
-            reading.cancel()
-            output = b""
-    return parse_zone(output.decode(errors="replace"))
-
-
-def parse_zone(text: str) -> list[ServiceRecord]:
-    """Return the services in the zone file that `dns-sd -Z` prints. Lines of other kinds are ignored."""
-    places: dict[str, tuple[str, int]] = {}
-    records: dict[str, dict[bytes, bytes | None]] = {}
-    for line in text.splitlines():
-        if srv := _SRV.match(line):
-            places[srv[1]] = (srv[3], int(srv[2]))
-        elif txt := _TXT.match(line):
-            records[txt[1]] = _entries(txt[2])
-    return [
-        ServiceRecord(instance, host, port, records.get(instance, {}))
-        for instance, (host, port) in places.items()
-    ]
-
-
-def _entries(text: str) -> dict[bytes, bytes | None]:
-    """Return the quoted `key=value` strings of a TXT record. A key without `=` has the value None."""
-    found: dict[bytes, bytes | None] = {}
-    for quoted in _QUOTED.findall(text):
-        raw = _DECIMAL.sub(lambda m: bytes([int(m[1]) % 256]), quoted.encode())
-        key, equals, value = re.sub(rb"\\(.)", rb"\1", raw).partition(b"=")
-        found[key] = value if equals else None
-    return found
 
 
 RESOLVE_SECONDS = 3.0
@@ -171,9 +95,6 @@ class Discovery:
                         await asyncio.sleep(RESCAN_SECONDS)
                         await zeroconf.zeroconf.async_update_interfaces()
             except (OSError, RuntimeError, ZeroconfError) as error:  # RuntimeError: no interface
-                if sys.platform == "darwin":
-                    with contextlib.suppress(OSError):  # no dns-sd
-                        await self._browse_by_dns_sd()
                 if not self.problem:
                     self.problem = f"{type(error).__name__}: {error}"
                     log.warning(
@@ -181,32 +102,6 @@ class Discovery:
                         extra={"error": self.problem},
                     )
                 await asyncio.sleep(RESCAN_SECONDS)
-
-    async def _browse_by_dns_sd(self) -> None:
-        """Ask macOS's own responder until cancelled. Raises OSError if the program `dns-sd` is missing."""
-        service = SERVICE_TYPE.removesuffix(".local.")
-        earlier: set[str] = set()
-        while True:
-            records = await scan(service, SCAN_SECONDS)
-            for record in records:
-                await self._add_record(record)
-            names = {record.instance for record in records}
-            for name in earlier - names:
-                self._known.pop(name, None)
-            earlier = names
-            await asyncio.sleep(RESCAN_SECONDS)
-
-    async def _add_record(self, record: ServiceRecord) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            announcement = Announcement.from_txt(record.txt, record.port)
-            found = await loop.getaddrinfo(record.host, record.port, family=socket.AF_INET)
-        except (ProtocolError, OSError) as error:
-            details = {"instance": record.instance, "error": str(error)}
-            log.debug("mDNS record ignored", extra=details)
-            return
-        hosts = order_hosts([str(entry[4][0]) for entry in found], own_networks())
-        self._add_announced(record.instance, hosts, announcement)
 
     def _resolve_change(
         self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
@@ -229,19 +124,14 @@ class Discovery:
             announcement = Announcement.from_txt(info.properties, info.port)
             hosts = order_hosts(info.parsed_addresses(IPVersion.V4Only), own_networks())
             hosts += info.parsed_scoped_addresses(IPVersion.V6Only)
-            self._add_announced(name, hosts, announcement)
+            addresses = [join_address(h, announcement.port) for h in hosts[:MAX_ADDRESSES]]
+            if addresses and not set(addresses) & set(self._static):
+                self._add_candidate(Candidate(name, tuple(addresses), announcement))
         except (ProtocolError, ValueError, OSError, ZeroconfError) as error:
             log.debug("mDNS record ignored", extra={"instance": name, "error": str(error)})
         finally:
             if self._resolving.get(name) is asyncio.current_task():
                 del self._resolving[name]
-
-    # ---- candidates
-
-    def _add_announced(self, name: str, hosts: list[str], announcement: Announcement) -> None:
-        addresses = [join_address(h, announcement.port) for h in hosts[:MAX_ADDRESSES]]
-        if addresses and not set(addresses) & set(self._static):
-            self._add_candidate(Candidate(name, tuple(addresses), announcement))
 
     def _add_candidate(self, candidate: Candidate) -> None:
         if candidate.id in self._known or len(self._known) < MAX_CANDIDATES:

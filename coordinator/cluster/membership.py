@@ -92,9 +92,6 @@ JOIN_SECONDS = 2.0
 PROBE_SECONDS = 1.0
 """Seconds. Deadline for a worker to answer after a plan failed for an unknown reason."""
 
-REFUSED_LOG_SECONDS = 60.0
-"""Seconds between two warnings about a peer that does not prove to be a member of the cluster."""
-
 Descriptions = dict[WorkerClient, Member | str]
 """The member that each watched worker is, or the reason for its refusal."""
 
@@ -117,8 +114,8 @@ class Membership:
         self._started = self.clock()
         self._joining: dict[str, Member] = {}  # watched, without a first status yet
         self._described_at: dict[str, float] = {}  # time of each candidate's last Describe
-        self._last_errors: dict[str, tuple[type[ClusterError], float]] = {}
-        """Kind and time of the last logged error of each address that did not answer as a worker."""
+        self._last_errors: dict[str, type[ClusterError]] = {}
+        """Kind of the last logged error of each address that did not answer as a worker."""
         self._discovery = Discovery(self.options.addresses, mdns=self.options.mdns)
         self._background = BackgroundTasks()
 
@@ -202,18 +199,17 @@ class Membership:
     def _record_silence(self, candidate: Candidate, address: str, error: ClusterError) -> None:
         """Log an address that did not answer as a worker, once for each kind of error.
 
-        A peer that does not prove to be a member is logged once a minute, and it is shown as refused. A silent address
-        is logged at debug level if mDNS announced it or if it was a worker before: mDNS records outlive a worker and
-        may name addresses that only other machines reach.
+        A peer that does not prove to be a member is shown as refused. A silent address is logged at debug level if mDNS
+        announced it or if it was a worker before: mDNS records outlive a worker and may name addresses that only other
+        machines reach.
         """
         member = self.view().members.get(address)
         # Workers that announce another cluster are none of this one's concern.
         named = isinstance(error, AccessError) and candidate.announcement is None
         refused = named or any(text in str(error) for text in NO_MEMBERS)
         known = member and member.state is MemberState.REFUSED and not member.failure_count
-        kind, logged = self._last_errors.get(address, (None, -REFUSED_LOG_SECONDS))
-        if kind is not type(error) or (refused and self.clock() >= logged + REFUSED_LOG_SECONDS):
-            self._last_errors[address] = type(error), self.clock()
+        if self._last_errors.get(address) is not type(error):
+            self._last_errors[address] = type(error)
             silent = isinstance(error, WorkerLostError | DeadlineError) and not refused
             expected = silent and (candidate.announcement is not None or member is not None)
             level = logging.DEBUG if expected else logging.WARNING

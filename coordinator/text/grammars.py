@@ -10,16 +10,16 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import os
 import signal
-import socket
-import struct
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
@@ -238,13 +238,15 @@ MAX_GROWTH = 256 * 2**20
 """Bytes. Largest growth of the process's memory by one job."""
 
 LOOK_SECONDS = 0.02
-"""Seconds between two looks at the memory of the process."""
+"""Seconds between two looks of the process at its memory."""
+
+TOO_LARGE = 3
+"""Exit code of a process whose job exceeds MAX_GROWTH."""
 
 MAX_RESULTS = 64
 """Results kept for requests with the same format, refusals among them: 16 MB of the largest grammars."""
 
-_LENGTH = struct.Struct("!i")
-"""The length before a message, as `multiprocessing.connection` writes it."""
+Process = subprocess.Popen[bytes]
 
 
 class GrammarProcess:
@@ -252,11 +254,10 @@ class GrammarProcess:
 
     def __init__(self, vocabulary: bytes) -> None:
         self.vocabulary = vocabulary
-        self._results: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
+        self.process: Process | None = None
+        """The process that waits for jobs, if one has started."""
+        self._results: OrderedDict[bytes, dict[str, str]] = OrderedDict()
         self._turn, self._starting = asyncio.Lock(), asyncio.Lock()
-        self._connection: socket.socket | None = None
-        self._process: psutil.Process | None = None
-        self._stop: weakref.finalize[Any, Any] | None = None
 
     async def compile(self, outputs: Sequence[OutputFormat]) -> bytes:
         """Return the grammar of the first of `outputs`, or raise RequestError for the first refusal of the others.
@@ -276,16 +277,16 @@ class GrammarProcess:
         result = self._results[key]
         if "refusal" in result:
             raise RequestError(result["refusal"], param=result["param"])
-        return str(result["grammar"]).encode()
+        return result["grammar"].encode()
 
     def close(self) -> None:
         """End the process."""
-        if self._stop is not None:
-            self._stop()
-        self._connection = None
+        if self.process is not None:
+            _end(self.process)
+        self.process = None
 
     async def _compile_in_turn(self, key: bytes, job: bytes, param: str) -> None:
-        await self._connected()  # the start of the process is no wait for other requests
+        await self._started()  # the start of the process is no wait for other requests
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 await self._turn.acquire()
@@ -302,118 +303,116 @@ class GrammarProcess:
         finally:
             self._turn.release()
 
-    async def _run(self, job: bytes, param: str) -> dict[str, Any]:
+    async def _run(self, job: bytes, param: str) -> dict[str, str]:
         """Return a job's result. End the process for one above a bound. Raises NotReadyError if it ends itself."""
-        connection = await self._connected()
-        working = asyncio.create_task(_exchange(connection, job))
+        process, answer = await self._started(), b""
         try:
-            bound = await self._watch(working)
-            if not bound:
-                return dict(working.result())
-        except (OSError, ValueError, psutil.Error) as error:
-            # The format need not be the cause, so this is no result to keep.
-            raise NotReadyError("The compiler of formats has ended. Try again.") from error
+            async with asyncio.timeout(JOB_SECONDS):
+                answer = await asyncio.to_thread(_ask, process, job + b"\n")
+            if answer:
+                return dict(json.loads(answer))
+            if await asyncio.to_thread(process.wait) != TOO_LARGE:
+                # The format need not be the cause, so this is no result to keep.
+                raise NotReadyError("The compiler of formats has ended. Try again.")
+            bound = f"{MAX_GROWTH // 2**20} MiB"
+        except TimeoutError:
+            bound = f"{JOB_SECONDS:g} s"
         finally:
-            if not working.done() or working.cancelled() or working.exception():
-                working.cancel()
-                # It reads from the connection, which must be open until it has ended.
-                await asyncio.wait({working})
+            if not answer:
                 self.close()
-        text = f"{param}: compiling the format {bound}. Send a smaller format."
+        text = f"{param}: compiling the format takes more than {bound}. Send a smaller format."
         return {"refusal": text, "param": param}
 
-    async def _watch(self, working: asyncio.Task[Any]) -> str:
-        """Wait for the end of a job. Return the bound that it exceeds, or an empty text."""
-        assert self._process is not None
-        clock = asyncio.get_running_loop().time
-        due, least = clock() + JOB_SECONDS, self._process.memory_info().rss
-        while not working.done():
-            await asyncio.wait({working}, timeout=LOOK_SECONDS)
-            if working.done():
-                break
-            if clock() >= due:
-                return f"takes more than {JOB_SECONDS:g} s"
-            if self._process.memory_info().rss - least > MAX_GROWTH:
-                return f"takes more than {MAX_GROWTH // 2**20} MiB"
-        return ""
-
-    async def _connected(self) -> socket.socket:
-        """Return the connection to the process, started if needed. Raises NotReadyError if it does not start."""
+    async def _started(self) -> Process:
+        """Return the process, started if needed. Raises NotReadyError if it does not start."""
         async with self._starting:
-            return self._connection or await self._start()
+            if self.process is None:
+                self.process = await self._start()
+            return self.process
 
-    async def _start(self) -> socket.socket:
-        """Start the process and give it the vocabulary."""
-        process, own = _start()
-        self._stop = weakref.finalize(self, _end, process, own)
-        self._process = psutil.Process(process.pid)
+    async def _start(self) -> Process:
+        process = _new_process()
+        end, answer = weakref.finalize(self, _end, process), b""
         try:
             async with asyncio.timeout(START_SECONDS):
-                await _send(own, self.vocabulary)
-                await _receive(own)
-        except BaseException as error:
-            self.close()
-            if not isinstance(error, OSError):  # TimeoutError is one
-                raise
-            text = "The compiler of formats does not start. Try again later."
-            raise NotReadyError(text) from error
-        self._connection = own
-        return own
+                facts = f"{len(self.vocabulary)} {MAX_GROWTH}\n".encode()
+                answer = await asyncio.to_thread(_ask, process, facts + self.vocabulary)
+        except TimeoutError:
+            pass
+        finally:
+            if not answer:
+                end()
+        if not answer:
+            raise NotReadyError("The compiler of formats does not start. Try again later.")
+        return process
 
 
-def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a process, and return it with this end of its connection."""
-    own, other = socket.socketpair()
-    own.setblocking(False)
+def _new_process() -> Process:
     command = [sys.executable, "-c", f"from {__name__} import main; main()"]
-    null = subprocess.DEVNULL
-    with other:
-        return subprocess.Popen(command, stdin=other.fileno(), stdout=null, stderr=null), own
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null)
 
 
-def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    connection.close()
+def _ask(process: Process, data: bytes) -> bytes:
+    """Send `data`, and return the line that the process answers, or nothing if it has ended. Blocks."""
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(OSError):
+        process.stdin.write(data)
+        process.stdin.flush()
+    return process.stdout.readline()
+
+
+def _end(process: Process) -> None:
+    """End the process, and with it the thread that waits for its answer."""
     process.kill()
     process.wait()
-
-
-async def _exchange(connection: socket.socket, job: bytes) -> Any:
-    await _send(connection, job)
-    return json.loads(await _receive(connection))
-
-
-async def _send(connection: socket.socket, data: bytes) -> None:
-    await asyncio.get_running_loop().sock_sendall(connection, _LENGTH.pack(len(data)) + data)
-
-
-async def _receive(connection: socket.socket) -> bytes:
-    """Return the next message. Raises ConnectionError if the process has ended."""
-    loop, data = asyncio.get_running_loop(), bytearray()
-    while len(data) < _LENGTH.size or len(data) < _LENGTH.size + _LENGTH.unpack_from(data)[0]:
-        piece = await loop.sock_recv(connection, 2**16)
-        if not piece:
-            raise ConnectionError("the process has ended")
-        data += piece
-    return bytes(data[_LENGTH.size :])
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):  # text that was not sent
+            if pipe is not None:
+                pipe.close()
 
 
 # ---- in the process
 
 
 def main() -> None:
-    """Compile the jobs of the connection at descriptor 0, until it ends."""
+    """Compile the jobs of the standard input, one a line, until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the server, which ends this process
-    connection = Connection(0)
-    tokenizer = tokenizer_of(connection.recv_bytes())
-    connection.send_bytes(b"ready")
-    with contextlib.suppress(EOFError):
-        while job := connection.recv_bytes():
-            signal.alarm(round(3 * JOB_SECONDS))  # ends this process even if its server is gone
-            connection.send_bytes(json.dumps(_result(json.loads(job), tokenizer)).encode())
-            signal.alarm(0)
+    jobs, results = sys.stdin.buffer, sys.stdout.buffer
+    length, growth = map(int, jobs.readline().split())
+    tokenizer = tokenizer_of(jobs.read(length))
+    watch = _MemoryWatch(growth)
+    threading.Thread(target=watch.run, daemon=True).start()
+    results.write(b"ready\n")
+    results.flush()
+    for job in jobs:
+        signal.alarm(round(3 * JOB_SECONDS))  # ends this process even if its server is gone
+        watch.begin_job()
+        results.write(json.dumps(_result(json.loads(job), tokenizer)).encode() + b"\n")
+        results.flush()
+        signal.alarm(0)
 
 
-def _result(job: list[dict[str, Any]], tokenizer: Any) -> dict[str, str]:
+class _MemoryWatch:
+    """The end of this process when a job takes more than `growth` bytes. The compiler lets other threads run."""
+
+    def __init__(self, growth: int) -> None:
+        self._growth = growth
+        self._process = psutil.Process()
+        self.begin_job()
+
+    def begin_job(self) -> None:
+        """Count from the present memory."""
+        self._least = self._process.memory_info().rss
+
+    def run(self) -> None:
+        """Look at the memory without end."""
+        while self._process.memory_info().rss - self._least <= self._growth:
+            time.sleep(LOOK_SECONDS)
+        os._exit(TOO_LARGE)
+
+
+def _result(job: list[dict[str, Any]], tokenizer: LLTokenizer) -> dict[str, str]:
     """Return the grammar of the first format of a job, or the refusal."""
     refusals = []
     for output in [OutputFormat(**fields) for fields in job]:

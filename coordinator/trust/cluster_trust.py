@@ -11,7 +11,7 @@ import socket
 import ssl
 import tempfile
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,9 +56,6 @@ def make_invitation(trust: ClusterTrust) -> Invitation:
     return Invitation(command, round(time.time() + INVITATION_SECONDS))
 
 
-MAX_OPEN, MAX_OPEN_OF_PEER = 64, 8
-"""Bound the joins in progress, in all and from one address. Above twice as many, connections end at once."""
-
 MAX_FAILURES, MAX_FAILURES_OF_PEER = 1000, 20
 FAILURE_SECONDS = 60.0
 """Bound the refused tokens within these seconds, in all and from one address. Above a bound joins are refused."""
@@ -79,7 +76,6 @@ class JoinServer:
     def __init__(self, authority: Authority, registry: Registry) -> None:
         self._authority = authority
         self._registry = registry
-        self._open: Counter[str] = Counter()  # joins in progress by address
         self._failures: deque[tuple[float, str]] = deque()
         """Monotonic seconds and peer of each refused token, the oldest first."""
         self._context, self._certificate = self._new_context()
@@ -109,12 +105,8 @@ class JoinServer:
         return context, from_pem(chain)[0]
 
     async def _join(self, connection: socket.socket) -> None:
-        """Handle one connection, with the present certificate. Close one above the bounds before its handshake."""
+        """Handle one connection, with the present certificate. The acceptor bounds their number."""
         peer = str(connection.getpeername()[0])
-        if self._open.total() >= 2 * MAX_OPEN or self._open[peer] >= 2 * MAX_OPEN_OF_PEER:
-            connection.close()
-            return
-        self._open[peer] += 1
         if self._authority.must_renew(self._certificate):
             self._context, self._certificate = self._new_context()
         context = self._context
@@ -141,8 +133,6 @@ class JoinServer:
             log.info("join ended early", extra={"peer": peer, "error": type(error).__name__})
         finally:
             connection.close()
-            self._open[peer] -= 1
-            self._open += Counter()  # drops the peers without joins
 
     async def _answer(
         self,
@@ -172,13 +162,12 @@ class JoinServer:
         await joining.write_message(writer, reply)
 
     def _is_limited(self, peer: str) -> bool:
-        """Return whether too many joins are in progress or were refused, in all or from `peer`."""
+        """Return whether too many joins were refused, in all or from `peer`."""
         now = time.monotonic()
         while self._failures and self._failures[0][0] < now - FAILURE_SECONDS:
             self._failures.popleft()
         failed = sum(address == peer for _, address in self._failures)
-        crowded = self._open.total() > MAX_OPEN or self._open[peer] > MAX_OPEN_OF_PEER
-        return crowded or len(self._failures) >= MAX_FAILURES or failed >= MAX_FAILURES_OF_PEER
+        return len(self._failures) >= MAX_FAILURES or failed >= MAX_FAILURES_OF_PEER
 
     def _admit(self, request: dict[str, object], session: bytes, peer: str) -> dict[str, str]:
         """Return the certificate for a valid request. Raises AccessError or ProtocolError otherwise."""

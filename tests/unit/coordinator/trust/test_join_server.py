@@ -23,7 +23,6 @@ from coordinator.trust.authority import Authority
 from coordinator.trust.cluster_trust import (
     LIMITED,
     MAX_FAILURES_OF_PEER,
-    MAX_OPEN_OF_PEER,
     REFUSED,
     JoinServer,
 )
@@ -116,32 +115,6 @@ async def test_a_refused_join_has_no_effect_on_the_limit(
                 assert LIMITED in str(error)
 
 
-async def test_silent_connections_are_bounded(tmp_path: Path) -> None:
-    """Connections that say nothing occupy a few places of their address, and are counted no longer when they end."""
-    async with joining(tmp_path) as (_, token):
-        host, _, port = token.address.partition(":")
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        silent = [
-            await asyncio.open_connection(host, int(port), ssl=context)
-            for _ in range(cluster_trust.MAX_OPEN_OF_PEER)
-        ]
-        for reader, _ in silent:
-            await reader.readline()
-        with pytest.raises(AccessError, match="too many joins"):
-            await join(token, "mac-2", tmp_path / "b")
-        for _, writer in silent:
-            writer.transport.abort()
-        for _ in range(200):
-            await asyncio.sleep(0.05)
-            try:
-                await join(token, "mac-2", tmp_path / "b")
-                break
-            except AccessError as error:
-                assert LIMITED in str(error)
-        assert (tmp_path / "b" / "node.key").exists()
-
-
 @pytest.mark.parametrize("rotations", [1, 2])
 async def test_machines_join_after_rotations(tmp_path: Path, rotations: int) -> None:
     """Tokens from before and after a rotation admit machines, without a restart of the coordinator."""
@@ -227,27 +200,6 @@ def test_a_node_may_not_issue_the_certificate_of_the_server(tmp_path: Path) -> N
         _check_server(
             forged.public_bytes(Encoding.DER), authority.bundle + member.certificate, token
         )
-
-
-async def test_handshakes_of_strangers_are_bounded(tmp_path: Path) -> None:
-    """Connections above the bound end at once, and the machines of another address join."""
-    async with joining(tmp_path) as (_, token):
-        host, _, port = token.address.rpartition(":")
-        held = [await asyncio.open_connection(host, int(port)) for _ in range(3 * MAX_OPEN_OF_PEER)]
-        ends = [asyncio.create_task(reader.read()) for reader, _ in held]
-        async with asyncio.timeout(20):
-            while (
-                len(still := [end for end in ends if not end.done()]) > len(ends) - MAX_OPEN_OF_PEER
-            ):
-                await asyncio.wait(still, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.sleep(0.1)
-        assert sum(end.done() for end in ends) == MAX_OPEN_OF_PEER, "the others stay"
-        for end in ends:
-            end.cancel()
-        for _, writer in held:
-            writer.close()
-        await asyncio.sleep(0.2)
-        assert (await join(token, "mac-2", tmp_path / "b")).identity.cluster == token.cluster
 
 
 @pytest.mark.parametrize(
