@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,49 +34,12 @@ if TYPE_CHECKING:  # at run time it would take seconds in the process that compi
     from coordinator.text.tokenizer import Tokenizer
     from mtp.checkpoint.families.family import CallForm
 
-_TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
 
-_MAPS = ("$defs", "definitions", "properties", "patternProperties")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SCHEMAS = ("items", "additionalProperties", "not")
-"""Keywords whose value has a schema for each key, is a list of schemas, or is a schema."""
-
-MAX_LEVELS = 100
-"""Maximum number of schemas inside each other, so that no recursion exceeds Python's limit."""
-
-
-def check_schema(schema: Any, path: str, level: int = 0) -> None:
-    """Raise RequestError with the path of the first value that is not a schema, as far as types show it."""
-    if isinstance(schema, bool):
-        return
-    if not isinstance(schema, dict):
-        raise RequestError(f"{path}: a schema is an object, not {schema!r:.60}", param=path)
-    if level > MAX_LEVELS:
-        raise RequestError(f"{path}: more than {MAX_LEVELS} levels. Use $ref.", param=path)
-    kinds = schema.get("type", [])
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
-        if not isinstance(kind, str) or kind not in _TYPES:
-            raise RequestError(f"{path}.type: {kind!r:.60} is not a type", param=f"{path}.type")
-    for names, required in ((_MAPS, dict), (_LISTS, list)):
-        for name in names:
-            if not isinstance(schema.get(name, required()), required):
-                noun = "an object" if required is dict else "a list"
-                raise RequestError(f"{path}.{name}: {noun} is required", param=f"{path}.{name}")
-    for inner, member in _members(schema, path):
-        check_schema(member, inner, level + 1)
-
-
-def _members(schema: Json, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas directly inside `schema`, with their paths."""
-    for name in _MAPS:
-        for key, member in schema.get(name, {}).items():
-            yield f"{path}.{name}.{key}", member
-    for name in _LISTS:
-        for index, member in enumerate(schema.get(name, [])):
-            yield f"{path}.{name}[{index}]", member
-    for name in _SCHEMAS:
-        if name in schema:
-            yield f"{path}.{name}", schema[name]
+def check_schema(schema: Any, path: str) -> None:
+    """Raise RequestError for a schema of arguments from which no grammar can be built. The compiler checks the rest."""
+    for name, kind, noun in (("properties", dict, "an object"), ("required", list, "a list")):
+        if not isinstance(schema.get(name, kind()), kind):
+            raise RequestError(f"{path}.{name}: {noun} is required", param=f"{path}.{name}")
 
 
 FormatKind = Literal["json_schema", "lark", "regex", "choice"]
@@ -110,23 +73,28 @@ def pack_vocabulary(tokenizer: Tokenizer) -> bytes:
 
 def compile_format(output: OutputFormat, tokenizer: LLTokenizer) -> bytes:
     """Return the grammar of a format after a trial of its cost. Blocks. Raises RequestError, naming the field."""
-    grammar = _grammar_text(output)
+    try:
+        grammar = _grammar_text(output)
+    except ValueError as error:  # such as too many levels
+        raise _refusal(output, str(error)) from error
     if len(grammar) > MAX_GRAMMAR_BYTES:
         raise RequestError(
             f"{output.param}: {len(grammar)} bytes exceed the limit of {MAX_GRAMMAR_BYTES}. Send a smaller format.",
             param=output.param,
         )
     if problem := grammar_problem(grammar, tokenizer):
-        raise RequestError(
-            f"{output.param}: the format cannot be compiled: {problem:.400}", param=output.param
-        )
+        raise _refusal(output, problem)
     return grammar.encode()
+
+
+def _refusal(output: OutputFormat, problem: str) -> RequestError:
+    text = f"{output.param}: the format cannot be compiled: {problem:.400}"
+    return RequestError(text, param=output.param)
 
 
 def _grammar_text(output: OutputFormat) -> str:
     match output.kind:
         case "json_schema":
-            check_schema(output.content, output.param)
             options: Any = {"whitespace_pattern": WHITESPACE}
             schema = json.dumps(output.content)
             return str(LLMatcher.grammar_from_json_schema(schema, defaults=options))
@@ -184,7 +152,7 @@ _TEXT_RULES = (
 def _xml_call(rule: str, function: Json) -> list[str]:
     parameters = function.get("parameters") or {}
     properties = parameters.get("properties") or {}
-    required = set(parameters.get("required") or ())
+    required = parameters.get("required") or ()
     rules, items = [], []
     for number, name in enumerate(properties):
         item = f"{rule}_p{number}"
@@ -319,7 +287,8 @@ class GrammarProcess:
             bound = f"{JOB_SECONDS:g} s"
         finally:
             if not answer:
-                self.close()
+                self.process = None
+                await asyncio.to_thread(_end, process)
         text = f"{param}: compiling the format takes more than {bound}. Send a smaller format."
         return {"refusal": text, "param": param}
 
@@ -331,8 +300,8 @@ class GrammarProcess:
             return self.process
 
     async def _start(self) -> Process:
-        process = _new_process()
-        end, answer = weakref.finalize(self, _end, process), b""
+        process, answer = await asyncio.to_thread(_new_process), b""
+        weakref.finalize(self, _end, process)
         try:
             async with asyncio.timeout(START_SECONDS):
                 facts = f"{len(self.vocabulary)} {MAX_GROWTH}\n".encode()
@@ -341,7 +310,7 @@ class GrammarProcess:
             pass
         finally:
             if not answer:
-                end()
+                await asyncio.to_thread(_end, process)
         if not answer:
             raise NotReadyError("The compiler of formats does not start. Try again later.")
         return process

@@ -11,7 +11,6 @@ import socket
 import ssl
 import tempfile
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,18 +55,11 @@ def make_invitation(trust: ClusterTrust) -> Invitation:
     return Invitation(command, round(time.time() + INVITATION_SECONDS))
 
 
-MAX_FAILURES, MAX_FAILURES_OF_PEER = 1000, 20
-FAILURE_SECONDS = 60.0
-"""Bound the refused tokens within these seconds, in all and from one address. Above a bound joins are refused."""
-
 REFUSED = "the coordinator refused the token: {}. Get a new one with mtp-coord token create"
 """The answer to a refused token, with the reason."""
 
 UNWRITABLE = "the coordinator cannot write its registry. Its log has the reason. Try again later"
 """The answer while the coordinator cannot keep the machine in its state directory."""
-
-LIMITED = "the coordinator has received too many joins. Try again in a minute"
-"""The answer above a limit, before the joining machine has sent anything."""
 
 
 class JoinServer:
@@ -76,8 +68,6 @@ class JoinServer:
     def __init__(self, authority: Authority, registry: Registry) -> None:
         self._authority = authority
         self._registry = registry
-        self._failures: deque[tuple[float, str]] = deque()
-        """Monotonic seconds and peer of each refused token, the oldest first."""
         self._context, self._certificate = self._new_context()
 
     @contextlib.asynccontextmanager
@@ -141,12 +131,7 @@ class JoinServer:
         peer: str,
         certificate: bytes,
     ) -> None:
-        greeting = {"authorities": self._authority.chain}
-        if self._is_limited(peer):
-            log.warning("join refused", extra={"peer": peer, "reason": "too many joins"})
-            await joining.write_message(writer, greeting | {"refused": LIMITED})
-            return
-        await joining.write_message(writer, greeting)
+        await joining.write_message(writer, {"authorities": self._authority.chain})
         # A program that connects by mistake, such as a gRPC client, ends here. It has tried no token.
         request = await joining.read_message(reader)
         tls = writer.get_extra_info("ssl_object")
@@ -156,18 +141,9 @@ class JoinServer:
             log.error("join failed", extra={"peer": peer, "error": str(error)})
             reply = {"refused": UNWRITABLE}
         except ClusterError as error:
-            self._failures.append((time.monotonic(), peer))
             log.warning("join refused", extra={"peer": peer, "reason": str(error)})
             reply = {"refused": REFUSED.format(error)}
         await joining.write_message(writer, reply)
-
-    def _is_limited(self, peer: str) -> bool:
-        """Return whether too many joins were refused, in all or from `peer`."""
-        now = time.monotonic()
-        while self._failures and self._failures[0][0] < now - FAILURE_SECONDS:
-            self._failures.popleft()
-        failed = sum(address == peer for _, address in self._failures)
-        return len(self._failures) >= MAX_FAILURES or failed >= MAX_FAILURES_OF_PEER
 
     def _admit(self, request: dict[str, object], session: bytes, peer: str) -> dict[str, str]:
         """Return the certificate for a valid request. Raises AccessError or ProtocolError otherwise."""

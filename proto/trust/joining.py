@@ -199,8 +199,6 @@ async def _exchange(
     certificate = tls.getpeercert(binary_form=True) or b""
     greeting = await read_message(reader)
     _check_server(certificate, text_of(greeting, "authorities"), token)
-    if "refused" in greeting:
-        raise AccessError(f"--join: {text_of(greeting, 'refused')}")
     key = certificates.new_key()
     request = certificates.signing_request(key)
     proof = token.proof(session_binding(tls, certificate), request)

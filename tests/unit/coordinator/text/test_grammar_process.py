@@ -193,4 +193,4 @@ async def test_the_cause_of_a_refused_call_is_named(compiler: GrammarProcess) ->
     good = OutputFormat("json_schema", {"type": "object"}, "tools[0].function.parameters")
     with pytest.raises(RequestError) as refused:
         await compiler.compile([OutputFormat("lark", "start: broken", "tools"), good, bad])
-    assert refused.value.param == "tools[1].function.parameters.type"
+    assert refused.value.param == "tools[1].function.parameters"
