@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from proto.announcement import Announcement
-from proto.span import Span
 from tests.support.processes.waits import until
 from worker.node import announce
 
@@ -29,10 +28,9 @@ async def test_a_worker_is_announced_by_the_system_s_responder(
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.setattr(announce, "AsyncZeroconf", port_in_use)
     monkeypatch.setattr("sys.platform", "darwin")
-    announcement = Announcement("0a1b2c3d4e5f6071", "mac-2", 50505, Span(0, 4))
+    announcement = Announcement("0a1b2c3d4e5f6071", "mac-2", 50505)
     async with asyncio.timeout(60), announce.announced(announcement, "127.0.0.1"):
         await until(lambda: said.exists())
     assert said.read_text() == (
-        "-R|mac-2-0a1b2c3d|_mtp-worker._tcp|local.|50505|"
-        "v=3|id=0a1b2c3d4e5f6071|name=mac-2|layers=0-3|"
+        "-R|mac-2-0a1b2c3d|_mtp-worker._tcp|local.|50505|id=0a1b2c3d4e5f6071|name=mac-2|"
     )
