@@ -118,12 +118,7 @@ def load_stage(
     kv_sharers = max(1, own[0].config.cut.size // checkpoint.config.num_kv_heads)
     checkpoint = checkpoint.cut_for(Cut(communicator.rank, communicator.size))
     parts = checkpoint.stage_parts(span, first=first, last=last, with_head=with_head)
-    if checkpoint.unknown:
-        raise CheckpointError(
-            f"{checkpoint.tensors[checkpoint.unknown[0]].file}: tensor {checkpoint.unknown[0]} belongs to "
-            f"no part of this model ({len(checkpoint.unknown)} in total): config.json may belong to another "
-            "checkpoint. Download both again."
-        )
+    checkpoint.check_names()
     if missing := missing_tensors(checkpoint, parts):
         raise checkpoint.missing_tensors_error(missing)
     for part in parts:

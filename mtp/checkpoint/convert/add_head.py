@@ -53,7 +53,7 @@ class HeadAddition:
     @property
     def nbytes(self) -> int:
         """Bytes to write."""
-        return sum(group.nbytes for group in self._groups(None))
+        return sum(array.nbytes for group in self._groups(None) for array in group.values())
 
     def write(self, source: Checkpoint, on_progress: OnProgress = lambda done, total: None) -> None:
         """Add the head from `source`, the planned source with its tensors on this machine. Raises CheckpointError."""

@@ -52,22 +52,28 @@ _NOT_BESIDE = (
 """The files that are copied: those of the tokenizer, not those that describe weights. PROCESSOR follows the tower."""
 
 
+Group = dict[str, mx.array]
+"""The tensors of one module by name, computed together."""
+
+
 def cut_shards(groups: Sequence[Group], limit: int) -> list[list[Group]]:
     """Split `groups` into shards of about `limit` bytes; a group is never split."""
     shards: list[list[Group]] = []
     size = limit
     for group in groups:
-        if size + group.nbytes > limit:
+        nbytes = sum(array.nbytes for array in group.values())
+        if size + nbytes > limit:
             shards.append([])
             size = 0
         shards[-1].append(group)
-        size += group.nbytes
+        size += nbytes
     return shards
 
 
 def shard_writer(path: Path, groups: Sequence[Group]) -> ShardWriter:
     """Return the writer of a file with the tensors of `groups`."""
-    return ShardWriter(path, [entry for group in groups for entry in group.entries])
+    arrays = [item for group in groups for item in group.items()]
+    return ShardWriter(path, [Entry(n, SAFETENSORS[a.dtype], tuple(a.shape)) for n, a in arrays])
 
 
 def write_shard(
@@ -79,13 +85,14 @@ def write_shard(
         writer.rewind(0)  # an earlier run may have left bytes, which have no hash
         groups.reverse()
         while groups:
-            group = groups.pop()
-            mx.eval(group.arrays)
-            for array in group.arrays:
+            before = writer.written
+            arrays = list(groups.pop().values())
+            mx.eval(arrays)
+            for array in arrays:
                 flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
                 writer.write(np.array(flat, copy=False).data)
-            on_bytes(group.nbytes)
-            del group, array, flat
+            on_bytes(writer.written - before)
+            del arrays, array, flat
             mx.clear_cache()
 
     writer.complete(write_all)
@@ -280,19 +287,6 @@ Predicate = Callable[[str, nn.Module], Choice]
 
 
 @dataclass
-class Group:
-    """The tensors of one module, computed together."""
-
-    entries: list[Entry]
-    arrays: list[mx.array]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors of the group."""
-        return sum(entry.nbytes for entry in self.entries)
-
-
-@dataclass
 class ConvertedWeights:
     """The groups of `backbone`, `head` and `vision` in writing order, and the `quantization` object or None.
 
@@ -316,11 +310,7 @@ def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeig
         raise CheckpointError(
             f"{checkpoint.path}: is quantized already. Convert from the checkpoint that Qwen publishes."
         )
-    if checkpoint.unknown:
-        raise CheckpointError(
-            f"{checkpoint.path}: tensor {checkpoint.unknown[0]} belongs to no part of this model "
-            f"({len(checkpoint.unknown)} in total): config.json may belong to another checkpoint. Download both again."
-        )
+    checkpoint.check_names()
     check_rows(checkpoint)
     if missing := missing_from_backbone(checkpoint):
         raise checkpoint.missing_tensors_error(missing)
@@ -402,12 +392,8 @@ def _load(
 
 def group_parameters(parameters: dict[str, mx.array]) -> list[Group]:
     """Return the parameters grouped by module, in their order."""
-    groups = []
-    for _, members in groupby(parameters.items(), key=lambda item: item[0].rpartition(".")[0]):
-        tensors = list(members)
-        entries = [Entry(n, SAFETENSORS[w.dtype], tuple(w.shape)) for n, w in tensors]
-        groups.append(Group(entries, [w for _, w in tensors]))
-    return groups
+    modules = groupby(parameters.items(), key=lambda item: item[0].rpartition(".")[0])
+    return [dict(members) for _, members in modules]
 
 
 # ---- the choice of quantization

@@ -167,6 +167,14 @@ class Checkpoint:
         needed = (name for source in self.plans[part].values() for name in source.tensors)
         return tuple(name for name in needed if name not in self.tensors)
 
+    def check_names(self) -> None:
+        """Raise CheckpointError for a tensor that belongs to no part of this model."""
+        if self.unknown:
+            raise CheckpointError(
+                f"{self.tensors[self.unknown[0]].file}: tensor {self.unknown[0]} belongs to no part of this model "
+                f"({len(self.unknown)} in total): config.json may belong to another checkpoint. Download both again."
+            )
+
     def stored_name(self, local: str) -> str:
         """Return the name under which this checkpoint would store the missing tensor `local`."""
         known = next((n for n in self.tensors if (local_name(n) or "").startswith("layers.")), "")
