@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from coordinator.drafts.averages import (
+    MEASURED_SAMPLES,
+    Acceptance,
+    DraftResult,
+    Shape,
+    StepCost,
+    StepCosts,
+    expected_run,
+    expected_tokens,
+)
 from coordinator.drafts.prompt_lookup import (
     LONGEST_MATCH,
     MOST_DRAFTS,
@@ -14,8 +25,6 @@ from coordinator.drafts.prompt_lookup import (
     NgramMatcher,
     NgramMode,
 )
-from coordinator.drafts.search import AcceptanceEstimate, DraftResult, Search, SearchReport
-from coordinator.drafts.step_costs import Shape, StepCost
 from proto.errors import UsageError
 
 MAX_DEPTH = 8
@@ -55,13 +64,39 @@ class MtpMode:
         return str(self.depth) if self.depth else "off"
 
 
-FILLED_WIDTHS = (1, 2, 3, 4, 6, 8)
+@dataclass(frozen=True)
+class ShapeReport:
+    """One shape that the controller compares.
+
+    `cost` is the time of a step relative to plain decoding, an estimate unless `measured`. `tokens` are expected of a
+    step or, in a filled pipeline, of a pass. `speed` is the expected speed relative to plain decoding.
+    """
+
+    width: int
+    fill: int
+    cost: float
+    tokens: float
+    speed: float
+    measured: bool
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class SearchReport:
+    """The comparison for up to `sequences` sequences that step together, each with up to `fill` windows in flight."""
+
+    sequences: int
+    fill: int
+    shapes: tuple[ShapeReport, ...]
+    """Plain decoding first, then blocks by depth, then filled pipelines."""
+    plain_speed: float | None = None
+    """Measured tokens per second of one answer without drafts under the present load; None before a measurement."""
+
+
+FILLED_WIDTHS = (1, 2, 4, 8)
 """Tokens. Widths of windows in a filled pipeline. Widths between them differ too little to measure them."""
 
-LENGTH_STEP = 4096
-"""Tokens. Costs are separate for shorter texts, and for those up to twice this length, four times, and so on."""
-
-MATCHED_WIDTHS = (2, 3, 4, 6, 8, 12, 16)
+MATCHED_WIDTHS = (2, 4, 8, 16)
 """Tokens. Widths of windows whose drafts come from the text."""
 
 LENGTH_CLASSES = (8, 16, LONGEST_MATCH)
@@ -74,10 +109,9 @@ MATCHED_ROWS = 64
 class Controller:
     """The choice of each step's shape, for any number of sequences that step together.
 
-    One controller serves a whole process. All sequences share one acceptance estimate, because acceptance depends on
-    the text. Costs are separate for 1, 2, 3-4, 5-8, … sequences a step, and by the length of their texts, because
-    attention to a long text costs time. A new length begins with the costs of the nearest one. With `ngram` windows may
-    take their drafts from the text, in every mode, where measured costs and the acceptance of matches say that it pays.
+    One controller serves a whole process. All sequences share one acceptance, because acceptance depends on the text.
+    Costs are separate for 1, 2, 3-4, 5-8, … sequences a step. With `ngram` windows may take their drafts from the text,
+    in every mode, where measured costs and the acceptance of matches say that it pays.
     """
 
     def __init__(
@@ -85,43 +119,47 @@ class Controller:
     ) -> None:
         self.mode = mode
         self.ngram = ngram
-        self.fused_width: int | None = None
-        """Width of the widest windows with fused attention. Wider ones are expected to cost more, until measured."""
         self.max_depth = max_depth
-        self.acceptance = AcceptanceEstimate()
-        self._match_acceptance = [AcceptanceEstimate() for _ in range(len(LENGTH_CLASSES) + 1)]
+        self.acceptance = Acceptance()
+        self._match_acceptance = [Acceptance() for _ in range(len(LENGTH_CLASSES) + 1)]
         """Acceptance of matches by class of length. Every match counts, so it needs no probe."""
-        self._searches: dict[tuple[int, int], dict[int, Search]] = {}
-        """By the class of the number of sequences and the fill, and then by the class of the length."""
-        self._newest: dict[tuple[int, int], Search] = {}  # the search of the length in use
+        self._choices: dict[tuple[int, int], Choice] = {}
+        """By the class of the number of sequences, and the fill."""
 
-    def choose_shape(self, sequences: int = 1, fill: int = 1, tokens: int = 0) -> Shape:
-        """Return the next shape for `sequences`, each with up to `fill` windows and about `tokens` tokens."""
+    def choose_shape(self, sequences: int = 1, fill: int = 1) -> Shape:
+        """Return the next shape for `sequences`, each with up to `fill` windows."""
         if self.mode.depth is not None:
             return Shape(self.mode.depth + 1)
         if self.mode.filled and fill == 1:
             return Shape(1)
-        return self._search(sequences, fill, tokens).choose_shape()
+        return self._choice(sequences, fill).next_shape()
 
     def new_matcher(self) -> NgramMatcher | None:
         """Return a matcher for a new text, or None if the text is not searched."""
         return None if self.ngram is NgramMode.off else NgramMatcher()
 
-    def matched_shape(
-        self, matcher: NgramMatcher, sequences: int = 1, fill: int = 1, tokens: int = 0
-    ) -> Shape | None:
-        """Return the shape of a sequence's next window with the drafts of its match, or None if they do not pay."""
-        if matcher.match is None:
-            return None
-        estimate = self._match_estimate(matcher.match.length)
-        shapes = matched_shapes(sequences, fill)
-        return self._search(sequences, fill, tokens).matched_shape(estimate, shapes, sequences)
+    def matched_shapes(
+        self, matchers: Sequence[NgramMatcher | None], fill: int = 1
+    ) -> list[Shape | None]:
+        """Return for each sequence of a step the shape of a window with the drafts of its match.
+
+        It is None without a match, and where these drafts do not pay.
+        """
+        matches = [None if matcher is None else matcher.match for matcher in matchers]
+        if not any(matches):
+            return [None] * len(matches)
+        chances = [
+            None if match is None else self._acceptance_of(match.length).by_position(MOST_DRAFTS)
+            for match in matches
+        ]
+        shapes = shapes_of_matches(len(matches), fill)
+        return self._choice(len(matches), fill).matched_shapes(chances, shapes)
 
     def record_match(self, found: MatchResults) -> None:
         """Record the results of the drafts of a match."""
-        self._match_estimate(found.length).record_drafts(found.results)
+        self._acceptance_of(found.length).record_drafts(found.results)
 
-    def _match_estimate(self, length: int) -> AcceptanceEstimate:
+    def _acceptance_of(self, length: int) -> Acceptance:
         return self._match_acceptance[bisect_right(LENGTH_CLASSES, length)]
 
     def record_drafts(self, results: Iterable[DraftResult]) -> None:
@@ -129,69 +167,222 @@ class Controller:
         self.acceptance.record_drafts(results)
 
     def record_step_cost(
-        self,
-        sequences: int,
-        width: int,
-        drafted: int,
-        cost: StepCost,
-        fill: int = 1,
-        matched: Shape | None = None,
-        tokens: int = 0,
+        self, sequences: int, fill: int, rows: int, drafts: int, shape: Shape, cost: StepCost
     ) -> None:
-        """Record the cost of a step that verified windows of `width` tokens and drafted `drafted` tokens for each.
+        """Record the cost of a step that verified `rows` tokens of `sequences`, and drafted `drafts` for each.
 
-        Do not call it for steps with prompt tokens or with windows of different widths. A step between two shapes,
-        which verified for one and drafted for the other, is ignored. `matched` is the shape of those of its windows
-        whose drafts come from the text. The others may then have any width.
+        `shape` is that of its windows, or of one of them. Do not call it for steps with prompt tokens.
         """
         searched = self.mode.depth is None and (fill > 1 or not self.mode.filled)
         if searched or self.ngram is NgramMode.auto:
-            self._search(sequences, fill, tokens).record_step_cost(width, drafted, cost, matched)
+            width = rows / sequences
+            self._choice(sequences, fill).costs.record_step(width, drafts, cost, shape)
 
     def forget_costs(self) -> None:
         """Forget all costs, because other machines or other cuts serve from now on. Keep the acceptance."""
-        self._searches.clear()
-        self._newest.clear()
+        self._choices.clear()
 
     def report(self) -> tuple[SearchReport, ...]:
         """Return the shapes that the controller compares, for status pages. It is empty unless in `auto`."""
         if self.mode.filled or self.mode.depth is not None:
             return ()
-        found = []
-        for (bits, fill), search in sorted(self._newest.items()):
-            seconds = search.costs.step_seconds(Shape(1))
-            speed = 1 / seconds if seconds else None
-            found.append(SearchReport(2**bits, fill, search.report(), speed))
-        return tuple(found)
+        return tuple(
+            choice.report(2**bits, fill) for (bits, fill), choice in sorted(self._choices.items())
+        )
 
-    def _search(self, sequences: int, fill: int, tokens: int) -> Search:
+    def _choice(self, sequences: int, fill: int) -> Choice:
         key = ((sequences - 1).bit_length(), fill)
-        by_length = self._searches.setdefault(key, {})
-        length = (tokens // LENGTH_STEP).bit_length()
-        if length not in by_length:
-            nearest = min(by_length, key=lambda known: abs(known - length), default=None)
+        if key not in self._choices:
             shapes = shapes_to_compare(fill, None if self.mode.filled else self.max_depth)
             if self.mode.depth is not None:
                 shapes = [Shape(self.mode.depth + 1)]
-            search = Search(self.acceptance, shapes, self.fused_width)
-            if nearest is not None:
-                search.start_from(by_length[nearest])
-            by_length[length] = search
-        self._newest[key] = by_length[length]
-        return by_length[length]
+            self._choices[key] = Choice(self.acceptance, shapes)
+        return self._choices[key]
 
 
 def shapes_to_compare(fill: int, max_depth: int | None) -> list[Shape]:
     """Return plain decoding, blocks up to `max_depth` (None: none), and filled pipelines of up to `fill` windows."""
     blocks = [] if max_depth is None else [Shape(depth + 1) for depth in range(max_depth + 1)]
-    filled = [Shape(w, f) for f in range(fill, 1, -1) for w in FILLED_WIDTHS]
-    return blocks + [shape for shape in filled if shape.depth <= FILLED_DEPTH] or [Shape(1)]
+    return blocks + _filled_shapes(fill, matched=False) or [Shape(1)]
 
 
 @lru_cache(maxsize=64)
-def matched_shapes(sequences: int, fill: int) -> tuple[Shape, ...]:
+def shapes_of_matches(sequences: int, fill: int) -> tuple[Shape, ...]:
     """Return the shapes of windows with the drafts of a match: blocks, and filled pipelines of up to `fill` windows."""
     widest = max(MATCHED_WIDTHS[0], min(MOST_DRAFTS + 1, MATCHED_ROWS // sequences))
     blocks = [Shape(width, matched=True) for width in MATCHED_WIDTHS if width <= widest]
-    filled = [Shape(w, f, matched=True) for f in range(fill, 1, -1) for w in FILLED_WIDTHS]
-    return (*blocks, *(shape for shape in filled if shape.ahead <= MOST_DRAFTS))
+    return (*blocks, *_filled_shapes(fill, matched=True))
+
+
+def _filled_shapes(fill: int, *, matched: bool) -> list[Shape]:
+    """Return the shapes of pipelines of `fill` windows, of half as many, and so on. All are within FILLED_DEPTH."""
+    fills = [fill >> halved for halved in range(4) if fill >> halved > 1]
+    shapes = [Shape(width, f, matched=matched) for f in fills for width in FILLED_WIDTHS]
+    return [shape for shape in shapes if shape.ahead <= FILLED_DEPTH]
+
+
+GAIN = 1.02
+"""Minimum ratio of speeds for a change of shape, because estimates are not more precise than this."""
+
+LONGEST_TRIAL = 12
+"""Steps. Maximum length of a trial, for example if requests are too short to measure a shape."""
+
+EVALUATION_STEPS = 4
+"""Steps between two comparisons of all shapes. One of 30 shapes takes about 0.2 ms."""
+
+FIRST_INTERVAL, LAST_INTERVAL = 48, 320
+"""Steps. Bounds of the time between two probes. It doubles with each probe that changes nothing."""
+
+PROBED_WINDOWS = 2.0
+"""Windows. Weight of earlier results at the positions that a probe tries, so that the probe outvotes them."""
+
+
+class Choice:
+    """The choice between `shapes` for steps of one number of sequences.
+
+    The shape with the highest expected speed is in use. Another one that should be faster has a trial of some steps,
+    and comes into use if the measured cost confirms it. Now and then a probe is the trial of plain decoding, or of one
+    draft more than in use. It shows costs and acceptance that have changed meanwhile.
+    """
+
+    def __init__(self, acceptance: Acceptance, shapes: Sequence[Shape]) -> None:
+        self.acceptance = acceptance
+        self.shapes = tuple(shapes)
+        self.costs = StepCosts()
+        self.current = self.shapes[0]
+        """The shape in use."""
+        self._deepest = max(shape.depth for shape in self.shapes)
+        self._returned = 0
+        self._step = 0
+        self._trial: Shape | None = self.current
+        self._trial_began = 0
+        self._probes = 0
+        """Probes since the last change of shape."""
+        self._next_probe = FIRST_INTERVAL
+
+    def next_shape(self) -> Shape:
+        """Return the shape of the next window."""
+        shape = self._trial or self.current
+        if shape.fill > 1:  # a pass through all stages counts as one step
+            self._returned += 1
+            if self._returned % shape.fill:
+                return shape
+        self._step += 1
+        steps = self._step - self._trial_began
+        if self._trial is None:
+            waits = self._step % EVALUATION_STEPS > 0
+        elif self.costs.is_measured(shape):
+            waits = steps < MEASURED_SAMPLES
+        else:
+            waits = steps < LONGEST_TRIAL
+        if not waits:
+            self._compare()
+        return self._trial or self.current
+
+    def _compare(self) -> None:
+        """End the trial, and begin one of the fastest shape, or of a probe that is due."""
+        chances = self.acceptance.by_position(self._deepest)
+        # Widths grow in steps, because the costs of rows are measured.
+        widest = 2 * self.costs.widest
+        speeds = {s: self._speed(s, chances) for s in self.shapes if s.width <= widest}
+        usual = self._speed(self.current, chances)
+        trial, self._trial = self._trial, None
+        if (
+            trial is not None
+            and self.costs.is_measured(trial)
+            and (self._speed(trial, chances) > usual)
+        ):
+            if trial != self.current:
+                self._probes, self._next_probe = 0, self._step + FIRST_INTERVAL
+            self.current, usual = trial, self._speed(trial, chances)
+        best = max(speeds, key=lambda shape: speeds[shape])
+        if speeds[best] > GAIN * usual:
+            self._trial, self._trial_began = best, self._step
+        elif self._step >= self._next_probe:
+            self._begin_probe()
+
+    def _begin_probe(self) -> None:
+        """Try plain decoding or one draft more, in turn."""
+        now = self.current
+        wider = (s for s in self.shapes if s.fill == now.fill and s.width > now.width)
+        tried = [s for s in (self.shapes[0], next(wider, now)) if s != now]
+        if tried:
+            self._trial, self._trial_began = tried[self._probes % len(tried)], self._step
+            self.acceptance.limit_weight(now.depth, PROBED_WINDOWS)
+        self._probes += 1
+        self._next_probe = self._step + min(LAST_INTERVAL, FIRST_INTERVAL << self._probes)
+
+    def matched_shapes(
+        self, chances: Sequence[Sequence[float] | None], shapes: Sequence[Shape]
+    ) -> list[Shape | None]:
+        """Return for each sequence of a step the best of `shapes` for its match, or None if it does not pay.
+
+        `chances` are the acceptances of each match. A match pays if the whole step then has more tokens per second. For
+        several sequences there are no shapes during a trial, whose steps would then differ.
+        """
+        sequences, now = len(chances), self.current
+        found: list[Shape | None] = [None] * sequences
+        on_trial = sequences > 1 and self._trial not in (None, now)
+        if on_trial or not self.costs.is_measured(now):
+            return found
+        head = self.acceptance.by_position(self._deepest)
+        usual = expected_tokens(head[: now.depth]) if now.fill == 1 else 1.0
+        tokens, rows = sequences * usual, sequences * now.width
+        speed = sequences * self._speed(now, head)
+        for i, own in enumerate(chances):
+            if own is None:
+                continue
+            depth = now.depth if found.count(None) > 1 else 0
+            goal, more, wider = speed * (1 + (GAIN - 1) / sequences), 0.0, 0
+            for shape in shapes:
+                right = own[: shape.ahead]
+                width = (rows + shape.width - now.width) / sequences
+                if width > 4 * self.costs.widest:
+                    continue
+                # No drafts follow a rejected window, so the step after it yields one token.
+                gain = expected_tokens(right) - usual - (1 - math.prod(right)) * (usual - 1)
+                faster = (tokens + gain) / self.costs.seconds(width, depth)
+                if shape.fill > 1:
+                    faster = self._speed(shape, right)
+                if faster > goal:
+                    goal, more, wider = faster, gain, shape.width - now.width
+                    found[i], speed = shape, faster
+            tokens, rows = tokens + more, rows + wider
+        return found
+
+    def report(self, sequences: int, fill: int) -> SearchReport:
+        """Return the state of plain decoding and of every shape that was measured."""
+        plain, costs = self.shapes[0], self.costs
+        chances = self.acceptance.by_position(self._deepest)
+        seconds, speed = costs.seconds(plain.width, plain.depth), self._speed(plain, chances)
+        shapes = tuple(
+            ShapeReport(
+                shape.width,
+                shape.fill,
+                cost=costs.seconds(shape.width, shape.depth) / seconds,
+                tokens=self._tokens(shape, chances),
+                speed=self._speed(shape, chances) / speed,
+                measured=costs.is_measured(shape),
+                chosen=shape == self.current,
+            )
+            for shape in self.shapes
+            if shape in (plain, self.current) or costs.is_measured(shape)
+        )
+        return SearchReport(sequences, fill, shapes, speed if costs.is_measured(plain) else None)
+
+    def _tokens(self, shape: Shape, chances: Sequence[float]) -> float:
+        """Return the expected tokens of a window or, in a filled pipeline, of a run."""
+        if shape.fill == 1:
+            return expected_tokens(chances[: shape.ahead])
+        return expected_run(chances[: shape.ahead], shape.width)[0]
+
+    def _speed(self, shape: Shape, chances: Sequence[float]) -> float:
+        """Return the expected tokens per second of a sequence.
+
+        A run of a filled pipeline takes a pass, and an interval for each further window.
+        """
+        seconds, chances = self.costs.seconds(shape.width, shape.depth), chances[: shape.ahead]
+        if shape.fill == 1:
+            return expected_tokens(chances) / seconds
+        tokens, windows = expected_run(chances, shape.width)
+        return tokens / (seconds + (windows - 1) * self.costs.interval(shape))

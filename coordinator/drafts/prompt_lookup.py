@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from coordinator.drafts.search import DraftResult
+from coordinator.drafts.averages import DraftResult
 from proto.images import FIRST_IMAGE_TOKEN
 
 GRAM = 4

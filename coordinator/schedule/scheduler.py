@@ -21,9 +21,8 @@ from collections.abc import Collection
 from collections.abc import Sequence as Row
 from dataclasses import dataclass, field, replace
 
+from coordinator.drafts.averages import DraftResult, Shape
 from coordinator.drafts.controller import MAX_DEPTH, Controller
-from coordinator.drafts.search import DraftResult
-from coordinator.drafts.step_costs import Shape
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.backups import MIN_NEW_TOKENS, BackupInFlight, Backups
 from coordinator.schedule.prefix_cache import PrefixCache
@@ -115,11 +114,6 @@ def may_run_ahead(capacity: Capacity, stages: int, running: Collection[Sequence]
     return copied <= capacity.kv_tokens - sum(sequence.capacity for sequence in running)
 
 
-def mean_length(sequences: Row[Sequence]) -> int:
-    """Return the mean number of tokens of some sequences."""
-    return sum(len(sequence.tokens) for sequence in sequences) // len(sequences)
-
-
 def sequences_to_run_ahead(decoding: Row[Sequence], stages: int) -> list[Sequence]:
     """Return the sequences of the next frame that continues one in flight, or none.
 
@@ -191,7 +185,6 @@ class Scheduler:
         """
         if frame_limits is not None:
             self.limits = replace(self.limits, frames=frame_limits)
-            self.controller.fused_width = frame_limits.fused_width
         self.stages, self.epoch, self.capacity = stages, epoch, capacity
         self.next_number = 0
         self.in_flight.clear()
@@ -345,36 +338,29 @@ class Scheduler:
             record.micro_batches = min(len(decoding), self.stages)
             record.fill = self._fill(len(decoding))
             record.speculative = len(chosen[0].windows_in_flight) > 1 and not record.continues
-            pairs = zip(shapes, segments, strict=True)
-            whole = [own for own, s in pairs if own.matched and s.width == own.width]
-            record.matched = max(whole, key=lambda own: own.width, default=None)
+            record.shape = shapes[0]
         return segments
 
     def _next_shapes(self, chosen: Row[Sequence]) -> list[Shape]:
         """Return the shape of each window of the next micro-batch. The head's is chosen only if one of them has it."""
-        matched = [self._matched_shape(sequence, chosen) for sequence in chosen]
+        matched = self._matched_shapes(chosen)
         if all(matched):
             return [shape for shape in matched if shape is not None]
-        usual = self._next_shape(chosen)
+        usual = self._next_shape(len(chosen))
         return [shape or usual for shape in matched]
 
-    def _matched_shape(
-        self, sequence: Sequence, chosen: Row[Sequence], fill: int = 1
-    ) -> Shape | None:
-        """Return the shape of a window of `sequence` with drafts from its text, or None if they do not pay.
+    def _matched_shapes(self, chosen: Row[Sequence], fill: int = 1) -> list[Shape | None]:
+        """Return the shapes of windows with drafts from the texts of `chosen`, None where they do not pay.
 
-        The sequences `chosen` step together, each with up to `fill` windows in flight.
+        The sequences step together, each with up to `fill` windows in flight.
         """
-        if sequence.matcher is None or not sequence.has_match:
-            return None
-        count, tokens = len(chosen), mean_length(chosen)
-        return self.controller.matched_shape(sequence.matcher, count, fill, tokens)
+        matchers = [sequence.matcher if sequence.has_match else None for sequence in chosen]
+        return self.controller.matched_shapes(matchers, fill)
 
-    def _next_shape(self, chosen: Row[Sequence]) -> Shape:
-        """Return the shape of the next micro-batch, of the sequences `chosen`. It is chosen once."""
-        count, tokens = len(chosen), mean_length(chosen)
+    def _next_shape(self, count: int) -> Shape:
+        """Return the shape of the next micro-batch, of `count` sequences. It is chosen once."""
         if self._shape is None:
-            self._shape = self.controller.choose_shape(count, tokens=tokens)
+            self._shape = self.controller.choose_shape(count)
         return self._shape
 
     def _next_to_run_ahead(self, decoding: list[Sequence], *, filled: bool) -> list[Sequence]:
@@ -389,11 +375,11 @@ class Scheduler:
         going = sequences_to_run_ahead(decoding, self.stages)
         if not going:
             return []
-        shape = going[0].shape if filled else self._next_shape(going)
+        shape = going[0].shape if filled else self._next_shape(len(going))
         if shape is None or shape.ahead:
             return []
         fill = self._fill(len(decoding)) if filled else 1
-        return [] if any(self._matched_shape(s, going, fill) for s in going) else going
+        return [] if any(self._matched_shapes(going, fill)) else going
 
     def _fill(self, decoding: int) -> int:
         """Return how many windows a sequence may have in flight. It is one while prompts keep the stages busy."""
@@ -406,9 +392,8 @@ class Scheduler:
         for sequence in decoding:
             if sequence.shape is None:
                 fill = self._fill(len(decoding))
-                matched = self._matched_shape(sequence, [sequence], fill)
-                tokens = len(sequence.tokens)
-                sequence.shape = matched or self.controller.choose_shape(1, fill, tokens)
+                (matched,) = self._matched_shapes([sequence], fill)
+                sequence.shape = matched or self.controller.choose_shape(1, fill)
             if sequence.shape.matched:
                 sequence.draft_from_match(sequence.shape)
             if sequence.windows_in_flight and sequence.seq_id == self.backups.due:
@@ -460,7 +445,7 @@ class Scheduler:
         end = boundaries[0] if boundaries else sequence.prefill_tokens
         sequence.scheduled_tokens = sequence.chunk_end(start, min(end, start + max_length))
         last = not sequence.prefilling
-        drafts = min(self._first_depth(sequence), max(0, sequence.remaining - 2)) if last else 0
+        drafts = min(self._first_depth(), max(0, sequence.remaining - 2)) if last else 0
         return Segment(
             sequence.seq_id,
             sequence.next_window_number(),
@@ -489,11 +474,10 @@ class Scheduler:
         shape = (frame.rows, size // DTYPE_BYTES[found.dtype])
         return frame.with_tensor(found.dtype, shape, b"".join(parts))
 
-    def _first_depth(self, sequence: Sequence) -> int:
+    def _first_depth(self) -> int:
         """Return the number of drafts to request with the first token, so that speculative windows start at once."""
         decoding = 1 + sum(1 for s in self.running.values() if s.decoding)
-        tokens = len(sequence.tokens)
-        return self.controller.choose_shape(1, self._fill(decoding), tokens).depth
+        return self.controller.choose_shape(1, self._fill(decoding)).depth
 
     # ---- operations of the next header
 
@@ -578,18 +562,13 @@ class Scheduler:
     def _record_step_cost(self, frame: Frame, record: FrameInFlight, now: float) -> None:
         if not frame.segments:
             return
-        first = frame.segments[0]
-        sequence = self.running.get(first.seq_id)
+        sequence = self.running.get(frame.segments[0].seq_id)
         cost = self._step_costs.measure(frame, record, now, sequence, idle=not self.in_flight)
         if cost is not None:
+            rows = sum(segment.width for segment in frame.segments)
+            drafts = max(segment.drafts for segment in frame.segments)
             self.controller.record_step_cost(
-                record.decode_rows,
-                first.width,
-                first.drafts,
-                cost,
-                record.fill,
-                record.matched,
-                tokens=sum(s.position for s in frame.segments) // len(frame.segments),
+                record.decode_rows, record.fill, rows, drafts, record.shape, cost
             )
 
     def _apply_chunk(

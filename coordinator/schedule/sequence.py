@@ -6,9 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
+from coordinator.drafts.averages import DraftCounts, DraftResult, Shape
 from coordinator.drafts.prompt_lookup import NgramMatcher
-from coordinator.drafts.search import DraftCounts, DraftResult
-from coordinator.drafts.step_costs import Shape
 from coordinator.schedule.request import FinishReason, GenerationRequest, GenerationStats
 from proto.control import Rollback
 from proto.frame import Admit, Commit, Outcome
@@ -37,8 +36,8 @@ class FrameInFlight:
     returned: bool = False
     speculative: bool = False
     """The frame carries a window that was sent before the previous window of its sequence returned."""
-    matched: Shape | None = None
-    """The shape of its windows whose drafts come from the text, the widest of several."""
+    shape: Shape = field(default_factory=Shape)
+    """The shape of its first window."""
 
     @property
     def continues(self) -> bool:

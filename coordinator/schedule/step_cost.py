@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.drafts.step_costs import StepCost
+from coordinator.drafts.averages import StepCost
 from coordinator.schedule.sequence import FrameInFlight, Sequence
 from proto.frame import Frame
 
@@ -46,22 +46,16 @@ class StepCostMeter:
         full = record.micro_batches == self._stages > 1
         empty = idle and not full
         self._record_overheads(record, now, sequence, modelled_pass, modelled_cycle, empty)
-        widths = {(s.width, s.drafts) for s in frame.segments}
         if not record.valid_windows or any(o.cancelled for o in frame.outcomes):
-            return None
-        if len(widths) > 1 and record.matched is None:
             return None
         stages = tuple(us / 1e6 for us in frame.stage_us)
         interval = now - sequence.window_returned_at
         if record.continues:
-            return StepCost(interval, min(interval, modelled_cycle), stages=stages)
+            return StepCost(interval, stages=stages)
         if full:
-            cycle = modelled_cycle + (self._cycle_overhead or 0.0)
-            return StepCost(cycle, cycle, stages=stages)
+            return StepCost(modelled_cycle + (self._cycle_overhead or 0.0), stages=stages)
         seconds = modelled_pass + (self._pass_overhead or 0.0)
-        if record.speculative:
-            return StepCost(seconds, interval, speculative=True, stages=stages)
-        return StepCost(seconds, modelled_cycle, stages=stages)
+        return StepCost(seconds, interval if record.speculative else 0.0, stages)
 
     def _record_overheads(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from coordinator.drafts.search import SearchReport
+from coordinator.drafts.controller import SearchReport
 
 LoadPhase = Literal["opening", "finishing answers", "loading", "ready", "failed"]
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from coordinator.drafts.search import DraftCounts, DraftResult
+from coordinator.drafts.averages import DraftCounts, DraftResult
 from coordinator.status.frame_trace import COORDINATOR, ProcessTrace
 from proto.errors import ClusterError
 from proto.frame import DropPrefix, Frame, Outcome, Segment

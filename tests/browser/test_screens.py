@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from coordinator.drafts.search import SearchReport, ShapeReport
+from coordinator.drafts.controller import SearchReport, ShapeReport
 from coordinator.status.history import Sample
 from tests.support.api.api_client import ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving

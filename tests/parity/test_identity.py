@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import pytest
 
+from coordinator.drafts.averages import Shape
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.drafts.prompt_lookup import NgramMode
-from coordinator.drafts.step_costs import Shape
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import Tokenizer
@@ -137,7 +137,7 @@ class RandomDepth(Controller):
         super().__init__(mode, ngram=ngram)
         self.chance = random.Random(7)
 
-    def choose_shape(self, sequences: int = 1, fill: int = 1, tokens: int = 0) -> Shape:
+    def choose_shape(self, sequences: int = 1, fill: int = 1) -> Shape:
         shape = Shape(1 + self.chance.randrange(5))
         DEPTHS.append(shape.depth)
         return shape

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from coordinator.drafts.search import DraftCounts
+from coordinator.drafts.averages import DraftCounts
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.request import Finished, GenerationRequest, TokenChunk
 from coordinator.schedule.scheduler import FrameOutcome, Scheduler

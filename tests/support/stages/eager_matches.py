@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from coordinator.drafts.controller import Controller, MtpMode, matched_shapes
+from collections.abc import Sequence
+
+from coordinator.drafts.averages import Shape
+from coordinator.drafts.controller import Controller, MtpMode, shapes_of_matches
 from coordinator.drafts.prompt_lookup import NgramMatcher, NgramMode
-from coordinator.drafts.step_costs import Shape
 
 
 class EagerMatches(Controller):
@@ -14,12 +16,14 @@ class EagerMatches(Controller):
         super().__init__(mode, ngram=NgramMode.auto)
         self._turn = 0
 
-    def matched_shape(
-        self, matcher: NgramMatcher, sequences: int = 1, fill: int = 1, tokens: int = 0
-    ) -> Shape | None:
-        """Return the next shape, if there is a match."""
-        if matcher.match is None:
-            return None
-        self._turn += 1
-        shapes = matched_shapes(sequences, fill)
-        return shapes[self._turn % len(shapes)]
+    def matched_shapes(
+        self, matchers: Sequence[NgramMatcher | None], fill: int = 1
+    ) -> list[Shape | None]:
+        """Return the next shape for each sequence with a match."""
+        shapes = shapes_of_matches(len(matchers), fill)
+        found: list[Shape | None] = []
+        for matcher in matchers:
+            matched = matcher is not None and matcher.match is not None
+            self._turn += matched
+            found.append(shapes[self._turn % len(shapes)] if matched else None)
+        return found

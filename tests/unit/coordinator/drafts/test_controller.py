@@ -9,14 +9,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from coordinator.drafts.controller import AUTO_DEPTH, Controller, MtpMode
-from coordinator.drafts.search import (
-    LAST_INTERVAL,
-    AcceptanceEstimate,
+from coordinator.drafts.averages import (
+    Acceptance,
     DraftResult,
-    expected_accepted_length,
+    Shape,
+    StepCost,
+    StepCosts,
+    expected_tokens,
 )
-from coordinator.drafts.step_costs import Shape, StepCost, StepCosts
+from coordinator.drafts.controller import AUTO_DEPTH, LAST_INTERVAL, Controller, MtpMode
 from proto.errors import UsageError
 
 COSTS = {
@@ -63,11 +64,6 @@ def drafts(width: int, accepted_length: int) -> list[DraftResult]:
     return [DraftResult(number, number < accepted_length) for number in range(1, width)]
 
 
-def step(seconds: float) -> StepCost:
-    """Return the cost of a step that takes `seconds`."""
-    return StepCost(seconds, seconds)
-
-
 def simulate(
     controller: Controller,
     costs: Sequence[float],
@@ -83,7 +79,7 @@ def simulate(
     expected tokens over expected cost, without the luck of the draws.
     """
     rng = random.Random(seed)
-    expected_tokens = expected_seconds = 0.0
+    yielded = spent = 0.0
     done, width = 0, 1
     steps = []
     while done < tokens:
@@ -94,19 +90,20 @@ def simulate(
             accepted_length += 1
         cost = costs[width - 1] + DRAFT_COST * (depth - (width - 1))
         noise = math.exp(rng.gauss(0, 0.05)) * (3 if rng.random() < hiccups else 1)
-        controller.record_step_cost(1, width, depth, step(cost * noise * slowdown(done)))
+        seconds = cost * noise * slowdown(done)
+        controller.record_step_cost(1, 1, width, depth, Shape(width), StepCost(seconds))
         controller.record_drafts(drafts(width, accepted_length))
-        expected_tokens += expected_accepted_length(now[: width - 1])
-        expected_seconds += cost
+        yielded += expected_tokens(now[: width - 1])
+        spent += cost
         done += accepted_length
         steps.append((done, depth))
         width = depth + 1
-    return Run(expected_tokens / expected_seconds, steps)
+    return Run(yielded / spent, steps)
 
 
 def best_fixed(costs: Sequence[float], chances: Sequence[float]) -> float:
     """Return the tokens per second of the best fixed depth."""
-    return max(expected_accepted_length(chances[:d]) / costs[d] for d in range(AUTO_DEPTH + 1))
+    return max(expected_tokens(chances[:d]) / costs[d] for d in range(AUTO_DEPTH + 1))
 
 
 def auto() -> Controller:
@@ -119,14 +116,14 @@ def auto() -> Controller:
 def test_auto_comes_within_three_percent_of_the_best_fixed_depth(
     machine: str, profile: str
 ) -> None:
-    """From a cold start, 1,000 tokens take at most 3 % longer than with the best fixed depth.
+    """From a cold start, 2,000 tokens take at most 3 % longer than with the best fixed depth.
 
     This is the mean of ten runs, exploration included. No run loses more than 10 %.
     """
     costs, chances = COSTS[machine], CHANCES[profile]
     best = best_fixed(costs, chances)
     rates = [
-        simulate(auto(), costs, lambda _: chances, 1000, seed).tokens_per_second / best
+        simulate(auto(), costs, lambda _: chances, 2000, seed).tokens_per_second / best
         for seed in range(10)
     ]
     assert sum(rates) / len(rates) > 0.97, rates
@@ -212,7 +209,7 @@ def test_a_fixed_mode_is_obeyed() -> None:
     """`--mtp 3` drafts 3 at any cost, and `--mtp off` drafts none."""
     for text, depth in (("3", 3), ("off", 0), ("0", 0)):
         controller = Controller(MtpMode.parse(text))
-        controller.record_step_cost(1, 4, 3, step(100.0))
+        controller.record_step_cost(1, 1, 4, 3, Shape(4), StepCost(100.0))
         assert [controller.choose_shape().depth for _ in range(5)] == [depth] * 5
 
 
@@ -225,45 +222,44 @@ def test_mode_refuses_anything_else(text: str) -> None:
 
 def test_acceptance_is_conditional_on_the_drafts_before() -> None:
     """A draft after a rejected one has no verdict, so it does not count for its position."""
-    estimate = AcceptanceEstimate()
+    estimate = Acceptance()
     for _ in range(500):
         estimate.record_drafts(drafts(4, 3))  # two drafts right, the third wrong
         estimate.record_drafts(drafts(4, 1))  # the first wrong already
     first, second, third = estimate.by_position(3)
     assert first == pytest.approx(0.5, abs=0.05)
     assert second == pytest.approx(1.0, abs=0.05)
-    assert third == pytest.approx(0.0, abs=0.05)
+    assert third == pytest.approx(0.0, abs=0.1)
 
 
 def test_hiccups_do_not_push_a_cost_up() -> None:
-    """With one step in twenty three times as long, the cost of the width in use stays the same for 20,000 steps."""
+    """With one step in twenty three times as long, the cost of the width in use stays the same."""
     costs = StepCosts()
-    costs.start_measurement(Shape(1))
-    for _ in range(100):
-        costs.record_step(Shape(1), 1.0)
-    costs.start_measurement(Shape(2))
-    for step in range(20_000):
-        costs.record_step(Shape(2), 3.9 if step % 20 == 7 else 1.3)
-    assert math.exp(costs.relative_cost(Shape(2)) - costs.relative_cost(Shape(1))) == pytest.approx(
-        1.3, rel=0.05
-    )
+    for number in range(2000):
+        costs.record_step(2, 1, StepCost(3.9 if number % 20 == 7 else 1.3), Shape(2))
+        assert number < 3 or costs.seconds(2, 1) == 1.3
 
 
-def test_windows_that_leave_a_fused_kernel_are_expected_to_cost_more() -> None:
-    """The guess applies until one of them is measured, and then the measurement does."""
-    guesses = {}
-    for fused in (None, 2):
-        costs = StepCosts(fused)
-        for width, seconds in ((1, 1.0), (2, 1.1)):
-            costs.start_measurement(Shape(width))
-            for _ in range(8):
-                costs.record_step(Shape(width), seconds)
-        guesses[fused] = costs.relative_cost(Shape(4))
-        costs.start_measurement(Shape(3))
-        for _ in range(8):
-            costs.record_step(Shape(3), 1.2)
-        assert math.exp(costs.relative_cost(Shape(4))) == pytest.approx(1.25, abs=0.02)
-    assert guesses[2] - guesses[None] == pytest.approx(math.log(1.1))
+def test_a_cost_follows_from_other_widths_until_it_is_measured() -> None:
+    """It lies between the widths beside it. Half of the last slope continues beyond the widest one."""
+    costs = StepCosts()
+    for width, seconds in ((1, 1.0), (3, 1.4)) * 3:
+        costs.record_step(width, width - 1, StepCost(seconds), Shape(width))
+    assert costs.seconds(2, 1) == pytest.approx(1.2)
+    assert costs.seconds(5, 4) == pytest.approx(1.6)
+    for _ in range(3):
+        costs.record_step(5, 4, StepCost(3.0), Shape(5))
+    assert costs.seconds(5, 4) == 3.0
+
+
+def test_several_stages_show_the_cost_of_drafts() -> None:
+    """Only the last stage drafts, so a shape with more drafts is expected to cost more."""
+    costs = StepCosts()
+    for drafts in (0, 2) * 3:
+        stages = (1.0, 1.0 + 0.2 * drafts)
+        costs.record_step(1, drafts, StepCost(sum(stages), stages=stages), Shape(1, 3))
+    assert costs.seconds(1, 5) == pytest.approx(3.0)
+    assert costs.interval(Shape(1, 6)) == pytest.approx(2.0)
 
 
 def test_the_report_shows_what_the_choice_rests_on() -> None:
@@ -272,7 +268,8 @@ def test_the_report_shows_what_the_choice_rests_on() -> None:
     for _ in range(200):
         shape = controller.choose_shape()
         controller.record_drafts([DraftResult(i + 1, True) for i in range(shape.depth)])
-        controller.record_step_cost(1, shape.width, shape.depth, StepCost(1 + 0.1 * shape.depth, 1))
+        cost = StepCost(1 + 0.1 * shape.depth)
+        controller.record_step_cost(1, 1, shape.width, shape.depth, shape, cost)
     (search,) = controller.report()
     plain, one, two = search.shapes
     assert (search.sequences, search.fill) == (1, 1)
@@ -282,31 +279,3 @@ def test_the_report_shows_what_the_choice_rests_on() -> None:
     assert two.speed == pytest.approx(two.tokens / two.cost)
     assert [shape.chosen for shape in search.shapes] == [False, False, True]
     assert Controller(MtpMode(depth=2)).report() == ()
-
-
-def test_costs_are_learned_by_length() -> None:
-    """A long text begins with the costs of a shorter one, and learns its own: here further rows are dear there.
-
-    The short text keeps its costs.
-    """
-    controller = auto()
-    chances = (0.9,) * AUTO_DEPTH
-
-    def steps(count: int, tokens: int, row: float) -> list[int]:
-        """Return the depths of `count` steps whose rows cost `row` each."""
-        chosen = []
-        for _ in range(count):
-            shape = controller.choose_shape(tokens=tokens)
-            cost = step(1 + row * (shape.width - 1))
-            controller.record_step_cost(1, shape.width, shape.depth, cost, tokens=tokens)
-            controller.record_drafts(
-                [DraftResult(i + 1, c > 0.5) for i, c in enumerate(chances[: shape.depth])]
-            )
-            chosen.append(shape.depth)
-        return chosen
-
-    short = steps(300, 100, 0.02)[-1]
-    assert short > 2
-    long = steps(400, 30_000, 1.5)
-    assert long[0] == short and long[-1] == 0
-    assert steps(1, 100, 0.02) == [short]

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.drafts.controller import Controller, MtpMode, matched_shapes
+from coordinator.drafts.averages import DraftResult, Shape, StepCost
+from coordinator.drafts.controller import Controller, MtpMode, shapes_of_matches
 from coordinator.drafts.prompt_lookup import (
     GRAM,
     LONGEST_MATCH,
@@ -19,8 +20,6 @@ from coordinator.drafts.prompt_lookup import (
     NgramMatcher,
     NgramMode,
 )
-from coordinator.drafts.search import DraftResult
-from coordinator.drafts.step_costs import Shape, StepCost
 
 TEXT = st.lists(st.integers(0, 2), max_size=40)
 
@@ -99,19 +98,19 @@ def test_results_count_up_to_the_first_wrong_draft() -> None:
 # ---- when a match pays
 
 
-def controller_with(row: float, right: int, of: int = 20, mode: str = "off") -> Controller:
+def controller_with(row: float, right: int, of: int = 20, streams: int = 1) -> Controller:
     """Return a controller that has seen plain steps, steps whose rows cost `row` each, and results of matches."""
-    controller = Controller(MtpMode.parse(mode), ngram=NgramMode.auto)
+    controller = Controller(MtpMode(0), ngram=NgramMode.auto)
     matcher = repeating()
     assert matcher.match is not None
     for number in range(of):
         results = (DraftResult(1, number < right), DraftResult(2, True), DraftResult(3, True))
         controller.record_match(MatchResults(matcher.match.length, results))
     for _ in range(60):
-        shape = controller.matched_shape(matcher) or controller.choose_shape()
-        cost = 1.0 + row * (shape.width - 1)
-        matched = shape if shape.matched else None
-        controller.record_step_cost(1, shape.width, shape.depth, StepCost(cost, cost), 1, matched)
+        shapes = [one or Shape() for one in controller.matched_shapes([matcher] * streams)]
+        rows = sum(shape.width for shape in shapes)
+        cost = StepCost(1.0 + row * (rows - streams))
+        controller.record_step_cost(streams, 1, rows, 0, shapes[0], cost)
     return controller
 
 
@@ -124,23 +123,45 @@ def repeating() -> NgramMatcher:
 
 def test_a_good_match_has_the_widest_window_where_rows_are_cheap() -> None:
     """Sixteen rows for little more than the price of one."""
-    shape = controller_with(row=0.01, right=20).matched_shape(repeating())
+    (shape,) = controller_with(row=0.01, right=20).matched_shapes([repeating()])
     assert shape == Shape(16, matched=True) and shape.depth == 0
 
 
+@pytest.mark.parametrize("streams", [1, 8])
 @pytest.mark.parametrize(
     ("row", "right"), [(1.0, 20), (0.3, 2)], ids=["dear rows", "wrong matches"]
 )
-def test_a_match_that_does_not_pay_has_no_window(row: float, right: int) -> None:
+def test_a_match_that_does_not_pay_has_no_window(row: float, right: int, streams: int) -> None:
     """Rows that cost as much as steps, or matches that are seldom right."""
-    assert controller_with(row, right).matched_shape(repeating()) is None
+    controller = controller_with(row, right, streams=streams)
+    assert controller.matched_shapes([repeating()] * streams) == [None] * streams
+
+
+def test_one_match_among_many_sequences_pays_by_its_own_rows() -> None:
+    """Seven sequences without a match do not make a match dearer, nor does the price of eight matches at once."""
+    controller = controller_with(row=0.02, right=20, streams=8)
+    found = controller.matched_shapes([None] * 7 + [repeating()])
+    assert found == [None] * 7 + [Shape(8, matched=True)]
+
+
+def test_a_width_out_of_use_is_tried_again() -> None:
+    """Steps that were slow when a width was first used do not rule it out for ever."""
+    controller = controller_with(row=3.0, right=20)
+    tried = 0
+    for _ in range(600):
+        (shape,) = controller.matched_shapes([repeating()])
+        width = shape.width if shape else 1
+        tried += width > 1
+        cost = StepCost(1.0 + 0.01 * (width - 1))
+        controller.record_step_cost(1, 1, width, 0, shape or Shape(), cost)
+    assert tried > 0 and controller.matched_shapes([repeating()]) != [None]
 
 
 def test_windows_are_narrower_for_more_sequences_and_fit_a_filled_pipeline() -> None:
     """All sequences of a step may have a match at once, and a chain has at most 16 tokens in flight."""
-    assert max(shape.width for shape in matched_shapes(1, 1)) == 16
-    assert max(shape.width for shape in matched_shapes(16, 1)) == 4
-    filled = [shape for shape in matched_shapes(1, 4) if shape.fill > 1]
+    assert max(shape.width for shape in shapes_of_matches(1, 1)) == 16
+    assert max(shape.width for shape in shapes_of_matches(16, 1)) == 4
+    filled = [shape for shape in shapes_of_matches(1, 4) if shape.fill > 1]
     assert filled and all(shape.width * shape.fill <= 16 and not shape.depth for shape in filled)
 
 

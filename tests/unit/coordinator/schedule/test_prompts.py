@@ -45,13 +45,11 @@ def test_chunks_suit_the_machines_of_each_plan() -> None:
         scheduler.reset(1, 1, ROOM, 0.0, frame_limits=frames)
         assert scheduler.limits.chunk_length(9000) == frames.longest
         assert scheduler.limits.chunk_length(9) == frames.shortest
-        assert scheduler.controller.fused_width == 5
     shorter = scheduler.limits.with_shorter_chunks()
     assert shorter is not None
     scheduler.limits = shorter
     scheduler.reset(1, 2, ROOM, 0.0, frame_limits=FrameLimits(1024, 128))
     assert scheduler.limits.chunk_length(9000) == 256
-    assert scheduler.controller.fused_width is None
 
 
 # ---- the time of prompts

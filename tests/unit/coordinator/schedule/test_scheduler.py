@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.drafts.averages import Shape, StepCost
 from coordinator.drafts.controller import Controller, MtpMode
-from coordinator.drafts.step_costs import Shape, StepCost
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk
@@ -284,17 +284,10 @@ class Listener(Controller):
         self.drafts.append(list(drafts))
 
     def record_step_cost(
-        self,
-        sequences: int,
-        width: int,
-        drafted: int,
-        cost: StepCost,
-        fill: int = 1,
-        matched: Shape | None = None,
-        tokens: int = 0,
+        self, sequences: int, fill: int, rows: int, drafts: int, shape: Shape, cost: StepCost
     ) -> None:
         """Append the step."""
-        self.steps.append((sequences, width, drafted, cost.seconds))
+        self.steps.append((sequences, rows, drafts, cost.seconds))
 
 
 def test_the_controller_gets_windows_and_steps() -> None:
@@ -329,4 +322,4 @@ def test_a_step_of_a_full_pipeline_costs_a_real_cycle() -> None:
         drive.back()
     frames = drive.stage.seen[-20:]
     assert any(chunks_of([frame]) for frame in frames)
-    assert {(*step[:3], round(step[3], 3)) for step in listener.steps} == {(2, 1, 0, 2.0)}
+    assert {(*step[:3], round(step[3], 3)) for step in listener.steps} == {(2, 2, 0, 2.0)}

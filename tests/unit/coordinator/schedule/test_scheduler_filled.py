@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator.drafts.averages import Shape
 from coordinator.drafts.controller import Controller, MtpMode
-from coordinator.drafts.step_costs import Shape
 from proto.frame import Evict
 from tests.support.protocol.scheduler_drive import ROOM, Drive, is_decode
 from tests.support.stages.token_stages import FakeLastStage, plain
@@ -30,7 +30,7 @@ class Fixed(Controller):
         super().__init__(MtpMode.parse("filled"))
         self.width = width
 
-    def choose_shape(self, sequences: int = 1, fill: int = 1, tokens: int = 0) -> Shape:
+    def choose_shape(self, sequences: int = 1, fill: int = 1) -> Shape:
         """Return windows of the fixed width."""
         return Shape(self.width, fill)
 

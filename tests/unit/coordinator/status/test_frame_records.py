@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.drafts.search import DraftResult
+from coordinator.drafts.averages import DraftResult
 from coordinator.status.frame_records import MAX_RECORDS, RATE_SECONDS, FrameRecords
 from coordinator.status.frame_trace import COORDINATOR, FrameTimes, ProcessTrace
 from proto.errors import WorkerLostError

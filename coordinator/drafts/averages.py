@@ -1,0 +1,277 @@
+"""The measurements behind the choice of drafts: acceptance by position, and the cost of a step by its shape."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Windows of `width` tokens, up to `fill` of them in flight.
+
+    With `fill` 1 a window takes all drafts (a block). With `fill` > 1 the pipeline is filled: all windows but the
+    first are speculative. With `matched` the drafts come from the text, and none are requested.
+    """
+
+    width: int = 1
+    fill: int = 1
+    matched: bool = False
+
+    @property
+    def ahead(self) -> int:
+        """Drafts of a chain: enough for the newest window in flight when the oldest one is accepted whole."""
+        return self.width * self.fill - 1
+
+    @property
+    def depth(self) -> int:
+        """Drafts to request with a window."""
+        return 0 if self.matched else self.ahead
+
+
+# ---- acceptance
+
+
+class DraftResult(NamedTuple):
+    """A draft at `position` in its chain, counted from 1, was `accepted` or rejected."""
+
+    position: int
+    accepted: bool
+
+
+@dataclass
+class DraftCounts:
+    """`drafted[i]` drafts at position i + 1 have a result; `accepted[i]` of them were accepted."""
+
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def record_drafts(self, results: Iterable[DraftResult]) -> None:
+        """Count drafts whose result is known."""
+        for position, accepted in results:
+            for counter in (self.drafted, self.accepted):
+                counter.extend([0] * (position - len(counter)))
+            self.drafted[position - 1] += 1
+            self.accepted[position - 1] += accepted
+
+
+MEMORY_WINDOWS = 48
+"""Windows. Time constant of the acceptance, whose noise is then 1/sqrt(96)."""
+
+FIRST_ACCEPTANCE = 0.75
+"""Acceptance of a first draft before any was seen: a little below published runs of Qwen3.5 heads."""
+
+FIRST_WINDOWS, NEXT_WINDOWS = 1.5, 4.0
+"""Windows. Weight of FIRST_ACCEPTANCE, and at later positions of the acceptance at the position before."""
+
+
+class Acceptance:
+    """The chance that draft i + 1 of a window is accepted if draft i was, as moving averages."""
+
+    def __init__(self) -> None:
+        self._accepted: list[float] = []
+        self._drafted: list[float] = []
+
+    def record_drafts(self, results: Iterable[DraftResult]) -> None:
+        """Record the results of drafts that followed each other. Results after the first rejected draft are ignored."""
+        decay = 1 - 1 / MEMORY_WINDOWS
+        for position, accepted in results:
+            missing = position - len(self._drafted)
+            self._accepted.extend([0.0] * missing)
+            self._drafted.extend([0.0] * missing)
+            self._accepted[position - 1] = self._accepted[position - 1] * decay + accepted
+            self._drafted[position - 1] = self._drafted[position - 1] * decay + 1
+            if not accepted:
+                return
+
+    def by_position(self, depth: int) -> list[float]:
+        """Return the chance of each of the first `depth` drafts, given that the drafts before it were accepted."""
+        chances: list[float] = []
+        chance = FIRST_ACCEPTANCE
+        for position in range(depth):
+            if position < len(self._drafted):
+                prior = NEXT_WINDOWS if position else FIRST_WINDOWS
+                windows = self._drafted[position] + prior
+                chance = (self._accepted[position] + prior * chance) / windows
+            chances.append(chance)
+        return chances
+
+    def limit_weight(self, first: int, windows: float) -> None:
+        """Let the results at index `first` (0 is the first draft) and after it weigh at most `windows` windows."""
+        for position in range(first, len(self._drafted)):
+            share = min(1.0, windows / max(self._drafted[position], 1.0))
+            self._accepted[position] *= share
+            self._drafted[position] *= share
+
+
+def expected_tokens(chances: Sequence[float]) -> float:
+    """Return the mean tokens of a window whose drafts are accepted with `chances`, given those before them."""
+    total = reach = 1.0
+    for chance in chances:
+        reach *= chance
+        total += reach
+    return total
+
+
+MAX_CHANCE = 0.98
+"""Upper bound of an acceptance in `expected_run`: it bounds the mean run at fifty tokens."""
+
+
+def expected_run(chances: Sequence[float], width: int) -> tuple[float, float]:
+    """Return the mean tokens, and windows that return, of a filled pipeline between two misspeculations.
+
+    Each draft is accepted with one of `chances`, given those before it.
+    The windows after the first ones take their drafts from the end of the chain, so its last `width` positions repeat.
+
+    tokens = 1 + a_1 + a_1 a_2 + …      windows of w = 1 + a_1…a_w + a_1…a_2w + …
+    """
+    bounded = [min(chance, MAX_CHANCE) for chance in chances]
+    tokens = windows = reach = 1.0
+    for number, chance in enumerate(bounded, start=1):
+        reach *= chance
+        tokens += reach
+        windows += reach if number % width == 0 else 0.0
+    newest = bounded[-width:]
+    onward = math.prod(newest) ** (1 / len(newest))
+    tokens += reach * onward / (1 - onward)
+    behind = len(bounded) % width
+    windows += reach * onward ** (width - behind) / (1 - onward**width)
+    return tokens, windows
+
+
+# ---- costs
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """The cost of a micro-batch step, in seconds.
+
+    `seconds` pass until its sequences have its tokens. `interval` is the time since the window before a speculative one
+    returned, and 0 of other windows. `stages` are the stages' own times.
+    """
+
+    seconds: float
+    interval: float = 0.0
+    stages: tuple[float, ...] = ()
+
+
+SAMPLES = 7
+"""Steps. A cost is the median of this many, so that hiccups do not count."""
+
+MEASURED_SAMPLES = 3
+"""Steps after which a shape has a cost. Their median survives one outlier, such as the first use of a kernel."""
+
+INTERVALS = 24
+"""Windows. An interval of a filled pipeline is the mean of this many, because intervals are uneven."""
+
+OLD_STEPS, FORGOTTEN_STEPS = 32, 512
+"""Steps out of use after which the next samples outvote the earlier ones, and after which a cost is unknown again."""
+
+
+@dataclass
+class _Samples:
+    """The newest steps of one shape. `newest` is the number of the last one, counted over all shapes."""
+
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    stages: tuple[float, ...] = ()
+    newest: int = 0
+
+
+class StepCosts:
+    """The seconds of a step of some sequences, by the tokens that it verifies and the drafts that it requests.
+
+    Both count for one sequence. Windows of a step may differ in width, and then their mean counts.
+    """
+
+    def __init__(self) -> None:
+        self._samples: dict[tuple[float, int], _Samples] = {}
+        self._intervals: dict[Shape, deque[float]] = {}
+        self._steps = 0
+        self._measured: dict[tuple[float, int], float] = {}
+
+    def record_step(self, width: float, drafts: int, cost: StepCost, shape: Shape) -> None:
+        """Record a step. Its interval is one of windows of `shape`."""
+        self._steps += 1
+        samples = self._samples.setdefault((math.ceil(4 * width) / 4, drafts), _Samples())
+        if self._steps - samples.newest > OLD_STEPS:
+            while len(samples.seconds) > 1:
+                samples.seconds.popleft()
+        samples.newest, samples.stages = self._steps, cost.stages
+        samples.seconds.append(cost.seconds)
+        if cost.interval:
+            self._intervals.setdefault(shape, deque(maxlen=INTERVALS)).append(cost.interval)
+        self._measured = {
+            key: median(known.seconds)
+            for key, known in self._samples.items()
+            if len(known.seconds) >= MEASURED_SAMPLES
+            and (key == (1, 0) or self._steps - known.newest <= FORGOTTEN_STEPS)
+        }
+
+    def is_measured(self, shape: Shape) -> bool:
+        """Return whether the cost of `shape` is measured, and not forgotten. That of plain decoding never is."""
+        return (shape.width, shape.depth) in self._measured
+
+    @property
+    def widest(self) -> float:
+        """Width of the widest measured windows."""
+        return max((width for width, _ in self._measured), default=1.0)
+
+    def seconds(self, width: float, drafts: int) -> float:
+        """Return the seconds of a step. They follow from other widths if it is not measured, and are 1 without any."""
+        if (width, drafts) in self._measured:
+            return self._measured[width, drafts]
+        draft = self._draft_seconds()
+        alike = {w for w, d in self._measured if (d > 0) == (drafts > 0)}
+        rows: dict[float, float] = {}
+        for (w, d), seconds in self._measured.items():
+            if w == 1 or len(alike) < 2 or (d > 0) == (drafts > 0):
+                rows[w] = max(1e-9, min(seconds - draft * d, rows.get(w, math.inf)))
+        return _at(width, rows) + draft * drafts if rows else 1.0
+
+    def interval(self, shape: Shape) -> float:
+        """Return the seconds between the returns of two windows of a filled pipeline.
+
+        If they are not measured, the slowest stage determines them, or the share of a window in a pass.
+        """
+        if shape in self._intervals:
+            return fmean(self._intervals[shape])
+        seconds, drafts = (
+            self.seconds(shape.width, shape.depth),
+            shape.depth * self._draft_seconds(),
+        )
+        stages = max((len(known.stages) for known in self._samples.values()), default=0)
+        return max(seconds / shape.fill, (seconds - drafts) / max(1, stages) + drafts)
+
+    def _draft_seconds(self) -> float:
+        """Return the seconds of a draft on several stages; 0 while no step shows them.
+
+        A further row takes about the same time on every stage, and a draft only on the last one.
+        """
+        gaps = [
+            (drafts, known.stages[-1] - max(known.stages[:-1]))
+            for (_, drafts), known in self._samples.items()
+            if len(known.stages) > 1
+        ]
+        first, last = min(gaps, default=(0, 0.0)), max(gaps, default=(0, 0.0))
+        return max(0.0, last[1] - first[1]) / max(1, last[0] - first[0])
+
+
+def _at(width: float, known: Mapping[float, float]) -> float:
+    """Return the seconds of `width` from the `known` widths around it, or with half of the last slope."""
+    if width in known:
+        return known[width]
+    below = sorted(w for w in known if w < width)
+    above = sorted(w for w in known if w > width)
+    if not below:
+        return known[above[0]]
+    last = below[-1]
+    slope = 0.0
+    if above:
+        slope = (known[above[0]] - known[last]) / (above[0] - last)
+    elif len(below) > 1:
+        slope = max(0.0, known[last] - known[below[-2]]) / (last - below[-2]) / 2
+    return known[last] + slope * (width - last)
