@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from coordinator.api import request_settings
 from coordinator.api.choice import AnswerEvent, GeneratedAnswer, GeneratedCall, chat_answer, new_id
-from coordinator.api.context import Api, api_of, client_of
+from coordinator.api.context import Api, api_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_event
 from coordinator.api.error_responses import field_error, message_of, status_of
 from coordinator.api.image_parts import ImageBlock, prompt_of, text_of, with_images
@@ -433,7 +433,7 @@ async def count_tokens(request: Request) -> Response:
     api = api_of(request)
     body = await read_body(request, PromptBody)
     request_settings.check_model(api, body.model)
-    prompt, _ = await prompt_of(api, internal_request(body), client_of(request))
+    prompt, _ = await prompt_of(api, internal_request(body))
     return JSONResponse({"input_tokens": len(prompt.tokens)})
 
 
@@ -441,5 +441,5 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
     """Read the body and render the conversation. Raises RequestError, naming the invalid field."""
     body = await read_body(request, MessagesBody)
     request_settings.check_model(api, body.model)
-    answer = await chat_answer(api, internal_request(body), new_id("msg_"), client_of(request))
+    answer = await chat_answer(api, internal_request(body), new_id("msg_"))
     return PreparedAnswer(answer, MessageWriter(answer), stream=bool(body.stream))

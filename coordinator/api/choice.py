@@ -350,11 +350,10 @@ async def chat_answer(
     api: Api,
     chat: request_settings.ChatRequest,
     answer_id: str,
-    client: str = "",
     restored: GenerationRequest | None = None,
 ) -> GeneratedAnswer:
     """Return the answer before its first token, or that of a `restored` request. Raises RequestError."""
-    prompt, images = await prompt_of(api, chat, client)
+    prompt, images = await prompt_of(api, chat)
     stop_tokens, stop = request_settings.stops_of(api, chat.settings)
     if restored is not None and images:
         if restored.prompt[: len(prompt.tokens)] != prompt.tokens:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from fastapi import FastAPI
-from pydantic import ValidationError
+from fastapi.exceptions import RequestValidationError
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -92,9 +93,8 @@ def error_response(error: Exception, error_format: ErrorFormat = error_body) -> 
     return JSONResponse(error_format(error), status_of(error), headers)
 
 
-def request_error(error: ValidationError) -> RequestError:
-    """Return pydantic's first finding as a RequestError that names the field as the client wrote it."""
-    errors = error.errors(include_url=False, include_input=False)
+def request_error(errors: Sequence[Any]) -> RequestError:
+    """Return the first of pydantic's errors as a RequestError that names the field as the client wrote it."""
     # Where a field may have several types, the type that fits best has the deepest error. A path of a missing
     # field has a level that the object lacks.
     same_field = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
@@ -133,11 +133,13 @@ def install_error_handlers(app: FastAPI, formats: Mapping[str, ErrorFormat]) -> 
         path = request.scope["path"]
         if isinstance(error, HTTPException):
             error = _routing_error(request, error)
+        if isinstance(error, RequestValidationError):  # of the query
+            error = request_error([{**each, "loc": each["loc"][1:]} for each in error.errors()])
         for prefix, error_format in formats.items():
             if path.startswith(prefix):
                 return error_response(error, error_format)
         return error_response(error)
 
     # Starlette raises an unexpected exception again after the answer, and uvicorn logs it.
-    for kind in (ClusterError, HTTPException, Exception):
+    for kind in (ClusterError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, answer)

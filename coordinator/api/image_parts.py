@@ -78,10 +78,8 @@ def with_images(turn: Json, parts: Any) -> Json:
     return {**turn, "images": urls} if urls else turn
 
 
-async def prompt_of(
-    api: Api, chat: ChatRequest, client: str
-) -> tuple[ChatPrompt, tuple[PromptImage, ...]]:
-    """Render the conversation of a client, and put the tokens of its images in their places.
+async def prompt_of(api: Api, chat: ChatRequest) -> tuple[ChatPrompt, tuple[PromptImage, ...]]:
+    """Render the conversation, and put the tokens of its images in their places.
 
     Raises RequestError, naming the field, for an unreadable image, or if the template rejects the messages.
     """
@@ -100,7 +98,7 @@ async def prompt_of(
         try:
             api.images.check(param)
             data = await asyncio.to_thread(_decoded, url, param)
-            found = await api.images.encode(data, name, client)
+            found = await api.images.encode(data, name)
         except RequestError as error:
             error.param = param
             raise

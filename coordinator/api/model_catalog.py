@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,6 @@ class ModelFacts:
     problem: str = ""
     family: str = ""
     """The `model_type` of the checkpoint."""
-    parameters: int = 0
 
 
 class Catalog:
@@ -83,26 +81,15 @@ def quantization_text(checkpoint: Checkpoint) -> str:
     return f"{quantization['bits']}-bit" if quantization else ""
 
 
-def count_parameters(checkpoint: Checkpoint) -> int:
-    """Return the number of weights before quantization, as the headers of the stored tensors describe them."""
-    bits = (checkpoint.config.quantization or {}).get("bits", 32)
-    stored = {name for part in checkpoint.plans for name in checkpoint.tensors_of(part)}
-    scales = (".scales", ".biases", "_scale_inv")
-    names = (name for name in stored & checkpoint.tensors.keys() if not name.endswith(scales))
-    infos = [checkpoint.tensors[name] for name in names]
-    # A packed weight has several values in each unsigned integer.
-    return sum(i.nbytes * 8 // bits if i.dtype == "U32" else math.prod(i.shape) for i in infos)
-
-
 def describe_model(name: str, checkpoint: Checkpoint) -> ModelFacts:
     """Return the facts of an opened checkpoint."""
     config, mtp = checkpoint.config, checkpoint.mtp
     head = "complete" if mtp.complete else "incomplete" if mtp.present else "missing"
     sizes = (sum(checkpoint.part_bytes().values()), config.num_layers, config.max_positions)
-    bits, parameters, problem = quantization_text(checkpoint), count_parameters(checkpoint), ""
+    bits, problem = quantization_text(checkpoint), ""
     if missing := missing_from_backbone(checkpoint):
         problem = f"{len(missing)} tensors are missing, such as {missing[0]}. Download it again"
-    return ModelFacts(name, *sizes, bits, head, problem, config.model_type, parameters)
+    return ModelFacts(name, *sizes, bits, head, problem, config.model_type)
 
 
 class ModelLoader(Protocol):

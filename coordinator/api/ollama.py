@@ -11,7 +11,7 @@ from functools import partial
 from typing import Literal
 
 from fastapi import APIRouter
-from pydantic import Field, field_validator
+from pydantic import AliasChoices, AliasPath, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -24,9 +24,9 @@ from coordinator.api.choice import (
     new_id,
     text_answer,
 )
-from coordinator.api.context import Api, api_of, client_of
+from coordinator.api.context import Api, api_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, json_line, serve_answer
-from coordinator.api.error_responses import field_error, message_of
+from coordinator.api.error_responses import message_of
 from coordinator.api.image_parts import IMAGE_PLACE, data_url
 from coordinator.api.model_catalog import ModelFacts
 from coordinator.api.openai_schemas import SamplingBody
@@ -85,18 +85,12 @@ class ModelBody(Body):
         )
 
 
-class CallFunction(Body):
-    """The function and the arguments of a call in the history."""
-
-    name: str
-    arguments: Json
-
-
 class MessageCall(Body):
     """A call in the history."""
 
     id: str | None = None
-    function: CallFunction
+    name: str = Field(validation_alias=AliasPath("function", "name"))
+    arguments: Json = Field(validation_alias=AliasPath("function", "arguments"))
 
 
 class Message(Body):
@@ -126,9 +120,9 @@ class Message(Body):
         if self.tool_call_id:
             turn["tool_call_id"] = self.tool_call_id
         if self.tool_calls:
-            calls = [(c.id or str(n), c.function) for n, c in enumerate(self.tool_calls)]
             turn["tool_calls"] = [
-                request_settings.template_call(i, f.name, f.arguments) for i, f in calls
+                request_settings.template_call(call.id or str(number), call.name, call.arguments)
+                for number, call in enumerate(self.tool_calls)
             ]
         return turn
 
@@ -138,13 +132,7 @@ class Tool(Body):
 
     type: Literal["function"] | None = None
     function: Json
-
-    @field_validator("function", mode="after")
-    @classmethod
-    def _function_has_a_name(cls, function: Json) -> Json:
-        if not isinstance(function.get("name"), str):
-            raise field_error("name", "required, as a string")
-        return function
+    name: str = Field(validation_alias=AliasPath("function", "name"))
 
 
 class ChatBody(ModelBody):
@@ -166,8 +154,7 @@ class GenerateBody(ModelBody):
 class ShowBody(Body):
     """The body of `POST /api/show`. Older clients send `name`."""
 
-    model: str | None = None
-    name: str | None = None
+    model: str = Field(validation_alias=AliasChoices("model", "name"))
 
 
 class LineWriter(AnswerWriter):
@@ -309,7 +296,7 @@ async def _chat_answer(
     chat = request_settings.ChatRequest(
         messages, settings, tools, thinking=thinking, reasoning_budget=budget, output=output
     )
-    return await chat_answer(api_of(request), chat, new_id("chat-"), client_of(request))
+    return await chat_answer(api_of(request), chat, new_id("chat-"))
 
 
 def _prepared(answer: GeneratedAnswer, body: ModelBody) -> PreparedAnswer:
@@ -360,10 +347,7 @@ async def show(request: Request) -> Response:
     """Describe the served model."""
     body = await read_body(request, ShowBody)
     api = api_of(request)
-    name = body.model or body.name
-    if name is None:
-        raise RequestError("model: required. Send the model's name.", param="model")
-    request_settings.check_model(api, name)
+    request_settings.check_model(api, body.model)
     capabilities = ["completion"]
     capabilities += ["tools"] if api.tokenizer.has_tools else []
     capabilities += ["thinking"] if api.tokenizer.reasoning_end else []
@@ -374,7 +358,6 @@ async def show(request: Request) -> Response:
             "details": _details(api.model),
             "model_info": {
                 "general.architecture": family,
-                "general.parameter_count": api.model.parameters,
                 f"{family}.context_length": api.model.context_length,
             },
             "capabilities": capabilities,
@@ -405,14 +388,6 @@ def _details(model: ModelInfo | ModelFacts) -> Json:
         "format": "safetensors",
         "family": model.family,
         "families": [model.family] if model.family else [],
-        "parameter_size": parameter_size(model.parameters),
+        "parameter_size": "",
         "quantization_level": model.quantization,
     }
-
-
-def parameter_size(count: int) -> str:
-    """Return a number of parameters as Ollama writes it, such as 8.0B or 7.6M; empty for an unknown number."""
-    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if count >= size:
-            return f"{count / size:.1f}{unit}"
-    return str(count or "")

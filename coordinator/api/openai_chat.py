@@ -20,7 +20,7 @@ from coordinator.api.choice import (
     new_id,
     text_answer,
 )
-from coordinator.api.context import Api, client_of
+from coordinator.api.context import Api
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_data
 from coordinator.api.error_responses import error_body
 from coordinator.api.image_parts import with_images
@@ -62,7 +62,7 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
         output=body.output,
         continue_final=bool(body.continue_final_message),
     )
-    answer = await chat_answer(api, chat, new_id("chatcmpl-"), client_of(request))
+    answer = await chat_answer(api, chat, new_id("chatcmpl-"))
     return PreparedAnswer(answer, ChatWriter(answer, api.tokenizer, body), bool(body.stream))
 
 

@@ -7,14 +7,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from pydantic import Discriminator, Field, Tag, TypeAdapter, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from coordinator.api import request_settings
 from coordinator.api.choice import ID_LENGTH, chat_answer, new_id
-from coordinator.api.context import Api, client_of
+from coordinator.api.context import Api
 from coordinator.api.delivery import PreparedAnswer
 from coordinator.api.error_responses import field_error, refused_field
 from coordinator.api.image_parts import InputImagePart, text_of, with_images
@@ -25,7 +25,6 @@ from coordinator.api.request_body import (
     Many,
     TokenLimit,
     named,
-    number_in_query,
     read_body,
 )
 from coordinator.api.responses_writer import ResponseWriter
@@ -287,12 +286,16 @@ async def create_response(request: Request) -> Response:
 
 
 @router.get("/v1/responses/{response_id}")
-async def retrieve_response(request: Request, response_id: str) -> Response:
+async def retrieve_response(
+    request: Request,
+    response_id: str,
+    stream: bool = False,
+    starting_after: Annotated[int, Query(ge=-1)] = -1,
+) -> Response:
     """Return a stored response, or its events after number `starting_after` and those to come."""
-    after = number_in_query(request, "starting_after", -1)
-    if request.query_params.get("stream") == "true":
-        return await stored_of(request).stream(request, response_id, after)
-    if after >= 0:
+    if stream:
+        return await stored_of(request).stream(request, response_id, starting_after)
+    if starting_after >= 0:
         raise refused_field("starting_after", "requires stream=true. Add it.")
     record, _ = await stored_of(request).find(request, response_id)
     return JSONResponse(record.result)
@@ -312,12 +315,14 @@ async def delete_response(request: Request, response_id: str) -> Response:
 
 
 @router.get("/v1/responses/{response_id}/input_items")
-async def list_input_items(request: Request, response_id: str) -> Response:
+async def list_input_items(
+    request: Request, response_id: str, order: Literal["asc", "desc"] = "desc"
+) -> Response:
     """List the input items of a stored response on one page, the newest first unless `order` is `asc`."""
     record, _ = await stored_of(request).find(request, response_id)
     sent = enumerate(record.history["input"])
     items = [{"id": f"in_{response_id[5:]}{number}", **item} for number, item in sent]
-    if request.query_params.get("order", "desc") == "desc":
+    if order == "desc":
         items.reverse()
     first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
     ends = {"first_id": first, "last_id": last, "has_more": False}
@@ -337,7 +342,7 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
     ]
     items = [*_items.validate_python(before), *own]
     chat = _internal_request(api, body, items)
-    answer = await chat_answer(api, chat, new_id("resp_"), client_of(request))
+    answer = await chat_answer(api, chat, new_id("resp_"))
     writer = ResponseWriter(answer, _repeated_fields(body), _names(body))
     if body.store is False:
         return PreparedAnswer(answer, writer, bool(body.stream))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 from starlette.requests import Request
@@ -80,15 +80,10 @@ MAX_SECONDS = 600.0
 
 
 @router.get("/trace")
-async def trace(request: Request) -> Response:
+async def trace(
+    request: Request, seconds: Annotated[float, Query(gt=0, le=MAX_SECONDS)] = 5
+) -> Response:
     """Return the trace of the last `seconds`: `trace` in Chrome's trace format, and `table` with median times."""
-    text = request.query_params.get("seconds", "5")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds <= MAX_SECONDS:
-        raise RequestError(f"seconds={text}: give a number above 0, up to {MAX_SECONDS:g}")
     collect_trace = api_of(request).collect_trace
     if collect_trace is None:
         raise NotReadyError("no plan is serving yet. Try again later")

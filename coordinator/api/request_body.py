@@ -82,20 +82,6 @@ class JsonBounds:
                 raise RequestError(f"request body: more than {limit} {unit}. Send fewer.")
 
 
-MAX_DIGITS = 15
-"""Maximum digits of a number, so that no text is converted that no list could be so long for."""
-
-
-def number_in_query(request: Request, name: str, default: int) -> int:
-    """Return the whole number `name` of the query. Raises RequestError for other values."""
-    text = request.query_params.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit()) or len(text) > MAX_DIGITS:
-        raise RequestError(f"{name}: {text!r:.40} is not a whole number", param=name)
-    return int(text)
-
-
 class Body(pydantic.BaseModel):
     """A JSON object without conversion of types. Unknown fields are ignored, those of `NEUTRAL` refused."""
 
@@ -247,7 +233,7 @@ def parse_body(kind: type[B], content: bytes | bytearray) -> B:
     try:
         return kind.model_validate_json(content)
     except pydantic.ValidationError as error:
-        raise request_error(error) from error
+        raise request_error(error.errors(include_url=False, include_input=False)) from error
 
 
 async def _read_bytes(

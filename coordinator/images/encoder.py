@@ -14,7 +14,7 @@ import logging
 import time
 import warnings
 import weakref
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -145,7 +145,7 @@ ENCODE_SECONDS = 300.0
 """Seconds. Deadline of a request for one image. The image is computed on, for the next try."""
 
 MOST_WAITING = 64
-"""Images that wait for the tower or are in it, and requests that wait for one. A client has half of these at most."""
+"""Images that wait for the tower or are in it, and requests that wait for one. A request waits for one at a time."""
 
 RETRY_SECONDS = 10.0
 """Seconds after which a client may send images again."""
@@ -191,12 +191,8 @@ class ImageEncoder:
         self._kept: OrderedDict[bytes, EncodedImage] = OrderedDict()
         self._tasks: dict[bytes, asyncio.Task[EncodedImage]] = {}
         """The images that are computed or wait for it. A client that leaves, or a deadline, does not end them."""
-        self._places: Counter[str] = Counter()
-        """The number of these images by client."""
-        self._waiting: Counter[str] = Counter()
-        """The number of requests that wait for an image by client. Each holds its image in memory."""
-        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
-        """A lock of each client, so that only one of its images waits for the tower's, and clients take turns."""
+        self._waiting = 0
+        """The number of requests that wait for an image. Each holds its image in memory."""
         self._lock = asyncio.Lock()
         self.closed = False
         """True from `close` on, until the checkpoint is served again."""
@@ -221,11 +217,10 @@ class ImageEncoder:
         if self._reader is None:
             raise RequestError(f"{name}: {self._refusal}")
 
-    async def encode(self, data: bytes, name: str, client: str = "") -> EncodedImage:
+    async def encode(self, data: bytes, name: str) -> EncodedImage:
         """Return the rows of an image file. Raises RequestError, about the image `name`, for one that is not readable.
 
-        Images of several clients are computed in turns. Raises CapacityError if too many images wait or are in use, and
-        NotReadyError after ENCODE_SECONDS.
+        Raises CapacityError if too many images wait or are in use, and NotReadyError after ENCODE_SECONDS.
         """
         self.check(name)
         assert self._reader is not None
@@ -233,15 +228,13 @@ class ImageEncoder:
         if (held := self._held.get(digest)) is not None:
             self._keep(digest, held)
             return held
-        self._check_room(client)
+        self._check_room()
         task = self._tasks.get(digest)
         if task is None:
-            turn = self._turns.setdefault(client, asyncio.Lock())
-            task = asyncio.create_task(self._run(self._reader, digest, data, name, turn))
+            task = asyncio.create_task(self._run(self._reader, digest, data, name))
             self._tasks[digest] = task
-            self._places[client] += 1
-            task.add_done_callback(partial(self._forget_task, digest, client))
-        self._waiting[client] += 1
+            task.add_done_callback(partial(self._forget_task, digest))
+        self._waiting += 1
         try:
             async with asyncio.timeout(ENCODE_SECONDS):
                 return await asyncio.shield(task)
@@ -252,20 +245,17 @@ class ImageEncoder:
                 raise NotReadyError(f"{name}: the server is ending.") from None
             raise
         finally:
-            self._waiting -= Counter([client])
+            self._waiting -= 1
 
-    def _check_room(self, client: str) -> None:
+    def _check_room(self) -> None:
         in_use = sum(len(image.data) for image in self._held.values())
-        of_client = max(self._places[client], self._waiting[client])
-        is_full = max(len(self._tasks), self._waiting.total(), 2 * of_client) >= MOST_WAITING
-        if is_full or in_use >= MOST_BYTES:
+        if max(len(self._tasks), self._waiting) >= MOST_WAITING or in_use >= MOST_BYTES:
             raise CapacityError("too many images wait for the model.", retry_after=RETRY_SECONDS)
         if self.closed:
             raise NotReadyError("the server is ending.")
 
-    def _forget_task(self, digest: bytes, client: str, task: asyncio.Task[EncodedImage]) -> None:
+    def _forget_task(self, digest: bytes, task: asyncio.Task[EncodedImage]) -> None:
         del self._tasks[digest]
-        self._places -= Counter([client])  # without names whose count is 0
         if not task.cancelled():
             task.exception()  # its requests may have gone
 
@@ -285,9 +275,9 @@ class ImageEncoder:
         self._kept.clear()
 
     async def _run(
-        self, reader: PatchReader, digest: bytes, data: bytes, name: str, turn: asyncio.Lock
+        self, reader: PatchReader, digest: bytes, data: bytes, name: str
     ) -> EncodedImage:
-        async with turn, self._lock:
+        async with self._lock:
             patches = await asyncio.to_thread(reader.read, data, name)
             started = time.monotonic()
             encoded = await self._own_thread().call(partial(self._compute, patches, digest))

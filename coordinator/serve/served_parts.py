@@ -11,7 +11,7 @@ from coordinator.api.app import create_app
 from coordinator.api.context import Api, ApiOptions
 from coordinator.api.journal import Journal
 from coordinator.api.live_status import LiveStatus
-from coordinator.api.model_catalog import ModelLoader, count_parameters, quantization_text
+from coordinator.api.model_catalog import ModelLoader, quantization_text
 from coordinator.api.stored_answers import StoredAnswers
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.membership import ManagerOptions
@@ -157,7 +157,6 @@ class OpenedModel:
             family=config.model_type,
             quantization=quantization_text(self.checkpoint),
             nbytes=sum(self.checkpoint.part_bytes().values()),
-            parameters=count_parameters(self.checkpoint),
         )
         whole = LocalModel(
             self.checkpoint,

@@ -432,7 +432,7 @@ class ModelInfo:
     `context_length` is the maximum number of tokens of prompt and answer together. Requests name the model by `id`
     or by one of `aliases`, which the user chose, or as mlx-lm's clients by `default_model`. `defaults` apply to
     sampling fields that a request omits. `fingerprint` identifies the checkpoint by its content. `family` is its
-    `model_type`, and `quantization` a short text, or empty. `nbytes` and `parameters` are the size of its weights.
+    `model_type`, and `quantization` a short text, or empty. `nbytes` is the size of its weights.
     """
 
     id: str
@@ -444,7 +444,6 @@ class ModelInfo:
     family: str = ""
     quantization: str = ""
     nbytes: int = 0
-    parameters: int = 0
 
     def answers_to(self, name: str) -> bool:
         """Return whether `name` means this model."""

@@ -86,7 +86,6 @@ class ApiClient:
     journal: Journal = field(default_factory=Journal)
     fingerprint: str = "f"
     nbytes: int = 0
-    parameters: int = 0
 
     def __post_init__(self) -> None:
         model = ModelInfo(
@@ -99,7 +98,6 @@ class ApiClient:
             family="qwen3_5_moe",
             quantization="4-bit",
             nbytes=self.nbytes,
-            parameters=self.parameters,
         )
         tokenizer = self.generator.tokenizer
         parts = Api(self.generator, tokenizer, model, self.status, self.options, self.replan)

@@ -50,28 +50,6 @@ async def test_the_end_of_a_server_ends_images_that_wait(path: Path) -> None:
         await encoder.encode(FILES[0], "m")
 
 
-async def test_clients_take_turns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The image of another client waits for one of those that came before it, and a client has half of the places."""
-    monkeypatch.setattr(module, "MOST_WAITING", 8)
-    encoder = ImageEncoder(Checkpoint.open(path))
-    order: list[str] = []
-
-    async def ask(seed: int, client: str) -> None:
-        await encoder.encode(file_of(picture(60, 40, seed=seed)), "m", client)
-        order.append(client)
-
-    async with asyncio.TaskGroup() as group:
-        for seed in range(10, 14):
-            group.create_task(ask(seed, "many"))
-        await asyncio.sleep(0)
-        with pytest.raises(CapacityError, match="too many images"):
-            await ask(14, "many")
-        await ask(15, "one")
-    assert order.index("one") <= 1 and len(order) == 5
-    await ask(16, "many")
-    await encoder.close()
-
-
 async def test_memory_is_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images in use count, also those that are not kept; known ones are served on."""
     encoder = ImageEncoder(Checkpoint.open(path))
@@ -93,13 +71,13 @@ async def test_requests_that_wait_for_one_image_are_bounded(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of them holds its own copy of the file, so they count although the tower computes one image."""
-    monkeypatch.setattr(module, "MOST_WAITING", 8)
+    monkeypatch.setattr(module, "MOST_WAITING", 4)
     encoder = ImageEncoder(Checkpoint.open(path))
-    asked = [asyncio.create_task(encoder.encode(FILES[0], "m", "one")) for _ in range(5)]
+    asked = [asyncio.create_task(encoder.encode(FILES[0], "m")) for _ in range(5)]
     found = await asyncio.gather(*asked, return_exceptions=True)
     assert [isinstance(one, CapacityError) for one in found] == [False] * 4 + [True]
     assert encoder.towers_run == 1
-    assert await encoder.encode(FILES[0], "m", "one") is found[0]
+    assert await encoder.encode(FILES[0], "m") is found[0]
     await encoder.close()
 
 
