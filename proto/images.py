@@ -75,7 +75,7 @@ class ImageLayout:
     """The positions of a prompt with images, as Qwen's M-RoPE counts them.
 
     Text advances all three axes by one. An image has one position in time, the rows and columns of its grid in height
-    and width, and the text after it continues after the longer side. `sections` are the pairs of a head that turn by
+    and width, and the text after it continues after the longer side. `sections` are the pairs of a head that rotate by
     time, height and width (transformers, `Qwen3_5TextRotaryEmbedding`).
     """
 

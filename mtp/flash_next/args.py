@@ -119,11 +119,11 @@ def find_problem(text: Mapping[str, Any]) -> str | None:
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         return f"rope_parameters.rope_type is {rope.get('rope_type')!r:.60}, and only 'default' is supported."
     head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
-    turned = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     checks = {
         "indexer_kv_heads": fields.get("indexer_kv_heads", 1) == 1,
         "indexer_compress_ratio": fields["indexer_budget"] % fields["indexer_compress_ratio"] == 0,
-        "indexer_head_dim": turned <= fields["indexer_head_dim"],
+        "indexer_head_dim": rotated <= fields["indexer_head_dim"],
         "hc_count": fields["hc_count"] > 1,
         "hidden_act": fields.get("hidden_act", "silu") == "silu",
         "output_gate_type": (fields.get("output_gate_type") or "silu") in ("silu", "sigmoid"),

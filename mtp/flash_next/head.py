@@ -66,6 +66,5 @@ class FlashNextHead(MTPHead):
         return self.block.forward(x, caches, widths, holes=holes)
 
     def output(self, rows: mx.array) -> mx.array:
-        """Return the input of lm_head for rows of `advance`."""
         mixed: mx.array = self.hyper_connection_mixer(rows)
         return mixed

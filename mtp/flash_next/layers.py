@@ -175,7 +175,6 @@ class NgramGDNCache(LayerCache):
         self.ngrams.apply_commit(whole, cut)
 
     def copy(self) -> NgramGDNCache:
-        """Return an independent copy."""
         ngrams = NgramState(self.ngrams.context, mx.contiguous(self.ngrams.rows))
         return NgramGDNCache(self.gdn.copy(), ngrams)
 
@@ -184,7 +183,6 @@ class NgramGDNCache(LayerCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the present state."""
         return int(self.gdn.nbytes) + sum(array.nbytes for array in self.ngrams.arrays())
 
     def backup_arrays(self, start: int) -> tuple[bool, list[mx.array]]:
@@ -208,7 +206,7 @@ class StreamLayer(Layer):
         self.dtype: mx.Dtype = layer.attn_hyper_connection.hc_norm.weight.dtype
         self.connections = layer.attn_hyper_connection, layer.mlp_hyper_connection
         for connection in self.connections:
-            connection.join()
+            connection.fuse_inputs()
 
     def pin_exact(self, products: ExactProducts) -> None:
         raise UsageError("--exact is not supported for Qwen3.8-Flash-Next. Leave it out.")
@@ -229,7 +227,6 @@ class StreamLayer(Layer):
         return second.spread(x, self.experts(inputs), gates)
 
     def take_kernels(self, language: type[SourceKernel], picks: Picks) -> None:
-        """See `Layer.take_kernels`."""
         self.experts = row_experts(self.experts, self.dtype, language, picks)
         first, second = self.connections
 
@@ -408,7 +405,7 @@ class SparseAttention(StreamLayer, AttentionLayer):
         self._products = [attention.q_proj, attention.k_proj, attention.v_proj]
         self._products.append(self.indexer.index_qk_proj)
         ends = accumulate(product.weight.shape[0] for product in self._products[:-1])
-        self._ends, self._joined = list(ends), FusedLinear.of(self._products)
+        self._ends, self._fused = list(ends), FusedLinear.of(self._products)
 
     def new_cache(self, kv_format: KVFormat) -> IndexedKV:
         return IndexedKV(self.sizes.block)
@@ -421,10 +418,10 @@ class SparseAttention(StreamLayer, AttentionLayer):
         stay_open: Sequence[bool],
     ) -> mx.array:
         attention, indexer = self.attention, self.indexer
-        if self._joined is None:
+        if self._fused is None:
             parts = [product(x) for product in self._products]
         else:
-            parts = list(mx.split(self._joined(x), self._ends, axis=-1))
+            parts = list(mx.split(self._fused(x), self._ends, axis=-1))
         kv_heads = attention.num_key_value_heads
         heads = attention.num_attention_heads, kv_heads, kv_heads, self.sizes.heads + 1
         both, keys, values, index = (
@@ -436,8 +433,8 @@ class SparseAttention(StreamLayer, AttentionLayer):
         rows = q_rows, keys, values, queries, index_keys
         outputs: list[mx.array] = []
         for group, (q, k, v, asked, raw) in self._groups(rows, caches, widths):
-            q, k = self._turned(q, k, group, ())
-            asked, _ = self._turned(asked, asked[:, :1], group, ())
+            q, k = self._rotated(q, k, group, ())
+            asked, _ = self._rotated(asked, asked[:, :1], group, ())
             for i, cache in enumerate(group):
                 cache.append_index(raw[i, 0])
                 one = slice(i, i + 1)
@@ -461,7 +458,7 @@ class SparseAttention(StreamLayer, AttentionLayer):
         return sparse_attention(q, keys, values, queries, blocks, offset, self.sizes, scale)
 
     def _pooled(self, layout: ImageLayout | None, keys: mx.array, first: int) -> mx.array:
-        """Return the keys of blocks, turned to the positions of their first tokens."""
+        """Return the keys of blocks, rotated to the positions of their first tokens."""
         mean = keys.reshape(-1, self.sizes.block, keys.shape[-1]).astype(mx.float32).mean(axis=1)
         normed = self.indexer.k_layernorm(mean.astype(keys.dtype))
         rope, block = self.attention.rope, self.sizes.block
@@ -473,12 +470,12 @@ class SparseAttention(StreamLayer, AttentionLayer):
                 rotations = rotation_table(rope, position + keys.shape[0])[position:]
             return rotate(normed[:, None], rotations[: keys.shape[0] : block])[:, 0]
         by_block = nn.RoPE(rope.dims, base=rope.base, scale=float(block))
-        turned: mx.array = by_block(normed[None, None], offset=first)
-        return turned[0, 0]
+        rotated: mx.array = by_block(normed[None, None], offset=first)
+        return rotated[0, 0]
 
 
 def stream_layer(layer: modules.FlashNextLayer) -> StreamLayer:
-    """Return a loaded layer behind the interface of this project. It joins weights, so call it once."""
+    """Return a loaded layer behind the interface of this project. It fuses weights, so call it once."""
     if not layer.is_linear:
         return SparseAttention(layer)
     return NgramGDN(layer) if "ple" in layer else StreamGDN(layer)

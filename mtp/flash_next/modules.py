@@ -55,14 +55,14 @@ class HyperConnection(nn.Module):
         self.input_mix_weight_up = nn.Linear(args.rank, args.width, bias=False)
         if injects:
             self.block_inject_weight = nn.Linear(args.width, args.streams, bias=False)
-        self._joined: FusedLinear | None = None
+        self._fused: FusedLinear | None = None
         self.language: type[SourceKernel] | None = None
         """The language of the kernel that adds and normalizes few rows in place of MLX's operations."""
 
-    def join(self) -> None:
+    def fuse_inputs(self) -> None:
         """Make one product of the two that read all streams, if they have one format. Call it once, after the load."""
         pad_outputs(self.block_inject_weight, self.rank)
-        self._joined = FusedLinear.of([self.input_mix_weight_down, self.block_inject_weight])
+        self._fused = FusedLinear.of([self.input_mix_weight_down, self.block_inject_weight])
         self._eps = mx.array([self.hc_norm.eps])
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -84,10 +84,10 @@ class HyperConnection(nn.Module):
         else:
             x = x if added is None else self.spread(x, *added)
             normed = self.hc_norm(x)
-        if self._joined is None:
+        if self._fused is None:
             low, gates = self.input_mix_weight_down(normed), self.block_inject_weight(normed)
         else:
-            both = self._joined(normed)
+            both = self._fused(normed)
             low, gates = both[:, : self.rank], both
         return x, self._mixed(normed, low), gates
 
@@ -99,7 +99,7 @@ class HyperConnection(nn.Module):
         return _added(apart, block[:, None], logits, self.streams).reshape(x.shape)
 
     def _first_logit(self, gates: mx.array) -> int:
-        """Return the column of the first logit in `gates`. Joined ones follow the columns of the mixer."""
+        """Return the column of the first logit in `gates`. Fused ones follow the columns of the mixer."""
         return self.rank if gates.shape[1] > self.rank else 0
 
     def _mixed(self, normed: mx.array, low: mx.array) -> mx.array:

@@ -315,9 +315,9 @@ class ExactProducts:
         kernels = [self._kernel_for(module) for module in modules]
         if (kernel := kernels[0]) is None or None in kernels:
             return None
-        joined = kernel(mx.concatenate([module.weight for module in modules]))
-        mx.eval(joined.weight)
-        return joined
+        fused = kernel(mx.concatenate([module.weight for module in modules]))
+        mx.eval(fused.weight)
+        return fused
 
     def _kernel_for(self, module: Any) -> DenseKernel | None:
         """Return this project's own kernel if it computes a dense product, and gives every row the same bits."""

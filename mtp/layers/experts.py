@@ -60,7 +60,6 @@ class FusedExperts(nn.Module):
 
 
 def _halves_gated(both: mx.array) -> mx.array:
-    """Return the gated product of gate and up, the halves of `both`."""
     return _gated(*mx.split(both, 2, axis=-1))
 
 

@@ -109,7 +109,6 @@ class SnapshotGDNCache(LayerCache):
         self.tapes.clear()
 
     def copy(self) -> SnapshotGDNCache:
-        """Return the same state under another owner, in its own memory."""
         point = self.point
         if point.rows is None or point.count == 0:
             own = slice(point.slot, point.slot + 1)
@@ -260,7 +259,7 @@ class WindowMixer:
     """A GatedDeltaNet without the layer around it: a product, the kernel for windows, and a product."""
 
     def __init__(self, recurrence: Recurrence, dtype: mx.Dtype, inputs: Any, out: Any) -> None:
-        """Take the joined product of the inputs and that of the output, with caches of `dtype`."""
+        """Take the fused product of the inputs and that of the output, with caches of `dtype`."""
         self._recurrence, self._dtype = recurrence, dtype
         self._inputs, self._out = inputs, out
 

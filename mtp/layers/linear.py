@@ -71,17 +71,19 @@ class FusedLinear:
 
         `order` are the outputs in another order. The modules may be those of all experts.
         """
-        if (joined_format := Format.of(modules[0])) is None or not cls.fits(modules):
+        if (shared_format := Format.of(modules[0])) is None or not cls.fits(modules):
             return None
         names = [name for name in ("weight", "scales", "biases") if name in modules[0]]
-        weights = tuple(_joined([module[name] for module in modules], order) for name in names)
+        weights = tuple(
+            _concatenated([module[name] for module in modules], order) for name in names
+        )
         if len(modules) > 1:
             mx.eval(weights)
             for module in modules:
                 for name in names:
                     del module[name]
             mx.clear_cache()
-        return cls(joined_format, weights)
+        return cls(shared_format, weights)
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return the outputs for `x [rows, inputs]`."""
@@ -106,6 +108,6 @@ def pad_outputs(module: Any, before: int) -> None:
             module[name] = mx.pad(module[name], [(0, missing), (0, 0)])
 
 
-def _joined(parts: Sequence[mx.array], order: mx.array | None) -> mx.array:
+def _concatenated(parts: Sequence[mx.array], order: mx.array | None) -> mx.array:
     rows = parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=-2)
     return rows if order is None else rows[order]

@@ -1,4 +1,4 @@
-"""The heads of projected rows, normed and turned in one launch on a GPU, the same text for NVIDIA and Apple."""
+"""The heads of projected rows, normed and rotated in one launch on a GPU, the same text for NVIDIA and Apple."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def run_prepare(
     places: mx.array,
     constants: tuple[mx.array, ...],
 ) -> tuple[mx.array, mx.array]:
-    """Return q `[rows, query_heads, 256]`, and k and v `[2, kv_heads, rows, 256]`, normed and turned.
+    """Return q `[rows, query_heads, 256]`, and k and v `[2, kv_heads, rows, 256]`, normed and rotated.
 
     They are those of rows `x` at `places` int32 `[rows, 2]`: slot and position.
     """

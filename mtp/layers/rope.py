@@ -44,8 +44,8 @@ def _table(dims: int, base: float, scale: float, length: int) -> mx.array:
     """Return cosine and sine of each position and pair: MLX's RoPE of (1, 0)."""
     shape = (1, 1, length, dims // 2)
     unit = mx.concatenate([mx.ones(shape), mx.zeros(shape)], axis=-1)
-    turned = mx.fast.rope(unit, dims, traditional=False, base=base, scale=scale, offset=0)
-    table = mx.contiguous(turned.reshape(length, 2, dims // 2))
+    rotated = mx.fast.rope(unit, dims, traditional=False, base=base, scale=scale, offset=0)
+    table = mx.contiguous(rotated.reshape(length, 2, dims // 2))
     mx.eval(table)
     return table
 
@@ -106,7 +106,7 @@ class KernelRotations:
         return [0 if start is None else start + i for start, n in pairs for i in range(n)]
 
     def rotate_new(self, q: mx.array, new: mx.array) -> tuple[mx.array, mx.array]:
-        """Return `q [rows, heads, dim]` and `new [2, kv_heads, rows, dim]`, whose keys turn too."""
+        """Return `q [rows, heads, dim]` and `new [2, kv_heads, rows, dim]`, whose keys rotate too."""
         if self.rotations is None:
             return q, new
         keys = rotate(new[0].transpose(1, 0, 2), self.rotations).transpose(1, 0, 2)

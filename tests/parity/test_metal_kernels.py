@@ -120,7 +120,7 @@ WIDE = 256
 @pytest.mark.parametrize("rows", [1, 3, 4, 8])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_prepared_heads_equal_the_reference(dtype: mx.Dtype, rows: int) -> None:
-    """Rows of any positions are normed and turned as by MLX's operations in fp32, and values are copied."""
+    """Rows of any positions are normed and rotated as by MLX's operations in fp32, and values are copied."""
     mx.random.seed(rows)
     q, kv, gate = (mx.random.normal((rows, n, WIDE)).astype(dtype) for n in (4, 4, 4))
     norms = tuple((1 + 0.1 * mx.random.normal((WIDE,))).astype(dtype) for _ in range(2))

@@ -187,7 +187,7 @@ def test_the_layers_are_packed() -> None:
 def test_the_parts_of_the_members_are_added(width: int) -> None:
     """A packed layer of a group adds the parts of all members after both of its halves, as the reference does.
 
-    Rows of an image turn by its rows and columns.
+    Rows of an image rotate by its rows and columns.
     """
     rows = mx.random.normal((width, SHAPE.hidden), key=mx.random.key(width)).astype(mx.bfloat16)
     results = []

@@ -202,7 +202,7 @@ class BlockIndex:
     def _make_room(self, nbytes: int) -> list[str]:
         """Remove the entries used least recently until `nbytes` more fit. Return their files.
 
-        Blocks of one chain are used together. The longest goes first, so that no block lacks the one that it continues.
+        Of blocks that were used at the same time the longest goes first, since it may continue the others.
         """
         (total,) = self._database.execute("SELECT TOTAL(bytes) FROM blocks").fetchone()
         excess, files = int(total) + nbytes - self.limit, []

@@ -128,9 +128,12 @@ class RelayedTokens:
 class Budget:
     """The limits of a stage: `sequences`, the sum of their capacities in `kv_tokens`, and `prefix_bytes`."""
 
-    sequences: int
-    kv_tokens: int
-    prefix_bytes: int
+    sequences: int = MAX_INT
+    kv_tokens: int = MAX_INT
+    prefix_bytes: int = MAX_INT
+
+
+UNLIMITED = Budget()
 
 
 class StageEngine:
@@ -143,7 +146,7 @@ class StageEngine:
         epoch: int,
         first: bool,
         verifier: Verifier | None,
-        budget: Budget | None = None,
+        budget: Budget = UNLIMITED,
     ) -> None:
         self.stage = stage
         self.group = stage.modules.communicator
@@ -336,8 +339,7 @@ class StageEngine:
 
     def receive_backup(self, seq_id: int, backup: ReceivedBackup) -> None:
         """Keep a backup that the coordinator has written, until a frame restores it."""
-        budget = self.budget or Budget(MAX_INT, MAX_INT, 0)
-        self.backups.receive_backup(seq_id, backup, budget.sequences, budget.kv_tokens)
+        self.backups.receive_backup(seq_id, backup, self.budget.sequences, self.budget.kv_tokens)
 
     def _last_state(self, op: BackUp | RestoreBackup) -> LastStageState | None:
         return None if self.verifier is None else self.verifier.states.get(op.seq_id)
@@ -345,8 +347,6 @@ class StageEngine:
     def _check_room(self, op: Admit) -> None:
         if op.seq_id in self.sequences:
             raise ProtocolError(f"sequence {op.seq_id} is admitted twice")
-        if self.budget is None:
-            return
         tokens = op.capacity + sum(s.admitted.capacity for s in self.sequences.values())
         if len(self.sequences) >= self.budget.sequences or tokens > self.budget.kv_tokens:
             raise ProtocolError(
@@ -363,7 +363,7 @@ class StageEngine:
         entry = PrefixEntry(border, copies_of(sequence.layers), last_stage)
         nbytes = entry.nbytes + sum(held.nbytes for held in self.prefixes.values())
         # Before the copy is computed and takes memory.
-        if self.budget is not None and nbytes > self.budget.prefix_bytes:
+        if nbytes > self.budget.prefix_bytes:
             raise ProtocolError(
                 f"prefix {op.entry} would make {nbytes} bytes of prefix entries, which exceeds this stage's budget of "
                 f"{self.budget.prefix_bytes}"

@@ -27,7 +27,7 @@ from worker.engine import hardware
 from worker.engine.engine_thread import EngineThread
 from worker.engine.group import JOIN_SECONDS, GroupSpec, join_group, measure_collective
 from worker.engine.prefix_disk import StagePrefixes, namespace_of
-from worker.engine.stage_engine import BegunFrame, Budget, StageEngine
+from worker.engine.stage_engine import UNLIMITED, BegunFrame, Budget, StageEngine
 from worker.engine.warm_up import warm_up
 from worker.model.loader import DTYPES, load_stage
 from worker.model.stage import Stage
@@ -281,7 +281,7 @@ class StageHost:
         await self.thread.close()
 
     def make_engine(
-        self, loaded: LoadedStage, epoch: int, budget: Budget | None = None
+        self, loaded: LoadedStage, epoch: int, budget: Budget = UNLIMITED
     ) -> StageEngine:
         """Return an engine without sequences for plan `epoch`."""
         stage, spec = loaded.stage, loaded.spec

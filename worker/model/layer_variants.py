@@ -93,7 +93,6 @@ def _pack(modules: StageModules, packer: Packer) -> None:
 
 
 def _mix(modules: StageModules, replaced: Callable[[Any], Mixer]) -> None:
-    """Replace the GatedDeltaNets of layers that compute the rest themselves."""
     for layer in modules.layers:
         if layer.mixer is not None:
             layer.mixer = replaced(layer.mixer)

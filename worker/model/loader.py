@@ -175,21 +175,22 @@ def _read(
         cuts_vocabulary = part == "lm_head" and slices[0].config.cuts_vocabulary
         sources = slices if part.startswith("layers.") or cuts_vocabulary else [checkpoint]
         whole = sources[0].config.cut.size == 1
-        built = [checked] if whole else [_build(one, part, dtype, shares=True) for one in sources]
+        built: list[Any] = (
+            [checked] if whole else [_build(one, part, dtype, shares=True) for one in sources]
+        )
         for module in built:
             for weight in dict(tree_flatten(module.parameters())).values():
                 # One at a time, so that the source of one weight is released before the next is read.
                 mx.eval(weight)
                 mx.clear_cache()
-        modules[part] = built[0] if len(built) == 1 else _joined(part, built, kv_sharers)
+        if len(built) == 1:
+            modules[part] = built[0]
+        else:
+            is_head = part == "lm_head"
+            modules[part] = SlicedOutputs(built) if is_head else join_layer(built, kv_sharers)
         done += sizes[part]
     if on_progress:
         on_progress(done, total)
-
-
-def _joined(part: str, built: Sequence[Any], kv_sharers: int) -> nn.Module:
-    """Return the slices of a part as one module."""
-    return SlicedOutputs(built) if part == "lm_head" else join_layer(built, kv_sharers)
 
 
 def _build(

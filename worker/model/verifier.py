@@ -179,7 +179,6 @@ class Verdict:
 
 
 def _accepted(outcome: Outcome) -> tuple[int, int]:
-    """Return the accepted length, and the token after the accepted ones."""
     assert outcome.token is not None
     return outcome.accepted_length, outcome.token
 

@@ -83,7 +83,7 @@ class Place:
 
 
 class Binding:
-    """One stage in one plan, made on the event loop. `on_failure` is called once if it fails before the plan ends."""
+    """One stage in one plan, made on the event loop. `on_failure` is called when it fails before the plan ends."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ from proto.wire import DTYPE_BYTES
 from worker.disk.block_index import BlockIndex
 from worker.engine.group import GroupSpec
 from worker.engine.hardware import release_weights
-from worker.engine.stage_engine import Budget
+from worker.engine.stage_engine import UNLIMITED, Budget
 from worker.engine.stage_host import LoadedStage, StageHost, StageSpec
 from worker.fetch.fill import SpanCopy
 from worker.node.binding import Binding, Place, Traffic
@@ -201,7 +201,7 @@ class WorkerNode:
         self.loaded: LoadedStage | None = None
         self._fingerprint = ""
         """The fingerprint of the model that `loaded` belongs to."""
-        self.budget: Budget | None = None
+        self.budget = UNLIMITED
         self.binding: Binding | None = None
         """The binding that serves or is connecting."""
         self._loading: object | None = None
@@ -257,7 +257,6 @@ class WorkerNode:
             self._preparing = asyncio.create_task(spare.stop())
 
     def _end_plan(self) -> None:
-        """End the current load or binding, and the process of a group."""
         self._loading = None
         if self.member is not None:
             member, self.member = self.member, None

@@ -236,7 +236,6 @@ def _attend_many(
 
 
 def _places(groups: Sequence[RowArrays]) -> mx.array:
-    """Return the places of all rows."""
     return groups[0].places if len(groups) == 1 else mx.concatenate([g.places for g in groups])
 
 
@@ -257,8 +256,8 @@ def _row_arrays(
         rows = [(slot, at + i) for slot, (width, (at, _)) in enumerate(slots) for i in range(width)]
         caps = [room for _, (_, room) in slots] + [0] * (SLOTS - len(slots))
         spans = [(index, 0, 0) for _, index in rows]
-        turned = KernelRotations(starts[some], None).places(widths[some])
-        rows = [(slot, place) for (slot, _), place in zip(rows, turned, strict=True)]
+        rotated = KernelRotations(starts[some], None).places(widths[some])
+        rows = [(slot, place) for (slot, _), place in zip(rows, rotated, strict=True)]
         groups.append(RowArrays(*(mx.array(a, dtype=mx.int32) for a in (rows, spans, caps, [0]))))
     return tuple(groups)
 

@@ -418,7 +418,7 @@ class SideBySide(nn.Module):
         return y if residual is None else y + residual
 
     def pin_exact(self, products: ExactProducts) -> SideBySide:
-        """Join the parts to one product where a kernel computes it, or replace each of them."""
+        """Fuse the parts to one product where a kernel computes it, or replace each of them."""
         fused = products.fused_rows(self.parts)
         self.parts = [products.replaced(part) for part in self.parts] if fused is None else [fused]
         return self

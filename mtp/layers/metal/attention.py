@@ -103,20 +103,18 @@ class FusedAttentionLayer(AttentionLayer):
     def _project(
         self, x: mx.array, caches: Sequence[KVRows], widths: Sequence[int], holes: Sequence[Hole]
     ) -> Projected:
-        """Return the projections of the norm of `x [rows, hidden]`, queries and keys normalized."""
         project = self._compiled[0] if x.shape[0] <= COMPILED_ROWS else _project
         projected: Projected = project(self._shape, x, *self._inputs)
         return projected
 
     def _finish(self, x: mx.array, merged: mx.array, gate: mx.array) -> mx.array:
-        """Return `x [rows, hidden]` plus the projection of `merged`, gated, and then plus the MLP."""
         finish = self._compiled[1] if x.shape[0] <= COMPILED_ROWS else _finish
         y: mx.array = finish(self._shape, x, merged, gate, *self._outputs)
         return y if self._shape.mlp else self.mlp.add_output(y, self.mlp_norm)
 
 
 class PreparedAttentionLayer(FusedAttentionLayer):
-    """An attention layer whose heads are normed and turned in one launch, with keys and values in one array."""
+    """An attention layer whose heads are normed and rotated in one launch, with keys and values in one array."""
 
     kind = "prepared"
 

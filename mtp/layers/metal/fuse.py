@@ -69,14 +69,14 @@ class MetalFuser:
             fused.mlp = mlp
         if not self._has_window_kernel(net, inputs):
             return fused
-        window, joining = (
-            WindowGDNLayer(module, self._dtype, inputs, mlp, fuses_norm=joins)
-            for joins in (False, True)
+        window, normed = (
+            WindowGDNLayer(module, self._dtype, inputs, mlp, fuses_norm=fuses)
+            for fuses in (False, True)
         )
         shapes = f"{net.num_k_heads} and {net.num_v_heads} heads"
         if not self._wins("gated_delta_window", shapes, gated_delta.SOURCE, window, fused):
             return fused
-        return joining if mlp and self._wins_norm(joining, window) else window
+        return normed if mlp and self._wins_norm(normed, window) else window
 
     def mixer(self, inner: Any) -> Mixer:
         """Return `inner`, a `GDNLayer.over` the modules, fused where its weights have one format, or itself."""
@@ -84,7 +84,7 @@ class MetalFuser:
         if (inputs := fused_inputs(net)) is None:
             return cast(Mixer, inner)
         fused = FusedGDNLayer.over(net, self._dtype)
-        fused.join(inputs)
+        fused.fuse_inputs(inputs)
         out = FusedLinear.of([net.out_proj])
         if out is None or not self._has_window_kernel(net, inputs):
             return fused
@@ -116,8 +116,8 @@ class MetalFuser:
             shapes = f"{attention.num_attention_heads} and {attention.num_key_value_heads} heads"
             if self._wins("attention_prepare", shapes, prepare_rows.SOURCE, prepared, best):
                 best = prepared
-        joining = type(best)(module, parts, mlp, fuses_norm=True)
-        return joining if mlp and self._wins_norm(joining, best) else best
+        normed = type(best)(module, parts, mlp, fuses_norm=True)
+        return normed if mlp and self._wins_norm(normed, best) else best
 
     def picks(
         self, kernel: str, shapes: str, source: str, width: int, own: Rows, replaced: Rows
@@ -127,8 +127,8 @@ class MetalFuser:
         trial = partial(try_layer, first, second, width, self._dtype)
         return self._choose(kernel, f"{shapes}, rows of {width} in {self._dtype}", source, trial)
 
-    def _wins_norm(self, joining: Layer, without: Layer) -> bool:
-        return self._wins("residual_norm", "any heads", NORM_SOURCE, joining, without)
+    def _wins_norm(self, normed: Layer, without: Layer) -> bool:
+        return self._wins("residual_norm", "any heads", NORM_SOURCE, normed, without)
 
     def _wins(
         self, kernel: str, shapes: str, source: str, with_kernel: Tried, without: Tried

@@ -41,9 +41,9 @@ class FusedGDNLayer(GDNLayer):
 
     def __init__(self, layer: DecoderLayer, inputs: FusedLinear) -> None:
         super().__init__(layer)
-        self.join(inputs)
+        self.fuse_inputs(inputs)
 
-    def join(self, inputs: FusedLinear) -> None:
+    def fuse_inputs(self, inputs: FusedLinear) -> None:
         """Use `inputs` in place of the projections of the GatedDeltaNet."""
         net = self.net
         self._inputs = inputs
@@ -51,7 +51,6 @@ class FusedGDNLayer(GDNLayer):
         self._ends.append(self._ends[1] + net.num_v_heads)
 
     def _project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """Return qkv, z, b and a of `x [rows, hidden]`."""
         qkv, z, b, a = mx.split(self._inputs(x), self._ends, axis=-1)
         return qkv, z, b, a
 

@@ -75,7 +75,7 @@ class AttentionLayer(Layer):
         scale = self.attention.scale
         outputs: list[mx.array] = []
         for group, (q, k, v) in self._groups((q_rows, keys, values), caches, widths):
-            q, k = self._turned(q, k, group, holes)
+            q, k = self._rotated(q, k, group, holes)
             for i, cache in enumerate(group):
                 new = q[i : i + 1], k[i : i + 1], v[i : i + 1]
                 if holes:
@@ -114,7 +114,7 @@ class AttentionLayer(Layer):
         keys = attention.k_norm(attention.k_proj(x).reshape(kv_shape))
         return attention.q_norm(q_rows), keys, attention.v_proj(x).reshape(kv_shape), gate
 
-    def _turned(
+    def _rotated(
         self, q: mx.array, k: mx.array, caches: Sequence[KVRows], holes: Sequence[Hole]
     ) -> tuple[mx.array, mx.array]:
         """Return `q` and `k [n, heads, width, dim]` after RoPE, sequence i after the rows in `caches[i]`.
@@ -124,7 +124,7 @@ class AttentionLayer(Layer):
         rope = self.attention.rope
         images = [cache.image_rotations(rope, q.shape[2]) for cache in caches]
         if any(rotations is not None for rotations in images):
-            return self._turned_apart(q, k, caches, images)
+            return self._rotated_apart(q, k, caches, images)
         if len(caches) == 1 and not holes:
             position = caches[0].position
             return rope(q, offset=position), rope(k, offset=position)
@@ -133,15 +133,15 @@ class AttentionLayer(Layer):
             starts = starts - mx.concatenate([hole.count for hole in holes])
         return rope(q, offset=starts), rope(k, offset=starts)
 
-    def _turned_apart(
+    def _rotated_apart(
         self, q: mx.array, k: mx.array, caches: Sequence[KVRows], images: Sequence[mx.array | None]
     ) -> tuple[mx.array, mx.array]:
-        """Return what `_turned` does, sequence by sequence. Some have rows of images."""
+        """Return what `_rotated` does, sequence by sequence. Some have rows of images."""
         parts = []
         for i, (cache, rotations) in enumerate(zip(caches, images, strict=True)):
             one = slice(i, i + 1)
             if rotations is None:
-                parts.append(self._turned(q[one], k[one], [cache], ()))
+                parts.append(self._rotated(q[one], k[one], [cache], ()))
             else:
                 parts.append((_rotated_heads(q[one], rotations), _rotated_heads(k[one], rotations)))
         return mx.concatenate([q for q, _ in parts]), mx.concatenate([k for _, k in parts])

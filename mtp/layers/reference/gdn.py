@@ -142,7 +142,6 @@ class GDNLayer(Layer):
         stay_open: Sequence[bool] = (),
         holes: Sequence[Hole] = (),
     ) -> mx.array:
-        """See `Layer.forward`."""
         mixed = self.mix(self.norm(x), caches, widths, stay_open)
         return self.mlp.add_output(x + self.communicator.sum(mixed), self.mlp_norm)
 

@@ -83,10 +83,10 @@ class HeadReference:
     def _rope(self, x: Array) -> Array:
         """Rotate the first quarter of each head, its first half against its second."""
         rope = self.text.get("rope_parameters", self.text)
-        turned = int(self.text["head_dim"] * rope["partial_rotary_factor"])
-        frequency = rope["rope_theta"] ** (-np.arange(0, turned, 2) / turned)
+        rotated = int(self.text["head_dim"] * rope["partial_rotary_factor"])
+        frequency = rope["rope_theta"] ** (-np.arange(0, rotated, 2) / rotated)
         angle = np.arange(len(x))[:, None, None] * frequency
-        a, b, rest = np.split(x, [turned // 2, turned], axis=-1)
+        a, b, rest = np.split(x, [rotated // 2, rotated], axis=-1)
         sin, cos = np.sin(angle), np.cos(angle)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 

@@ -119,19 +119,19 @@ def _step(
 def prepare_rows(
     shape: AttentionShape, x: mx.array, places: mx.array, constants: tuple[mx.array, ...]
 ) -> tuple[mx.array, mx.array]:
-    """Return q, and k and v, normed and turned."""
+    """Return q, and k and v, normed and rotated."""
     q_norm, k_norm, frequencies, eps = constants
     rows, heads, kv = x.shape[0], shape.query_heads, shape.kv_heads
     both = x[:, : 2 * heads * HEAD_DIM].reshape(rows, heads, 2 * HEAD_DIM)
     rest = x[:, 2 * heads * HEAD_DIM :].reshape(rows, 2 * kv, HEAD_DIM)
     angles = places[:, 1:2].astype(mx.float32) * frequencies
-    q = _turned(both[..., :HEAD_DIM], q_norm, angles, eps)
-    k = _turned(rest[:, :kv], k_norm, angles, eps)
+    q = _rotated(both[..., :HEAD_DIM], q_norm, angles, eps)
+    k = _rotated(rest[:, :kv], k_norm, angles, eps)
     k, v = (t.transpose(1, 0, 2) for t in (k, rest[:, kv:]))
     return q.astype(x.dtype), mx.stack([k.astype(x.dtype), v])
 
 
-def _turned(t: mx.array, weight: mx.array, angles: mx.array, eps: mx.array) -> mx.array:
+def _rotated(t: mx.array, weight: mx.array, angles: mx.array, eps: mx.array) -> mx.array:
     t = t.astype(mx.float32)
     t = t * mx.rsqrt((t * t).mean(axis=-1, keepdims=True) + eps) * weight.astype(mx.float32)
     half = angles.shape[1]

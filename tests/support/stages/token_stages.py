@@ -46,7 +46,7 @@ from worker.cache.sequence_cache import (
     copies_of,
 )
 from worker.engine.stage_backups import ReceivedBackup, StageBackups
-from worker.engine.stage_engine import Budget, StageEngine
+from worker.engine.stage_engine import UNLIMITED, Budget, StageEngine
 from worker.model.loader import StageModules
 from worker.model.stage import Run, Stage
 from worker.model.verifier import Key, Verdict, Verifier
@@ -392,7 +392,7 @@ def token_engine(
     text: Text | None,
     *,
     first: bool = True,
-    budget: Budget | None = None,
+    budget: Budget = UNLIMITED,
 ) -> StageEngine:
     """Return the engine of a stage in a new plan, with a `text` on the last stage.
 

@@ -1,4 +1,4 @@
-"""Experts in joined products compute what mlx-lm's modules compute."""
+"""Experts in fused products compute what mlx-lm's modules compute."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def block_of(bits: int | None, dtype: Any = mx.float32, experts: int = 16, inner
 def test_the_outputs_are_those_of_mlx_lm(bits: int | None, rows: int) -> None:
     """A few rows and a prompt have the same outputs, and those of a row do not depend on the others."""
     x = mx.random.normal((rows, 128), key=mx.random.key(2))
-    stock, joined = block_of(bits), fuse_experts(block_of(bits))
-    assert isinstance(joined, FusedExperts)
-    found = joined(x)
+    stock, fused = block_of(bits), fuse_experts(block_of(bits))
+    assert isinstance(fused, FusedExperts)
+    found = fused(x)
     assert mx.allclose(found, stock(x), rtol=0.0, atol=1e-6)
-    assert mx.array_equal(found, mx.concatenate([joined(x[i : i + 1]) for i in range(rows)]))
+    assert mx.array_equal(found, mx.concatenate([fused(x[i : i + 1]) for i in range(rows)]))
 
 
 def test_experts_of_several_formats_stay() -> None:
