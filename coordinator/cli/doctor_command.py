@@ -19,7 +19,7 @@ from rich.markup import escape
 
 from coordinator.cluster.discovery import Discovery
 from coordinator.doctor import answer, checks
-from coordinator.doctor.checks import Finding, Verdict, forget_trials
+from coordinator.doctor.checks import Finding, Verdict
 from coordinator.pipeline.worker_connection import ConnectionPolicy
 from coordinator.serve.options import ModelOption, NoMdnsOption, WorkersOption
 from coordinator.trust.cluster_trust import ClusterTrust
@@ -30,6 +30,7 @@ from proto.errors import ClusterError
 from proto.state_dir import state_dir
 from proto.terminal.options import JsonOption, StateOption, takes_options
 from worker.engine import hardware
+from worker.model.layer_variants import write_trials
 
 CHECK_SECONDS = 60.0
 """Seconds. Longest single check."""
@@ -59,14 +60,11 @@ class Diagnosis:
     answers: dict[int, answer.Answer] = field(default_factory=dict)
 
     async def run(self) -> list[Finding]:
-        """Run the checks of the system, the network, the kernels and the model, and return the findings."""
+        """Run the checks of the system, the network and the model, and return the findings."""
         await self.check("versions", checks.check_versions)
-        await self.check("power", checks.check_power)
-        await self._check_network()
-        await self.check("evaluation", checks.check_evaluation)
-        speed = hardware.measured_bandwidth
-        await self.check("bandwidth", lambda: checks.check_bandwidth(hardware.chip(), speed()))
+        await self.check("device", checks.check_device)
         await self.check("memory", checks.check_memory)
+        await self._check_network()
         await self.check_model()
         return self.findings
 
@@ -107,43 +105,34 @@ class Diagnosis:
         if versions:
             own = hardware.own_version()
             await self.check("versions of the workers", checks.check_equal_versions, own, versions)
-            await self.check("Thunderbolt Bridge", checks.check_bridge, len(versions))
-        await self.check("RDMA", checks.check_rdma)
+        await self.check("Thunderbolt", checks.check_thunderbolt, len(versions))
 
     async def check_model(self) -> None:
         """Check the answers of the model with and without drafts and with --exact, and their speed."""
         depths = [1, 2, 4] if self.full else [2]
         await self.check("answer", self._plain_answer)
+        if not (answers := self.answers):
+            return
         for depth in depths if self.checkpoint.mtp.complete else []:
             await self.check(f"answer with {depth} drafts", self._drafted_answer, depth)
-        answers = self.answers
-        if 0 not in answers:
+        if self.checkpoint.config.family.is_own:
             return
-        own = self.checkpoint.config.family.is_own
-        if not own and (self.full or len({found.tokens for found in answers.values()}) > 1):
+        if self.full or len({found.tokens for found in answers.values()}) > 1:
             await self.check("exact mode", self._exact_answers)
-        if self.full and not own:
-            await self.check("step", checks.check_step, self.checkpoint)
-        if 2 in answers:
-            await self.check("speed", answer.judge_speed, answers[0], answers[2])
+        if self.full:
+            await self.check("mlx-lm", answer.check_stock, self.checkpoint, answers[0])
 
-    async def _answer(
-        self, depth: int, *, pause: bool = False, exact: bool = False
-    ) -> answer.Answer:
+    async def _answer(self, depth: int, *, exact: bool = False) -> answer.Answer:
         tokens = 200 if self.full else 64
-        return await answer.measure_answer(self.checkpoint, depth, tokens, pause=pause, exact=exact)
+        return await answer.measure_answer(self.checkpoint, depth, tokens, exact=exact)
 
     async def _plain_answer(self) -> Finding:
-        """Measure the plain answer, and with --full the cost of a pause."""
-        found = self.answers[0] = await self._answer(0, pause=self.full)
-        if self.full:
-            return answer.judge_restart(found)
-        speed = f"{found.tokens_per_second:.1f} tokens/s without drafts"
-        return checks.judged("answer", speed, "", {"tokens": len(found.tokens)})
+        found = self.answers[0] = await self._answer(0)
+        return answer.judge_answer(found)
 
     async def _drafted_answer(self, depth: int) -> Finding:
         self.answers[depth] = await self._answer(depth)
-        return answer.judge_identity(self.answers[0], self.answers[depth])
+        return answer.judge_drafts(self.answers[0], self.answers[depth])
 
     async def _exact_answers(self) -> Finding:
         """Measure --exact without drafts, and with two where the model drafts."""
@@ -168,7 +157,10 @@ class DoctorOptions:
     worker: WorkersOption = ()
     no_mdns: NoMdnsOption = False
     full: Annotated[
-        bool, typer.Option("--full", help="Take minutes: longer texts, more depths, a pause.")
+        bool,
+        typer.Option(
+            "--full", help="Take minutes: longer texts, more depths, and mlx-lm beside it."
+        ),
     ] = False
     retry: Annotated[
         bool, typer.Option("--retry", help="Forget which kernels failed or were slower here.")
@@ -189,7 +181,7 @@ def doctor(options: DoctorOptions) -> None:
     """
     logging.getLogger().setLevel(logging.ERROR)
     if options.retry:
-        forget_trials()
+        write_trials({})
     checkpoint = Checkpoint.open(resolve_model(options.model))
     state = state_dir(options.state_dir)
     trust = None if options.insecure else ClusterTrust.open(state, create=False)

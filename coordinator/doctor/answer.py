@@ -1,69 +1,62 @@
-"""One greedy answer with and without drafts: its tokens, its speed, and the cost of a pause."""
+"""One greedy answer with and without drafts: its tokens and its speed, beside that of mlx-lm."""
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass, replace
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import generate_step
+from mlx_lm.utils import load_model
 
 from coordinator.doctor.checks import Finding, Verdict, judged
 from coordinator.drafts.controller import MtpMode
+from coordinator.pipeline.local_pipeline import LocalPipeline
 from coordinator.schedule import request
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.text.tokenizer import Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from worker.engine.hardware import release_weights
 
 PROMPT = 'def median(values):\n    """Return the middle value of a sequence of numbers."""\n' * 8
 
 WARM_UP_TOKENS = 32
 """Tokens before the measurement. CUDA compiles a kernel at the first use of each shape, which takes seconds."""
 
-PAUSE_SECONDS = 3.0
-"""Seconds. macOS unwires idle memory after about one."""
-
-SLOW_RESTART = 2.0
-"""Ratio of a token's time after a pause to the time before. Above it, weights were paged out."""
-
 
 @dataclass(frozen=True)
 class Answer:
-    """The tokens of one answer and its statistics. `restart` is the ratio of a token's time after a pause."""
+    """The tokens of one answer, its statistics, and the layers with the trials of their kernels."""
 
     depth: int
     tokens: tuple[int, ...]
     stats: request.GenerationStats
-    restart: float | None = None
+    layers: str = ""
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens a second, without the prompt."""
         return (len(self.tokens) - 1) / max(self.stats.decode_seconds, 1e-9)
 
-    @property
-    def step_seconds(self) -> float:
-        """Seconds of one verify window."""
-        return self.stats.decode_seconds / max(self.stats.windows, 1)
-
 
 async def measure_answer(
-    checkpoint: Checkpoint, depth: int, tokens: int, *, pause: bool = False, exact: bool = False
+    checkpoint: Checkpoint, depth: int, tokens: int, *, exact: bool = False
 ) -> Answer:
-    """Generate `tokens` tokens with `depth` drafts a window, and with `pause` a second answer after a pause."""
-    tokenizer = Tokenizer.load(checkpoint.path, checkpoint.config.eos_token_ids)
-    prompt = tokenizer.encode(PROMPT)
+    """Generate `tokens` tokens with `depth` drafts a window."""
     async with local_generator(
         checkpoint, mtp=MtpMode(depth), prefix_cache=False, exact=exact
     ) as loop:
+        prompt = _encoded_prompt(checkpoint)
         await _generate(loop, prompt, WARM_UP_TOKENS)
         found, stats = await _generate(loop, prompt, tokens)
-        answer = Answer(depth, found, stats)
-        if not pause:
-            return answer
-        await asyncio.sleep(PAUSE_SECONDS)
-        after, later = await _generate(loop, prompt[:1], 4)
-        seconds = later.decode_seconds / max(len(after) - 1, 1)
-        before = stats.decode_seconds / max(len(found) - 1, 1)
-        return replace(answer, restart=seconds / max(before, 1e-9))
+        own = loop.pipeline
+        return Answer(depth, found, stats, own.layers if isinstance(own, LocalPipeline) else "")
+
+
+def _encoded_prompt(checkpoint: Checkpoint) -> tuple[int, ...]:
+    return Tokenizer.load(checkpoint.path, checkpoint.config.eos_token_ids).encode(PROMPT)
 
 
 async def _generate(
@@ -78,24 +71,45 @@ async def _generate(
     raise AssertionError("the answer has no end")
 
 
-def judge_identity(plain: Answer, drafted: Answer) -> Finding:
-    """Compare the tokens with drafts to the tokens without."""
-    name = f"answer with {drafted.depth} drafts"
+def judge_answer(plain: Answer) -> Finding:
+    """Report the speed without drafts, and the layers and kernels."""
+    prefill = plain.stats.prompt_tokens / max(plain.stats.prefill_seconds, 1e-9)
+    values = {
+        "prefill_tokens_per_second": prefill,
+        "tokens_per_second": plain.tokens_per_second,
+        "layers": plain.layers,
+    }
+    figure = f"prompt {prefill:.0f} tokens/s, answer {plain.tokens_per_second:.1f}. {plain.layers}"
+    return judged("answer", figure, "", values)
+
+
+def judge_drafts(plain: Answer, drafted: Answer) -> Finding:
+    """Compare the tokens and the speed with drafts to those without."""
     pairs = zip(plain.tokens, drafted.tokens, strict=False)
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    values = {"tokens": len(plain.tokens), "first_difference": place}
-    if place is None and len(plain.tokens) == len(drafted.tokens):
-        return judged(name, f"{len(plain.tokens)} tokens equal", "", values)
+    stats = drafted.stats
+    values = {
+        "first_difference": place,
+        "tokens_per_second": drafted.tokens_per_second,
+        "tokens_per_window": (len(drafted.tokens) - 1) / max(stats.windows, 1),
+        "accepted": stats.accepted,
+        "drafted": stats.drafted,
+    }
+    equal = "equal tokens" if place is None else f"differs from token {place}"
+    figure = f"{equal}, {drafted.tokens_per_second:.1f} tokens/s"
     advice = (
         "Rounding in windows changed the answer. Both are valid. Use --mtp off where the same request must always "
         "give the same answer."
     )
-    return judged(name, f"differs from token {place}", advice, values)
+    slow = "Drafts do not pay for this text and model. --mtp auto leaves them off by itself."
+    pays = drafted.tokens_per_second >= plain.tokens_per_second
+    advice = advice if place is not None else "" if pays else slow
+    return judged(f"answer with {drafted.depth} drafts", figure, advice, values)
 
 
 def judge_exact(plain: Answer, exact: Answer, drafted: Answer | None) -> Finding:
     """Report the price of --exact, and whether its answers with drafts equal those without."""
-    cost = exact.step_seconds / max(plain.step_seconds, 1e-9) - 1
+    cost = plain.tokens_per_second / max(exact.tokens_per_second, 1e-9) - 1
     values = {"cost": cost, "equal": drafted is None or drafted.tokens == exact.tokens}
     figure = f"--exact costs {max(0.0, cost):.0%} of plain decoding"
     if not values["equal"]:
@@ -104,56 +118,17 @@ def judge_exact(plain: Answer, exact: Answer, drafted: Answer | None) -> Finding
     return judged("exact mode", figure, "", values)
 
 
-def break_even(cost: float, drafts: int) -> float | None:
-    """Return the acceptance per draft from which windows that cost `cost` steps pay; None if they never do.
-
-    With acceptance p a window of k drafts gives 1 + p + … + p^k tokens.
-    """
-    if cost > 1 + drafts:
-        return None
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        gives = sum(middle**i for i in range(drafts + 1))
-        low, high = (low, middle) if gives >= cost else (middle, high)
-    return high
-
-
-def judge_speed(plain: Answer, drafted: Answer) -> Finding:
-    """Compare the speed with drafts to the speed without."""
-    ratio = drafted.step_seconds / max(plain.step_seconds, 1e-9)
-    per_window = (len(drafted.tokens) - 1) / max(drafted.stats.windows, 1)
-    first = drafted.stats.drafted_by_position[:1]
-    acceptance = drafted.stats.accepted_by_position[0] / first[0] if first and first[0] else None
-    pays_from = break_even(ratio, drafted.depth)
-    prefill = plain.stats.prompt_tokens / max(plain.stats.prefill_seconds, 1e-9)
-    slow, fast = plain.tokens_per_second, drafted.tokens_per_second
-    values = {
-        "prefill_tokens_per_second": prefill,
-        "plain_tokens_per_second": slow,
-        "drafts": drafted.depth,
-        "drafted_tokens_per_second": fast,
-        "window_cost": ratio,
-        "tokens_per_window": per_window,
-        "first_acceptance": acceptance,
-        "break_even_acceptance": pays_from,
-    }
-    pays = "never pays" if pays_from is None else f"pays from an acceptance of {pays_from:.2f}"
-    figure = (
-        f"prompt {prefill:.0f} tokens/s, plain {slow:.1f}, with {drafted.depth} drafts {fast:.1f}. "
-        f"A window costs {ratio:.2f} steps and gives {per_window:.2f} tokens; it {pays}"
-    )
-    advice = "Drafting does not pay for this text and model. --mtp auto leaves it off by itself."
-    return judged("speed", figure, advice if per_window < ratio else "", values)
-
-
-def judge_restart(answer: Answer) -> Finding:
-    """Report weights that the system pages out while the model is idle."""
-    ratio = answer.restart or 1.0
-    figure = f"a token takes {ratio:.1f} times as long after {PAUSE_SECONDS:g} s"
-    values = {"ratio": ratio}
-    advice = (
-        "The system pages idle weights out. Use macOS 15 or later, leave --no-wired-memory away, and lower "
-        "--memory-limit if other programs need memory."
-    )
-    return judged("restart after a pause", figure, advice if ratio >= SLOW_RESTART else "", values)
+def check_stock(checkpoint: Checkpoint, plain: Answer) -> Finding:
+    """Compare the speed without drafts to that of mlx-lm's own model."""
+    model: Any = load_model(checkpoint.path)[0]
+    prompt, tokens = mx.array(_encoded_prompt(checkpoint)), WARM_UP_TOKENS + len(plain.tokens)
+    times = [time.perf_counter() for _ in generate_step(prompt, model, max_tokens=tokens)]
+    del model
+    release_weights()
+    measured = times[WARM_UP_TOKENS:]
+    stock = (len(measured) - 1) / (measured[-1] - measured[0])
+    figure = f"{plain.tokens_per_second:.1f} tokens/s, mlx-lm {stock:.1f}"
+    slower = stock > 1.1 * plain.tokens_per_second
+    advice = "mlx-lm is faster. Please report it with --full --json, and try --kernels mlx."
+    values = {"own": plain.tokens_per_second, "mlx-lm": stock}
+    return judged("mlx-lm", figure, advice if slower else "", values)

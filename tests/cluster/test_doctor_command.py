@@ -49,7 +49,7 @@ def test_the_doctor_checks_this_machine_and_every_worker(pool: Pool, tmp_path: P
     assert "No worker listens there" in found[f"worker {closed}"]["advice"]
     assert found["versions of the workers"]["verdict"] == "ok"
     assert found["answer with 2 drafts"]["values"]["first_difference"] is None
-    assert found["speed"]["values"]["plain_tokens_per_second"] > 0
+    assert found["answer"]["values"]["tokens_per_second"] > 0
 
 
 def test_the_doctor_reaches_secured_workers(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from coordinator.doctor.checks import kernels_of
 from mtp.flash_next.args import IndexerArgs
 from mtp.flash_next.layers import sparse_attention
 from tests.bench.dialled_model import ModelShape, write_dialled_model
@@ -17,6 +16,7 @@ from tests.support.metal.kernel_count import (
     OwnSteps,
     StockSteps,
     counted_kernels,
+    kernels_of,
     layer_cost,
     write_models,
     zeros,

@@ -62,12 +62,12 @@ coordinator.cli: coordinator.api coordinator.cluster coordinator.drafts coordina
     coordinator.pipeline coordinator.planning coordinator.schedule coordinator.serve
     coordinator.status coordinator.text coordinator.trust mtp mtp.checkpoint.convert
     mtp.checkpoint.format mtp.checkpoint.hub mtp.vision proto proto.terminal proto.trust
-    worker.engine
+    worker.engine worker.model
 coordinator.cluster: coordinator.pipeline coordinator.planning mtp mtp.checkpoint.format proto
     proto.rpc proto.terminal
 coordinator.drafts: proto
 coordinator.doctor: coordinator.drafts coordinator.pipeline coordinator.schedule coordinator.text
-    mtp.checkpoint.format mtp.layers proto proto.rpc proto.terminal worker.engine worker.model
+    mtp.checkpoint.format proto proto.rpc proto.terminal worker.engine
 coordinator.images: mtp.checkpoint.format mtp.vision proto worker.engine
 coordinator.pipeline: coordinator.planning coordinator.status mtp mtp.checkpoint.format mtp.vision
     proto proto.rpc proto.terminal proto.trust worker.disk worker.engine
@@ -89,6 +89,7 @@ COMPOSITION_ROOTS = {
     "coordinator.images.encoder",
     "coordinator.pipeline.local_pipeline",
     "coordinator.cli.doctor_command",
+    "coordinator.doctor.answer",
     "coordinator.doctor.checks",
 }
 """The modules of `coordinator` that import `worker`: they run stages in this process, or measure this machine."""

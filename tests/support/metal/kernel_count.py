@@ -6,6 +6,8 @@ one kernel for each fused part. An operation that only names other elements of a
 
 from __future__ import annotations
 
+import re
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +21,6 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from coordinator.doctor.checks import kernels_of
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import KVFormat
 from proto.control import Kernels
@@ -32,10 +33,26 @@ from worker.model.layer_variants import KernelChoice
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
 
+VIEWS = set(
+    "AsStrided Broadcast BroadcastAxes ExpandDims Flatten NumberOfElements Reshape Slice Split Squeeze StopGradient "
+    "Transpose Unflatten View".split()
+)
+"""MLX's operations that launch nothing where their input lies row by row in memory."""
+
 SHORT, LONG = 4, 8
 """Layers of two models. Their difference is the layers alone: three GDN layers and one of attention."""
 
 CAPACITY = 2**20
+
+
+def kernels_of(arrays: Sequence[mx.array]) -> Counter[str]:
+    """Return the kernels that compute lazy `arrays`, by operation. Fused operations and compiled functions are one."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "graph.dot"
+        mx.export_to_dot(str(path), *arrays)
+        text = path.read_text()
+    names = re.findall(r'\{ \d+ \[label ="([^"]*)", shape=rectangle\]', text)
+    return Counter(name for name in names if name not in VIEWS)
 
 
 class _EveryKernel(KernelChoice):

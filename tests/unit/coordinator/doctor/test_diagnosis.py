@@ -7,15 +7,18 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from coordinator.cli import doctor_command
+from coordinator.cli import app, doctor_command
 from coordinator.cli.doctor_command import Diagnosis, json_report
 from coordinator.doctor.answer import Answer
 from coordinator.doctor.checks import Finding, Verdict
 from coordinator.schedule.request import GenerationStats
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.layers.layer import KernelTrial
 from proto.errors import CheckpointError
+from worker.model.layer_variants import read_trials, write_trials
 
 
 async def silent() -> Finding:
@@ -70,7 +73,7 @@ def test_the_report_has_no_path_of_the_user() -> None:
 async def test_a_plain_answer_that_fails_does_not_end_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The answer with drafts is measured all the same, and is compared with nothing."""
+    """The answers with drafts would be compared with nothing, so none is measured."""
 
     async def measure(checkpoint: Checkpoint, depth: int, *_: object, **__: object) -> Answer:
         await asyncio.sleep(0)
@@ -82,5 +85,22 @@ async def test_a_plain_answer_that_fails_does_not_end_the_run(
     run = Diagnosis(Checkpoint.open(checkpoint_dir()), lambda finding: None, full=True)
     await run.check_model()
     assert run.findings[0].figure == "the plain answer failed"
-    assert {finding.verdict for finding in run.findings} == {Verdict.FAIL}
-    assert "exact mode" not in {finding.check for finding in run.findings}
+    assert [finding.check for finding in run.findings] == ["answer"]
+
+
+def test_doctor_forgets_the_trials_of_kernels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With --retry, a kernel that failed or lost is tried again. Without it the trials stay."""
+    monkeypatch.setenv("MTP_STATE_DIR", str(tmp_path))
+
+    async def find_nothing(_: Diagnosis) -> list[Finding]:
+        """Skip all checks."""
+        return []
+
+    monkeypatch.setattr(Diagnosis, "run", find_nothing)
+    write_trials({"window": KernelTrial(problem="it does not compile")})
+    for flags, kept in (([], 1), (["--retry"], 0)):
+        result = CliRunner().invoke(app, ["doctor", *flags], catch_exceptions=False)
+        assert result.exit_code == 0
+        assert len(read_trials()) == kept

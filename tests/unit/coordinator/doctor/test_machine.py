@@ -1,54 +1,11 @@
-"""Versions, power and bandwidth in the doctor's report."""
+"""Versions, the device and memory in the doctor's report."""
 
 from __future__ import annotations
 
 import pytest
 
-from coordinator.doctor.checks import Verdict, check_bandwidth, check_power, check_versions
-
-BATTERY = """Now drawing from 'Battery Power'
- -InternalBattery-0 (id=4653155)\t82%; discharging; 5:12 remaining present: true
-"""
-ADAPTER = BATTERY.replace("Battery Power", "AC Power").replace("discharging", "charged")
-
-CUSTOM = """Battery Power:
- Sleep On Power Button 1
- lowpowermode         1
- standby              1
- displaysleep         2
- sleep                1
- disksleep            10
-AC Power:
- Sleep On Power Button 1
- lowpowermode         0
- displaysleep         10
- sleep                0
- womp                 1
-"""
-
-
-@pytest.mark.parametrize(
-    ("source", "verdict", "words"),
-    [(ADAPTER, Verdict.OK, []), (BATTERY, Verdict.WARN, ["adapter", "Low Power", "after 1 min"])],
-)
-def test_battery_sleep_and_low_power_are_named(
-    monkeypatch: pytest.MonkeyPatch, source: str, verdict: Verdict, words: list[str]
-) -> None:
-    """The settings of the power source in use decide the verdict."""
-    monkeypatch.setattr("sys.platform", "darwin")
-    outputs = {"batt": source, "custom": CUSTOM}
-    finding = check_power(lambda *command: outputs[command[-1]])
-    assert finding.verdict is verdict
-    assert all(word in finding.advice for word in words)
-
-
-@pytest.mark.parametrize(("measured", "verdict"), [(380e9, Verdict.OK), (200e9, Verdict.WARN)])
-def test_a_slow_chip_is_named(measured: float, verdict: Verdict) -> None:
-    """Less than 60 % of the published bandwidth is a warning."""
-    assert check_bandwidth("Apple M4 Max", measured).verdict is verdict
-    unknown = check_bandwidth("another chip", measured)
-    assert unknown.verdict is Verdict.OK
-    assert unknown.figure.endswith("GB/s in products of a matrix and a vector")
+from coordinator.doctor import checks
+from coordinator.doctor.checks import Verdict, check_device, check_memory, check_versions
 
 
 def on_mac(patch: pytest.MonkeyPatch, release: str, machine: str) -> None:
@@ -75,3 +32,22 @@ def test_an_old_macos_and_rosetta_are_named(
     assert finding.verdict is verdict
     assert words in finding.advice
     assert f"macOS {release}" in finding.figure
+
+
+@pytest.mark.parametrize(("limit", "verdict"), [(60.0, Verdict.OK), (0.0, Verdict.WARN)])
+def test_a_slow_device_is_named(
+    monkeypatch: pytest.MonkeyPatch, limit: float, verdict: Verdict
+) -> None:
+    """A round trip above the limit is a warning. The report has the chip and its speed."""
+    monkeypatch.setattr(checks, "SLOW_SECONDS", limit)
+    finding = check_device()
+    assert finding.verdict is verdict
+    assert finding.values["bytes_per_second"] > 0
+    assert finding.values["chip"] in finding.figure
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(2.0, Verdict.OK), (-1.0, Verdict.WARN)])
+def test_swap_is_named(monkeypatch: pytest.MonkeyPatch, share: float, verdict: Verdict) -> None:
+    """More swap than the share is a warning."""
+    monkeypatch.setattr(checks, "SWAP_SHARE", share)
+    assert check_memory().verdict is verdict

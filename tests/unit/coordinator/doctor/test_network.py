@@ -8,9 +8,8 @@ import pytest
 
 from coordinator.doctor.checks import (
     Verdict,
-    check_bridge,
     check_equal_versions,
-    check_rdma,
+    check_thunderbolt,
     check_worker,
 )
 from coordinator.pipeline.worker_connection import Candidate, ConnectionPolicy
@@ -33,59 +32,36 @@ def mac(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("active", "workers", "verdict"),
-    [({"en2", "en3"}, 2, Verdict.WARN), ({"en2", "en3"}, 1, Verdict.OK), ({"en2"}, 2, Verdict.OK)],
-)
-@pytest.mark.usefixtures("mac")
-def test_a_bridge_that_may_be_a_ring_is_named(
-    active: set[str], workers: int, verdict: Verdict
-) -> None:
-    """A Thunderbolt Bridge with two cables in use and several workers is a warning."""
-
-    def output(*command: str) -> str:
-        if command[-1] == "bridge0":
-            return BRIDGE
-        return f"status: {'active' if command[-1] in active else 'inactive'}"
-
-    finding = check_bridge(workers, output)
-    assert finding.verdict is verdict
-    assert finding.values["members"] == ["en2", "en3"]
-
-
-@pytest.mark.parametrize(
-    ("release", "listed", "active", "verdict", "words"),
+    ("workers", "up", "listed", "verdict", "words"),
     [
-        ("26.2", {"rdma_en2", "rdma_en5"}, {"rdma_en5"}, Verdict.OK, "rdma_en5 active of 2"),
-        ("26.3.1", {"rdma_en2", "rdma_en5"}, {"rdma_en2", "rdma_en5"}, Verdict.WARN, "one cable"),
-        ("26.2", {"rdma_en2"}, set(), Verdict.SKIP, "no cable"),
-        ("26.2", {"rdma_en3"}, {"rdma_en3"}, Verdict.WARN, "out of the bridge"),
-        ("26.2", set(), set(), Verdict.SKIP, "rdma_ctl enable"),
-        ("26.1", {"rdma_en2"}, {"rdma_en2"}, Verdict.SKIP, "macOS 26.2 and later"),
+        (2, {"en2", "en3"}, set(), Verdict.WARN, "no loop protection"),
+        (1, {"en2", "en3"}, set(), Verdict.OK, "2 of 2 ports"),
+        (2, {"en2"}, set(), Verdict.OK, "rdma_ctl enable"),
+        (2, {"rdma_en5"}, {"rdma_en4", "rdma_en5"}, Verdict.OK, "devices: rdma_en5"),
+        (2, {"rdma_en4", "rdma_en5"}, {"rdma_en4", "rdma_en5"}, Verdict.WARN, "one cable"),
+        (2, set(), {"rdma_en4"}, Verdict.OK, "devices: none"),
+        (2, {"rdma_en3"}, {"rdma_en3"}, Verdict.WARN, "out of the bridge"),
     ],
 )
 @pytest.mark.usefixtures("mac")
-def test_rdma_devices_are_named(
-    monkeypatch: pytest.MonkeyPatch,
-    release: str,
-    listed: set[str],
-    active: set[str],
-    verdict: Verdict,
-    words: str,
+def test_ports_and_devices_are_named(
+    workers: int, up: set[str], listed: set[str], verdict: Verdict, words: str
 ) -> None:
-    """From outputs in the form that `ibv_devices` and `ibv_devinfo` document."""
-    monkeypatch.setattr("platform.mac_ver", lambda: (release, ("", "", ""), "arm64"))
+    """From outputs in the form that `ifconfig`, `ibv_devices` and `ibv_devinfo` document."""
     rows = [f"    {name}        \t{0:016x}\n" for name in sorted(listed)]
     table = "    device          \t   node GUID\n    ------   ----\n" + "".join(rows)
 
     def output(*command: str) -> str:
+        if command[-1] == "bridge0":
+            return BRIDGE
         if command[0] == "ibv_devices":
             return table
         if command[0] == "ifconfig":
-            return BRIDGE.replace("en2", "en9")
-        state = "PORT_ACTIVE (4)" if command[-1] in active else "PORT_DOWN (1)"
+            return f"status: {'active' if command[-1] in up else 'inactive'}"
+        state = "PORT_ACTIVE (4)" if command[-1] in up else "PORT_DOWN (1)"
         return f"hca_id:\t{command[-1]}\n\t\t\tstate:\t\t\t{state}\n"
 
-    finding = check_rdma(output)
+    finding = check_thunderbolt(workers, output)
     assert finding.verdict is verdict
     assert words in f"{finding.figure} {finding.advice}"
 
