@@ -126,7 +126,7 @@ LENGTHS = (30, 80, 151)
 """Tokens of prompts, which end before and after the budget of a query."""
 
 
-def requests(count: int = 26, lengths: Sequence[int] = LENGTHS) -> list[GenerationRequest]:
+def requests(count: int = 16, lengths: Sequence[int] = LENGTHS) -> list[GenerationRequest]:
     """Return a greedy and a sampled request of `count` tokens for each length of a prompt."""
     chance = random.Random(3)
     found = []
@@ -169,9 +169,9 @@ def expected(model: Path) -> list[Answered]:
 @pytest.mark.parametrize(
     ("mtp", "stages", "chunk"),
     [
-        ("2", 1, 64),
         ("3", 2, 33),
         ("filled", 4, 7),
+        pytest.param("2", 1, 64, marks=pytest.mark.thorough),
         pytest.param("auto", 4, 16, marks=pytest.mark.thorough),
         pytest.param("off", 2, 32, marks=pytest.mark.thorough),
         pytest.param("1", 4, 50, marks=pytest.mark.thorough),
@@ -243,7 +243,7 @@ def test_a_prefix_and_a_disk_change_nothing(
     assert sum(answer.stats.cached_tokens for answer in found) > 0
 
 
-@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("bits", [pytest.param(None, marks=pytest.mark.thorough), 4])
 def test_a_conversion_keeps_the_answers(model: Path, tmp_path: Path, bits: int | None) -> None:
     """A plain conversion has the answers of its source. A quantized one has the same over stages."""
     quantization = None if bits is None else Quantization(bits, 32)
@@ -326,7 +326,7 @@ def test_rows_of_a_chunk_are_fetched_beside_the_frame_before(
 ) -> None:
     """A stage asks the disk for the rows of a chunk that waits, and for those of its first tokens afterwards."""
     calls = Mock()
-    for owner, name in ((Mapped, "advise"), (BegunFrame, "finish")):
+    for owner, name in ((Mapped, "advise"), (BegunFrame, "finish_frame")):
         own = getattr(owner, name)
         monkeypatch.setattr(owner, name, create_autospec(own, side_effect=own))
         calls.attach_mock(getattr(owner, name), name)
@@ -334,7 +334,7 @@ def test_rows_of_a_chunk_are_fetched_beside_the_frame_before(
     defer = EngineThread.defer
     monkeypatch.setattr(EngineThread, "defer", lambda thread, work, _: defer(thread, work, 1.0))
     answers(model, "off", 1, 32, [GenerationRequest(tuple(range(130)), 1)])
-    events = [-1 if name == "finish" else len(args[1]) for name, args, _ in calls.mock_calls]
+    events = [-1 if name == "finish_frame" else len(args[1]) for name, args, _ in calls.mock_calls]
     assert [rows > 16 for rows in events[:7]] == [True, True, False, False, True, False, False]
 
 

@@ -38,8 +38,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, dict[int, Pat
     return {moe: write_models(folder / str(moe), moe=moe) for moe in (False, True)}
 
 
+each_shape = pytest.mark.parametrize(
+    "shape", [(1, 1), pytest.param((1, 4), marks=pytest.mark.thorough), (8, 1)], ids=str
+)
+
+
 @pytest.mark.parametrize("moe", [False, True])
-@pytest.mark.parametrize("shape", MOST_KERNELS)
+@each_shape
 def test_a_layer_launches_no_more_kernels(
     models: dict[bool, dict[int, Path]], shape: tuple[int, int], moe: bool
 ) -> None:
@@ -50,15 +55,21 @@ def test_a_layer_launches_no_more_kernels(
     assert stock.kernels == (43.75 if moe else 24.75), stock.names
 
 
-@pytest.mark.parametrize("shape", FLASH_NEXT_KERNELS)
-def test_a_layer_of_flash_next(tmp_path: Path, shape: tuple[int, int]) -> None:
+@pytest.fixture(scope="module")
+def flash_next(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    folder = tmp_path_factory.mktemp("flash-next")
+    sizes = {"vocab": 4096, "experts": 32, "per_token": 4, "ngram_rows": 400}
+    for layers in (SHORT, LONG):
+        shape = ModelShape(256, layers, 4, 2, 16, 128, **sizes)
+        write_dialled_model(folder / str(layers), shape, bits=4)
+    return {layers: folder / str(layers) for layers in (SHORT, LONG)}
+
+
+@each_shape
+def test_a_layer_of_flash_next(flash_next: dict[int, Path], shape: tuple[int, int]) -> None:
     """The streams of a layer cost eleven kernels, its experts four, and its GatedDeltaNet one and its projections."""
-    paths = {layers: tmp_path / str(layers) for layers in (SHORT, LONG)}
-    for layers, path in paths.items():
-        sizes = {"vocab": 4096, "experts": 32, "per_token": 4, "ngram_rows": 400}
-        write_dialled_model(path, ModelShape(256, layers, 4, 2, 16, 128, **sizes), bits=4)
     with counted_kernels():
-        own = layer_cost(OwnSteps, paths, *shape)
+        own = layer_cost(OwnSteps, flash_next, *shape)
     assert own.kernels <= FLASH_NEXT_KERNELS[shape], own
 
 

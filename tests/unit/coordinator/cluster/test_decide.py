@@ -183,11 +183,18 @@ def test_every_order_of_events_while_serving(settings: Settings, fewest: int) ->
     planner = planner_for(fewest)
     start = serving("a", "b", planner=planner, settings=settings)
     steps, views = walk(start, planner, "ab", 3, check)
-    joining, more = walk(
-        serving("a", planner=planner_for(1), settings=settings), planner, "ab", 4, check
-    )
-    print(f"{steps + joining:,} steps from {views + more:,} views")
-    assert steps + joining > 12_000
+    print(f"{steps:,} steps from {views:,} views")
+    assert steps > 1_000
+
+
+@pytest.mark.parametrize("settings", [PATIENT, REMOTE, AUTO, REQUIRED])
+def test_every_order_of_events_while_another_worker_joins(settings: Settings) -> None:
+    """Every order of events from one worker that serves, with another one that is there or not."""
+    planner = planner_for(1)
+    start = serving("a", planner=planner, settings=settings)
+    steps, views = walk(start, planner, "ab", 4, check)
+    print(f"{steps:,} steps from {views:,} views")
+    assert steps > 8_000
 
 
 @pytest.mark.slow
@@ -220,11 +227,11 @@ def test_a_change_of_plan_that_fails_does_not_wait_for_all_workers() -> None:
 
 
 @pytest.mark.parametrize("fault", ["it crashes in use", "it crashes at once"])
-def test_a_worker_that_failed_for_a_day_is_back_within_a_minute(fault: str) -> None:
-    """Thousands of failures neither raise nor delay a recovered worker, and ten quiet minutes forgive them."""
+def test_a_worker_that_failed_for_hours_is_back_within_a_minute(fault: str) -> None:
+    """Hundreds of failures neither raise nor delay a recovered worker, and ten quiet minutes forgive them."""
     planner = planner_for(1)
     view = serving("a", planner=planner, settings=AUTO)
-    day, process = view.now + 24 * 3600.0, 1
+    end, process = view.now + 4 * 3600.0, 1
 
     def tick(view: View, seconds: float = 1.0) -> View:
         """Let time pass, in which every preparation and start succeeds."""
@@ -233,7 +240,7 @@ def test_a_worker_that_failed_for_a_day_is_back_within_a_minute(fault: str) -> N
             view = happen(view, PlanPrepared(view.preparing), planner).view
         return happen(view, PlanServing(view.epoch), planner).view
 
-    while view.now < day:
+    while view.now < end:
         process += 1
         view = happen(view, WorkerJoined(worker("b", process)), planner).view
         for _ in range(8):
@@ -243,7 +250,7 @@ def test_a_worker_that_failed_for_a_day_is_back_within_a_minute(fault: str) -> N
         if fault == "it crashes at once" or "b" in view.serving:
             view = happen(view, WorkerLost("b", "its process ended"), planner).view
             view = tick(view, seconds=9.0)
-    assert process > 5000
+    assert process > 800
     view = happen(view, WorkerJoined(worker("b", process + 1)), planner).view
     recovered = view.now
     while "b" not in view.serving:
