@@ -147,7 +147,6 @@ class LiveStatus(StatusSource):
             loaded=done / total if loading and total else None,
             stage_ms=load.step_ms if load else None,
             busy=load.busy if load else None,
-            slowest=load is not None and load.slowest,
             weight_bytes=stage[1].weight_bytes if stage and in_use else 0,
             prefix_bytes=self.loop.scheduler.prefixes.nbytes if in_use else 0,
             chip=member.chip,

@@ -36,14 +36,14 @@ class NodeStatus:
     `span` is inclusive, such as `0-31`, and None for a node without layers. `detail` is one line that explains why the
     node is not used. `address` is None for a stage in the coordinator's own process. Memory is in bytes. `loaded` is
     the loaded fraction of the node's weights, 0 to 1. `stage_ms` is the typical time of one decode step. `busy` is the
-    fraction of the last ten seconds in which the node's stage computed, 0 to 1, and `slowest` says that the other
-    stages wait for it. Both are unset without a stage. `weight_bytes` and `prefix_bytes` are parts of `memory_used`;
-    the rest are K/V, states and activations. `memory_cached` is held besides `memory_used`, in freed buffers. `chip`
-    and `bytes_per_second` describe the machine as the worker measured it. `weights_from` names the source of the
-    weights during a load: `disk`, `hub` or `coordinator`. `link_ms` and `link_bytes_per_second` are the measured time
-    and speed of one hop to the next stage, or from the last stage to the coordinator. The bytes of the data plane are
-    counters since the worker's start. `ready_at`, the time at which the worker joined, is seconds since 1970. `version`
-    has the versions of the worker's programs. `layers` says how the layers compute, such as `48 packed`.
+    fraction of the last ten seconds in which the node's stage computed, 0 to 1. Both are unset without a stage.
+    `weight_bytes` and `prefix_bytes` are parts of `memory_used`; the rest are K/V, states and activations.
+    `memory_cached` is held besides `memory_used`, in freed buffers. `chip` and `bytes_per_second` describe the machine
+    as the worker measured it. `weights_from` names the source of the weights during a load: `disk`, `hub` or
+    `coordinator`. `link_ms` and `link_bytes_per_second` are the measured time and speed of one hop to the next stage,
+    or from the last stage to the coordinator. The bytes of the data plane are counters since the worker's start.
+    `ready_at`, the time at which the worker joined, is seconds since 1970. `version` has the versions of the worker's
+    programs. `layers` says how the layers compute, such as `48 packed`.
     """
 
     name: str
@@ -58,7 +58,6 @@ class NodeStatus:
     loaded: float | None = None
     stage_ms: float | None = None
     busy: float | None = None
-    slowest: bool = False
     weight_bytes: int = 0
     prefix_bytes: int = 0
     chip: str = ""

@@ -36,9 +36,6 @@ STEPS = 20
 DEADLINE_SECONDS = 1.0
 """Seconds. Bounds one collection of stamps. Frames without it stay without exact times."""
 
-SLOW = 1.15
-"""A stage whose decode step takes this multiple of the mean, or more, is marked as the slowest one."""
-
 MARGIN_SECONDS = 0.05
 """Seconds. A frame reaches its first stage after it was sent, but clocks of machines differ a little."""
 
@@ -78,12 +75,11 @@ class StageLoad:
     """The load of one stage of the plan.
 
     `step_ms` is the mean time of its last decode steps, None without one. `busy` is the fraction of the last
-    RATE_SECONDS in which it computed, 0 to 1. `slowest` says that the other stages wait for it.
+    RATE_SECONDS in which it computed, 0 to 1.
     """
 
     step_ms: float | None
     busy: float
-    slowest: bool = False
 
 
 @dataclass
@@ -151,10 +147,8 @@ class FrameRecords:
                 steps.append(record.stage_us)
         times = [round(sum(us) / len(steps) / 1000, 3) for us in zip(*steps, strict=False)]
         shares = [round(min(seconds / RATE_SECONDS, 1.0), 2) for seconds in busy]
-        slow = _slowest(times, shares)
         return tuple(
-            StageLoad(times[i] if times else None, share, i == slow)
-            for i, share in enumerate(shares)
+            StageLoad(times[i] if times else None, share) for i, share in enumerate(shares)
         )
 
     def since(self, number: int, most: int = MAX_RECORDS) -> list[FrameRecord]:
@@ -179,14 +173,6 @@ class FrameRecords:
             stages = exact.get(record.key, ())
             if len(stages) == len(record.stage_us):
                 record.stages = stages
-
-
-def _slowest(times: Sequence[float], shares: Sequence[float]) -> int | None:
-    """Return the index of the stage for which the others wait, or None."""
-    if len(times) < 2 or max(times) < SLOW * sum(times) / len(times):
-        return None
-    slowest = times.index(max(times))
-    return slowest if shares[slowest] == max(shares) else None
 
 
 def stage_spans(processes: Sequence[ProcessTrace]) -> dict[FrameKey, StageSpans]:

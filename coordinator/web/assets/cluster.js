@@ -196,10 +196,10 @@ function range(span) {
 function machine(node, index, stages, traffic) {
   const longest = Math.max(...stages.map((one) => one.stage_ms ?? 0), 1e-9);
   const next = stages[index + 1];
-  return h("li", { class: `machine${node.slowest ? " slow" : ""}`, "data-health": node.health },
+  return h("li", { class: "machine", "data-health": node.health },
     h("div", { class: "machine-head" },
       h("i", { class: "dot", "data-health": node.health }), h("b", {}, node.name),
-      h("span", { class: "badge" }, layersText(node.span)), node.slowest && h("span", { class: "badge warn" }, "slowest: the others wait for it")),
+      h("span", { class: "badge" }, layersText(node.span))),
     h("p", { class: "hint" }, [node.chip, node.bytes_per_second && `${bytes(node.bytes_per_second)}/s of memory`, node.address ?? "in the coordinator", node.pinned && `pinned to ${node.pinned}`].filter(Boolean).join(" · ")),
     node.health === "loading" ? loading(node) : stageTime(node, longest),
     memory(node),

@@ -103,20 +103,8 @@ def test_the_share_of_time_is_that_of_the_last_seconds() -> None:
         records.record_frame(frame_of(DECODE, us=(20_000, 50_000)), at, at + 0.1, tokens=1)
     first, second = records.stage_loads(1, RATE_SECONDS)
     assert (first.busy, second.busy) == pytest.approx((0.2, 0.5))
-    assert (first.slowest, second.slowest) == (False, True)
     later = records.stage_loads(1, 3 * RATE_SECONDS)
     assert [(load.step_ms, load.busy) for load in later] == [(20, 0), (50, 0)]
-
-
-def test_the_less_busy_stage_is_never_the_slowest() -> None:
-    """Prompts may make the stage with the faster steps the busier one. Then no stage is marked."""
-    records = FrameRecords()
-    records.record_frame(frame_of(DECODE, us=(1000, 3000)), 0.0, 0.1, tokens=1)
-    assert [load.slowest for load in records.stage_loads(1, 1.0)] == [False, True]
-    records.record_frame(frame_of(PROMPT, us=(90_000, 10_000)), 0.1, 0.2)
-    loads = records.stage_loads(1, 1.0)
-    assert loads[0].busy > loads[1].busy
-    assert not any(load.slowest for load in loads)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -134,10 +122,6 @@ def test_hostile_times_give_no_impossible_figures(seed: int) -> None:
             loads = records.stage_loads(epoch, now + random.choice((-5.0, 0.0, 5.0)))
             assert len(loads) in ((len(us),) if epoch != 7 else (0,))
             assert all(0 <= load.busy <= 1 for load in loads)
-            for load in loads:
-                rivals = [other for other in loads if load.slowest and other is not load]
-                assert all(other.busy <= load.busy for other in rivals)
-                assert all((other.step_ms or 0) <= (load.step_ms or 0) for other in rivals)
 
 
 async def test_records_get_the_times_that_their_stages_measured() -> None:
