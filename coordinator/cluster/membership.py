@@ -149,13 +149,6 @@ class Membership:
         except ClusterError as error:
             self._record_loss(address, error)
 
-    async def check_reachable(self, address: str) -> None:
-        """Open a new connection to a watched worker, as the hops of a plan do. Raises ClusterError if that fails."""
-        client = self.clients.get(address)
-        if client is None:
-            raise WorkerLostError(f"the worker at {address} is leaving")
-        await client.check_reachable(self.options.failure_timeout)
-
     def drop_removed_nodes(self, removed: frozenset[str]) -> None:
         """Record every watched worker whose node id is in `removed` as lost."""
         for address, client in tuple(self.clients.items()):

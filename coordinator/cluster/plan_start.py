@@ -234,10 +234,9 @@ class PlanStart:
     async def prepare(self, workers: frozenset[str]) -> PlanPrepared | PreparationFailed:
         """Load the stages of new workers, and return what happened. `workers` are all of the plan, by id.
 
-        Busy workers only fetch. New ones enter the epoch in force, and all must admit a connection, as hops need it.
+        Busy workers only fetch. New ones enter the epoch in force.
         """
         try:
-            await asyncio.gather(*(self._reach(node) for node in self.plan.nodes))
             room = self.model.capacity(self.plan)
             label = "loading layers for the next plan"
             stages = [[self._worker(node) for node in stage.nodes] for stage in self.plan.stages]
@@ -339,12 +338,6 @@ class PlanStart:
     def _record_progress(self, owner: str, show: OnProgress, done: int, total: int) -> None:
         self.loads.done[owner] = (done, total)
         show(*self.loads.totals)
-
-    async def _reach(self, address: str) -> None:
-        try:
-            await self.membership.check_reachable(address)
-        except ClusterError as error:
-            raise StartError(str(error), address) from error
 
     async def _start_error(self, worker: WorkerClient, error: ClusterError) -> StartError:
         """Return the error of a worker, which is the suspect if it answers. Otherwise it is recorded as lost."""

@@ -117,21 +117,6 @@ class WorkerClient:
         self.has_disk = False
         """True if the worker keeps the prefixes of its present stage on disk."""
 
-    async def check_reachable(self, timeout: float) -> None:
-        """Open and close another connection to the worker. Raises DeadlineError if there is none within `timeout`."""
-        # Otherwise gRPC uses the open connection.
-        options = (("grpc.use_local_subchannel_pool", 1),)
-        try:
-            async with (
-                asyncio.timeout(timeout),
-                open_channel(self.address, self.trust, Role.WORKER, self.node, options) as channel,
-            ):
-                await channel.channel_ready()
-        except TimeoutError:
-            raise DeadlineError(
-                f"{self.address} admits no new connection within {timeout:g} s"
-            ) from None
-
     # ---- control
 
     async def call(

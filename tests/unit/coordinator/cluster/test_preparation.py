@@ -15,7 +15,7 @@ from coordinator.cluster.view import Settings, View
 from coordinator.pipeline.remote_pipeline import RemotePipeline
 from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
-from proto.errors import ClusterError, DeadlineError, MemoryLimitError
+from proto.errors import ClusterError, MemoryLimitError
 from proto.span import Span
 from tests.support.protocol.cluster_walk import worker
 
@@ -33,9 +33,7 @@ class Cluster:
         *fetching: str,
         broken: str = "",
         error: Exception | None = None,
-        unreachable: str = "",
     ) -> None:
-        self.unreachable = unreachable
         self.chunks: dict[str, tuple[int, int, int]] = {}
         """The chunks and the fused width that workers report."""
         members = {
@@ -54,9 +52,7 @@ class Cluster:
         self.requests: list[pb.LoadRequest] = []
         self.broken, self.error = broken, error or MemoryLimitError("too little memory")
         clients = {n: SimpleNamespace(address=n, owner=n, load=self._loader(n)) for n in members}
-        self.membership: Any = SimpleNamespace(
-            clients=clients, probe=self._probe, check_reachable=self._check_reachable
-        )
+        self.membership: Any = SimpleNamespace(clients=clients, probe=self._probe)
         self.model: Any = SimpleNamespace(
             capacity=lambda plan: SimpleNamespace(sequences=1, kv_tokens=1, prefix_bytes=0),
             ref=pb.ModelRef(name="m"),
@@ -100,10 +96,6 @@ class Cluster:
     async def _provide(self, client: Any, request: pb.LoadRequest, on_progress: Any) -> None:
         self.calls.append(("fetch", client.address))
 
-    async def _check_reachable(self, address: str) -> None:
-        if address == self.unreachable:
-            raise DeadlineError(f"{address} admits no new connection within 3 s")
-
     async def _probe(self, address: str) -> None:
         self.calls.append(("probe", address))
 
@@ -145,17 +137,6 @@ async def test_frames_suit_every_machine_of_the_plan(monkeypatch: pytest.MonkeyP
     cluster.chunks = {"b": (0, 0, 0)}
     with pytest.raises(StartError, match="chunks of 0 to 0 tokens"):
         await cluster.start()
-
-
-@pytest.mark.parametrize("name", ["a", "c"])
-async def test_a_worker_that_cannot_be_reached_ends_the_preparation(name: str) -> None:
-    """No worker loads for a plan whose hops could not connect, and the plan in force goes on."""
-    cluster = Cluster(unreachable=name)
-    event = await cluster.prepare()
-    assert isinstance(event, PreparationFailed)
-    assert event.address == name
-    assert "no new connection" in event.reason
-    assert not cluster.calls
 
 
 def test_this_machine_is_in_use_while_it_serves_alone() -> None:
