@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -64,20 +64,22 @@ def open_channel(
     trust: NodeTrust | None,
     role: Role = Role.WORKER,
     node: str = "",
+    options: Sequence[tuple[str, Any]] = (),
 ) -> grpc.aio.Channel:
     """Return a channel to the node at `address`, without connecting it yet.
 
     With `trust` the channel uses mutual TLS, and connects only to a node of the same cluster with `role` and, if
     `node` is given, with that node id. Without `trust` the channel is not encrypted.
     """
+    options = (*CHANNEL_OPTIONS, *options)
     if trust is None:
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(address, options=options)
     expected = host_name(trust.identity.cluster, role, node)
     credentials = grpc.ssl_channel_credentials(
         trust.authorities.encode(), trust.key_pem.encode(), trust.certificate.encode()
     )
     names = (("grpc.ssl_target_name_override", expected), ("grpc.default_authority", expected))
-    return grpc.aio.secure_channel(address, credentials, options=(*CHANNEL_OPTIONS, *names))
+    return grpc.aio.secure_channel(address, credentials, options=(*options, *names))
 
 
 def add_port(server: grpc.aio.Server, address: str, trust: NodeTrust | None) -> int:
