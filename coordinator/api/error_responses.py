@@ -23,8 +23,11 @@ RETRY_SECONDS = 5.0
 FIELD = "field"
 """The type of a pydantic error of a whole object that one field causes. Its context names the field."""
 
-_TYPE = re.compile(r"(str|int|float|bool|[A-Z]\w*)$|[a-z-]+\[|constrained-")
+_TYPE = re.compile(r"(str|int|float|bool|[A-Z]\w*)$|[a-z-]*\[|constrained-")
 """The names of types that pydantic puts into the path of an error in a field of several types."""
+
+MAX_NAME = 100
+"""Characters. Bounds the path of a field in an error, which may hold a key of the client."""
 
 ErrorFormat = Callable[[Exception], Json]
 """A function that returns the error body of a dialect."""
@@ -102,7 +105,9 @@ def request_error(errors: Sequence[Any]) -> RequestError:
     where = tuple(part for part in found["loc"] if isinstance(part, int) or not _TYPE.match(part))
     if found["type"] == FIELD:
         where = (*where, found["ctx"]["field"])
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)[1:]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)[
+        1:MAX_NAME
+    ]
     if found["type"] == "json_invalid":
         return RequestError(f"request body: invalid JSON: {found['ctx']['error']}")
     # Each type that the field may have has an error of its own.
@@ -114,25 +119,13 @@ def request_error(errors: Sequence[Any]) -> RequestError:
     return RequestError(f"{name}: {message}" if name else message, param=name or None)
 
 
-def _routing_error(request: Request, error: HTTPException) -> HTTPException:
-    """Return `error` with a message that helps if the router raised it."""
-    path, method = request.scope["path"], request.method
-    if error.status_code == 404 and error.detail == "Not Found":
-        message = f"{path}: path not found. docs/API.md lists the paths."
-        return HTTPException(404, message, error.headers)
-    if error.status_code == 405 and (allowed := (error.headers or {}).get("Allow")):
-        message = f"{path}: {method} is not supported. Use {allowed}."
-        return HTTPException(405, message, error.headers)
-    return error
-
-
 def install_error_handlers(app: FastAPI, formats: Mapping[str, ErrorFormat]) -> None:
     """Answer exceptions in the format that `formats` has for the prefix of the path, or in OpenAI's."""
 
     async def answer(request: Request, error: Exception) -> Response:
         path = request.scope["path"]
-        if isinstance(error, HTTPException):
-            error = _routing_error(request, error)
+        if isinstance(error, HTTPException) and error.detail == "Not Found":
+            error = HTTPException(404, f"{path}: path not found. docs/API.md lists the paths.")
         if isinstance(error, RequestValidationError):  # of the query
             error = request_error([{**each, "loc": each["loc"][1:]} for each in error.errors()])
         for prefix, error_format in formats.items():

@@ -97,20 +97,15 @@ class LiveStatus(StatusSource):
         )
         return [self._member(m, stages.get(m.address), loads) for m in members]
 
-    def _layers(self, member: Member, stage: StagePlan, load: StageLoad | None) -> str:
-        """Return how a worker's layers compute, and its share. The sums of lm_head and the MTP head do not count."""
+    def _layers(self, member: Member, stage: StagePlan) -> str:
+        """Return how a worker's layers compute, with its share and the time of a sum in a group."""
         assert self.manager is not None
         layers = self.manager.loads.layers.get(member.address, "")
         if not stage.members or not layers:
             return layers
         share = f"{layers}, share {stage.nodes.index(member.address) + 1} of {len(stage.nodes)}"
         seconds = self.manager.loads.collectives.get(member.address)
-        if not seconds:
-            return share
-        share += f", {seconds * 1e6:.0f} us a sum"
-        if load is None or not load.step_ms:
-            return share
-        return f"{share}, {min(1.0, self._sum_ms(stage) / load.step_ms):.0%} of a step"
+        return f"{share}, {seconds * 1e6:.0f} us a sum" if seconds else share
 
     def _sum_ms(self, stage: StagePlan) -> float:
         """Return what all sums of a decode step take in a chain, as measured; 0 without a group."""
@@ -138,7 +133,7 @@ class LiveStatus(StatusSource):
             name=member.name,
             address=member.address,
             span=str(stage[1].span) if stage and in_use else None,
-            layers=self._layers(member, stage[1], load) if stage and in_use else "",
+            layers=self._layers(member, stage[1]) if stage and in_use else "",
             health=_health(member, in_use=in_use, loading=loading),
             detail=_detail(member, view.now),
             memory_used=worker_status.memory_used if worker_status else 0,

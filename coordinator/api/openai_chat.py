@@ -199,9 +199,7 @@ class ChunkWriter(AnswerWriter):
     def chunk(self, entry: Json) -> bytes:
         """Return one chunk with the entry of one choice."""
         chunk = self._add_token_ids({**self._head(self.chunk_kind), "choices": [entry]})
-        if self._body.continuous_usage_stats:
-            chunk["usage"] = usage_of(self._answer)
-        elif self._body.include_usage:
+        if self._body.include_usage:
             chunk["usage"] = None
         return sse_data(chunk)
 

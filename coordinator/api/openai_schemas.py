@@ -89,7 +89,6 @@ class GenerationBody(SamplingBody):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     include_usage: bool | None = named("stream_options.include_usage")
-    continuous_usage_stats: bool | None = named("stream_options.continuous_usage_stats")
     token_origins: bool | None = named("stream_options.token_origins")
     """Our extension: each chunk of a chat has one letter for each of its tokens, `d` for an accepted draft."""
     stop_token_ids: list[int] | None = None
@@ -98,7 +97,7 @@ class GenerationBody(SamplingBody):
         "max_tokens", "n_predict", "num_predict", "max_new_tokens"
     )
     max_completion_tokens: TokenLimit | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[Annotated[int, Field(ge=0, lt=2**31)], float] | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     guided_json: Json | None = named("guided_json", "json_schema", "structured_outputs.json")

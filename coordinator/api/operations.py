@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from coordinator.api.context import Api, api_of
-from coordinator.api.error_responses import ModelNotLoadedError
 from coordinator.api.model_catalog import ModelLoader
 from coordinator.api.ollama import utc_time
 from coordinator.api.request_body import Body, keys_are_set, read_body, require_json
@@ -196,14 +195,10 @@ async def load_model(request: Request) -> Response:
 async def model(request: Request, name: str) -> Response:
     """Describe the model with the id or alias `name`."""
     api = api_of(request)
-    found = describe_model(api.model)
-    try:
+    loadable = [entry for entry in await _loadable(api) if entry["id"] == name]
+    if not loadable:
         check_model(api, name)
-    except ModelNotLoadedError:
-        loadable = [entry for entry in await _loadable(api) if entry["id"] == name]
-        if not loadable:
-            raise
-        found = loadable[0]
+    found = loadable[0] if loadable else describe_model(api.model)
     return JSONResponse(anthropic_model(found) if wants_anthropic_format(request) else found)
 
 

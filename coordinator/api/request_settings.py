@@ -43,13 +43,13 @@ MAX_CHOICES = 128
 class GenerationSettings:
     """The settings of one HTTP request, in any dialect. None and empty values mean that the client omitted a field.
 
-    `sampling` holds fields of SamplingParams. `logit_bias` has token ids as strings, as JSON has them. `logprobs` is
-    the number of alternatives per token. Every prompt gets `n` answers; answer i has the seed plus i. `field_names`
-    maps names of GenerationRequest's fields to the names in the client's request.
+    `sampling` holds fields of SamplingParams. `logprobs` is the number of alternatives per token. Every prompt gets
+    `n` answers; answer i has the seed plus i. `field_names` maps names of GenerationRequest's fields to the names in
+    the client's request.
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    logit_bias: Mapping[str, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     n: int = 1
     seed: int | None = None
     max_tokens: int | None = None
@@ -143,23 +143,14 @@ def _sampling_params(api: Api, settings: GenerationSettings) -> SamplingParams:
     if "top_k" in chosen:
         chosen["top_k"] = max(chosen["top_k"], 0)  # vLLM's clients send -1 for no limit
     if settings.logit_bias:
-        chosen["logit_bias"] = _logit_bias(api, settings.logit_bias)
+        check_tokens(api, settings.logit_bias, "logit_bias")
+        chosen["logit_bias"] = settings.logit_bias
     try:
         return replace(api.model.defaults, logprobs=settings.logprobs, **chosen)
     except RequestError as error:
         if error.param is not None:
             error.param = settings.client_name(error.param)
         raise
-
-
-def _logit_bias(api: Api, bias: Mapping[str, float]) -> dict[int, float]:
-    if wrong := [key for key in bias if not (key.isascii() and key.isdigit()) or len(key) > 10]:
-        raise refused_field(
-            "logit_bias", f"{wrong[0]!r:.20} is not a token id. Use numbers as keys."
-        )
-    by_token = {int(key): value for key, value in bias.items()}
-    check_tokens(api, by_token, "logit_bias")
-    return by_token
 
 
 def check_tokens(api: Api, tokens: Collection[int], param: str) -> None:

@@ -115,7 +115,7 @@ def test_a_group_gives_the_answers_of_one_process(
 
 
 def test_the_status_shows_the_shares(pair: Cluster) -> None:
-    """Each worker of a group has its share of all layers, the time of a sum and its part of a step, and its memory."""
+    """Each worker of a group has its share of all layers, the time of a sum, and its memory."""
     ask(pair.url, TOKENS, **SETTINGS[0])
     nodes = httpx.get(f"{pair.url}/status").json()["nodes"]
     assert [node["span"] for node in nodes] == ["0-7", "0-7"]
@@ -123,7 +123,7 @@ def test_the_status_shows_the_shares(pair: Cluster) -> None:
         "1 of 2",
         "2 of 2",
     ]
-    assert all(re.search(r" us a sum, \d+% of a step$", node["layers"]) for node in nodes)
+    assert all(re.search(r"\d us a sum$", node["layers"]) for node in nodes)
     assert all(node["memory_used"] for node in nodes)
     table = httpx.get(f"{pair.url}/trace?seconds=20").json()["table"]
     assert re.search(r" sums <= +\d+\.\d{3} +\d+%\n", table), table

@@ -152,6 +152,16 @@ async def test_unknown_fields_are_ignored(path: str) -> None:
     assert first.prompt == second.prompt
 
 
+def test_a_stored_item_is_read_again() -> None:
+    """The items of a stored conversation, images included, are those of the request."""
+    parts = [{"type": "input_text", "text": "Look"}, {"type": "input_image", "image_url": "data:x"}]
+    sent = [{"type": "message", "role": "user", "content": parts}]
+    items = openai_responses._items.validate_python(sent)
+    stored = [item.model_dump(exclude_none=True, by_alias=True) for item in items]
+    assert stored == sent
+    assert openai_responses._items.validate_python(stored) == items
+
+
 CLIENTS: list[tuple[str, dict[str, Any]]] = [
     (  # SillyTavern's text completion
         "/v1/completions",

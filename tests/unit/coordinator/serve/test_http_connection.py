@@ -171,6 +171,7 @@ async def test_a_client_that_does_not_read_is_ended(monkeypatch: pytest.MonkeyPa
 async def test_the_longest_wait_makes_room(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     """At the limit the longest wait for a head ends. With requests on all, a new client gets status 503."""
     monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 4 * PATIENCE)
     app = App()
     app.hold.clear()
     async with listening(app) as port:
