@@ -1,7 +1,6 @@
 """The mDNS announcement of this worker at the addresses where others reach it.
 
-A failed announcement never stops a worker. When multicast is blocked, one warning says what to do. A Mac on which this
-process cannot use the mDNS port itself announces through macOS's own responder.
+A failed announcement never stops a worker. When multicast is blocked, one warning says what to do.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import ipaddress
 import logging
 import socket
-import sys
 from collections.abc import AsyncIterator
 
 import psutil
@@ -21,33 +19,6 @@ from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 from proto.announcement import SERVICE_TYPE, Announcement
 
 log = logging.getLogger(__name__)
-
-STOP_SECONDS = 2.0
-"""Seconds. Longest wait for `dns-sd` to end."""
-
-
-@contextlib.asynccontextmanager
-async def registered_by_dns_sd(
-    announcement: Announcement,
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Announce inside the block by a `dns-sd` process, and give that process. Raises OSError without the program."""
-    service = SERVICE_TYPE.removesuffix(".local.")
-    name = announcement.instance.removesuffix(f".{SERVICE_TYPE}")
-    process = await asyncio.create_subprocess_exec(
-        *("dns-sd", "-R", name, service, "local.", str(announcement.port)),
-        *(f"{key}={value}" for key, value in announcement.to_txt().items()),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), STOP_SECONDS)
-
 
 RESCAN_SECONDS = 5.0
 """Seconds between two scans of the addresses. A machine may start its workers before its network."""
@@ -110,11 +81,6 @@ async def _announce(announcement: Announcement, host: str) -> None:
                     changed = await asyncio.to_thread(reachable_addresses, host) != addresses
         # RuntimeError: no interface
         except (OSError, RuntimeError, TimeoutError, ZeroconfError) as error:
-            if sys.platform == "darwin":
-                with contextlib.suppress(OSError):  # no dns-sd
-                    async with registered_by_dns_sd(announcement) as process:
-                        log.info("announced by macOS's own mDNS responder")
-                        await process.wait()
             if not warned:
                 log.warning(
                     "mDNS is unavailable. Pass this worker's address to the coordinator with --worker",
