@@ -82,8 +82,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def locked(directory: Path) -> Iterator[None]:
     """Hold the lock of `directory` against other processes for one read and write of its files."""
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = _open_lock(directory, ".lock")
     except OSError as error:
         raise UsageError(
             f"--state-dir {directory}: cannot be used: {error.strerror}. Name another directory"
@@ -98,8 +97,7 @@ def locked(directory: Path) -> Iterator[None]:
 def claim(directory: Path) -> None:
     """Let no other coordinator use `directory` until this process ends. Raises UsageError with its process id."""
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(directory / "coordinator.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = _open_lock(directory, "coordinator.lock")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(descriptor, f"{os.getpid():<20}".encode())
     except BlockingIOError as error:
@@ -110,3 +108,8 @@ def claim(directory: Path) -> None:
         ) from error
     except OSError as error:  # such as a read-only disk, on which a coordinator changes no file
         log.warning("no lock of the state directory", extra={"error": str(error)})
+
+
+def _open_lock(directory: Path, name: str) -> int:
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return os.open(directory / name, os.O_RDWR | os.O_CREAT, 0o600)

@@ -32,11 +32,8 @@ from proto.terminal.options import JsonOption, StateOption, takes_options
 from worker.engine import hardware
 from worker.model.layer_variants import write_trials
 
-CHECK_SECONDS = 60.0
-"""Seconds. Longest single check."""
-
-FULL_CHECK_SECONDS = 600.0
-"""Seconds. Longest single check with --full, which loads the model several times."""
+CHECK_SECONDS = 600.0
+"""Seconds. Longest single check. With --full one loads and measures a large model."""
 
 MDNS_SECONDS = 3.0
 """Seconds. Time for workers to answer on the network. A local answer takes about one."""
@@ -72,13 +69,12 @@ class Diagnosis:
         self, name: str, check: Callable[..., Finding | Awaitable[Finding]], *arguments: Any
     ) -> None:
         """Run a check on this thread, because MLX's arrays belong to it. Its error or deadline becomes a finding."""
-        seconds = FULL_CHECK_SECONDS if self.full else CHECK_SECONDS
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(CHECK_SECONDS):
                 found = check(*arguments)
                 finding = found if isinstance(found, Finding) else await found
         except TimeoutError:
-            text = f"no result within {seconds:g} s"
+            text = f"no result within {CHECK_SECONDS:g} s"
             finding = Finding(name, Verdict.FAIL, text, "Run it again on an idle machine.")
         except ClusterError as error:
             finding = Finding(name, Verdict.FAIL, str(error), "See the message.")

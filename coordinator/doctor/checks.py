@@ -136,21 +136,19 @@ def check_discovery(
     candidates: Sequence[Candidate], enabled: bool, problem: str, seconds: float
 ) -> Finding:
     """Report the announced workers. `problem` is the error of the mDNS browser, empty for none."""
-    announced = [c for c in candidates if c.announcement is not None]
-    values = {"found": [c.name for c in announced], "problem": problem}
+    found = [f"{c.name} at {c.addresses[0]}" for c in candidates if c.announcement is not None]
     if not enabled:
-        return Finding("mDNS", Verdict.SKIP, "off by --no-mdns", "", values)
+        return Finding("mDNS", Verdict.SKIP, "off by --no-mdns")
+    advice = ""
     if problem:
         advice = "mDNS is unavailable here. Name each worker with --worker HOST:PORT."
-        return judged("mDNS", problem, advice, values)
-    if not candidates:
+    elif not candidates:
         advice = (
             "No worker was found. Start mtp-worker on each machine. If it runs, pass --worker HOST:PORT: the "
             "network or macOS's Local Network privacy may block multicast."
         )
-        return judged("mDNS", f"no worker in {seconds:g} s", advice, values)
-    lines = ", ".join(f"{c.name} at {c.addresses[0]}" for c in announced)
-    return judged("mDNS", lines or "no worker besides those of --worker", "", values)
+    figure = problem or ", ".join(found) or f"no worker in {seconds:g} s"
+    return judged("mDNS", figure, advice, {"found": found, "problem": problem})
 
 
 def check_thunderbolt(workers: int, output: CommandOutput = command_output) -> Finding:
@@ -219,8 +217,6 @@ def _described(info: pb.WorkerInfo, address: str, model: pb.ModelRef) -> Finding
         "chip": info.hardware.chip,
         "memory_limit": limit,
         "bytes_per_second": info.hardware.bytes_per_second,
-        "model": info.model,
-        "fingerprint": info.fingerprint[:12],
         "version": printable(info.version, MAX_VERSION),
     }
     other = info.model and info.fingerprint != model.fingerprint

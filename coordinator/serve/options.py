@@ -21,7 +21,13 @@ from proto.control import Kernels
 from proto.errors import UsageError
 from proto.images import MAX_IMAGES
 from proto.terminal.logs import LogFormat, LogLevel
-from proto.terminal.options import Parsed, StateOption
+from proto.terminal.options import (
+    KernelsOption,
+    LogFormatOption,
+    LogLevelOption,
+    Parsed,
+    StateOption,
+)
 from proto.terminal.progress import parse_size
 
 DEFAULT_WAIT = 5.0
@@ -238,10 +244,7 @@ class ServeOptions:
     allow_sleep: Annotated[
         bool, typer.Option("--allow-sleep", help="Let a Mac fall asleep while it serves.")
     ] = False
-    kernels: Annotated[
-        Kernels,
-        typer.Option(help="This project's kernels, MLX's operations, or on a Mac the faster ones."),
-    ] = Kernels.auto
+    kernels: KernelsOption = Kernels.auto
     no_wired_memory: Annotated[
         bool,
         typer.Option(
@@ -288,10 +291,8 @@ class ServeOptions:
             help="Serve --host without TLS and keys, and use any worker on the network without encryption.",
         ),
     ] = False
-    log_level: Annotated[LogLevel, typer.Option(help="Least severity to log.")] = LogLevel.info
-    log_format: Annotated[LogFormat, typer.Option(help="Log lines for people or as JSON.")] = (
-        LogFormat.text
-    )
+    log_level: LogLevelOption = LogLevel.info
+    log_format: LogFormatOption = LogFormat.text
 
     @property
     def state(self) -> Path:

@@ -7,12 +7,10 @@ import gc
 import logging
 import secrets
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from coordinator.api.model_catalog import Catalog
 from coordinator.cluster.manager import ClusterManager
 from coordinator.pipeline.local_pipeline import LocalSource
 from coordinator.pipeline.pipeline import PipelineSource
+from coordinator.serve.certificate import TlsFiles, http_tls, renew_forever
 from coordinator.serve.http_server import HostCheck, HttpServer
 from coordinator.serve.model_switch import ModelSwitch
 from coordinator.serve.options import ServeOptions
@@ -35,81 +34,18 @@ from coordinator.serve.served_parts import (
     served_name,
 )
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
-from coordinator.trust.authority import Authority
 from coordinator.trust.cluster_trust import ClusterTrust, make_invitation
 from coordinator.trust.registry import KeyRing
 from mtp.checkpoint.hub.resolve import resolve_model
 from proto import cluster_pb2 as pb
 from proto.announcement import UNSPECIFIED, join_address
-from proto.errors import ClusterError, MemoryLimitError, UsageError
-from proto.rpc.listener import bind_listener, own_addresses
-from proto.state_dir import claim, write_private
+from proto.errors import ClusterError, MemoryLimitError
+from proto.rpc.listener import bind_listener
+from proto.state_dir import claim
 from proto.terminal.console import end_process, keep_awake
 from proto.terminal.progress import OnProgress, byte_bar, format_size
-from proto.trust.certificates import fingerprint, from_pem, key_to_pem
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TlsFiles:
-    """The files of a server certificate. `fingerprint` is the SHA-256 of a certificate of the cluster."""
-
-    certificate: Path
-    key: Path
-    fingerprint: str = ""
-
-
-def http_tls(options: ServeOptions) -> TlsFiles | None:
-    """Return the certificate of the user or the cluster, or None for plain HTTP. Raises UsageError."""
-    if options.tls_cert is not None and options.tls_key is not None:
-        for file in (options.tls_cert, options.tls_key):
-            if not file.is_file():
-                raise UsageError(f"{file}: no such file. Give --tls-cert and --tls-key in PEM")
-        return TlsFiles(options.tls_cert, options.tls_key)
-    if options.is_open:
-        return None
-    authority = Authority.open(options.state, create=True)
-    assert authority is not None
-    return _cluster_certificate(authority, options)
-
-
-def _cluster_certificate(authority: Authority, options: ServeOptions) -> TlsFiles:
-    name = socket.gethostname()
-    hosts = {*own_addresses(), name, f"{name.partition('.')[0]}.local", "localhost"}
-    if options.host not in UNSPECIFIED:
-        hosts.add(options.host)
-    key, chain = authority.issue_to_coordinator(tuple(sorted(hosts)))
-    files = options.state / "http"
-    write_private(files / "server.pem", chain)
-    write_private(files / "server.key", key_to_pem(key))
-    digest = fingerprint(from_pem(chain)[0]).hex()
-    return TlsFiles(files / "server.pem", files / "server.key", digest)
-
-
-RENEWAL_SECONDS = 60.0
-"""Seconds between two looks at the certificate of the HTTP server."""
-
-
-def renew_certificate(
-    options: ServeOptions, tls: TlsFiles, context: ssl.SSLContext, loaded: int
-) -> int:
-    """Use the certificate's files in `context` for new connections, if they changed since `loaded`.
-
-    A certificate of the cluster is issued again after two thirds of its life, and after a rotation. Returns the time of
-    the present files in nanoseconds. Raises UsageError, AccessError or OSError for files that cannot be used.
-    """
-    if tls.fingerprint:
-        authority = Authority.open(options.state, create=True)
-        assert authority is not None
-        if authority.must_renew(from_pem(tls.certificate.read_text())[0]):
-            _cluster_certificate(authority, options)
-    changed = tls.certificate.stat().st_mtime_ns
-    if changed != loaded:
-        context.load_cert_chain(tls.certificate, tls.key)
-        if loaded:
-            log.info("HTTP certificate renewed", extra={"file": tls.certificate.name})
-    return changed
 
 
 CONVERTED = "models"
@@ -141,7 +77,9 @@ async def serve(options: ServeOptions) -> None:
         if trust is not None and options.listen is not None:
             await stack.enter_async_context(trust.listening(*options.listen))
         stack.enter_context(keep_awake(enabled=not options.allow_sleep))
-        stack.callback(asyncio.create_task(server.renew_certificate()).cancel)
+        if server.tls is not None:
+            renewal = renew_forever(options, server.tls, server.http.config)
+            stack.callback(asyncio.create_task(renewal).cancel)
         await _run(server.http, server.url, listener, server.start(stack), options.model)
         if server.failure is not None:
             raise server.failure
@@ -182,7 +120,7 @@ class _Server:
     ) -> None:
         self.options = options
         self.trust = trust
-        self._tls = tls = http_tls(options)
+        self.tls = tls = http_tls(options)
         host, self.port = listener.getsockname()[:2]
         self.url = _url(host, self.port, tls)
         key_ring = KeyRing(options.state, required=not options.is_open)
@@ -209,18 +147,6 @@ class _Server:
             self.http.config.ssl_keyfile = tls.key
             if tls.fingerprint:
                 log.info("HTTP certificate", extra={"sha256": tls.fingerprint})
-
-    async def renew_certificate(self) -> None:
-        """Renew the certificate of the HTTP server, until cancelled."""
-        loaded = 0
-        while (tls := self._tls) is not None:
-            await asyncio.sleep(RENEWAL_SECONDS)
-            context = self.http.config.ssl
-            assert context is not None
-            try:
-                loaded = renew_certificate(self.options, tls, context, loaded)
-            except (ClusterError, OSError) as error:
-                log.warning("HTTP certificate not renewed", extra={"error": str(error)})
 
     def _end_with(self, error: ClusterError) -> None:
         self.failure, self.http.should_exit = error, True

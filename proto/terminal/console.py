@@ -24,18 +24,16 @@ WANTED = 8192
 """Open files. Each streaming client needs one, and so does each connection to another process."""
 
 
-def raise_open_file_limit() -> int:
-    """Raise this process's soft limit to WANTED, as far as the hard limit permits. Return the limit in force."""
+def raise_open_file_limit() -> None:
+    """Raise this process's soft limit to WANTED, as far as the hard limit permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= WANTED:
-        return soft
+        return
     wanted = WANTED if hard == resource.RLIM_INFINITY else min(WANTED, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except (ValueError, OSError) as error:  # macOS also bounds it by kern.maxfilesperproc
         log.debug("open file limit not raised", extra={"limit": soft, "error": str(error)})
-        return soft
-    return wanted
 
 
 def keep_open_file_limit() -> None:

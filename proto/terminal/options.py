@@ -17,8 +17,10 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
+from proto.control import Kernels
 from proto.errors import UsageError
 from proto.state_dir import STATE_DIR
+from proto.terminal.logs import LogFormat, LogLevel
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 StateOption = Annotated[
@@ -30,6 +32,13 @@ StateOption = Annotated[
         show_default="the user's state directory",
     ),
 ]
+
+KernelsOption = Annotated[
+    Kernels,
+    typer.Option(help="This project's kernels, MLX's operations, or on a Mac the faster ones."),
+]
+LogLevelOption = Annotated[LogLevel, typer.Option(help="Least severity to log.")]
+LogFormatOption = Annotated[LogFormat, typer.Option(help="Log lines for people or as JSON.")]
 
 Options = TypeVar("Options")
 Command = Callable[[Options], None]

@@ -17,7 +17,7 @@ from proto.errors import UsageError
 from proto.span import Span
 from proto.terminal import console
 from proto.terminal.logs import LogFormat, LogLevel
-from proto.terminal.options import Parsed
+from proto.terminal.options import KernelsOption, LogFormatOption, LogLevelOption, Parsed
 from proto.terminal.progress import parse_size
 
 PROGRAM = "mtp-worker"
@@ -73,10 +73,7 @@ class WorkerOptions:
         ),
         Parsed(parse_size),
     ] = None
-    kernels: Annotated[
-        Kernels,
-        typer.Option(help="This project's kernels, MLX's operations, or on a Mac the faster ones."),
-    ] = Kernels.auto
+    kernels: KernelsOption = Kernels.auto
     no_wired_memory: Annotated[
         bool,
         typer.Option(
@@ -131,10 +128,8 @@ class WorkerOptions:
     member: Annotated[
         bool, typer.Option("--member", hidden=True, help="Be the process of a worker for a group.")
     ] = False
-    log_level: Annotated[LogLevel, typer.Option(help="Least severity to log.")] = LogLevel.info
-    log_format: Annotated[LogFormat, typer.Option(help="Log lines for people or as JSON.")] = (
-        LogFormat.text
-    )
+    log_level: LogLevelOption = LogLevel.info
+    log_format: LogFormatOption = LogFormat.text
     version: Annotated[bool, console.version_option(PROGRAM)] = False
 
     @property

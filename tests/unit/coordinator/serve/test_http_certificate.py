@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.serve.server import TlsFiles, _cluster_certificate, renew_certificate
+from coordinator.serve.certificate import TlsFiles, issue_certificate, renew_in_context
 from coordinator.trust.authority import Authority
 from proto.trust.certificates import check_issued_by, from_pem, renewal_time, utc_now
 from tests.support.trust.cluster_ca import make_authority
@@ -43,13 +43,13 @@ async def test_a_rotation_and_age_renew_the_certificate(
 ) -> None:
     """New connections get a certificate of the newest authority, and another one after two thirds of its life."""
     authority = make_authority(tmp_path)
-    files = _cluster_certificate(authority, options)
+    files = issue_certificate(authority, options)
     context = context_of(files)
-    loaded = renew_certificate(options, files, context, 0)
+    loaded = renew_in_context(options, files, context, 0)
     first = await served_certificate(context)
-    assert renew_certificate(options, files, context, loaded) == loaded
+    assert renew_in_context(options, files, context, loaded) == loaded
     authority.rotate()
-    loaded = renew_certificate(options, files, context, loaded)
+    loaded = renew_in_context(options, files, context, loaded)
     second = await served_certificate(context)
     assert second != first
     newest = Authority.open(tmp_path)
@@ -57,23 +57,23 @@ async def test_a_rotation_and_age_renew_the_certificate(
     check_issued_by(from_pem(second)[0], newest.certificates[:1], utc_now())
     later = renewal_time(from_pem(second)[0])
     monkeypatch.setattr("proto.trust.certificates.utc_now", lambda: later)
-    assert renew_certificate(options, files, context, loaded) != loaded
+    assert renew_in_context(options, files, context, loaded) != loaded
     assert await served_certificate(context) != second
 
 
 async def test_a_changed_file_of_the_user_is_used(options: Any, tmp_path: Path) -> None:
     """The files of --tls-cert are read again when they change. Damaged ones are an error, and the old ones serve."""
     other = make_authority(tmp_path / "other")
-    made = _cluster_certificate(other, options)
+    made = issue_certificate(other, options)
     files = TlsFiles(made.certificate, made.key)
     context = context_of(files)
-    loaded = renew_certificate(options, files, context, 0)
+    loaded = renew_in_context(options, files, context, 0)
     before = await served_certificate(context)
-    _cluster_certificate(other, options)
-    loaded = renew_certificate(options, files, context, loaded)
+    issue_certificate(other, options)
+    loaded = renew_in_context(options, files, context, loaded)
     after = await served_certificate(context)
     assert after != before
     files.certificate.write_text("damaged")
     with pytest.raises(ssl.SSLError):
-        renew_certificate(options, files, context, loaded)
+        renew_in_context(options, files, context, loaded)
     assert await served_certificate(context) == after
