@@ -25,6 +25,7 @@ from coordinator.drafts.averages import DraftResult, Shape
 from coordinator.drafts.controller import MAX_DEPTH, Controller
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.backups import MIN_NEW_TOKENS, BackupInFlight, Backups
+from coordinator.schedule.in_flight import FrameInFlight, LastWindow, StepTimer
 from coordinator.schedule.prefix_cache import PrefixCache
 from coordinator.schedule.prompts import Limits, Prompts, check_queue, check_request
 from coordinator.schedule.request import (
@@ -34,8 +35,7 @@ from coordinator.schedule.request import (
     PrefillProgress,
     TokenChunk,
 )
-from coordinator.schedule.sequence import FrameInFlight, Sequence
-from coordinator.schedule.step_cost import StepCostMeter
+from coordinator.schedule.sequence import Sequence
 from mtp.device import FrameLimits
 from proto.backup import prefix_key
 from proto.control import Rollback
@@ -164,7 +164,7 @@ class Scheduler:
         self.prompts = Prompts()
         self.next_number = 0
         self._next_seq = 0
-        self._step_costs = StepCostMeter(self.stages)
+        self._step_timer = StepTimer(self.stages)
         self._vocabulary = vocabulary
         self._vocabulary_sent = False  # in this epoch
         self._shape: Shape | None = None
@@ -193,7 +193,7 @@ class Scheduler:
         self.backups.in_flight.clear()
         self._vocabulary_sent = False
         self.controller.forget_costs()
-        self._step_costs = StepCostMeter(stages)
+        self._step_timer = StepTimer(stages)
         running = sorted(self.running.values(), key=lambda sequence: sequence.seq_id)
         self.running.clear()
         for place, sequence in enumerate(running):
@@ -560,10 +560,11 @@ class Scheduler:
         return result
 
     def _record_step_cost(self, frame: Frame, record: FrameInFlight, now: float) -> None:
-        if not frame.segments:
+        sequence = self.running.get(frame.segments[0].seq_id) if frame.segments else None
+        if sequence is None:
             return
-        sequence = self.running.get(frame.segments[0].seq_id)
-        cost = self._step_costs.measure(frame, record, now, sequence, idle=not self.in_flight)
+        last, idle = sequence.last_window, not self.in_flight
+        cost = self._step_timer.measure_step(frame, record, now, last, idle=idle)
         if cost is not None:
             rows = sum(segment.width for segment in frame.segments)
             drafts = max(segment.drafts for segment in frame.segments)
@@ -581,7 +582,7 @@ class Scheduler:
         result.events.append((sequence.seq_id, progress))
         if outcome.token is not None:
             sequence.first_token_at = sequence.first_token_at or result.now
-            sequence.window_returned_at = result.now
+            sequence.last_window.returned_at = result.now
             tokens = sequence.apply_first_token(outcome)
             chunk = TokenChunk(tokens, outcome.logprobs[: len(tokens)])
             result.add_tokens(sequence.seq_id, chunk)
@@ -595,8 +596,7 @@ class Scheduler:
         if not in_flight or in_flight[0].number != segment.window:
             return  # an earlier outcome invalidated the window
         sequence.windows_returned += 1
-        sequence.window_returned_at = result.now
-        sequence.window_frame = in_flight[0].frame.number
+        sequence.last_window = LastWindow(result.now, in_flight[0].frame.number)
         window_outcome = sequence.apply_outcome(outcome)
         if window_outcome.matched:
             result.matched_results += window_outcome.draft_results

@@ -4,109 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 
 from coordinator.drafts.averages import DraftCounts, DraftResult, Shape
 from coordinator.drafts.prompt_lookup import NgramMatcher
+from coordinator.schedule.in_flight import (
+    FrameInFlight,
+    LastWindow,
+    Window,
+    WindowOutcome,
+    WindowResult,
+)
 from coordinator.schedule.request import FinishReason, GenerationRequest, GenerationStats
 from proto.control import Rollback
 from proto.frame import Admit, Commit, Outcome
 from proto.images import ImageSpan, next_border
-
-
-@dataclass(eq=False)
-class FrameInFlight:
-    """A frame that has not returned: when it was sent, and which work it carries."""
-
-    number: int
-    sent_at: float
-    """Seconds, in the clock of the scheduler's caller."""
-    alone: bool
-    """No other frame was in flight when this one was sent."""
-    decode_rows: int = 0
-    """Windows in the frame; 0 for prompt chunks."""
-    micro_batches: int = 1
-    """Micro-batches in flight at most, when the frame was sent."""
-    fill: int = 1
-    """Windows in flight per sequence at most, when the frame was sent."""
-    valid_windows: int = 0
-    """Windows in the frame that no outcome has invalidated."""
-    follows: FrameInFlight | None = None
-    """The frame whose windows this one continues, if it had not returned when this one was sent."""
-    returned: bool = False
-    speculative: bool = False
-    """The frame carries a window that was sent before the previous window of its sequence returned."""
-    shape: Shape = field(default_factory=Shape)
-    """The shape of its first window."""
-
-    @property
-    def continues(self) -> bool:
-        """True if the windows of this frame continue those of a frame that was in flight."""
-        return self.follows is not None
-
-    @property
-    def waits(self) -> bool:
-        """True while the frame that this one continues is in flight, so that this one is no micro-batch of its own."""
-        return self.follows is not None and not self.follows.returned
-
-
-@dataclass(frozen=True)
-class Window:
-    """A verify window in flight.
-
-    `first` is the position of its first token in the chain of drafts: 0 for the confirmed token, i for the i-th
-    draft. A window with `first` > 0 is speculative: it builds on the unverified windows before it. A window that
-    `continues` has one token, which is unknown until the window before it returns. `drafts` are requested after it. The
-    last stage relays the token after a window that `relays` to the first stage. The tokens of a `matched` window come
-    from the text.
-    """
-
-    number: int
-    first: int
-    tokens: tuple[int, ...]
-    frame: FrameInFlight = field(compare=False, repr=False)
-    """The frame that carries the window."""
-    drafts: int = 0
-    continues: bool = False
-    relays: bool = False
-    matched: bool = False
-
-    @property
-    def width(self) -> int:
-        """Number of tokens."""
-        return len(self.tokens) + self.continues
-
-
-class WindowResult(Enum):
-    """The result of a returned window for the windows that build on it."""
-
-    ACCEPTED = auto()
-    """All tokens are accepted, and the next window in flight, if any, begins with the target's token."""
-    MISSPECULATED = auto()
-    """All tokens are accepted, and the windows in flight continue with another token or after the end of the text."""
-    REJECTED = auto()
-    """A draft of the window is rejected."""
-
-
-@dataclass(frozen=True)
-class WindowOutcome:
-    """The consequences of a returned window.
-
-    `tokens` are final. `invalidated` are the windows in flight that build on a rejected token. `rollback` is None if
-    no token leaves the end of the sequence. The drafts of a `matched` window come from the text.
-    """
-
-    tokens: tuple[int, ...]
-    invalidated: tuple[Window, ...]
-    rollback: Rollback | None
-    draft_results: tuple[DraftResult, ...]
-    matched: bool = False
-
-    @property
-    def accepted(self) -> int:
-        """Number of accepted drafts."""
-        return sum(result.accepted for result in self.draft_results)
-
 
 MOST_RESTORES = 2
 """Restores of a sequence that end with their plan before its backup is given up."""
@@ -171,10 +82,7 @@ class Sequence:
     """Seconds. When it left the queue for the first time."""
     first_token_at: float = 0.0
     """Seconds, in the clock of the scheduler's caller. 0 before the first token."""
-    window_returned_at: float = 0.0
-    """Seconds. When the last window, or before the first window the last chunk, returned."""
-    window_frame: int | None = None
-    """Number of the frame that carried the last returned window in this plan."""
+    last_window: LastWindow = field(default_factory=LastWindow)
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -435,7 +343,7 @@ class Sequence:
         self.drafts = ()
         self.windows_in_flight.clear()
         self.shape = None
-        self.window_frame = None
+        self.last_window.frame = None
 
     def stats(self, now: float) -> GenerationStats:
         """Return the cost of the request up to `now`, in the clock of the scheduler's caller."""

@@ -18,10 +18,10 @@ from typing import Any
 
 from coordinator.drafts.averages import DraftCounts
 from coordinator.planning.capacity import Capacity
+from coordinator.schedule.in_flight import Window
 from coordinator.schedule.request import Finished, GenerationRequest, TokenChunk
 from coordinator.schedule.scheduler import FrameOutcome, Scheduler
 from coordinator.schedule.sequence import Sequence as ScheduledSequence
-from coordinator.schedule.sequence import Window
 from mtp.layers.communicator import ALONE
 from proto.errors import StaleEpochError
 from proto.frame import Admit, Frame, Op, decode, encode
