@@ -10,7 +10,6 @@ from typing import Any, cast
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.view import Member, MemberState, Phase
 from coordinator.planning.capacity import REFERENCE_BANDWIDTH
-from coordinator.planning.groups import SUMS_PER_LAYER
 from coordinator.planning.plan import StagePlan
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.status.cluster_status import (
@@ -106,12 +105,6 @@ class LiveStatus(StatusSource):
         share = f"{layers}, share {stage.nodes.index(member.address) + 1} of {len(stage.nodes)}"
         seconds = self.manager.loads.collectives.get(member.address)
         return f"{share}, {seconds * 1e6:.0f} us a sum" if seconds else share
-
-    def _sum_ms(self, stage: StagePlan) -> float:
-        """Return what all sums of a decode step take in a chain, as measured; 0 without a group."""
-        assert self.manager is not None
-        measured = [self.manager.loads.collectives.get(node, 0.0) for node in stage.nodes]
-        return 1e3 * SUMS_PER_LAYER * len(stage.span) * max(measured, default=0.0)
 
     def _member(
         self, member: Member, stage: tuple[int, StagePlan] | None, loads: tuple[StageLoad, ...]

@@ -364,7 +364,7 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
 
 
 async def restore(api: Api, record: Record, request: GenerationRequest) -> PreparedAnswer:
-    """Read the body of a record again, and continue the engine's request. See `Restore`."""
+    """Read the body of a record again, and continue the engine's request."""
     body = ResponsesBody.model_validate_json(record.body)
     items = _items.validate_python([*record.history["before"], *record.history["input"]])
     chat = _internal_request(api, body, items)
