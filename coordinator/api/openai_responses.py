@@ -356,11 +356,16 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
         request=pin_request(answer.choices[0].request),
         history={
             "before": before,
-            "input": [item.model_dump(exclude_none=True, by_alias=True) for item in own],
+            "input": [stored_item(item) for item in own],
         },
         background=bool(body.background),
     )
     return PreparedAnswer(answer, writer, bool(body.stream), record)
+
+
+def stored_item(item: Item) -> Json:
+    """Return `item` as the history of a record has it, in the client's names."""
+    return item.model_dump(exclude_none=True, by_alias=True)
 
 
 async def restore(api: Api, record: Record, request: GenerationRequest) -> PreparedAnswer:

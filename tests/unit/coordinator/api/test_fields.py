@@ -157,7 +157,7 @@ def test_a_stored_item_is_read_again() -> None:
     parts = [{"type": "input_text", "text": "Look"}, {"type": "input_image", "image_url": "data:x"}]
     sent = [{"type": "message", "role": "user", "content": parts}]
     items = openai_responses._items.validate_python(sent)
-    stored = [item.model_dump(exclude_none=True, by_alias=True) for item in items]
+    stored = [openai_responses.stored_item(item) for item in items]
     assert stored == sent
     assert openai_responses._items.validate_python(stored) == items
 
