@@ -353,7 +353,7 @@ class TimedLayer:
     def new_cache(self, kv_format: KVFormat) -> None:
         """Return no cache."""
 
-    def add(self, x: mx.array, *_: Any) -> mx.array:
+    def forward(self, x: mx.array, *_: Any) -> mx.array:
         """Let the time of a step pass."""
         self.slow -= 1
         self.clock.now += self.seconds * (20 if self.slow >= 0 else 1)
