@@ -104,7 +104,7 @@ class WindowOutcome:
         return sum(result.accepted for result in self.draft_results)
 
 
-@dataclass
+@dataclass(frozen=True)
 class LastWindow:
     """The last returned window of a sequence, or before the first window its last chunk.
 

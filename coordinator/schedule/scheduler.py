@@ -582,7 +582,7 @@ class Scheduler:
         result.events.append((sequence.seq_id, progress))
         if outcome.token is not None:
             sequence.first_token_at = sequence.first_token_at or result.now
-            sequence.last_window.returned_at = result.now
+            sequence.last_window = replace(sequence.last_window, returned_at=result.now)
             tokens = sequence.apply_first_token(outcome)
             chunk = TokenChunk(tokens, outcome.logprobs[: len(tokens)])
             result.add_tokens(sequence.seq_id, chunk)

@@ -343,7 +343,7 @@ class Sequence:
         self.drafts = ()
         self.windows_in_flight.clear()
         self.shape = None
-        self.last_window.frame = None
+        self.last_window = replace(self.last_window, frame=None)
 
     def stats(self, now: float) -> GenerationStats:
         """Return the cost of the request up to `now`, in the clock of the scheduler's caller."""
