@@ -15,8 +15,9 @@ from rich.table import Table
 
 from coordinator.planning import groups
 from coordinator.planning.capacity import model_costs, plan_capacity, reserve_bytes
-from coordinator.planning.plan import ModelCosts, NodeSpec, StagePlan, Workload
+from coordinator.planning.plan import MAX_FREE_NODES, ModelCosts, NodeSpec, StagePlan, Workload
 from coordinator.serve import options
+from coordinator.serve.options import PREFER_ADVICE
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.format.parts import missing_from_backbone
@@ -41,7 +42,10 @@ class PlanOptions:
         ),
     ] = ()
     nodes: Annotated[
-        int | None, typer.Option(min=1, max=64, help="Number of equal machines with --memory each.")
+        int | None,
+        typer.Option(
+            min=1, max=MAX_FREE_NODES, help="Number of equal machines with --memory each."
+        ),
     ] = None
     memory: Annotated[
         int | None,
@@ -58,7 +62,6 @@ class PlanOptions:
     dtype: options.DtypeOption = None
     kv_bits: options.KvBitsOption = None
     parallel: options.ParallelOption = options.ONE_PIPELINE
-    prefer: options.PreferOption = groups.Prefer.latency
     sum_us: Annotated[
         float,
         typer.Option(
@@ -68,7 +71,7 @@ class PlanOptions:
     json: JsonOption = False
 
 
-@takes_options(PlanOptions)
+@takes_options(PlanOptions, {"--prefer VALUE": PREFER_ADVICE})
 def plan(options: PlanOptions) -> None:
     """Show who would hold what, and how fast, without loading. Reads headers only, no weights.
 
@@ -142,7 +145,7 @@ def answer(
         reserve_bytes=reserve_bytes(costs_of(1)),
     )
     planning = groups.Planning(
-        costs_of, workload, options.parallel, options.prefer, collective=options.sum_us / 1e6
+        costs_of, workload, options.parallel, collective=options.sum_us / 1e6
     )
     found = groups.choose_plan(planning, machines, 1)
     costs = costs_of(found.group_size)
@@ -153,7 +156,6 @@ def answer(
             {
                 "plan": one.text,
                 "token_seconds": one.token,
-                "first_token_seconds": one.first,
                 "weight_bytes": max(stage.weight_bytes for stage in one.plan.stages),
             }
             for one in ([] if pinned else groups.predict_plans(planning, machines))
@@ -220,11 +222,11 @@ def _print(model: str, facts: dict[str, Any]) -> None:
 def _print_candidates(console: Console, candidates: Sequence[dict[str, Any]]) -> None:
     table = Table(title="One stream, without drafts", title_justify="left")
     table.add_column("--parallel")
-    for heading in ("tokens/s", f"first token of {groups.FIRST_TOKENS:,}", "weights of a machine"):
+    for heading in ("tokens/s", "weights of a machine"):
         table.add_column(heading, justify="right")
     for one in candidates:
-        speed, first = f"{1 / one['token_seconds']:.3g}", f"{one['first_token_seconds']:.2g} s"
-        table.add_row(one["plan"], speed, first, format_size(one["weight_bytes"]))
+        speed = f"{1 / one['token_seconds']:.3g}"
+        table.add_row(one["plan"], speed, format_size(one["weight_bytes"]))
     console.print(table)
 
 

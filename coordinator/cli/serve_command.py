@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 
-from coordinator.serve.options import ServeOptions
+from coordinator.serve.options import PREFER_ADVICE, ServeOptions
 from coordinator.serve.server import serve as run_server
 from coordinator.trust.registry import API_KEY, KeyRing
 from proto.errors import UsageError
@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 REMOVED = {
     "--fetch-images": "Clients send images in the request, as a data URL or in Base64.",
+    "--prefer VALUE": PREFER_ADVICE,
 }
 """Flags of earlier releases, and what to use instead."""
 

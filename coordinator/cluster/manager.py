@@ -22,7 +22,6 @@ from coordinator.cluster.plan_start import MAX_FAULT, LoadState, PlanStart, desc
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Member, Phase, View
 from coordinator.pipeline.pipeline import Pipeline, PipelineSource
-from coordinator.planning.groups import SUMS_PER_LAYER
 from coordinator.planning.plan import Plan
 from mtp.device import Arithmetic, unlike_machines
 from proto import cluster_pb2 as pb
@@ -341,10 +340,8 @@ class ClusterManager(PipelineSource):
             found = [measured[node] for node in stage.nodes if node in measured]
             if found:
                 self._apply_event(events.GroupMeasured(stage.nodes, max(found)))
-                weights = stage.predicted_seconds - stage.sum_seconds
-                share = SUMS_PER_LAYER * len(stage.span) * max(found) / weights
-                sums = {"sum_us": round(max(found) * 1e6), "sums_over_weights": round(share, 2)}
-                log.info("group", extra={"members": len(stage.nodes), **sums})
+                sum_us = round(max(found) * 1e6)
+                log.info("group", extra={"members": len(stage.nodes), "sum_us": sum_us})
 
     def _why_not_a_group(self, plan: Plan) -> str:
         """Return why another plan suits the sums that the members of a group have measured, or an empty string."""

@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from coordinator.cluster.view import Member
 from coordinator.pipeline.worker_client import WorkerClient
 from coordinator.planning.capacity import Capacity, model_costs, plan_capacity, reserve_bytes
-from coordinator.planning.groups import Machine, Parallel, Planning, Prefer, choose_plan
+from coordinator.planning.groups import Machine, Parallel, Planning, choose_plan
 from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, Workload
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import read_config
@@ -138,7 +138,6 @@ class ServedModel:
     exact: bool = False
     slices: int = 1
     parallel: Parallel = field(default_factory=Parallel)
-    prefer: Prefer = Prefer.latency
     _costs: dict[int, ModelCosts] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -158,13 +157,12 @@ class ServedModel:
     def planner(self) -> Callable[[Sequence[Member], int], Plan]:
         """Return a function from members and an epoch to a plan, whose stages name members by address."""
         workload = Workload(
-            sequences=1,
             kv_tokens=min(self.checkpoint.config.max_positions, SMALLEST_CONTEXT),
             draft_depth=self.draft_depth,
             reserve_bytes=reserve_bytes(self.costs_of(1)),
         )
         slices = self.slices if self.exact else None
-        planning = Planning(self.costs_of, workload, self.parallel, self.prefer, slices=slices)
+        planning = Planning(self.costs_of, workload, self.parallel, slices=slices)
 
         def plan(members: Sequence[Member], epoch: int) -> Plan:
             speeds = _speeds(members)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, StagePlan, Workload, make_plan
 from proto.announcement import is_loopback
@@ -29,22 +28,6 @@ SLOWEST_COLLECTIVE = 20e-3
 
 HOP_SECONDS = 1e-3
 """Seconds. Gap between two stages of a pipeline for one token, as measured on loopback (docs/measurements.md)."""
-
-CHUNK_PASSES = 11.0
-"""Time of a chunk of 512 tokens over that of one token, as measured for the 27B shape on an H200."""
-
-CHUNK_COLLECTIVES = 20.0
-"""Time of the sum of a chunk's rows over that of one row. 512 rows of 5,120 values have 5 MB."""
-
-FIRST_TOKENS = 2048
-"""Tokens of the prompt whose first token is predicted, four chunks."""
-
-
-class Prefer(StrEnum):
-    """The aim of `--parallel auto`."""
-
-    latency = "latency"
-    throughput = "throughput"
 
 
 @dataclass(frozen=True)
@@ -101,17 +84,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A possible plan and its predicted times. `text` names it for people.
-
-    `token` are the seconds of a token of one stream, and `first` those until the first token of a prompt of
-    FIRST_TOKENS. `between` are the seconds between two steps of many streams.
-    """
+    """A possible plan, its name for people, and the predicted seconds of a token of one stream."""
 
     text: str
     plan: Plan
     token: float
-    first: float
-    between: float
 
 
 @dataclass(frozen=True)
@@ -121,7 +98,6 @@ class Planning:
     costs_of: Callable[[int], ModelCosts]
     workload: Workload
     parallel: Parallel = Parallel()
-    prefer: Prefer = Prefer.latency
     slices: int | None = None
     """Slices of each layer in exact mode, which every size of a group must divide. None without exact mode."""
     collective: float = DEFAULT_COLLECTIVE
@@ -131,15 +107,14 @@ class Planning:
 def choose_plan(planning: Planning, machines: Sequence[Machine], epoch: int) -> Plan:
     """Return the plan that `--parallel` asks for. Raises the errors of `make_plan`, and SpanError for a group.
 
-    `tensor` takes several smaller groups if the layers cannot be cut for all machines. After the first plan, the
-    machines that are left serve in smaller groups or as a pipeline, so that no answer waits for one that may not
-    return.
+    `auto` takes the fastest for one stream, and of equals the fastest for many. `tensor` takes several smaller groups
+    if the layers cannot be cut for all machines. After the first plan, the machines that are left serve in smaller
+    groups or as a pipeline, so that no answer waits for one that may not return.
     """
     parallel = planning.parallel
     if parallel.auto:
         found = predict_plans(planning, machines, epoch)
-        by_latency = planning.prefer is Prefer.latency
-        chosen = min(found, key=lambda p: p.token if by_latency else p.between)
+        chosen = min(found, key=lambda one: (one.token, one.plan.slowest_seconds))
         return replace(chosen.plan, reason=describe(chosen, found))
     problem: ClusterError | None = None
     for size, groups in _attempts(parallel, len(machines), is_first=epoch == 1):
@@ -193,16 +168,10 @@ def predict_plans(
 
 def _predict(plan: Plan) -> Prediction:
     stages, size = len(plan.stages), plan.group_size
-    chunk = max(
-        CHUNK_PASSES * (stage.predicted_seconds - stage.sum_seconds)
-        + CHUNK_COLLECTIVES * stage.sum_seconds
-        for stage in plan.stages
-    )
-    first = (FIRST_TOKENS // 512 + stages - 1) * chunk
     kind = {1: "one machine" if stages == 1 else f"a pipeline of {stages}"}.get(size)
     text = kind or (f"a group of {size}" if stages == 1 else f"{stages} groups of {size}")
     token = plan.pass_seconds + (stages - 1) * HOP_SECONDS
-    return Prediction(text, plan, token, first, plan.slowest_seconds)
+    return Prediction(text, plan, token)
 
 
 def _group_plan(
@@ -244,8 +213,7 @@ def _shared(stage: StagePlan, team: Sequence[Machine], expected: float) -> Stage
             f"the link of {', '.join(names)} is too slow for a group: a sum takes {collective * 1e3:.3g} ms, and those "
             f"of a token {seconds:.3g} s. Connect the machines by a cable, or leave out --parallel."
         )
-    whole = stage.predicted_seconds + seconds
-    return replace(stage, members=names, predicted_seconds=whole, sum_seconds=seconds)
+    return replace(stage, members=names, predicted_seconds=stage.predicted_seconds + seconds)
 
 
 def group_machines(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -96,11 +95,10 @@ class ModelCosts:
 class Workload:
     """The load that a plan must support.
 
-    There are `sequences` at once with `kv_tokens` tokens in total. Each sequence has an open window of `draft_depth`
-    drafts. `reserve_bytes` stay free on every node, for activations and prefix entries.
+    It is one sequence of `kv_tokens` tokens, with an open window of `draft_depth` drafts. `reserve_bytes` stay free on
+    every node, for activations and prefix entries.
     """
 
-    sequences: int = 1
     kv_tokens: int = 0
     draft_depth: int = 0
     reserve_bytes: int = 0
@@ -128,7 +126,7 @@ class StagePlan:
     """The part of a plan that one node holds. `cache_bytes` counts K/V, states and the reserve.
 
     The nodes of a group hold a stage together. `members` then are all of them, `node` first, and the bytes are those
-    of each. `sum_seconds` is the part of `predicted_seconds` that the sums over the members take.
+    of each.
     """
 
     node: str
@@ -140,7 +138,6 @@ class StagePlan:
     memory_limit: int
     predicted_seconds: float
     members: tuple[str, ...] = ()
-    sum_seconds: float = 0.0
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -197,6 +194,11 @@ def make_plan(
     names = [node.name for node in nodes]
     if not names:
         raise UsageError("no node to plan for. Start a worker, or name one with --node.")
+    if extra := [node.name for node in nodes if node.pinned is None][MAX_FREE_NODES:]:
+        raise UsageError(
+            f"a plan takes at most {MAX_FREE_NODES} machines without --layers. "
+            f"Stop {', '.join(extra)}, or start it with --layers."
+        )
     if twice := {name for name in names if names.count(name) > 1}:
         raise UsageError(f"two nodes are named {sorted(twice)[0]}. Give each node its own --name.")
     pinned = check_pinned_layers([(n.name, n.pinned) for n in nodes], len(model.layers))
@@ -226,9 +228,9 @@ class _Costs:
         self.model = model
         self.workload = workload
         self.count = len(model.layers)
-        states = 2 * workload.sequences  # the present one, and the snapshot of the open window
         tokens = workload.kv_tokens
-        caches = [layer.kv_bytes * tokens + layer.state_bytes * states for layer in model.layers]
+        # Two states: the present one, and the snapshot of the open window.
+        caches = [layer.kv_bytes * tokens + layer.state_bytes * 2 for layer in model.layers]
         self.weight_bytes = self._sums([layer.weight_bytes for layer in model.layers])
         self.weight_bytes[0, :] += model.embed_bytes
         copy = model.embed_bytes if model.last_stage_needs_embed else 0
@@ -308,27 +310,18 @@ Array = npt.NDArray[np.float64]
 Run = tuple[int, int, int]
 """A run of layers: index of the node, first layer, and end (exclusive)."""
 
-MAX_STATES = 1024
-"""States. A step takes about 20 µs at 64 layers, so ten different nodes in any order take 0.1 s."""
-
-
-@dataclass(frozen=True)
-class States:
-    """The states of the search. A state comes after every state that leads to it.
-
-    `steps[s]` are the pairs (state before, node added) that lead to state s, of `sizes[s]` nodes. State 0 has none.
-    """
-
-    steps: tuple[tuple[tuple[int, int], ...], ...]
-    sizes: tuple[int, ...]
+MAX_FREE_NODES = 10
+"""Nodes without pinned layers. The search tries every set of them: ten take 0.2 s. People own two to eight."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """The best values of each state, `[states, layers + 1]`, and the step that each value came from."""
+    """The best values, `[sets of free nodes, layers + 1]`, and the last node and its first layer for each.
+
+    Bit i of the number of a set is the i-th free node. So a set comes after all its subsets.
+    """
 
     values: Array
-    before: npt.NDArray[np.int64]
     node: npt.NDArray[np.int64]
     start: npt.NDArray[np.int64]
 
@@ -342,17 +335,17 @@ def best_runs(costs: Array, pinned: Mapping[int, Span]) -> list[Run] | None:
     """
     free = [v for v in range(len(costs)) if v not in pinned]
     costs = _around(costs, pinned, free)
-    states = list_states(costs, free)
-    values = _search(states, costs, pinned, np.maximum).values[:, -1]
+    values = _search(costs, free, pinned, np.maximum).values[:, -1]
     possible = [s for s, value in enumerate(values) if value < np.inf]
     if not possible:
         return None
-    size = max(states.sizes[s] for s in possible)
-    best = min(values[s] for s in possible if states.sizes[s] == size)
-    chosen = [s for s in possible if states.sizes[s] == size and values[s] == best]
+    size = max(s.bit_count() for s in possible)
+    largest = [s for s in possible if s.bit_count() == size]
+    best = min(values[s] for s in largest)
     allowed = np.where(costs <= best, costs**2, np.inf)
-    table = _search(states, allowed, pinned, np.add)
-    return _trace(table, pinned, min(chosen, key=lambda s: table.values[s, -1]))
+    table = _search(allowed, free, pinned, np.add)
+    chosen = (s for s in largest if values[s] == best)
+    return _trace(table, free, pinned, min(chosen, key=lambda s: table.values[s, -1]))
 
 
 def _around(costs: Array, pinned: Mapping[int, Span], free: Sequence[int]) -> Array:
@@ -366,70 +359,30 @@ def _around(costs: Array, pinned: Mapping[int, Span], free: Sequence[int]) -> Ar
     return costs
 
 
-def list_states(costs: Array, free: Sequence[int]) -> States:
-    """Return the sets of free nodes as states, or the prefixes of the order given when the sets are too many."""
-    equal: dict[bytes, list[int]] = {}
-    for v in free:
-        equal.setdefault(costs[v].tobytes(), []).append(v)
-    if math.prod(len(nodes) + 1 for nodes in equal.values()) > MAX_STATES:
-        return _ordered_states(free)
-    earlier = {v: nodes[:i] for nodes in equal.values() for i, v in enumerate(nodes)}
-    return _set_states(free, earlier)
-
-
-def _set_states(free: Sequence[int], earlier: Mapping[int, Sequence[int]]) -> States:
-    """Return every set of nodes that contains, with a node, the equal nodes `earlier` in the order."""
-    number: dict[frozenset[int], int] = {frozenset(): 0}
-    steps: list[list[tuple[int, int]]] = [[]]
-    queue = list(number)
-    for placed in queue:
-        for v in free:
-            if v in placed or not placed.issuperset(earlier[v]):
+def _search(
+    costs: Array, free: Sequence[int], pinned: Mapping[int, Span], combine: np.ufunc
+) -> Table:
+    """Fill the table, set by set. Of equal nodes the last ones hold the last layers."""
+    shape = (2 ** len(free), costs.shape[1])
+    table = Table(np.full(shape, np.inf), *(np.full(shape, -1, np.int64) for _ in range(2)))
+    table.values[0, 0] = 0.0
+    for state, values in enumerate(table.values):
+        for i in reversed(range(len(free))):
+            if not state & 1 << i:
                 continue
-            grown = placed | {v}
-            if grown not in number:
-                number[grown] = len(number)
-                steps.append([])
-                queue.append(grown)
-            steps[number[grown]].append((number[placed], v))
-    return States(tuple(map(tuple, steps)), tuple(map(len, queue)))
-
-
-def _ordered_states(free: Sequence[int]) -> States:
-    """Return the states of the order given: pairs (number of nodes placed, index of the last)."""
-    number: dict[tuple[int, int], int] = {(0, -1): 0}
-    steps: list[list[tuple[int, int]]] = [[]]
-    for size in range(1, len(free) + 1):
-        for last in range(size - 1, len(free)):
-            number[size, last] = len(number)
-            before = [number[size - 1, i] for i in range(-1, last) if (size - 1, i) in number]
-            steps.append([(state, free[last]) for state in before])
-    return States(tuple(map(tuple, steps)), tuple(size for size, _ in number))
-
-
-def _search(states: States, costs: Array, pinned: Mapping[int, Span], combine: np.ufunc) -> Table:
-    """Fill the table, state by state."""
-    shape = (len(states.steps), costs.shape[1])
-    table = Table(np.full(shape, np.inf), *(np.full(shape, -1, np.int64) for _ in range(3)))
-    for state, steps in enumerate(states.steps):
-        values = table.values[state]
-        if state == 0:
-            values[0] = 0.0
-        for before, v in steps:
-            candidates = combine(table.values[before][:, None], costs[v])
+            candidates = combine(table.values[state ^ 1 << i][:, None], costs[free[i]])
             start = candidates.argmin(axis=0)
             found = np.take_along_axis(candidates, start[None], axis=0)[0]
             better = found < values
             values[better] = found[better]
             table.start[state][better] = start[better]
-            table.before[state][better] = before
-            table.node[state][better] = v
+            table.node[state][better] = i
         for v, span in sorted(pinned.items(), key=lambda item: item[1].start):
             values[span.end] = combine(values[span.start], costs[v, span.start, span.end])
     return table
 
 
-def _trace(table: Table, pinned: Mapping[int, Span], state: int) -> list[Run]:
+def _trace(table: Table, free: Sequence[int], pinned: Mapping[int, Span], state: int) -> list[Run]:
     """Return the runs that led to `state`, first to last."""
     ends = {span.end: (v, span.start) for v, span in pinned.items()}
     runs: list[Run] = []
@@ -437,10 +390,9 @@ def _trace(table: Table, pinned: Mapping[int, Span], state: int) -> list[Run]:
     while end > 0:
         if end in ends:
             v, start = ends[end]
-            before = state
         else:
-            v, start = int(table.node[state, end]), int(table.start[state, end])
-            before = int(table.before[state, end])
+            node, start = int(table.node[state, end]), int(table.start[state, end])
+            v, state = free[node], state ^ 1 << node
         runs.append((v, start, end))
-        state, end = before, start
+        end = start
     return runs[::-1]

@@ -12,7 +12,7 @@ from coordinator.drafts.controller import MtpMode
 from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.images.encoder import VisionMode
 from coordinator.planning.capacity import DEFAULT_SEQUENCES
-from coordinator.planning.groups import MAX_GROUP, Parallel, Prefer
+from coordinator.planning.groups import MAX_GROUP, Parallel
 from coordinator.trust.registry import API_KEY
 from mtp.checkpoint.hub.resolve import BUILTIN, local_repos
 from proto import state_dir
@@ -97,13 +97,11 @@ ParallelOption = Annotated[
     typer.Option(
         metavar="auto|pipeline|tensor|GxN",
         help="How machines share the model: its layers one after another, every layer in one group, or G groups of N "
-        "machines. auto takes what --prefer is best with.",
+        "machines. auto takes the fastest for one stream.",
     ),
     Parsed(Parallel.parse),
 ]
-PreferOption = Annotated[
-    Prefer, typer.Option(help="The aim of --parallel auto: one stream, or many of them.")
-]
+PREFER_ADVICE = "auto takes the fastest plan for one stream. Use --parallel pipeline for many."
 DtypeOption = Annotated[
     Literal["float32", "float16", "bfloat16"] | None,
     typer.Option(help="Compute in this type instead of the stored one."),
@@ -147,7 +145,6 @@ class ServeOptions:
         typer.Option("--alone-ok", help="Serve with fewer than --nodes, or alone, after --wait."),
     ] = False
     parallel: ParallelOption = ONE_PIPELINE
-    prefer: PreferOption = Prefer.latency
     no_auto_replan: Annotated[
         bool,
         typer.Option(

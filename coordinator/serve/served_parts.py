@@ -92,7 +92,6 @@ def served_model(model: OpenedModel) -> ServedModel:
         exact=options.exact,
         slices=options.layer_slices,
         parallel=options.parallel,
-        prefer=options.prefer,
     )
 
 

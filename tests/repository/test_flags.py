@@ -155,6 +155,8 @@ def test_a_removed_flag_says_what_to_use(decide_serve: Decide) -> None:
     """A flag of an earlier release is an error with advice."""
     with pytest.raises(UsageError, match="--fetch-images was removed"):
         decide_serve("--fetch-images")
+    with pytest.raises(UsageError, match="Use --parallel pipeline for many"):
+        decide_serve("--prefer", "throughput")
 
 
 def test_keys_from_the_environment(

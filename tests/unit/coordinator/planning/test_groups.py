@@ -11,7 +11,6 @@ from coordinator.planning.groups import (
     Machine,
     Parallel,
     Planning,
-    Prefer,
     choose_plan,
     group_machines,
     predict_plans,
@@ -43,11 +42,8 @@ def machines(count: int, **changes: object) -> list[Machine]:
     return [replace(machine, **changes) for machine in found]  # type: ignore[arg-type]
 
 
-def planning(
-    parallel: str, prefer: Prefer = Prefer.latency, collective: float = DEFAULT_COLLECTIVE
-) -> Planning:
-    parsed = Parallel.parse(parallel)
-    return Planning(costs_of, Workload(), parsed, prefer, collective=collective)
+def planning(parallel: str, collective: float = DEFAULT_COLLECTIVE) -> Planning:
+    return Planning(costs_of, Workload(), Parallel.parse(parallel), collective=collective)
 
 
 def measured(some: list[Machine], seconds: float) -> list[Machine]:
@@ -83,7 +79,7 @@ def shape(parallel: str, some: list[Machine], epoch: int = 1) -> tuple[int, int]
 def test_machines_form_the_groups_that_are_asked_for(
     parallel: str, some: list[Machine], epoch: int, expected: tuple[int, int]
 ) -> None:
-    """`auto` with `--prefer latency` takes a group where reading the weights takes longer than the sums.
+    """`auto` takes a group where reading the weights takes longer than the sums.
 
     In a later epoch, after a loss, any plan is better than none.
     """
@@ -96,25 +92,21 @@ def test_auto_refuses_a_slow_link() -> None:
     assert shape("auto", measured(machines(2), 30e-6)) == (1, 2)
 
 
-def test_auto_has_the_aim_of_prefer() -> None:
-    """A pipeline has the shortest time between steps of many streams where the sums take a while."""
-    some = machines(4)
-    by_latency = choose_plan(planning("auto", collective=1e-3), some, 1)
-    by_throughput = choose_plan(planning("auto", Prefer.throughput, 1e-3), some, 1)
-    assert by_latency.group_size > 1
-    assert by_throughput.group_size == 1
-    assert "tokens/s of one stream are predicted" in by_latency.reason
-    assert "a pipeline of 4" in by_latency.reason
+def test_auto_says_why() -> None:
+    """The reason of a plan has the predicted speed of every other one."""
+    plan = choose_plan(planning("auto", collective=1e-3), machines(4), 1)
+    assert plan.group_size > 1
+    assert "tokens/s of one stream are predicted" in plan.reason
+    assert "a pipeline of 4" in plan.reason
 
 
 def test_every_plan_is_predicted() -> None:
-    """The prediction has one machine, the pipeline and each group, with the time of a token and of a first token."""
+    """The prediction has one machine, the pipeline and each group, with the time of a token."""
     found = {one.text: one for one in predict_plans(planning("auto", collective=1e-4), machines(4))}
     assert list(found) == ["one machine", "a pipeline of 4", "2 groups of 2", "a group of 4"]
     group, alone = found["a group of 4"], found["one machine"]
     assert group.token == pytest.approx(LAYERS * (SECONDS / 4 + 2e-4))
     assert alone.token == pytest.approx(LAYERS * SECONDS)
-    assert group.first < alone.first
 
 
 @pytest.mark.parametrize(
