@@ -296,7 +296,6 @@ def add_mtp(options: AddOptions) -> None:
                     )
                 _write(addition, source)
                 shutil.rmtree(directory)
-                downloaded = hub.received
     _tell(addition, options.hf_path, downloaded, dry_run)
 
 

@@ -184,7 +184,8 @@ def _part_bytes(checkpoint: Checkpoint, part: str, dtype: str | None) -> tuple[i
         name: _loaded_bytes(checkpoint.tensors[name], stored, dtype)
         for name, stored in checkpoint.stored_bytes(part).items()
     }
-    active = sum(size * checkpoint.config.read_share(name) for name, size in sizes.items())
+    family, text = checkpoint.config.family, checkpoint.config.text_config
+    active = sum(size * family.read_share(text, name) for name, size in sizes.items())
     return sum(sizes.values()), int(active)
 
 

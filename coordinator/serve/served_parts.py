@@ -143,7 +143,7 @@ class OpenedModel:
         self.mode = effective_mtp_mode(self.checkpoint, options.mtp)
         config = self.checkpoint.config
         self.tokenizer = Tokenizer.load(
-            self.checkpoint.path, config.eos_token_ids, config.call_forms
+            self.checkpoint.path, config.eos_token_ids, config.family.call_forms
         )
         self.tokenizer.limit_tokens(config.max_positions)
         self.vocabulary = pack_vocabulary(self.tokenizer)

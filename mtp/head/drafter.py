@@ -1,9 +1,8 @@
 """The MTP head and its drafter, which updates the cache of the head and chains drafts from the last token.
 
-The cache of the head has one entry for each pair (hidden[t], token[t+1]), position 0 first. `hidden` is the backbone's
-state after its final norm. A pair is known when token[t+1] is known. So a sequence of n tokens with a chosen successor
-has n entries. A chain of drafts appends entries from the head's own outputs and removes them again. All remaining
-entries come from the hidden states of the backbone, as in training.
+The cache has one entry for each pair (hidden[t], token[t+1]), where `hidden` is the backbone's state after its final
+norm. So a sequence of n tokens with a chosen successor has n entries. A chain of drafts appends entries from the head's
+own outputs and removes them again.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ class MTPHead(nn.Module):
 
     @block.setter
     def block(self, layer: Layer) -> None:
-        """Set the variant that computes the decoder layer."""
         self._block = layer
 
     def _reference(self) -> Layer:
@@ -86,9 +84,9 @@ class MTPHead(nn.Module):
     ) -> mx.array:
         """Compute pairs as flat rows: `embedded[i]` of token t+1 and `hidden[i]` of token t, both `[rows, hidden]`.
 
-        `hidden` is the backbone's state after its final norm, or the head's own output in a chain of drafts. Sequence i
-        owns the next `widths[i]` rows, which are appended to `caches[i]`. Returns `[rows, hidden]` after `norm`, the
-        input of lm_head for token t+2.
+        `hidden` is the backbone's state after its final norm, or the head's own output. Sequence i owns the next
+        `widths[i]` rows, which are appended to `caches[i]`. Returns `[rows, hidden]` after `norm`, the input of lm_head
+        for token t+2.
         """
         e = self.pre_fc_norm_embedding(embedded)
         h = self.pre_fc_norm_hidden(hidden)
@@ -98,11 +96,11 @@ class MTPHead(nn.Module):
 
 
 FORCED_DRAFTS = 4
-"""Drafts. Forced tokens of a window with fewer drafts: as many as the deepest window of `--mtp auto`, whose kernels are
-compiled when a stage loads."""
+"""Drafts of a window that forced tokens may fill: the most that `--mtp auto` uses, whose kernels are compiled at load.
+"""
 
 MOST_WAITING = 64
-"""Pairs that wait while no drafts are requested. One pass then computes all of them, and reads the weights once."""
+"""Pairs that wait while no drafts are requested. One pass then computes all of them."""
 
 
 @dataclass
@@ -185,8 +183,8 @@ class HeadState:
 class DraftJob:
     """A request for `depth` drafts after `token`, which is at `position` and not in `history` yet.
 
-    With a `grammar`, `answer` are the tokens of the answer up to `token`, and every draft is a token that it allows.
-    The tokens that the grammar forces are the first drafts, also more than `depth` of them. They cost no pass.
+    With a `grammar`, `answer` are the tokens of the answer up to `token`. The tokens that the grammar forces are the
+    first drafts, also more than `depth` of them. They cost no pass.
     """
 
     state: HeadState
@@ -256,8 +254,8 @@ class Drafter:
     def draft(self, jobs: Sequence[DraftJob]) -> list[tuple[int, ...]]:
         """Chain `depth` drafts for every job; all jobs share one pass per position.
 
-        The input of step i is the head's own output of the step before and the token drafted from it. Afterwards the
-        drafts are evaluated, and every cache holds only the pairs of the text.
+        The input of step i is the head's own output of the step before and the token drafted from it. Afterwards every
+        cache holds only the pairs of the text.
         """
         chained = iter(self._draft_chains([job for job in jobs if len(job.forced) < job.depth]))
         return [next(chained) if len(job.forced) < job.depth else job.forced for job in jobs]
@@ -320,8 +318,7 @@ class WindowJob:
     """A request for `depth` drafts after a window at `position`, whose tokens are `token` and then `drafts`.
 
     `hidden [rows, hidden]` are the window's states after the final norm, and `targets [rows]` the target's choices
-    after each row, lazy. A prompt chunk has no `drafts` to verify: all of its rows are accepted, and `following` are
-    its tokens after the first.
+    after each row, lazy. A prompt chunk has no `drafts`, and `following` are its tokens after the first.
     """
 
     key: Key
@@ -352,10 +349,9 @@ class WindowJob:
 class WindowDrafts:
     """The drafts of some windows, lazy in `tokens` until the host has read them.
 
-    Only the device knows the accepted lengths of the windows, so that the host waits once a frame. `Drafter.draft` is
-    the reference: it drafts after the host has read them. Here the head computes the pairs of all rows of a window. The
-    output at the last accepted row begins the chain, and the host removes the pairs of rejected rows once it has read
-    how many there are.
+    Only the device knows the accepted lengths, so that the host waits once a frame. `Drafter.draft` is the reference.
+    The head computes the pairs of all rows, and the chain begins at the last accepted row. The host removes the pairs
+    of rejected rows once it has read how many there are.
     """
 
     def __init__(self, drafter: Drafter, jobs: Sequence[WindowJob]) -> None:
@@ -383,10 +379,9 @@ class WindowDrafts:
     def finish(
         self, tokens: Sequence[int], accepted: Sequence[tuple[int, int]]
     ) -> dict[Key, tuple[int, ...]]:
-        """Return the drafts of each window from the read `tokens`.
+        """Return the drafts of each window from the read `tokens`. Removes the pairs of rejected rows and of the chain.
 
-        `accepted` has the accepted length of each window and the token after it. Removes the pairs of rejected rows and
-        of the chain from the caches of the heads.
+        `accepted` has the accepted length of each window and the token after it.
         """
         drafts: list[list[int]] = [[] for _ in self._jobs]
         values = iter(tokens)

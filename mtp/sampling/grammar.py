@@ -35,8 +35,8 @@ MAX_CHECKPOINTS = 64
 class Vocabulary:
     """A byte-level BPE tokenizer, in a form that packs well.
 
-    It holds the bytes of every token, the ids of control tokens, and the ids that end a text. `merges` has the ids of
-    two tokens for each merge, in their order. `layout` is the tokenizer's JSON without its tokens and merges.
+    It holds the bytes of every token, the ids of control tokens, those that end a text, and the two ids of each merge.
+    `layout` is the tokenizer's JSON without tokens and merges.
     """
 
     tokens: tuple[bytes, ...]
@@ -64,10 +64,7 @@ class Vocabulary:
         )
 
     def backend(self) -> tokenizers.Tokenizer:
-        """Return the tokenizer, which adds nothing to a text, changes nothing, and reads no control tokens in it.
-
-        Raises ValueError for a vocabulary that is not a tokenizer's.
-        """
+        """Return the tokenizer, which adds nothing to a text and reads no control tokens in it. Raises ValueError."""
         layout = json.loads(self.layout)
         spelled = [token.decode("latin-1").translate(_ALPHABET) for token in self.tokens]
         added = {int(token["id"]) for token in layout["added_tokens"]}
@@ -119,10 +116,7 @@ _ALPHABET = dict(zip((b for b in range(256) if b not in _PLAIN), range(256, 512)
 
 @lru_cache(maxsize=2)
 def tokenizer_of(packed: bytes) -> LLTokenizer:
-    """Return llguidance's tokenizer of a packed vocabulary.
-
-    It takes about three seconds for 250,000 tokens, so the last two are kept. Raises ProtocolError for malformed bytes.
-    """
+    """Return llguidance's tokenizer of a packed vocabulary, about three seconds of work. Raises ProtocolError."""
     vocabulary = Vocabulary.unpack(packed)
     try:
         wrapper = TokenizerWrapper(_Tokens(vocabulary))
@@ -201,17 +195,14 @@ class _Tokens:
 class GrammarState:
     """The grammar of one sequence and the answer's tokens that its matcher has read.
 
-    The matcher follows any change of the text: it returns to a copy from before the difference and reads the rest.
-    llguidance's own rollback is not used, because it returns wrong masks for grammars with token ids (1.9.1). Until
-    the answer contains the token `start`, every token is allowed; `start` None constrains the whole answer.
+    The matcher follows any change of the text: it returns to a copy from before the difference. llguidance's own
+    rollback returns wrong masks for grammars with token ids (1.9.1). Until the answer contains the token `start`, every
+    token is allowed; None constrains the whole answer.
     """
 
     @classmethod
     def make(cls, params: SamplingParams, vocabulary: bytes) -> GrammarState | None:
-        """Return the state at the start of an answer, or None for parameters without a grammar.
-
-        Raises ProtocolError if the packed `vocabulary` is missing or malformed.
-        """
+        """Return the state at the start of an answer, or None without a grammar. Raises ProtocolError."""
         if not params.grammar:
             return None
         if not vocabulary:
@@ -230,8 +221,8 @@ class GrammarState:
     def allowed(self, answer: Sequence[int]) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
         """Return which tokens may follow `answer`, as booleans `[vocabulary]`, or None for all.
 
-        A text that the grammar does not allow has no constraint: the target rejects it at an earlier position. Where
-        the text exceeds a limit of llguidance, only the end is allowed.
+        A text that the grammar does not allow has no constraint: the target rejects it at an earlier position. Beyond a
+        limit of llguidance only the end is allowed.
         """
         constrained = self._constrained(answer)
         if constrained is None or not (self._follow(constrained) or self._matcher.is_error()):
@@ -257,20 +248,14 @@ class GrammarState:
             return logits
         table = np.zeros((rows, logits.shape[1]), np.bool_)
         for row, mask in zip(table, masks, strict=True):
-            if mask is None:
-                row[:] = True
-            else:
-                row[: mask.size] = mask
+            row[: None if mask is None else mask.size] = True if mask is None else mask
         return mx.where(mx.array(table), logits, -mx.inf)
 
     def _constrained(self, answer: Sequence[int]) -> Sequence[int] | None:
         """Return the part of the answer that the grammar covers, or None before it begins."""
         if self._start is None:
             return answer
-        for index, token in enumerate(answer):
-            if token == self._start:
-                return answer[index + 1 :]
-        return None
+        return answer[answer.index(self._start) + 1 :] if self._start in answer else None
 
     def _follow(self, tokens: Sequence[int]) -> bool:
         """Bring the matcher to the state after `tokens`. Return False if the grammar does not allow them."""

@@ -21,8 +21,8 @@ def choose(
 ) -> mx.array:
     """Return the tokens for the rows of `logits` `[w, vocab]`: int32 `[w]`, lazy.
 
-    Row i predicts position `first_position + i`. `history` and `pending` are those of `adjusted`. Greedy choice applies
-    bias and penalties, but no filter, as none changes the best token.
+    Row i predicts position `first_position + i`. `history` and `pending` are those of `adjusted`. No filter changes a
+    greedy choice.
     """
     if params.greedy:
         scores = adjusted(logits, params, history, pending)
@@ -34,7 +34,7 @@ def choose(
 
 
 def shared_settings(params: SamplingParams) -> tuple[float, ...] | None:
-    """Return what `choose_rows` depends on, equal for requests whose rows it may take together.
+    """Return what `choose_with_keys` depends on, equal for requests whose rows it may take together.
 
     None if a row also depends on its sequence: on the history or a bias.
     """
@@ -43,20 +43,13 @@ def shared_settings(params: SamplingParams) -> tuple[float, ...] | None:
     return () if params.greedy else (params.temperature, params.top_k, params.top_p, params.min_p)
 
 
-def choose_rows(
-    logits: mx.array, params: SamplingParams, places: Sequence[tuple[int, int]]
-) -> mx.array:
-    """Return the tokens for rows of several sequences with equal `shared_settings`: int32 `[rows]`, lazy.
-
-    Row i has the seed and the position of `places[i]`, and gets the token that `choose` gives it.
-    """
-    return choose_with_keys(logits, params, lambda: key_array(places))
-
-
 def choose_with_keys(
     logits: mx.array, params: SamplingParams, keys: Callable[[], mx.array]
 ) -> mx.array:
-    """Return the tokens of `choose_rows` for rows whose noise has `keys()`, perhaps lazy. Greedy rows need none."""
+    """Return the tokens for rows of several sequences with equal `shared_settings`: int32 `[rows]`, lazy.
+
+    The noise of row i has `keys()[i]`, perhaps lazy, and is that of `choose`. Greedy rows need no keys.
+    """
     if params.greedy:
         return mx.argmax(logits.astype(mx.float32), axis=-1).astype(mx.int32)
     scores = filtered(logits, params)
@@ -89,7 +82,7 @@ def logprobs(logits: mx.array, tokens: Tokens, top: int) -> Logprobs:
 def _likeliest(scores: mx.array, top: int) -> tuple[mx.array, mx.array]:
     """Return the tokens `[w, top]` of the best scores and these scores, the lower token first where scores are equal.
 
-    Half-precision logits are often equal. A sort of a GPU orders equal values by the number of rows.
+    Half-precision logits are often equal, and a GPU's sort orders equal values by the number of rows.
     """
     tokens: list[mx.array] = []
     found: list[mx.array] = []
@@ -110,8 +103,7 @@ def accepted_length(
 ) -> int:
     """Return the number of accepted tokens of `window`, given `targets`, one for each of its rows.
 
-    For a speculative window, `expected` is the target for its first token; None when this token is confirmed. Returns 0
-    for a misspeculation.
+    For a speculative window, `expected` is the target for its first token. Returns 0 if they differ.
     """
     if expected is not None and window[0] != expected:
         return 0
@@ -134,9 +126,8 @@ POSITION_STEP = 8
 def key(seed: int, position: int) -> tuple[int, int]:
     """Return the key of the noise at a position: the high and low 32 bits of a word, as mx.random takes them.
 
-    The key is the result of two rounds of splitmix64's finalizer, which is a bijection of 64-bit words. So under one
-    seed two positions below 2^61 never share a key. Because of the first round, seed + 1 does not give the noise of
-    this seed shifted by a position. The coupled drafter has the noise of the target.
+    It has two rounds of splitmix64's finalizer, a bijection, so two positions below 2^61 never share a key under one
+    seed. Because of the first round, seed + 1 does not give the noise of this seed shifted by a position.
     """
     mixed = splitmix64(splitmix64(seed) ^ (POSITION_STEP * position))
     return mixed >> 32, mixed & 0xFFFFFFFF
@@ -145,9 +136,8 @@ def key(seed: int, position: int) -> tuple[int, int]:
 def gumbel(seed: int, positions: Sequence[int], vocab: int) -> mx.array:
     """Return standard Gumbel noise for each token at each position: fp32 `[len(positions), vocab]`, lazy.
 
-    The formula is `-log(-log1p(-u))`, not `-log(-log(u))`. Its large values come from u near 0, where fp32 is precise.
-    Near 1, fp32 has steps of 2^-24, which would limit the noise to 16.6. With 248,320 tokens, 1.5 % of the positions
-    draw a larger value. Row i has the same bits as its position alone.
+    The formula is `-log(-log1p(-u))`. Its large values come from u near 0, where fp32 is precise: steps of 2^-24 near 1
+    would limit the noise to 16.6. Row i has the same bits as its position alone.
     """
     return gumbel_of(key_array([(seed, position) for position in positions]), vocab)
 
@@ -176,11 +166,10 @@ Tokens = Sequence[int] | mx.array
 
 
 class History:
-    """The token counts of one sequence, separate for prompt and output.
+    """The token counts of one sequence, separate for prompt and output: two int32 `[vocab]` arrays.
 
-    The cost of a step depends on the new tokens only. The counts are two int32 `[vocab]` arrays (2 MB at 248,320
-    tokens), so construct a history only for a sequence whose params are `penalized`. The first `prompt` tokens
-    (`Admit.prompt`) are the user's, also in a rebuilt sequence whose output is part of its new prompt.
+    Construct one only for a sequence whose params are `penalized`. The first `prompt` tokens (`Admit.prompt`) are the
+    user's, also in a rebuilt sequence whose output is part of its new prompt.
     """
 
     def __init__(self, vocab: int, prompt: int) -> None:
@@ -206,14 +195,12 @@ class History:
     def counts(self, pending: Tokens, rows: int) -> tuple[mx.array, mx.array]:
         """Return the token counts in the past of each row: (in the prompt, in the output), int32 `[rows, vocab]`.
 
-        `pending` are n >= rows - 1 tokens that follow the history and are not part of it yet: an open window or a
-        chain of drafts. The past of the last row includes all of them, and that of each row before it one fewer. Raises
-        ValueError for fewer tokens.
+        `pending` are n >= rows - 1 tokens after the history: an open window or a chain of drafts. The past of the last
+        row includes all of them, and that of each row before it one fewer.
         """
         tokens = token_array(pending)
         unseen = rows - 1
-        if tokens.size < unseen:
-            raise ValueError(f"{rows} rows need {unseen} pending tokens, got {tokens.size}")
+        assert tokens.size >= unseen, f"{rows} rows need {unseen} pending tokens"
         pairs = [(r, j) for r in range(rows) for j in range(tokens.size - unseen + r)]
         first_output = self.prompt - len(self)
         return (
@@ -252,14 +239,13 @@ def adjusted(
     """Return the logits after bias and penalties, which greedy choice uses too: fp32 `[w, vocab]`.
 
     The past of row i consists of `history` and a part of `pending`, as in `History.counts`. Raises RequestError for a
-    biased token outside the vocabulary, and ValueError for penalties without a history.
+    biased token outside the vocabulary.
     """
     scores = logits.astype(mx.float32)
     if params.logit_bias:
         scores = _biased(scores, params.logit_bias)
     if params.penalized:
-        if history is None:
-            raise ValueError("penalties need the history of their sequence")
+        assert history is not None, "penalties need the history of their sequence"
         scores = _penalized(scores, params, *history.counts(pending, rows=scores.shape[0]))
     return scores
 
@@ -270,10 +256,9 @@ def filtered(
     history: History | None = None,
     pending: Tokens = (),
 ) -> mx.array:
-    """Return the scores whose softmax is the distribution of the tokens: fp32 `[w, vocab]`.
+    """Return the scores whose softmax is the distribution of the tokens: fp32 `[w, vocab]`, -inf for a removed token.
 
-    `logits` is `[w, vocab]` of any float type. A removed token has the score -inf; each row keeps at least one token.
-    For greedy params use `choose`.
+    `logits` is `[w, vocab]` of any float type. Each row keeps at least one token. For greedy params use `choose`.
     """
     scores = adjusted(logits, params, history, pending)
     scores = (scores - scores.max(axis=-1, keepdims=True)) / max(params.temperature, COLDEST)

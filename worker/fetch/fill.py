@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import re
-import shutil
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
@@ -26,9 +25,17 @@ from typing import Any
 from huggingface_hub import constants
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.config import ModelConfig, parse_json_object, read_json_object
+from mtp.checkpoint.format.config import ModelConfig, read_json_object
 from mtp.checkpoint.format.names import Layout, local_name, split_part
-from mtp.checkpoint.format.shard import Entry, ShardWriter, TensorInfo, read_header, replace_text
+from mtp.checkpoint.format.shard import (
+    Entry,
+    ShardWriter,
+    TensorInfo,
+    check_free_space,
+    parse_json_object,
+    read_header,
+    replace_bytes,
+)
 from mtp.checkpoint.hub.repo import HubRepo
 from proto import cluster_pb2 as pb
 from proto.errors import CheckpointError, ClusterError, DeadlineError, ProtocolError
@@ -84,7 +91,7 @@ class SpanCopy:
                 f"{self.path}: cannot be made: {error.strerror}. Set HF_HOME to a writable directory"
             ) from error
         about = {"config": self.config, "layout": self.layout}
-        replace_text(self.path / _ABOUT, json.dumps(about, indent=2))
+        replace_bytes(self.path / _ABOUT, json.dumps(about).encode())
 
     def model_config(self) -> ModelConfig:
         """Return the parsed config. Raises CheckpointError for a model that this release cannot serve."""
@@ -197,12 +204,7 @@ class _Filling:
                 missing.append((writer, tensors))
         self.total = sum(writer.nbytes for writer, _ in missing)
         needed = sum(writer.missing_bytes() for writer, _ in missing)
-        if needed > (free := shutil.disk_usage(self.copy.path).free):
-            raise CheckpointError(
-                f"{self.copy.path}: the disk has {format_size(free)} left, and the layers need {format_size(needed)}. "
-                "Make room, or set HF_HOME to a directory on another disk",
-                public="a worker's disk is full",
-            )
+        check_free_space(self.copy.path, needed)
         for writer, tensors in missing:
             before = self.done
             writer.complete(partial(self._fetch_part, writer, tensors), self._wait)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import cast
 
 import mlx.core as mx
@@ -24,7 +25,8 @@ from mtp.sampling.sampler import (
     Logprobs,
     accepted_length,
     choose,
-    choose_rows,
+    choose_with_keys,
+    key_array,
     logprobs,
     shared_settings,
 )
@@ -349,7 +351,8 @@ class Verifier:
         for group in together.values():
             rows = group[0][1] if len(group) == 1 else mx.concatenate([rows for _, rows in group])
             params = group[0][0].state.params
-            tokens = choose_rows(rows, params, [p for run, r in group for p in _places(run, r)])
+            places = [p for run, r in group for p in _places(run, r)]
+            tokens = choose_with_keys(rows, params, partial(key_array, places))
             found.append(Choice([(run, rows.shape[0]) for run, rows in group], tokens))
         return found
 

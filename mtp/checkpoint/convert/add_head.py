@@ -22,6 +22,7 @@ from mtp.checkpoint.convert.foreign import read_source_part
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import is_head
 from mtp.checkpoint.format.parts import read_part
+from mtp.checkpoint.format.shard import check_free_space
 from proto.errors import CheckpointError, UsageError
 from proto.terminal.progress import OnProgress
 
@@ -61,7 +62,7 @@ class HeadAddition:
         groups = self._groups(weights)
         writer = convert.shard_writer(self.target.path / convert.HEAD_FILE, groups)
         total = writer.nbytes
-        convert.check_free_space(self.target.path, total)
+        check_free_space(self.target.path, total)
         convert.write_shard(writer, groups, lambda _: on_progress(writer.written, total))
         convert.save_config(self.target.path, self._config())
         stays = {name: info for name, info in self.target.tensors.items() if not is_head(name)}

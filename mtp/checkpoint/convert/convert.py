@@ -9,7 +9,6 @@ lazy weights are known at once. Evaluating a weight reads its tensor and packs i
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,10 +26,10 @@ from mtp.checkpoint.format.checkpoint import INDEX, Checkpoint
 from mtp.checkpoint.format.config import QUANTIZATION_FILE
 from mtp.checkpoint.format.names import module_path
 from mtp.checkpoint.format.parts import check_rows, load_tensor, missing_from_backbone
-from mtp.checkpoint.format.shard import Entry, ShardWriter, replace_bytes, replace_text
+from mtp.checkpoint.format.shard import Entry, ShardWriter, check_free_space, replace_bytes
 from mtp.vision.tower import PATCHES, has_tower, tower_weights
 from proto.errors import CheckpointError, UsageError
-from proto.terminal.progress import OnProgress, format_size
+from proto.terminal.progress import OnProgress
 from proto.wire import STORED_NAMES
 
 SHARD_BYTES = 2 * 1024**3
@@ -98,25 +97,16 @@ def write_shard(
     writer.complete(write_all)
 
 
-def check_free_space(path: Path, needed: int) -> None:
-    """Raise CheckpointError unless the disk under `path` has `needed` bytes left."""
-    free = shutil.disk_usage(path).free
-    if needed > free:
-        raise CheckpointError(
-            f"{path}: {format_size(needed)} are needed, and the disk has {format_size(free)} left. Free some space.",
-            public="a disk is full",
-        )
-
-
 def save_index(path: Path, nbytes: int, weight_map: dict[str, str]) -> None:
     """Write the index of `nbytes` of tensors, from tensor name to file name, into the directory `path`."""
     index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(weight_map.items()))}
-    replace_text(path / INDEX, json.dumps(index, indent=2))
+    replace_bytes(path / INDEX, json.dumps(index, indent=2).encode())
 
 
 def save_config(path: Path, config: dict[str, Any]) -> None:
     """Write config.json with sorted keys, as mlx-lm writes it."""
-    replace_text(path / "config.json", json.dumps(dict(sorted(config.items())), indent=2))
+    text = json.dumps(dict(sorted(config.items())), indent=2)
+    replace_bytes(path / "config.json", text.encode())
 
 
 VISION_FILE, PROCESSOR = "model-vision.safetensors", "preprocessor_config.json"

@@ -8,12 +8,6 @@ from mtp.checkpoint.families.qwen3_next import Qwen3Next
 
 FAMILIES: tuple[Family, ...] = (Qwen35(), Qwen3Next(), FlashNext())
 
-NOT_SERVED = {
-    "qwen3_moe": "Qwen3 has no GatedDeltaNet and no MTP head",
-    "qwen3": "Qwen3 has no GatedDeltaNet and no MTP head",
-}
-"""Related model types that people may try, and the difference that excludes them."""
-
 
 def find_family(model_type: str) -> tuple[Family, str, bool] | None:
     """Return the family of a `model_type`, the reported type, and whether the repo holds only a head; or None."""

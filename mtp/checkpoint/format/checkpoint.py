@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from mtp.checkpoint.format.names import (
     ADAPTER_FILES,
     Layout,
     Source,
-    fused_name,
     is_head,
     is_ignored,
     join_names,
@@ -35,8 +32,6 @@ from mtp.checkpoint.format.names import (
 from mtp.checkpoint.format.shard import Header, TensorInfo, read_header
 from proto.errors import CheckpointError, SpanError
 from proto.span import Span
-
-log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 """The file that maps each tensor of a sharded checkpoint to its file."""
@@ -95,10 +90,7 @@ class Checkpoint:
             check_not_head_only(path, config)
         headers = _read_headers(path)
         layout = detect_layout(path, headers, head_only=config.head_only)
-        checkpoint = cls.assemble(path, config, layout, merge_headers(headers))
-        if checkpoint.ignored:
-            _warn_of_ignored(path, checkpoint.ignored)
-        return checkpoint
+        return cls.assemble(path, config, layout, merge_headers(headers))
 
     @classmethod
     def assemble(
@@ -175,21 +167,11 @@ class Checkpoint:
                 f"({len(self.unknown)} in total): config.json may belong to another checkpoint. Download both again."
             )
 
-    def stored_name(self, local: str) -> str:
-        """Return the name under which this checkpoint would store the missing tensor `local`."""
-        known = next((n for n in self.tensors if (local_name(n) or "").startswith("layers.")), "")
-        prefix = known.removesuffix(local_name(known) or "")
-        if local.startswith(("mtp.", "lm_head.")):
-            prefix = "language_model." if prefix == "language_model.model." else ""
-        return prefix + (fused_name(local) if self.layout == "raw" else local)
-
     def missing_tensors_error(self, missing: Sequence[str]) -> CheckpointError:
-        """Return the error for missing tensors, given their stored names."""
-        index, files = self.path / INDEX, {info.file for info in self.tensors.values()}
-        place = index if index.exists() else files.pop() if len(files) == 1 else self.path
+        """Return the error for missing tensors, given their names."""
         what = f"tensors {join_names(missing)} are" if missing[1:] else f"tensor {missing[0]} is"
         return CheckpointError(
-            f"{place}: {what} missing. Download the checkpoint again, or convert it again."
+            f"{self.path}: {what} missing. Download the checkpoint again, or convert it again."
         )
 
     def part_bytes(self) -> dict[str, int]:
@@ -251,27 +233,19 @@ class Checkpoint:
         up to 1,024 tensors. It detects mistakes, not forgery.
         """
         digest = hashlib.sha256()
-        own = self.config
-        config = [own.text_config, own.quantization, own.tie_word_embeddings]
-        digest.update(json.dumps(config, sort_keys=True).encode())
+        config = self.config
+        decisive = [config.text_config, config.quantization, config.tie_word_embeddings]
+        digest.update(json.dumps(decisive, sort_keys=True).encode())
         names = sorted(self.tensors)
         for name in names:
             info = self.tensors[name]
             digest.update(json.dumps([name, info.dtype, info.shape]).encode())
-        by_file = defaultdict(list)
         for name in names[:: 1 + len(names) // _SAMPLED_TENSORS]:
-            by_file[self.tensors[name].file].append(name)
-        samples: dict[str, bytes] = {}
-        for file, sampled in by_file.items():
-            with file.open("rb") as stream:
-                for name in sampled:
-                    info = self.tensors[name]
-                    stream.seek(info.start)
-                    first = stream.read(min(_SAMPLED_BYTES, info.nbytes))
-                    stream.seek(info.start + max(0, info.nbytes - _SAMPLED_BYTES))
-                    samples[name] = first + stream.read(min(_SAMPLED_BYTES, info.nbytes))
-        for name in sorted(samples):
-            digest.update(samples[name])
+            info = self.tensors[name]
+            with info.file.open("rb") as stream:
+                for start in (0, max(0, info.nbytes - _SAMPLED_BYTES)):
+                    stream.seek(info.start + start)
+                    digest.update(stream.read(min(_SAMPLED_BYTES, info.nbytes)))
         return digest.hexdigest()
 
 
@@ -279,15 +253,6 @@ def model_name(path: Path) -> str:
     """Return the name by which commands call the model in `path`: the repo for the hub's cache, or else the path."""
     found = _SNAPSHOT.search(path.as_posix())
     return found[1].replace("--", "/", 1) if found else str(path)
-
-
-@cache
-def _warn_of_ignored(path: Path, names: tuple[str, ...]) -> None:
-    """Log the ignored tensors of a checkpoint, once per process."""
-    log.warning(
-        "tensors without effect are ignored",
-        extra={"path": str(path), "tensors": join_names(names)},
-    )
 
 
 def _read_headers(path: Path) -> dict[Path, Header]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,9 +11,10 @@ from typing import Any, Literal
 import mlx.nn as nn
 from mlx_lm.models.qwen3_5 import TextModelArgs
 
-from mtp.checkpoint.families import FAMILIES, NOT_SERVED, find_family
-from mtp.checkpoint.families.family import CallForm, Family
+from mtp.checkpoint.families import FAMILIES, find_family
+from mtp.checkpoint.families.family import Family
 from mtp.checkpoint.format.cut import WHOLE, Cut, cut_fields
+from mtp.checkpoint.format.shard import parse_json_object
 from mtp.head.drafter import MTPHead
 from mtp.layers.layer import KVFormat
 from proto.errors import CheckpointError, SpanError, UsageError
@@ -30,17 +29,6 @@ def read_json_object(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from error
     return parse_json_object(content, str(file))
-
-
-def parse_json_object(content: bytes, source: str) -> dict[str, Any]:
-    """Return the object in `content`. Raises CheckpointError, naming `source`, for invalid JSON or another value."""
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{source}: cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{source}: holds {type(value).__name__}, not an object")
-    return value
 
 
 PARTIAL_ROTARY_FACTOR = 0.25
@@ -217,15 +205,6 @@ class ModelConfig:
         return self.family.token_layers(self.text_config)
 
     @property
-    def call_forms(self) -> Mapping[str, CallForm]:
-        """The form of tool calls by mlx-lm's parser of tools."""
-        return self.family.call_forms
-
-    def read_share(self, stored: str) -> float:
-        """Return the share of the stored tensor that one token reads."""
-        return self.family.read_share(self.text_config, stored)
-
-    @property
     def image_sections(self) -> tuple[int, int, int]:
         """The pairs of a head that turn by the time, height and width of an image's rows."""
         time, height, width = self.text_config["rope_parameters"].get("mrope_section", (11, 11, 10))
@@ -349,9 +328,8 @@ class _Reader:
             releases = ", or a ".join(family.releases for family in FAMILIES)
             kinds = [kind for family in FAMILIES for kind in family.model_types.values()]
             types = " or ".join(dict.fromkeys(kinds))
-            reason = f": {NOT_SERVED[name]}" if name in NOT_SERVED else ""
             raise self._error(
-                f"model_type {name!r:.60} is not supported{reason}. Use a {releases} checkpoint ({types})."
+                f"model_type {name!r:.60} is not supported. Use a {releases} checkpoint ({types})."
             )
         family, model_type, head_only = found
         if head_only and self._count("num_experts") and model_type == "qwen3_5":

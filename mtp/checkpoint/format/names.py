@@ -79,7 +79,6 @@ ADAPTER_FILES = re.compile(r"adapter_model\.safetensors|(\d+_)?adapters\.safeten
 """Files of fine-tuning adapters, as peft and mlx-lm name them. They are no part of the model."""
 
 _EXPERT = re.compile(r"(.*\bmlp)\.experts\.(\d+)\.((?:gate|up|down)_proj\.\w+)")
-_SWITCH = re.compile(r"\bswitch_mlp\.(gate|up|down)_proj\.weight$")
 _FUSED = re.compile(r"(.*\bmlp)\.experts\.(gate_up|down)_proj")
 
 _MOST_NAMED = 3
@@ -127,8 +126,7 @@ def is_head(stored: str) -> bool:
     return (local_name(stored) or "").startswith("mtp.")
 
 
-MAX_DIGITS = 10
-"""Bounds the digits of a layer number. Python refuses to read numbers of thousands of digits."""
+_LAYER = re.compile(r"layers\.([0-9]{1,9})\.(.+)")
 
 
 def split_part(local: str, num_layers: int) -> tuple[str, str] | None:
@@ -140,11 +138,8 @@ def split_part(local: str, num_layers: int) -> tuple[str, str] | None:
         return _ENDS[head], rest
     if head == "mtp":
         return "mtp", rest
-    layer, _, within = rest.partition(".")
-    decimal = layer.isdecimal() and len(layer) < MAX_DIGITS
-    if head == "layers" and within and decimal and int(layer) < num_layers:
-        return f"layers.{int(layer)}", within
-    return None
+    layer = _LAYER.fullmatch(local)
+    return (f"layers.{int(layer[1])}", layer[2]) if layer and int(layer[1]) < num_layers else None
 
 
 def part_names(num_layers: int) -> tuple[str, ...]:
@@ -158,13 +153,6 @@ def module_path(part: str, within: str) -> str:
         return f"{_MIXER}.{within}"
     ends = {part: head for head, part in _ENDS.items()}
     return f"{ends.get(part, part)}.{within}".removesuffix(".")
-
-
-def fused_name(local: str) -> str:
-    """Return the name that a raw checkpoint uses for an expert's parameter, with all experts in one tensor."""
-    return _SWITCH.sub(
-        lambda found: "experts.down_proj" if found[1] == "down" else "experts.gate_up_proj", local
-    )
 
 
 def join_names(names: Sequence[str]) -> str:

@@ -76,7 +76,7 @@ def _missing(checkpoint: Checkpoint, part: str) -> Iterator[str]:
         needed += [n for name in plan for n in _beside(checkpoint, part, name)]
     for name in needed:
         if name not in plan:
-            yield checkpoint.stored_name(module_path(part, name))
+            yield module_path(part, name)
     yield from checkpoint.missing_sources(part)
 
 

@@ -13,6 +13,7 @@ import fcntl
 import json
 import math
 import os
+import shutil
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,17 @@ MAX_HEADER_BYTES = 100_000_000
 
 _LENGTH = struct.Struct("<Q")
 LENGTH_BYTES = _LENGTH.size
+
+
+def parse_json_object(content: bytes, source: str) -> dict[str, Any]:
+    """Return the object in `content`. Raises CheckpointError, naming `source`, for invalid JSON or another value."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{source}: cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{source}: holds {type(value).__name__}, not an object")
+    return value
 
 
 @dataclass(frozen=True)
@@ -66,9 +78,7 @@ def read_header(file: Path) -> Header:
 def header_bytes(file: Path, prefix: bytes, size: int) -> int:
     """Return the length of the JSON header of a file of `size` bytes from its `prefix`. Raises CheckpointError."""
     if len(prefix) < _LENGTH.size:
-        raise CheckpointError(
-            f"{file}: {size} bytes are too short for a safetensors file. Download it again."
-        )
+        raise _truncated(file, _LENGTH.size, size)
     (length,) = _LENGTH.unpack(prefix[: _LENGTH.size])
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(
@@ -82,14 +92,7 @@ def header_bytes(file: Path, prefix: bytes, size: int) -> int:
 
 def parse_header(file: Path, text: bytes, size: int) -> Header:
     """Parse the JSON header `text` of a file of `size` bytes. Raises CheckpointError, also for a truncated file."""
-    try:
-        entries = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file}: the header is not JSON: {error}. Download the file again."
-        ) from error
-    if not isinstance(entries, dict):
-        raise CheckpointError(f"{file}: the header is not a JSON object. Download the file again.")
+    entries = parse_json_object(text, f"{file}: the header")
     metadata = entries.pop("__metadata__", None)
     first = _LENGTH.size + len(text)
     tensors = {name: _tensor(file, name, entry, first) for name, entry in entries.items()}
@@ -321,14 +324,20 @@ def read_file(file: Path, start: int, end: int, piece_bytes: int = PIECE_BYTES) 
         raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write `text` in UTF-8 with `replace_bytes`."""
-    replace_bytes(path, text.encode())
-
-
 def replace_bytes(path: Path, data: bytes) -> None:
     """Replace a small file atomically, even when several processes write it. Raises CheckpointError."""
     try:
         replace_file(path, data, 0o644)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def check_free_space(path: Path, needed: int) -> None:
+    """Raise CheckpointError unless the disk under `path` has `needed` bytes left."""
+    free = shutil.disk_usage(path).free
+    if needed > free:
+        raise CheckpointError(
+            f"{path}: {format_size(needed)} are needed, and the disk has {format_size(free)} left. Free some space, "
+            "or choose another disk (HF_HOME for downloads).",
+            public="a disk is full",
+        )

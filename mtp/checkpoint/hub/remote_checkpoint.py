@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtp.checkpoint.convert.convert import check_free_space
 from mtp.checkpoint.convert.foreign import plan_packed
 from mtp.checkpoint.format.checkpoint import (
     INDEX,
@@ -18,13 +17,14 @@ from mtp.checkpoint.format.checkpoint import (
     drop_replaced,
     merge_headers,
 )
-from mtp.checkpoint.format.config import (
-    QUANTIZATION_FILE,
-    ModelConfig,
+from mtp.checkpoint.format.config import QUANTIZATION_FILE, ModelConfig, with_quantization
+from mtp.checkpoint.format.shard import (
+    Entry,
+    Header,
+    ShardWriter,
+    check_free_space,
     parse_json_object,
-    with_quantization,
 )
-from mtp.checkpoint.format.shard import Entry, Header, ShardWriter
 from mtp.checkpoint.hub.repo import HubRepo
 from mtp.checkpoint.hub.resolve import find_model
 from proto.errors import CheckpointError
@@ -35,9 +35,9 @@ _ONLY_FILE = "model.safetensors"
 
 
 def open_model(name: str) -> Checkpoint:
-    """Open model `name` (see `resolve_model`), without downloading a repo that is not in the local cache.
+    """Open model `name` (see `resolve_model`) without a download. Raises CheckpointError.
 
-    Of a repo that is not there, `path` is not a directory and the tensors cannot be read. Raises CheckpointError.
+    Of a repo that is not in the local cache, `path` is not a directory and the tensors cannot be read.
     """
     local = find_model(name)
     if local is not None:
@@ -72,9 +72,7 @@ def fetch_head(
     writer = ShardWriter(directory / f"{hub.revision}.safetensors", entries, "pt")
 
     def write_all() -> None:
-        writer.rewind(
-            0
-        )  # the hub has no hash of these bytes, which would find those that a power failure lost
+        writer.rewind(0)  # no hash of the hub finds bytes that a power failure lost
         for piece in hub.read_tensors(list(infos.values())):
             writer.write(piece)
             on_progress(writer.written, writer.nbytes)

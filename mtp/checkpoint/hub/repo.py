@@ -1,7 +1,7 @@
 """Byte ranges of the files of a hub repo.
 
-The hub's own library downloads whole files, and discards an interrupted one. A stage needs a range of bytes, and a
-download continues where it stopped. `HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE` and the standard cache apply.
+The hub's library downloads whole files, and discards an interrupted one. `HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE`
+and the standard cache apply.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ CONNECT_SECONDS = 10.0
 """Seconds. Deadline of a connection to the hub."""
 
 READ_SECONDS = 20.0
-"""Seconds of silence within an answer, after which the rest is requested again. All attempts together take less than
-two minutes, after which a coordinator would give up a silent worker."""
+"""Seconds of silence within an answer, after which the rest is requested again. ATTEMPTS of them end before a
+coordinator gives up a silent worker."""
 
 ATTEMPTS = 5
 """Consecutive failures without received bytes after which a read fails."""
@@ -39,11 +39,19 @@ FIRST_PAUSE = 0.5
 """Seconds before the second attempt. The pause doubles before each further attempt."""
 
 MAX_SMALL_BYTES = 64 * 2**20
-"""Bytes. Bounds a file that is read into memory as a whole. The index of the largest checkpoints takes 10 MB."""
+"""Bytes. Bounds a file that is read as a whole. The index of the largest checkpoints takes 10 MB."""
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
+
+
+def unreadable(repo: str) -> CheckpointError:
+    """Return the error for a repo that is not there, private or gated."""
+    return CheckpointError(
+        f"model {repo}: neither a directory here nor a repo on the hub that you may read. Check the spelling. For a "
+        "private repo set HF_TOKEN; for a gated one accept the terms on its page before."
+    )
 
 
 class TransientError(Exception):
@@ -51,17 +59,15 @@ class TransientError(Exception):
 
 
 class HubRepo:
-    """A reader of the files of `repo` at `revision`, a branch or a commit. A context manager.
+    """A reader of the files of `repo` at `revision`, a branch or a commit, for one thread at a time. A context manager.
 
-    The first answer pins a branch to its commit. Files in the local cache are read there. `received` counts the bytes
-    of files received over the network. Every failure is raised as a CheckpointError that says what to do. The reader
-    is for one thread at a time.
+    The first answer pins a branch to its commit. Files in the local cache are read there. Every failure is raised as a
+    CheckpointError that says what to do.
     """
 
     def __init__(self, repo: str, revision: str = "main") -> None:
         self.repo = repo
         self.revision = revision
-        self.received = 0
         self._sizes: dict[str, int] = {}
         timeout = httpx.Timeout(READ_SECONDS, connect=CONNECT_SECONDS)
         self._client = httpx.Client(follow_redirects=True, timeout=timeout)
@@ -125,7 +131,6 @@ class HubRepo:
                     for piece in response.iter_raw():
                         piece = piece[: end - start]
                         failures = 0
-                        self.received += len(piece)
                         start += len(piece)
                         yield piece
                 if start < end:
@@ -165,8 +170,7 @@ class HubRepo:
         """Open an answer whose body is `[start, end)`. Raises FileNotFoundError, TransientError and CheckpointError."""
         if constants.HF_HUB_OFFLINE:
             raise CheckpointError(
-                f"{self.repo}: {file} is not in the local cache, and HF_HUB_OFFLINE is set. Unset it to "
-                "download the file."
+                f"{self.repo}: {file} is not in the local cache. Unset HF_HUB_OFFLINE to download it."
             )
         url = hf_hub_url(self.repo, file, revision=self.revision)
         headers = {"Accept-Encoding": "identity", "Range": f"bytes={start}-{end - 1}"}
@@ -179,10 +183,7 @@ class HubRepo:
                 raise TransientError("the hub's answer has no Content-Range")
             self._sizes[file] = int(found[2])
             if int(found[1]) != start:
-                raise CheckpointError(
-                    f"{self.repo}: {file}: the hub sent another byte range than requested. Try again."
-                )
-            # Use the commit of the first answer from now on, even when the branch changes.
+                raise TransientError("the hub sent another byte range than requested")
             for answer in (*response.history, response):
                 self.revision = answer.headers.get("X-Repo-Commit", self.revision)
             yield response
@@ -193,22 +194,13 @@ class HubRepo:
             return
         if status in (408, 429) or status >= 500:
             raise TransientError(f"the hub answers {status}")
-        if code == "GatedRepo":
-            raise CheckpointError(
-                f"{self.repo}: the owner requires you to accept terms. Accept them on the page of the repo, then set "
-                "HF_TOKEN."
-            )
-        if code == "RepoNotFound" or status in (401, 403):
-            raise CheckpointError(
-                f"{self.repo}: repo not found on the hub, or not readable by you. Check the spelling, and HF_TOKEN if "
-                "the repo is private."
-            )
+        if code in ("GatedRepo", "RepoNotFound") or status in (401, 403):
+            raise unreadable(self.repo)
         if status == 404 and code != "RevisionNotFound":
             raise FileNotFoundError(file)
         if status == 200:
             raise CheckpointError(
-                f"{self.repo}: {constants.ENDPOINT} does not serve byte ranges of {file}. Download the whole "
-                "checkpoint and give its directory."
+                f"{self.repo}: {constants.ENDPOINT} does not serve byte ranges. Download the whole checkpoint."
             )
         raise CheckpointError(
             f"{self.repo}: the hub refuses {file} at {self.revision}: {status} {code}".rstrip()
@@ -219,7 +211,7 @@ class HubRepo:
 
 
 THREADS = 4
-"""Files downloaded at once. One connection seldom fills a fast line."""
+"""Files downloaded at once, since one connection seldom fills a fast line."""
 
 REPORT_SECONDS = 0.25
 """Seconds between two progress reports, and the longest delay of an interruption."""
@@ -249,8 +241,8 @@ def find_blobs(repo: str, commit: str) -> list[Blob]:
         if isinstance(file, RepoFile) and file.lfs and file.path.endswith(".safetensors"):
             if not SHA256.fullmatch(file.lfs.sha256):
                 raise CheckpointError(
-                    f"model {repo}: the hub at {constants.ENDPOINT} sent {file.lfs.sha256!r:.80} as the SHA-256 of "
-                    f"{file.path!r:.80}. Use another hub"
+                    f"model {repo}: the hub sent {file.lfs.sha256!r:.80} as the SHA-256 of {file.path!r:.80}. "
+                    "Use another hub."
                 )
             blobs.append(Blob(file.path, file.size, folder / "blobs" / file.lfs.sha256))
     return blobs
@@ -260,13 +252,13 @@ def download_blobs(
     repo: str,
     commit: str,
     blobs: Sequence[Blob],
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = lambda done, total: None,
     stop: threading.Event | None = None,
 ) -> None:
-    """Download the blobs that are not in the cache, and continue those of an earlier, interrupted call.
+    """Download the blobs that are not in the cache, and continue those of an interrupted call. Raises CheckpointError.
 
     `on_progress(done, total)` receives bytes of all blobs, on this thread. `stop` ends the call from another thread
-    with NotReadyError; KeyboardInterrupt ends it on this one. Raises CheckpointError when the hub fails.
+    with NotReadyError; KeyboardInterrupt ends it on this one.
     """
     stopped = stop or threading.Event()
     total = sum(blob.size for blob in blobs)
@@ -277,7 +269,6 @@ def download_blobs(
     errors: list[ClusterError | OSError] = []
 
     def download() -> None:
-        """Download blobs one after another. The first error stops the other threads."""
         try:
             with HubRepo(repo, commit) as source:
                 while not stopped.is_set():
@@ -296,8 +287,7 @@ def download_blobs(
             thread.start()
         while any(thread.is_alive() for thread in threads) and not stopped.is_set():
             stopped.wait(REPORT_SECONDS)
-            if on_progress is not None:
-                on_progress(sum(blob.done for blob in blobs), total)
+            on_progress(sum(blob.done for blob in blobs), total)
         if stopped.is_set():
             raise errors[0] if errors else _interrupted(repo)
     finally:
@@ -315,7 +305,6 @@ def _download_one(source: HubRepo, blob: Blob, stop: threading.Event) -> None:
             check_stop()
 
     def check_stop(seconds: float = 0.0) -> None:
-        """Raise NotReadyError if `stop` is set, or is set within `seconds`."""
         if stop.wait(seconds):
             raise _interrupted(source.repo)
 

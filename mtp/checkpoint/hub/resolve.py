@@ -16,7 +16,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import INDEX, read_weight_map
-from mtp.checkpoint.hub.repo import SHA256, download_blobs, find_blobs
+from mtp.checkpoint.hub.repo import SHA256, download_blobs, find_blobs, unreadable
 from proto.errors import CheckpointError, ClusterError
 from proto.terminal.progress import OnProgress
 
@@ -31,19 +31,21 @@ FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 """The files of a checkpoint and its tokenizer. The other formats of a repo are not downloaded."""
 
 _LAST = "config.json"
-"""The file that is downloaded last, after all others are checked. A directory without it is not a model."""
+"""The file that is downloaded last. A directory without it is not a model."""
 
 LM_STUDIO = ("~/.lmstudio/models", "~/.cache/lm-studio/models")
 """Folders of LM Studio, today's and the former one. They hold checkpoints as ORG/NAME."""
 
 
 def resolve_model(
-    name: str, on_progress: OnProgress | None = None, stop: threading.Event | None = None
+    name: str,
+    on_progress: OnProgress = lambda done, total: None,
+    stop: threading.Event | None = None,
 ) -> Path:
     """Return the directory of model `name`: `builtin`, a directory, or a hub repo such as `Qwen/Qwen3.5-4B`.
 
-    A repo that is not complete in the local cache is downloaded. `on_progress(done, total)` receives the bytes of
-    weights on this disk. Raises CheckpointError, and NotReadyError when `stop` interrupts the download.
+    Downloads what the local cache lacks of a repo. `on_progress(done, total)` receives the bytes of weights on this
+    disk. Raises CheckpointError, and NotReadyError when `stop` interrupts the download.
     """
     return find_model(name) or _download(name, on_progress, stop)
 
@@ -96,7 +98,7 @@ def snapshot_of(path: Path) -> tuple[str, str] | None:
 
 
 def _is_whole(snapshot: Path) -> bool:
-    """Return whether all files are there: an interrupted download, or another program, may have left a part."""
+    """Return whether all files are there. A download that was interrupted leaves a part."""
     index = snapshot / INDEX
     if not (snapshot / _LAST).exists():
         return False
@@ -112,7 +114,7 @@ def _unknown(name: str) -> CheckpointError:
     )
 
 
-def _download(repo: str, on_progress: OnProgress | None, stop: threading.Event | None) -> Path:
+def _download(repo: str, on_progress: OnProgress, stop: threading.Event | None) -> Path:
     """Download a repo, and check every file for which the hub has a SHA-256 before downloading config.json."""
     log.info("downloading the checkpoint", extra={"model": repo, "to": constants.HF_HUB_CACHE})
     small = _snapshot(repo, skip=[_LAST, "*.safetensors"])
@@ -124,10 +126,9 @@ def _download(repo: str, on_progress: OnProgress | None, stop: threading.Event |
 
 
 def _check_hashes(repo: str, snapshot: Path) -> None:
-    """Check the SHA-256 of every large file; the hub's library checks sizes only.
+    """Check the SHA-256 of every large file, by which the hub's library names files of the cache; it checks only sizes.
 
-    The library names each file of the cache by the hub's hash, which is the SHA-256 for large files. Raises
-    CheckpointError for a file that does not match its name, and removes the file.
+    Raises CheckpointError for a file that does not match its name, and removes the file.
     """
     log.info("checking the files against the hub's hashes", extra={"model": repo})
     for link in sorted(snapshot.iterdir()):
@@ -163,16 +164,8 @@ def _hub_errors(repo: str) -> Iterator[None]:
         yield
     except ClusterError:
         raise
-    except errors.GatedRepoError as error:
-        raise CheckpointError(
-            f"model {repo}: the owner requires you to accept terms. Accept them on the page of the repo, then set "
-            "HF_TOKEN."
-        ) from error
     except errors.RepositoryNotFoundError as error:
-        raise CheckpointError(
-            f"model {repo}: neither a directory here nor a repo on the hub that you may read. Check the spelling, "
-            "and HF_TOKEN if the repo is private."
-        ) from error
+        raise unreadable(repo) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise CheckpointError(
             f"model {repo}: no such directory, not in the local cache, and the hub is unavailable. Connect to the "

@@ -48,7 +48,7 @@ def test_a_range_is_those_bytes_and_no_more(hub: Hub, repo: HubRepo, source: Pat
     """A read follows the redirect to the storage, and only the requested bytes cross the network."""
     content = (source / FILE).read_bytes()
     assert b"".join(repo.read_range(FILE, 1000, 200_000)) == content[1000:200_000]
-    assert repo.received == hub.sent[FILE] == 199_000
+    assert hub.sent[FILE] == 199_000
     assert repo.size(FILE) == len(content)
 
 
@@ -87,15 +87,13 @@ def test_a_hub_without_ranges_is_refused(hub: Hub, repo: HubRepo) -> None:
         list(repo.read_range(FILE, 0, 5))
 
 
-@pytest.mark.parametrize(
-    ("gate", "message"),
-    [("GatedRepo", "accept terms"), ("RepoNotFound", "not readable by you.*HF_TOKEN")],
-)
+@pytest.mark.parametrize("gate", ["GatedRepo", "RepoNotFound"])
 def test_a_repo_without_access(
-    hub: Hub, repo: HubRepo, monkeypatch: pytest.MonkeyPatch, gate: str, message: str
+    hub: Hub, repo: HubRepo, monkeypatch: pytest.MonkeyPatch, gate: str
 ) -> None:
-    """The error says which permission is missing; with the token in HF_TOKEN the read succeeds."""
+    """The error says what to do about a private and a gated repo; with the token in HF_TOKEN the read succeeds."""
     hub.repos[REPO].gate = gate
+    message = "HF_TOKEN; for a gated one accept the terms"
     with pytest.raises(CheckpointError, match=message):
         repo.read("config.json")
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
