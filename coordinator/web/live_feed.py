@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from functools import cache
-from importlib import resources
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, cast
 
 from fastapi import APIRouter
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from coordinator.status import history
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
@@ -300,13 +298,7 @@ def _empty(queue: Subscriber) -> None:
         queue.get_nowait()
 
 
-MEDIA_TYPES = {
-    ".css": "text/css; charset=utf-8",
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-"""Media types by suffix. A file with another suffix is not served."""
+ASSETS = Path(__file__).parent / "assets"
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -327,41 +319,24 @@ HEADERS = {
 """Headers of every file. `no-cache` makes a browser ask again after an update; an unchanged file costs a 304."""
 
 
-@dataclass(frozen=True)
-class Asset:
-    """One file: its bytes, its media type, and the ETag of its content."""
+class PageFiles(StaticFiles):
+    """The files of the page, with HEADERS."""
 
-    content: bytes
-    media_type: str
-    etag: str
-
-
-@cache
-def load_assets() -> dict[str, Asset]:
-    """Return the files of the page by name."""
-    folder = resources.files("coordinator.web") / "assets"
-    found = {}
-    for file in folder.iterdir():
-        media_type = MEDIA_TYPES.get(file.name[file.name.rfind(".") :])
-        if media_type is not None:
-            content = file.read_bytes()
-            etag = f'"{hashlib.sha256(content).hexdigest()[:20]}"'
-            found[file.name] = Asset(content, media_type, etag)
-    return found
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(HEADERS)
+        return response
 
 
-async def send_asset(request: Request) -> Response:
-    """Answer `GET /` or `GET /assets/NAME`, with 304 if the browser has the file. Raises HTTPException 404."""
-    asset = load_assets().get(request.path_params.get("name", "index.html"))
-    if asset is None:
-        raise HTTPException(404, "page file: not found")
-    headers = {**HEADERS, "ETag": asset.etag}
-    if request.headers.get("if-none-match") == asset.etag:
-        return Response(status_code=304, headers=headers)
-    return Response(asset.content, media_type=asset.media_type, headers=headers)
+_files = PageFiles(directory=ASSETS)
 
 
-page_routes = [Route("/", send_asset), Route("/assets/{name}", send_asset)]
+async def send_page(request: Request) -> Response:
+    """Answer `GET /`."""
+    return await _files.get_response("index.html", request.scope)
+
+
+page_routes = [Route("/", send_page), Mount("/assets", _files)]
 """The routes of the files. They need no API key, because a browser cannot send one when it opens a page."""
 
 router = APIRouter()

@@ -9,10 +9,10 @@ import pytest
 from coordinator.api.request_body import scope_of
 from coordinator.cli import COMMANDS
 from coordinator.trust.registry import Scope
-from coordinator.web.live_feed import load_assets
+from coordinator.web.live_feed import ASSETS
 from tests.support.api.api_client import ApiClient
 
-SCRIPTS = sorted(name for name in load_assets() if name.endswith(".js"))
+SCRIPTS = sorted(file.name for file in ASSETS.glob("*.js"))
 
 
 async def test_the_page_comes_with_a_strict_policy() -> None:
@@ -34,9 +34,11 @@ async def test_every_file_the_page_names_is_served() -> None:
     page = (await client.get("/")).text
     named = set(re.findall(r'"(/assets/[^"]+)"', page))
     for name in SCRIPTS:
-        imports = re.findall(r'from "\./([^"]+)"', load_assets()[name].content.decode())
+        imports = re.findall(r'from "\./([^"]+)"', (ASSETS / name).read_text())
         named |= {f"/assets/{other}" for other in imports}
-    assert named == {f"/assets/{name}" for name in load_assets() if name != "index.html"}
+    assert named == {
+        f"/assets/{name}" for name in {file.name for file in ASSETS.iterdir()} - {"index.html"}
+    }
     for path in named:
         response = await client.get(path)
         assert response.status_code == 200
@@ -57,7 +59,7 @@ async def test_other_names_are_not_found(name: str) -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_make_no_html_from_text(name: str) -> None:
     """Text of the model reaches the page as text nodes only. Nothing comes from another host."""
-    script = load_assets()[name].content.decode()
+    script = (ASSETS / name).read_text()
     for unsafe in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
         assert unsafe not in script
     assert not re.search(r"\b(import|fetch)\s*\(?[\"']https?:", script)
@@ -71,6 +73,6 @@ def test_the_stream_needs_the_scope_of_the_status() -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_commands_that_the_page_names_exist(name: str) -> None:
     """A reader can type what the page tells."""
-    script = load_assets()[name].content.decode()
+    script = (ASSETS / name).read_text()
     for command in re.findall(r"mtp-coord ([a-z-]+)", script):
         assert command in COMMANDS
