@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.api.journal import KEPT_SECONDS, Database, Journal, Record
+from coordinator.api.journal import KEPT_SECONDS, Journal, Record
 
 SECRET = "a prompt that nobody else may read"
 
@@ -108,7 +108,7 @@ async def test_a_full_disk_ends_the_journal_but_not_the_answers(
     """Later answers are kept in memory, and the log has one warning."""
     journal.save_answer(record("during"))
     assert await journal.find("during") is not None
-    await journal._ask(lambda database: database._connection.execute("PRAGMA max_page_count=1"))
+    await journal._ask(lambda database: database.execute("PRAGMA max_page_count=1"))
     for number in range(3):
         large = random.Random(number).randbytes(20_000).hex()
         journal.save_answer(replace(record(f"after {number}", text=large), ended=True))
@@ -145,15 +145,16 @@ async def save_and_find(journal: Journal) -> None:
     await journal.close()
 
 
-def test_a_failed_transaction_changes_nothing() -> None:
-    """An error in a batch leaves none of its changes."""
-    database = Database.open()
+async def test_a_failed_transaction_changes_nothing(journal: Journal) -> None:
+    """An error leaves none of the changes that were committed with it."""
 
-    def fail() -> None:
-        with database.transaction():
-            database.save_answer(record("a"))
-            raise ZeroDivisionError
+    def fail(database: sqlite3.Connection) -> None:
+        raise ZeroDivisionError
 
+    journal.save_answer(record("a"))
+    journal.append_tokens("a", 0, (1,))
     with pytest.raises(ZeroDivisionError):
-        fail()
-    assert database.find("a") is None
+        await journal._ask(fail)
+    found = await journal.find("a")
+    assert found is not None
+    assert found.tokens == ()

@@ -206,7 +206,7 @@ async def test_an_answer_that_is_not_stored_ends() -> None:
 async def count_records(api: ApiClient) -> int:
     """Return the number of stored answers."""
     query = "SELECT count(*) FROM answers"
-    found = await api.journal._ask(lambda one: one._connection.execute(query).fetchone())
+    found = await api.journal._ask(lambda one: one.execute(query).fetchone())
     return int(found[0])
 
 
