@@ -1,4 +1,4 @@
-"""The records of the newest frames, made when a frame returns: rates, acceptance, stage times, timeline and log.
+"""The records of the newest frames, made when a frame returns: rates, acceptance, stage times and timeline.
 
 While a page is open, the stamps of all processes add the exact times at which each stage worked.
 """
@@ -11,18 +11,15 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from coordinator.drafts.averages import DraftCounts, DraftResult
 from coordinator.status.frame_trace import COORDINATOR, ProcessTrace
 from proto.errors import ClusterError
-from proto.frame import DropPrefix, Frame, Outcome, Segment
+from proto.frame import Frame
 from proto.frame_stamps import StageStep
 
 log = logging.getLogger(__name__)
-
-frame_log = logging.getLogger("coordinator.frames")
-"""One debug record for each frame that returns. CONTRIBUTING.md explains how to read it."""
 
 MAX_RECORDS = 4000
 """Records kept: 20 seconds at 200 frames a second."""
@@ -107,7 +104,6 @@ class FrameRecords:
         """Record a returned frame. `speculative` says that its windows were sent on unverified ones."""
         self.drafts.record_drafts(draft_results)
         self.matched.record_drafts(matched_results)
-        _log_frame(frame)
         if not frame.segments:  # only operations, such as the end of a sequence
             return
         rows = sum(segment.width for segment in frame.segments)
@@ -197,32 +193,3 @@ def _kind_of(frame: Frame, *, speculative: bool) -> FrameKind:
     if speculative:
         return "speculative"
     return "window" if any(segment.width > 1 for segment in frame.segments) else "decode"
-
-
-# ---- the frame log: counts, positions and times, but no tokens, because these are the user's text
-
-
-def _log_frame(frame: Frame) -> None:
-    if not frame_log.isEnabledFor(logging.DEBUG):
-        return
-    done = zip(frame.segments, frame.outcomes, strict=True)
-    numbers = (op.entry if isinstance(op, DropPrefix) else op.seq_id for op in frame.ops)
-    ops = [f"{op.kind} {number}" for op, number in zip(frame.ops, numbers, strict=True)]
-    facts: dict[str, Any] = {"epoch": frame.epoch, "number": frame.number, "rows": frame.rows}
-    facts["stage_ms"] = "+".join(f"{us / 1000:.1f}" for us in frame.stage_us)
-    facts["ops"] = ", ".join(ops)
-    facts["segments"] = ", ".join(describe_segment(segment, outcome) for segment, outcome in done)
-    frame_log.debug("frame", extra=facts)
-
-
-def describe_segment(segment: Segment, outcome: Outcome) -> str:
-    """Return one line about a segment, such as `3.12@140 accepted 2/4 drafts 3`.
-
-    The example is window 12 of sequence 3 at position 140. A prompt chunk reads `3.0@0 prompt 512`.
-    """
-    name = f"{segment.seq_id}.{segment.window}@{segment.position}"
-    if outcome.cancelled:
-        return f"{name} invalidated"
-    if not segment.open:
-        return f"{name} prompt {segment.width}" + (" sampled" if outcome.token is not None else "")
-    return f"{name} accepted {outcome.accepted_length}/{segment.width} drafts {len(outcome.drafts)}"
