@@ -61,8 +61,7 @@ class AnswerEvent:
     """The next part of the choice with index `choice`. `call` is the call that the part belongs to.
 
     `logprobs` covers the tokens since the last event with logprobs; it is empty unless the client requested it.
-    `origins` has one letter for each token since the last event. `offsets` are the tokens' character offsets in the
-    choice's whole text.
+    `origins` has one letter for each token since the last event.
     """
 
     choice: int
@@ -70,7 +69,6 @@ class AnswerEvent:
     call: GeneratedCall | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     origins: str = ""
-    offsets: tuple[int, ...] = ()
 
 
 class Choice:
@@ -108,7 +106,6 @@ class Choice:
         self.reasoning: list[str] = []
         self.calls: list[GeneratedCall] = []
         self.logprobs: list[TokenLogprob] = []
-        self.offsets: list[int] = []
         self._parser = parser
         self._tokenizer = tokenizer
         self._stop = stop
@@ -232,12 +229,10 @@ class Choice:
         self._held += self._new[: len(piece.tokens)]
         del self._new[: len(piece.tokens)]
         if self._parser is None:
-            self.offsets += piece.offsets
             if not piece.text and not any(logprob for _, logprob in self._held):
                 return []
             self.content.append(piece.text)
-            part = Content(piece.text)
-            return [AnswerEvent(self.index, part, offsets=piece.offsets, **self._release())]
+            return [AnswerEvent(self.index, Content(piece.text), **self._release())]
         was_reasoning = self._parser.reasoning
         parts = self._parser.add_text(piece.text)
         if was_reasoning or self._parser.reasoning:

@@ -309,11 +309,11 @@ class CompletionWriter(ChunkWriter):
     def choice_result(self, index: int) -> Json:
         choice = self._answer.choices[index]
         text = "".join(choice.content)
-        return self._entry(index, text, choice.logprobs, choice.offsets, choice.finish_reason)
+        return self._entry(index, text, choice.logprobs, choice.finish_reason)
 
     def choice_entry(self, event: AnswerEvent) -> Json:
         if isinstance(event.part, Content):
-            return self._entry(event.choice, event.part.text, event.logprobs, event.offsets)
+            return self._entry(event.choice, event.part.text, event.logprobs)
         reason = self._answer.choices[event.choice].finish_reason
         return self._entry(event.choice, "", finish_reason=reason)
 
@@ -322,7 +322,6 @@ class CompletionWriter(ChunkWriter):
         index: int,
         text: str,
         logprobs: Sequence[TokenLogprob] = (),
-        offsets: Sequence[int] = (),
         finish_reason: str | None = None,
     ) -> Json:
         name = partial(_name, self._tokenizer)
@@ -331,7 +330,6 @@ class CompletionWriter(ChunkWriter):
             "tokens": [name(entry.token) for entry in logprobs],
             "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
             "top_logprobs": top if any(top) else None,
-            "text_offset": list(offsets),
         }
         entry = {"index": index, "text": text, "logprobs": found if logprobs else None}
         return {**entry, "finish_reason": finish_reason}

@@ -38,11 +38,10 @@ class ContextLengthError(RequestError):
 
 @dataclass(frozen=True)
 class Piece:
-    """Final text, the tokens that begin in it, each in one piece only, and their offsets in characters."""
+    """Final text, and the tokens that begin in it, each in one piece only."""
 
     text: str = ""
     tokens: tuple[int, ...] = ()
-    offsets: tuple[int, ...] = ()
 
 
 class TextStream:
@@ -87,7 +86,7 @@ class TextStream:
     def finish(self) -> Piece:
         """Return the text held back, after the last token. It is empty after a stop string."""
         # The last tokens may have no text: control tokens, or the first bytes of a character.
-        piece = Piece(self._held, *_columns(self._unreported))
+        piece = Piece(self._held, tuple(token for token, _ in self._unreported))
         self._emitted += len(self._held)
         self._held = ""
         self._unreported.clear()
@@ -98,12 +97,8 @@ class TextStream:
         self._emitted += length
         begun = []
         while self._unreported and self._unreported[0][1] < self._emitted:
-            begun.append(self._unreported.popleft())
-        return Piece(text, *_columns(begun))
-
-
-def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(token for token, _ in pairs), tuple(offset for _, offset in pairs)
+            begun.append(self._unreported.popleft()[0])
+        return Piece(text, tuple(begun))
 
 
 _RESERVED_VARIABLES = frozenset(
