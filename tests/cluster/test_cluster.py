@@ -1,12 +1,8 @@
-"""Real workers behind HTTP give the same answers as `mtp-coord generate`."""
+"""Real workers behind HTTP give the same answers as one process."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +10,16 @@ from typing import Any
 import httpx
 import pytest
 
+from coordinator.drafts.controller import MtpMode
+from coordinator.schedule.local_generator import local_generator
+from coordinator.schedule.request import Finished, GenerationRequest, TokenChunk, generate
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from proto.frame import TokenLogprob
+from proto.params import SamplingParams
 from tests.cluster.conftest import Pool
-from tests.support.processes.processes import WITHOUT_TORCH, serving
+from tests.support.processes.processes import serving
 
 TOKENS = 48
 PROMPT = "class Queue:\n    def __init__(self, size):\n        self.items = []\n\n    def put(self, item):\n"
@@ -42,7 +44,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Answer:
-    """The parts of an answer that both commands report."""
+    """The parts of an answer that are compared."""
 
     tokens: list[str]
     logprobs: list[float]
@@ -52,15 +54,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Asked:
-    """One request, as flags of `generate` and as fields of a completion."""
+    """The sampling of one request."""
 
     temperature: float
     top_p: float
     seed: int
-
-    @property
-    def flags(self) -> list[str]:
-        return [f"--temp={self.temperature}", f"--top-p={self.top_p}", f"--seed={self.seed}"]
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -77,32 +75,28 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def expected(tokenizer: Tokenizer) -> Iterator[dict[Asked, Answer]]:
-    """Return the float32 answers of `mtp-coord generate`, in one process and one token at a time."""
-    start = f"{WITHOUT_TORCH}; from coordinator.cli import main; main()"
-    command = [sys.executable, "-c", start, "generate", "--raw", PROMPT, "--mtp", "off"]
-    command += ["--dtype", "float32", "--max-tokens", str(TOKENS), "--logprobs", "0", "--json"]
-    with ExitStack() as stack:
-        running = {
-            asked: stack.enter_context(
-                subprocess.Popen([*command, *asked.flags], stdout=subprocess.PIPE)
-            )
-            for asked in (GREEDY, SAMPLED)
-        }
-        yield {
-            asked: _generated(process.communicate(timeout=100)[0], tokenizer)
-            for asked, process in running.items()
-        }
+def expected(tokenizer: Tokenizer) -> dict[Asked, Answer]:
+    """Return the float32 answers of a generator in this process, one token at a time."""
+    return asyncio.run(_generated(tokenizer))
 
 
-def _generated(output: bytes, tokenizer: Tokenizer) -> Answer:
-    found = json.loads(output)
-    return Answer(
-        [tokenizer.token_bytes(token).decode() for token in found["tokens"]],
-        [entry["logprob"] for entry in found["logprobs"]],
-        found["text"],
-        found["finish_reason"],
-    )
+async def _generated(tokenizer: Tokenizer) -> dict[Asked, Answer]:
+    prompt, found = tokenizer.encode(PROMPT), {}
+    checkpoint = Checkpoint.open(checkpoint_dir())
+    async with local_generator(checkpoint, dtype="float32", mtp=MtpMode(0)) as loop:
+        for asked in (GREEDY, SAMPLED):
+            params = SamplingParams(**asked.fields, logprobs=0)
+            request = GenerationRequest(prompt, TOKENS, params, stop_tokens=tokenizer.eos_ids)
+            entries: list[TokenLogprob] = []
+            reason = ""
+            async for event in generate(loop, request):
+                if isinstance(event, TokenChunk):
+                    entries += event.logprobs
+                elif isinstance(event, Finished):
+                    reason = event.reason
+            texts = [tokenizer.token_bytes(entry.token).decode() for entry in entries]
+            found[asked] = Answer(texts, [one.logprob for one in entries], "".join(texts), reason)
+    return found
 
 
 def completed(url: str, prompt: tuple[int, ...], asked: Asked) -> Answer:

@@ -52,13 +52,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(write_checkpoint(tmp_path_factory.mktemp("model"), vocab=512))
 
 
-@pytest.fixture(scope="module")
-def headless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a checkpoint without MTP tensors whose config announces them, like most conversions."""
-    path = write_checkpoint(tmp_path_factory.mktemp("headless"), vocab=512, mtp=False, layout="mlx")
-    return write_tokenizer(path)
-
-
 @pytest.fixture
 def call(capfd: pytest.CaptureFixture[str]) -> Call:
     """Return `call(model, *flags)`, which runs the program as main() does, in this process."""
@@ -95,9 +88,8 @@ def test_json_has_tokens_text_reason_and_figures(call: Call) -> None:
     done = call(model, *flags, "--mtp", "2", "--json")
     found = result_of(done)
     assert done.err == ""
-    assert list(found) == ["tokens", "text", "finish_reason", "logprobs", "stats"]
+    assert list(found) == ["tokens", "text", "finish_reason", "stats"]
     assert found["finish_reason"] == "length"
-    assert found["logprobs"] is None
     tokenizer = Tokenizer.load(model)
     text = b"".join(map(tokenizer.text_bytes, found["tokens"])).decode(errors="ignore")
     assert found["text"].replace("\ufffd", "") == text.replace("\ufffd", "")
@@ -122,33 +114,17 @@ def test_text_is_the_same_with_a_summary(call: Call, model: Path) -> None:
     assert [line.split()[0] for line in done.err.splitlines()] == SUMMARY
 
 
-def test_a_prompt_may_be_text_a_file_or_stdin(
-    call: Call, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_prompt_may_be_text_or_stdin(
+    call: Call, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt from a flag, a file or stdin gives the same answer. Only --raw omits the chat template."""
-    file = tmp_path / "prompt.txt"
-    file.write_text(PROMPT)
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
+    """A prompt by position, from a flag or stdin gives the same answer. Only --raw omits the chat template."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
     few = ("--max-tokens", "8", "--json")
     raw = result_of(call(model, "--raw", "--prompt", PROMPT, *few))
-    for source in (("--prompt-file", str(file)), ("--prompt-file", "-")):
-        assert result_of(call(model, "--raw", *source, *few))["tokens"] == raw["tokens"]
+    for source in (PROMPT, "-"):
+        assert result_of(call(model, "--raw", source, *few))["tokens"] == raw["tokens"]
     chat = result_of(call(model, "--prompt", PROMPT, *few))
     assert chat["stats"]["prompt_tokens"] > raw["stats"]["prompt_tokens"]
-
-
-def test_a_stop_string_ends_the_text_before_it(call: Call, model: Path) -> None:
-    """The text ends before the stop string, and the tokens end with the one that completed it."""
-    flags = ("--raw", "--prompt", PROMPT, "--max-tokens", "40", "--temp", "1", "--mtp", "2")
-    whole = result_of(call(model, *flags, "--json"))
-    stop = whole["text"][5:7]
-    end = whole["text"].index(stop)
-    found = result_of(call(model, *flags, "--json", "--stop", "never there", "--stop", stop))
-    assert (found["text"], found["finish_reason"]) == (whole["text"][:end], "stop")
-    assert found["tokens"] == whole["tokens"][: len(found["tokens"])]
-    assert 0 < len(found["tokens"]) < 40
-    assert found["stats"]["completion_tokens"] == len(found["tokens"])
-    assert found["stats"]["windows"] > 0
 
 
 # ---- what is wrong
@@ -157,29 +133,19 @@ def test_a_stop_string_ends_the_text_before_it(call: Call, model: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ((), "--prompt"),
+        ((), "name a prompt"),
         (("y", "--prompt", "x"), "name one prompt, not both"),
-        (("--prompt", "x", "--temp", "-1"), "--temp -1 is outside [0, 100]"),
-        (("--prompt", "x", "--temp", "nan"), "--temp nan is"),
-        (("--prompt", "x", "--temp", "inf"), "--temp inf is"),
-        (("--prompt", "x", "--top-p", "0"), "--top-p 0 is outside (0, 1]"),
-        (("--prompt", "x", "--top-k", "-1"), "--top-k -1 is"),
-        (("--prompt", "x", "--min-p", "1.5"), "--min-p 1.5 is"),
-        (("--prompt", "x", "--seed", "-1"), "--seed -1 is outside [0, 18446744073709551615]"),
-        (("--prompt", "x", "--seed", str(2**64)), "--seed 18446744073709551616 is outside"),
-        (("--prompt", "x", "--logprobs", "21"), "--logprobs 21 is outside [0, 20]"),
-        (("--prompt", "x", "--max-tokens", "0"), "max-tokens"),
-        (("--raw", "x", "--max-tokens", "5000"), "--max-tokens 5000: the prompt has 1 tokens"),
-        (("--raw", "x", "--max-tokens", "4096"), "Ask for 4095 or fewer"),
-        (("--prompt", "x", "--stop", ""), "--stop"),
-        (("--prompt", "x", "--mtp", "many"), "--mtp"),
-        (("--prompt", "x", "--mtp", "9"), "--mtp"),
-        (("--prompt", "x", "--stages", "9"), "8 layers"),
-        (("--prompt", "x", "--dtype", "int8"), "--dtype"),
-        (("--prompt", "x", "--kv-bits", "3"), "--kv-bits"),
-        (("--raw", "x " * 4096), "context"),
-        (("--raw", "--prompt", ""), "empty"),
-        (("--prompt-file", "no/such/file"), "no/such/file"),
+        (("x", "--temp", "-1"), "temperature -1 is outside [0, 100]"),
+        (("x", "--temp", "nan"), "temperature nan is"),
+        (("x", "--top-p", "0"), "top_p 0 is outside (0, 1]"),
+        (("x", "--seed", str(2**64)), "seed 18446744073709551616 is outside"),
+        (("x", "--max-tokens", "0"), "max-tokens"),
+        (("--raw", "x", "--max-tokens", "4096"), "exceed the context of 4096 tokens"),
+        (("--raw", "x " * 4096), "exceed the context of 4096 tokens"),
+        (("--raw", ""), "empty"),
+        (("x", "--mtp", "many"), "--mtp"),
+        (("x", "--dtype", "int8"), "--dtype"),
+        (("x", "--stop", "y"), "Requests to mtp-coord serve"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(
@@ -195,8 +161,8 @@ def test_bad_input_is_refused_before_anything_runs(
 # ---- processes
 
 
-def test_ctrl_c_ends_with_what_there_is(model: Path) -> None:
-    """Ctrl-C ends with status 130, the text so far and its summary."""
+def test_ctrl_c_ends_without_a_traceback(model: Path) -> None:
+    """Ctrl-C ends with status 130 and the text so far."""
     flags = ["--model", str(model), "--raw", "x", "--max-tokens", "4000", "--temp", "1"]
     with subprocess.Popen(
         [*PROCESS, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -209,5 +175,4 @@ def test_ctrl_c_ends_with_what_there_is(model: Path) -> None:
         _, err = process.communicate(timeout=DEADLINE)
         guard.cancel()
     assert process.returncode == 130
-    assert b"ended by cancelled" in err
     assert b"Traceback" not in err
