@@ -13,8 +13,6 @@ from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.checkpoint.hub.resolve import BUILTIN, find_model, local_repos
 from proto.errors import CheckpointError, ClusterError
 
-_DIRECTORY = re.compile(r"[\w][\w.-]{0,127}")
-
 _REPO = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
 
 
@@ -37,42 +35,35 @@ class ModelFacts:
     """The `model_type` of the checkpoint."""
 
 
-class Catalog:
-    """The models by name. A name never holds a path, because clients see it. `directory` has models of the user."""
+def list_models() -> list[ModelFacts]:
+    """Return all models on this machine. Reads headers, so it blocks for the disk."""
+    return [facts for name in (BUILTIN, *local_repos()) if (facts := _describe(name)) is not None]
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
 
-    def list_models(self) -> list[ModelFacts]:
-        """Return all models on this machine. Reads headers, so it blocks for the disk."""
-        own = sorted(file.parent.name for file in self.directory.glob("*/config.json"))
-        found = map(self._describe, [BUILTIN, *own, *local_repos()])
-        return [facts for facts in found if facts is not None]
+def find_listed(name: str) -> Path | None:
+    """Return the directory of a model, or None for a repo that is not whole. Raises CheckpointError for another name.
 
-    def find_path(self, name: str) -> Path | None:
-        """Return the directory of a model, or None for a repo that is not whole. Raises CheckpointError if unknown."""
-        if name == BUILTIN:
-            return find_model(BUILTIN)
-        if _DIRECTORY.fullmatch(name) and (self.directory / name / "config.json").is_file():
-            return self.directory / name
-        if not _REPO.fullmatch(name) or ".." in name:
-            raise CheckpointError(
-                f"model {name!r:.120}: not found. Give the name of a listed model, or a hub repo"
-            )
-        return find_model(name)
+    A name never holds a path, because clients send it.
+    """
+    if name != BUILTIN and (not _REPO.fullmatch(name) or ".." in name):
+        raise CheckpointError(
+            f"model {name!r:.120}: not found. Give the name of a listed model, or a hub repo"
+        )
+    return find_model(name)
 
-    def _describe(self, name: str) -> ModelFacts | None:
-        """Return the facts of a model, or the problem with it; None if it is not on this machine."""
-        try:
-            path = self.find_path(name)
-        except CheckpointError:
-            return None
-        if path is None:
-            return None
-        try:
-            return describe_model(name, Checkpoint.open(path))
-        except ClusterError as error:
-            return ModelFacts(name, problem=error.public.replace(str(path), name))
+
+def _describe(name: str) -> ModelFacts | None:
+    """Return the facts of a model, or the problem with it; None if it is not on this machine."""
+    try:
+        path = find_listed(name)
+    except CheckpointError:
+        return None
+    if path is None:
+        return None
+    try:
+        return describe_model(name, Checkpoint.open(path))
+    except ClusterError as error:
+        return ModelFacts(name, problem=error.public.replace(str(path), name))
 
 
 def quantization_text(checkpoint: Checkpoint) -> str:

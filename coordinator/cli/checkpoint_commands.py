@@ -15,10 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from coordinator.api.model_catalog import Catalog
+from coordinator.api.model_catalog import list_models
 from coordinator.schedule.local_generator import missing_head_tensors, repair_hint
 from coordinator.serve.options import ModelOption
-from coordinator.serve.server import CONVERTED
 from mtp.checkpoint.convert.add_head import HeadAddition, plan_head_addition
 from mtp.checkpoint.convert.convert import (
     HEAD_FILE,
@@ -37,8 +36,7 @@ from mtp.checkpoint.hub.remote_checkpoint import fetch_head, open_model, open_re
 from mtp.checkpoint.hub.repo import HubRepo
 from mtp.checkpoint.hub.resolve import find_model, ollama_models, resolve_model
 from proto.errors import UsageError
-from proto.state_dir import state_dir as directory_of
-from proto.terminal.options import JsonOption, StateOption, takes_options
+from proto.terminal.options import JsonOption, takes_options
 from proto.terminal.progress import byte_bar, format_size
 
 
@@ -315,13 +313,12 @@ def _tell(addition: HeadAddition, source: str, downloaded: int, dry_run: bool) -
         typer.echo(f"mtp-coord inspect {addition.target.path} says whether it works.")
 
 
-def models(state_dir: StateOption = None) -> None:
+def models() -> None:
     """List the models on this machine that can be served, and the problems of the others.
 
-    It searches the models that the page has converted, the hub's cache and LM Studio's folders. Give a name to
-    serve --model, load or inspect.
+    It searches the hub's cache and LM Studio's folders. Give a name to serve --model, load or inspect.
     """
-    found = Catalog(directory_of(state_dir) / CONVERTED).list_models()
+    found = list_models()
     table = Table(box=SIMPLE, show_edge=False)
     table.add_column("model", overflow="fold")
     for title in ("size", "weights", "context", "MTP head"):

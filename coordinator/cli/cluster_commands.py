@@ -163,20 +163,10 @@ LOAD_SECONDS, REPLAN_SECONDS = 3600.0, 600.0
 PATH = "/v1/models/load"
 
 
-def complete_model(incomplete: str) -> list[str]:
-    """Return the completions of a model's name. Other commands of this file need not import what it imports."""
-    from coordinator.serve import options
-
-    return options.complete_model(incomplete)
-
-
 def load(
     model: Annotated[
         str,
-        typer.Argument(
-            help="A model that GET /v1/models lists, a repo of the hub, or a directory.",
-            autocompletion=complete_model,
-        ),
+        typer.Argument(help="A model that mtp-coord models lists, a hub repo, or a directory."),
     ],
     url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,

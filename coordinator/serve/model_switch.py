@@ -16,14 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from coordinator.api.model_catalog import Catalog, ModelFacts, ModelLoader
+from coordinator.api.model_catalog import ModelFacts, ModelLoader, find_listed, list_models
 from coordinator.cluster.manager import ClusterManager
 from coordinator.pipeline.local_pipeline import LocalSource
 from coordinator.pipeline.pipeline import PipelineSource
 from coordinator.serve.options import ServeOptions
 from coordinator.serve.served_parts import OpenedModel, ServedParts, served_model
 from coordinator.status.cluster_status import LoadPhase, LoadReport
-from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
+from mtp.checkpoint.hub.resolve import resolve_model
 from proto import errors
 
 log = logging.getLogger(__name__)
@@ -61,9 +61,8 @@ class Host(Protocol):
 class ModelSwitch(ModelLoader):
     """The changes of the model of one server, one at a time."""
 
-    def __init__(self, host: Host, catalog: Catalog, first: OpenedModel) -> None:
+    def __init__(self, host: Host, first: OpenedModel) -> None:
         self._host = host
-        self._catalog = catalog
         self._reading = asyncio.Lock()
         """Only one thread reads the disk at a time, because a thread cannot be cancelled."""
         self._arguments = {first.name: first.options.model}
@@ -85,12 +84,9 @@ class ModelSwitch(ModelLoader):
         if name in self._arguments:
             return self._arguments[name]
         try:
-            path = self._catalog.find_path(name)
+            return name if find_listed(name) else None
         except errors.ClusterError:
             return None
-        if path is None or name == BUILTIN or path.parent != self._catalog.directory:
-            return None if path is None else name
-        return str(path)
 
     def can_load(self, name: str) -> bool:
         return self.argument_of(name) is not None
@@ -100,7 +96,7 @@ class ModelSwitch(ModelLoader):
         try:
             async with asyncio.timeout(DISK_SECONDS), self._reading:
                 if clock() - self._listed_at > LIST_SECONDS:
-                    self._listed = await asyncio.to_thread(self._catalog.list_models)
+                    self._listed = await asyncio.to_thread(list_models)
                     self._listed_at = clock()
         except TimeoutError:
             raise errors.DeadlineError(
@@ -132,7 +128,7 @@ class ModelSwitch(ModelLoader):
             return self._report
         argument = directory or self.argument_of(name)
         if argument is None:
-            self._catalog.find_path(name)  # raises for a name that is not a repo
+            find_listed(name)  # raises for a name that is not a repo
             argument = name
         self._report = LoadReport(name, "opening")
         self._task = asyncio.create_task(self._change(name, argument), name="change of the model")

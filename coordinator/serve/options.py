@@ -14,7 +14,7 @@ from coordinator.images.encoder import VisionMode
 from coordinator.planning.capacity import DEFAULT_SEQUENCES
 from coordinator.planning.groups import MAX_GROUP, Parallel
 from coordinator.trust.registry import API_KEY
-from mtp.checkpoint.hub.resolve import BUILTIN, local_repos
+from mtp.checkpoint.hub.resolve import BUILTIN
 from proto import state_dir
 from proto.announcement import is_loopback, parse_address
 from proto.control import Kernels
@@ -45,22 +45,12 @@ def parse_join_address(text: str) -> tuple[str, int]:
     return parse_address("--listen", text, JOIN_PORT)
 
 
-def complete_model(incomplete: str) -> list[str]:
-    """Return the names of the models on this machine that begin with `incomplete`, for a shell's completion."""
-    return [name for name in (BUILTIN, *local_repos()) if name.startswith(incomplete)]
-
-
 ModelOption = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL",
-        help="A directory, a hub repo, or 'builtin'.",
-        show_default=False,
-        autocompletion=complete_model,
+        metavar="MODEL", help="A directory, a hub repo, or 'builtin'.", show_default=False
     ),
-    typer.Option(
-        "--model", metavar="MODEL", help="The same, as an option.", autocompletion=complete_model
-    ),
+    typer.Option("--model", metavar="MODEL", help="The same, as an option."),
 ]
 ExactOption = Annotated[
     bool,

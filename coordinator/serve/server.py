@@ -18,7 +18,6 @@ from typing import Any
 from coordinator.api.app import starting_app
 from coordinator.api.context import ApiOptions
 from coordinator.api.journal import Journal
-from coordinator.api.model_catalog import Catalog
 from coordinator.cluster.manager import ClusterManager
 from coordinator.pipeline.local_pipeline import LocalSource
 from coordinator.pipeline.pipeline import PipelineSource
@@ -47,9 +46,6 @@ from proto.terminal.progress import OnProgress, byte_bar, format_size
 
 log = logging.getLogger(__name__)
 
-
-CONVERTED = "models"
-"""Folder of the state directory for converted models, which are served by their names."""
 
 FIRST_WAIT_REPORT = 1.0
 """Seconds before the first line about missing workers. Workers that are up join faster."""
@@ -174,7 +170,7 @@ class _Server:
         model = await asyncio.to_thread(OpenedModel, self.options, path)
         source = self._make_source(model, stack)
         stack.push_async_callback(self._end_answers)
-        switch = ModelSwitch(self, Catalog(self.options.state / CONVERTED), model)
+        switch = ModelSwitch(self, model)
         stack.push_async_callback(switch.close)
         invite = None
         if self.trust is not None and self.options.listen is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -53,9 +52,6 @@ SEND_IS_INSIDE = """() => {
     return inner.right <= document.querySelector(".thread").getBoundingClientRect().right;
 }"""
 
-CONVERTED = Path(os.environ["MTP_STATE_DIR"]) / "models"
-"""The folder of the coordinator's converted models."""
-
 NEWEST_KINDS = """async () => {
     const reader = (await fetch("/v1/events")).body.getReader();
     let text = "";
@@ -69,12 +65,14 @@ NEWEST_KINDS = """async () => {
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Run two workers and a coordinator with the built-in model. A copy of it is listed beside it."""
-    shutil.copytree(checkpoint_dir(), CONVERTED / "copy")
     folder = tmp_path_factory.mktemp("page")
-    state = ("--state-dir", str(CONVERTED.parent))
-    with running_cluster(folder, "builtin", 2, "--no-auto-replan", *state) as cluster:
+    shutil.copytree(checkpoint_dir(), folder / ".lmstudio/models/own/copy")
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HOME", str(folder))
+            running = running_cluster(folder, "builtin", 2, "--no-auto-replan")
+            cluster = stack.enter_context(running)
         yield cluster
-    shutil.rmtree(CONVERTED, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -301,10 +299,10 @@ def test_models_are_listed_and_loaded(opened: WatchedPage) -> None:
     page.fill("input[name=repo]", "../etc")
     page.click("text=Download and use")
     expect(page.locator("#view-models")).to_contain_text("not found")
-    other = page.locator(".model-row:has-text('copy')")
-    other.get_by_role("button", name="Use: copy").click()
+    other = page.locator(".model-row:has-text('own/copy')")
+    other.get_by_role("button", name="Use: own/copy").click()
     expect(other).to_contain_text("in use", timeout=PATIENCE_MS)
-    expect(page.locator("#model")).to_have_text("copy")
+    expect(page.locator("#model")).to_have_text("own/copy")
     page.wait_for_selector("#now:has-text('Ready')")
 
 
@@ -317,7 +315,7 @@ def test_the_chat_changes_the_model(opened: WatchedPage) -> None:
     expect(picker.locator("option")).to_have_count(2)
     page.once("dialog", lambda dialog: dialog.dismiss())
     picker.select_option("builtin")
-    expect(picker).to_have_value("copy")
+    expect(picker).to_have_value("own/copy")
     page.once("dialog", lambda dialog: dialog.accept())
     picker.select_option("builtin")
     expect(page.locator("#model")).to_have_text("builtin", timeout=PATIENCE_MS)

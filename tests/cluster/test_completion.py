@@ -1,4 +1,4 @@
-"""A shell completes the commands, options and models of `mtp-coord`, and `models` lists the models."""
+"""A shell completes the commands and options of `mtp-coord`, and `models` lists the models."""
 
 from __future__ import annotations
 
@@ -51,15 +51,10 @@ def run(home: Path, *words: str, **variables: str) -> str:
     [
         ("mtp-coord mod", ["models"]),
         ("mtp-coord serve --share", ["--share-weights"]),
-        (
-            "mtp-coord serve --model ",
-            ["builtin", "mlx-community/Broken", "mlx-community/Tiny-4bit"],
-        ),
-        ("mtp-coord load mlx-community/T", ["mlx-community/Tiny-4bit"]),
     ],
 )
 def test_a_shell_completes(home: Path, line: str, expected: list[str]) -> None:
-    """The Tab key completes commands, options and the names of the models on this machine."""
+    """The Tab key completes commands and options."""
     variables = {"_MTP_COORD_COMPLETE": "complete_bash", "COMP_WORDS": line}
     found = run(home, **variables, COMP_CWORD=str(line.count(" "))).splitlines()
     assert sorted(found) == expected

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from coordinator.api.context import ApiOptions
-from coordinator.api.model_catalog import Catalog
+from coordinator.api.model_catalog import find_listed, list_models
 from coordinator.trust.cluster_trust import Invitation
 from coordinator.trust.registry import KeyRing, Scope
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.hub import resolve
 from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
 from proto.errors import CheckpointError
 from tests.conftest import Checkpoints
@@ -21,36 +22,33 @@ from tests.support.checkpoints.hub import Hub
 from tests.unit.coordinator.api.test_models import FakeLoader
 
 
-@pytest.fixture
-def catalog(hub: Hub, tmp_path: Path, checkpoints: Checkpoints) -> Catalog:
-    hub.add("Qwen/Qwen3.5-4B", checkpoints())
-    return Catalog(tmp_path / "models")
-
-
 @pytest.mark.parametrize(
     "name", ["../etc", "/etc/passwd", "a/../b", "a", "a/b/c", "a/b\n", "", "./a", ".a/b", "a/.b"]
 )
-def test_a_path_is_no_model(tmp_path: Path, name: str) -> None:
+def test_a_path_is_no_model(name: str) -> None:
     """A client cannot make the server look at another directory of its machine."""
     with pytest.raises(CheckpointError, match="not found"):
-        Catalog(tmp_path).find_path(name)
+        find_listed(name)
 
 
 async def test_the_catalog_has_what_is_on_this_machine(
-    catalog: Catalog, checkpoints: Checkpoints
+    hub: Hub, tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A repo is listed once it is whole. A damaged model is listed with its problem and without its path."""
-    assert [one.name for one in catalog.list_models()] == [BUILTIN]
+    hub.add("Qwen/Qwen3.5-4B", checkpoints())
+    monkeypatch.setattr(resolve, "LM_STUDIO", (str(tmp_path),))
+    assert [one.name for one in list_models()] == [BUILTIN]
     await asyncio.to_thread(resolve_model, "Qwen/Qwen3.5-4B")
-    broken = catalog.directory / "broken"
+    broken = tmp_path / "own" / "broken"
     broken.mkdir(parents=True)
     (broken / "config.json").write_text("{}")
-    found = {one.name: one for one in catalog.list_models()}
-    assert found.keys() == {BUILTIN, "broken", "Qwen/Qwen3.5-4B"}
+    (broken / "model.safetensors").touch()
+    found = {one.name: one for one in list_models()}
+    assert found.keys() == {BUILTIN, "own/broken", "Qwen/Qwen3.5-4B"}
     assert found[BUILTIN].head == "complete"
     assert found["Qwen/Qwen3.5-4B"].layers == len(Checkpoint.open(checkpoints()).config.layer_kinds)
-    assert found["broken"].problem
-    assert str(broken.parent) not in found["broken"].problem
+    assert found["own/broken"].problem
+    assert str(tmp_path) not in found["own/broken"].problem
 
 
 async def test_only_administrators_reach_the_models(tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ class Manager:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     monkeypatch.setattr(model_switch, "OpenedModel", Model)
+    monkeypatch.setattr(model_switch, "find_listed", find_listed)
     monkeypatch.setattr(model_switch, "resolve_model", lambda name, *_: Path(name))
     monkeypatch.setattr(model_switch, "served_model", lambda model: Model(model.options, Path()))
     host = Host()
@@ -105,17 +106,16 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     return host
 
 
+def find_listed(name: str) -> Path | None:
+    """Find every name without a slash at its beginning."""
+    if name.startswith("/"):
+        raise CheckpointError(f"{name}: not found")
+    return Path("models") / name
+
+
 def switch_of(host: Host) -> ModelSwitch:
-    """Return the switch of a server whose catalog knows every name without a slash at its beginning."""
-
-    def find_path(name: str) -> Path | None:
-        if name.startswith("/"):
-            raise CheckpointError(f"{name}: not found")
-        return None if "repo" in name else Path("models") / name
-
-    catalog: Any = SimpleNamespace(find_path=find_path, directory=Path("cache"))
     first: Any = host.parts.model
-    return ModelSwitch(host, catalog, first)  # type: ignore[arg-type]
+    return ModelSwitch(host, first)  # type: ignore[arg-type]
 
 
 async def change(switch: ModelSwitch, name: str) -> LoadReport:
