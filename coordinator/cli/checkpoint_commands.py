@@ -256,12 +256,12 @@ class AddOptions:
         ),
     ]
     replace: Annotated[bool, typer.Option("--replace", help="Replace the present head.")] = False
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only check: read no weight, write nothing.")
-    ] = False
 
 
-@takes_options(AddOptions, REMOVED)
+@takes_options(
+    AddOptions,
+    REMOVED | {"--dry-run": "The command checks the head before it writes, and changes no weight."},
+)
 def add_mtp(options: AddOptions) -> None:
     """Add the MTP head to an MLX checkpoint that lacks it.
 
@@ -270,47 +270,36 @@ def add_mtp(options: AddOptions) -> None:
 
     `mtp-coord add-mtp --mlx-path Qwen3.5-27B-4bit --hf-path Qwen/Qwen3.5-27B`
     """
-    path, dry_run = options.mlx_path, options.dry_run
+    path = options.mlx_path
     if not path.is_dir():
         raise UsageError(
             f"--mlx-path {path}: no such directory. Copy a hub repo first: hf download {path} --local-dir DIRECTORY"
         )
-    target, downloaded = Checkpoint.open(path), 0
+    target = Checkpoint.open(path)
     if (found := find_model(options.hf_path)) is not None:
         source = open_source(found, allow_head_only=True)
         addition = plan_head_addition(target, source, replace=options.replace)
-        if not dry_run:
-            _write(addition, source)
+        _write(addition, source)
     else:
         with HubRepo(options.hf_path) as hub:
             head = plan_packed(open_remote(hub, is_head))
             addition = plan_head_addition(target, head, replace=options.replace)
-            downloaded = sum(head.tensors[name].nbytes for name in addition.needed)
-            if not dry_run:
-                directory = path / _DOWNLOADS
-                with byte_bar("downloading") as show:
-                    source = fetch_head(
-                        hub, head, addition.needed, directory, show, beside=addition.nbytes
-                    )
-                _write(addition, source)
-                shutil.rmtree(directory)
-    _tell(addition, options.hf_path, downloaded, dry_run)
+            directory, needed = path / _DOWNLOADS, addition.needed
+            with byte_bar("downloading") as show:
+                source = fetch_head(hub, head, needed, directory, show, beside=addition.nbytes)
+            _write(addition, source)
+            shutil.rmtree(directory)
+            downloaded = sum(head.tensors[name].nbytes for name in needed)
+            typer.echo(f"downloaded from {options.hf_path}: {format_size(downloaded)}")
+    packed = sorted({how["bits"] for how in addition.quantization.values()})
+    bits = " and ".join(f"{n} bits" for n in packed) or "unquantized"
+    typer.echo(f"{path / HEAD_FILE}: {format_size(addition.nbytes)}, {bits}")
+    typer.echo(f"mtp-coord inspect {path} says whether it works.")
 
 
 def _write(addition: HeadAddition, source: Checkpoint) -> None:
     with byte_bar("adding") as on_progress:
         addition.write(source, on_progress)
-
-
-def _tell(addition: HeadAddition, source: str, downloaded: int, dry_run: bool) -> None:
-    packed = sorted({how["bits"] for how in addition.quantization.values()})
-    bits = " and ".join(f"{n} bits" for n in packed) or "unquantized"
-    would = "would be " if dry_run else ""
-    typer.echo(f"{addition.target.path / HEAD_FILE}: {would}{format_size(addition.nbytes)}, {bits}")
-    if downloaded:
-        typer.echo(f"{would}downloaded from {source}: {format_size(downloaded)}")
-    if not dry_run:
-        typer.echo(f"mtp-coord inspect {addition.target.path} says whether it works.")
 
 
 def models() -> None:

@@ -15,15 +15,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.cli.client import DEFAULT_URL, KeyOption, UrlOption, call, server_url
+from coordinator.cli.client import DEFAULT_URL, KeyOption, UrlOption, call
 from coordinator.status.cluster_status import ClusterStatus, LoadReport, NodeStatus
 from mtp.device import unlike_machines
 from proto.errors import DeadlineError, NotReadyError, ProtocolError, UsageError
 from proto.terminal.options import JsonOption
 from proto.terminal.progress import byte_bar, format_size
-
-SHORT_DETAIL = 32
-"""Characters. A longer reason is printed under the table, where it does not squeeze the columns."""
 
 _COLOURS = {
     "ready": "green",
@@ -47,7 +44,6 @@ def status(
     the plans since the start. **recoveries** counts plans that were replaced while serving. **acceptance** is the
     accepted share of the drafts at each position.
     """
-    url = server_url(url)
     reply = fetch(url, api_key)
     cluster = parse(reply)
     if as_json:
@@ -73,12 +69,8 @@ def parse(body: bytes) -> ClusterStatus:
 
 
 def render(cluster: ClusterStatus) -> Group:
-    """Return the cluster for a terminal: a table of facts, a table of nodes, and the long reasons."""
-    reasons = [
-        Text(f"{node.name} ({node.address}): {node.detail}")
-        for node in cluster.nodes
-        if len(node.detail) > SHORT_DETAIL
-    ]
+    """Return the cluster for a terminal: a table of facts, a table of nodes, and the reasons of their health."""
+    reasons = [Text(f"{node.name}: {node.detail}") for node in cluster.nodes if node.detail]
     return Group(_facts(cluster), _nodes(cluster.nodes), *reasons)
 
 
@@ -130,11 +122,9 @@ def _nodes(nodes: tuple[NodeStatus, ...]) -> Table:
     table.add_column("address", no_wrap=True)  # users copy it
     for node in nodes:
         loaded = "" if node.loaded is None else f" {node.loaded:.0%}"
-        short = node.detail and len(node.detail) <= SHORT_DETAIL
-        detail = f": {escape(node.detail)}" if short else ", see below" if node.detail else ""
         limit = "" if node.memory_limit is None else f" of {format_size(node.memory_limit)}"
         name, address = escape(node.name), escape(node.address or "this process")
-        health = f"[{_COLOURS[node.health]}]{node.health}[/]{loaded}{detail}"
+        health = f"[{_COLOURS[node.health]}]{node.health}[/]{loaded}"
         memory = format_size(node.memory_used) + limit
         step = "-" if node.stage_ms is None else f"{node.stage_ms:.1f}"
         table.add_row(name, node.span or "-", health, memory, step, address)
@@ -155,7 +145,7 @@ def _acceptance(cluster: ClusterStatus) -> str:
 
 
 POLL_SECONDS = 0.25
-"""Seconds between two looks at the progress."""
+"""Seconds between two requests for the progress."""
 
 LOAD_SECONDS, REPLAN_SECONDS = 3600.0, 600.0
 """Seconds. Longest waits for a model, which may be downloaded, and for a plan."""
@@ -176,18 +166,15 @@ def load(
     The present model serves until the files of the new one are there, and its open answers have a minute to finish. If
     the new model cannot be loaded, the present one is loaded again.
     """
-    url = server_url(url)
     if model.startswith(".") or (Path(model) / "config.json").is_file():
         model = str(Path(model).absolute())
     report = LoadReport(**json.loads(call("POST", url, PATH, api_key, content={"model": model})))
     deadline = time.monotonic() + LOAD_SECONDS
-    while report.running and time.monotonic() < deadline:
-        phase = report.phase
-        with byte_bar(f"{phase}: {model}") as show:
-            while report.phase == phase and time.monotonic() < deadline:
-                show(report.done, report.total)
-                time.sleep(POLL_SECONDS)
-                report = LoadReport(**json.loads(call("GET", url, PATH, api_key)))
+    with byte_bar(f"loading {model}") as show:
+        while report.running and time.monotonic() < deadline:
+            show(report.done, report.total)
+            time.sleep(POLL_SECONDS)
+            report = LoadReport(**json.loads(call("GET", url, PATH, api_key)))
     if report.phase == "failed":
         raise NotReadyError(f"the model was not changed: {report.error}")
     if report.running:
@@ -201,7 +188,6 @@ def replan(url: UrlOption = DEFAULT_URL, api_key: KeyOption = None) -> None:
     It counts workers that joined since. If there is a better one, open answers pause while layers move, and continue.
     Otherwise the plan stays as it is.
     """
-    url = server_url(url)
     before = parse(fetch(url, api_key))
     call("POST", url, "/replan", api_key)
     deadline = time.monotonic() + REPLAN_SECONDS
@@ -236,9 +222,7 @@ def trace(
     Open the file at https://ui.perfetto.dev or chrome://tracing. A table of the median times goes to stdout.
     """
     path = f"/trace?seconds={seconds:g}"
-    body = call(
-        "GET", server_url(url), path, api_key, deadline=TRACE_SECONDS, max_bytes=MAX_TRACE_BYTES
-    )
+    body = call("GET", url, path, api_key, deadline=TRACE_SECONDS, max_bytes=MAX_TRACE_BYTES)
     try:
         found = json.loads(body)
         table, events = found["table"], found["trace"]

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
+import psutil
 import typer
 from rich.console import Console
 
 from coordinator.cli.client import stream_events
 from coordinator.cli.cluster_commands import parse, render
-from coordinator.drafts.controller import MtpMode
 from coordinator.trust.registry import API_KEY
 from proto.errors import WorkerLostError
 from proto.state_dir import STATE_DIR
@@ -44,48 +44,48 @@ REPLY_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Program:
-    """A running program of the demo, the file of its JSON log, and its start in monotonic seconds."""
+    """A running program of the demo, and the file of its JSON log."""
 
     process: subprocess.Popen[bytes]
     log: Path
-    started: float
 
 
 def demo(
     workers: Annotated[int, typer.Option(min=1, max=8, help="Worker processes to start.")] = 3,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 120,
-    mtp: Annotated[str, typer.Option(help="Drafts a step: auto, off, a number, or filled.")] = "2",
-    prompt: Annotated[str, typer.Option(help="Text for the model to continue.")] = PROMPT,
 ) -> None:
     """Run a whole cluster on this machine with the built-in model.
 
     It streams an answer from it. On a terminal it then serves its page until you press Enter. Everything it started is
     stopped when it ends.
     """
-    MtpMode.parse(mtp)
     console = Console(highlight=False, emoji=False)
     # As after Ctrl-C, the started processes are stopped.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtp-demo-")))
+        stack.enter_context(_stopping_children())
         names = [f"worker-{i + 1}" for i in range(workers)]
         console.print(f"starting {', '.join(names)}, coordinator")
         options = ["--model", "builtin", "--no-mdns"]
-        started = []
-        for name in names:
-            command = ["--listen", "127.0.0.1:0", "--name", name, *options]
-            log = folder / f"{name}.log"
-            started.append(stack.enter_context(_process(log, "worker.cli", command)))
+        started = [
+            _start(
+                folder / f"{name}.log",
+                "worker.cli",
+                ["--listen", "127.0.0.1:0", "--name", name, *options],
+            )
+            for name in names
+        ]
         # The coordinator serves as soon as all are there, which on a busy machine takes its time.
-        command = ["serve", *options, "--port", "0", "--mtp", mtp, "--wait", "60"]
+        command = ["serve", *options, "--port", "0", "--mtp", "2", "--wait", "60"]
         for program in started:
             address = _wait_for(program, console, "worker ready", "address")
             command.append(f"--worker={address}")
-        process = _process(folder / "coordinator.log", "coordinator.cli", command)
-        url = _wait_for(stack.enter_context(process), console, "serving", "url")
+        coordinator = _start(folder / "coordinator.log", "coordinator.cli", command)
+        url = _wait_for(coordinator, console, "serving", "url")
         console.print(f"[dim]serving at {url}[/dim]\n")
         client = stack.enter_context(httpx.Client(base_url=url, timeout=REPLY_SECONDS))
-        _complete(client, console, prompt, max_tokens)
+        _complete(client, console, max_tokens)
         console.print(render(parse(client.get(client.base_url.copy_with(path="/status")).content)))
         if sys.stdin.isatty() and sys.stdout.isatty():
             console.print(f"\n[bold]Chat with it in a browser: {url.removesuffix('/v1')}/[/bold]")
@@ -93,18 +93,32 @@ def demo(
 
 
 @contextmanager
-def _process(log: Path, module: str, arguments: list[str]) -> Iterator[Program]:
-    """Run `main` of `module`, and stop its process when the block ends."""
-    start = f"from {module} import main; main()"
-    pending: list[int] = []
-    # A signal during Popen would lose the process id, and the process would not be stopped.
-    handlers = {
-        number: signal.signal(number, lambda n, _: pending.append(n))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+def _stopping_children() -> Iterator[None]:
+    """Stop the processes that the block starts, also one whose start a signal interrupts."""
+    before = psutil.Process().children()
+    try:
+        yield
+    finally:
+        started = [each for each in psutil.Process().children() if each not in before]
+        for process in started:
+            process.terminate()
+        _, left = psutil.wait_procs(started, STOP_SECONDS)
+        for process in left:
+            process.kill()
+
+
+def _start(log: Path, module: str, arguments: list[str]) -> Program:
+    """Run `main` of `module` in a process."""
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-c", start, *arguments, "--log-format", "json"],
+            [
+                sys.executable,
+                "-c",
+                f"from {module} import main; main()",
+                *arguments,
+                "--log-format",
+                "json",
+            ],
             # The user's API key and cluster belong to other servers.
             env={n: v for n, v in os.environ.items() if n != API_KEY}
             | {STATE_DIR: str(log.parent / "state")},
@@ -112,64 +126,43 @@ def _process(log: Path, module: str, arguments: list[str]) -> Iterator[Program]:
             stdout=subprocess.DEVNULL,
             stderr=stream,
         )
-    try:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for caught in pending[:1]:
-            signal.raise_signal(caught)
-        yield Program(process, log, time.monotonic())
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(STOP_SECONDS)
+    return Program(process, log)
 
 
 def _wait_for(program: Program, console: Console, message: str, field: str) -> str:
     """Return `field` of the first log record with `message`. Raises WorkerLostError without one in START_SECONDS."""
-    name = program.log.stem
+    name, deadline = program.log.stem, time.monotonic() + START_SECONDS
     while True:
-        seconds = time.monotonic() - program.started
         # First, because the log of an ended program is complete.
         status, said = program.process.poll(), program.log.read_text(errors="replace")
         for line in said.splitlines():
             with suppress(ValueError):  # an incomplete line, or a traceback
                 record = json.loads(line)
                 if record.get("message") == message and field in record:
-                    console.print(f"[dim]{name} is ready after {seconds:.0f} s[/dim]")
+                    console.print(f"[dim]{name} is ready[/dim]")
                     return str(record[field])
         if status is not None:
             raise WorkerLostError(f"{name} ended with status {status}: {said[-500:].strip()}")
-        if seconds > START_SECONDS:
+        if time.monotonic() > deadline:
             raise WorkerLostError(
                 f"{name} was not ready after {START_SECONDS:g} s; its log ends with: {said[-500:]}"
             )
         time.sleep(0.1)
 
 
-def _complete(client: httpx.Client, console: Console, prompt: str, max_tokens: int) -> None:
+def _complete(client: httpx.Client, console: Console, max_tokens: int) -> None:
     """Stream one completion and print its speed."""
-    body: dict[str, Any] = {"model": "builtin", "prompt": prompt, "max_tokens": max_tokens}
+    body: dict[str, Any] = {"model": "builtin", "prompt": PROMPT, "max_tokens": max_tokens}
     body |= {**SAMPLING, "stream_options": {"include_usage": True}}
-    console.print(prompt, style="bold", end="", markup=False, soft_wrap=True)
-    started, first, usage = time.monotonic(), 0.0, None
+    console.print(PROMPT, style="bold", end="", markup=False, soft_wrap=True)
+    started, first, tokens = time.monotonic(), 0.0, 0
     for event in stream_events(client, "completions", body):
-        usage = event.get("usage") or usage
+        if event.get("usage"):
+            tokens = event["usage"]["completion_tokens"]
         for choice in event["choices"]:
             first = first or time.monotonic()
             console.print(choice["text"], end="", markup=False, soft_wrap=True)
-    seconds = time.monotonic() - (first or started)
-    console.print("\n")
-    if not usage:
-        return
-    details = usage.get("completion_tokens_details") or {}
-    kept = details.get("accepted_prediction_tokens", 0)
-    drafted = kept + details.get("rejected_prediction_tokens", 0)
-    share = f"{100 * kept / drafted:.0f} % of {drafted} drafts accepted" if drafted else "no drafts"
-    rate = usage["completion_tokens"] / max(seconds, 1e-9)
+    rate = tokens / max(time.monotonic() - first, 1e-9)
     console.print(
-        f"[dim]{usage['completion_tokens']} tokens, first after {first - started:.2f} s, "
-        f"then {rate:.1f} tokens/s; {share}[/dim]\n"
+        f"\n\n[dim]{tokens} tokens, first after {first - started:.2f} s, then {rate:.1f} tokens/s[/dim]\n"
     )

@@ -24,9 +24,6 @@ from tests.support.processes.processes import WITHOUT_TORCH
 DEMO_SECONDS = 180.0
 """Five processes import MLX: ten seconds on two idle cores, and minutes where others work."""
 
-PROMPT = "def at(x, y): return x[i] + y[a:key:b] if x[/i] else"
-"""Brackets and colons that mean something to rich."""
-
 COMMAND = [
     sys.executable,
     "-c",
@@ -133,13 +130,13 @@ def test_a_program_that_ends_at_once_is_not_waited_for(refused: Callable[..., st
 
 @pytest.mark.timeout(DEMO_SECONDS + 60)
 def test_the_demo_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo prints text, accepted drafts and the stages, waits on a terminal, and ends all its processes.
+    """The demo prints text and the state of the cluster, waits on a terminal, and ends all its processes.
 
     It does so while another coordinator uses the state directory of its user.
     """
     monkeypatch.setenv(STATE_DIR, str(tmp_path))
     claim(tmp_path)
-    flags = ("--max-tokens", "24", "--prompt", PROMPT)
+    flags = ("--max-tokens", "24")
     with Terminal() as terminal, demo(*flags, terminal=terminal.program) as process:
         started: dict[int, psutil.Process] = {}
         deadline = time.monotonic() + DEMO_SECONDS
@@ -158,15 +155,15 @@ def test_the_demo_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert waited, output
     assert re.search(r"Chat with it in a browser: http://127\.0\.0\.1:\d+/", output), output
     assert "starting worker-1, worker-2, worker-3, coordinator" in output
-    assert re.findall(r"(worker-\d|coordinator) is ready after \d+ s", output) == [
+    assert re.findall(r"(worker-\d|coordinator) is ready", output) == [
         "worker-1",
         "worker-2",
         "worker-3",
         "coordinator",
     ]
-    assert PROMPT in output
+    assert "Read the configuration file" in output
     assert re.search(r"24 tokens, first after [\d.]+ s, then [\d.]+ tokens/s", output), output
-    assert re.search(r"\d+ % of \d+ drafts accepted", output), output
+    assert re.search(r"acceptance \d+ ", output), output
     rows = re.findall(r"(worker-\d) +(\d)-(\d) ", output)
     assert {name for name, _, _ in rows} == {"worker-1", "worker-2", "worker-3"}
     layers = sorted(n for _, a, b in rows for n in range(int(a), int(b) + 1))

@@ -73,7 +73,7 @@ def test_once_shows_the_cluster(url: str) -> None:
             "80 / 50 %",
         ),
         *("mac-1", "0-3", "ready", "1.07 GB of 2.15 GB", "12.5", "10.0.0.1:7000", "loading 50%"),
-        *("refused: it holds another checkpoint", "up for 2 min", "1 recovery"),
+        *("it holds another checkpoint", "up for 2 min", "1 recovery"),
     ):
         assert part in done.output
 
