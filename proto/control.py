@@ -11,7 +11,7 @@ from enum import StrEnum
 from proto import cluster_pb2 as pb
 from proto.errors import ProtocolError, VersionError
 from proto.frame import MAX_FRAME_TOKENS, VERSION
-from proto.wire import MAX_INT
+from proto.wire import check_int, check_ints
 
 MAX_STATUS_INTERVAL_MS = 60_000
 """Milliseconds. Bounds the interval of status messages: a worker that is silent for a minute counts as dead."""
@@ -28,9 +28,8 @@ class Rollback:
     trim: int
 
     def __post_init__(self) -> None:
-        _within("seq_id", self.seq_id, 0, MAX_INT)
-        _within("window", self.window, 0, MAX_INT)
-        _within("trim", self.trim, 0, MAX_FRAME_TOKENS)
+        check_ints((self.seq_id, self.window), ("seq_id", "window"))
+        check_int(self.trim, "trim", MAX_FRAME_TOKENS)
 
     def to_signal(self, epoch: int) -> pb.Signal:
         """Return the signal that carries this rollback."""
@@ -41,21 +40,22 @@ class Rollback:
 def check_signal(signal: pb.Signal) -> None:
     """Raise ProtocolError for an invalid signal, and VersionError for a hello of another protocol version."""
     kind = signal.WhichOneof("body")
-    _within("epoch", signal.epoch, 0, MAX_INT)
+    check_int(signal.epoch, "epoch")
     if kind == "hello":
         hello = signal.hello
         check_version(hello.protocol_version)
         me = hello.coordinator
         if not 0 < len(me.id) <= _MAX_NAME or len(me.name) > _MAX_NAME:
             raise ProtocolError(f"hello: coordinator id and name have 1 to {_MAX_NAME} characters")
-        _within("status_interval_ms", hello.status_interval_ms, 1, MAX_STATUS_INTERVAL_MS)
+        if not 0 < hello.status_interval_ms <= MAX_STATUS_INTERVAL_MS:
+            raise ProtocolError(f"hello: a status interval of {hello.status_interval_ms} ms")
     elif kind in ("rollback", "cancel"):
         if signal.epoch == 0:
             raise ProtocolError(f"{kind} outside any plan: epoch is 0")
         if kind == "rollback":
             Rollback(signal.rollback.seq_id, signal.rollback.window, signal.rollback.trim)
         else:
-            _within("seq_id", signal.cancel.seq_id, 0, MAX_INT)
+            check_int(signal.cancel.seq_id, "seq_id")
     elif kind != "heartbeat":
         raise ProtocolError("signal of an unknown kind. Install the same release on both sides")
 
@@ -67,11 +67,6 @@ def check_version(peer: int) -> None:
             f"the peer uses protocol version {peer}, this process uses {VERSION}. "
             "Install the same release of mtp-cluster on both"
         )
-
-
-def _within(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise ProtocolError(f"signal: {name} {value} is outside {low} to {high}")
 
 
 class Backend(StrEnum):

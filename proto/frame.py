@@ -12,7 +12,7 @@ from typing import Any, ClassVar, get_args
 import msgpack
 
 from proto.backup import KEY_BYTES
-from proto.errors import ProtocolError, VersionError
+from proto.errors import ProtocolError
 from proto.images import ImageSpan, check_images
 from proto.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from proto.wire import (
@@ -70,7 +70,6 @@ class Admit(Operation):
             check_images(self.images, self.prompt)
 
     def to_wire(self) -> tuple[Any, ...]:
-        """Return the row that msgpack encodes."""
         numbers = self.seq_id, self.capacity, self.prompt
         images = pack_tokens(tuple(n for i in self.images for n in (i.start, i.rows, i.columns)))
         return self.kind, *numbers, self.params.to_wire(), self.vocabulary, images
@@ -90,7 +89,7 @@ class Commit(Operation):
     accepted_length: int
 
     def to_wire(self) -> tuple[Any, ...]:
-        """Return the row that msgpack encodes. Nearly all operations are commits, so this one is written out."""
+        # Nearly all operations are commits, so this one is written out.
         return "commit", self.seq_id, self.window, self.accepted_length
 
 
@@ -274,13 +273,11 @@ _FLAGS = [tuple(flags >> bit & 1 != 0 for bit in range(5)) for flags in range(32
 
 
 def _segment_to_wire(s: Segment) -> tuple[Any, ...]:
-    """Return `s` as the row that msgpack encodes."""
     flags = s.open + 2 * s.sample + 4 * s.cancelled + 8 * s.continues + 16 * s.relay
     return s.seq_id, s.window, s.position, flags, s.drafts, pack_tokens(s.tokens)
 
 
 def _segment_from_wire(wire: Any) -> Segment:
-    """Invert `_segment_to_wire`. Raises ProtocolError for a malformed segment."""
     seq_id, window, position, flags, drafts, packed = check_row(wire, "segment", 6)
     check_int(flags, "segment flags", len(_FLAGS) - 1)
     stays_open, sample, cancelled, continues, relay = _FLAGS[flags]
@@ -291,14 +288,12 @@ def _segment_from_wire(wire: Any) -> Segment:
 
 
 def _outcome_to_wire(o: Outcome) -> tuple[Any, ...]:
-    """Return `o` as the row that msgpack encodes."""
     logprobs = [(p.token, p.logprob, p.top) for p in o.logprobs]
     drafts = pack_tokens(o.drafts)
     return o.seq_id, o.window, o.accepted_length, o.token, drafts, logprobs, o.cancelled
 
 
 def _outcome_from_wire(wire: Any) -> Outcome:
-    """Invert `_outcome_to_wire`. Raises ProtocolError for a malformed outcome."""
     seq_id, window, accepted, token, packed, logprobs, cancelled = check_row(wire, "outcome", 7)
     check_list(logprobs, "logprobs", MAX_DRAFTS + 1)
     check_type(cancelled, bool, "cancelled")
@@ -314,15 +309,16 @@ def _logprob_from_wire(wire: Any) -> TokenLogprob:
     return TokenLogprob(token, logprob, tuple((one, p) for one, p in pairs))
 
 
-VERSION = 3
-MAGIC = b"MTPF"
-_PREFIX = struct.Struct("<4sB3xII")
+VERSION = 4
+"""Version of the protocol, which Describe and Hello compare."""
+
+_PREFIX = struct.Struct("<I")
 
 ALIGNMENT = 16
 """Bytes. The tensor starts at a multiple of this, so that any vector load can read it in place."""
 
 MAX_HEADER_BYTES = 8 * 2**20
-"""Bounds a header. It carries token ids, and 262,144 of them take 1 MB; the rest is a margin."""
+"""Bytes. Bounds a header, in which 262,144 token ids take 1 MB."""
 
 MAX_VOCABULARY_BYTES = 6 * 2**20
 """Bytes. Maximum size of the packed vocabulary in a header; 250,000 tokens and their merges take about 2.5 MB."""
@@ -392,9 +388,8 @@ class Frame:
             rows += 0 if segment.cancelled else width
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "continues", continues != 0)
-        most = max(len(self.ops), len(self.segments), len(self.outcomes), len(self.stage_us))
-        if most > MAX_STAGES or tokens > MAX_FRAME_TOKENS:
-            _check_counts(self, tokens)
+        if tokens > MAX_FRAME_TOKENS:
+            raise ProtocolError(f"{tokens} tokens in a frame, limit {MAX_FRAME_TOKENS}")
         if self.dtype or self.shape or len(self.tensor):
             _check_tensor(self)
 
@@ -425,41 +420,21 @@ def encode_head(frame: Frame) -> bytes:
     )
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"frame header of {len(header)} bytes, limit {MAX_HEADER_BYTES}")
-    prefix = _PREFIX.pack(MAGIC, VERSION, len(header), 0)
-    if not frame.dtype:
-        return prefix + header
-    return prefix + header + bytes(_gap(len(header)))
+    gap = bytes(_gap(len(header))) if frame.dtype else b""
+    return _PREFIX.pack(len(header)) + header + gap
 
 
 def decode(data: bytes | bytearray) -> Frame:
-    """Invert `encode`. The tensor is a view into `data`, not a copy. Raises VersionError and ProtocolError.
+    """Invert `encode`. The tensor is a view into `data`, not a copy. Raises ProtocolError.
 
     Allocates at most a small multiple of `len(data)` for any input.
     """
-    end = _PREFIX.size + _header_bytes(data)
     try:
-        return _read_frame(data, end)
+        return _read_frame(data)
     except ProtocolError:
         raise
     except Exception as error:  # msgpack raises many kinds; a peer's bytes may cause any of them
         raise ProtocolError(f"malformed frame header: {type(error).__name__}") from error
-
-
-def _header_bytes(data: bytes | bytearray) -> int:
-    if len(data) < _PREFIX.size:
-        raise ProtocolError(f"frame of {len(data)} bytes is shorter than its prefix")
-    magic, version, header_bytes, zero = _PREFIX.unpack_from(data)
-    if magic != MAGIC:
-        raise ProtocolError("not a frame: wrong magic")
-    if version != VERSION:
-        raise VersionError(
-            f"the peer uses frame version {version}, this process uses {VERSION}. "
-            "Install the same release of mtp-cluster on both"
-        )
-    fits = 0 < header_bytes <= min(MAX_HEADER_BYTES, len(data) - _PREFIX.size)
-    if zero or not fits:
-        raise ProtocolError(f"frame header of {header_bytes} bytes does not fit the message")
-    return int(header_bytes)
 
 
 def _gap(header_bytes: int) -> int:
@@ -467,16 +442,22 @@ def _gap(header_bytes: int) -> int:
     return -(_PREFIX.size + header_bytes) % ALIGNMENT
 
 
-def _read_frame(data: bytes | bytearray, end: int) -> Frame:
-    """Return the frame of `data`, whose header ends at byte `end`."""
+def _read_frame(data: bytes | bytearray) -> Frame:
     view = memoryview(data)
+    (header_bytes,) = _PREFIX.unpack_from(data)
+    end = _PREFIX.size + header_bytes
+    if header_bytes > MAX_HEADER_BYTES or end > len(data):
+        raise ProtocolError(f"frame header of {header_bytes} bytes does not fit the message")
     header = view[_PREFIX.size : end]
-    read = _read_short if len(header) <= SHORT_HEADER_BYTES else _read_long
-    epoch, number, ops, segments, outcomes, stage_us, dtype, shape = read(header)
+    if header_bytes <= SHORT_HEADER_BYTES:
+        fields = check_row(msgpack.unpackb(header, **_LIMITS), "frame header", 8)
+    else:
+        fields = _read_long(header)
+    epoch, number, ops, segments, outcomes, stage_us, dtype, shape = fields
     check_type(dtype, str, "dtype")
     start = end
     if dtype:
-        start += _gap(len(header))
+        start += _gap(header_bytes)
         if data[end:start].strip(b"\0"):
             raise ProtocolError("malformed frame: no zeros between header and tensor")
     return Frame(
@@ -492,63 +473,29 @@ def _read_frame(data: bytes | bytearray, end: int) -> Frame:
     )
 
 
-def _read_short(header: memoryview) -> list[Any]:
-    """Return the fields of a header of at most SHORT_HEADER_BYTES."""
-    fields = msgpack.unpackb(header, object_pairs_hook=_unique, **_LIMITS)
-    return check_row(fields, "frame header", 8)
-
-
 def _read_long(header: memoryview) -> list[Any]:
-    """Return the fields of a header of any length. The lists of operations, segments and outcomes may be long."""
-    reader = msgpack.Unpacker(max_buffer_size=len(header), object_pairs_hook=_unique, **_LIMITS)
+    """Return the fields of a header whose lists of operations, segments and outcomes may be long."""
+    reader = msgpack.Unpacker(max_buffer_size=len(header), **_LIMITS)
     reader.feed(header)
     if reader.read_array_header() != 8:
         raise ProtocolError("a frame header has 8 fields")
     fields = [reader.unpack(), reader.unpack()]
-    fields += [
-        _many(reader, "operations", MAX_OPS),
-        _many(reader, "segments", MAX_SEGMENTS),
-        _many(reader, "outcomes", MAX_SEGMENTS),
-    ]
+    fields += [_many(reader, MAX_OPS), _many(reader, MAX_SEGMENTS), _many(reader, MAX_SEGMENTS)]
     fields += [reader.unpack(), reader.unpack(), reader.unpack()]
     if reader.tell() != len(header):
         raise ProtocolError("bytes after the last field of a frame header")
     return fields
 
 
-def _many(reader: msgpack.Unpacker, name: str, most: int) -> list[Any]:
+def _many(reader: msgpack.Unpacker, most: int) -> list[Any]:
     count = reader.read_array_header()
     if count > most:
-        raise ProtocolError(f"{count} {name} in a frame, limit {most}")
+        raise ProtocolError(f"a list of {count} in a frame, limit {most}")
     return [reader.unpack() for _ in range(count)]
-
-
-def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ProtocolError("a map in a frame header names a key twice")
-    return found
-
-
-def _check_counts(frame: Frame, tokens: int) -> None:
-    counts = (
-        ("operations", len(frame.ops), MAX_OPS),
-        ("segments", len(frame.segments), MAX_SEGMENTS),
-        ("outcomes", len(frame.outcomes), MAX_SEGMENTS),
-        ("stage times", len(frame.stage_us), MAX_STAGES),
-        ("tokens", tokens, MAX_FRAME_TOKENS),
-    )
-    for name, count, most in counts:
-        if count > most:
-            raise ProtocolError(f"{count} {name} in a frame, limit {most}")
 
 
 def _check_tensor(frame: Frame) -> None:
     size = memoryview(frame.tensor).nbytes
-    if frame.dtype == "":
-        if size or frame.shape:
-            raise ProtocolError(f"{size} bytes of tensor without a dtype")
-        return
     if frame.dtype not in DTYPE_BYTES:
         raise ProtocolError(f"tensor dtype is one of {', '.join(DTYPE_BYTES)}")
     if len(frame.shape) != 2:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from proto.errors import ProtocolError, RequestError
+from proto.wire import check_type
 
 MAX_LOGPROBS = 20
 """Maximum alternatives reported for each token: the limit that OpenAI's API documents."""
@@ -96,13 +97,9 @@ class SamplingParams:
         }
 
     @classmethod
-    def from_wire(cls, wire: object) -> SamplingParams:
+    def from_wire(cls, wire: Any) -> SamplingParams:
         """Invert `to_wire`. Raises ProtocolError for unknown fields or wrong types."""
-        if not isinstance(wire, dict):
-            raise ProtocolError(f"sampling parameters are a map, got {type(wire).__name__}")
-        known = {f.name for f in fields(cls)}
-        if unknown := set(wire) - known:
-            raise ProtocolError(f"unknown sampling parameters: {sorted(map(str, unknown))}")
+        check_type(wire, dict, "sampling parameters")
         try:
             return cls(**wire)
         except (RequestError, TypeError, AttributeError) as error:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from proto import errors
 from proto.announcement import JOIN_FLAG
-from proto.errors import CapacityError, ClusterError, RequestError
+from proto.errors import ClusterError
 
 MAX_CHARACTERS = 200
 """Characters of a text that has no plain words. A peer may have chosen it."""
@@ -83,7 +82,7 @@ def printable(text: str, limit: int) -> str:
     return words if len(words) <= limit else f"{words[: limit - 1]}…"
 
 
-_CLASS, _PUBLIC, _PARAM, _RETRY = "mtp-error", "mtp-public-bin", "mtp-param-bin", "mtp-retry-after"
+_CLASS, _PUBLIC = "mtp-error", "mtp-public-bin"
 
 _MAX_TEXT = 1000
 """Maximum bytes of a message. gRPC refuses headers above 8 KB, and percent-encoding triples a byte."""
@@ -105,10 +104,6 @@ def to_status(error: Exception) -> Status:
     metadata: list[tuple[str, str | bytes]] = [(_CLASS, type(error).__name__)]
     if error.public != str(error):
         metadata.append((_PUBLIC, _cut(error.public)))
-    if isinstance(error, RequestError) and error.param is not None:
-        metadata.append((_PARAM, _cut(error.param)))
-    if isinstance(error, CapacityError):
-        metadata.append((_RETRY, repr(error.retry_after)))
     return Status(error.grpc_status, _text(_cut(str(error))), tuple(metadata))
 
 
@@ -119,23 +114,14 @@ def from_status(
     found = dict(metadata or ())
     text = details or f"call ended with {code}"
     if _CLASS in found:
-        return _ours(found, printable(text, _MAX_TEXT), peer)
+        text = printable(text, _MAX_TEXT)
+        error = _KINDS.get(_text(found[_CLASS]), ClusterError)(f"{peer}: {text}")
+        error.public = _text(found[_PUBLIC]) if _PUBLIC in found else text
+        return error
     text = with_advice(plain_text(text))
     kind, template = _FROM_GRPC.get(code, (ClusterError, "{peer}: {text}"))
     error = kind(template.format(peer=peer, text=text))
     error.public = template.format(peer="a worker", text=code)
-    return error
-
-
-def _ours(found: dict[str, str | bytes], text: str, peer: str) -> ClusterError:
-    kind = _KINDS.get(_text(found[_CLASS]), ClusterError)
-    extra: dict[str, Any] = {}
-    if issubclass(kind, RequestError):
-        extra["param"] = _text(found[_PARAM]) if _PARAM in found else None
-    if issubclass(kind, CapacityError):
-        extra["retry_after"] = _seconds(found.get(_RETRY))
-    error = kind(f"{peer}: {text}", **extra)
-    error.public = _text(found[_PUBLIC]) if _PUBLIC in found else text
     return error
 
 
@@ -145,15 +131,6 @@ def _cut(text: str) -> bytes:
 
 def _text(value: str | bytes) -> str:
     return value if isinstance(value, str) else value.decode(errors="ignore")
-
-
-def _seconds(value: str | bytes | None) -> float:
-    """Return a retry-after between 0 and 3600 s, or 1 s for an invalid value."""
-    try:
-        seconds = float(value or 1.0)
-    except ValueError:
-        return 1.0
-    return seconds if 0.0 <= seconds <= 3600.0 else 1.0
 
 
 _LOST = (errors.WorkerLostError, "{peer} is lost: {text}")
