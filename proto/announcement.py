@@ -70,9 +70,6 @@ _MAX_TEXT = 128
 _TRUST_ID = re.compile("[0-9a-f]{16}")
 """A cluster id or node id, as in proto/trust/certificates.py."""
 
-_ID_DIGITS = 8
-"""Digits of the worker id in the instance name, so that two workers with one name remain distinct."""
-
 
 @dataclass(frozen=True)
 class Announcement:
@@ -90,7 +87,7 @@ class Announcement:
     @property
     def instance(self) -> str:
         """The full name of this service instance. It is readable, and unique to this process."""
-        end = f"-{self.worker_id[:_ID_DIGITS]}"
+        end = f"-{self.worker_id[:8]}"
         printable = "".join(c for c in self.name if c.isprintable()).encode(errors="ignore")
         start = printable[: _MAX_LABEL - len(end)].decode(errors="ignore")
         return f"{start}{end}.{SERVICE_TYPE}"

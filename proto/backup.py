@@ -47,17 +47,12 @@ class ReceivedStates:
 def split(states: Iterable[LayerState]) -> Iterator[pb.BackupPiece]:
     """Yield the pieces of `states`."""
     for state in states:
-        view = memoryview(state.data)
-        for start in range(0, max(1, len(view)), PIECE_BYTES):
+        layer, appends, rank, size = state.layer, state.appends, state.rank, state.size
+        for start in range(0, max(1, len(state.data)), PIECE_BYTES):
             end = start + PIECE_BYTES
-            data, ends = bytes(view[start:end]), end >= len(view)
+            data, ends = state.data[start:end], end >= len(state.data)
             yield pb.BackupPiece(
-                layer=state.layer,
-                appends=state.appends,
-                data=data,
-                ends=ends,
-                rank=state.rank,
-                size=state.size,
+                layer=layer, appends=appends, data=data, ends=ends, rank=rank, size=size
             )
 
 

@@ -16,8 +16,6 @@ from proto.wire import check_int, check_ints
 MAX_STATUS_INTERVAL_MS = 60_000
 """Milliseconds. Bounds the interval of status messages: a worker that is silent for a minute counts as dead."""
 
-_MAX_NAME = 128
-
 
 @dataclass(frozen=True)
 class Rollback:
@@ -44,9 +42,6 @@ def check_signal(signal: pb.Signal) -> None:
     if kind == "hello":
         hello = signal.hello
         check_version(hello.protocol_version)
-        me = hello.coordinator
-        if not 0 < len(me.id) <= _MAX_NAME or len(me.name) > _MAX_NAME:
-            raise ProtocolError(f"hello: coordinator id and name have 1 to {_MAX_NAME} characters")
         if not 0 < hello.status_interval_ms <= MAX_STATUS_INTERVAL_MS:
             raise ProtocolError(f"hello: a status interval of {hello.status_interval_ms} ms")
     elif kind in ("rollback", "cancel"):

@@ -47,7 +47,7 @@ def image_tokens(digest: bytes, count: int) -> tuple[int, ...]:
 
 
 def without_images(tokens: Sequence[int], instead: int) -> Sequence[int]:
-    """Return `tokens` with the token `instead` in the place of every token of an image."""
+    """Return `tokens` with `instead` in the place of every token of an image."""
     if max(tokens, default=0) < FIRST_IMAGE_TOKEN:
         return tokens
     return tuple(token if token < FIRST_IMAGE_TOKEN else instead for token in tokens)

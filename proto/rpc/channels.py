@@ -87,14 +87,11 @@ def add_port(server: grpc.aio.Server, address: str, trust: NodeTrust | None) -> 
     if trust is None:
         return server.add_insecure_port(address)
 
-    def current() -> tuple[str, str]:
-        return trust.certificate, trust.authorities
-
     def configuration() -> grpc.ServerCertificateConfiguration:
         pairs = [(trust.key_pem.encode(), trust.certificate.encode())]
         return grpc.ssl_server_certificate_configuration(pairs, trust.authorities.encode())
 
-    installed = current()
+    installed = trust.certificate, trust.authorities
 
     def changed_configuration() -> grpc.ServerCertificateConfiguration | None:
         """Return the configuration after a renewal, or None, which keeps the one in use.
@@ -102,9 +99,9 @@ def add_port(server: grpc.aio.Server, address: str, trust: NodeTrust | None) -> 
         gRPC calls this for every connection. Replacing it each time let half handshakes crash the process.
         """
         nonlocal installed
-        if current() == installed:
+        if installed == (trust.certificate, trust.authorities):
             return None
-        installed = current()
+        installed = trust.certificate, trust.authorities
         return configuration()
 
     fetcher = cast("Callable[[], grpc.ServerCertificateConfiguration]", changed_configuration)

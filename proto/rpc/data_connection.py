@@ -178,14 +178,13 @@ class Ticket:
         """Return the data connection, or raise DeadlineError or AccessError. One that arrives too late is closed."""
         try:
             async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
-                return await asyncio.shield(self.connection)
-        except TimeoutError:
-            self.connection.add_done_callback(_close_delivered)
-            raise DeadlineError(
-                f"the caller opened no data connection within {FIRST_MESSAGE_SECONDS:g} s"
-            ) from None
-        except asyncio.CancelledError:
-            self.connection.add_done_callback(_close_delivered)
+                return await self.connection
+        except (TimeoutError, asyncio.CancelledError) as end:
+            if not self.connection.cancelled() and self.connection.exception() is None:
+                self.connection.result().close()  # it arrived in the same moment
+            if isinstance(end, TimeoutError):
+                late = f"the caller opened no data connection within {FIRST_MESSAGE_SECONDS:g} s"
+                raise DeadlineError(late) from None
             raise
 
 
@@ -224,7 +223,7 @@ class DataTickets:
     def _complete(
         self, ticket: Ticket, connection: socket.socket, loop: asyncio.AbstractEventLoop
     ) -> None:
-        """Do the server's part of the handshake. Runs on a thread of its own."""
+        """Do the server's part of the handshake, on a thread of its own."""
         error: ClusterError | None = None
         try:
             connection.settimeout(FIRST_MESSAGE_SECONDS)
@@ -264,11 +263,6 @@ def shut_down(connection: socket.socket) -> None:
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
-def _close_delivered(delivered: asyncio.Future[socket.socket]) -> None:
-    if not delivered.cancelled() and delivered.exception() is None:
-        delivered.result().close()
-
-
 def _deliver(ticket: Ticket, connection: socket.socket, error: ClusterError | None) -> None:
     """Hand a connection to the call that waits for it. Runs on the event loop."""
     if ticket.connection.done():
@@ -295,7 +289,7 @@ def _ended_at(connection: socket.socket, due: float) -> Iterator[None]:
 
 
 ROUND_TRIPS = 3
-"""Round trips that measure the delay. The shortest counts, because other work only makes them longer."""
+"""Round trips that measure the delay. The shortest counts."""
 
 BURSTS = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
 """Bytes of the bursts that measure the speed. The last one takes 3 ms at 10 Gbit/s."""
@@ -353,7 +347,6 @@ def answer_probes(connection: socket.socket) -> None:
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
-    """Return `count` bytes. Raises ProtocolError if the connection ends before."""
     data = bytearray()
     while len(data) < count:
         piece = connection.recv(count - len(data))
@@ -381,7 +374,6 @@ class DataPort(Acceptor):
         return int(self.listener.getsockname()[1])
 
     async def _receive_ticket(self, connection: socket.socket) -> None:
-        """Pass on a connection with its ticket. Raises ProtocolError or OSError for another one."""
         async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
             head = await _receive_exactly(connection, len(PREAMBLE) + TICKET_BYTES)
         if not head.startswith(PREAMBLE):

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -40,8 +40,6 @@ PIECE_BYTES = 2**22
 """Bytes. A longer frame gets memory in pieces as its bytes arrive, so a length alone reserves nothing."""
 
 OnFrame = Callable[[bytes | bytearray], None]
-
-T = TypeVar("T")
 
 
 class FrameBuffer:
@@ -131,7 +129,11 @@ class FrameReader:
         finally:
             self._connection.close()
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(end_future, self.ended, error)
+            self._loop.call_soon_threadsafe(self._end, error)
+
+    def _end(self, error: ClusterError | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(error)
 
     def _receive(self, flags: int = 0) -> bool:
         """Receive once, and pass on the frames that are complete. Return False at the end of the connection."""
@@ -170,12 +172,6 @@ class LoopFrameReader(FrameReader):
             self._end(error)
         except OSError:
             self._end(None)
-
-
-def end_future(future: asyncio.Future[T], result: T) -> None:
-    """Complete `future` with `result`, unless it is done."""
-    if not future.done():
-        future.set_result(result)
 
 
 LENGTH = struct.Struct("<I")
@@ -260,7 +256,7 @@ class FrameWriter:
             self._end()
 
     def _end(self) -> bool:
-        """End the connection and drop the frames that wait. Return False if that was done before."""
+        """Do the work of `close`. Return False if that was done before."""
         if self._closed:
             return False
         self._closed = True
@@ -322,7 +318,6 @@ class FrameWriter:
 
 
 def _write_some(connection: socket.socket, data: bytes | memoryview) -> int:
-    """Return the number of bytes that the socket accepts now."""
     try:
         return connection.send(data)
     except (BlockingIOError, ssl.SSLWantWriteError):
@@ -378,7 +373,6 @@ async def end_of_connection(
 
 
 async def _status_of(call: Call, address: str) -> ClusterError:
-    """Wait for a call to end, and return the error of its status."""
     code = await call.code()
     details, trailing = await call.details(), await call.trailing_metadata()
     return from_status(code.name, details, trailing, address)
@@ -440,5 +434,5 @@ class Link:
         await self._channel.close()
 
     async def _watch(self, call: Call, broken: asyncio.Future[ClusterError | None]) -> None:
-        """Report the failure of the hop: by the status of the call, or by a write that failed or was late."""
+        """Report the failure of the call or of a write."""
         self.on_failure(await end_of_connection(call, self.address, broken))

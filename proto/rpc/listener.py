@@ -41,14 +41,9 @@ class BackgroundTasks:
 
     async def close(self) -> None:
         """Cancel all running tasks and wait until they have ended."""
-        tasks = list(self._tasks)
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-PROBE_SECONDS = 0.5
-"""Seconds. Longest wait for an answer of this machine."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 def bind_listener(flags: str, host: str, port: int) -> socket.socket:
@@ -73,7 +68,7 @@ def bind_listener(flags: str, host: str, port: int) -> socket.socket:
 def has_listener(host: str, port: int) -> bool:
     """Return whether a program answers at `port` of `host`. The address of all interfaces means loopback."""
     try:
-        with socket.create_connection((host, port), PROBE_SECONDS) as connection:
+        with socket.create_connection((host, port), timeout=0.5) as connection:
             own, other = connection.getsockname(), connection.getpeername()
             return bool(own != other)  # TCP can connect to itself
     except OSError:
@@ -164,7 +159,6 @@ class Acceptor:
             raise
 
     def _log_refused(self, reason: str) -> None:
-        """Count a refused connection, and log the count if the last warning is old."""
         self._refused += 1
         if (now := time.monotonic()) >= self._logged + REFUSED_LOG_SECONDS:
             log.warning("%s refused", self.name, extra={"count": self._refused, "reason": reason})

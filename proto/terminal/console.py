@@ -50,35 +50,23 @@ def keep_open_file_limit() -> None:
     resource.setrlimit = set_other_limit
 
 
-STOP_SECONDS = 2.0
-"""Seconds. Longest wait for `caffeinate` to end. It also ends by itself when this process has ended."""
-
-
 @contextlib.contextmanager
 def keep_awake(*, enabled: bool = True) -> Iterator[None]:
     """Prevent sleep on macOS inside the block, if `enabled`. The coordinator plans without a Mac that sleeps."""
-    process = _start() if enabled and sys.platform == "darwin" else None
+    process: subprocess.Popen[bytes] | None = None
+    if enabled and sys.platform == "darwin":
+        # It also ends by itself when this process has ended.
+        command = ["caffeinate", "-i", "-s", "-w", str(os.getpid())]
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        except OSError as error:
+            log.warning("this Mac may fall asleep", extra={"error": str(error)})
     try:
         yield
     finally:
         if process is not None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_SECONDS)
-
-
-def _start() -> subprocess.Popen[bytes] | None:
-    """Start `caffeinate` for as long as this process lives."""
-    command = ["caffeinate", "-i", "-s", "-w", str(os.getpid())]
-    try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-    except OSError as error:
-        log.warning("this Mac may fall asleep: caffeinate cannot run", extra={"error": str(error)})
-        return None
-    log.debug("this Mac stays awake while it serves", extra={"caffeinate": process.pid})
-    return process
+            process.kill()
+            process.wait()
 
 
 def run(program: str, app: Callable[[], object]) -> None:

@@ -3,14 +3,10 @@
 Values are fields of the record and not part of its message, so that both formats carry them:
 
     log.info("worker lost", extra={"worker": name, "epoch": epoch})
+    12:30:05 WARNING coordinator.cluster.membership: worker lost worker=mac-2 epoch=3
 
-    text   12:30:05 WARNING coordinator.cluster.membership: worker lost worker=mac-2 epoch=3
-    json   {"time": "2026-01-31T12:30:05.120+00:00", "level": "warning", "logger": "coordinator.cluster.membership",
-            "message": "worker lost", "worker": "mac-2", "epoch": 3}
-
-Field names are DESIGN's terms: worker, stage, span, epoch, seq_id, window, accepted_length. Prompts, generated
-text, join tokens and keys are never logged, at any level. Records of libraries appear from `warning` on at every
-level, because the debug records of gRPC would hide all others.
+Prompts, generated text, join tokens and keys are never logged, at any level. Records of libraries appear from
+`warning` on at every level, because the debug records of gRPC would hide all others.
 """
 
 from __future__ import annotations
@@ -65,7 +61,6 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the line of `record`."""
         line = super().formatMessage(record)
         return " ".join([line, *(f"{k}={_quoted(v)}" for k, v in extra_fields(record).items())])
 
@@ -74,7 +69,6 @@ class JsonFormatter(logging.Formatter):
     """The JSON format, one object per record: time (UTC, ISO 8601), level, logger, message, fields, exception."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the JSON object of `record`."""
         entry = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

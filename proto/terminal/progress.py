@@ -56,7 +56,7 @@ def format_size(count: int) -> str:
 
 
 LOG_SECONDS = 5.0
-"""Seconds between two log lines. Shorter work logs nothing."""
+"""Seconds between two log lines."""
 
 
 @contextmanager

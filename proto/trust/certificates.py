@@ -126,8 +126,7 @@ def requested_key(pem: str) -> ec.EllipticCurvePublicKey:
     """Return the P-256 key of a signing request, whose signature proves the private key. Raises AccessError."""
     try:
         request = x509.load_pem_x509_csr(pem[:MAX_PEM_BYTES].encode())
-        valid = request.is_signature_valid
-        key = request.public_key()
+        valid, key = request.is_signature_valid, request.public_key()
     except Exception as error:  # the library raises many kinds for hostile input
         raise AccessError("the certificate request is malformed") from error
     if not valid or not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != "secp256r1":

@@ -123,10 +123,7 @@ JOIN_SECONDS = 10.0
 
 
 def session_binding(tls: ssl.SSLObject, server_certificate: bytes) -> bytes:
-    """Return a value that both ends of one TLS session share and no other session has.
-
-    It has the handshake's client Finished message and the hash of the server's certificate (DER).
-    """
+    """Return a value that both ends of one TLS session share and no other session has."""
     finished = tls.get_channel_binding("tls-unique")
     if finished is None or tls.version() != "TLSv1.3":
         raise ProtocolError("the join connection does not use TLS 1.3")
@@ -153,7 +150,7 @@ def text_of(message: dict[str, Any], name: str) -> str:
 
 
 async def write_message(writer: asyncio.StreamWriter, message: dict[str, str]) -> None:
-    """Send a message."""
+    """Send a message as one line."""
     writer.write(json.dumps(message).encode() + b"\n")
     await writer.drain()
 
@@ -210,11 +207,6 @@ async def _exchange(
     trust = NodeTrust(
         key, text_of(reply, "certificate"), text_of(reply, "authorities"), directory=directory
     )
-    if (
-        trust.identity.cluster != token.cluster
-        or trust.identity.role is not certificates.Role.WORKER
-    ):
-        raise AccessError("--join: the coordinator issued a certificate of another cluster or role")
     try:
         trust.write_files()
     except UsageError as error:

@@ -71,8 +71,8 @@ class NodeTrust:
     def install(self, authorities: str, removed: frozenset[str], certificate: str = "") -> None:
         """Replace the authorities and removed nodes and, if given, the certificate; save them.
 
-        Raises AccessError for values that do not fit together. The node then keeps what it had. Raises UsageError if
-        they cannot be saved, such as on a full disk. They are in force then, and the next call saves them.
+        Raises AccessError for values that do not fit together, which change nothing. Raises UsageError if they cannot
+        be saved, such as on a full disk. They are in force then, and the next call saves them.
         """
         if len(removed) > MAX_REMOVED or not all(map(certificates.is_id, removed)):
             raise AccessError("the list of removed nodes is malformed")

@@ -46,9 +46,6 @@ the first touch of its pages takes longer than the copies: an H200 had 1.8 GB/s 
 READERS = 8
 """Threads that read and check pieces. Both release Python's lock."""
 
-READ_BYTES = 2**22
-"""Bytes that a thread reads at once."""
-
 MAX_HEADER = 2**26
 """Bytes. A longer header is damage."""
 
@@ -202,9 +199,11 @@ class BlockReader:
         that is too short, or has other bytes than those that were written.
         """
         with self.path.open("rb") as file, ThreadPoolExecutor(READERS) as pool:
-            names = [name for layer in layers for name in self._pieces(layer)]
-            for one in [pool.submit(self._check, file.fileno(), name) for name in names]:
-                one.result()
+
+            def check(name: str) -> None:
+                self._read(file.fileno(), name)
+
+            list(pool.map(check, [name for layer in layers for name in self._pieces(layer)]))
 
     def read(self, layer: int) -> LayerTensors:
         """Return the tensors of `layer`. Raises ProtocolError for damaged ones."""
@@ -241,22 +240,10 @@ class BlockReader:
             raise _damaged(self.path, f"other bytes of {name}")
         return data
 
-    def _check(self, descriptor: int, name: str) -> None:
-        start, size = self._places[name]
-        buffer, done, checksum = memoryview(bytearray(min(size, READ_BYTES))), 0, 0
-        while done < size:
-            count = os.preadv(descriptor, [buffer[: size - done]], start + done)
-            if count == 0:
-                raise _damaged(self.path, "it is too short")
-            checksum = zlib.crc32(buffer[:count], checksum)
-            done += count
-        if checksum != self._sums.get(name):
-            raise _damaged(self.path, f"another checksum of {name}")
-
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor of a file, and the names of its pieces in their order."""
+    """A tensor of a file, and the names of its pieces in order."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -79,8 +79,7 @@ async def _announce(announcement: Announcement, host: str) -> None:
                 while not changed:
                     await asyncio.sleep(RESCAN_SECONDS)
                     changed = await asyncio.to_thread(reachable_addresses, host) != addresses
-        # RuntimeError: no interface
-        except (OSError, RuntimeError, TimeoutError, ZeroconfError) as error:
+        except (OSError, RuntimeError, ZeroconfError) as error:  # RuntimeError: no interface
             if not warned:
                 log.warning(
                     "mDNS is unavailable. Pass this worker's address to the coordinator with --worker",
@@ -92,7 +91,7 @@ async def _announce(announcement: Announcement, host: str) -> None:
 
 @contextlib.asynccontextmanager
 async def _registered(announcement: Announcement, addresses: list[str]) -> AsyncIterator[None]:
-    """Register at fixed addresses while the block runs. Raises the errors of zeroconf."""
+    """Register at `addresses` while the block runs. Raises the errors of zeroconf."""
     info = AsyncServiceInfo(
         SERVICE_TYPE,
         announcement.instance,
@@ -110,6 +109,6 @@ async def _registered(announcement: Announcement, addresses: list[str]) -> Async
             await (await zeroconf.async_register_service(info))
         yield
     finally:
-        with contextlib.suppress(OSError, TimeoutError, ZeroconfError):
+        with contextlib.suppress(OSError, ZeroconfError):
             async with asyncio.timeout(STEP_SECONDS):
                 await zeroconf.async_close()  # sends a goodbye

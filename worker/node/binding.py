@@ -70,7 +70,7 @@ class Place:
     token: bytes
     previous_node: str = ""
     rank: int = 0
-    """The place in a group. The frames of a member with another rank than 0 come from the first one."""
+    """The place in a group, whose first member sends the frames to the others."""
 
     @property
     def last(self) -> bool:
@@ -176,19 +176,6 @@ class Binding:
     def _links(self) -> list[Link]:
         return [link for link in (self.link, self.ring, *self.members) if link is not None]
 
-    def _take_engine(self, make_engine: Callable[[], StageEngine]) -> None:
-        """Make the engine. Runs on the engine thread."""
-        if not self._closed:
-            self.engine = make_engine()
-            if self.members:
-                self.engine.announce = self._announce
-
-    def _announce(self, frame: Frame) -> None:
-        """Send a frame that this member has decided to the others. Runs on the engine thread."""
-        data = encode_head(frame)
-        for link in self.members:
-            self._send(link, data, frame.tensor)
-
     def close(self) -> None:
         """End the plan: drop its frames and free the memory of its sequences."""
         self._closed = True
@@ -198,14 +185,8 @@ class Binding:
             _background.spawn(link.close())
         self.ended.put_nowait(StaleEpochError("this plan has ended"))
 
-    def _drop_engine(self) -> None:
-        """Free the engine. Runs on the engine thread."""
-        self.engine = None
-        self._parked.clear()
-        mx.clear_cache()
-
     def _fail(self, message: str, peer: str = "") -> None:
-        """Record the failure of this stage. The worker status and the end of the results report it."""
+        """Record the failure of this stage for the worker status and the end of the results."""
         if self._closed:
             return
         log.error("stage failed", extra={"error": message, "epoch": self.place.epoch})
@@ -258,8 +239,32 @@ class Binding:
         self.traffic.received.count(len(data))
         self.thread.submit(partial(self._receive_tokens, data, received_ns))
 
+    def apply_signal(self, signal: pb.Signal) -> None:
+        """Apply a rollback or a cancellation before all queued frames, on the first member of a group only."""
+        if not self.place.rank:  # the other members follow its frames
+            self.thread.submit_urgent(partial(self._apply_signal, signal))
+
+    # ---- on the engine thread
+
+    def _take_engine(self, make_engine: Callable[[], StageEngine]) -> None:
+        if not self._closed:
+            self.engine = make_engine()
+            if self.members:
+                self.engine.announce = self._announce
+
+    def _announce(self, frame: Frame) -> None:
+        """Send a frame that this member has decided to the others."""
+        data = encode_head(frame)
+        for link in self.members:
+            self._send(link, data, frame.tensor)
+
+    def _drop_engine(self) -> None:
+        self.engine = None
+        self._parked.clear()
+        mx.clear_cache()
+
     def _process(self, data: bytes | bytearray, stamps: FrameStamps) -> None:
-        """Process one frame, or park it until its tokens arrive. Runs on the engine thread."""
+        """Process one frame, or park it until its tokens arrive."""
         stamps.mark(StageStep.STARTED)
         if self.engine is None or self._closed:
             self._started.count(len(data))
@@ -276,7 +281,7 @@ class Binding:
         self._run_parked()
 
     def _receive_tokens(self, data: bytes | bytearray, received_ns: int) -> None:
-        """Run the frames that waited for these tokens. Runs on the engine thread."""
+        """Run the frames that waited for these tokens."""
         if self.engine is None or self._closed:
             return
         try:
@@ -293,7 +298,7 @@ class Binding:
             stamps.times[StageStep.TOKENS_RECEIVED] = received_ns
 
     def _run_parked(self) -> None:
-        """Run frames in order, up to the first that lacks tokens. Runs on the engine thread."""
+        """Run frames in order, up to the first that lacks tokens."""
         while self._parked and self.engine is not None:
             nbytes, frame, stamps = self._parked[0]
             if self.engine.lacks_tokens(frame):
@@ -305,7 +310,7 @@ class Binding:
             self._host.run_frame(self.engine, frame, stamps, done, self._engine_failed)
 
     def _frame_done(self, stamps: FrameStamps, out: Frame) -> None:
-        """Send a processed frame to the next stage or the coordinator. Runs on the engine thread."""
+        """Send a processed frame to the next stage or the coordinator."""
         if self.place.rank:
             return  # the first member of the group sends it
         # The first stage waits for the tokens, and the coordinator does not.
@@ -325,7 +330,6 @@ class Binding:
         tensor: memoryview | bytes = b"",
         on_written: Callable[[], None] = lambda: None,
     ) -> None:
-        """Send a message of `data` and `tensor`. Runs on the engine thread."""
         if self._closed:
             return
         if target is None:
@@ -335,23 +339,14 @@ class Binding:
         target.send(data, on_written, tensor)
 
     def _engine_failed(self, error: Exception) -> None:
-        """Drop the engine after an invalid frame, a bug or a lack of memory. Runs on the engine thread."""
+        """Drop the engine after an invalid frame, a bug or a lack of memory."""
         self.engine, message = None, str(error)
         if not isinstance(error, ClusterError):
             log.error("engine failed", exc_info=error)
             message = f"{type(error).__name__}: {error}"
         self.thread.post(self._fail, message)
 
-    # ---- signals
-
-    def apply_signal(self, signal: pb.Signal) -> None:
-        """Apply a rollback or a cancellation before all queued frames, on the first member of a group only."""
-        if self.place.rank:
-            return  # it follows the frames of the first member
-        self.thread.submit_urgent(partial(self._apply_signal, signal))
-
     def _apply_signal(self, signal: pb.Signal) -> None:
-        """Apply a signal. Runs on the engine thread."""
         if self.engine is None:
             return
         try:

@@ -1,9 +1,8 @@
 """The process of a worker that holds a stage together with processes of other workers.
 
 A collective can wait without end for a member that is lost, and MLX cannot leave a group. So the stage of a group runs
-in a process of its own, which can be killed. It serves the same calls as a worker, at a port of its own.
-
-Most of the start of a process is its imports. So a worker of a group keeps a spare one, which has done them and waits.
+in a process of its own, which can be killed. It serves the same calls as a worker, at a port of its own. The worker
+keeps a spare process, which has done its imports.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ START_SECONDS = 60.0
 """Seconds. Bound of the start of a process, which imports MLX: 2 s on an idle machine."""
 
 END_SECONDS = 10.0
-"""Seconds. Bound of the end of a killed process. A GPU driver or a network disk may keep it longer."""
+"""Seconds. Bound of the end of a killed process, which a GPU driver may keep longer."""
 
 SPARE_SECONDS = 5.0
 """Seconds from the start of a member process to that of the spare one. The first measures its link before."""
@@ -58,7 +57,6 @@ def report_ready(port: int, host: str, rdma: str) -> None:
     sys.stdout.flush()
 
     def wait_for_end() -> None:
-        """Wait for the end of standard input, which the worker holds open while it lives."""
         with contextlib.suppress(OSError):
             while os.read(0, 64):
                 pass
@@ -110,7 +108,6 @@ class MemberProcess:
 
     async def stop(self) -> None:
         """Kill the process, which may be stuck, and wait for its end."""
-        if self.running:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
         await self._process.wait()

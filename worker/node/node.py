@@ -43,6 +43,8 @@ from worker.fetch.fill import SpanCopy
 from worker.node.binding import Binding, Place, Traffic
 from worker.node.member import END_SECONDS, SPARE_SECONDS, MemberProcess
 
+log = logging.getLogger(__name__)
+
 
 class LocalModels:
     """The checkpoints that this worker can read, with cached fingerprints. Methods do not run on the event loop."""
@@ -58,15 +60,14 @@ class LocalModels:
         and the copy that Provide made. Raises CheckpointError that names the other checkpoints if none matches.
         """
         try:
-            return self.find_whole(wanted)
+            return self._find_whole(wanted)
         except CheckpointError:
             copy = SpanCopy.find(wanted.fingerprint)
             if copy is None:
                 raise
             return copy.checkpoint()
 
-    def find_whole(self, wanted: pb.ModelRef) -> Checkpoint:
-        """Return the first whole checkpoint with the fingerprint of `wanted`. Raises CheckpointError like `find`."""
+    def _find_whole(self, wanted: pb.ModelRef) -> Checkpoint:
         others: list[str] = []
         for path in self._candidates(wanted):
             try:
@@ -88,9 +89,10 @@ class LocalModels:
     def fingerprint_of(self, wanted: pb.ModelRef) -> str:
         """Return the fingerprint of the wanted model if this machine has all of it, else an empty string."""
         try:
-            return self.open(self.find_whole(wanted).path)[1]
+            self._find_whole(wanted)
         except CheckpointError:
             return ""
+        return wanted.fingerprint
 
     def open(self, path: Path) -> tuple[Checkpoint, str]:
         """Return the checkpoint in `path` and its fingerprint, from the cache if possible."""
@@ -108,9 +110,6 @@ class LocalModels:
             yield resolve_model(BUILTIN)
         elif wanted.repo and (cached := find_model(wanted.repo)) is not None:
             yield cached
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -135,11 +134,8 @@ class Identity:
     id: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
-FIRST_LEASE = 10.0
-"""Seconds of a lease whose coordinator has not set a duration."""
-
 MAX_NAME = 128
-"""Characters of a coordinator's id and name, which appear in logs and answers. Our coordinators send 16 for the id."""
+"""Characters of a coordinator's id and name, which appear in logs and answers."""
 
 
 @dataclass
@@ -148,7 +144,8 @@ class Lease:
 
     id: str
     name: str
-    seconds: float = FIRST_LEASE
+    seconds: float = 10.0
+    """Duration, until the coordinator sets another."""
     expires: float = 0.0
     streams: int = 0
     """Number of open Signals streams. The lease ends with the last of them."""
@@ -158,12 +155,9 @@ class Lease:
         self.expires = time.monotonic() + self.seconds
 
 
-KV_BITS = (0, 4, 8)
-
-
 def requested_stage(request: pb.LoadRequest) -> StageSpec:
     """Return the stage that a request asks for. Raises SpanError or UsageError for invalid values."""
-    if request.kv_bits not in KV_BITS:
+    if request.kv_bits not in (0, 4, 8):
         raise UsageError(f"--kv-bits {request.kv_bits}: choose 4 or 8")
     if request.dtype and request.dtype not in DTYPE_BYTES:
         raise UsageError(f"--dtype {request.dtype:.20}: choose {', '.join(DTYPE_BYTES)}")
@@ -172,8 +166,8 @@ def requested_stage(request: pb.LoadRequest) -> StageSpec:
         if asked.backend not in list(Backend):
             known = ", ".join(Backend)
             raise UsageError(f"the backend {asked.backend:.20} is unknown: choose {known}")
-        backend, rdma = Backend(asked.backend), tuple(asked.rdma)
-        group = GroupSpec(asked.rank, tuple(asked.hosts), backend, rdma)
+        hosts, rdma = tuple(asked.hosts), tuple(asked.rdma)
+        group = GroupSpec(asked.rank, hosts, Backend(asked.backend), rdma)
     return StageSpec(
         Span(request.span.start, request.span.end),
         request.first,
@@ -231,7 +225,7 @@ class WorkerNode:
         if lease is not None and lease.id != coordinator.id:
             holder = lease.name or lease.id
             raise BusyError(f"worker {self.identity.name} serves coordinator {holder}")
-        if len(coordinator.id) > MAX_NAME or not coordinator.id.isprintable():
+        if not 0 < len(coordinator.id) <= MAX_NAME or not coordinator.id.isprintable():
             raise ProtocolError("the coordinator's id is invalid")
         if lease is None:
             lease = self.lease = Lease(coordinator.id, printable(coordinator.name, MAX_NAME))
@@ -280,7 +274,7 @@ class WorkerNode:
             raise StaleEpochError(f"epoch {epoch} has ended. This worker is in epoch {self.epoch}")
 
     async def _wait_for_end(self) -> None:
-        """Wait for the end of an earlier group's process, or raise NotReadyError. A cancelled wait cancels nothing."""
+        """Wait for the end of an earlier group's process, or raise NotReadyError."""
         if self._ending is not None:
             _, running = await asyncio.wait({self._ending}, timeout=END_SECONDS)
             if running:
@@ -351,7 +345,7 @@ class WorkerNode:
         )
 
     def _become(self, state: pb.WorkerState.ValueType) -> None:
-        """Set the state, unless the worker drains: then the state stays DRAINING."""
+        """Set the state, unless the worker drains."""
         if not self.draining.is_set():
             self.state = state
 
@@ -365,7 +359,6 @@ class WorkerNode:
         thread = self.host.thread
 
         def check() -> None:
-            """Raise StaleEpochError if a newer load or plan has begun."""
             if self._loading is not loading:
                 raise StaleEpochError("the plan ended while its stage was loading")
 
@@ -373,7 +366,7 @@ class WorkerNode:
         with byte_bar(f"loading layers {spec.span}", log) as show:
 
             def report(done: int, total: int) -> None:
-                check()  # ends this load when a newer one waits for the thread
+                check()  # a newer load or plan waits for the thread
                 show(done, total)
                 thread.post(on_progress, done, total)
 

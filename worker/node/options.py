@@ -24,9 +24,6 @@ PROGRAM = "mtp-worker"
 
 DEFAULT_PORT = 50505
 
-THUNDERBOLT_BRIDGE = "bridge0"
-"""The network interface that macOS makes of all Thunderbolt ports."""
-
 
 @dataclass(frozen=True)
 class WorkerOptions:
@@ -174,8 +171,8 @@ class WorkerOptions:
 
 
 def thunderbolt_host() -> str:
-    """Return the IPv4 address of the Thunderbolt bridge, or an empty string without one."""
+    """Return the IPv4 address of the Thunderbolt bridge of macOS, or an empty string without one."""
     if sys.platform != "darwin":
         return ""
-    found = psutil.net_if_addrs().get(THUNDERBOLT_BRIDGE, [])
+    found = psutil.net_if_addrs().get("bridge0", [])
     return next((str(one.address) for one in found if one.family == socket.AF_INET), "")

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 LOCAL_TOKEN = Path("authority", "local.token")
 """The file in the state directory where a coordinator on this machine keeps a token for its user's workers."""
 
-_PREFIX = "worker"
+CREDENTIALS = "worker"
 """The folder of the worker's credentials in the state directory."""
 
 
@@ -56,7 +56,7 @@ async def worker_trust(
     if insecure and not is_loopback(host):
         log.warning("insecure: any machine that reaches this worker can use it and read its data")
     state = state_dir(given)
-    directory = state / _PREFIX
+    directory = state / CREDENTIALS
     local = read_text(state / LOCAL_TOKEN)
     if insecure or (is_loopback(host) and not token and not local):
         return None
@@ -105,12 +105,11 @@ async def served(
         # gRPC listens on all addresses of both families for 0.0.0.0. The system does not choose its port again.
         both = address == UNSPECIFIED[0] and socket.has_dualstack_ipv6()
         listener = bind_listener(f"--data-port {data_port}", "::" if both else address, data_port)
-    except RuntimeError as error:
+    except (RuntimeError, UsageError) as error:
         await server.stop(0)
+        if isinstance(error, UsageError):
+            raise
         raise UsageError(f"{flags}: another program listens there. Choose another port") from error
-    except UsageError:
-        await server.stop(0)
-        raise
     await server.start()
     data = DataPort(listener, node.tickets.accept)
     data.start()
@@ -185,8 +184,8 @@ async def _run_member(options: WorkerOptions) -> None:
     """Serve the stage of a group until the lease ends, in a process that the worker has started."""
     if not await asyncio.to_thread(sys.stdin.readline):
         return  # the worker has ended, or needs this process no more
-    directory = state_dir(options.state_dir) / _PREFIX
-    trust = None if options.insecure else NodeTrust.load(directory)  # that of the worker
+    credentials = state_dir(options.state_dir) / CREDENTIALS
+    trust = None if options.insecure else NodeTrust.load(credentials)
     node = WorkerNode(_identity(options, trust))
     await node.host.thread.call(partial(set_limits, node.identity.memory_limit))
     async with served(node, options.address[0]) as port:
@@ -223,7 +222,10 @@ async def _serve(
         identity.bytes_per_second = await node.host.thread.call(measured_bandwidth)
         port = await stack.enter_async_context(served(node, host, port, options.data_port))
         if not options.no_mdns:
-            await stack.enter_async_context(announced(_announcement(identity, port), host))
+            me = identity.trust.identity if identity.trust else None
+            trust = (me.cluster, me.node) if me else ()
+            announcement = Announcement(identity.id, identity.name, port, *trust)
+            await stack.enter_async_context(announced(announcement, host))
         address, layers = join_address(host, port), str(options.layers or "any")
         ready = {"worker": identity.name, "address": address, "data_port": node.tickets.port}
         log.info("worker ready", extra={**ready, "layers": layers})
@@ -245,12 +247,6 @@ async def _serve(
         await stopping.wait()
         await _drain(node)
     return port
-
-
-def _announcement(identity: Identity, port: int) -> Announcement:
-    me = identity.trust and identity.trust.identity
-    cluster, node = (me.cluster, me.node) if me else ("", "")
-    return Announcement(identity.id, identity.name, port, cluster, node)
 
 
 async def _drain(node: WorkerNode) -> None:

@@ -47,16 +47,6 @@ from worker.node.node import Lease, WorkerNode
 
 log = logging.getLogger(__name__)
 
-_COORDINATOR = frozenset({Role.COORDINATOR})
-_CONTROL = pb.DESCRIPTOR.services_by_name["Worker"]
-
-ALLOWED_ROLES: dict[str, frozenset[Role]] = {
-    **{f"/{_CONTROL.full_name}/{method.name}": _COORDINATOR for method in _CONTROL.methods},
-    RESULTS: _COORDINATOR,
-    FRAMES: frozenset({Role.COORDINATOR, Role.WORKER}),
-}
-"""The roles that may call each method; all others are refused. The binding also checks the sender of FRAMES."""
-
 
 class CallGuard(grpc.aio.ServerInterceptor):
     """The interceptor of all calls: their bounds, errors as statuses, and with `trust` the roles that may call."""
@@ -113,7 +103,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
 
     @contextlib.asynccontextmanager
     async def _guarded(self, method: str, request: Any, context: Any) -> AsyncIterator[None]:
-        """Check a call, and end it with the status of an error that is raised while the block runs."""
+        """Check a call, and end it with the status of an error that the block raises."""
         try:
             async with self._admitted(method, context):
                 size = request.ByteSize() if isinstance(request, Message) else 0
@@ -136,12 +126,12 @@ class CallGuard(grpc.aio.ServerInterceptor):
             return
         peer = peer_of(context)
         self._trust.check_peer(peer)
-        if peer.role not in ALLOWED_ROLES.get(method, frozenset()):
+        # The binding also checks the sender of frames.
+        if peer.role is not Role.COORDINATOR and method != FRAMES:
             raise AccessError(f"the role {peer.role} may not call {method.rpartition('/')[2]}")
         task = asyncio.current_task()
         assert task is not None
-        entry = (peer.node, task)
-        self._open.add(entry)
+        self._open.add((peer.node, task))
         try:
             yield
         except asyncio.CancelledError:
@@ -150,7 +140,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
                 raise AccessError("removed from the cluster") from None
             raise
         finally:
-            self._open.discard(entry)
+            self._open.discard((peer.node, task))
 
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -159,8 +149,8 @@ METADATA_SECONDS = 1.0
 """Seconds that a cancelled call waits for its metadata to be sent."""
 
 REPEAT_SECONDS = 20.0
-"""Seconds without progress after which the newest message is sent again. A load compiles kernels for up to a minute.
-A coordinator ends a load that says nothing for two. The watchdog of the engine thread bounds the load itself."""
+"""Seconds without progress after which the newest message is sent again. A coordinator ends a load that says nothing
+for two minutes, and compiling kernels takes up to one."""
 
 STOP_SECONDS = 1.0
 """Seconds. Maximum time that open calls may take to end when the server stops."""
@@ -169,13 +159,13 @@ KEEPALIVE_SECONDS = 60.0
 """Seconds. Silence of a connection after which the worker pings it: a machine that loses its power closes none."""
 
 KEEPALIVE_REPLY_SECONDS = 20.0
-"""Seconds. Maximum time until the reply to that ping. Then the connection is closed."""
+"""Seconds. Maximum time until the reply to that ping."""
 
 
 async def repeat_progress(
     progress: asyncio.Queue[pb.LoadProgress],
 ) -> AsyncIterator[pb.LoadProgress]:
-    """Yield the messages up to an empty one. Repeat the newest when no other comes for `REPEAT_SECONDS`."""
+    """Yield the messages up to an empty one. Repeat the newest after `REPEAT_SECONDS` without another."""
     newest = pb.LoadProgress(progress=pb.LoadBytes())
     while True:
         with contextlib.suppress(TimeoutError):
@@ -429,14 +419,12 @@ class WorkerService(pb_grpc.WorkerServicer):
         return pb.BackupReply()
 
     def _disk(self, coordinator: pb.Coordinator, epoch: int) -> tuple[StageEngine, StagePrefixes]:
-        """Return the engine of plan `epoch` and its disk. Raises what `_engine` does, and NotReadyError."""
         engine = self._engine(coordinator, epoch)
         if engine.disk is None:
             raise NotReadyError("this worker keeps no prefixes on disk")
         return engine, engine.disk
 
     def _engine(self, coordinator: pb.Coordinator, epoch: int) -> StageEngine:
-        """Return the engine of plan `epoch`. Raises BusyError for another coordinator, and StaleEpochError."""
         self.node.renew_lease(coordinator)
         binding = self.node.binding
         if binding is None or binding.place.epoch != epoch or binding.engine is None:
@@ -483,7 +471,6 @@ class WorkerService(pb_grpc.WorkerServicer):
                 self.node.release()
 
     async def _wait_for_change(self, reader: asyncio.Task[None], seconds: float) -> None:
-        """Wait `seconds`, or until an urgent change of state, or until the stream ends."""
         change = asyncio.create_task(self.node.state_changed.wait())
         try:
             await asyncio.wait(

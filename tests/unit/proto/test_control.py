@@ -62,15 +62,7 @@ def test_a_rollback_is_small(epoch: int, rollback: Rollback) -> None:
         pb.Signal(epoch=1, rollback=pb.Rollback(seq_id=1, window=1, trim=2**18 + 1)),
         pb.Signal(epoch=1, rollback=pb.Rollback(seq_id=2**63, window=1, trim=1)),
         pb.Signal(epoch=1, cancel=pb.Cancel(seq_id=2**64 - 1)),
-        pb.Signal(epoch=0, hello=pb.Hello(protocol_version=VERSION, status_interval_ms=100)),
         pb.Signal(hello=pb.Hello(coordinator=pb.Coordinator(id="a"), protocol_version=VERSION)),
-        pb.Signal(
-            hello=pb.Hello(
-                coordinator=pb.Coordinator(id="a" * 129),
-                protocol_version=VERSION,
-                status_interval_ms=100,
-            )
-        ),
     ],
 )
 def test_a_signal_out_of_range_is_refused(message: pb.Signal) -> None:

@@ -67,7 +67,7 @@ async def test_a_long_name_of_a_lease_is_cut() -> None:
     """A lease keeps a bounded, printable name of its coordinator, and an invalid id gets no lease."""
     async with open_worker() as (node, channel):
         stub = pb_grpc.WorkerStub(channel)
-        for wrong in ("c" * (MAX_NAME + 1), "line\nbreak"):
+        for wrong in ("", "c" * (MAX_NAME + 1), "line\nbreak"):
             stream: Any = stub.Provide()
             await stream.write(
                 pb.Weights(offer=pb.WeightsOffer(coordinator=pb.Coordinator(id=wrong)))
