@@ -77,7 +77,6 @@ class Message(Body):
 
     @property
     def blocks(self) -> list[Block]:
-        """The content as blocks."""
         if isinstance(self.content, str):
             return [TextBlock(type="text", text=self.content)]
         return self.content
@@ -123,7 +122,6 @@ class Tool(Body):
         return bool(self.type and self.type.startswith("web_search_"))
 
     def for_template(self) -> Json:
-        """Return the tool in OpenAI's format, as chat templates read it."""
         return request_settings.template_tool(self.name, self.description, self.input_schema)
 
 
@@ -176,7 +174,6 @@ class PromptBody(Body):
 
     @property
     def functions(self) -> list[Tool]:
-        """The tools that the model may call."""
         return [tool for tool in self.tools or () if not tool.is_search]
 
     @property
@@ -188,7 +185,6 @@ class PromptBody(Body):
 
     @property
     def output(self) -> OutputFormat | None:
-        """The format of the text."""
         if self.output_format is None:
             return None
         return OutputFormat(

@@ -70,7 +70,6 @@ class ModelBody(Body):
 
     @property
     def output(self) -> OutputFormat | None:
-        """The format of the content."""
         if not self.format:
             return None
         schema = ANY_OBJECT if self.format == "json" else self.format
@@ -105,7 +104,6 @@ class Message(Body):
     images: Many[str] | None = None
 
     def for_template(self) -> Json:
-        """Return the message as chat templates read it."""
         images = self.images or ()
         turn: Json = {
             "role": self.role,

@@ -197,7 +197,6 @@ class ChunkWriter(AnswerWriter):
         return sse_data(error_body(error))
 
     def chunk(self, entry: Json) -> bytes:
-        """Return one chunk with the entry of one choice."""
         chunk = self._add_token_ids({**self._head(self.chunk_kind), "choices": [entry]})
         if self._body.include_usage:
             chunk["usage"] = None

@@ -140,7 +140,6 @@ class ResponsesBody(SamplingBody):
 
     @property
     def items(self) -> list[Item]:
-        """The input as items."""
         if isinstance(self.input, str):
             return [MessageItem(role="user", content=self.input)]
         return self.input
@@ -154,7 +153,6 @@ class ResponsesBody(SamplingBody):
 
     @property
     def output(self) -> OutputFormat | None:
-        """The format of the content."""
         found = self.text_format
         if found is None or found.type == "text":
             return None

@@ -43,7 +43,6 @@ class ResponseFormat(Body):
         return self
 
     def output(self) -> OutputFormat | None:
-        """Return the internal format."""
         if self.type == "text":
             return None
         schema: Any = ANY_OBJECT if self.schema_ is None else self.schema_
@@ -178,7 +177,6 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """The content as one text."""
         content = self.content or ""
         return content if isinstance(content, str) else text_of(content)
 
@@ -192,7 +190,6 @@ class Tool(Body):
     parameters: Json | None = named("function.parameters")
 
     def for_template(self) -> Json:
-        """Return the tool as chat templates read it, without hints."""
         return template_tool(self.name, self.description, self.parameters)
 
 
@@ -259,7 +256,6 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """The prompts, of any of the accepted shapes, as a list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         tokens = [token for token in self.prompt if isinstance(token, int)]

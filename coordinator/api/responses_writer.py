@@ -90,7 +90,6 @@ class ResponseWriter(AnswerWriter):
         return self._response(self._status())
 
     def result(self, status: AnswerStatus) -> Json:
-        """Return the object that clients retrieve, at this moment."""
         return self._response(self._status() if status == "ended" else status)
 
     def opening(self) -> bytes:
@@ -109,7 +108,6 @@ class ResponseWriter(AnswerWriter):
         return self._event("response.failed", response=self._response("failed"))
 
     def cancelled(self) -> bytes:
-        """Return the end of a stream that was cancelled."""
         return self._event("response.cancelled", response=self._response("cancelled"))
 
     def interrupted(self, error: Exception) -> bytes:
