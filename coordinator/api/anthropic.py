@@ -14,11 +14,12 @@ from starlette.responses import JSONResponse, Response
 from coordinator.api import request_settings
 from coordinator.api.choice import AnswerEvent, GeneratedAnswer, GeneratedCall, chat_answer, new_id
 from coordinator.api.context import Api, api_of
-from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_event
+from coordinator.api.delivery import AnswerWriter, PreparedAnswer, sse_event
 from coordinator.api.error_responses import field_error, message_of, status_of
 from coordinator.api.image_parts import ImageBlock, prompt_of, text_of, with_images
 from coordinator.api.openai_schemas import SamplingBody
 from coordinator.api.request_body import Body, Many, named, read_body
+from coordinator.api.stored_answers import serve_answer
 from coordinator.text.calls import CallArguments, CallStart, Json
 from coordinator.text.chat_parser import Content, Reasoning
 from coordinator.text.grammars import OutputFormat
@@ -33,16 +34,10 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """Reasoning of an earlier answer, sent back."""
+    """Reasoning of an earlier answer, sent back. That of another model is encrypted, and omitted."""
 
-    type: Literal["thinking"]
-    thinking: str
-
-
-class RedactedThinkingBlock(Body):
-    """Encrypted reasoning of another model, which this model cannot read."""
-
-    type: Literal["redacted_thinking"]
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
 
 
 class ToolUseBlock(Body):
@@ -64,7 +59,7 @@ class ToolResultBlock(Body):
 
 
 Block = Annotated[
-    TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
     Field(discriminator="type"),
 ]
 
@@ -85,7 +80,7 @@ class Message(Body):
     def _blocks_fit_the_role(self) -> Message:
         allowed = {
             "user": (TextBlock, ImageBlock, ToolResultBlock),
-            "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
+            "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
             "system": (TextBlock,),
         }
         for block in self.blocks:
@@ -120,9 +115,6 @@ class Tool(Body):
     def is_search(self) -> bool:
         """True for a search that Anthropic's server runs."""
         return bool(self.type and self.type.startswith("web_search_"))
-
-    def for_template(self) -> Json:
-        return request_settings.template_tool(self.name, self.description, self.input_schema)
 
 
 class ToolChoice(Body):
@@ -211,7 +203,10 @@ def internal_request(body: PromptBody) -> request_settings.ChatRequest:
     budget = None
     if thinking and thinking.type != "disabled":
         budget = thinking.budget_tokens or request_settings.BUDGETS.get(body.effort or "")
-    tools = [tool.for_template() for tool in body.functions]
+    tools = [
+        request_settings.template_tool(tool.name, tool.description, tool.input_schema)
+        for tool in body.functions
+    ]
     return request_settings.ChatRequest(
         messages=template_messages(body),
         settings=settings,
@@ -253,13 +248,12 @@ def _turns(message: Message) -> Iterator[Json]:
 def _assistant(blocks: list[Block]) -> Json:
     turn: Json = {"role": "assistant", "content": _text(blocks)}
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
-    if thoughts:
+    if any(thoughts):
         turn["reasoning_content"] = "\n".join(thoughts)
-    uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
-    if calls := [
-        request_settings.template_call(block.id, block.name, block.input) for block in uses
-    ]:
-        turn["tool_calls"] = calls
+    if uses := [block for block in blocks if isinstance(block, ToolUseBlock)]:
+        turn["tool_calls"] = [
+            request_settings.template_call(block.id, block.name, block.input) for block in uses
+        ]
     return turn
 
 

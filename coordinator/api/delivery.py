@@ -6,9 +6,9 @@ import abc
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from starlette.requests import Request
@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from coordinator.api.choice import AnswerEvent, GeneratedAnswer
-from coordinator.api.context import Api, api_of, client_of
+from coordinator.api.context import Api
 from coordinator.api.error_responses import status_of
 from coordinator.api.journal import Record
 from coordinator.schedule.request import (
@@ -186,36 +186,6 @@ class PreparedAnswer:
     record: Record | None = None
 
 
-Prepare = Callable[[Api, Request], Awaitable[PreparedAnswer]]
-"""A function that reads a request in one dialect. It raises RequestError, naming the client's field."""
-
-
-async def serve_answer(request: Request, endpoint: str, prepare: Prepare) -> Response:
-    """Answer one request: `prepare` reads it, the engine generates, the client gets a body or a stream."""
-    prepared, meter = await read_answer(request, endpoint, prepare)
-    delivery = Delivery(api_of(request), prepared, meter)
-    if prepared.stream:
-        return await delivery.stream()
-    return await delivery.send_whole(request)
-
-
-async def read_answer(
-    request: Request, endpoint: str, prepare: Prepare
-) -> tuple[PreparedAnswer, RequestMeter]:
-    """Read a request with `prepare`, assign it to its client, and begin to measure it."""
-    api, client = api_of(request), client_of(request)
-    meter = RequestMeter(api.metrics, endpoint)
-    try:
-        prepared = await prepare(api, request)
-        for choice in prepared.answer.choices:
-            choice.request = replace(choice.request, client=client)
-            choice.next_request = replace(choice.next_request, client=client)
-        return prepared, meter
-    except BaseException as error:
-        meter.end(_outcome(error))
-        raise
-
-
 class Delivery:
     """The delivery of one answer. It calls `close` at its end, also after an error.
 
@@ -247,7 +217,7 @@ class Delivery:
                 self._record_success()
                 return JSONResponse(self._writer.whole(), headers={"X-Request-Id": self._answer.id})
             except Exception as error:
-                self.outcome = _outcome(error)
+                self.outcome = outcome_of(error)
                 raise
 
     async def stream(self) -> Response:
@@ -263,7 +233,7 @@ class Delivery:
         try:
             return await self._next_event(seconds)
         except BaseException as error:
-            self.outcome = _outcome(error)
+            self.outcome = outcome_of(error)
             self.close()
             raise
 
@@ -283,7 +253,7 @@ class Delivery:
         except Exception as error:
             if not isinstance(error, ClusterError):
                 log.exception("stream failed", extra={"request_id": self._answer.id})
-            self.outcome = _outcome(error)
+            self.outcome = outcome_of(error)
             yield self._opening() + self._writer.error(error)
 
     def _opening(self) -> bytes:
@@ -373,7 +343,7 @@ class AnswerStream(StreamingResponse):
             self._on_close()
 
 
-def _outcome(error: BaseException) -> str:
+def outcome_of(error: BaseException) -> str:
     """Return the outcome of a failed request for the metrics."""
     if not isinstance(error, Exception):
         return "cancelled"

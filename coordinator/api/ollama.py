@@ -25,22 +25,18 @@ from coordinator.api.choice import (
     text_answer,
 )
 from coordinator.api.context import Api, api_of
-from coordinator.api.delivery import AnswerWriter, PreparedAnswer, json_line, serve_answer
+from coordinator.api.delivery import AnswerWriter, PreparedAnswer, json_line
 from coordinator.api.error_responses import message_of
 from coordinator.api.image_parts import IMAGE_PLACE, data_url
 from coordinator.api.model_catalog import ModelFacts
 from coordinator.api.openai_schemas import SamplingBody
 from coordinator.api.request_body import Body, Many, read_body
+from coordinator.api.stored_answers import serve_answer
 from coordinator.text.calls import CallEnd, Json
 from coordinator.text.chat_parser import Content, Reasoning
 from coordinator.text.grammars import ANY_OBJECT, OutputFormat
 from coordinator.text.tokenizer import ModelInfo
 from proto.errors import RequestError
-
-
-def tagged_name(name: str) -> str:
-    """Return `name` with a tag, as Ollama lists it."""
-    return name if ":" in name else name + request_settings.TAG
 
 
 def utc_time(seconds: float) -> str:
@@ -370,9 +366,10 @@ def _served_entries(api: Api) -> list[Json]:
 
 def _entry(api: Api, name: str, model: ModelInfo | ModelFacts) -> Json:
     known = model.id if isinstance(model, ModelInfo) else model.name
+    tagged = name if ":" in name else name + request_settings.TAG
     return {
-        "name": tagged_name(name),
-        "model": tagged_name(name),
+        "name": tagged,
+        "model": tagged,
         "modified_at": utc_time(api.model.created),
         "size": model.nbytes,
         "digest": hashlib.sha256(known.encode()).hexdigest(),

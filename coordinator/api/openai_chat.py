@@ -21,11 +21,18 @@ from coordinator.api.choice import (
     text_answer,
 )
 from coordinator.api.context import Api
-from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_data
+from coordinator.api.delivery import AnswerWriter, PreparedAnswer, sse_data
 from coordinator.api.error_responses import error_body
 from coordinator.api.image_parts import with_images
 from coordinator.api.request_body import read_body
-from coordinator.api.request_settings import ChatRequest, call_message, check_model, check_tokens
+from coordinator.api.request_settings import (
+    ChatRequest,
+    call_message,
+    check_model,
+    check_tokens,
+    template_tool,
+)
+from coordinator.api.stored_answers import serve_answer
 from coordinator.text.calls import CallArguments, CallEnd, CallStart, Json
 from coordinator.text.chat_parser import Content, Reasoning
 from coordinator.text.tokenizer import Tokenizer
@@ -47,7 +54,7 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
     thinking, budget = body.thinking
     variables = body.chat_template_kwargs or {}
     variables = {name: v for name, v in variables.items() if api.tokenizer.uses_variable(name)}
-    tools = [tool.for_template() for tool in body.tools or ()]
+    tools = [template_tool(t.name, t.description, t.parameters) for t in body.tools or ()]
     chat = ChatRequest(
         messages=[template_message(each, api.tokenizer.tool_markers) for each in body.messages],
         settings=body.generation_settings(

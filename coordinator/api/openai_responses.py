@@ -28,7 +28,7 @@ from coordinator.api.request_body import (
     read_body,
 )
 from coordinator.api.responses_writer import ResponseWriter
-from coordinator.api.stored_answers import owner_of, pin_request, serve_storable, stored_of
+from coordinator.api.stored_answers import owner_of, pin_request, serve_answer, stored_of
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.calls import Json
 from coordinator.text.grammars import ANY_OBJECT, OutputFormat
@@ -280,7 +280,7 @@ _items: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 @router.post("/v1/responses")
 async def create_response(request: Request) -> Response:
     """Generate a response."""
-    return await serve_storable(request, "responses", prepare)
+    return await serve_answer(request, "responses", prepare)
 
 
 @router.get("/v1/responses/{response_id}")

@@ -23,7 +23,6 @@ from coordinator.api.request_settings import (
     GenerationSettings,
     ReasoningEffort,
     reasoning_of,
-    template_tool,
 )
 from coordinator.text.calls import Json
 from coordinator.text.grammars import ANY_OBJECT, OutputFormat
@@ -188,9 +187,6 @@ class Tool(Body):
     name: str = Field(validation_alias=AliasPath("function", "name"))
     description: str | None = named("function.description")
     parameters: Json | None = named("function.parameters")
-
-    def for_template(self) -> Json:
-        return template_tool(self.name, self.description, self.parameters)
 
 
 _SWITCH = {"enabled": True, "adaptive": True, "disabled": False}

@@ -95,11 +95,9 @@ cluster_router = APIRouter(prefix="/v1/cluster")
 @cluster_router.get("/models")
 async def cluster_models(request: Request) -> Response:
     """List the models on this machine, and the name of the served one."""
-    api = api_of(request)
-    if api.model_loader is None:
-        raise NotReadyError("this server has no models to manage")
-    found = await api.model_loader.list_models()
-    return JSONResponse({"served": api.model.id, "models": [asdict(one) for one in found]})
+    found = await _loader_of(request).list_models()
+    served = api_of(request).model.id
+    return JSONResponse({"served": served, "models": [asdict(one) for one in found]})
 
 
 @cluster_router.post("/invitations")

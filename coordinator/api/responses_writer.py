@@ -36,19 +36,13 @@ class OutputItem:
         self.status = "in_progress"
         self.text = ""
         self._call_id = call_id
-        self._named = named
+        self.named = named
 
     def part(self) -> Json | None:
         """Return the content part with the text so far, or None for a tool call."""
         if self.kind == "message":
             return {"type": "output_text", "text": self.text, "annotations": []}
         return {"type": "reasoning_text", "text": self.text} if self.kind == "reasoning" else None
-
-    def final_fields(self) -> Json:
-        """Return the fields of the event that ends the content."""
-        if self.kind == "function_call":
-            return {"name": self._named["name"], "arguments": self.text}
-        return {"text": self.text}
 
     def close(self, *, complete: bool) -> None:
         """End the item."""
@@ -59,7 +53,7 @@ class OutputItem:
         """Return the item."""
         item: Json = {"id": self.id, "type": self.kind, "status": self.status}
         if self.kind == "function_call":
-            return item | {"call_id": self._call_id, **self._named, "arguments": self.text}
+            return item | {"call_id": self._call_id, **self.named, "arguments": self.text}
         item["content"] = [] if self.open else [self.part()]
         own: Json = {"role": "assistant"} if self.kind == "message" else {"summary": []}
         return item | own
@@ -162,7 +156,10 @@ class ResponseWriter(AnswerWriter):
         item.close(complete=complete)
         content = b""
         if complete or item.kind != "function_call":  # arguments that were cut off are never done
-            content = self._part_event(item, f"{EVENTS[item.kind]}.done", **item.final_fields())
+            final = {"text": item.text}
+            if item.kind == "function_call":
+                final = {"name": item.named["name"], "arguments": item.text}
+            content = self._part_event(item, f"{EVENTS[item.kind]}.done", **final)
         if (part := item.part()) is not None:
             content += self._part_event(item, "response.content_part.done", part=part)
         place = {"output_index": item.index, "item": item.as_json()}

@@ -12,15 +12,14 @@ from typing import Any, cast
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from coordinator.api.context import Api, api_of
+from coordinator.api.context import Api, api_of, client_of
 from coordinator.api.delivery import (
     EVENT_STREAM,
     AnswerStream,
     Delivery,
     IndexedEvent,
-    Prepare,
     PreparedAnswer,
-    read_answer,
+    outcome_of,
 )
 from coordinator.api.journal import Journal, Record
 from coordinator.api.responses_writer import AnswerStatus, ResponseWriter
@@ -391,18 +390,33 @@ def owner_of(request: Request) -> str:
     return str(getattr(request.state, "owner", ""))
 
 
-async def serve_storable(request: Request, endpoint: str, prepare: Prepare) -> Response:
-    """Answer one request. A stored stream, and an answer in the background, go on without the client."""
-    api, stored = api_of(request), stored_of(request)
-    prepared, meter = await read_answer(request, endpoint, prepare)
+Prepare = Callable[[Api, Request], Awaitable[PreparedAnswer]]
+"""A function that reads a request in one dialect. It raises RequestError, naming the client's field."""
+
+
+async def serve_answer(request: Request, endpoint: str, prepare: Prepare) -> Response:
+    """Answer one request: `prepare` reads it, the engine generates, the client gets a body or a stream.
+
+    A stored stream, and an answer in the background, go on without the client.
+    """
+    api, client = api_of(request), client_of(request)
+    meter = RequestMeter(api.metrics, endpoint)
+    try:
+        prepared = await prepare(api, request)
+    except BaseException as error:
+        meter.end(outcome_of(error))
+        raise
+    for choice in prepared.answer.choices:
+        choice.request = replace(choice.request, client=client)
+        choice.next_request = replace(choice.next_request, client=client)
     record = prepared.record
     if record is not None and (prepared.stream or record.background):
-        answer = await stored.start(prepared, meter)
+        answer = await stored_of(request).start(prepared, meter)
         if prepared.stream:
             return answer.stream()
         return JSONResponse(answer.result(), headers={"X-Request-Id": record.id})
     delivery = Delivery(api, prepared, meter)
     response = await (delivery.stream() if prepared.stream else delivery.send_whole(request))
     if record is not None and response.status_code == 200:
-        stored.keep(prepared)
+        stored_of(request).keep(prepared)
     return response

@@ -78,10 +78,7 @@ def compile_format(output: OutputFormat, tokenizer: LLTokenizer) -> bytes:
     except ValueError as error:  # such as too many levels
         raise _refusal(output, str(error)) from error
     if len(grammar) > MAX_GRAMMAR_BYTES:
-        raise RequestError(
-            f"{output.param}: {len(grammar)} bytes exceed the limit of {MAX_GRAMMAR_BYTES}. Send a smaller format.",
-            param=output.param,
-        )
+        raise _refusal(output, f"{len(grammar)} bytes exceed the limit of {MAX_GRAMMAR_BYTES}")
     if problem := grammar_problem(grammar, tokenizer):
         raise _refusal(output, problem)
     return grammar.encode()
@@ -295,8 +292,7 @@ class GrammarProcess:
     async def _started(self) -> Process:
         """Return the process, started if needed. Raises NotReadyError if it does not start."""
         async with self._starting:
-            if self.process is None:
-                self.process = await self._start()
+            self.process = self.process or await self._start()
             return self.process
 
     async def _start(self) -> Process:
