@@ -28,7 +28,6 @@ from proto.rpc.channels import open_channel
 from proto.rpc.data_connection import RESULTS, TOKEN_BYTES, StreamBinding
 from proto.rpc.link import Link, LoopFrameReader, end_of_connection, open_connection
 from proto.span import Span
-from proto.trust.certificates import Role
 
 
 @dataclass
@@ -254,7 +253,7 @@ class RemotePipeline(Pipeline):
     async def _open_results(self, binding: StreamBinding) -> None:
         """Open the connection of the results. Raises the last stage's refusal, or DeadlineError."""
         worker = self.workers[-1]
-        channel = open_channel(worker.address, worker.trust, Role.WORKER, worker.node)
+        channel = open_channel(worker.address, worker.trust, worker.node)
         self._channel = channel
         method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(RESULTS)
         call = method(b"", metadata=binding.to_metadata())

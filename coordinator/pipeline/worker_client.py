@@ -26,7 +26,6 @@ from proto.rpc.data_connection import HopFigures
 from proto.rpc.status_codes import from_status
 from proto.span import Span
 from proto.terminal.progress import OnProgress
-from proto.trust.certificates import Role
 from proto.trust.node_trust import NodeTrust
 
 log = logging.getLogger(__name__)
@@ -103,7 +102,7 @@ class WorkerClient:
         self.failure: ClusterError | None = None
         """Why the client was closed, for the calls that wait for the worker."""
         self.owner = self.owner or self.address
-        self._channel = open_channel(self.address, self.trust, Role.WORKER, self.node)
+        self._channel = open_channel(self.address, self.trust, self.node)
         self.stub = pb_grpc.WorkerStub(self._channel)
         self._signals: asyncio.Queue[pb.Signal] = asyncio.Queue()
         self._watching: asyncio.Task[None] | None = None

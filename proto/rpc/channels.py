@@ -62,19 +62,18 @@ def tls_context(trust: NodeTrust, *, server: bool) -> ssl.SSLContext:
 def open_channel(
     address: str,
     trust: NodeTrust | None,
-    role: Role = Role.WORKER,
     node: str = "",
     options: Sequence[tuple[str, Any]] = (),
 ) -> grpc.aio.Channel:
-    """Return a channel to the node at `address`, without connecting it yet.
+    """Return a channel to the worker at `address`, without connecting it yet.
 
-    With `trust` the channel uses mutual TLS, and connects only to a node of the same cluster with `role` and, if
-    `node` is given, with that node id. Without `trust` the channel is not encrypted.
+    With `trust` the channel uses mutual TLS, and connects only to a worker of the same cluster and, if `node` is
+    given, with that node id. Without `trust` the channel is not encrypted.
     """
     options = (*CHANNEL_OPTIONS, *options)
     if trust is None:
         return grpc.aio.insecure_channel(address, options=options)
-    expected = host_name(trust.identity.cluster, role, node)
+    expected = host_name(trust.identity.cluster, Role.WORKER, node)
     credentials = grpc.ssl_channel_credentials(
         trust.authorities.encode(), trust.key_pem.encode(), trust.certificate.encode()
     )

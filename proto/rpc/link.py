@@ -30,7 +30,6 @@ from proto.rpc.data_connection import (
     shut_down,
 )
 from proto.rpc.status_codes import from_status
-from proto.trust.certificates import Role
 from proto.trust.node_trust import NodeTrust
 
 SMALL_BYTES = 2**16
@@ -392,7 +391,7 @@ class Link:
     def __post_init__(self) -> None:
         # A separate connection for each plan: a new plan must not reuse a connection that has silently died.
         options = (("grpc.use_local_subchannel_pool", 1),)
-        self._channel = open_channel(self.address, self.trust, Role.WORKER, self.node, options)
+        self._channel = open_channel(self.address, self.trust, self.node, options)
         self._writer: FrameWriter | None = None
         self._task: asyncio.Task[None] | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -43,34 +44,26 @@ NO_MEMBERS = (
 )
 """The texts for peers that do not prove to be the expected member of the cluster."""
 
-_PLAIN: tuple[tuple[str, str], ...] = (
-    ("WRONG_VERSION_NUMBER", NO_MEMBERS[0]),
-    ("CERTIFICATE_VERIFY_FAILED", NO_MEMBERS[1]),
-    ("Hostname Verification", NO_MEMBERS[2]),
-    ("ALPN", _ANOTHER_PROGRAM),
-    ("http1.x", _ANOTHER_PROGRAM),
-    ("HTTP/2", _ANOTHER_PROGRAM),
-    ("http2 header with status", _ANOTHER_PROGRAM),
-    ("Connection refused", "connection refused"),
-    (NO_ROUTE, NO_ROUTE),
-    ("Network is unreachable", "network is unreachable"),
-    ("Domain name not found", "host name not found"),
-    ("DNS resolution failed", "host name not found"),
-    ("hostname lookup error", "host name not found"),
-    ("timed out", "connection timed out"),
-    ("Socket closed", CLOSED),
-    ("Connection reset", CLOSED),
-    ("Broken pipe", CLOSED),
-    ("GOAWAY", CLOSED),
-    ("keepalive", "the connection does not answer"),
-    ("failed to connect to all addresses", "cannot connect"),
-)
+_PLAIN = {
+    NO_MEMBERS[0]: "WRONG_VERSION_NUMBER",
+    NO_MEMBERS[1]: "CERTIFICATE_VERIFY_FAILED",
+    NO_MEMBERS[2]: "Hostname Verification",
+    _ANOTHER_PROGRAM: "ALPN|http1.x|HTTP/2|http2 header with status",
+    "connection refused": "Connection refused",
+    NO_ROUTE: NO_ROUTE,
+    "network is unreachable": "Network is unreachable",
+    "host name not found": "Domain name not found|DNS resolution failed|hostname lookup error",
+    "connection timed out": "timed out",
+    CLOSED: "Socket closed|Connection reset|Broken pipe|GOAWAY",
+    "the connection does not answer": "keepalive",
+    "cannot connect": "failed to connect to all addresses",
+}
 
 
 def plain_text(details: str) -> str:
     """Return what a text of gRPC means, or its printable characters if it is unknown."""
-    for part, meaning in _PLAIN:
-        if part in details:
+    for meaning, pattern in _PLAIN.items():
+        if re.search(pattern, details):
             return meaning
     return printable(details, MAX_CHARACTERS)
 

@@ -42,7 +42,6 @@ class Tally:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def count(self, nbytes: int) -> None:
-        """Add a message of `nbytes`."""
         with self._lock:
             self.messages += 1
             self.nbytes += nbytes
@@ -204,11 +203,7 @@ class Binding:
             raise ProtocolError(f"the stream is for stage {stream.stage}, not {self.place.stage}")
 
     def check_sender(self, sender: NodeIdentity, stream: StreamBinding) -> None:
-        """Raise AccessError unless the plan lets `sender` send what `stream` carries.
-
-        The coordinator sends frames to stage 0, and the previous stage to every other. In a group the first member
-        sends them to the others. The last stage sends tokens to stage 0.
-        """
+        """Raise AccessError unless the plan lets `sender` send what `stream` carries."""
         if self.place.stage == 0 and self.place.rank == 0 and not self.place.relays(stream):
             allowed = sender.role is Role.COORDINATOR
         else:
@@ -225,9 +220,7 @@ class Binding:
         frames = self._received.messages - self._started.messages
         nbytes = self._received.nbytes - self._started.nbytes
         if frames >= MAX_QUEUED_FRAMES or nbytes + len(data) > MAX_QUEUED_BYTES:
-            raise ProtocolError(
-                f"a frame of {len(data)} bytes exceeds the queue, which holds {frames} frames of {nbytes} bytes"
-            )
+            raise ProtocolError(f"the queue is full: it holds {frames} frames of {nbytes} bytes")
         self._received.count(len(data))
         self.traffic.received.count(len(data))
         stamps = self._stamps.add_frame(self.place.stage, StageStep)

@@ -156,16 +156,13 @@ class Lease:
 
 
 def requested_stage(request: pb.LoadRequest) -> StageSpec:
-    """Return the stage that a request asks for. Raises SpanError or UsageError for invalid values."""
-    if request.kv_bits not in (0, 4, 8):
-        raise UsageError(f"--kv-bits {request.kv_bits}: choose 4 or 8")
-    if request.dtype and request.dtype not in DTYPE_BYTES:
-        raise UsageError(f"--dtype {request.dtype:.20}: choose {', '.join(DTYPE_BYTES)}")
+    """Return the stage that a request asks for. Raises SpanError or ProtocolError for invalid values."""
+    if request.kv_bits not in (0, 4, 8) or request.dtype not in ("", *DTYPE_BYTES):
+        raise ProtocolError(f"a stage of type {request.dtype!r:.20} with {request.kv_bits} bits")
     group, asked = None, request.group
     if request.HasField("group"):
         if asked.backend not in list(Backend):
-            known = ", ".join(Backend)
-            raise UsageError(f"the backend {asked.backend:.20} is unknown: choose {known}")
+            raise ProtocolError(f"the backend {asked.backend!r:.20} is unknown")
         hosts, rdma = tuple(asked.hosts), tuple(asked.rdma)
         group = GroupSpec(asked.rank, hosts, Backend(asked.backend), rdma)
     return StageSpec(
@@ -207,7 +204,6 @@ class WorkerNode:
         self._preparing: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         """The end of the process before it, whose memory the next one needs."""
-        self.draining = asyncio.Event()
         self.released = asyncio.Event()
         """Set when a lease has ended. A process for a group ends then."""
         self.state_changed = asyncio.Event()
@@ -258,7 +254,7 @@ class WorkerNode:
         if self.binding is not None:
             self.binding.close()
             self.binding = None
-        if self.state not in (pb.WORKER_STATE_IDLE, pb.WORKER_STATE_DRAINING):
+        if self.state != pb.WORKER_STATE_IDLE:
             self._become(pb.WORKER_STATE_LOADED if self.loaded else pb.WORKER_STATE_IDLE)
 
     # ---- load and connect
@@ -346,7 +342,7 @@ class WorkerNode:
 
     def _become(self, state: pb.WorkerState.ValueType) -> None:
         """Set the state, unless the worker drains."""
-        if not self.draining.is_set():
+        if self.state != pb.WORKER_STATE_DRAINING:
             self.state = state
 
     async def _load_weights(
@@ -455,9 +451,8 @@ class WorkerNode:
 
     def drain(self) -> None:
         """Ask the coordinator, by the worker status, to plan without this worker."""
-        self.draining.set()
-        self.state_changed.set()
         self.state = pb.WORKER_STATE_DRAINING
+        self.state_changed.set()
 
     async def close(self) -> None:
         """End the plan, the process of a group and the engine thread."""

@@ -17,7 +17,13 @@ from proto.errors import UsageError
 from proto.span import Span
 from proto.terminal import console
 from proto.terminal.logs import LogFormat, LogLevel
-from proto.terminal.options import KernelsOption, LogFormatOption, LogLevelOption, Parsed
+from proto.terminal.options import (
+    KernelsOption,
+    LogFormatOption,
+    LogLevelOption,
+    Parsed,
+    StateOption,
+)
 from proto.terminal.progress import parse_size
 
 PROGRAM = "mtp-worker"
@@ -84,12 +90,7 @@ class WorkerOptions:
     no_mdns: Annotated[
         bool, typer.Option("--no-mdns", help="Do not announce this worker on the network.")
     ] = False
-    state_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Directory of this machine's certificate.  [default: MTP_STATE_DIR, or the user's state directory]"
-        ),
-    ] = None
+    state_dir: StateOption = None
     join: Annotated[
         str | None,
         typer.Option(

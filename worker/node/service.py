@@ -357,10 +357,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         self, requests: AsyncIterator[pb.BackupPiece], context: Context
     ) -> pb.BackupReply:
         """Keep the backup of a sequence until a frame restores it."""
-        first = await anext(requests, None)
-        if first is None or not first.HasField("head"):
-            raise ProtocolError("the first piece of a backup is not its head")
-        head = first.head
+        head = (await first_message(requests)).head
         engine = self._engine(head.coordinator, head.epoch)
         joiner = PieceJoiner(self.node.identity.memory_limit)
         async for piece in requests:
