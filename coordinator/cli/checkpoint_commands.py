@@ -227,7 +227,6 @@ def convert(options: ConvertOptions) -> None:
 
 def _convert_command_summary(outcome: ConversionResult) -> list[str]:
     lines = [f"{outcome.path}: {format_size(outcome.nbytes)}"]
-    lines += [f"{count} weights {way}" for way, count in sorted(outcome.ways.items())]
     if outcome.has_head:
         lines.append(f"MTP head: kept. mtp-coord inspect {outcome.path} shows it.")
     else:

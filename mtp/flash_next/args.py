@@ -15,6 +15,7 @@ _DEFAULTS: dict[str, Any] = {
     "ngram_vocab_size_base": 20_000_000,
     "make_ngram_vocab_size_divisible_by": 128,
     "seed": 1234,
+    "rms_norm_eps": 1e-6,
 }
 """The values of absent fields, as transformers' `Qwen4ExpTextConfig` has them."""
 
@@ -23,7 +24,7 @@ _INDEXER = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_co
 
 @dataclass(frozen=True)
 class IndexerArgs:
-    """The sizes of Qwen Sparse Attention, as in _INDEXER: a query reads `budget` tokens of blocks of `block` tokens."""
+    """The sizes of Qwen Sparse Attention: a query reads `budget` tokens of blocks of `block` tokens."""
 
     heads: int
     head_dim: int
@@ -101,7 +102,7 @@ class FlashNextArgs:
             fields["hidden_size"],
             fields["hc_count"],
             fields["hc_lowrank"],
-            fields.get("rms_norm_eps", 1e-6),
+            fields["rms_norm_eps"],
             fields.get("output_gate_type") or fields.get("hidden_act", "silu"),
             indexer,
             ngrams,
@@ -111,8 +112,8 @@ class FlashNextArgs:
 def find_problem(text: Mapping[str, Any]) -> str | None:
     """Return the fault of a field that only this family has, None if all are valid."""
     fields = {**_DEFAULTS, **text}
-    for name in (*_INDEXER, *_DEFAULTS, "rms_norm_eps"):
-        value = fields.get(name, 1 if name == "rms_norm_eps" else None)
+    for name in (*_INDEXER, *_DEFAULTS):
+        value = fields.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             return f"{name} is {value!r:.60}. It must be a positive number."
     rope = text.get("rope_parameters") or {}

@@ -47,7 +47,7 @@ Pool = Callable[[mx.array, int], mx.array]
 class IndexedKV(PlainKV):
     """Keys and values with the raw keys of the indexer, `[1, 1, room, dim]`, and the keys of whole blocks.
 
-    A block's key depends on the tokens of the block alone, so the keys of blocks that are whole after a trim stay.
+    A block's key depends on its tokens alone, so the keys of blocks that are whole after a trim stay.
     """
 
     def __init__(self, block: int) -> None:
@@ -81,7 +81,6 @@ class IndexedKV(PlainKV):
         return self._blocks[:whole]
 
     def trim(self, n: int) -> int:
-        """Remove the last `n` tokens. Return how many there were."""
         trimmed = super().trim(n)
         if self._blocks is not None:
             self._blocks = self._blocks[: self.offset // self.block]
@@ -301,7 +300,7 @@ class NgramGDN(StreamGDN):
         widths: Sequence[int],
         stay_open: Sequence[bool],
     ) -> mx.array:
-        """Return what the n-grams add to `x [rows, width]`. The rows of all sequences are read from disk at once."""
+        """Return what the n-grams add to `x [rows, width]`, with one read of the disk for all sequences."""
         tokens = [cache.take_coming(width) for cache, width in zip(caches, widths, strict=True)]
         states = [cache.ngrams for cache in caches]
         embedded = self.ple.embed(
@@ -325,8 +324,8 @@ TILE_BYTES = 2**28
 def chosen_blocks(queries: mx.array, blocks: mx.array, whole: mx.array, count: int) -> mx.array:
     """Return the `count` blocks with the highest scores for each query, in their order: `[w, count]`.
 
-    `queries` are `[w, heads, dim]`, `blocks` fp32 `[n, dim]`, and query i sees the first `whole[i]` blocks. Of blocks
-    with equal scores, the first ones are chosen. A query that sees fewer blocks gets further ones after its own.
+    `queries` are `[w, heads, dim]`, `blocks` fp32 `[n, dim]`, and query i sees the first `whole[i]` blocks. Of equal
+    scores, the first blocks are chosen. A query that sees fewer blocks gets further ones after its own.
     """
     products = queries.astype(mx.float32) @ blocks.T
     heads = mx.split(products, products.shape[1], axis=1)
@@ -390,8 +389,8 @@ def sparse_attention(
 class SparseAttention(StreamLayer, AttentionLayer):
     """A layer of Qwen Sparse Attention: queries read the blocks that the indexer scores highest, and the newest tokens.
 
-    A query sees all whole blocks up to its own token, and the tokens after them. It reads at most `budget` tokens of
-    blocks. Up to there the attention is the usual one, and no block is scored.
+    A query sees the whole blocks up to its own token, and reads at most `budget` tokens of them. Up to there the
+    attention is the usual one, and no block is scored.
     """
 
     kind = StreamLayer.kind

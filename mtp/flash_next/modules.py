@@ -1,7 +1,6 @@
-"""The modules of Flash-Next, with the parameter names of its checkpoints.
+"""The modules of Flash-Next, by the parameter names of its checkpoints and the arithmetic of transformers' `qwen4_exp`.
 
-The arithmetic is that of transformers' `qwen4_exp`, which the tests compare. Rows between layers have all residual
-streams side by side: `[rows, streams x hidden]`.
+Rows between layers have all residual streams side by side: `[rows, streams x hidden]`.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class HyperConnection(nn.Module):
         """Return the streams, the input `[rows, hidden]` of the next block, and the logits of its gates.
 
         `added` are the output of the block before and its gates, which the streams get. The last columns of the gates
-        `[rows, any]` are the logits, and those that pad them.
+        `[rows, any]` are the logits.
         """
         if self.language is not None and x.shape[0] <= self.language.most_rows:
             sizes = self.streams, 0 if added is None else self._first_logit(added[1])
@@ -162,14 +161,8 @@ class PerLayerEmbedding(nn.Module):
         self.value_proj = nn.Linear(ngrams.dim, args.hidden, bias=False)
         self.norm_key, self.norm_query = StreamNorm(args), StreamNorm(args)
         self.norm_conv = StreamNorm(args)
-        self.conv1d = nn.Conv1d(
-            args.width,
-            args.width,
-            ngrams.kernel,
-            dilation=ngrams.size,
-            groups=args.width,
-            bias=False,
-        )
+        width, kernel, step = args.width, ngrams.kernel, ngrams.size
+        self.conv1d = nn.Conv1d(width, width, kernel, dilation=step, groups=width, bias=False)
 
     def embed(self, texts: Sequence[tuple[Ints, Ints]]) -> mx.array:
         """Return the embeddings `[n, dim]` of the tokens of `texts`, each of which has the tokens before them, too."""
@@ -198,7 +191,7 @@ class PerLayerEmbedding(nn.Module):
 
 
 class FlashNextModel(nn.Module):
-    """All modules, with the names of a converted checkpoint. It computes nothing: the conversion reads the names."""
+    """All modules, with the names of a converted checkpoint, for the conversion. It computes nothing."""
 
     def __init__(self, fields: TextModelArgs, args: FlashNextArgs) -> None:
         super().__init__()

@@ -1,16 +1,17 @@
 """The rows of hashed n-grams, and the table on disk that has them.
 
-The hash is that of transformers' `Qwen4ExpTextNGramEmbedding`. The table has tens of gigabytes and is never read as a
-whole: the file is mapped, and a token reads some rows of it.
+The hash is that of transformers' `Qwen4ExpTextNGramEmbedding`. The table has tens of gigabytes: the file is mapped, and
+a token reads some rows of it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -33,14 +34,9 @@ ROW_TYPES = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "U32": np.
 
 def _primes_from(start: int, count: int) -> list[int]:
     """Return the first `count` primes that are at least `start`."""
-    found: list[int] = []
-    value = start
-    while len(found) < count:
-        odd = range(3, math.isqrt(value) + 1, 2)
-        if value == 2 or (value > 2 and value % 2 and all(value % d for d in odd)):
-            found.append(value)
-        value += 1
-    return found
+    numbers = itertools.count(max(2, start))
+    primes = (n for n in numbers if all(n % d for d in range(2, math.isqrt(n) + 1)))
+    return list(islice(primes, count))
 
 
 class NgramHash:

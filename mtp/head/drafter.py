@@ -107,7 +107,7 @@ MOST_WAITING = 64
 class HeadState:
     """The state of the head for one sequence: the cache, and the pairs that are not computed yet.
 
-    `newest [1, hidden]` is the newest hidden state. If its `successor` is known, its pair is among the known pairs.
+    `newest [1, hidden]` is the newest hidden state. If its `successor` is known, so is its pair.
     """
 
     cache: KVRows
@@ -160,7 +160,7 @@ class HeadState:
             self.waiting_hidden.append(last[:-1])
 
     def end_window(self, hidden: mx.array, accepted: int, successor: int, surplus: int) -> None:
-        """End a window whose pairs are computed: drop the newest `surplus` pairs, those of rejected rows and of drafts.
+        """End a window whose pairs are computed: drop the newest `surplus` pairs, of rejected rows and of drafts.
 
         `hidden` are the states of the window, of which `accepted` rows stay, and `successor` is the token after them.
         """

@@ -1,7 +1,7 @@
 """The vision tower of Qwen3.5: patches of one image in, rows of the model's hidden size out.
 
-Names and arithmetic are those of transformers' `Qwen3_5VisionModel`, which the tests compare. Images are computed one
-after another, so that no mask between them is needed, and block after block, so that a GPU does other work between.
+Names and arithmetic are those of transformers' `Qwen3_5VisionModel`. Images are computed one after another, without a
+mask, and block after block, so that a GPU does other work between.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ from mtp.layers.rope import rotate
 from proto.errors import CheckpointError
 
 SCORE_BYTES = 256 * 2**20
-"""Bytes. Bound of the attention scores of one step: those of 16,384 patches and 16 heads would take 17 GB in fp32.
-
-The steps of 64 MB left an H100 idle most of the time: 2.9 s for an image of four megapixels.
-"""
+"""Bytes. Bound of the attention scores of one step. Steps of 64 MB left an H100 idle most of the time."""
 
 COPY_BYTES = 2**22
 """Bytes of patches that become an array at once."""
@@ -36,9 +33,6 @@ PAUSE_SECONDS = 0.001
 
 PATCHES = "patch_embed.proj.weight"
 """The convolution of the patches `[hidden, channels, times, height, width]`. mlx-vlm stores the channels last."""
-
-ROPE_THETA = 10000.0
-"""Base of the rotary positions, where the config has none."""
 
 ACTIVATION = "gelu_pytorch_tanh"
 
@@ -57,14 +51,11 @@ class VisionConfig:
     spatial_merge_size: int
     out_hidden_size: int
     num_position_embeddings: int
-    theta: float = ROPE_THETA
+    theta: float
 
     @classmethod
     def parse(cls, source: Path, fields: dict[str, Any], hidden_size: int) -> VisionConfig:
-        """Check `vision_config`, which errors name as part of `source`. The model's rows have `hidden_size`.
-
-        Raises CheckpointError for a missing or unsupported field.
-        """
+        """Check `vision_config`, which errors name as part of `source`. Raises CheckpointError."""
         names = [name for name in cls.__annotations__ if name != "theta"]
         for name in names:
             value = fields.get(name)
@@ -73,7 +64,7 @@ class VisionConfig:
                     f"{source}: vision_config.{name} is {value!r:.60}. It must be a positive integer."
                 )
         rope = fields.get("rope_parameters") or {}
-        theta = float(rope.get("rope_theta", ROPE_THETA))
+        theta = float(rope.get("rope_theta", 10000.0))
         config = cls(**{name: fields[name] for name in names}, theta=theta)
         side = round(config.num_position_embeddings**0.5)
         supported = {
@@ -194,7 +185,7 @@ class VisionTower(nn.Module):
         return rows
 
     def _spread(self, patches: np.ndarray[Any, Any]) -> mx.array:
-        """Return `patches` as one array. All times of an image are equal, so only the first is copied.
+        """Return `patches` as one array. Only the first of the equal times of an image is copied.
 
         A copy from numpy holds Python's lock: 100 MB at once stopped the streams beside it for 50 ms on an H200.
         """

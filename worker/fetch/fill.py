@@ -1,7 +1,6 @@
 """The local copy of offered tensors, and their transfer from the coordinator or from a hub, each checked by its hash.
 
-`provide` runs on the event loop. All other functions block and run on a separate thread. A call that was interrupted at
-any byte continues in the next call.
+`provide` runs on the event loop, all other functions on a separate thread. An interrupted call continues in the next.
 """
 
 from __future__ import annotations
@@ -61,12 +60,10 @@ class SpanCopy:
     @classmethod
     def of(cls, fingerprint: str, config: str, layout: str) -> SpanCopy:
         """Return the copy with this fingerprint, which may not exist yet. Raises ProtocolError and CheckpointError."""
-        if not _FINGERPRINT.fullmatch(fingerprint):
-            raise ProtocolError(f"invalid fingerprint {fingerprint!r:.80}")
-        if layout not in ("raw", "mlx"):
-            raise ProtocolError(f"layout {layout!r:.40} is neither raw nor mlx")
+        if not _FINGERPRINT.fullmatch(fingerprint) or layout not in _FORMS:
+            raise ProtocolError(f"invalid fingerprint {fingerprint!r:.80} or layout {layout!r:.40}")
         found = parse_json_object(config.encode(), "the offered config")
-        return cls(_path(fingerprint), found, "raw" if layout == "raw" else "mlx")
+        return cls(_path(fingerprint), found, layout)
 
     @classmethod
     def find(cls, fingerprint: str) -> SpanCopy | None:
@@ -83,7 +80,7 @@ class SpanCopy:
             ) from error
 
     def begin(self) -> None:
-        """Make the directory. Raises CheckpointError when that fails."""
+        """Make the directory. Raises CheckpointError."""
         try:
             (self.path / "parts").mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -212,7 +209,7 @@ class _Filling:
         return self.received
 
     def _wait(self) -> None:
-        """Wait for another worker of this machine, which fetches the part for both."""
+        """Wait for another worker of this machine that fetches the part."""
         self._send_progress()
         self._check_stop(BUSY_SECONDS)
 
@@ -257,11 +254,10 @@ class _Filling:
 
     @property
     def _again(self) -> str:
-        """The advice after an error."""
         return "Try again" + (", or use mtp-coord serve --share-weights" if self.hub else "")
 
     def _read(self, infos: list[TensorInfo], skip: int) -> Iterator[bytes]:
-        """Yield the bytes of `infos` after the first `skip`, which the coordinator knows from the request."""
+        """Yield the bytes of `infos` after the first `skip`, which the coordinator leaves out too."""
         while self.hub is None:
             message = self.pull()
             if message.WhichOneof("body") != "piece" or not message.piece:
@@ -273,7 +269,7 @@ class _Filling:
             raise CheckpointError(f"{error} {self._again}", public=error.public) from error
 
     def _next_piece(self, most: int) -> bytes:
-        """Return the next bytes, `most` at the most. Pieces from a hub may span tensors, those of messages do not."""
+        """Return the next bytes, at most `most`. Pieces from a hub may span tensors, those of messages do not."""
         data = self.rest or next(self.pieces)
         self.rest = data[most:]
         if self.rest and self.hub is None:
@@ -311,7 +307,6 @@ async def provide(
     stop = threading.Event()
 
     def pull() -> pb.Weights:
-        """Return the next message, from the thread that fills the copy."""
         coming = asyncio.run_coroutine_threadsafe(_next(requests), loop)
         try:
             return coming.result(SILENCE_SECONDS)
@@ -322,7 +317,6 @@ async def provide(
             raise DeadlineError(f"the coordinator sent nothing for {SILENCE_SECONDS:g} s") from None
 
     def send_reply(reply: pb.WeightsReply) -> None:
-        """Queue a reply, from the thread that fills the copy."""
         loop.call_soon_threadsafe(replies.put_nowait, reply)
 
     work = partial(run_into, filled, partial(fill, offer, pull, send_reply, stop))

@@ -1,7 +1,6 @@
 """The addition of an MTP head to a converted checkpoint: a head of another checkpoint, converted to match.
 
-The tensors of the head go into a file of their own. Then the index and config.json are updated. No other file changes,
-and the checkpoint stays unchanged until the file of the head is complete.
+The head gets a file of its own. Then the index and config.json are updated. No other file changes.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ _COMPARED = (
 
 @dataclass(frozen=True)
 class HeadAddition:
-    """The plan to add the head of `source` to `target`, checked by headers. No tensor has been read or written.
+    """The plan to add the head of `source` to `target`. No tensor has been read or written.
 
-    `quantization` maps the quantized modules of the head to their settings; all other modules stay unquantized.
+    `quantization` maps the quantized modules of the head to their settings.
     """
 
     target: Checkpoint
@@ -77,16 +76,24 @@ class HeadAddition:
         model.mtp = self.target.config.head()
         model.set_dtype(self.dtype)
         packed = weights is not None and any(name.endswith(".scales") for name in weights)
-        if weights is not None and not packed:
-            _load(model, weights, self.source)
+        if not packed:
+            self._load(model, weights)
         if self.quantization:
             chosen = {f"mtp.{path}": how for path, how in self.quantization.items()}
             nn.quantize(model, class_predicate=lambda path, _: chosen.get(path, False))
-        if weights is not None and packed:
-            _load(model, weights, self.source)
+        if packed:
+            self._load(model, weights)
         parameters = dict(tree_flatten(model.parameters()))
         prefix = self.target.config.family.prefix
         return group_parameters({prefix + name: weight for name, weight in parameters.items()})
+
+    def _load(self, model: nn.Module, weights: dict[str, mx.array] | None) -> None:
+        try:
+            model.load_weights(
+                [(f"mtp.{n}", w) for n, w in (weights or {}).items()], strict=weights is not None
+            )
+        except ValueError as error:
+            raise CheckpointError(f"{self.source.path}: {error}") from error
 
     def _config(self) -> dict[str, Any]:
         file = self.target.path / "config.json"
@@ -109,9 +116,15 @@ def plan_head_addition(
     """Check by headers that the head of `source` fits `target`, and choose its quantization and type.
 
     A head that is not quantized gets the bits of the target's last attention layer. Raises UsageError when the target
-    needs no head. Raises CheckpointError, naming the difference, when the head does not fit.
+    needs no head, and CheckpointError, naming the difference, when the head does not fit.
     """
-    _check_target(target, replace)
+    if target.layout == "raw":
+        raise UsageError(
+            f"{target.path}: is a raw checkpoint. Convert it with mtp-coord convert, which keeps its head."
+        )
+    if target.mtp.present and not replace:
+        state = "has an MTP head" if target.mtp.complete else "has a part of an MTP head"
+        raise UsageError(f"{target.path}: {state} already. Use --replace to replace it.")
     if not source.mtp.complete:
         missing = source.mtp.missing[0] if source.mtp.missing else "all of it"
         raise CheckpointError(
@@ -127,23 +140,6 @@ def plan_head_addition(
     quantization = _packed(source) or _like_backbone(target)
     dtype = next(dtype for dtype, known in SAFETENSORS.items() if known == target.norm_type)
     return HeadAddition(target, source, dtype, quantization)
-
-
-def _check_target(target: Checkpoint, replace: bool) -> None:
-    if target.layout == "raw":
-        raise UsageError(
-            f"{target.path}: is a raw checkpoint. Convert it with mtp-coord convert, which keeps its head."
-        )
-    if target.mtp.present and not replace:
-        state = "has an MTP head" if target.mtp.complete else "has a part of an MTP head"
-        raise UsageError(f"{target.path}: {state} already. Use --replace to replace it.")
-
-
-def _load(model: nn.Module, weights: dict[str, mx.array], source: Checkpoint) -> None:
-    try:
-        model.load_weights([(f"mtp.{name}", weight) for name, weight in weights.items()])
-    except ValueError as error:
-        raise CheckpointError(f"{source.path}: {error}") from error
 
 
 # ---- the choice of quantization

@@ -1,17 +1,14 @@
 """The conversion of a raw checkpoint to an MLX one that keeps its MTP head, one module at a time.
 
-`config.json` is written last and makes the directory a checkpoint, so no program loads an unfinished conversion.
-
-The modules are mlx-lm's own, so mlx-lm decides their names and which of them can be quantized. Shapes and types of the
-lazy weights are known at once. Evaluating a weight reads its tensor and packs it.
+`config.json` is written last, so no program loads an unfinished conversion. The modules are mlx-lm's own, which decide
+the names and what can be quantized. Evaluating a lazy weight reads its tensor and packs it.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +18,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mtp.checkpoint.convert.foreign import PackedSource, read_source_part
+from mtp.checkpoint.convert.foreign import read_source_part
 from mtp.checkpoint.format.checkpoint import INDEX, Checkpoint
 from mtp.checkpoint.format.config import QUANTIZATION_FILE
 from mtp.checkpoint.format.names import module_path
@@ -36,8 +33,8 @@ SHARD_BYTES = 2 * 1024**3
 """Bytes. Approximate size of a shard."""
 
 HEAD_FILE = "mtp.safetensors"
-"""The file of the MTP head. mlx-lm reads `model*.safetensors` only. There an `mtp.` tensor would make mlx-lm up to
-0.31.3 shift the norms of the backbone a second time, and the output would be wrong."""
+"""The file of the MTP head, which mlx-lm does not read. In `model*.safetensors` an `mtp.` tensor would make mlx-lm up
+to 0.31.3 shift the norms of the backbone a second time."""
 
 _BESIDE = ("*.json", "*.jinja", "*.txt", "*.model")
 _NOT_BESIDE = (
@@ -115,13 +112,12 @@ VISION_FILE, PROCESSOR = "model-vision.safetensors", "preprocessor_config.json"
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """The result of a conversion. `ways` counts the weights that were packed, by what became of them."""
+    """The result of a conversion, with the types of its tensors."""
 
     path: Path
     nbytes: int
     has_head: bool
     dtypes: tuple[str, ...]
-    ways: Counter[str]
 
 
 def convert(
@@ -155,7 +151,7 @@ def convert(
     if has_vision and processor.is_file():
         replace_bytes(path / PROCESSOR, processor.read_bytes())
     save_config(path, _config(source, weights, has_vision))
-    return ConversionResult(path, nbytes, source.mtp.complete, dtypes, weights.ways)
+    return ConversionResult(path, nbytes, source.mtp.complete, dtypes)
 
 
 def _write(
@@ -163,7 +159,6 @@ def _write(
 ) -> tuple[int, tuple[str, ...]]:
     """Write the files and the index. Return the bytes and the types."""
     shards = cut_shards(weights.backbone, shard_bytes)
-    # The names are those of mlx-lm and transformers.
     suffix = f"of-{len(shards):05}.safetensors"
     files = {f"model-{number:05}-{suffix}": shard for number, shard in enumerate(shards, 1)}
     if len(shards) == 1:
@@ -184,7 +179,6 @@ def _write(
         on_progress(done, total)
 
     on_progress(done, total)
-    # Each group is released after it is written.
     weights.backbone, weights.head, weights.vision = [], [], []
     for name, groups in files.items():
         write_shard(writers[name], groups, on_bytes)
@@ -247,22 +241,21 @@ class Quantization:
         (usual_group, *_), (usual_bits, *_) = _SUPPORTED[mode]
         return cls(bits or usual_bits, group_size or usual_group, mode)
 
-    def to_json(self) -> dict[str, int | str]:
-        """Return the object that config.json holds."""
-        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
-
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a conversion.
+    """The settings of a conversion. The vision part, which `vision` keeps, is not quantized.
 
-    None means unquantized for `quantization`, and each tensor's own type for `dtype`. The vision part, which `vision`
-    keeps, is not quantized.
+    None means unquantized for `quantization`, and each tensor's own type for `dtype`.
     """
 
     quantization: Quantization | None = None
     dtype: FloatType | None = None
     vision: bool = True
+
+    def cast(self, weight: mx.array) -> mx.array:
+        """Return `weight` in `dtype`."""
+        return weight if self.dtype is None else weight.astype(getattr(mx, self.dtype))
 
 
 SAFETENSORS: dict[mx.Dtype, str] = {
@@ -278,16 +271,12 @@ Predicate = Callable[[str, nn.Module], Choice]
 
 @dataclass
 class ConvertedWeights:
-    """The groups of `backbone`, `head` and `vision` in writing order, and the `quantization` object or None.
-
-    `ways` counts the weights that another program packed, by what became of them.
-    """
+    """The groups of `backbone`, `head` and `vision` in writing order, and the `quantization` object or None."""
 
     backbone: list[Group]
     head: list[Group]
     vision: list[Group]
     quantization: dict[str, Any] | None
-    ways: Counter[str]
 
 
 def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeights:
@@ -309,28 +298,24 @@ def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeig
     if with_head:
         model.mtp = config.head()
     prefix = config.family.prefix
-    packed, kept = _load(checkpoint, model, settings, with_head)
+    kept = _load(checkpoint, model, settings, with_head)
     found = _quantize(model, prefix, settings, kept)
-    ways = Counter(f"kept, with their codes of {form['bits']} bits" for form in kept.values())
-    ways["dequantized"] = packed - ways.total()
     parameters = dict(tree_flatten(model.parameters())) | _tables(checkpoint, settings)
     parameters = {prefix + name: weight for name, weight in parameters.items()}
     backbone = {n: w for n, w in parameters.items() if not n.startswith(f"{prefix}mtp.")}
     head = {n: w for n, w in parameters.items() if n not in backbone}
     vision = _vision(checkpoint, settings) if settings.vision and has_tower(checkpoint) else {}
-    parts = [group_parameters(part) for part in (backbone, head, vision)]
-    return ConvertedWeights(parts[0], parts[1], parts[2], found, +ways)
+    backbone_groups, head_groups, vision_groups = map(group_parameters, (backbone, head, vision))
+    return ConvertedWeights(backbone_groups, head_groups, vision_groups, found)
 
 
 def _tables(checkpoint: Checkpoint, settings: Settings) -> dict[str, mx.array]:
     """Return the rows that stay on disk, under the names of MLX checkpoints. A quantized row has groups of 32."""
     found: dict[str, mx.array] = {}
     wanted = settings.quantization
-    dtype: mx.Dtype | None = getattr(mx, settings.dtype) if settings.dtype else None
     for part, kinds in checkpoint.tables.items():
         for number, name in enumerate(kinds["weight"]):
-            rows = load_tensor(checkpoint, name, {})
-            rows = rows if dtype is None else rows.astype(dtype)
+            rows = settings.cast(load_tensor(checkpoint, name, {}))
             base = f"model.{part}.ple.ple_embedding.ngram_embedding.shards.{number}"
             if wanted is None or rows.shape[1] % TABLE_GROUP:
                 found[f"{base}.weight"] = rows
@@ -347,23 +332,20 @@ def _vision(checkpoint: Checkpoint, settings: Settings) -> dict[str, mx.array]:
     patches = weights.get(PATCHES)
     if patches is not None and patches.ndim == 5 and checkpoint.layout == "raw":
         weights[PATCHES] = patches.transpose(0, 2, 3, 4, 1)
-    dtype: mx.Dtype | None = getattr(mx, settings.dtype) if settings.dtype else None
-    named = {f"vision_tower.{name}": weight for name, weight in sorted(weights.items())}
-    return {name: w if dtype is None else w.astype(dtype) for name, w in named.items()}
+    return {f"vision_tower.{name}": settings.cast(w) for name, w in sorted(weights.items())}
 
 
 def _load(
     checkpoint: Checkpoint, model: nn.Module, settings: Settings, with_head: bool
-) -> tuple[int, dict[str, dict[str, Any]]]:
+) -> dict[str, dict[str, Any]]:
     """Replace the weights of the modules, which are never computed, by the lazy weights of the checkpoint.
 
-    Returns the number of packed weights, and the format of those that keep their codes by the path of their module.
+    Returns the format of the packed weights that keep their codes by the path of their module.
     """
     dtype: mx.Dtype | None = getattr(mx, settings.dtype) if settings.dtype else None
     weights: list[tuple[str, mx.array]] = []
     kept: dict[str, dict[str, Any]] = {}
-    packed = 0
-    for part, plan in checkpoint.plans.items():
+    for part in checkpoint.plans:
         tied = part == "lm_head" and checkpoint.config.tie_word_embeddings
         if tied or (part == "mtp" and not with_head):
             continue
@@ -371,13 +353,12 @@ def _load(
         found, forms = read_source_part(checkpoint, part, dtype, keep_codes=True)
         weights += [(f"{inside}{module_path(part, name)}", w) for name, w in found.items()]
         kept |= {f"{inside}{module_path(part, name)}": form for name, form in forms.items()}
-        packed += sum(isinstance(source, PackedSource) for source in plan.values())
     nn.quantize(model, class_predicate=lambda path, module: kept.get(path, False))
     try:
         model.load_weights(weights)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
-    return packed, kept
+    return kept
 
 
 def group_parameters(parameters: dict[str, mx.array]) -> list[Group]:
@@ -394,19 +375,17 @@ def _quantize(
 ) -> dict[str, Any] | None:
     """Quantize `model` in place, lazily. Returns the object for config.json: the default, and the overrides by path.
 
-    Paths in config.json begin with `prefix`. The same predicate decides for backbone and head. The modules of `kept`
-    are quantized already.
+    Paths there begin with `prefix`. The modules of `kept` are quantized already.
     """
     wanted = settings.quantization
     if wanted is None:
         forms = list(kept.values())
         usual = max(forms, key=lambda form: (forms.count(form), forms.index(form)), default={})
         return _with_overrides(dict(usual), prefix, kept) if kept else None
-    found: dict[str, Any] = wanted.to_json()
+    found: dict[str, Any] = asdict(wanted)
     routers: Predicate = model.quant_predicate or (lambda path, module: True)
 
     def choice_for(path: str, module: nn.Module) -> Choice:
-        """Return how to quantize the module at `path`, and record an override in `found`."""
         if path == "mtp.fc" or not hasattr(module, "to_quantized"):
             return False
         choice = routers(path, module)

@@ -1,14 +1,14 @@
 """Checkpoints that other programs packed: FP8, NVFP4, GPTQ, AWQ and AutoRound, which only the conversion reads.
 
-A packed weight has several tensors, its members. `plan_packed` joins them into one parameter of the plan, `….weight`.
-Weights of integers become MLX's affine format with the same codes. FP8 (E4M3) and NVFP4 have scales that no format of
-MLX has, so they are dequantized. All functions on arrays take any leading dimensions, such as those of experts.
+`plan_packed` joins the tensors of a packed weight, its members, into one parameter of the plan. Weights of integers
+keep their codes in MLX's affine format. FP8 (E4M3) and NVFP4 have scales that no format of MLX has, so they are
+dequantized. Functions on arrays take any leading dimensions, such as those of experts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -28,8 +28,8 @@ Form = Literal["fp8", "nvfp4", "gptq", "awq"]
 """The layouts of packed weights. AutoRound has that of GPTQ or of AWQ."""
 
 Member = Literal["weight", "scale", "factor", "divisor", "zeros", "order"]
-"""The roles of the tensors of a packed weight. `scale` has one value per group, row, block or tensor. `factor`
-multiplies and `divisor` divides all scales. `zeros` has a zero point per group, `order` the group of each input."""
+"""The roles of the tensors of a packed weight. `factor` multiplies and `divisor` divides all of `scale`. `zeros` has a
+zero point per group, `order` the group of each input."""
 
 MEMBERS: dict[str, Member] = {
     "weight": "weight",
@@ -43,7 +43,6 @@ MEMBERS: dict[str, Member] = {
     "qzeros": "zeros",
     "g_idx": "order",
 }
-"""The member that each stored name of a packed weight is."""
 
 _OF_ACTIVATIONS = re.compile(r"(input|output|act)_(global_)?(scale|scale_inv)|activation_scale")
 """Scales of activations. They change nothing here, because activations are not quantized."""
@@ -52,7 +51,7 @@ _FUSED = re.compile(r"(.*\bmlp)\.experts\.(gate_up|down)_proj_(?:weight_)?(\w+)"
 """Members of fused experts, such as `experts.gate_up_proj_scale_inv`. They have no module of their own."""
 
 _ONE_FLOAT = [[stored] for stored in STORED_NAMES.values()]
-"""The types of the other members of an FP8 weight: scales that are no exponents in FP8."""
+"""The types of the scales of an FP8 weight."""
 
 _USUAL_BLOCK = (128, 128)
 """Rows and columns per FP8 scale where the config does not name them."""
@@ -107,12 +106,12 @@ def _plan_part(
     plan: dict[str, Source], foreign: ForeignPacking, tensors: dict[str, TensorInfo]
 ) -> dict[str, Source]:
     """Return the plan of a part with the members of each packed weight joined."""
-    modules: dict[str, dict[str, Source]] = {}
+    modules: dict[str, dict[str, Source]] = defaultdict(dict)
     found: dict[str, Source] = {}
     for name, source in plan.items():
         for module, leaf in _split(name):
             if leaf in MEMBERS:
-                modules.setdefault(module, {})[leaf] = source
+                modules[module][leaf] = source
             elif not _OF_ACTIVATIONS.fullmatch(leaf):
                 found[name] = source
     for module, leaves in modules.items():
@@ -187,7 +186,10 @@ def read_source_part(
     for name, source in packed.items():
         assert checkpoint.config.foreign is not None
         fields = checkpoint.config.foreign.fields
-        members = read_members(source, lambda stored: load_tensor(checkpoint, stored, files))
+        members: Members = {}
+        for member, names in (("weight", source.stored), *source.members.items()):
+            arrays = [load_tensor(checkpoint, stored, files) for stored in names]
+            members[member] = mx.stack(arrays) if source.transform == "stack" else arrays[0]
         try:
             if keep_codes and source.form in ("gptq", "awq"):
                 module = name.removesuffix(".weight")
@@ -195,26 +197,14 @@ def read_source_part(
                 weights |= {f"{module}.{leaf}": array for leaf, array in parameters.items()}
             else:
                 values = packed_values(source.form, members, fields)
-                weights[name] = _half(source, values).astype(wanted)
+                if source.transform.endswith("half"):  # of fused experts
+                    values = TRANSFORMS[source.transform](values)
+                weights[name] = values.astype(wanted)
         except ValueError as error:
             raise CheckpointError(
                 f"tensor {source.stored[0]} cannot be unpacked: {error}. {_INSTEAD}"
             ) from error
     return weights, forms
-
-
-def read_members(source: PackedSource, load: Callable[[str], mx.array]) -> Members:
-    """Return the loaded members of a packed weight, experts stacked."""
-    found: Members = {}
-    for member, names in (("weight", source.stored), *source.members.items()):
-        arrays = [load(name) for name in names]
-        found[member] = mx.stack(arrays) if source.transform == "stack" else arrays[0]
-    return found
-
-
-def _half(source: PackedSource, array: mx.array) -> mx.array:
-    """Return the half of the rows that a source takes of fused experts."""
-    return TRANSFORMS[source.transform](array) if source.transform.endswith("half") else array
 
 
 def packed_values(form: Form, members: Members, fields: dict[str, Any]) -> mx.array:

@@ -28,18 +28,12 @@ _FIELDS = frozenset(field.name for field in fields(TextModelArgs))
 
 
 def model_args(text: Text) -> TextModelArgs:
-    """Return mlx-lm's arguments from `text`.
-
-    Its own `from_dict` inspects a signature for each field, which takes seconds of a load.
-    """
+    """Return mlx-lm's arguments from `text`. Its own `from_dict` takes seconds of a load."""
     return TextModelArgs(**{name: value for name, value in text.items() if name in _FIELDS})
 
 
 class Family(ABC):
-    """The names of a family in config.json, and the modules of its layers.
-
-    The engine runs mlx-lm's modules of Qwen3.5. A family with other modules converts them in `engine_layer`.
-    """
+    """The names of a family in config.json, and the modules of its layers. The engine runs those of Qwen3.5."""
 
     releases: ClassVar[str]
     """The published models, for error messages."""
@@ -167,7 +161,7 @@ class Qwen35(Family):
     prefix = "language_model."
 
     def text_args(self, text: Text) -> TextModelArgs:
-        """Return mlx-lm's arguments. The weights of the chosen experts always have the sum 1, as in transformers."""
+        """Return mlx-lm's arguments. The weights of the chosen experts have the sum 1, as in transformers."""
         return model_args({**text, "norm_topk_prob": True})
 
     def backbone(self, text: Text) -> nn.Module:

@@ -75,9 +75,8 @@ class FlashNext(Family):
 
     def token_values(self, text: Text) -> int:
         args = FlashNextArgs.of(text)
-        return (
-            0 if args.ngrams is None else (args.ngrams.kernel - 1) * args.ngrams.size * args.width
-        )
+        ngrams = args.ngrams
+        return 0 if ngrams is None else (ngrams.kernel - 1) * ngrams.size * args.width
 
     def convert_text(self, text: Text) -> None:
         """Change nothing: no other program reads the fields in another way."""

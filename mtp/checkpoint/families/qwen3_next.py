@@ -1,8 +1,7 @@
 """Qwen3-Next and Qwen3-Coder-Next: the GatedDeltaNet has combined projections, and layers may be dense.
 
 `in_proj_qkvz` and `in_proj_ba` hold the rows of one key head after another. The engine runs Qwen3.5's GatedDeltaNet,
-whose projections are the same rows in another order. A row of a quantized weight has its own scales, so the rows are
-moved without a change of any bit.
+whose projections are the same rows, quantized or not, in another order.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ class Qwen3Next(Family):
         return layer
 
     def find_problem(self, text: Text) -> str | None:
-        """Return the fault of a field that decides which layers are dense, or how experts are weighted."""
         text = {**_DEFAULTS, **text}
         dense, step = text["mlp_only_layers"], text["decoder_sparse_step"]
         if not isinstance(dense, list | tuple) or not all(type(layer) is int for layer in dense):
@@ -65,7 +63,6 @@ class Qwen3Next(Family):
         return None
 
     def mlp_fields(self, text: Text) -> tuple[str, ...]:
-        """Return the fields of experts, and those of dense MLPs where a layer has one."""
         text = {**_DEFAULTS, **text}
         fields = super().mlp_fields(text)
         dense = text["mlp_only_layers"] or text["decoder_sparse_step"] != 1
@@ -100,8 +97,7 @@ class Qwen3Next(Family):
 def _separate(combined: nn.Module, args: TextModelArgs) -> GatedDeltaNet:
     """Return Qwen3.5's GatedDeltaNet with the weights of `combined`."""
     gdn = GatedDeltaNet(args)
-    # The unused random weights of `gdn` have advanced the generator lazily.
-    mx.eval(mx.random.state)
+    mx.eval(mx.random.state)  # the unused random weights of `gdn` have advanced it lazily
     for name in ("conv1d", "dt_bias", "A_log", "norm", "out_proj"):
         setattr(gdn, name, combined[name])
     heads, ratio = gdn.num_k_heads, gdn.num_v_heads // gdn.num_k_heads

@@ -17,10 +17,10 @@ from mtp.checkpoint.format.config import ModelConfig, read_json_object
 from mtp.checkpoint.format.cut import Cut, is_cut, is_kv
 from mtp.checkpoint.format.names import (
     ADAPTER_FILES,
+    IGNORED,
     Layout,
     Source,
     is_head,
-    is_ignored,
     join_names,
     local_name,
     module_path,
@@ -101,7 +101,7 @@ class Checkpoint:
         unknown, ignored = [], []
         tables: dict[str, dict[str, dict[int, str]]] = {}
         for name in sorted(tensors):
-            if is_ignored(name):
+            if IGNORED.fullmatch(name):
                 ignored.append(name)
                 continue
             local = local_name(name)
@@ -229,8 +229,8 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Return a hex digest that is equal for two copies of the same weights, however they are split into files.
 
-        It covers the config fields that decide the computation, every tensor's name, dtype and shape, and the ends of
-        up to 1,024 tensors. It detects mistakes, not forgery.
+        It covers the config, each tensor's name, type and shape, and the ends of up to 1,024 tensors. It detects
+        mistakes, not forgery.
         """
         digest = hashlib.sha256()
         config = self.config
@@ -267,7 +267,7 @@ def _read_headers(path: Path) -> dict[Path, Header]:
         if not found:
             raise CheckpointError(f"{path}: no *.safetensors files. Download the checkpoint again.")
         return {file: read_header(file) for file in found}
-    weight_map = read_weight_map(index)
+    weight_map = checked_weight_map(read_json_object(index), index)
     headers = {}
     for name in sorted(set(weight_map.values())):
         if not (path / name).exists():
@@ -303,11 +303,6 @@ def drop_replaced(headers: dict[Path, Header], weight_map: dict[str, str]) -> No
                 del header.tensors[name]
 
 
-def read_weight_map(index: Path) -> dict[str, str]:
-    """Return the file name of each tensor, read from `index`. Raises CheckpointError when the index is invalid."""
-    return checked_weight_map(read_json_object(index), index)
-
-
 def checked_weight_map(index: dict[str, Any], source: object) -> dict[str, str]:
     """Return the file name of each tensor in an index. Raises CheckpointError, which names `source`."""
     weight_map = index.get("weight_map")
@@ -316,9 +311,8 @@ def checked_weight_map(index: dict[str, Any], source: object) -> dict[str, str]:
             f"{source}: weight_map is not an object with entries. Take another copy or revision."
         )
     for name in weight_map.values():
-        if not (
-            isinstance(name, str) and name.isprintable() and 0 < len(Path(name).name) == len(name)
-        ):
+        is_name = isinstance(name, str) and name.isprintable()
+        if not (is_name and 0 < len(Path(name).name) == len(name)):
             raise CheckpointError(
                 f"{source}: {name!r:.120} is not the name of a file in the same directory."
             )
@@ -357,12 +351,11 @@ def check_not_head_only(path: Path, config: ModelConfig) -> None:
 
 
 def detect_layout(path: Path, headers: dict[Path, Header], *, head_only: bool = False) -> Layout:
-    """Return the layout of the whole checkpoint, so that it is right for a stage without GDN layers too.
+    """Return the layout of the whole checkpoint. Raises CheckpointError for contradictions and where nothing tells it.
 
-    The shape of a convolution is `[C, 1, K]` in raw and `[C, K, 1]` in mlx layout. When no header has a convolution
-    (or K is 1), the metadata decides: `format` is `pt` when transformers wrote the file and `mlx` when mlx did.
-    In a repo of a head alone without metadata, names without `mtp.` are those of a converted head.
-    Raises CheckpointError when the files contradict each other or do not tell the layout.
+    The shape of a convolution is `[C, 1, K]` in raw and `[C, K, 1]` in mlx layout. Without a convolution, or if K is 1,
+    the metadata decides: `format` is `pt` when transformers wrote the file. In a repo of a head alone without metadata,
+    names without `mtp.` are those of a converted head.
     """
     votes: dict[Layout, str] = {}
     for header in headers.values():

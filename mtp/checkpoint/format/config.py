@@ -24,10 +24,10 @@ def read_json_object(file: Path) -> dict[str, Any]:
     """Return the object in `file`. Raises CheckpointError for an unreadable file, invalid JSON, or another value."""
     try:
         content = file.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(f"{file}: no such file. Give a checkpoint directory.") from None
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from error
+        raise CheckpointError(
+            f"{file}: cannot be read: {error.strerror}. Give a directory with config.json and *.safetensors."
+        ) from error
     return parse_json_object(content, str(file))
 
 
@@ -36,10 +36,9 @@ PARTIAL_ROTARY_FACTOR = 0.25
 
 
 def with_rope_parameters(text: dict[str, Any]) -> dict[str, Any]:
-    """Return `text` with `rope_parameters`, as transformers builds them from the older fields.
+    """Return `text` with `rope_parameters`, as transformers builds them from the three fields of older exporters.
 
-    Older exporters wrote `rope_theta`, `rope_scaling` and `partial_rotary_factor` as three fields. `text` is returned
-    unchanged when it has `rope_parameters`, or has no valid older fields.
+    `text` is returned unchanged when it has `rope_parameters`, or has no valid older fields.
     """
     scaling = text.get("rope_scaling") or {}
     if "rope_parameters" in text or "rope_theta" not in text or not isinstance(scaling, dict):
@@ -78,7 +77,7 @@ PACKINGS = {
 
 @dataclass(frozen=True)
 class ForeignPacking:
-    """A quantization by another program than mlx-lm: its `name`, a value of PACKINGS, and the fields of its config."""
+    """A quantization by another program: its `name`, a value of PACKINGS, and the fields of its config."""
 
     name: str
     fields: dict[str, Any] = field(hash=False)
@@ -88,10 +87,9 @@ class ForeignPacking:
 class ModelConfig:
     """The fields of config.json that decide a stage's modules, memory and stop tokens.
 
-    `text_config` is the raw dict that the fields were read from: `text_config` of config.json, or its top level. It
-    always has `rope_parameters`. `head_only` is true for a repo that holds an MTP head and no model.
-    `quantization` is the raw dict of mlx-lm's own quantization, `foreign` the packing of another program, which only
-    the conversion reads. At least one of them is None.
+    `text_config` is the raw dict of the fields, always with `rope_parameters`. `head_only` is true for a repo that
+    holds an MTP head and no model. `quantization` is the raw dict of mlx-lm's own quantization, `foreign` the packing
+    of another program. At least one of them is None.
     """
 
     model_type: str
@@ -126,15 +124,7 @@ class ModelConfig:
 
     @classmethod
     def load(cls, path: Path) -> ModelConfig:
-        """Read `path/config.json`, and the stop tokens of generation_config.json in the same directory.
-
-        Raises CheckpointError for a missing directory or file, invalid JSON, another architecture, or a missing or
-        unsupported field.
-        """
-        if not path.is_dir():
-            raise CheckpointError(
-                f"{path}: no such directory. Give a directory with config.json and *.safetensors."
-            )
+        """Read `path/config.json`, and the stop tokens of generation_config.json beside it. Raises CheckpointError."""
         config = read_config(path)
         return cls.parse(path / "config.json", config, _eos_token_ids(path, config))
 
@@ -367,15 +357,11 @@ class _Reader:
         layers = family.announced_head_layers(self.text) or 0
         valid = type(layers) is int and layers >= 0
         self._check("mtp_num_hidden_layers", layers, valid, "a positive integer")
-        if layers > 1:
+        own = bool(layers and self.text.get("mtp_use_dedicated_embeddings"))
+        if layers > 1 or own:
             raise self._error(
-                f"mtp_num_hidden_layers is {layers}, and only heads of one layer are supported. Set it to 0 to use the "
-                "model without its head."
-            )
-        if layers and self.text.get("mtp_use_dedicated_embeddings"):
-            raise self._error(
-                "mtp_use_dedicated_embeddings is true, and a head with its own embeddings is not supported. "
-                "Set mtp_num_hidden_layers to 0 to use the model without its head."
+                f"mtp_num_hidden_layers is {layers} and mtp_use_dedicated_embeddings {own}, and only heads of one "
+                "layer without own embeddings are supported. Set mtp_num_hidden_layers to 0 to leave the head out."
             )
         return layers
 
@@ -407,10 +393,7 @@ class _Reader:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the object of `path/config.json`, with the quantization that ModelOpt writes into a file of its own.
-
-    Raises CheckpointError for a missing or invalid file.
-    """
+    """Return the object of `path/config.json`, with ModelOpt's file beside it. Raises CheckpointError."""
     beside = path / QUANTIZATION_FILE
     return with_quantization(
         read_json_object(path / "config.json"),
@@ -421,8 +404,8 @@ def read_config(path: Path) -> dict[str, Any]:
 def with_quantization(config: dict[str, Any], beside: dict[str, Any] | None) -> dict[str, Any]:
     """Return `config` with its quantization at the usual place.
 
-    ModelOpt has the fields under `quantization`, in the file `beside` or in config.json. The text part of a model may
-    have the fields too.
+    ModelOpt has the fields under `quantization`, in the file `beside` or in config.json. The text part may have them
+    too.
     """
     text = config.get("text_config")
     places = [config, text if isinstance(text, dict) else {}]

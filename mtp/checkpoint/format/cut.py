@@ -1,9 +1,8 @@
-"""The share of each layer that one member of a group of machines holds.
+"""The share of each layer that one member of a group of machines holds, by the conventions of mlx-lm's `shard`.
 
 Attention is cut by heads, a GatedDeltaNet by its key heads and their value heads, MLPs and experts by their inner
 columns, and lm_head by the vocabulary. Norms, routers, the embedding and the first projection of the MTP head stay
-whole. These are the conventions of mlx-lm's `shard`. A layer that is cut is a layer of the same kind with fewer heads
-and columns, whose results are partial sums.
+whole. A layer that is cut has fewer heads and columns, and its results are partial sums.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The mapping from the tensor names of a checkpoint to the parameter names of our modules. Pure functions on text.
 
-A *part* is the unit that a stage loads: `embed`, `layers.N`, `norm`, `lm_head`, `mtp`. Within a part a parameter
-has the name that mlx-lm's module gives it, such as `mlp.switch_mlp.up_proj.weight`. `plan_part` returns, for every
-parameter, the stored tensors that it is made of and the transform (MTP_HEAD.md lists the facts).
+A *part* is the unit that a stage loads: `embed`, `layers.N`, `norm`, `lm_head`, `mtp`. Within a part a parameter has
+the name that mlx-lm's module gives it. `plan_part` returns the stored tensors and the transform of every parameter.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _ALIASES = (
 """From the names of DeepSeek's head, which engines use for all heads, to those of Qwen's."""
 
 _OF_THE_MODEL = ("mtp", "embed_tokens", "lm_head")
-"""Modules that have their full name in a repo of a head alone: the head, and copies of modules of the model."""
+"""Modules that have their full name in a repo of a head alone."""
 
 
 def with_head_prefix(local: str) -> str:
@@ -46,34 +45,21 @@ def _in_head(within: str) -> str:
 
 
 Layout = Literal["raw", "mlx"]
-Transform = Literal["as stored", "conv1d", "norm + 1", "norm - 1", "stack", "gate half", "up half"]
+Transform = Literal["as stored", "conv1d", "norm + 1", "stack", "gate half", "up half"]
 
-_VISION = (
-    "vision_tower.",
-    "visual.",
-    "model.visual.",
-    "model.vision_tower.",
-    "language_model.vision_tower.",
-    "language_model.visual.",
-)
+_VISION = re.compile(r"((model|language_model)\.)?(vision_tower|visual)\.")
 """Prefixes of the vision part. Some converters put it below `language_model.`."""
 
-_PREFIXES = (
-    "model.language_model.",  # raw
-    "language_model.model.",  # mlx
-    "language_model.",  # mlx: lm_head and mtp
-    "model.",  # text only
-)
+_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+"""Prefixes of raw names, of MLX names, of MLX's lm_head and mtp, and of models of text."""
+
 _MIXER = "hyper_connection_mixer"
 """The final norm of Flash-Next, which has modules of its own."""
 
 _ENDS = {"embed_tokens": "embed", _MIXER: "norm", "norm": "norm", "lm_head": "lm_head"}
 
-_IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|self_attn\.(k_scale|v_scale|kv_scale))")
-"""Extra tensors that do not change results.
-
-The model computes `inv_freq` from its config. The scales of K/V matter only to an engine that stores K/V as FP8.
-"""
+IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|self_attn\.(k_scale|v_scale|kv_scale))")
+"""Extra tensors that do not change results: `inv_freq` follows from the config, and no K/V is stored as FP8 here."""
 
 ADAPTER_FILES = re.compile(r"adapter_model\.safetensors|(\d+_)?adapters\.safetensors")
 """Files of fine-tuning adapters, as peft and mlx-lm name them. They are no part of the model."""
@@ -93,16 +79,16 @@ class Source:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The names of all tensors to read. The conversion reads further ones for a packed weight."""
+        """The names of all tensors to read, those of a packed weight included."""
         return self.stored
 
 
 def local_name(stored: str) -> str | None:
-    """Return the name without the prefixes of the layouts: `layers.3.mlp.…`, `embed_tokens.weight`, `mtp.fc.weight`.
+    """Return the name without the prefixes of the layouts, such as `layers.3.mlp.…`; `mtp.` begins all names of a head.
 
-    Other names of the head become `mtp.`. Returns None for a tensor of the vision part.
+    Returns None for a tensor of the vision part.
     """
-    if stored.startswith(_VISION):
+    if _VISION.match(stored):
         return None
     prefix = next((prefix for prefix in _PREFIXES if stored.startswith(prefix)), "")
     local = stored.removeprefix(prefix)
@@ -112,13 +98,8 @@ def local_name(stored: str) -> str | None:
 
 def vision_name(stored: str) -> str | None:
     """Return the name of a tensor within the vision part, such as `blocks.0.norm1.weight`, or None for others."""
-    found = (stored.removeprefix(prefix) for prefix in _VISION if stored.startswith(prefix))
-    return next(found, None)
-
-
-def is_ignored(stored: str) -> bool:
-    """Return whether a stored tensor can be left out without changing results."""
-    return _IGNORED.fullmatch(stored) is not None
+    found = _VISION.match(stored)
+    return stored[found.end() :] if found else None
 
 
 def is_head(stored: str) -> bool:
@@ -166,8 +147,7 @@ def plan_part(
 ) -> dict[str, Source]:
     """Return the Source of each parameter of a part. `stored` are pairs (name within the part, stored name).
 
-    A stack lists all experts, present or not, so that the caller finds the missing ones.
-    Raises CheckpointError when two stored tensors would become the same parameter.
+    A stack lists all experts, present or not. Raises CheckpointError when two tensors would become one parameter.
     """
     plan: dict[str, Source] = {}
     for within, name in stored:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -51,15 +52,22 @@ def part_module(config: ModelConfig, part: str) -> nn.Module:
             module = config.head()
         case _, _, layer:
             module = config.family.layer(config.text(), int(layer))
-    # Every lazy random weight adds a lazy split to the key of the generator. Without this evaluation the splits
-    # accumulate over the loads of a worker.
+    # Each random weight adds a lazy split to the generator's key. They would accumulate over the loads of a worker.
     mx.eval(mx.random.state)
     return module
 
 
 def missing_tensors(checkpoint: Checkpoint, parts: Iterable[str]) -> tuple[str, ...]:
-    """Return the stored names that `parts` need and the checkpoint lacks."""
-    return tuple(dict.fromkeys(name for part in parts for name in _missing(checkpoint, part)))
+    """Return the names of the tensors that `parts` need and the checkpoint lacks."""
+    found: dict[str, None] = {}
+    for part in parts:
+        plan = checkpoint.plans[part]
+        needed = list(dict(tree_flatten(part_module(checkpoint.config, part).parameters())))
+        if checkpoint.config.quantization is not None:
+            needed += [n for name in plan for n in _beside(checkpoint, part, name)]
+        lacking = [module_path(part, name) for name in needed if name not in plan]
+        found |= dict.fromkeys((*lacking, *checkpoint.missing_sources(part)))
+    return tuple(found)
 
 
 def missing_from_backbone(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -67,17 +75,6 @@ def missing_from_backbone(checkpoint: Checkpoint) -> tuple[str, ...]:
     whole = Span(0, checkpoint.config.num_layers)
     parts = checkpoint.stage_parts(whole, first=True, last=True, with_head=False)
     return missing_tensors(checkpoint, parts)
-
-
-def _missing(checkpoint: Checkpoint, part: str) -> Iterator[str]:
-    plan = checkpoint.plans[part]
-    needed = list(dict(tree_flatten(part_module(checkpoint.config, part).parameters())))
-    if checkpoint.config.quantization is not None:
-        needed += [n for name in plan for n in _beside(checkpoint, part, name)]
-    for name in needed:
-        if name not in plan:
-            yield module_path(part, name)
-    yield from checkpoint.missing_sources(part)
 
 
 def _beside(checkpoint: Checkpoint, part: str, name: str) -> tuple[str, ...]:
@@ -129,8 +126,8 @@ def read_part(
 ) -> dict[str, mx.array]:
     """Return the lazy parameters of `part` by their name within it. Raises CheckpointError.
 
-    With `shares` a member of a group reads only the bytes of its share, at once. Floating parameters and quantization
-    scales are cast to `dtype` (None: as stored), as mlx-lm's converter casts them; A_log is not.
+    With `shares` a member of a group reads only the bytes of its share, at once. Floating parameters and scales are
+    cast to `dtype` (None: as stored); A_log is not.
     """
     if missing := checkpoint.missing_sources(part):
         raise checkpoint.missing_tensors_error(missing)
@@ -238,7 +235,6 @@ TRANSFORMS: dict[Transform, Callable[[mx.array], mx.array]] = {
     "conv1d": lambda weight: mx.contiguous(weight.moveaxis(2, 1)),
     # In fp32, so that the later cast rounds only once.
     "norm + 1": lambda weight: weight.astype(mx.float32) + 1.0,
-    "norm - 1": lambda weight: weight.astype(mx.float32) - 1.0,
     "gate half": _half(0),
     "up half": _half(1),
 }
@@ -286,8 +282,7 @@ def _norm_means(checkpoint: Checkpoint, part: str, prefix: str) -> dict[str, flo
 def report(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the object that `mtp-coord inspect --json` prints, with sizes in bytes on disk.
 
-    `norms` is "raw" when RMSNorm weights are stored as offsets from 1. `missing_tensors` are those without which the
-    model cannot be loaded; those that the head lacks are under `mtp`.
+    `norms` is "raw" when RMSNorm weights are stored as offsets from 1. The tensors that the head lacks are under `mtp`.
     """
     config = checkpoint.config
     return {
@@ -301,12 +296,7 @@ def report(checkpoint: Checkpoint) -> dict[str, Any]:
         "norms": "raw" if checkpoint.layout == "raw" else "shifted",
         "tie_word_embeddings": config.tie_word_embeddings,
         "max_positions": config.max_positions,
-        "mtp": {
-            "announced": checkpoint.mtp.announced,
-            "present": checkpoint.mtp.present,
-            "complete": checkpoint.mtp.complete,
-            "missing": list(checkpoint.mtp.missing),
-        },
+        "mtp": {**asdict(checkpoint.mtp), "complete": checkpoint.mtp.complete},
         "unknown_tensors": list(checkpoint.unknown),
         "ignored_tensors": list(checkpoint.ignored),
         "missing_tensors": list(missing_from_backbone(checkpoint)),

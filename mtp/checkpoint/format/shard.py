@@ -1,9 +1,8 @@
 """Files that are written piece by piece and resumed after any interruption, such as safetensors files.
 
-A file grows under `NAME.part` and gets its name when it is complete and on the disk. So a file with the final name is
-complete, and no program reads a part file. The length of a part file tells how much of it was written: downloads and
-transfers between machines continue there. A hash of the whole content finds bytes that a power failure lost. Where
-there is none, the file is written from its beginning.
+A file grows under `NAME.part` and gets its name when it is complete and on the disk. Downloads and transfers continue
+after the length of a part file. A hash of the whole content finds bytes that a power failure lost. Where there is none,
+the file is written from its beginning.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 _LENGTH = struct.Struct("<Q")
 LENGTH_BYTES = _LENGTH.size
+"""Bytes of the length of the header, which begins a file."""
 
 
 def parse_json_object(content: bytes, source: str) -> dict[str, Any]:
@@ -125,9 +125,6 @@ Buffer = bytes | bytearray | memoryview
 PIECE_BYTES = 1024 * 1024
 """Bytes read from a file at once."""
 
-_ALIGNMENT = 8
-"""Bytes. The safetensors format starts the first tensor at a multiple of this."""
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -152,8 +149,8 @@ def encode_header(entries: Sequence[Entry], form: str) -> bytes:
         header[entry.name] = {"dtype": entry.dtype, **place}
         start += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text
+    text += b" " * (-len(text) % 8)  # the first tensor is aligned
+    return _LENGTH.pack(len(text)) + text
 
 
 class BusyFileError(CheckpointError):
@@ -164,8 +161,7 @@ class PartFile:
     """A context manager that writes `nbytes` bytes after `header` into the file `path`, from one process at a time.
 
     `written` counts the bytes without the header. Entering it continues a part file with the same header. Leaving it
-    keeps the part file, unless the file is complete. Every error of the file system is raised as a CheckpointError that
-    says what to do.
+    keeps the part file, unless the file is complete. Errors of the file system become CheckpointErrors.
     """
 
     def __init__(self, path: Path, nbytes: int, header: bytes = b"") -> None:
@@ -290,7 +286,7 @@ class PartFile:
 
 
 class ShardWriter(PartFile):
-    """The writer of a safetensors file with the tensors `entries`, after their header. `form` is `pt` or `mlx`."""
+    """The writer of a safetensors file with the tensors `entries`. `form` is `pt` or `mlx`."""
 
     def __init__(self, path: Path, entries: Sequence[Entry], form: str = "mlx") -> None:
         super().__init__(path, sum(entry.nbytes for entry in entries), encode_header(entries, form))

@@ -91,8 +91,7 @@ class HubRepo:
 
     def read(self, file: str) -> bytes | None:
         """Return the content of a small file; None when the repo does not have this file."""
-        size = self.size(file)
-        if size is None:
+        if (size := self.size(file)) is None:
             return None
         if size > MAX_SMALL_BYTES:
             raise CheckpointError(
@@ -102,8 +101,7 @@ class HubRepo:
 
     def read_header(self, file: str) -> shard.Header:
         """Read the header of a safetensors file."""
-        size = self.size(file)
-        if size is None:
+        if (size := self.size(file)) is None:
             raise self._missing(file)
         name = Path(file)
         prefix = b"".join(self.read_range(file, 0, min(shard.LENGTH_BYTES, size)))

@@ -15,7 +15,8 @@ from huggingface_hub import constants, errors, scan_cache_dir, snapshot_download
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from mtp.builtin import checkpoint_dir
-from mtp.checkpoint.format.checkpoint import INDEX, read_weight_map
+from mtp.checkpoint.format.checkpoint import INDEX, checked_weight_map
+from mtp.checkpoint.format.config import read_json_object
 from mtp.checkpoint.hub.repo import SHA256, download_blobs, find_blobs, unreadable
 from proto.errors import CheckpointError, ClusterError
 from proto.terminal.progress import OnProgress
@@ -104,7 +105,10 @@ def _is_whole(snapshot: Path) -> bool:
         return False
     if not index.exists():
         return any(snapshot.glob("*.safetensors"))
-    return all((snapshot / file).exists() for file in set(read_weight_map(index).values()))
+    return all(
+        (snapshot / file).exists()
+        for file in set(checked_weight_map(read_json_object(index), index).values())
+    )
 
 
 def _unknown(name: str) -> CheckpointError:
@@ -115,7 +119,7 @@ def _unknown(name: str) -> CheckpointError:
 
 
 def _download(repo: str, on_progress: OnProgress, stop: threading.Event | None) -> Path:
-    """Download a repo, and check every file for which the hub has a SHA-256 before downloading config.json."""
+    """Download a repo, and check every file with a known SHA-256 before downloading config.json."""
     log.info("downloading the checkpoint", extra={"model": repo, "to": constants.HF_HUB_CACHE})
     small = _snapshot(repo, skip=[_LAST, "*.safetensors"])
     with _hub_errors(repo):

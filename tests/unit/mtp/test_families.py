@@ -49,7 +49,7 @@ def test_qwen3_next_has_a_head_that_its_config_does_not_mention() -> None:
         ({"mlp_only_layers": [0], "intermediate_size": None}, "intermediate_size is missing"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
         ({"rope_theta": None}, "rope_theta"),
-        ({"num_nextn_predict_layers": 2}, "only heads of one layer are supported"),
+        ({"num_nextn_predict_layers": 2}, "only heads of one layer without own"),
     ],
     ids=repr,
 )

@@ -28,13 +28,12 @@ def command(name: str, *args: str | Path) -> None:
 def test_integers_keep_their_codes_and_all_else_follows_the_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Weights of 4 bits are not quantized again in 8. The output counts them, and those that are dequantized."""
+    """Weights of 4 bits are not quantized again in 8."""
     source = write_foreign(tmp_path / "source", "GPTQ")
     flags = ("-q", "--q-bits", "8")
     command("convert", "--hf-path", source, "--mlx-path", tmp_path / "plain")
     command("convert", "--hf-path", source, "--mlx-path", tmp_path / "asked", *flags)
     said = capsys.readouterr().out
-    assert said.count("33 weights kept, with their codes of 4 bits\n") == 2
     assert "MTP head: kept" in said
     plain, asked = read_tensors(tmp_path / "plain"), read_tensors(tmp_path / "asked")
     name = "language_model.model.layers.3.self_attn.q_proj"
@@ -44,7 +43,6 @@ def test_integers_keep_their_codes_and_all_else_follows_the_flags(
     assert embedding in asked and embedding not in plain
     blocks = write_foreign(tmp_path / "blocks", "FP8 in blocks")
     command("convert", "--hf-path", blocks, "--mlx-path", tmp_path / "anew", *flags)
-    assert "33 weights dequantized\n" in capsys.readouterr().out
     assert f"{name}.scales" in read_tensors(tmp_path / "anew")
 
 
