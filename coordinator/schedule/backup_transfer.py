@@ -10,7 +10,7 @@ from collections.abc import Callable
 from statistics import median_low
 
 from coordinator.pipeline.pipeline import FoundPrefix, Pipeline
-from coordinator.schedule.backups import MIN_NEW_TOKENS, Backup, BackupInFlight, total_bytes
+from coordinator.schedule.backups import MIN_NEW_TOKENS, Backup, BackupInFlight
 from coordinator.schedule.prefix_cache import SMALLEST_ENTRY
 from coordinator.schedule.scheduler import Scheduler
 from coordinator.schedule.sequence import Sequence
@@ -100,7 +100,7 @@ class BackupTransfer:
         computed = self._scheduler.prompts.expected_seconds(backup.tokens - held)
         seconds = math.inf if computed is None else max(SHORTEST_RESTORE, computed)
         speed = median_low(self._speeds or [math.inf])
-        return backup if total_bytes([backup]) <= seconds * speed else None
+        return backup if backup.nbytes <= seconds * speed else None
 
     async def _transfer_state(
         self, pipeline: Pipeline, sequence: Sequence, held: int, then: Callable[[], None]

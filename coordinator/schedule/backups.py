@@ -1,26 +1,20 @@
 """The backups of running sequences: which one is made next, and the states that the coordinator keeps. Plain data.
 
 A plan that ends takes the state of every sequence with it, because its layers move to other workers. The coordinator
-keeps a copy of this state, up to some token. The next plan restores it and computes only the tokens after it. Backups
-of prompts stay after their sequences, for later prompts that begin with the same tokens. A backup costs the time of its
-transfer. The pause after it is a multiple of this time, which is long in a calm cluster and short after a failure.
+keeps a copy of this state, up to some token. The next plan restores it and computes only the tokens after it. A backup
+costs the time of its transfer. The pause after it is a multiple of this time, which is long in a calm cluster and short
+after a failure.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.schedule.sequence import Sequence as GenerationSequence
 from proto.backup import LayerState
 from proto.frame import BackUp
-
-MAX_PREFIXES = 64
-"""Prompts. Bound on the comparisons for a new prompt. It equals RECENT_PROMPTS of the prefix cache."""
-
-Tokens = tuple[int, ...]
 
 
 @dataclass
@@ -48,34 +42,10 @@ class Backup:
         """The states of all layers, in the order in which they were made."""
         return [state for layer in self.layers.values() for state in layer]
 
-
-class PrefixBackups:
-    """The backups of prompts by tokens, least recently used first, for new prompts after a plan has ended."""
-
-    def __init__(self) -> None:
-        self.kept: OrderedDict[Tokens, Backup] = OrderedDict()
-
-    def add_prefix(self, tokens: Tokens, backup: Backup) -> None:
-        """Keep a backup of `tokens`."""
-        self.kept[tokens] = backup
-        self.kept.move_to_end(tokens)
-        if len(self.kept) > MAX_PREFIXES:
-            self.kept.popitem(last=False)
-
-    def find_longest(self, prompt: Sequence[int]) -> Backup | None:
-        """Return the longest backup that is a proper prefix of `prompt`, and mark it as the most recently used."""
-        shorter = (tokens for tokens in self.kept if len(tokens) < len(prompt))
-        found = [tokens for tokens in shorter if tuple(prompt[: len(tokens)]) == tokens]
-        if not found:
-            return None
-        longest = max(found, key=len)
-        self.kept.move_to_end(longest)
-        return self.kept[longest]
-
-
-def total_bytes(backups: Iterable[Backup]) -> int:
-    """Return the bytes of all states, each counted once although several backups may share it."""
-    return sum({id(s): len(s.data) for one in backups for s in one.states}.values())
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return sum(len(state.data) for state in self.states)
 
 
 MAX_IN_FLIGHT = 4
@@ -86,9 +56,6 @@ BYTES_IN_FLIGHT = 2**26
 
 MIN_NEW_TOKENS = 32
 """Tokens. A backup that saves fewer is not made: a stage computes as many in one step."""
-
-NEAR_PREFIX = 128
-"""Tokens. Distance to the end of a prefix within which no other backup of the sequence is made: one short chunk."""
 
 CALM_PAUSE = 49.0
 """Pause after a backup, over its time. Backups then take 2 % of the time of a link."""
@@ -105,13 +72,12 @@ DEFAULT_BYTES = 2**30
 
 @dataclass(frozen=True)
 class BackupInFlight:
-    """The backup of tokens `start` to `tokens` in frame number `frame`. `prefix` is set if others may share them."""
+    """The backup of tokens `start` to `tokens` in frame number `frame`."""
 
     seq_id: int
     start: int
     tokens: int
     frame: int
-    prefix: Tokens | None = None
 
 
 class Backups:
@@ -122,13 +88,10 @@ class Backups:
         self.enabled = True
         """False while the stages run in this process."""
         self.kept: dict[int, Backup] = {}
-        self.prefixes = PrefixBackups()
         self.in_flight: dict[int, BackupInFlight] = {}
         """Backups that are being made, by sequence."""
         self.due: int | None = None
         """The sequence whose next segment is sent with a backup."""
-        self.ready = False
-        """True if a backup may be made now."""
         self.stormy = False
         """True for STORM_SECONDS after a failure."""
         self._newest_bytes = 0  # of the newest transfer
@@ -146,26 +109,21 @@ class Backups:
     @property
     def nbytes(self) -> int:
         """Bytes of all backups."""
-        return total_bytes((*self.kept.values(), *self.prefixes.kept.values()))
+        return sum(backup.nbytes for backup in self.kept.values())
 
     def tokens_of(self, seq_id: int) -> int:
         """Return how many tokens of a sequence are backed up."""
         return self.kept.get(seq_id, Backup()).tokens
 
-    def may_begin(self, seq_id: int) -> bool:
-        """Return whether a sequence has no backup in flight, and its next backup may fit into `limit`."""
-        return seq_id not in self.in_flight and seq_id < self._full_from
-
     def choose_due(self, running: Iterable[GenerationSequence], now: float) -> None:
         """Set `due` to the sequence with the most tokens to back up, or to None if no backup is due at `now`."""
         self.due, self.stormy = None, now < self._storm_until
         most = 1 if self._newest_bytes > BYTES_IN_FLIGHT else MAX_IN_FLIGHT
-        self.ready = self.enabled and len(self.in_flight) < most and now >= self._next_at
-        if not self.ready:
+        if not self.enabled or len(self.in_flight) >= most or now < self._next_at:
             return
         missing = {}
         for s in running:
-            if self.may_begin(s.seq_id) and not _near_prefix(s):
+            if s.seq_id not in self.in_flight and s.seq_id < self._full_from:
                 # What the stages hold for certain when its next segment arrives.
                 held = len(s.tokens) - 1 if s.decoding else s.scheduled_tokens
                 missing[s.seq_id] = held - self.tokens_of(s.seq_id)
@@ -173,18 +131,11 @@ class Backups:
         if seq_id is not None and missing[seq_id] >= MIN_NEW_TOKENS:
             self.due = seq_id
 
-    def start_from_prefix(self, sequence: GenerationSequence) -> None:
-        """Let a new sequence begin with the longest backup of a prompt that its own prompt begins with."""
-        if (found := self.prefixes.find_longest(sequence.tokens)) is not None:
-            self.kept[sequence.seq_id] = found.copy()
-
-    def begin_backup(
-        self, seq_id: int, tokens: int, frame: int, prefix: Tokens | None = None
-    ) -> BackUp:
+    def begin_backup(self, seq_id: int, tokens: int, frame: int) -> BackUp:
         """Return the operation of frame number `frame` that backs up the first `tokens` tokens of a sequence."""
-        self.due, self.ready = None, False
+        self.due = None
         start = self.tokens_of(seq_id)
-        self.in_flight[seq_id] = BackupInFlight(seq_id, start, tokens, frame, prefix)
+        self.in_flight[seq_id] = BackupInFlight(seq_id, start, tokens, frame)
         return BackUp(seq_id, start)
 
     def returned(self, frame: int) -> BackupInFlight | None:
@@ -203,12 +154,7 @@ class Backups:
             return  # the states continue a backup that was dropped while they were in flight
         backup = self.kept[made.seq_id] = former.copy()
         backup.add_states(tokens, states)
-        if made.prefix is not None:
-            self.prefixes.add_prefix(made.prefix, backup.copy())
         while self.nbytes > self.limit:
-            if self.prefixes.kept:
-                self.prefixes.kept.popitem(last=False)
-                continue
             youngest = max(self.kept)
             self._full_from = min(self._full_from, youngest)
             del self.kept[youngest]
@@ -229,14 +175,3 @@ class Backups:
             self._full_from = math.inf
         self.kept.pop(seq_id, None)
         self.in_flight.pop(seq_id, None)
-
-    def give_up(self, seq_id: int) -> None:
-        """Drop a backup that plans do not survive, and those of prompts, which may have the same states."""
-        self.drop_backup(seq_id)
-        self.prefixes.kept.clear()
-
-
-def _near_prefix(sequence: GenerationSequence) -> bool:
-    """Return whether the next chunk of a prompt ends where a prefix is saved, which is then backed up."""
-    boundary = next(iter(sequence.prefix_boundaries), 0)
-    return sequence.scheduled_tokens < boundary <= sequence.scheduled_tokens + NEAR_PREFIX

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from coordinator.drafts.averages import DraftResult, Shape
 from coordinator.drafts.controller import MAX_DEPTH, Controller
 from coordinator.planning.capacity import Capacity
-from coordinator.schedule.backups import MIN_NEW_TOKENS, BackupInFlight, Backups
+from coordinator.schedule.backups import BackupInFlight, Backups
 from coordinator.schedule.in_flight import FrameInFlight, LastWindow, StepTimer
 from coordinator.schedule.prefix_cache import PrefixCache
 from coordinator.schedule.prompts import Limits, Prompts, check_queue, check_request
@@ -202,7 +202,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(running))
         for sequence in self.waiting:
             if not sequence.may_restore:
-                self.backups.give_up(sequence.seq_id)
+                self.backups.drop_backup(sequence.seq_id)
             sequence.expected_prefix, sequence.sought = 0, False
             sequence.await_backup(0)
         outcome = FrameOutcome(now)
@@ -224,7 +224,6 @@ class Scheduler:
         check_queue(self.waiting, places, request.client, served)
         sequence = Sequence(self._next_seq, request, now, matcher=self.controller.new_matcher())
         self._next_seq += 1
-        self.backups.start_from_prefix(sequence)
         self._queue_sequence(sequence)
         return sequence
 
@@ -409,7 +408,7 @@ class Scheduler:
         self._queue_commit(sequence)
         position = len(sequence.tokens) - 1 + sequence.tokens_in_flight
         if not sequence.windows_in_flight:
-            self._queue_backup(sequence, position, self.next_number)
+            self._queue_backup(sequence, position)
         if shape.matched:
             sequence.draft_from_match(shape)
         window = sequence.next_window(shape, record, relay=relay)
@@ -438,7 +437,7 @@ class Scheduler:
         if not sequence.admitted:
             self._admit_sequence(sequence)
         start = sequence.scheduled_tokens
-        self._queue_backup(sequence, start, self.next_number)
+        self._queue_backup(sequence, start)
         boundaries = sequence.prefix_boundaries
         if boundaries and start == boundaries[0]:
             self._save_prefix(sequence, tuple(sequence.tokens[: boundaries.pop(0)]))
@@ -492,9 +491,8 @@ class Scheduler:
         if sequence.restorable_tokens:
             self.ops.append(RestoreBackup(sequence.seq_id, sequence.restorable_tokens))
             sequence.start_after(sequence.restorable_tokens)
-            restored = prompt[: sequence.scheduled_tokens]
-            if sequence.from_disk or restored in self.backups.prefixes.kept:
-                self._save_prefix(sequence, restored)
+            if sequence.from_disk:
+                self._save_prefix(sequence, prompt[: sequence.scheduled_tokens])
         elif (entry := self.prefixes.find_entry(prompt)) is not None:
             self.ops.append(RestorePrefix(sequence.seq_id, entry.number))
             sequence.start_after(len(entry.tokens))
@@ -512,19 +510,11 @@ class Scheduler:
             self.ops.append(SavePrefix(sequence.seq_id, entry.number, prefix_key(tokens)))
             sequence.saved_prefix = len(tokens)
 
-    def _queue_backup(self, sequence: Sequence, held: int, frame: int) -> None:
-        """Let frame number `frame` back up `sequence`, of which the stages then hold `held` tokens, if that is due.
-
-        A prefix that the stages save now, or have saved, is backed up first.
-        """
-        backups, seq_id, prefix = self.backups, sequence.seq_id, tuple(sequence.tokens[:held])
-        if not (backups.ready and backups.may_begin(seq_id)) or held <= backups.tokens_of(seq_id):
-            return
-        boundary = next(iter(sequence.prefix_boundaries), 0)
-        if held >= MIN_NEW_TOKENS and (held == boundary or self.prefixes.has_entry(prefix)):
-            self.ops.append(backups.begin_backup(seq_id, held, frame, prefix))
-        elif seq_id == backups.due:
-            self.ops.append(backups.begin_backup(seq_id, held, frame))
+    def _queue_backup(self, sequence: Sequence, held: int) -> None:
+        """Let the next frame back up `sequence`, of which the stages then hold `held` tokens, if that is due."""
+        if sequence.seq_id == self.backups.due:
+            backup = self.backups.begin_backup(sequence.seq_id, held, self.next_number)
+            self.ops.append(backup)
 
     def _queue_commit(self, sequence: Sequence) -> None:
         """Queue the commit of the last window of `sequence`, if it has one."""

@@ -20,7 +20,7 @@ from coordinator.schedule.scheduler import Scheduler
 from coordinator.schedule.sequence import MOST_RESTORES
 from proto.backup import LayerState, ReceivedStates
 from proto.errors import NotReadyError, ProtocolError, WorkerLostError
-from proto.frame import Admit, BackUp, Frame, Op, RestoreBackup, RestorePrefix
+from proto.frame import Admit, BackUp, Frame, Op, RestoreBackup
 from tests.support.protocol.scheduler_drive import Drive
 from tests.support.protocol.simulation import (
     ROOM,
@@ -343,9 +343,7 @@ def test_a_plan_that_makes_no_backups_restores_those_of_others(leaves: bool) -> 
     assert run_virtually(interrupted(source, asked, leaves)) == (tokens[leaves:], whole, whole)
 
 
-PREFIX_ROOM = Capacity(sequences=2, kv_tokens=10_000, prefix_bytes=2**20, token_bytes=1)
-PROMPT, PREFIX = tuple(range(200)), 192
-"""A prompt, and the tokens of it that the stages save as a prefix entry."""
+PROMPT = tuple(range(200))
 
 
 def ops_of(frames: list[Frame]) -> list[Op]:
@@ -353,64 +351,7 @@ def ops_of(frames: list[Frame]) -> list[Op]:
     return [op for frame in frames for op in frame.ops]
 
 
-def test_a_prompt_is_not_computed_again_by_the_next_plan() -> None:
-    """Its backup outlives its sequence and its plan. A new sequence restores it, and the stages save it again."""
-    drive = Drive(room=PREFIX_ROOM)
-    drive.submit(PROMPT, 5)
-    drive.run()
-    assert drive.scheduler.backups.kept == {}
-    drive.new_plan(FakeLastStage(1), room=PREFIX_ROOM)
-    seq_id = drive.submit(PROMPT, 50)
-    kept = drive.scheduler.backups.kept[seq_id]
-    assert kept.tokens == PREFIX
-    drive.stage.receive_backup(seq_id, kept.states)
-    drive.scheduler.waiting[0].await_backup(kept.tokens)
-    drive.run()
-    restored = ops_of(drive.stage.seen)
-    assert RestoreBackup(seq_id, PREFIX) in restored
-    assert next(s for frame in drive.stage.seen for s in frame.segments).position == PREFIX
-    assert drive.tokens(seq_id) == plain(PROMPT, 50)
-    backed_up = [op for op in restored if isinstance(op, BackUp)]
-    assert all(op.start >= PREFIX for op in backed_up), "the coordinator has the prefix"
-    again = drive.submit(PROMPT, 5)
-    drive.run()
-    ops = ops_of(drive.stage.seen)
-    assert any(isinstance(op, RestorePrefix) and op.seq_id == again for op in ops)
-
-
 async def tokens_of(loop: GenerationLoop, request: GenerationRequest) -> list[int]:
     """Return the tokens of the answer to `request`."""
     events = [event async for event in generate(loop, request)]
     return [token for e in events if isinstance(e, TokenChunk) for token in e.tokens]
-
-
-def test_the_loop_restores_the_prompt_of_a_new_request() -> None:
-    """A request after a change of plan computes only the end of a known prompt. One that leaves leaves no backup."""
-
-    async def work() -> tuple[list[int], list[Frame]]:
-        """Ask twice, and let the plan fail in between."""
-        clock = asyncio.get_running_loop().time
-        source = FailingSource(Timing(2), every=1e6, down=0.1, backups=True, room=PREFIX_ROOM)
-        scheduler = Scheduler(Limits(context=4096), Controller(MtpMode(0)))
-        loop = GenerationLoop(source, scheduler, clock)
-        await loop.start()
-        request = GenerationRequest(PROMPT, 20)
-        await tokens_of(loop, request)
-        assert source.present is not None
-        source.present.fail(WorkerLostError("a fault"))
-        await asyncio.sleep(1.0)
-        leaving = asyncio.create_task(tokens_of(loop, request))
-        await asyncio.sleep(0.01)
-        leaving.cancel()
-        await asyncio.gather(leaving, return_exceptions=True)
-        await asyncio.sleep(1.0)
-        assert source.present.last.backups.received == {}, (
-            "the stages keep no backup of a client that left"
-        )
-        tokens = await tokens_of(loop, request)
-        await loop.close()
-        return tokens, source.present.last.seen
-
-    tokens, seen = run_virtually(work())
-    assert tokens == plain(PROMPT, 20)
-    assert min(s.position for frame in seen for s in frame.segments) == PREFIX
