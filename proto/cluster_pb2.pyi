@@ -794,13 +794,11 @@ Global___LoadBytes: _TypeAlias = LoadBytes  # noqa: Y015
 class LoadResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    HAS_MTP_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     LONGEST_CHUNK_FIELD_NUMBER: _builtins.int
     SHORTEST_CHUNK_FIELD_NUMBER: _builtins.int
     FUSED_WIDTH_FIELD_NUMBER: _builtins.int
     COLLECTIVE_US_FIELD_NUMBER: _builtins.int
-    has_mtp: _builtins.bool
     layers: _builtins.str
     """how the layers compute, for people, such as "48 packed, exact" """
     longest_chunk: _builtins.int
@@ -814,7 +812,6 @@ class LoadResult(_message.Message):
     def __init__(
         self,
         *,
-        has_mtp: _builtins.bool = ...,
         layers: _builtins.str = ...,
         longest_chunk: _builtins.int = ...,
         shortest_chunk: _builtins.int = ...,
@@ -823,7 +820,7 @@ class LoadResult(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective_us", b"collective_us", "fused_width", b"fused_width", "has_mtp", b"has_mtp", "layers", b"layers", "longest_chunk", b"longest_chunk", "shortest_chunk", b"shortest_chunk"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective_us", b"collective_us", "fused_width", b"fused_width", "layers", b"layers", "longest_chunk", b"longest_chunk", "shortest_chunk", b"shortest_chunk"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

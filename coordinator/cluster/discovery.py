@@ -59,7 +59,6 @@ class Discovery:
         self._known: dict[str, Candidate] = {}
         self._resolving: dict[str, asyncio.Task[None]] = {}
         self._browser: asyncio.Task[None] | None = None
-        self._warned_full = False
         self.problem = ""
         """The error that makes mDNS unavailable, or nothing."""
 
@@ -136,12 +135,6 @@ class Discovery:
     def _add_candidate(self, candidate: Candidate) -> None:
         if candidate.id in self._known or len(self._known) < MAX_CANDIDATES:
             self._known[candidate.id] = candidate
-        elif not self._warned_full:
-            self._warned_full = True
-            log.warning(
-                "too many mDNS records: new ones are ignored. Name workers with --worker HOST:PORT",
-                extra={"limit": MAX_CANDIDATES},
-            )
 
 
 @contextlib.asynccontextmanager

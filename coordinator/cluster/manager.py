@@ -23,7 +23,7 @@ from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Member, Phase, View
 from coordinator.pipeline.pipeline import Pipeline, PipelineSource
 from coordinator.planning.plan import Plan
-from mtp.device import Arithmetic, unlike_machines
+from mtp.device import Arithmetic
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError
 from proto.rpc.listener import BackgroundTasks
@@ -88,7 +88,6 @@ class ClusterManager(PipelineSource):
         self._preparation: asyncio.Task[None] | None = None
         self._background = BackgroundTasks()
         self._is_closing = False
-        self._reported_no_mtp = False
 
     # ---- life
 
@@ -131,7 +130,6 @@ class ClusterManager(PipelineSource):
         self._stop_plan(StaleEpochError("the cluster changes to another model"))
         self.model, self.alone = model, alone
         self._planner = model.planner()
-        self._reported_no_mtp = False
         self.view = replace(self.view, serving=())
         self.membership.change_model(model, described)
         self._apply_event(events.ModelChanged(why_not_alone))
@@ -243,12 +241,6 @@ class ClusterManager(PipelineSource):
                     log.info("plan", extra={"epoch": plan.epoch, "reason": plan.reason})
                 if reason:
                     log.info("changing the plan", extra={"epoch": plan.epoch, "reason": reason})
-                members = [self.view.members[address] for address in plan.nodes]
-                if unlike := unlike_machines((m.name, m.arithmetic) for m in members):
-                    log.warning(
-                        "machines of the plan round differently, so an answer may depend on the cut",
-                        extra={"machines": unlike},
-                    )
                 starting = events.PlanStarting(plan.epoch, plan.nodes, plan.group_size)
                 self._begin(starting, self._serve(plan))
             case decide.PreparePlan(plan, reason, workers):
@@ -310,9 +302,6 @@ class ClusterManager(PipelineSource):
             await pipeline.close()
             self._apply_event(events.PlanFailed(plan.epoch, reason, learned=True))
             return
-        if self.model.with_head and not start.has_mtp and not self._reported_no_mtp:
-            self._reported_no_mtp = True
-            log.info("no MTP: the last stage has no head", extra={"worker": plan.stages[-1].node})
         self._install_pipeline(pipeline)
 
     async def _serve_alone(self, epoch: int) -> None:

@@ -42,14 +42,12 @@ MAX_COLLECTIVE_US = 1e6
 LEASE_TIMEOUTS = 3
 """Failure timeouts without a message after which a worker ends the lease of its coordinator."""
 
-
 MAX_FAULT = 300
 """Characters of the fault message of a process in logs and errors."""
 
 STARTING_SECONDS = 10.0
 """Seconds. Least silence that loses a process before its stage serves. MLX holds Python's lock while it joins a group:
 its `ring` waits 1 s and then 2 s for a member that comes later."""
-
 
 MEMBER_SECONDS = 75.0
 """Seconds. Bounds the start of a process for a group, for which the worker waits up to 60 s."""
@@ -182,8 +180,6 @@ class PlanStart:
     options: ManagerOptions
     membership: Membership
     loads: LoadState = field(default_factory=LoadState)
-    has_mtp: bool = False
-    """True once the last stage has loaded an MTP head."""
 
     def __post_init__(self) -> None:
         self.busy = workers_in_use(self.view, self.plan)
@@ -317,11 +313,8 @@ class PlanStart:
                 self.loads.collectives[worker.owner] = result.collective_us / 1e6
             longest, shortest = result.longest_chunk, result.shortest_chunk
             if not 0 < shortest <= longest <= MAX_FRAME_TOKENS:
-                text = f"chunks of {shortest} to {longest} tokens do not fit into a frame"
-                raise ProtocolError(text)
+                raise ProtocolError(f"invalid chunks of {shortest} to {longest} tokens")
             self._frame_limits.append(FrameLimits(longest, shortest, result.fused_width or None))
-            if request.last:
-                self.has_mtp = result.has_mtp
         except ClusterError as error:
             raise await self._start_error(worker, error) from error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -263,13 +263,19 @@ class LocalPipeline(Pipeline):
         release_weights()
 
 
-class LocalPipelines:
-    """A factory of the pipelines of this process. It makes one at a time, because two would need the memory twice."""
+class LocalPipelines(PipelineSource):
+    """A source of pipelines of this process. It makes one at a time, because two would need the memory twice."""
 
     def __init__(
-        self, model: LocalModel, state: Path | None = None, prefix_disk: int | None = None
+        self,
+        model: LocalModel,
+        state: Path | None = None,
+        prefix_disk: int | None = None,
+        on_progress: OnProgress | None = None,
     ) -> None:
         self.model = model
+        self.on_progress = on_progress
+        self._epoch = 0
         self.disk = open_index(state, prefix_disk)
         self.reserved_bytes: Callable[[], int] = lambda: 0
         """Returns the bytes that workers on this machine use. A pipeline leaves them free."""
@@ -288,8 +294,8 @@ class LocalPipelines:
             version=own_version(),
         )
 
-    async def make(self, epoch: int, on_progress: OnProgress | None = None) -> LocalPipeline:
-        """Return a ready pipeline; show the progress without `on_progress`. Raises NotReadyError while one is stuck."""
+    async def make(self, epoch: int) -> LocalPipeline:
+        """Return a ready pipeline. Show the progress without `on_progress`. Raises NotReadyError while one is stuck."""
         if self._last is not None:
             thread = self._last.thread
             while thread.alive:
@@ -301,24 +307,16 @@ class LocalPipelines:
         pipeline = self._last = LocalPipeline(
             self.model, epoch, reserved=self.reserved_bytes(), disk=self.disk
         )
-        if on_progress is not None:
-            await pipeline.start(on_progress)
+        if self.on_progress is not None:
+            await pipeline.start(self.on_progress)
             return pipeline
         with byte_bar("loading the model", log) as show:
             await pipeline.start(show)
         return pipeline
 
-
-class LocalSource(PipelineSource):
-    """A source of pipelines in this process. `make(epoch)` loads the first one, and a new one after each failure."""
-
-    def __init__(self, make: Callable[[int], Awaitable[LocalPipeline]]) -> None:
-        self._make = make
-        self._epoch = 0
-
     async def acquire(self) -> Pipeline:
         self._epoch += 1
-        return await self._make(self._epoch)
+        return await self.make(self._epoch)
 
 
 def _worker_lost(what: str, error: Exception) -> WorkerLostError:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.drafts.prompt_lookup import NgramMode
-from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines, LocalSource
+from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines
 from coordinator.planning.capacity import even_spans
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
@@ -86,11 +85,11 @@ async def local_generator(
         exact=exact,
         slices=slices,
     )
-    make = partial(LocalPipelines(model, state, prefix_disk).make, on_progress=on_progress)
+    source = LocalPipelines(model, state, prefix_disk, on_progress)
     config = checkpoint.config
     limits = limits or Limits(config.max_positions, config.vocab_size)
     scheduler = Scheduler(limits, Controller(mode, ngram=ngram), vocabulary)
-    loop = GenerationLoop(LocalSource(make), scheduler)
+    loop = GenerationLoop(source, scheduler)
     try:
         await loop.start()
         yield loop

@@ -73,8 +73,6 @@ class GenerationLoop(Generator):
         self.frames = FrameRecords()
         self.recoveries = 0
         self._failures = 0  # of pipelines since a frame last returned
-        self._rebuilding: list[Sequence] = []
-        """Sequences of the previous plan whose prompt the present plan has not yet computed."""
 
     # ---- life
 
@@ -209,7 +207,6 @@ class GenerationLoop(Generator):
         finally:  # the scheduler has applied these outcomes and will not return them again
             self._deliver_events(outcome)
             stamps.mark(CoordinatorStep.DELIVERED)
-        self._log_rebuilt()
         if not self.scheduler.in_flight and log.isEnabledFor(logging.DEBUG):
             self.scheduler.check()
 
@@ -256,22 +253,15 @@ class GenerationLoop(Generator):
     def _adopt_pipeline(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.scheduler.backups.enabled = pipeline.makes_backups
-        now = self.clock()
-        self._rebuilding += self.scheduler.running.values()
         outcome = self.scheduler.reset(
-            pipeline.stages, pipeline.epoch, pipeline.capacity, now, pipeline.frame_limits
+            pipeline.stages,
+            pipeline.epoch,
+            pipeline.capacity,
+            self.clock(),
+            pipeline.frame_limits,
         )
         self._deliver_events(outcome)
         self._send_frames()
-
-    def _log_rebuilt(self) -> None:
-        """Log once when all sequences of the previous plan are computed again."""
-        if not self._rebuilding:
-            return
-        open_ones = (s for s in self._rebuilding if s.seq_id in self._listeners)
-        self._rebuilding = [s for s in open_ones if s.computed_tokens < s.prefill_tokens]
-        if not self._rebuilding:
-            log.info("sequences rebuilt", extra={"epoch": self.scheduler.epoch})
 
     def _send_frames(self) -> None:
         """Send all frames that the scheduler has now."""

@@ -61,10 +61,6 @@ class PrefixCache:
             self.entries.move_to_end(best.number)
         return best
 
-    def has_entry(self, tokens: Tokens) -> bool:
-        """Return whether there is an entry for exactly `tokens`."""
-        return any(entry.tokens == tokens for entry in self.entries.values())
-
     def boundaries(self, prompt: Tokens, start: int, turn: int = 0) -> list[int]:
         """Return the positions after `start` to save, the last one `turn` or a whole block. Remember the prompt."""
         if not self._fits(SMALLEST_ENTRY):
@@ -85,7 +81,8 @@ class PrefixCache:
 
     def add_entry(self, tokens: Tokens) -> tuple[Entry | None, list[int]]:
         """Add an entry; return it and the numbers of those dropped. There is none if it exists or is too large."""
-        if self.has_entry(tokens) or not self._fits(len(tokens)):
+        known = any(entry.tokens == tokens for entry in self.entries.values())
+        if known or not self._fits(len(tokens)):
             return None, []
         nbytes = self.capacity.entry_bytes(len(tokens))
         dropped = []

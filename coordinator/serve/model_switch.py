@@ -12,13 +12,11 @@ import logging
 import math
 import threading
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from coordinator.api.model_catalog import ModelFacts, ModelLoader, find_listed, list_models
 from coordinator.cluster.manager import ClusterManager
-from coordinator.pipeline.local_pipeline import LocalSource
 from coordinator.pipeline.pipeline import PipelineSource
 from coordinator.serve.options import ServeOptions
 from coordinator.serve.served_parts import OpenedModel, ServedParts, served_model
@@ -187,7 +185,8 @@ class ModelSwitch(ModelLoader):
         self._set_phase("loading")
         manager = self._host.manager
         if manager is None:
-            source: PipelineSource = LocalSource(partial(model.local.make, on_progress=self._show))
+            model.local.on_progress = self._show
+            source: PipelineSource = model.local
         else:
             model.local.reserved_bytes = manager.local_worker_bytes
             await manager.change_model(served_model(model), model.local.make, model.why_not_alone)

@@ -19,7 +19,6 @@ from coordinator.api.app import starting_app
 from coordinator.api.context import ApiOptions
 from coordinator.api.journal import Journal
 from coordinator.cluster.manager import ClusterManager
-from coordinator.pipeline.local_pipeline import LocalSource
 from coordinator.pipeline.pipeline import PipelineSource
 from coordinator.serve.certificate import TlsFiles, http_tls, renew_forever
 from coordinator.serve.http_server import HostCheck, HttpServer
@@ -191,7 +190,7 @@ class _Server:
         if self.options.single_node:
             if model.why_not_alone:
                 raise MemoryLimitError(model.why_not_alone)
-            return LocalSource(model.local.make)
+            return model.local
         own_name = socket.gethostname().partition(".")[0]
         me = pb.Coordinator(id=secrets.token_hex(8), name=f"{own_name}:{self.port}")
         trust = self.trust

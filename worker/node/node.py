@@ -332,7 +332,6 @@ class WorkerNode:
         sparse = config.num_experts > 0
         frames = FrameLimits.here(sparse=sparse, queries_per_key=config.queries_per_key)
         return pb.LoadResult(
-            has_mtp=loaded.stage.modules.head is not None,
             layers=loaded.stage.variants.summary,
             longest_chunk=frames.longest,
             shortest_chunk=frames.shortest,

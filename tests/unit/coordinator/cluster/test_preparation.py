@@ -84,7 +84,6 @@ class Cluster:
             on_progress(1, 1)
             longest, shortest, width = self.chunks.get(name, (512, 128, 0))
             return pb.LoadResult(
-                has_mtp=True,
                 layers="1 packed",
                 longest_chunk=longest,
                 shortest_chunk=shortest,
