@@ -50,7 +50,6 @@ LANGCHAIN_OLLAMA = {**SPOKEN, "call": ROME, "streamed": [ROME], "report": REPORT
 LANGCHAIN = {**LANGCHAIN_OLLAMA, "forced": ROME}
 LITELLM_OLLAMA = {**SPOKEN, "call": ROME, "report": REPORT, "format": OBJECT}
 LITELLM = {**LITELLM_OLLAMA, "forced": ROME}
-OPENAI = {**SPOKEN, **CALLED, "object": OBJECT}
 OLLAMA = {**SPOKEN, "call": ROME, "report": REPORT, "object": OBJECT}
 PYDANTIC_AI = {**SPOKEN, "report": REPORT, "object": OBJECT, "forced": OBJECT}
 VERCEL = {
@@ -66,9 +65,6 @@ Output = dict[str, dict[str, Any]]
 """The output of a client's program, by dialect."""
 
 PYTHON: dict[str, tuple[str, Output]] = {
-    "openai": ("python", {"chat": OPENAI, "responses": OPENAI}),
-    "anthropic": ("python", {"anthropic": {**SPOKEN, **CALLED}}),
-    "ollama": ("python", {"ollama": OLLAMA}),
     "openai_agents": ("python", {"chat": OPENAI_AGENTS, "responses": OPENAI_AGENTS}),
     "langchain": (
         "python",
@@ -99,7 +95,10 @@ PYTHON: dict[str, tuple[str, Output]] = {
     ),
     "litellm": ("openai-2", {"chat": LITELLM, "anthropic": LITELLM, "ollama": LITELLM_OLLAMA}),
 }
-"""The environment of each client in Python, and the output of its program."""
+"""The environment of each client in Python, and the output of its program.
+
+`tests/cluster/test_makers_clients.py` has the Python clients of OpenAI, Anthropic and Ollama.
+"""
 
 NODE: dict[str, Output] = {
     "openai": {
