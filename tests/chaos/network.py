@@ -1,8 +1,7 @@
 """Machines in network namespaces whose packets pass a router with delay, loss, reordering, rate limits and cuts.
 
 Every machine but the last has a namespace. The last machine is this process's own namespace: the coordinator runs
-there, so that clients reach it over loopback, which is not impaired. The router is `tests.chaos.relay`. Where the
-kernel has netem, the packets that a machine sends are impaired by `tc` instead.
+there, so that clients reach it over loopback, which is not impaired. The router is `tests.chaos.relay`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ class Network:
         self._relay = relay
         self._token, self._subnet = token, subnet
         self._links: dict[tuple[int, int], Impairment] = {}
-        self._disciplines: set[int] = set()
 
     def address(self, machine: int) -> str:
         """Return the address of a machine."""
@@ -54,12 +52,9 @@ class Network:
 
     def impair(self, machine: int, faults: Impairment) -> None:
         """Impair all packets that a machine sends or receives."""
-        by_kernel = machine != self.own and self._tc(machine, faults)
         for other in range(self.own + 1):
             if other != machine:
-                self._links[other, machine] = faults
-                if not by_kernel:
-                    self._links[machine, other] = faults
+                self._links[other, machine] = self._links[machine, other] = faults
         self._configure()
 
     def cut(self, source: int | None, destination: int | None) -> None:
@@ -74,9 +69,6 @@ class Network:
     def mend(self) -> None:
         """End all impairments."""
         self._links.clear()
-        for machine in self._disciplines:
-            _run(*self.prefix(machine), "tc", "qdisc", "del", "dev", self.device(machine), "root")
-        self._disciplines.clear()
         self._configure()
 
     def _configure(self) -> None:
@@ -86,34 +78,6 @@ class Network:
         self._relay.stdin.write(json.dumps(links) + "\n")
         self._relay.stdin.flush()
         assert self._relay.stdout.readline(), "the relay ended"
-
-    def _tc(self, machine: int, faults: Impairment) -> bool:
-        """Impair what a machine sends with the kernel's netem. Return False where the kernel has none."""
-        words = netem_words(faults)
-        device = ("dev", self.device(machine), "root")
-        try:
-            _run(*self.prefix(machine), "tc", "qdisc", "replace", *device, "netem", *words)
-        except (subprocess.CalledProcessError, FileNotFoundError):
-            return False
-        self._disciplines.add(machine)
-        return True
-
-
-def netem_words(faults: Impairment) -> list[str]:
-    """Return the arguments of `tc qdisc add … netem` for an impairment."""
-    words = []
-    if faults.delay or faults.jitter:
-        words += ["delay", f"{1e3 * faults.delay:g}ms", f"{1e3 * faults.jitter:g}ms"]
-    for name, share in (
-        ("loss", faults.loss),
-        ("duplicate", faults.duplicate),
-        ("reorder", faults.reorder),
-    ):
-        if share:
-            words += [name, f"{100 * share:g}%"]
-    if faults.rate:
-        words += ["rate", f"{8 * faults.rate:.0f}bit"]
-    return words
 
 
 @functools.cache

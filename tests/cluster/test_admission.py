@@ -270,44 +270,6 @@ def test_clients_that_disconnect_leave_no_state(
 # ---- limits
 
 
-def test_over_the_queue_comes_429(url: str, workers: list[str]) -> None:
-    """Requests beyond the running limit queue; beyond the queue they get a 429 and leave no state."""
-    limit = status_of(url)["waiting_limit"]
-    assert limit == 16 * SEQUENCES
-    part = 4 * limit // 9  # the queue takes two of them, and leaves a ninth to other clients
-    body = {"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True, "n": part}
-
-    async def scene() -> httpx.Response:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-            waiting = [
-                asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(2)
-            ]
-            # Until the queue has no room for a third part, although some requests may have ended.
-            async with asyncio.timeout(60):
-                while True:
-                    status = (await client.get("/status")).json()
-                    if status["running"] == SEQUENCES and status["waiting"] > part:
-                        break
-                    await asyncio.sleep(0.05)
-            assert status["running_limit"] == SEQUENCES
-            refused = await client.post("/v1/completions", json=body)
-            after = (await client.get("/status")).json()["waiting"]
-            assert after <= limit - SEQUENCES  # no part of the refused request stayed in the queue
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
-            return refused
-
-    never = httpx.post(f"{url}/v1/completions", json={**body, "n": limit + SEQUENCES + 1})
-    assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
-    refused = asyncio.run(scene())
-    assert refused.status_code == 429
-    assert refused.json()["error"]["code"] == "server_full"
-    assert int(refused.headers["Retry-After"]) >= 1
-    assert_nothing_is_held(workers)
-    wait_until(lambda: not status_of(url)["waiting"], "an empty queue", GONE_SECONDS)
-
-
 @pytest.fixture(scope="module")
 def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     """Serve with one worker that has memory for the weights and a few thousand tokens."""

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -53,34 +53,6 @@ def demo(*flags: str, terminal: int | None = None) -> Iterator[subprocess.Popen[
             process.kill()
 
 
-class Terminal:
-    """The user's end of a terminal."""
-
-    def __init__(self) -> None:
-        self.person, self.program = os.openpty()
-        self._shown = b""
-
-    @property
-    def text(self) -> str:
-        """Return the text on the terminal, without colours."""
-        return STYLE.sub("", self._shown.decode(errors="replace")).replace("\r", "")
-
-    def look(self) -> None:
-        """Record what is on the terminal."""
-        while select.select([self.person], [], [], 0)[0]:
-            self._shown += os.read(self.person, 65536)
-
-    def type(self, text: str) -> None:
-        os.write(self.person, text.encode())
-
-    def __enter__(self) -> Terminal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.person)
-        os.close(self.program)
-
-
 STYLE = re.compile(r"\x1b\[[\d;?]*[a-zA-Z]")
 
 
@@ -101,31 +73,21 @@ def words_of(processes: list[psutil.Process]) -> set[str]:
     return words
 
 
-@pytest.fixture
-def refused(
+@pytest.mark.timeout(60)
+def test_a_program_that_ends_at_once_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Callable[..., str]]:
-    """Return `refused(status, *flags)`, which runs the demo in this process and returns its stderr."""
+) -> None:
+    """A process that ends early ends the demo with status 1 and its last lines."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'no Python today' >&2\nexit 3\n")
     python.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(python))
     handler = signal.getsignal(signal.SIGTERM)
-
-    def run(status: int, *flags: str) -> str:
-        with pytest.raises(SystemExit) as end:
-            console.run(PROGRAM, lambda: app(["demo", *flags], prog_name=PROGRAM))
-        assert end.value.code == status
-        return capsys.readouterr().err
-
-    yield run
+    with pytest.raises(SystemExit) as end:
+        console.run(PROGRAM, lambda: app(["demo", "--workers", "1"], prog_name=PROGRAM))
     signal.signal(signal.SIGTERM, handler)
-
-
-@pytest.mark.timeout(60)
-def test_a_program_that_ends_at_once_is_not_waited_for(refused: Callable[..., str]) -> None:
-    """A process that ends early ends the demo with status 1 and its last lines."""
-    assert "worker-1 ended with status 3: no Python today" in refused(1, "--workers", "1")
+    assert end.value.code == 1
+    assert "worker-1 ended with status 3: no Python today" in capsys.readouterr().err
 
 
 @pytest.mark.timeout(DEMO_SECONDS + 60)
@@ -137,21 +99,28 @@ def test_the_demo_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(STATE_DIR, str(tmp_path))
     claim(tmp_path)
     flags = ("--max-tokens", "24")
-    with Terminal() as terminal, demo(*flags, terminal=terminal.program) as process:
-        started: dict[int, psutil.Process] = {}
+    person, program = os.openpty()
+    output, waited = "", False
+    started: dict[int, psutil.Process] = {}
+    with (
+        os.fdopen(person, "r+b", buffering=0) as terminal,
+        demo(*flags, terminal=program) as process,
+    ):
+        os.close(program)
         deadline = time.monotonic() + DEMO_SECONDS
-        waited = False
-        while process.poll() is None and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             started |= {child.pid: child for child in descendants(process.pid)}
-            terminal.look()
-            if not waited and "Enter ends the demo." in terminal.text:
+            try:
+                while select.select([terminal], [], [], 0.1)[0]:
+                    output += STYLE.sub("", terminal.read(65536).decode(errors="replace"))
+            except OSError:  # no process has the terminal any more
+                break
+            if not waited and "Enter ends the demo." in output:
                 waited = True
-                terminal.type("\n")
-            time.sleep(0.1)
-        terminal.look()
-        output = terminal.text
-        assert output.count("serving at") == 1
-        assert process.returncode == 0, output
+                terminal.write(b"\n")
+        assert process.wait(DEMO_SECONDS) == 0, output
+    output = output.replace("\r", "")
+    assert output.count("serving at") == 1
     assert waited, output
     assert re.search(r"Chat with it in a browser: http://127\.0\.0\.1:\d+/", output), output
     assert "starting worker-1, worker-2, worker-3, coordinator" in output

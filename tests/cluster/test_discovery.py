@@ -238,20 +238,3 @@ def test_a_stranger_is_never_planned(namespaces: tuple[str, str], tmp_path: Path
         assert "--listen" in refusal["error"]
         assert coordinator.popen.wait(60) != 0
     assert not coordinator.records("worker joined")
-
-
-def test_real_programs_on_two_machines_find_each_other(
-    namespaces: tuple[str, str], tmp_path: Path
-) -> None:
-    """With --insecure on both, `mtp-coord serve` serves over the `mtp-worker` of another machine, found by mDNS."""
-    here, there = (("ip", "netns", "exec", namespace) for namespace in namespaces)
-    listen = ("--listen", "0.0.0.0:0", "--insecure", "--name", "mac-1")
-    wait = ("serve", "--port", "0", "--nodes", "1", "--wait", "90", "--insecure")
-    worker = launch(tmp_path, "worker", "worker.cli", listen, prefix=here)
-    coordinator = launch(tmp_path, "coordinator", "coordinator.cli", wait, prefix=there)
-    with ending(worker), ending(coordinator):
-        port = worker.wait_for("worker ready")["address"].rpartition(":")[2]
-        coordinator.wait_for("serving")
-        joined = coordinator.records("worker joined")
-    assert [(j["worker"], j["address"]) for j in joined] == [("mac-1", f"10.213.77.1:{port}")]
-    assert not coordinator.records("serving alone")

@@ -19,10 +19,8 @@ from unittest.mock import patch
 import httpx
 import pytest
 
-from coordinator.cluster import manager
-from coordinator.cluster.events import Event, apply
 from coordinator.cluster.membership import ManagerOptions
-from coordinator.cluster.view import MemberState, Settings, View
+from coordinator.cluster.view import MemberState, Settings
 from coordinator.pipeline.worker_client import WorkerClient
 from coordinator.schedule.request import GenerationRequest
 from proto import cluster_pb2 as pb
@@ -268,41 +266,6 @@ async def test_a_load_that_hangs(team: Team, toy: Path) -> None:
         assert (await head.answer(requests(1)[0])).reason == "length"
 
 
-# ---- workers that may not serve
-
-
-async def test_a_worker_that_fails_again_and_again(team: Team, toy: Path, wanted: Wanted) -> None:
-    """A worker is used again at once after its first failure, and after growing back-offs later."""
-    first, second = team.addresses
-    back_offs: dict[int, float] = {}
-
-    def recording(view: View, event: Event, now: float) -> View:
-        """Record the back-off in seconds of each failure from the given one on."""
-        after = apply(view, event, now)
-        if (member := after.members.get(second)) and member.failure_count:
-            back_offs.setdefault(member.failure_count, member.backoff_until - now)
-        return after
-
-    async with loaded(team, toy, wanted, requests(2)) as (head, clients):
-        with patch.object(manager, "apply", recording):
-            team.set_fault(1, "raise")
-            await head.until(lambda: 2 in back_offs, "recorded two failures")
-        assert back_offs[1] <= 0.0
-        assert back_offs[2] == pytest.approx(2.0)
-        (node,) = (n for n in head.status.status().nodes if n.address == second)
-        assert (node.health, node.detail[:12]) == ("idle", "not used for")
-        await head.served_by(first)
-        await clients.end_well()
-        await head.until(lambda: head.view.members[second].usable(head.view.now), "released")
-        head.manager.replan()
-        await head.served_by(first, second)
-        with patch.object(manager, "apply", recording):
-            again = asyncio.create_task(head.answer(requests(1)[0]))
-            await head.until(lambda: 3 in back_offs, "blamed again")
-        assert back_offs[3] == pytest.approx(4.0)
-        assert (await again).tokens == wanted[FIRST]
-
-
 async def test_a_second_coordinator(team: Team, toy: Path) -> None:
     """A second coordinator receives the name of the first, and gets the workers when the first ends."""
     impatient = Settings(
@@ -417,21 +380,11 @@ async def let_go(team: Team, seconds: float) -> None:
     for worker in team.workers:
         client = WorkerClient(worker.address, pb.Coordinator(id="onlooker", name="onlooker"))
         try:
-            info, held = (
-                await client.describe(),
-                await client.call(
-                    client.stub.ReportState, pb.StateReportRequest(coordinator=client.me)
-                ),
-            )
+            info, held = await described(client)
             while info.HasField("leased_to") or held.sequences:
                 assert time.monotonic() < started + DEADLINE, (worker.name, info, held)
                 await asyncio.sleep(0.02)
-                info, held = (
-                    await client.describe(),
-                    await client.call(
-                        client.stub.ReportState, pb.StateReportRequest(coordinator=client.me)
-                    ),
-                )
+                info, held = await described(client)
             assert info.state == pb.WORKER_STATE_LOADED
         finally:
             await client.close()

@@ -43,17 +43,6 @@ class File(BaseModel):
     sizes: Annotated[list[Annotated[int, Field(ge=0, le=99)]], Field(max_length=2)]
 
 
-SCHEMA: Any = {
-    "type": "object",
-    "properties": {
-        "kind": {"enum": ["file", "folder"]},
-        "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
-    },
-    "required": ["kind", "sizes"],
-    "additionalProperties": False,
-}
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Serve the built-in model from two workers, with three drafts per window."""
@@ -96,17 +85,6 @@ def pattern(regex: str) -> Any:
     """Return the format of a JSON string that `regex` matches as a whole."""
     schema = {"type": "string", "pattern": f"^{regex}$"}
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-
-
-def test_schemas_and_patterns(client: openai.OpenAI) -> None:
-    """Each format constrains the content, and drafts are used."""
-    schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-    found = ask(client, response_format=schema, temperature=0)
-    if found.finish_reason == "stop":
-        assert set(json.loads(found.message.content)) == {"kind", "sizes"}
-    assert found.message.content.lstrip().startswith("{")
-    regex = ask(client, response_format=pattern("[a-f]{3}-[0-9]{2}"))
-    assert re.fullmatch('"[a-f]{3}-[0-9]{2}"', regex.message.content)
 
 
 def test_a_format_begins_after_the_reasoning(client: openai.OpenAI) -> None:

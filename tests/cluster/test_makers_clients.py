@@ -38,19 +38,19 @@ class Served:
 
     generator: FakeGenerator
     url: str
-    openai: openai.OpenAI
-    anthropic: anthropic.Anthropic
-    ollama: ollama.Client
+    gpt: openai.OpenAI
+    claude: anthropic.Anthropic
+    llama: ollama.Client
 
     def message(self, **fields: Any) -> anthropic.types.Message:
         """Send Anthropic's request with one short message."""
         asked: Any = {"model": "tiny", "messages": HI, "max_tokens": 100, **fields}
-        reply: anthropic.types.Message = self.anthropic.messages.create(**asked)
+        reply: anthropic.types.Message = self.claude.messages.create(**asked)
         return reply
 
     def respond(self, **fields: Any) -> Any:
         """Send a request of the Responses API with a short input."""
-        return self.openai.responses.create(**{"model": "tiny", "input": "Hi", **fields})
+        return self.gpt.responses.create(**{"model": "tiny", "input": "Hi", **fields})
 
     @property
     def tokens(self) -> int:
@@ -80,7 +80,7 @@ def served() -> Iterator[Served]:
 def test_the_clients_own_stream_helper_gathers_tool_calls(served: Served) -> None:
     """The client assembles the whole call from deltas. Sent back with null fields, it is rendered in the prompt."""
     served.generator.text = f"</think>Let me see.\n\n{CALL}"
-    chat = served.openai.chat.completions
+    chat = served.gpt.chat.completions
     with chat.stream(model="tiny", messages=HI, tools=[TOOL]) as stream:
         choice = stream.get_final_completion().choices[0]
     assert choice.finish_reason == "tool_calls"
@@ -99,7 +99,7 @@ def test_the_clients_own_stream_helper_gathers_tool_calls(served: Served) -> Non
 
 def test_errors_of_a_chat(served: Served) -> None:
     """Each exception has the code and field that the client shows. One during a stream is raised after the text."""
-    create = served.openai.chat.completions.create
+    create = served.gpt.chat.completions.create
     with pytest.raises(openai.BadRequestError) as wrong:
         create(model="tiny", messages=HI, temperature=-1)
     assert wrong.value.param == "temperature"
@@ -111,7 +111,7 @@ def test_errors_of_a_chat(served: Served) -> None:
         create(model="tiny", messages=HI)
     assert full.value.response.headers["retry-after"] == "7"
     with pytest.raises(openai.AuthenticationError):
-        served.openai.with_options(api_key="wrong").models.list()
+        served.gpt.with_options(api_key="wrong").models.list()
     served.generator.refuse = None
     served.generator.failure, served.generator.fail_after = WorkerLostError("worker lost"), 8
     stream = create(model="tiny", messages=HI, stream=True)
@@ -153,7 +153,7 @@ def test_a_response_whole_and_streamed(served: Served) -> None:
 def test_a_tool_loop_with_items_and_with_a_stored_response(served: Served) -> None:
     """A streamed call and its output reach the next prompt, sent back as items or by the previous response's id."""
     served.generator.text = f"I think.\n</think>\n\nLet me see.\n\n{CALL}"
-    with served.openai.responses.stream(model="tiny", input="Hi", tools=[RESPONSES_TOOL]) as stream:
+    with served.gpt.responses.stream(model="tiny", input="Hi", tools=[RESPONSES_TOOL]) as stream:
         list(stream)
         first = stream.get_final_response()
     (call,) = [item for item in first.output if item.type == "function_call"]
@@ -180,7 +180,7 @@ def test_a_tool_loop_with_items_and_with_a_stored_response(served: Served) -> No
 
 def test_stored_responses(served: Served) -> None:
     """A response is retrieved, its input is listed, it is deleted, and `store: false` keeps none."""
-    responses = served.openai.responses
+    responses = served.gpt.responses
     reply, private = served.respond(), served.respond(store=False)
     assert responses.retrieve(reply.id).output_text == reply.output_text
     assert [item.type for item in responses.input_items.list(reply.id).data] == ["message"]
@@ -248,7 +248,7 @@ def test_a_message_with_thinking_whole_and_streamed(served: Served) -> None:
     """The client assembles thinking and text blocks, and the usage, from the events."""
     thinking: Any = {"type": "enabled", "budget_tokens": 1024}
     asked: Any = {"model": "tiny", "messages": HI, "max_tokens": 100, "thinking": thinking}
-    with served.anthropic.messages.stream(**asked) as stream:
+    with served.claude.messages.stream(**asked) as stream:
         types = [event.type for event in stream]
         final = stream.get_final_message()
     assert (types[0], types[-1]) == ("message_start", "message_stop")
@@ -256,9 +256,9 @@ def test_a_message_with_thinking_whole_and_streamed(served: Served) -> None:
     whole = served.message(thinking=thinking, extra_body={"temperature": 0.5, "top_k": 7})
     request = served.generator.requests[-1]
     for reply in (final, whole):
-        thought, text = reply.content
-        assert thought.type == "thinking" and thought.thinking == "hm"
-        assert text.type == "text" and text.text == SAID
+        thought, text = (block.to_dict() for block in reply.content)
+        assert (thought["type"], thought["thinking"]) == ("thinking", "hm")
+        assert (text["type"], text["text"]) == ("text", SAID)
         assert reply.stop_reason == "end_turn"
         assert reply.usage.input_tokens == len(request.prompt) - 2
         assert reply.usage.cache_read_input_tokens == 2
@@ -270,7 +270,7 @@ def test_a_tool_loop_of_messages(served: Served) -> None:
     """A streamed call reaches the client; the call and its result reach the prompt of the next request."""
     served.generator.text = f"Let me see.\n\n{CALL}\n{CALL}"
     asked: Any = {"model": "tiny", "messages": HI, "max_tokens": 200, "tools": [CLAUDES_TOOL]}
-    with served.anthropic.messages.stream(**asked) as stream:
+    with served.claude.messages.stream(**asked) as stream:
         final = stream.get_final_message()
     assert final.stop_reason == "tool_use"
     text, first, second = final.content
@@ -307,11 +307,12 @@ def test_the_request_of_a_coding_agent(served: Served) -> None:
     """Cached system blocks, system messages anywhere, adaptive thinking and beta fields are accepted."""
     system: Any = [{"type": "text", "text": f"Rule {i}.", **CACHED} for i in range(3)]
     messages: Any = [*HI, {"role": "system", "content": "Be brief."}, *HI]
-    reply = served.anthropic.beta.messages.create(
+    tools: Any = [{**CLAUDES_TOOL, **CACHED}]
+    reply = served.claude.beta.messages.create(
         model="tiny",
         max_tokens=50,
         system=system,
-        tools=[{**CLAUDES_TOOL, **CACHED}],
+        tools=tools,
         messages=messages,
         thinking={"type": "adaptive"},
         metadata={"user_id": "u"},
@@ -341,14 +342,14 @@ def test_limits_and_pauses_of_messages(served: Served) -> None:
 
 def test_models_of_anthropics_client(served: Served) -> None:
     """The client lists the models and retrieves one. Other clients get OpenAI's list."""
-    page = served.anthropic.models.list()
+    page = served.claude.models.list()
     assert [model.id for model in page] == ["tiny", "qwen:9b"]
     assert (page.has_more, page.first_id, page.last_id) == (False, "tiny", "qwen:9b")
-    one = served.anthropic.models.retrieve("tiny")
+    one = served.claude.models.retrieve("tiny")
     assert (one.type, one.id, one.display_name) == ("model", "tiny", "tiny")
     assert (one.created_at.timestamp(), one.max_input_tokens) == (7, 4000)
     with pytest.raises(anthropic.NotFoundError):
-        served.anthropic.models.retrieve("unknown")
+        served.claude.models.retrieve("unknown")
     plain = httpx.get(f"{served.url}/v1/models", headers={"x-api-key": KEY})
     assert plain.json()["object"] == "list"
 
@@ -360,7 +361,10 @@ def test_errors_of_messages(served: Served) -> None:
     for fields, words in (
         ({"extra_body": {"temperature": -1}}, "temperature"),
         ({"max_tokens": 5000}, beyond),
-        ({"messages": [{"role": "user", "content": long}]}, r"prompt is too long: \d+ tokens > 4000"),
+        (
+            {"messages": [{"role": "user", "content": long}]},
+            r"prompt is too long: \d+ tokens > 4000",
+        ),
         ({"extra_body": {"bad_words": ["a"]}}, "bad_words"),
         ({"messages": [*HI, {"role": "assistant", "content": "So"}]}, "messages"),
         (
@@ -374,7 +378,7 @@ def test_errors_of_messages(served: Served) -> None:
         assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
     with pytest.raises(anthropic.NotFoundError):
         served.message(model="claude-x")
-    create = served.anthropic.with_options(api_key="wrong").messages.create
+    create = served.claude.with_options(api_key="wrong").messages.create
     with pytest.raises(anthropic.AuthenticationError):
         create(model="tiny", max_tokens=1, messages=HI)
     served.generator.refuse = CapacityError("full", retry_after=7)
@@ -393,7 +397,7 @@ def test_an_ollama_chat_whole_and_streamed(served: Served) -> None:
     """The client reads content, thinking, counts and durations; a stream has a line per token and adds up to them."""
     options = {"temperature": 0.5, "num_predict": 50, "seed": 3, "repeat_penalty": 1.1}
     asked: Any = {"model": "tiny", "messages": HI, "options": options, "keep_alive": 0}
-    whole = served.ollama.chat(**asked)
+    whole = served.llama.chat(**asked)
     assert (whole.message.content, whole.message.thinking) == (SAID, "hm")
     assert (whole.done, whole.done_reason) == (True, "stop")
     assert whole.eval_count == served.tokens
@@ -402,26 +406,26 @@ def test_an_ollama_chat_whole_and_streamed(served: Served) -> None:
     assert whole.total_duration >= (whole.eval_duration or 0) > 0
     params = served.generator.requests[0].params
     assert (params.temperature, params.seed, params.repetition_penalty) == (0.5, 3, 1.1)
-    parts = list(served.ollama.chat(**asked, stream=True))
+    parts = list(served.llama.chat(**asked, stream=True))
     assert "".join(part.message.content or "" for part in parts) == SAID
     assert "".join(part.message.thinking or "" for part in parts) == "hm"
     assert [part.done for part in parts[:-1]] == [False] * (len(parts) - 1)
     assert parts[-1].eval_count == served.tokens
     for think, end in ((False, "</think>\n\n"), (True, "<think>\n"), ("low", "<think>\n")):
-        served.ollama.chat("tiny", HI, think=think)
+        served.llama.chat("tiny", HI, think=think)
         assert served.generator.prompt_text().endswith(end)
 
 
 def test_an_ollama_tool_loop(served: Served) -> None:
     """A call reaches the client with arguments as an object, and its result reaches the next prompt."""
     served.generator.text = f"</think>{CALL}"
-    parts = list(served.ollama.chat("tiny", HI, tools=[TOOL], stream=True))
+    parts = list(served.llama.chat("tiny", HI, tools=[TOOL], stream=True))
     (call,) = [call for part in parts for call in part.message.tool_calls or ()]
     assert (call.function.name, call.function.arguments) == ("weather", {"city": "Rome"})
-    whole = served.ollama.chat("tiny", HI, tools=[TOOL])
+    whole = served.llama.chat("tiny", HI, tools=[TOOL])
     served.generator.text = "</think>Sunny"
     result = {"role": "tool", "tool_name": "weather", "content": "18 degrees"}
-    after = served.ollama.chat("tiny", [*HI, whole.message, result], tools=[TOOL])
+    after = served.llama.chat("tiny", [*HI, whole.message, result], tools=[TOOL])
     assert after.message.content == "Sunny"
     prompt = served.generator.prompt_text()
     assert prompt.index(CALL) < prompt.index("18 degrees")
@@ -429,21 +433,21 @@ def test_an_ollama_tool_loop(served: Served) -> None:
 
 def test_a_prompt_and_raw_text(served: Served) -> None:
     """generate renders the template around the prompt, or with `raw` continues the text itself."""
-    whole = served.ollama.generate("tiny", "Hi", system="Be kind.")
+    whole = served.llama.generate("tiny", "Hi", system="Be kind.")
     assert whole.response == SAID
     assert "Be kind." in served.generator.prompt_text()
     served.generator.text = " there"
-    parts = list(served.ollama.generate("tiny", "Hi", raw=True, stream=True))
+    parts = list(served.llama.generate("tiny", "Hi", raw=True, stream=True))
     assert "".join(part.response or "" for part in parts) == " there"
     assert served.generator.prompt_text() == "Hi"
-    limited = served.ollama.generate("tiny", "Hi", raw=True, options={"num_predict": 1})
+    limited = served.llama.generate("tiny", "Hi", raw=True, options={"num_predict": 1})
     assert limited.done_reason == "length"
-    assert served.ollama.generate("tiny").done_reason == "load"
+    assert served.llama.generate("tiny").done_reason == "load"
 
 
 def test_models_of_ollamas_client(served: Served) -> None:
     """The model and its aliases are listed with a tag, loaded, described and answered by either name."""
-    client = served.ollama
+    client = served.llama
     assert [model.model for model in client.list().models] == ["tiny:latest", "qwen:9b"]
     assert client.ps().models[0].context_length == 4000
     shown = client.show("tiny:latest")
@@ -468,15 +472,15 @@ def test_errors_of_ollamas_client(served: Served) -> None:
         ({"model": "llama3"}, "not served here", 404),
     ):
         with pytest.raises(ollama.ResponseError, match=words) as refused:
-            served.ollama.chat(**{"model": "tiny", "messages": HI, **fields})
+            served.llama.chat(**{"model": "tiny", "messages": HI, **fields})
         assert refused.value.status_code == status
     with pytest.raises(ollama.ResponseError, match="path not found") as missing:
-        served.ollama.embed("tiny", "Hi")
+        served.llama.embed("tiny", "Hi")
     assert missing.value.status_code == 404
     served.generator.refuse = CapacityError("full")
     with pytest.raises(ollama.ResponseError, match="full"):
-        served.ollama.chat("tiny", HI)
+        served.llama.chat("tiny", HI)
     served.generator.refuse = None
     served.generator.failure, served.generator.fail_after = WorkerLostError("worker lost"), 2
     with pytest.raises(ollama.ResponseError, match="worker lost"):
-        list(served.ollama.chat("tiny", HI, stream=True))
+        list(served.llama.chat("tiny", HI, stream=True))

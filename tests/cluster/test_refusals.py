@@ -7,6 +7,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from tests.support.processes.processes import (
     launch_coordinator,
     launch_worker,
 )
-from tests.support.processes.reserved_port import reserved_port
 
 REFUSED_SECONDS = 90.0
 """Seconds. Deadline for a program that cannot start. An idle machine needs about two."""
@@ -65,62 +65,51 @@ def in_turn(*launches: Callable[[], Process]) -> Iterator[tuple[int, str]]:
 # ---- command lines
 
 
-def test_a_worker_that_cannot_start(tmp_path: Path) -> None:
-    """Wrong addresses, layers, ports and models end with status 2 and a line that names the flag."""
-    with socket.create_server(("127.0.0.1", 0)) as taken, reserved_port("127.0.0.1") as free:
-        port = taken.getsockname()[1]
-        found = in_turn(
-            lambda: launch_worker(tmp_path, "a", "--listen", "0.0.0.0:0"),
-            lambda: launch_worker(tmp_path, "b", "--layers", "5-2"),
-            lambda: launch_worker(tmp_path, "c", "--listen", f"127.0.0.1:{port}"),
-            lambda: launch_worker(tmp_path, "d", "--model", "no-such-model"),
-            lambda: launch_worker(tmp_path, "e", "--listen", "7103"),
-            lambda: launch_worker(tmp_path, "f", "--listen", "203.0.113.1:7103", "--insecure"),
-            lambda: launch_worker(tmp_path, "g", "--memory-limit", "64"),
-            lambda: launch_worker(
-                tmp_path, "h", "--listen", f"127.0.0.1:{free}", "--data-port", str(free)
-            ),
-        )
-        words = (
-            "--insecure",
-            "--layers '5-2'",
-            f"--listen 127.0.0.1:{port}: another program listens there",
-            "no-such-model",
-            "as in 127.0.0.1:7103",
-            "Its addresses are 127.0.0.1",
-            "Write 64GB",
-            f"--data-port {free}: another program listens there",
-        )
-        for (status, line), word in zip(found, words, strict=True):
-            assert status == 2, line
-            assert line.startswith("mtp-worker: ")
-            assert word in line
-
-
-def test_a_coordinator_that_cannot_start(tmp_path: Path, toy: Path) -> None:
+@pytest.mark.parametrize(
+    ("launch", "program", "cases"),
+    [
+        (
+            launch_worker,
+            "mtp-worker",
+            {
+                "--insecure": ("--listen", "0.0.0.0:0"),
+                "--listen 127.0.0.1:PORT: another program listens there": (
+                    "--listen",
+                    "127.0.0.1:PORT",
+                ),
+                "no-such-model": ("--model", "no-such-model"),
+                "Its addresses are 127.0.0.1": ("--listen", "203.0.113.1:7103", "--insecure"),
+                "--data-port PORT: another program listens there": ("--data-port", "PORT"),
+            },
+        ),
+        (
+            lambda folder, name, *flags: launch_coordinator(folder, *flags, name=name),
+            "mtp-coord",
+            {
+                "--insecure": ("--host", "0.0.0.0"),
+                "--port PORT: another program listens there": ("--port", "PORT"),
+                "no-such-model": ("--model", "no-such-model"),
+                "--single-node": ("--single-node", "--nodes", "2"),
+                "Its addresses are 127.0.0.1": ("--host", "203.0.113.1", "--insecure"),
+            },
+        ),
+    ],
+    ids=["worker", "coordinator"],
+)
+def test_a_program_that_cannot_start(
+    launch: Callable[..., Process], program: str, cases: dict[str, tuple[str, ...]], tmp_path: Path
+) -> None:
     """Wrong addresses, ports, models and contradicting flags end with status 2 and a line that names the flag."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+        port = str(taken.getsockname()[1])
+        lines = [[flag.replace("PORT", port) for flag in flags] for flags in cases.values()]
         found = in_turn(
-            lambda: launch_coordinator(tmp_path, "--host", "0.0.0.0", name="a"),
-            lambda: launch_coordinator(tmp_path, "--port", str(port), name="b"),
-            lambda: launch_coordinator(tmp_path, "--model", "no-such-model", name="c"),
-            lambda: launch_coordinator(tmp_path, "--single-node", "--nodes", "2", name="d"),
-            lambda: launch_coordinator(tmp_path, "--host", "203.0.113.1", "--insecure", name="e"),
-            lambda: launch_coordinator(tmp_path, "builtin", "--model", "toy", name="f"),
+            *(partial(launch, tmp_path, f"p{i}", *flags) for i, flags in enumerate(lines))
         )
-        words = (
-            "--insecure",
-            f"--port {port}: another program listens there",
-            "no-such-model",
-            "--single-node",
-            "Its addresses are 127.0.0.1",
-            "name one model, not both",
-        )
-        for (status, line), word in zip(found, words, strict=True):
+        for (status, line), words in zip(found, cases, strict=True):
             assert status == 2, line
-            assert line.startswith("mtp-coord: ")
-            assert word in line
+            assert line.startswith(f"{program}: ")
+            assert words.replace("PORT", port) in line
 
 
 def test_a_second_coordinator_in_a_state_directory(tmp_path: Path) -> None:

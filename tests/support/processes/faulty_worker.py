@@ -1,8 +1,7 @@
 """`mtp-worker` with an engine whose faults a test controls through a file. Runs as a program instead of `worker.cli`.
 
 `MTP_TEST_FAULT` names the file. The worker reads it before every frame and every load. `stuck` blocks the engine
-thread and `hang` blocks the next load, until the file changes. `slow 1.5` delays each frame by 1.5 seconds, and `raise`
-makes it fail.
+thread and `hang` blocks the next load, until the file changes. `slow 1.5` delays each frame by 1.5 seconds.
 """
 
 from __future__ import annotations
@@ -53,8 +52,6 @@ def main() -> None:
         match fault():
             case ["slow", seconds]:
                 time.sleep(float(seconds))
-            case ["raise"]:
-                raise RuntimeError("a test wants this engine to fail")
         return begin(self, frame, stamps)
 
     def faulty_load(*args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`mtp-coord status` against a server, another program, and no server."""
+"""`mtp-coord status` and `replan` against a server, another program, and no server."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import typer
 from pydantic import TypeAdapter
 from typer.testing import CliRunner, Result
 
 from coordinator.api.context import ApiOptions
+from coordinator.cli import app as commands
 from coordinator.cli import cluster_commands as command
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus
 from coordinator.trust.registry import KeyRing, Scope
-from proto.errors import AccessError, NotReadyError, UsageError
+from proto.errors import AccessError, DeadlineError, NotReadyError, UsageError
 from proto.state_dir import STATE_DIR
 from tests.support.api.api_client import ApiClient
 from tests.support.api.api_server import serving
+from tests.support.api.fake_generator import FakeStatus
 
 KEY = "secret-key"
 
@@ -33,11 +34,9 @@ def url() -> Iterator[str]:
         yield url
 
 
-def run(*arguments: str) -> Result:
-    """Run the command on a terminal of 120 characters."""
-    app = typer.Typer(add_completion=False)
-    app.command("status")(command.status)
-    return CliRunner(env={"COLUMNS": "120", "MTP_API_KEY": ""}).invoke(app, arguments)
+def run(*arguments: str, key: str = "") -> Result:
+    """Run a command on a terminal of 120 characters, with a key in its environment."""
+    return CliRunner(env={"COLUMNS": "120", "MTP_API_KEY": key}).invoke(commands, arguments)
 
 
 @contextmanager
@@ -60,7 +59,7 @@ def another_program(host: str, port: int, answer: bytes = b"") -> Iterator[tuple
 
 def test_once_shows_the_cluster(url: str) -> None:
     """The output has nodes with layers, memory, health and times, requests, and acceptance by position."""
-    done = run("--url", url, "--api-key", KEY)
+    done = run("status", "--url", url, "--api-key", KEY)
     assert done.exit_code == 0, done.output
     for part in (
         *(
@@ -93,9 +92,9 @@ def test_an_idle_worker_comes_with_advice(monkeypatch: pytest.MonkeyPatch) -> No
             ClusterStatus(ready, "m", nodes=nodes)
         ),
     )
-    advice = [line for line in run().output.splitlines() if "mtp-coord replan" in line]
+    advice = [line for line in run("status").output.splitlines() if "mtp-coord replan" in line]
     ready = False
-    assert "mtp-coord replan" not in run().output
+    assert "mtp-coord replan" not in run("status").output
     assert len(advice) == 1
     assert "spare" in advice[0]
     assert "flapping" not in advice[0]
@@ -104,7 +103,7 @@ def test_an_idle_worker_comes_with_advice(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_json_is_the_servers_own_object(url: str) -> None:
     """Scripts read the answer of the server unchanged."""
-    done = run("--url", url, "--api-key", KEY, "--json")
+    done = run("status", "--url", url, "--api-key", KEY, "--json")
     assert json.loads(done.output)["epoch"] == 3
 
 
@@ -139,7 +138,7 @@ def test_the_owner_of_the_server_needs_no_key(owned: tuple[KeyRing, str]) -> Non
     ring, url = owned
     key = ring.create("laptop", frozenset({Scope.INFERENCE}))
     for own in (url, url.replace("127.0.0.1", "localhost"), f"{url}/v1"):
-        assert run("--url", own).exit_code == 0
+        assert run("status", "--url", own).exit_code == 0
     with pytest.raises(UsageError, match="needs the scope metrics"):
         command.fetch(url, key)
     os.environ[STATE_DIR] += "/of-another-user"
@@ -167,3 +166,53 @@ def test_another_program_does_not_reach_the_terminal() -> None:
     ):
         command.fetch(theirs, None)
     assert "SSH" not in str(raised.value)
+
+
+# ---- replan
+
+
+class Cluster:
+    """An app whose replans are counted, and answered unless `silent`."""
+
+    def __init__(self, *, silent: bool = False) -> None:
+        self.requested = 0
+        self.silent = silent
+        self.status = FakeStatus()
+        self.api = ApiClient(
+            status=self.status, options=ApiOptions(api_keys=(KEY,)), replan=self.replan
+        )
+
+    def replan(self) -> None:
+        """Count a request and answer it."""
+        self.requested += 1
+        self.status.replans += not self.silent
+
+
+def test_a_replan_waits_and_shows_its_result() -> None:
+    """The command prints the new plan. The key comes from the option or from the environment."""
+    cluster = Cluster()
+    with serving(cluster.api.app) as url:
+        done = run("replan", "--url", f"{url}/v1", "--api-key", KEY)
+        assert done.exit_code == 0, done.output
+        assert done.output == "plan 3 serves. Layers: mac-1 0-3, mac-2 4-7\n"
+        assert run("replan", "--url", url.removeprefix("http://"), key=KEY).exit_code == 0
+        assert cluster.requested == 2
+
+
+def test_a_replan_without_a_result_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait is bounded."""
+    monkeypatch.setattr(command, "REPLAN_SECONDS", 0.3)
+    with serving(Cluster(silent=True).api.app) as url:
+        assert isinstance(run("replan", "--url", url, key=KEY).exception, DeadlineError)
+
+
+def test_mistakes_of_a_replan_are_explained() -> None:
+    """A missing key and a server without a cluster are errors, and nothing is planned."""
+    cluster = Cluster()
+    with serving(cluster.api.app) as url:
+        with pytest.raises(AccessError, match="--api-key"):
+            command.replan(url, None)
+        assert cluster.requested == 0
+    alone = ApiClient(options=ApiOptions(api_keys=(KEY,)))
+    with serving(alone.app) as url, pytest.raises(UsageError, match="single-node mode"):
+        command.replan(url, KEY)
