@@ -198,7 +198,7 @@ class RemotePipeline(Pipeline):
         )
 
     def _binding(self, stage: int) -> StreamBinding:
-        return StreamBinding(self.epoch, stage, self.workers[0].me.id, self._token)
+        return StreamBinding(self.epoch, stage, self._token)
 
     # ---- frames
 

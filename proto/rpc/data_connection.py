@@ -40,36 +40,29 @@ TICKET_BYTES = 32
 """Bytes of a ticket: enough that nothing can guess it while its call is open."""
 
 _TICKET, _PORT = "mtp-ticket-bin", "mtp-data-port"
-_EPOCH, _STAGE, _SENDER, _TOKEN = "mtp-epoch", "mtp-stage", "mtp-sender", "mtp-token-bin"
+_EPOCH, _STAGE, _TOKEN = "mtp-epoch", "mtp-stage", "mtp-token-bin"
 
 
 @dataclass(frozen=True)
 class StreamBinding:
-    """The values that bind one stream, served by stage number `stage`, to a plan.
-
-    `sender` is the worker id or coordinator id of the process that opens it, and `token` the plan token of Connect.
-    """
+    """The values that bind one stream, served by stage number `stage`, to a plan. `token` is the plan's."""
 
     epoch: int
     stage: int
-    sender: str
     token: bytes
 
     def to_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
         """Return the gRPC metadata that opens the stream."""
-        place = ((_EPOCH, str(self.epoch)), (_STAGE, str(self.stage)))
-        return (*place, (_SENDER, self.sender), (_TOKEN, self.token))
+        return (_EPOCH, str(self.epoch)), (_STAGE, str(self.stage)), (_TOKEN, self.token)
 
     @classmethod
     def from_metadata(cls, metadata: Sequence[tuple[str, str | bytes]]) -> StreamBinding:
         """Invert `to_metadata`, and ignore other entries. Raises ProtocolError for a missing or malformed entry."""
         found = dict(metadata)
-        sender, token = found.get(_SENDER), found.get(_TOKEN)
-        if not isinstance(sender, str) or not 0 < len(sender) <= 64:
-            raise ProtocolError(f"stream metadata {_SENDER} is missing or malformed")
+        token = found.get(_TOKEN)
         if not isinstance(token, bytes) or len(token) != TOKEN_BYTES:
             raise ProtocolError(f"stream metadata {_TOKEN} is missing or malformed")
-        return cls(_decimal(found, _EPOCH), _decimal(found, _STAGE), sender, token)
+        return cls(_decimal(found, _EPOCH), _decimal(found, _STAGE), token)
 
 
 @dataclass(frozen=True)

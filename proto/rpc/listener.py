@@ -78,9 +78,6 @@ def has_listener(host: str, port: int) -> bool:
 MAX_WAITING = 256
 """Bounds the connections of a listener that have not proven anything yet. Honest peers take a few milliseconds."""
 
-MAX_WAITING_OF_PEER = 128
-"""Bounds those of one address."""
-
 REFUSED_LOG_SECONDS = 10.0
 """Seconds. Shortest time between two warnings about refused connections, because a flood would fill the log."""
 
@@ -136,15 +133,13 @@ class Acceptor:
             await asyncio.sleep(0)  # those that were accepted before show what they have sent
 
     def _make_room(self, peer: str) -> None:
-        """End the oldest connection that waits, of `peer` or of all, if as many as permitted wait."""
-        crowded = [task for task, address in self._waiting.items() if address == peer]
-        if len(crowded) < MAX_WAITING_OF_PEER:
-            crowded = list(self._waiting)
-            if len(crowded) < MAX_WAITING:
-                return
-        self._log_refused(f"too many wait, last from {self._waiting[crowded[0]]}")
-        del self._waiting[crowded[0]]
-        crowded[0].cancel()
+        """End the oldest connection that waits, of `peer` if it has any, if as many as permitted wait."""
+        if len(self._waiting) < MAX_WAITING:
+            return
+        own = (task for task, address in self._waiting.items() if address == peer)
+        oldest = next(own, next(iter(self._waiting)))
+        self._log_refused(f"too many wait, last from {self._waiting.pop(oldest)}")
+        oldest.cancel()
 
     async def _admit(self, connection: socket.socket) -> None:
         try:

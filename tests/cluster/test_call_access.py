@@ -89,7 +89,7 @@ async def call(
 ) -> str:
     """Make one call and return the name of its status, OK if the server accepted it."""
     stub = pb_grpc.WorkerStub(channel)
-    binding = StreamBinding(1, stage, "sender", TOKEN).to_metadata()
+    binding = StreamBinding(1, stage, TOKEN).to_metadata()
     try:
         async with asyncio.timeout(DEADLINE):
             if method in UNARY:
@@ -262,7 +262,7 @@ async def test_removal_ends_open_calls(
 
         if not opened:
             monkeypatch.setattr(worker.node.tickets, "issued", remove_soon)
-        binding = StreamBinding(1, 1, "sender", TOKEN).to_metadata()
+        binding = StreamBinding(1, 1, TOKEN).to_metadata()
         frames: Any = channel.stream_stream(FRAMES)(metadata=binding)
         if opened:
             await frames.initial_metadata()

@@ -74,7 +74,7 @@ async def worker_and_channel(folder: Path) -> AsyncIterator[tuple[SecuredWorker,
 
 async def opened_call(channel: Any) -> tuple[Any, TicketOffer]:
     """Return an accepted call of the previous stage, and its ticket."""
-    binding = StreamBinding(1, 1, "sender", TOKEN).to_metadata()
+    binding = StreamBinding(1, 1, TOKEN).to_metadata()
     call = channel.stream_stream(FRAMES)(metadata=binding)
     return call, TicketOffer.from_metadata(await call.initial_metadata())
 

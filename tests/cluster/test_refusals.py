@@ -240,7 +240,7 @@ async def test_a_malformed_frame_ends_the_plan_and_not_the_worker(
                 coordinator=ME, epoch=epoch, num_stages=1, plan_token=token, hop_timeout_ms=1000
             )
             await client.connect(connect)
-            metadata = StreamBinding(epoch, 0, "test", token).to_metadata()
+            metadata = StreamBinding(epoch, 0, token).to_metadata()
             async with grpc.aio.insecure_channel(worker) as channel:
                 back: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
                 hop: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
@@ -283,7 +283,7 @@ def test_a_stream_that_belongs_to_no_plan(worker: str) -> None:
 
         return call
 
-    bound = StreamBinding(3, 0, "test", bytes(TOKEN_BYTES)).to_metadata()
+    bound = StreamBinding(3, 0, bytes(TOKEN_BYTES)).to_metadata()
     for metadata, expected in (
         ((), grpc.StatusCode.INVALID_ARGUMENT),
         (bound[:3], grpc.StatusCode.INVALID_ARGUMENT),

@@ -90,11 +90,10 @@ class Binding:
         host: StageHost,
         traffic: Traffic,
         on_failure: Callable[[], None],
-        worker_id: str = "",
         trust: NodeTrust | None = None,
     ) -> None:
         self.place = place
-        self._worker_id, self._trust = worker_id, trust
+        self._trust = trust
         self.thread = host.thread
         self.traffic = traffic
         self._host = host
@@ -154,7 +153,7 @@ class Binding:
             raise AccessError("a plan may not mix workers of a cluster with unsecured workers")
         return Link(
             peer.address,
-            StreamBinding(self.place.epoch, hop, self._worker_id, self.place.token),
+            StreamBinding(self.place.epoch, hop, self.place.token),
             timeout=timeout_ms / 1000,
             on_failure=lambda error: self._fail(str(error), peer.worker_id),
             trust=self._trust,

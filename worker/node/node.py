@@ -395,8 +395,7 @@ class WorkerNode:
         stage, stages, rank = request.stage, request.num_stages, request.rank
         token, sender = request.plan_token, request.previous_node
         place = Place(request.epoch, stage, stages, token, sender, rank)
-        me = self.identity
-        binding = Binding(place, self.host, self.traffic, self._failed, me.id, me.trust)
+        binding = Binding(place, self.host, self.traffic, self._failed, self.identity.trust)
         self.binding = binding
         make_engine = partial(self.host.make_engine, self.loaded, place.epoch, self.budget)
         try:

@@ -77,7 +77,7 @@ def test_a_signal_out_of_range_is_refused(message: pb.Signal) -> None:
 @given(integers, integers, st.binary(min_size=TOKEN_BYTES, max_size=TOKEN_BYTES))
 def test_a_binding_survives_its_metadata(epoch: int, stage: int, token: bytes) -> None:
     """A server reads the binding that the client sent, also among other metadata."""
-    binding = StreamBinding(epoch, stage, "worker-1", token)
+    binding = StreamBinding(epoch, stage, token)
     assert StreamBinding.from_metadata((("user-agent", "grpc"), *binding.to_metadata())) == binding
 
 
@@ -86,12 +86,11 @@ MALFORMED = [None, "", "-1", "1e3", "²", "9" * 30, b"short", b"x" * (TOKEN_BYTE
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [(n, v) for n in ("mtp-epoch", "mtp-stage", "mtp-token-bin") for v in MALFORMED]
-    + [("mtp-sender", None), ("mtp-sender", ""), ("mtp-sender", b"w"), ("mtp-sender", "w" * 65)],
+    [(n, v) for n in ("mtp-epoch", "mtp-stage", "mtp-token-bin") for v in MALFORMED],
 )
 def test_a_malformed_binding_is_refused(name: str, value: str | bytes | None) -> None:
     """Each entry missing or of another form is a ProtocolError."""
-    metadata = dict(StreamBinding(1, 2, "worker-1", bytes(TOKEN_BYTES)).to_metadata())
+    metadata = dict(StreamBinding(1, 2, bytes(TOKEN_BYTES)).to_metadata())
     if value is None:
         del metadata[name]
     else:

@@ -59,7 +59,7 @@ async def test_a_closed_link_has_no_connection(port: int, monkeypatch: pytest.Mo
     failures: list[Exception] = []
     link = Link(
         f"127.0.0.1:{port}",
-        StreamBinding(1, 1, "w", b"t"),
+        StreamBinding(1, 1, b"t"),
         timeout=PATIENCE,
         on_failure=failures.append,
     )
@@ -88,7 +88,7 @@ async def test_a_link_that_is_given_up_closes_what_it_dials(
         return near, HopFigures(1e-4, 1e9)
 
     monkeypatch.setattr(data_connection, "dial", dial)
-    binding = StreamBinding(1, 1, "w", b"t")
+    binding = StreamBinding(1, 1, b"t")
     link = Link(f"127.0.0.1:{port}", binding, timeout=PATIENCE, on_failure=lambda _: None)
     opening = asyncio.create_task(link.open())
     await asyncio.to_thread(dialling.wait, PATIENCE)

@@ -64,7 +64,7 @@ def test_the_last_stage_alone_relays_tokens() -> None:
         for role, digit in ((Role.COORDINATOR, "1"), (Role.WORKER, "2"), (Role.WORKER, "3"))
     )
     first = bind(Place(1, 0, 3, TOKEN, last.node))
-    frames, tokens = (StreamBinding(1, hop, "sender", TOKEN) for hop in (0, 3))
+    frames, tokens = (StreamBinding(1, hop, TOKEN) for hop in (0, 3))
     allowed = {(sender, stream) for sender, stream in ((coordinator, frames), (last, tokens))}
     for sender, stream in product((coordinator, last, other), (frames, tokens)):
         first.check_stream(stream)
@@ -78,7 +78,7 @@ def test_the_last_stage_alone_relays_tokens() -> None:
     for place in (Place(1, 1, 3, TOKEN), Place(1, 0, 1, TOKEN)):
         stage = bind(place)
         with pytest.raises(ProtocolError, match="is for stage"):
-            stage.check_stream(StreamBinding(1, place.num_stages, "sender", TOKEN))
+            stage.check_stream(StreamBinding(1, place.num_stages, TOKEN))
 
 
 async def test_frames_wait_for_relayed_tokens() -> None:

@@ -200,7 +200,7 @@ async def test_handshakes_of_strangers_are_bounded(
 ) -> None:
     """Few connections without a handshake stay open, because each holds 256 KB, and a client gets its answer."""
     limit = 4
-    monkeypatch.setattr(listeners, "MAX_WAITING_OF_PEER", limit)
+    monkeypatch.setattr(listeners, "MAX_WAITING", limit)
     trusting = ssl.create_default_context()
     trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
     async with listening(App(), tmp_path) as port, asyncio.timeout(PATIENCE):
