@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import ssl
-from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import httpx
@@ -97,26 +96,6 @@ def call(
     if not reply.is_success:
         raise _refusal(url, reply.status_code, body)
     return body
-
-
-def stream_events(
-    client: httpx.Client, path: str, body: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """Yield the events of a streamed request. Raises as `call`, and WorkerLostError for an error in the stream."""
-    url = str(client.base_url)
-    try:
-        with client.stream("POST", path, json={**body, "stream": True}) as reply:
-            if reply.status_code != 200:
-                raise _refusal(url, reply.status_code, reply.read())
-            for line in reply.iter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event: dict[str, Any] = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    raise errors.WorkerLostError(str(event["error"].get("message", event["error"])))
-                yield event
-    except httpx.TransportError as error:
-        raise _no_answer(url, error) from error
 
 
 def _no_answer(url: str, error: Exception) -> errors.NotReadyError:

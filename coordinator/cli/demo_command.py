@@ -20,7 +20,6 @@ import psutil
 import typer
 from rich.console import Console
 
-from coordinator.cli.client import stream_events
 from coordinator.cli.cluster_commands import parse, render
 from coordinator.trust.registry import API_KEY
 from proto.errors import WorkerLostError
@@ -153,15 +152,21 @@ def _wait_for(program: Program, console: Console, message: str, field: str) -> s
 def _complete(client: httpx.Client, console: Console, max_tokens: int) -> None:
     """Stream one completion and print its speed."""
     body: dict[str, Any] = {"model": "builtin", "prompt": PROMPT, "max_tokens": max_tokens}
-    body |= {**SAMPLING, "stream_options": {"include_usage": True}}
+    body |= {**SAMPLING, "stream": True, "stream_options": {"include_usage": True}}
     console.print(PROMPT, style="bold", end="", markup=False, soft_wrap=True)
     started, first, tokens = time.monotonic(), 0.0, 0
-    for event in stream_events(client, "completions", body):
-        if event.get("usage"):
-            tokens = event["usage"]["completion_tokens"]
-        for choice in event["choices"]:
-            first = first or time.monotonic()
-            console.print(choice["text"], end="", markup=False, soft_wrap=True)
+    with client.stream("POST", "completions", json=body) as reply:
+        for line in reply.raise_for_status().iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise WorkerLostError(event["error"]["message"])
+            if event.get("usage"):
+                tokens = event["usage"]["completion_tokens"]
+            for choice in event["choices"]:
+                first = first or time.monotonic()
+                console.print(choice["text"], end="", markup=False, soft_wrap=True)
     rate = tokens / max(time.monotonic() - first, 1e-9)
     console.print(
         f"\n\n[dim]{tokens} tokens, first after {first - started:.2f} s, then {rate:.1f} tokens/s[/dim]\n"

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 REMOVED = {
     "--fetch-images": "Clients send images in the request, as a data URL or in Base64.",
     "--prefer VALUE": PREFER_ADVICE,
+    "--prefill-chunk N": "The lengths of chunks suit the machines of the plan.",
 }
 """Flags of earlier releases, and what to use instead."""
 

@@ -88,31 +88,14 @@ def connection_limit() -> int:
 
 
 class HttpConnection(H11Protocol):
-    """A connection whose client must send its heads and read its answers in time. uvicorn has no setting for either.
+    """A connection whose client must send its heads and read its answers in time. uvicorn has no setting for either."""
 
-    At the limit, a new connection ends the one that waits for a head for the longest time. If none waits, uvicorn
-    answers the new one with status 503.
-    """
-
-    waits_since = 0.0
     _deadline: asyncio.TimerHandle | None = None
-
-    @property
-    def is_idle(self) -> bool:
-        """True while no request is open."""
-        # uvicorn's annotation omits the None before the first request
-        return self.cycle is None or self.cycle.response_complete  # type: ignore[redundant-expr]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Admit the connection."""
         super().connection_made(transport)
-        self._wait_for_head()
-        if len(self.connections) >= (self.limit_concurrency or 0):
-            others = [
-                c for c in self.connections if isinstance(c, HttpConnection) and c is not self
-            ]
-            if idle := [each for each in others if each.is_idle]:
-                min(idle, key=lambda each: each.waits_since).transport.abort()
+        self._start_deadline(HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
@@ -122,17 +105,13 @@ class HttpConnection(H11Protocol):
 
     def on_response_complete(self) -> None:
         """Wait for the next request."""
-        self._wait_for_head()
+        self._start_deadline(HEAD_SECONDS)
         super().on_response_complete()
 
     def pause_writing(self) -> None:
         """Begin to watch a client that does not read."""
         super().pause_writing()
         self._start_deadline(STALL_SECONDS)
-
-    def _wait_for_head(self) -> None:
-        self.waits_since = self.loop.time()
-        self._start_deadline(HEAD_SECONDS)
 
     def _start_deadline(self, seconds: float) -> None:
         if self._deadline is not None:
@@ -143,9 +122,11 @@ class HttpConnection(H11Protocol):
     def _check_progress(self, before: int) -> None:
         """End a connection whose client sent no complete head, or took none of the `before` bytes to send."""
         unsent = self.transport.get_write_buffer_size()
+        # uvicorn's annotation omits the None before the first request
+        is_idle = self.cycle is None or self.cycle.response_complete  # type: ignore[redundant-expr]
         if 0 < unsent < before:
             self._start_deadline(STALL_SECONDS)
-        elif self.is_idle or self.flow.write_paused:
+        elif is_idle or self.flow.write_paused:
             self.transport.abort()
 
 

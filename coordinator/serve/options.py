@@ -155,14 +155,6 @@ class ServeOptions:
     max_sequences: Annotated[
         int, typer.Option(min=1, max=256, help="Most requests served at once; others queue.")
     ] = DEFAULT_SEQUENCES
-    prefill_chunk: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=8192,
-            help="Most tokens of a prompt that travel together.  [default: 512; 1024 if all machines are M5]",
-        ),
-    ] = None
     no_prefix_cache: Annotated[
         bool,
         typer.Option(
@@ -293,8 +285,23 @@ class ServeOptions:
 
     @property
     def layer_slices(self) -> int:
-        """The number of slices in which every layer is computed."""
-        return checked_slices(self.slices, self.exact, self.parallel, self.nodes)
+        """The number of slices in which every layer is computed. Raises UsageError if --slices does not suit."""
+        size = self.parallel.size or min(self.nodes or 0, MAX_GROUP)
+        slices = self.slices or size
+        if not self.exact:
+            if self.slices is not None:
+                raise UsageError(f"--slices {self.slices} is a part of --exact. Add --exact")
+            return 1
+        if not slices or (self.parallel.auto and self.slices is None):
+            raise UsageError(
+                f"--parallel {self.parallel} with --exact needs --slices N: groups of every size that divides N then "
+                "give the same answers"
+            )
+        if self.parallel.size and slices % size:
+            raise UsageError(
+                f"--slices {slices} cannot be shared by groups of {size}. Use a multiple of {size}"
+            )
+        return slices
 
     @property
     def is_open(self) -> bool:
@@ -323,28 +330,4 @@ class ServeOptions:
             raise UsageError("--prefix-disk keeps prefixes on disk. Leave out --no-prefix-cache")
         if any(not key.strip() for key in self.api_key):
             raise UsageError("--api-key: an empty key would let everybody in")
-        checked_slices(self.slices, self.exact, self.parallel, self.nodes)
-
-
-def checked_slices(
-    slices: int | None, exact: bool, parallel: Parallel = ONE_PIPELINE, nodes: int | None = None
-) -> int:
-    """Return the value of --slices. Raises UsageError if it does not suit the flags beside it."""
-    if not exact:
-        if slices is not None:
-            raise UsageError(
-                f"--slices {slices} is a part of --exact. Add --exact, or leave it out"
-            )
-        return 1
-    size = parallel.size or min(nodes or 0, MAX_GROUP)
-    if slices is None and (not size or parallel.auto):
-        raise UsageError(
-            f"--parallel {parallel} with --exact needs --slices N: groups of every size that divides N then give the "
-            "same answers"
-        )
-    slices = slices or size
-    if parallel.size and slices % parallel.size:
-        raise UsageError(
-            f"--slices {slices} cannot be shared by groups of {size}. Use a multiple of {size}"
-        )
-    return slices
+        _ = self.layer_slices

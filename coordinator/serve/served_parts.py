@@ -183,7 +183,7 @@ class ServedParts:
     def __init__(self, model: OpenedModel, source: PipelineSource, lasting: LastingParts) -> None:
         self.model = model
         config, options, manager = model.checkpoint.config, model.options, lasting.manager
-        limits = Limits(config.max_positions, config.vocab_size, options.prefill_chunk)
+        limits = Limits(config.max_positions, config.vocab_size)
         scheduler = Scheduler(limits, Controller(model.mode, ngram=options.ngram), model.vocabulary)
         waiting_for = manager.describe_gathering if manager else str
         self.loop = GenerationLoop(source, scheduler, describe_wait=waiting_for)

@@ -46,10 +46,7 @@ from proto.terminal.progress import OnProgress, byte_bar, format_size
 log = logging.getLogger(__name__)
 
 
-FIRST_WAIT_REPORT = 1.0
-"""Seconds before the first line about missing workers. Workers that are up join faster."""
-
-WAIT_REPORT_SECONDS = 10.0
+WAIT_REPORT_SECONDS = 5.0
 """Seconds between two lines about missing workers."""
 
 
@@ -256,11 +253,10 @@ async def _run(
 
 async def _report_wait(manager: ClusterManager, url: str) -> None:
     """Log the workers that are missing for the first plan, every WAIT_REPORT_SECONDS."""
-    await asyncio.sleep(FIRST_WAIT_REPORT)
     while True:
+        await asyncio.sleep(WAIT_REPORT_SECONDS)
         if waiting := manager.describe_gathering():
             log.info("%s. Status: %s/status", waiting, url)
-        await asyncio.sleep(WAIT_REPORT_SECONDS)
 
 
 def _url(host: str, port: int, tls: TlsFiles | None) -> str:

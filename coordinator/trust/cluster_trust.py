@@ -19,7 +19,7 @@ from typing import Protocol
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
-from coordinator.trust.authority import CERTIFICATE_LIFE, Authority
+from coordinator.trust.authority import AUTHORITY_LIFE, CERTIFICATE_LIFE, Authority
 from coordinator.trust.registry import Registry
 from proto import cluster_pb2 as pb
 from proto.announcement import join_address
@@ -172,9 +172,9 @@ REFRESH_SECONDS = 60.0
 UPDATE_RETRY_SECONDS = 5.0
 """Seconds after which an update that failed is sent again."""
 
-LOCAL_TOKEN_SECONDS = 3600.0
-LOCAL_TOKEN_USES = 100
-"""Bound the token that the coordinator leaves in the state directory for workers of the same user and machine."""
+LOCAL_TOKEN_SECONDS = AUTHORITY_LIFE.total_seconds()
+LOCAL_TOKEN_USES = 10_000
+"""Bound the token in the state directory for workers of the same user. The next start replaces it."""
 
 
 class SecuredWorker(Protocol):
@@ -212,32 +212,15 @@ class ClusterTrust:
         async with server.listening(host, port) as bound:
             address = join_address(host, bound)
             self.registry.record_address(address)
-            seconds = self._write_local_token(local, address)
-            renewing = asyncio.create_task(self._renew_local_token(local, address, seconds))
+            token = joining.new_token(self.authority.cluster, self.authority.fingerprint, address)
+            self.registry.add_token(token, LOCAL_TOKEN_SECONDS, LOCAL_TOKEN_USES, is_local=True)
+            write_private(local, str(token))
             log.info("machines join here", extra={"address": address})
             log.info("add a machine with: mtp-coord token create")
             try:
                 yield
             finally:
-                renewing.cancel()
                 local.unlink(missing_ok=True)
-
-    async def _renew_local_token(self, file: Path, address: str, seconds: float) -> None:
-        """Write a new token after `seconds`, and again before each expires."""
-        while True:
-            await asyncio.sleep(seconds)
-            seconds = self._write_local_token(file, address)
-
-    def _write_local_token(self, file: Path, address: str) -> float:
-        """Write a valid token to `file`, which only this user can read. Returns the seconds until the next is due."""
-        token = joining.new_token(self.authority.cluster, self.authority.fingerprint, address)
-        try:
-            self.registry.add_token(token, LOCAL_TOKEN_SECONDS, LOCAL_TOKEN_USES, is_local=True)
-            write_private(file, str(token))
-        except UsageError as error:  # such as a full disk
-            log.warning("no token for workers of this machine", extra={"error": str(error)})
-            return REFRESH_SECONDS
-        return LOCAL_TOKEN_SECONDS / 2
 
     async def watch(
         self,

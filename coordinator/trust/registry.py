@@ -106,10 +106,14 @@ class Registry:
     def add_token(
         self, token: JoinToken, seconds: float, uses: int, *, is_local: bool = False
     ) -> None:
-        """Record a new token. Only the public half of its secret is stored. The user did not make a local one."""
+        """Record a new token. Only the public half of its secret is stored. A local one replaces the last local one."""
         with self.file.changing() as content:
             now = time.time()
-            content["tokens"] = {i: t for i, t in content["tokens"].items() if t["expires"] > now}
+            content["tokens"] = {
+                token_id: known
+                for token_id, known in content["tokens"].items()
+                if known["expires"] > now and not (is_local and known.get("local"))
+            }
             due = now + seconds
             facts = {"verifier": token.verifier, "expires": due, "uses": uses, "local": is_local}
             content["tokens"][token.token_id] = facts

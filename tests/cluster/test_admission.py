@@ -27,9 +27,6 @@ Body = dict[str, Any]
 SEQUENCES = 6
 """Sequences that the coordinator of most tests runs at once: fewer than its sixteen requests."""
 
-CHUNK = 48
-"""Tokens per prefill chunk: most prompts here need several chunks."""
-
 GONE_SECONDS = 60.0
 """Seconds. Maximum time a request may outlive its client on a worker; a prefill chunk takes a fraction of it."""
 
@@ -51,7 +48,7 @@ def url(workers: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """Serve with three drafts per window, whether that pays or not."""
     folder = tmp_path_factory.mktemp("many")
     flags = ("--mtp", "3", "--dtype", "float32", "--max-sequences", str(SEQUENCES))
-    with serving(folder, "builtin", workers, *flags, "--prefill-chunk", str(CHUNK)) as coordinator:
+    with serving(folder, "builtin", workers, *flags) as coordinator:
         yield coordinator.url
 
 
