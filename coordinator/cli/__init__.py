@@ -31,7 +31,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "load": ("cluster_commands", "Serve another model without a restart."),
     "replan": ("cluster_commands", "Look for a better plan over all workers, and show the result."),
     "trace": ("cluster_commands", "Write the path of every frame of the last seconds to a file."),
-    "plan": ("plan_command", "Show who would hold what, and how fast, without loading."),
+    "plan": (
+        "plan_command",
+        "Show how a model would be split over your Macs, and the predicted speed.",
+    ),
     "convert": (
         "checkpoint_commands",
         "Convert a checkpoint for MLX, and keep its MTP head and its vision part.",
@@ -96,7 +99,7 @@ for _name, (_, _summary) in COMMANDS.items():
 
 @app.callback()
 def coordinator(version: Annotated[bool, console.version_option(PROGRAM)] = False) -> None:
-    """Serve one Qwen3.5 model from several machines, drafting with the model's own MTP head.
+    """Serve one Qwen model from several machines, drafting with the model's own MTP head.
 
     Start mtp-worker on each machine, then mtp-coord serve on one of them. Without workers the same engine
     runs in this process. `--model builtin` names the small model that ships with this program.

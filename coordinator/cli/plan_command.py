@@ -73,7 +73,7 @@ class PlanOptions:
 
 @takes_options(PlanOptions, {"--prefer VALUE": PREFER_ADVICE})
 def plan(options: PlanOptions) -> None:
-    """Show who would hold what, and how fast, without loading. Reads headers only, no weights.
+    """Show how a model would be split over your Macs, and the predicted speed. Reads headers only, no weights.
 
     The machines are those of --node, and --nodes with --memory. The times are those of reading the active weights at
     each machine's bandwidth. They are lower bounds that real passes come near. A table compares one machine, a

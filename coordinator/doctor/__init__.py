@@ -1,1 +1,1 @@
-"""The diagnosis of this machine and of the workers that it reaches: its checks, and the measured answer and step."""
+"""The diagnosis of this machine and of the workers that it reaches: its checks, and the measured answer."""

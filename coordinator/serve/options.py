@@ -72,15 +72,13 @@ SlicesOption = Annotated[
 MtpOption = Annotated[
     MtpMode,
     typer.Option(
-        help="Drafts a step: auto, off, a number, or filled: several windows of an answer in flight."
+        help="How many tokens to draft: auto, off, a number, or filled (several windows in flight). Leave it at auto."
     ),
     Parsed(MtpMode.parse),
 ]
 NgramOption = Annotated[
     NgramMode,
-    typer.Option(
-        help="Drafts from the text itself, which continue an earlier place of the newest tokens, where they pay."
-    ),
+    typer.Option(help="Draft repeated text from the prompt itself, where that pays."),
 ]
 ParallelOption = Annotated[
     Parallel,
@@ -165,7 +163,8 @@ class ServeOptions:
         int | None,
         typer.Option(
             metavar="SIZE",
-            help="Keep the state of prompts on disk, such as 100GB, over restarts. Workers have the same flag.",
+            help="Keep the state of prompts on disk, such as 100GB, over restarts. Workers have the same flag. When "
+            "the limit is reached, the least recently used prompts are deleted.",
         ),
         Parsed(parse_size),
     ] = None

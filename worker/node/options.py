@@ -65,14 +65,18 @@ class WorkerOptions:
     ] = ""
     memory_limit: Annotated[
         int | None,
-        typer.Option(metavar="SIZE", help="Most memory to use, such as 48GB.  [default: 3/4]"),
+        typer.Option(
+            metavar="SIZE",
+            help="Most memory to use, such as 48GB.  [default: on a Mac 85 % of what Metal recommends]",
+        ),
         Parsed(parse_size),
     ] = None
     prefix_disk: Annotated[
         int | None,
         typer.Option(
             metavar="SIZE",
-            help="Keep the state of prompts on this machine's disk, such as 100GB, for later ones that begin the same.",
+            help="Keep the state of prompts on this machine's disk, such as 100GB, for later ones that begin the same. "
+            "When the limit is reached, the least recently used prompts are deleted.",
         ),
         Parsed(parse_size),
     ] = None
