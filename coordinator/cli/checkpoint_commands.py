@@ -21,7 +21,6 @@ from coordinator.serve.options import ModelOption
 from mtp.checkpoint.convert.add_head import HeadAddition, plan_head_addition
 from mtp.checkpoint.convert.convert import (
     HEAD_FILE,
-    ConversionResult,
     FloatType,
     Mode,
     Quantization,
@@ -31,10 +30,10 @@ from mtp.checkpoint.convert.convert import convert as convert_checkpoint
 from mtp.checkpoint.convert.foreign import open_source, plan_packed
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import is_head, join_names
-from mtp.checkpoint.format.parts import Norms, head_norms, missing_from_backbone, report
+from mtp.checkpoint.format.parts import head_norms, missing_from_backbone, report
 from mtp.checkpoint.hub.remote_checkpoint import fetch_head, open_model, open_remote
 from mtp.checkpoint.hub.repo import HubRepo
-from mtp.checkpoint.hub.resolve import find_model, ollama_models, resolve_model
+from mtp.checkpoint.hub.resolve import find_model, resolve_model
 from proto.errors import UsageError
 from proto.terminal.options import JsonOption, takes_options
 from proto.terminal.progress import byte_bar, format_size
@@ -66,24 +65,22 @@ def inspect(options: InspectOptions) -> None:
         return
     console = Console(emoji=False)
     console.print(_summary(model, facts))
-    console.print(_COLOURS[health.works] + escape(health.verdict), soft_wrap=True)
+    console.print(escape(health.verdict), soft_wrap=True)
 
 
 @dataclass(frozen=True)
 class HeadHealth:
-    """The verdict on a head. `works` is None where the norms were not read or look wrong. `head_norms` may be None."""
+    """The verdict on a head. `works` is None where the norms were not read or look wrong."""
 
     works: bool | None
     verdict: str
-    head_norms: Norms | None = None
 
 
 def assess_head(checkpoint: Checkpoint) -> HeadHealth:
     """Assess the head of `checkpoint` by its tensors and its norms, without a pass of the model."""
     if missing := missing_from_backbone(checkpoint):
-        return HeadHealth(
-            False, f"this checkpoint cannot run: {checkpoint.missing_tensors_error(missing)}"
-        )
+        error = checkpoint.missing_tensors_error(missing)
+        return HeadHealth(False, f"this checkpoint cannot run: {error}")
     if not checkpoint.mtp.present:
         return HeadHealth(False, f"head missing. {repair_hint(checkpoint, replace=False)}")
     hint = repair_hint(checkpoint, replace=True)
@@ -92,18 +89,16 @@ def assess_head(checkpoint: Checkpoint) -> HeadHealth:
         return HeadHealth(False, f"head incomplete, it lacks {lacks}. {hint}")
     if not checkpoint.path.is_dir():
         repo = checkpoint.path
-        verdict = f"head complete. Its norms were not read, because {repo} is not on this machine"
-        return HeadHealth(None, f"{verdict}. Download it with: hf download {repo}")
-    norms = head_norms(checkpoint)
-    if norms == "as they should be":
-        return HeadHealth(True, "head complete, and its norms look right", norms)
-    fault = "norms look unshifted: the head is raw, the model is converted"
-    if norms == "shifted twice":
-        fault = "norms look double-shifted"
-    return HeadHealth(None, f"{fault}. {hint}", norms)
-
-
-_COLOURS = {True: "[green]", False: "[red]", None: "[yellow]"}
+        verdict = f"head complete. Its norms were not read. Download {repo} first"
+        return HeadHealth(None, f"{verdict}: hf download {repo}")
+    match head_norms(checkpoint):
+        case "as they should be":
+            return HeadHealth(True, "head complete, and its norms look right")
+        case "shifted twice":
+            return HeadHealth(None, f"norms look double-shifted. {hint}")
+        case _:
+            fault = "norms look unshifted: the head is raw, the model is converted"
+            return HeadHealth(None, f"{fault}. {hint}")
 
 
 def _summary(model: str, facts: dict[str, Any]) -> Table:
@@ -119,7 +114,7 @@ def _summary(model: str, facts: dict[str, Any]) -> Table:
     table.add_row("context", f"{facts['max_positions']:,} tokens")
     table.add_row("stored as", ", ".join(stored))
     table.add_row("quantization", _quantization(facts["quantization"]))
-    table.add_row("norms", _NORMS[facts["norms"]])
+    table.add_row("norms", facts["norms"])
     table.add_row("embedding", format_size(sizes["embed"]))
     table.add_row("a layer", _range(sizes["layers"]))
     tied = facts["tie_word_embeddings"]
@@ -134,12 +129,6 @@ def _summary(model: str, facts: dict[str, Any]) -> Table:
         names = escape(join_names(unknown))
         table.add_row("unknown", f"[red]{len(unknown)} tensors of no part: {names}[/red]")
     return table
-
-
-_NORMS = {
-    "raw": "raw (offsets from 1, as Qwen publishes them)",
-    "shifted": "shifted (as used; converted for MLX)",
-}
 
 
 def _quantization(found: dict[str, Any] | None) -> str:
@@ -221,21 +210,12 @@ def convert(options: ConvertOptions) -> None:
     source = open_source(resolve_model(options.hf_path))
     with byte_bar("converting") as on_progress:
         outcome = convert_checkpoint(source, options.mlx_path, settings, on_progress)
-    for line in _convert_command_summary(outcome):
-        typer.echo(line)
-
-
-def _convert_command_summary(outcome: ConversionResult) -> list[str]:
-    lines = [f"{outcome.path}: {format_size(outcome.nbytes)}"]
-    if outcome.has_head:
-        lines.append(f"MTP head: kept. mtp-coord inspect {outcome.path} shows it.")
-    else:
-        lines.append(
-            "MTP head: the source has none; mtp-coord add-mtp adds one from a raw checkpoint."
-        )
+    typer.echo(f"{outcome.path}: {format_size(outcome.nbytes)}")
+    kept = f"kept. mtp-coord inspect {outcome.path} shows it."
+    none = "the source has none; mtp-coord add-mtp adds one from a raw checkpoint."
+    typer.echo(f"MTP head: {kept if outcome.has_head else none}")
     if "BF16" in outcome.dtypes:
-        lines.append("For an M1, convert with --dtype float16: its GPU has no bfloat16.")
-    return lines
+        typer.echo("For an M1, convert with --dtype float16: its GPU has no bfloat16.")
 
 
 _DOWNLOADS = "mtp-source"
@@ -320,9 +300,3 @@ def models() -> None:
     for model in found:
         if model.problem:
             typer.echo(f"{model.name} cannot be served: {model.problem}")
-    folder, count = ollama_models()
-    if count:
-        typer.echo(
-            f"{folder}: Ollama's models ({count}) cannot be served: they are GGUF files. Download the same models as "
-            "safetensors."
-        )

@@ -18,16 +18,13 @@ MAIN = [sys.executable, "-c", f"{WITHOUT_TORCH}; from coordinator.cli import mai
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """Return a home with a checkpoint and a damaged one in LM Studio's folders, and a model of Ollama."""
+    """Return a home with a checkpoint and a damaged one in LM Studio's folders."""
     shutil.copytree(checkpoint_dir(), tmp_path / ".lmstudio/models/mlx-community/Tiny-4bit")
     former = tmp_path / ".cache/lm-studio/models/mlx-community/Broken"
     former.mkdir(parents=True)
     (former / "config.json").write_text("{}")
     (former / "model.safetensors").touch()
     (tmp_path / ".lmstudio/models/someone/Other-GGUF").mkdir(parents=True)
-    manifest = tmp_path / ".ollama/models/manifests/registry/library/qwen/4b"
-    manifest.parent.mkdir(parents=True)
-    manifest.write_text("{}")
     return tmp_path
 
 
@@ -61,13 +58,10 @@ def test_a_shell_completes(home: Path, line: str, expected: list[str]) -> None:
 
 
 def test_the_list_of_models(home: Path) -> None:
-    """`models` lists what can be served, the problems of the rest, and one line on Ollama's folder."""
+    """`models` lists what can be served, and the problems of the rest."""
     lines = run(home, "models").splitlines()
     assert [line.split()[0] for line in lines[2:4]] == ["builtin", "mlx-community/Tiny-4bit"]
     assert lines[4].startswith("mlx-community/Broken cannot be served: ")
-    (about_ollama,) = [line for line in lines if "Ollama's models (1) cannot be served" in line]
-    assert str(home / ".ollama/models") in about_ollama
-    assert not [line for line in lines if "GGUF" in line and line != about_ollama]
 
 
 def test_a_model_of_lm_studio_runs_by_its_name(home: Path) -> None:

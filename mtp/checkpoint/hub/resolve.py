@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 import threading
 from collections.abc import Iterator
@@ -84,12 +83,6 @@ def local_repos() -> list[str]:
         cache = scan_cache_dir(constants.HF_HUB_CACHE)
         names |= {repo.repo_id for repo in cache.repos if repo.repo_type == "model"}
     return sorted(names)
-
-
-def ollama_models() -> tuple[Path, int]:
-    """Return Ollama's folder and its number of models. They are GGUF files, which this program cannot read."""
-    folder = Path(os.environ.get("OLLAMA_MODELS") or "~/.ollama/models").expanduser()
-    return folder, sum(path.is_file() for path in (folder / "manifests").glob("*/*/*/*"))
 
 
 def snapshot_of(path: Path) -> tuple[str, str] | None:

@@ -52,23 +52,20 @@ def test_a_good_head_works(path: Path | None, good: Path) -> None:
     health = examined(path or good)
     assert health.works
     assert health.verdict == "head complete, and its norms look right"
-    assert health.head_norms == "as they should be"
 
 
 @pytest.mark.parametrize(
-    ("shift", "norms", "words"),
+    ("shift", "words"),
     [
-        (-1.0, "not shifted", "norms look unshifted: the head is raw"),
-        (1.0, "shifted twice", "norms look double-shifted"),
+        (-1.0, "norms look unshifted: the head is raw"),
+        (1.0, "norms look double-shifted"),
     ],
 )
-def test_wrong_norms_are_found(
-    good: Path, tmp_path: Path, shift: float, norms: str, words: str
-) -> None:
+def test_wrong_norms_are_found(good: Path, tmp_path: Path, shift: float, words: str) -> None:
     """Wrong norms are suspected, with the repair hint."""
     path = with_head(good, tmp_path / "wrong", shift)
     found = examined(path)
-    assert (found.works, found.head_norms) == (None, norms)
+    assert found.works is None
     assert found.verdict.startswith(words)
     assert f"Run mtp-coord add-mtp --replace --mlx-path {path}" in found.verdict
 
