@@ -107,24 +107,14 @@ def _summary(model: str, facts: dict[str, Any]) -> Table:
     table.add_column(overflow="fold")
     kinds, sizes = Counter(facts["layer_kinds"]), facts["bytes"]
     layers = f"{kinds['gdn']} GatedDeltaNet, {kinds['attention']} full attention"
-    stored = (f"{dtype} {format_size(n)}" for dtype, n in facts["dtypes"].items())
     table.add_row("architecture", facts["model_type"])
     table.add_row("layers", f"{facts['num_layers']}: {layers}")
     table.add_row("parameters", f"{facts['parameters']:,}")
     table.add_row("context", f"{facts['max_positions']:,} tokens")
-    table.add_row("stored as", ", ".join(stored))
     table.add_row("quantization", _quantization(facts["quantization"]))
     table.add_row("norms", facts["norms"])
-    table.add_row("embedding", format_size(sizes["embed"]))
-    table.add_row("a layer", _range(sizes["layers"]))
-    tied = facts["tie_word_embeddings"]
-    table.add_row("lm_head", "tied" if tied else format_size(sizes["lm_head"]))
     table.add_row("MTP head", format_size(sizes["mtp"]) if sizes["mtp"] else "none")
     table.add_row("all parts", format_size(sizes["total"]))
-    if sizes["rows_on_disk"]:
-        table.add_row("n-gram rows", f"{format_size(sizes['rows_on_disk'])}, read from disk")
-    if sizes["vision"]:
-        table.add_row("vision", format_size(sizes["vision"]))
     if unknown := facts["unknown_tensors"]:
         names = escape(join_names(unknown))
         table.add_row("unknown", f"[red]{len(unknown)} tensors of no part: {names}[/red]")
@@ -139,11 +129,6 @@ def _quantization(found: dict[str, Any] | None) -> str:
         "unquantized" if o is False else f"{o['bits']} bit" for o in found["overrides"].values()
     )
     return "; ".join([text, *(f"{n} modules {what}" for what, n in sorted(overrides.items()))])
-
-
-def _range(sizes: list[int]) -> str:
-    smallest, largest = format_size(min(sizes)), format_size(max(sizes))
-    return smallest if smallest == largest else f"{smallest} to {largest}"
 
 
 REMOVED = {

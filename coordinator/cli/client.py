@@ -20,8 +20,8 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 REPLY_SECONDS = 5.0
 """Seconds. Deadline of one call; the server answers these from memory."""
 
-MAX_REPLY_BYTES = 4 * 2**20
-"""Bytes. Bound on the memory that an answer may take."""
+MAX_REPLY_BYTES = 256 * 2**20
+"""Bytes. Bound on the memory that an answer may take. A trace of 8192 frames through 64 stages stays below."""
 
 UrlOption = Annotated[str, typer.Option(help="URL of mtp-coord serve.")]
 KeyOption = Annotated[str | None, typer.Option(envvar=API_KEY, help="An API key of the server.")]
@@ -62,7 +62,6 @@ def call(
     api_key: str | None,
     *,
     deadline: float = REPLY_SECONDS,
-    max_bytes: int = MAX_REPLY_BYTES,
     content: object = None,
 ) -> bytes:
     """Send `method path` to the server at `url` and return the body of the answer.
@@ -87,9 +86,9 @@ def call(
             with client.stream(method, path, json=content) as reply:
                 for part in reply.iter_raw():
                     body += part
-                    if len(body) > max_bytes:
+                    if len(body) > MAX_REPLY_BYTES:
                         raise errors.ProtocolError(
-                            f"{url}{path}: the answer exceeds {max_bytes} bytes"
+                            f"{url}{path}: the answer exceeds {MAX_REPLY_BYTES} bytes"
                         )
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise _no_answer(url, error) from error

@@ -207,9 +207,6 @@ def replan(url: UrlOption = DEFAULT_URL, api_key: KeyOption = None) -> None:
 TRACE_SECONDS = 30.0
 """Seconds. Deadline of the call: the coordinator collects the times of all workers first."""
 
-MAX_TRACE_BYTES = 256 * 2**20
-"""Bytes. Bound on the answer: 8192 frames through 64 stages stay below."""
-
 
 def trace(
     url: UrlOption = DEFAULT_URL,
@@ -222,7 +219,7 @@ def trace(
     Open the file at https://ui.perfetto.dev or chrome://tracing. A table of the median times goes to stdout.
     """
     path = f"/trace?seconds={seconds:g}"
-    body = call("GET", url, path, api_key, deadline=TRACE_SECONDS, max_bytes=MAX_TRACE_BYTES)
+    body = call("GET", url, path, api_key, deadline=TRACE_SECONDS)
     try:
         found = json.loads(body)
         table, events = found["table"], found["trace"]

@@ -53,9 +53,6 @@ def judged(check: str, figure: str, advice: str, values: dict[str, Any]) -> Find
 SECONDS = 5.0
 """Seconds. Longest run of one program. All of them answer from memory."""
 
-CommandOutput = Callable[..., str]
-"""A function as `command_output`. Tests pass one that returns recorded outputs."""
-
 
 def command_output(*command: str) -> str:
     """Return what `command` prints, or an empty string if it is missing, fails or takes too long."""
@@ -76,15 +73,13 @@ def check_versions() -> Finding:
     values: dict[str, str] = {"system": system, "python": platform.python_version()}
     values |= {package: version(package) for package in ("mtp-cluster", "mlx", "mlx-lm")}
     figure = ", ".join(f"{name} {value}" for name, value in values.items()).removeprefix("system ")
-    verdict, advice = Verdict.OK, ""
     release = platform.mac_ver()[0].partition(".")[0]
     if sys.platform == "darwin" and platform.machine() != "arm64":
-        verdict = Verdict.FAIL
         advice = "This Python runs under Rosetta, where MLX has no GPU. Install a Python for arm64."
-    elif sys.platform == "darwin" and release.isdigit() and int(release) < WIRING_RELEASE:
-        verdict = Verdict.WARN
-        advice = "macOS 15 or later keeps idle weights in memory. Update macOS."
-    return Finding("versions", verdict, figure, advice, values)
+        return Finding("versions", Verdict.FAIL, figure, advice, values)
+    old = sys.platform == "darwin" and int(release) < WIRING_RELEASE
+    advice = "macOS 15 or later keeps idle weights in memory. Update macOS."
+    return judged("versions", figure, advice if old else "", values)
 
 
 SWAP_SHARE = 0.05
@@ -122,14 +117,10 @@ def check_device() -> Finding:
         mx.eval(one + 1)
         times.append(time.perf_counter() - started)
     seconds = statistics.median(times)
-    advice = (
-        "The device answers slowly. End other programs that use it."
-        if seconds > SLOW_SECONDS
-        else ""
-    )
+    slow = "The device answers slowly. End other programs that use it."
     figure = f"{chip}, {speed / 1e9:.3g} GB/s, a round trip takes {seconds * 1e3:.3f} ms"
     values = {"chip": chip, "bytes_per_second": speed, "round_trip_seconds": seconds}
-    return judged("device", figure, advice, values)
+    return judged("device", figure, slow if seconds > SLOW_SECONDS else "", values)
 
 
 def check_discovery(
@@ -151,7 +142,7 @@ def check_discovery(
     return judged("mDNS", figure, advice, {"found": found, "problem": problem})
 
 
-def check_thunderbolt(workers: int, output: CommandOutput = command_output) -> Finding:
+def check_thunderbolt(workers: int, output: Callable[..., str] = command_output) -> Finding:
     """Report the active ports of the Thunderbolt Bridge and the active RDMA devices of this Mac."""
     if sys.platform != "darwin":
         return Finding("Thunderbolt", Verdict.SKIP, "only on macOS")

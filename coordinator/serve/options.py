@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -38,11 +39,6 @@ JOIN_PORT = 50504
 
 ONE_PIPELINE = Parallel()
 AUTO = MtpMode()
-
-
-def parse_join_address(text: str) -> tuple[str, int]:
-    """Return the host and port of --listen. Raises UsageError."""
-    return parse_address("--listen", text, JOIN_PORT)
 
 
 ModelOption = Annotated[
@@ -237,7 +233,7 @@ class ServeOptions:
             help="Where other machines join this cluster by a token (mtp-coord token create). The first start makes "
             "the cluster's certificate authority.",
         ),
-        Parsed(parse_join_address),
+        Parsed(partial(parse_address, "--listen", default_port=JOIN_PORT)),
     ] = None
     tls_cert: Annotated[
         Path | None,
