@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -90,14 +91,12 @@ class GroupStart:
         workers = [worker for members in stages for worker in members]
         starts = [asyncio.create_task(self._start_one(worker)) for worker in workers]
         try:
-            started = await asyncio.gather(*starts)
+            clients = iter(await asyncio.gather(*starts))
         except BaseException:
             for start in starts:
                 start.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
-            await self.close()
             raise
-        clients = iter(started)
         return [[next(clients) for _ in members] for members in stages]
 
     async def _start_one(self, worker: WorkerClient) -> WorkerClient:
@@ -195,36 +194,31 @@ class PlanStart:
         for worker in chain.from_iterable(stages):
             worker.member = None
         group: GroupStart | None = None
-        if self.plan.group_size > 1:
-            group = GroupStart(self.options.me, self.plan.epoch, timeout, self._lease_ms)
-            try:
-                stages = await group.start(stages)
-            except StartError as error:
-                if error.suspect is not None:
-                    await self.membership.probe(error.suspect)
-                raise
-        try:
+        async with AsyncExitStack() as undo:
+            if self.plan.group_size > 1:
+                group = GroupStart(self.options.me, self.plan.epoch, timeout, self._lease_ms)
+                undo.push_async_callback(group.close)
+                try:
+                    stages = await group.start(stages)
+                except StartError as error:
+                    if error.suspect is not None:
+                        await self.membership.probe(error.suspect)
+                    raise
             await self._load_stages(label, room, self.plan.epoch, stages, group)
-        except BaseException:
+            spans = [stage.span for stage in self.plan.stages]
+            pipeline = RemotePipeline(stages, self.plan.epoch, room, timeout, spans)
+            undo.push_async_callback(pipeline.close)
             if group is not None:
-                await group.close()
-            raise
-        spans = [stage.span for stage in self.plan.stages]
-        pipeline = RemotePipeline(stages, self.plan.epoch, room, timeout, spans)
-        if group is not None:  # the pipeline closes the clients
-            group.serve(pipeline)
-        pipeline.frame_limits = FrameLimits.joint(self._frame_limits)
-        ids = {node: self.view.members[node].worker_id for node in self.plan.nodes}
-        try:
-            await pipeline.open(ids)
-        except ClusterError as error:
-            await pipeline.close()
-            await asyncio.gather(*(self.membership.probe(node) for node in self.plan.nodes))
-            # If all workers are alive, the far end of the hop that failed is the suspect.
-            raise StartError(str(error), pipeline.suspect) from error
-        except BaseException:
-            await pipeline.close()
-            raise
+                group.serve(pipeline)
+            pipeline.frame_limits = FrameLimits.joint(self._frame_limits)
+            ids = {node: self.view.members[node].worker_id for node in self.plan.nodes}
+            try:
+                await pipeline.open(ids)
+            except ClusterError as error:
+                await asyncio.gather(*(self.membership.probe(node) for node in self.plan.nodes))
+                # If all workers are alive, the far end of the hop that failed is the suspect.
+                raise StartError(str(error), pipeline.suspect) from error
+            undo.pop_all()
         return pipeline
 
     async def prepare(self, workers: frozenset[str]) -> PlanPrepared | PreparationFailed:

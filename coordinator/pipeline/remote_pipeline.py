@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -117,7 +117,6 @@ class RemotePipeline(Pipeline):
     capacity: Capacity
     hop_timeout: float
     spans: Sequence[Span]
-    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self.stages = len(self.members)
@@ -209,7 +208,7 @@ class RemotePipeline(Pipeline):
         stamps.mark(CoordinatorStep.ENCODED)
         assert self._link is not None, "the pipeline is open"
         self._link.send(data, partial(stamps.mark, CoordinatorStep.WRITTEN))
-        self.stall_detector.record_sent(self.clock())
+        self.stall_detector.record_sent(time.monotonic())
 
     async def receive_frame(self) -> Frame:
         result = await self._results.get()
@@ -233,7 +232,7 @@ class RemotePipeline(Pipeline):
 
     def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
         """Record the progress of a worker of this plan, and fail if the frames in flight do not move."""
-        now = self.clock()
+        now = time.monotonic()
         for stage, worker in enumerate(self.workers):
             if worker.owner == address:
                 self.stall_detector.record_stage(
@@ -283,7 +282,7 @@ class RemotePipeline(Pipeline):
         if frame.epoch != self.epoch:
             raise StaleEpochError(f"a result of epoch {frame.epoch}, this plan is {self.epoch}")
         _check_outcomes(frame)
-        self.stall_detector.record_returned(self.clock())
+        self.stall_detector.record_returned(time.monotonic())
         self._results.put_nowait(frame)
 
     async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:

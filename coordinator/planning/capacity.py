@@ -32,8 +32,8 @@ DEFAULT_SEQUENCES = 16
 QUEUED_PER_SEQUENCE = 16
 """Requests that may wait for each sequence served at once."""
 
-FEWEST_QUEUED, MOST_QUEUED = 16, 256
-"""Requests. Bounds of the queue length: a client would give up before a longer queue reached it."""
+MOST_QUEUED = 256
+"""Requests. Bound of the queue length: a client would give up before a longer queue reached it."""
 
 MOST_RESERVED = 256 * 2**20
 """Bytes. Upper bound of the memory kept free for activations: a 512-token chunk of a 27B model needs about 100 MB."""
@@ -70,7 +70,7 @@ class Capacity:
     @property
     def queue(self) -> int:
         """Requests that may wait; in a longer queue requests would wait longer than clients do."""
-        return min(MOST_QUEUED, max(FEWEST_QUEUED, QUEUED_PER_SEQUENCE * self.sequences))
+        return min(MOST_QUEUED, QUEUED_PER_SEQUENCE * self.sequences)
 
     def entry_bytes(self, tokens: int) -> int:
         """Return an upper bound of the bytes that a prefix entry of `tokens` tokens takes on any stage."""

@@ -18,23 +18,26 @@ class LayerGapError(SpanError):
     """The pinned layers leave more gaps than there are unpinned nodes. Another worker could fill one."""
 
 
-def check_pinned_layers(
-    nodes: Sequence[tuple[str, Span | None]], num_layers: int
-) -> dict[int, Span]:
-    """Return the pinned spans by their index in `nodes`, pairs of name and span. Raises SpanError for a misfit."""
-    pinned = {v: span for v, (_, span) in enumerate(nodes) if span is not None}
+def check_pinned_layers(nodes: Sequence[NodeSpec], model: ModelCosts) -> dict[int, Span]:
+    """Return the pinned spans by their index in `nodes`. Raises SpanError for a misfit."""
+    num_layers, first = len(model.layers), model.first_layers
+    pinned = {v: node.pinned for v, node in enumerate(nodes) if node.pinned is not None}
     for v, span in pinned.items():
         if span.end > num_layers:
             raise SpanError(
-                f"{nodes[v][0]} is pinned to layers {span}: "
+                f"{nodes[v].name} is pinned to layers {span}: "
                 f"the model has {num_layers}, 0-{num_layers - 1}"
+            )
+        if 0 < span.start < first or (span.start == 0 and span.end < first):
+            raise SpanError(
+                f"--layers {span}: the layers up to {first - 1} read the tokens, so they belong to the first machine."
             )
     in_order = sorted(pinned, key=lambda v: (pinned[v].start, pinned[v].end))
     for a, b in pairwise(in_order):
         if pinned[b].start < pinned[a].end:
             both = Span(pinned[b].start, min(pinned[a].end, pinned[b].end))
             raise SpanError(
-                f"both {nodes[a][0]} ({pinned[a]}) and {nodes[b][0]} ({pinned[b]}) are pinned to "
+                f"both {nodes[a].name} ({pinned[a]}) and {nodes[b].name} ({pinned[b]}) are pinned to "
                 f"{_layers(both)}: change --layers of one"
             )
     ends = [0, *(pinned[v].end for v in in_order)]
@@ -43,7 +46,7 @@ def check_pinned_layers(
     gaps = [Span(end, start) for end, start in pairs if end < start]
     free = len(nodes) - len(pinned)
     if len(gaps) > free:
-        held = ", ".join(f"{nodes[v][0]} {pinned[v]}" for v in in_order)
+        held = ", ".join(f"{nodes[v].name} {pinned[v]}" for v in in_order)
         others = f"{free} without --layers cannot fill {len(gaps)} gaps"
         raise LayerGapError(
             f"no worker holds {' and '.join(map(_layers, gaps))} (pinned: {held})"
@@ -201,15 +204,7 @@ def make_plan(
         )
     if twice := {name for name in names if names.count(name) > 1}:
         raise UsageError(f"two nodes are named {sorted(twice)[0]}. Give each node its own --name.")
-    pinned = check_pinned_layers([(n.name, n.pinned) for n in nodes], len(model.layers))
-    first = model.first_layers
-    if parted := [
-        s for s in pinned.values() if 0 < s.start < first or (s.start == 0 and s.end < first)
-    ]:
-        raise SpanError(
-            f"--layers {parted[0]}: the layers up to {first - 1} read the tokens, so they belong to the "
-            "first machine."
-        )
+    pinned = check_pinned_layers(nodes, model)
     costs = _Costs(model, workload or Workload())
     seconds = np.stack([costs.seconds(node) for node in nodes])
     runs = best_runs(seconds, pinned)
