@@ -48,12 +48,6 @@ class Backup:
         return sum(len(state.data) for state in self.states)
 
 
-MAX_IN_FLIGHT = 4
-"""Backups in flight. A backup waits for its frame to pass all stages, and another sequence uses this time."""
-
-BYTES_IN_FLIGHT = 2**26
-"""Bytes. A backup above this is the only one in flight: a stage keeps the GDN states of each in memory meanwhile."""
-
 MIN_NEW_TOKENS = 32
 """Tokens. A backup that saves fewer is not made: a stage computes as many in one step."""
 
@@ -88,13 +82,12 @@ class Backups:
         self.enabled = True
         """False while the stages run in this process."""
         self.kept: dict[int, Backup] = {}
-        self.in_flight: dict[int, BackupInFlight] = {}
-        """Backups that are being made, by sequence."""
+        self.in_flight: BackupInFlight | None = None
+        """The backup that is being made. Stages keep its GDN states in memory meanwhile, so it is the only one."""
         self.due: int | None = None
         """The sequence whose next segment is sent with a backup."""
         self.stormy = False
         """True for STORM_SECONDS after a failure."""
-        self._newest_bytes = 0  # of the newest transfer
         self._full_from = math.inf
         """The oldest sequence whose backup exceeds `limit`. It and younger ones wait for the end of an older one."""
         self._next_at = 0.0
@@ -104,7 +97,7 @@ class Backups:
         """Make backups more often from now on, because a plan has ended."""
         self._storm_until = now + STORM_SECONDS
         self._next_at = now
-        self.in_flight.clear()
+        self.in_flight = None
 
     @property
     def nbytes(self) -> int:
@@ -118,12 +111,11 @@ class Backups:
     def choose_due(self, running: Iterable[GenerationSequence], now: float) -> None:
         """Set `due` to the sequence with the most tokens to back up, or to None if no backup is due at `now`."""
         self.due, self.stormy = None, now < self._storm_until
-        most = 1 if self._newest_bytes > BYTES_IN_FLIGHT else MAX_IN_FLIGHT
-        if not self.enabled or len(self.in_flight) >= most or now < self._next_at:
+        if not self.enabled or self.in_flight is not None or now < self._next_at:
             return
         missing = {}
         for s in running:
-            if s.seq_id not in self.in_flight and s.seq_id < self._full_from:
+            if s.seq_id < self._full_from:
                 # What the stages hold for certain when its next segment arrives.
                 held = len(s.tokens) - 1 if s.decoding else s.scheduled_tokens
                 missing[s.seq_id] = held - self.tokens_of(s.seq_id)
@@ -135,20 +127,20 @@ class Backups:
         """Return the operation of frame number `frame` that backs up the first `tokens` tokens of a sequence."""
         self.due = None
         start = self.tokens_of(seq_id)
-        self.in_flight[seq_id] = BackupInFlight(seq_id, start, tokens, frame)
+        self.in_flight = BackupInFlight(seq_id, start, tokens, frame)
         return BackUp(seq_id, start)
 
     def returned(self, frame: int) -> BackupInFlight | None:
         """Return the backup that the returned frame number `frame` has made, for the coordinator to read."""
-        return next((one for one in self.in_flight.values() if one.frame == frame), None)
+        made = self.in_flight
+        return made if made is not None and made.frame == frame else None
 
     def complete_backup(
         self, made: BackupInFlight, tokens: int, states: Sequence[LayerState]
     ) -> None:
         """Keep a backup that was read, unless it is stale. Above `limit` the youngest sequences lose theirs."""
-        if made is not self.in_flight.get(made.seq_id):
+        if made is not self.in_flight:
             return
-        self._newest_bytes = sum(len(state.data) for state in states)
         former = self.kept.get(made.seq_id, Backup())
         if tokens != made.tokens or former.tokens != made.start:
             return  # the states continue a backup that was dropped while they were in flight
@@ -164,8 +156,8 @@ class Backups:
 
     def end_backup(self, made: BackupInFlight, seconds: float, now: float) -> None:
         """Wait in proportion to the `seconds` of the transfer before the next backup, even if it has failed."""
-        if made is self.in_flight.get(made.seq_id):
-            del self.in_flight[made.seq_id]
+        if made is self.in_flight:
+            self.in_flight = None
             pause = STORM_PAUSE if now < self._storm_until else CALM_PAUSE
             self._next_at = now + pause * seconds
 
@@ -174,4 +166,9 @@ class Backups:
         if seq_id <= self._full_from:
             self._full_from = math.inf
         self.kept.pop(seq_id, None)
-        self.in_flight.pop(seq_id, None)
+        self.cancel_backup(seq_id)
+
+    def cancel_backup(self, seq_id: int) -> None:
+        """Make no use of the backup in flight if it is one of sequence `seq_id`."""
+        if self.in_flight is not None and self.in_flight.seq_id == seq_id:
+            self.in_flight = None

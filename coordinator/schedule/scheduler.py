@@ -190,7 +190,7 @@ class Scheduler:
         self.in_flight.clear()
         self.ops.clear()
         self.prefixes.reset(capacity)
-        self.backups.in_flight.clear()
+        self.backups.in_flight = None
         self._vocabulary_sent = False
         self.controller.forget_costs()
         self._step_timer = StepTimer(stages)
@@ -288,7 +288,7 @@ class Scheduler:
         self._save_prefix(chosen, chosen.held)
         self.ops.append(Evict(chosen.seq_id))
         del self.running[chosen.seq_id]
-        self.backups.in_flight.pop(chosen.seq_id, None)
+        self.backups.cancel_backup(chosen.seq_id)
         chosen.reset_for_plan()
         # Stages might evict it only after they have received its backup.
         chosen.interrupted, chosen.sought = False, True

@@ -12,7 +12,7 @@ import pytest
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.pipeline.pipeline import Pipeline
 from coordinator.planning.capacity import Capacity
-from coordinator.schedule.backups import CALM_PAUSE, MAX_IN_FLIGHT, STORM_PAUSE
+from coordinator.schedule.backups import CALM_PAUSE, STORM_PAUSE
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk, generate
@@ -138,28 +138,6 @@ def test_backups_pause_in_proportion_to_their_transfer() -> None:
     stormy = backups_of(run(drive, 10 * STORM_PAUSE * 5))
     assert len(calm) == 1
     assert 2 <= len(stormy) <= 5
-
-
-def test_sequences_are_backed_up_while_others_wait_for_their_transfer() -> None:
-    """Backups of several sequences are in flight, each of another one. A large one is alone."""
-    drive = Drive(stages=3)
-    for i in range(6):
-        drive.submit(range(60 + i), 40)
-    most = 0
-    with patch("coordinator.schedule.backups.CALM_PAUSE", 0.0):
-        while drive.fill() or drive.stage.in_flight:
-            backups = drive.scheduler.backups
-            most = max(most, len(backups.in_flight))
-            frames = [made.frame for made in backups.in_flight.values()]
-            assert len(set(frames)) == len(frames), "a frame makes one backup"
-            drive.back()
-        assert 1 < most <= MAX_IN_FLIGHT
-        drive.submit(range(60), 40)
-        drive.submit(range(61), 40)
-        with patch("coordinator.schedule.backups.BYTES_IN_FLIGHT", 0):
-            while drive.fill() or drive.stage.in_flight:
-                assert len(drive.scheduler.backups.in_flight) <= 1
-                drive.back()
 
 
 def test_the_oldest_answer_is_rebuilt_first() -> None:
