@@ -24,9 +24,7 @@ STATE_DIR = "MTP_STATE_DIR"
 
 def state_dir(given: Path | None) -> Path:
     """Return the state directory: `given`, else MTP_STATE_DIR, else the user's directory on this platform."""
-    if given is not None:
-        return given
-    named = os.environ.get(STATE_DIR)
+    named = given or os.environ.get(STATE_DIR)
     return Path(named) if named else user_state_path("mtp-cluster", appauthor=False)
 
 
@@ -38,7 +36,7 @@ def replace_file(file: Path, data: bytes, mode: int) -> None:
         with open(descriptor, "wb") as stream:
             stream.write(data)
             stream.flush()
-            os.fsync(stream.fileno())
+            os.fsync(descriptor)
         part.chmod(mode)
         part.replace(file)
     finally:

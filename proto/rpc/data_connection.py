@@ -363,7 +363,6 @@ class DataPort(Acceptor):
 
     @property
     def port(self) -> int:
-        """The port number."""
         return int(self.listener.getsockname()[1])
 
     async def _receive_ticket(self, connection: socket.socket) -> None:

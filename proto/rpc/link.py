@@ -202,9 +202,8 @@ class FrameWriter:
     def __post_init__(self) -> None:
         self.connection.setblocking(False)
         self._loop = asyncio.get_running_loop()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         """Guards all that follows, and the socket while `_writing_since` is None."""
-        self._changed = threading.Condition(self._lock)
         self._queue: deque[tuple[Parts, OnWritten]] = deque()
         self._writing_since: float | None = None
         self._closed = False
@@ -222,7 +221,7 @@ class FrameWriter:
         if direct and tensor:
             message, tensor = b"".join((message, tensor)), b""
         count = 0
-        with self._lock:
+        with self._changed:
             if self._closed:
                 return
             if self._writing_since is None and not self._queue and direct:

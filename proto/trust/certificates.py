@@ -78,7 +78,6 @@ MAX_PEM_BYTES = 16 * 1024
 
 
 def new_key() -> ec.EllipticCurvePrivateKey:
-    """Return a new private key."""
     return ec.generate_private_key(ec.SECP256R1())
 
 
@@ -101,7 +100,6 @@ def key_from_pem(pem: str) -> ec.EllipticCurvePrivateKey:
 
 
 def to_pem(*certificates: x509.Certificate) -> str:
-    """Return certificates as PEM text."""
     return "".join(c.public_bytes(serialization.Encoding.PEM).decode() for c in certificates)
 
 
@@ -194,5 +192,4 @@ def is_due(certificate: x509.Certificate) -> bool:
 
 
 def utc_now() -> datetime:
-    """Return the current time in UTC."""
     return datetime.now(UTC)

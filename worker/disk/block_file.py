@@ -74,7 +74,6 @@ class LayerTensors:
     tensors: list[Tensor]
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the pieces of all tensors."""
         for index, tensor in enumerate(self.tensors):
             view = memoryview(tensor.data).cast("B")
             for start in range(0, max(1, view.nbytes), PIECE_BYTES):
@@ -250,7 +249,6 @@ class _Stored:
     pieces: tuple[str, ...]
 
     def joined(self, pieces: Mapping[str, mx.array]) -> mx.array:
-        """Return the whole tensor."""
         own = [pieces[name] for name in self.pieces]
         return (own[0] if len(own) == 1 else mx.concatenate(own)).reshape(self.shape)
 

@@ -56,7 +56,6 @@ class Block:
 
 
 def block_file(namespace: str, key: bytes, layers: Span) -> str:
-    """Return the name of a block's file."""
     return f"{namespace}-{key.hex()}-{layers.start}-{layers.end}{SUFFIX}"
 
 
@@ -102,13 +101,13 @@ class BlockIndex:
                 dropped = self._make_room(nbytes)
             # What it continues may have been dropped to make room.
             fits = nbytes <= self.limit and self._continues(block)
-            if not fits:
-                dropped.append(block.file)
-            else:
+            if fits:
                 place = (block.namespace, block.key, block.layers.start, block.layers.end)
                 values = (*place, block.start, block.length, block.parent, nbytes)
                 insert = "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
                 self._database.execute(insert, (*values, self._clock(), block.file))
+            else:
+                dropped.append(block.file)
         self._unlink(dropped)
         return fits
 
@@ -217,7 +216,7 @@ class BlockIndex:
 
     # ---- files
 
-    def _unlink(self, files: Sequence[str]) -> None:
+    def _unlink(self, files: Iterable[str]) -> None:
         for file in files:
             (self.folder / file).unlink(missing_ok=True)
 
@@ -226,9 +225,6 @@ class BlockIndex:
         known = {file for (file,) in self._database.execute("SELECT file FROM blocks")}
         here = {p.name for p in self.folder.iterdir() if p.suffix in (SUFFIX, TEMPORARY)}
         old = self._clock() - STALE_SECONDS
-        for name in here - known:
-            path = self.folder / name
-            if path.stat().st_mtime < old:
-                path.unlink(missing_ok=True)
+        self._unlink([n for n in here - known if (self.folder / n).stat().st_mtime < old])
         gone = [(file,) for file in known - here]
         self._database.executemany("DELETE FROM blocks WHERE file = ?", gone)

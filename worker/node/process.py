@@ -35,7 +35,6 @@ from worker.node.service import STOP_SECONDS, make_server
 
 log = logging.getLogger(__name__)
 
-
 LOCAL_TOKEN = Path("authority", "local.token")
 """The file in the state directory where a coordinator on this machine keeps a token for its user's workers."""
 
@@ -48,8 +47,8 @@ async def worker_trust(
 ) -> NodeTrust | None:
     """Return the credentials of a worker that listens on `host`, or None for a listener without TLS.
 
-    Only a listener with `insecure` has no TLS, and one on loopback while no coordinator of this user has a cluster.
-    `token` is the value of --join, `given` that of --state-dir. Raises UsageError, and the errors of a join.
+    That is one with `insecure`, or one on loopback while no coordinator of this user has a cluster. `token` is the
+    value of --join, `given` that of --state-dir. Raises UsageError, and the errors of a join.
     """
     if token and insecure:
         raise UsageError("--join secures the connections of this worker. Use it without --insecure")
@@ -143,10 +142,9 @@ async def run(options: WorkerOptions) -> None:
         if options.layers is not None:
             options.layers.check_within(checkpoint.config.num_layers)
     (host, port), given = options.address, options.state_dir
-    token_file = state_dir(given) / LOCAL_TOKEN
     with keep_awake(enabled=not options.allow_sleep):
         while not stopping.is_set():
-            known = read_text(token_file)
+            known = read_text(state_dir(given) / LOCAL_TOKEN)
             identity.trust = await worker_trust(
                 host, identity.name, options.join, given, insecure=options.insecure
             )

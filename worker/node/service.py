@@ -70,7 +70,6 @@ class CallGuard(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Return the guarded handler of a call."""
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None  # gRPC answers UNIMPLEMENTED
@@ -182,7 +181,6 @@ class DataPlane:
         self.node = node
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Return the handler to register with a server."""
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             FRAMES.rpartition("/")[2]: grpc.stream_stream_rpc_method_handler(self.frames),
             RESULTS.rpartition("/")[2]: grpc.unary_stream_rpc_method_handler(self.results),
@@ -241,7 +239,7 @@ def _stream_of(context: Context) -> StreamBinding:
 
 
 class WorkerService(pb_grpc.WorkerServicer):
-    """The control calls. See proto/cluster.proto for each."""
+    """The control calls, as proto/cluster.proto describes them."""
 
     def __init__(self, node: WorkerNode) -> None:
         self.node = node
@@ -249,7 +247,6 @@ class WorkerService(pb_grpc.WorkerServicer):
         """Provide calls in progress."""
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.WorkerInfo:
-        """Return the identity, the abilities and the state of the worker."""
         check_version(request.protocol_version)
         node, identity = self.node, self.node.identity
         node.release_lapsed()
@@ -279,13 +276,11 @@ class WorkerService(pb_grpc.WorkerServicer):
         return info
 
     async def StartMember(self, request: pb.MemberRequest, context: Context) -> pb.MemberReply:
-        """Start the process of this worker for a group."""
         return await self.node.start_member(request)
 
     async def Load(
         self, request: pb.LoadRequest, context: Context
     ) -> AsyncIterator[pb.LoadProgress]:
-        """Yield the progress, then the result."""
         progress: asyncio.Queue[pb.LoadProgress] = asyncio.Queue()
 
         def on_progress(done: int, total: int) -> None:
@@ -303,7 +298,6 @@ class WorkerService(pb_grpc.WorkerServicer):
     async def Provide(
         self, requests: AsyncIterator[pb.Weights], context: Context
     ) -> AsyncIterator[pb.WeightsReply]:
-        """Yield the requests for missing tensors and the progress."""
         self._transfers += 1
         try:
             if self._transfers > MAX_TRANSFERS:
@@ -315,20 +309,16 @@ class WorkerService(pb_grpc.WorkerServicer):
             self._transfers -= 1
 
     async def Connect(self, request: pb.ConnectRequest, context: Context) -> pb.ConnectReply:
-        """Bind the stage into a plan."""
         return await self.node.connect(request)
 
     async def ConnectRing(self, request: pb.RingRequest, context: Context) -> pb.ConnectReply:
-        """Open the link of the last stage to the first one."""
         return await self.node.connect_ring(request)
 
     async def Unload(self, request: pb.UnloadRequest, context: Context) -> pb.UnloadReply:
-        """Drop the stage and the lease."""
         self.node.unload(request)
         return pb.UnloadReply()
 
     async def UpdateTrust(self, request: pb.TrustUpdate, context: Context) -> pb.TrustReply:
-        """Install the cluster's authorities, removed nodes and, if given, a new certificate."""
         trust = self.node.identity.trust
         if trust is None:
             raise AccessError("this worker belongs to no cluster")
@@ -338,7 +328,6 @@ class WorkerService(pb_grpc.WorkerServicer):
     async def ReadBackup(
         self, request: pb.BackupRequest, context: Context
     ) -> AsyncIterator[pb.BackupPiece]:
-        """Yield the newest backup of a sequence, its head first."""
         engine = self._engine(request.coordinator, request.epoch)
         thread = self.node.host.thread
         # The engine thread makes and drops backups, so it also takes this one.
@@ -356,7 +345,6 @@ class WorkerService(pb_grpc.WorkerServicer):
     async def WriteBackup(
         self, requests: AsyncIterator[pb.BackupPiece], context: Context
     ) -> pb.BackupReply:
-        """Keep the backup of a sequence until a frame restores it."""
         head = (await first_message(requests)).head
         engine = self._engine(head.coordinator, head.epoch)
         joiner = PieceJoiner(self.node.identity.memory_limit)
@@ -371,14 +359,12 @@ class WorkerService(pb_grpc.WorkerServicer):
     async def FindPrefix(
         self, requests: AsyncIterator[pb.PrefixRequest], context: Context
     ) -> pb.PrefixReply:
-        """Return which prefixes of a prompt the disk of this worker has."""
         _, disk, _, tokens = await self._prefix_call(requests)
         return await disk.find(tokens)
 
     async def LoadPrefix(
         self, requests: AsyncIterator[pb.PrefixRequest], context: Context
     ) -> pb.PrefixReply:
-        """Keep the state of a prefix, read from the disk, until a frame restores it."""
         engine, disk, seq_id, tokens = await self._prefix_call(requests)
         received = await disk.load(tokens)
         await self.node.host.thread.call(partial(engine.receive_backup, seq_id, received))
@@ -400,7 +386,6 @@ class WorkerService(pb_grpc.WorkerServicer):
     async def ReadBlocks(
         self, request: pb.BlockRequest, context: Context
     ) -> AsyncIterator[pb.BackupPiece]:
-        """Yield the blocks of a prefix, for another worker."""
         _, disk = self._disk(request.coordinator, request.epoch)
         layers = Span(request.layers.start, request.layers.end)
         async for piece in disk.read_blocks(request.key, layers):
@@ -409,7 +394,6 @@ class WorkerService(pb_grpc.WorkerServicer):
     async def WriteBlocks(
         self, requests: AsyncIterator[pb.BackupPiece], context: Context
     ) -> pb.BackupReply:
-        """Write the blocks of another worker to the disk."""
         head = (await first_message(requests)).head
         _, disk = self._disk(head.coordinator, head.epoch)
         await disk.write_blocks(requests)
@@ -429,14 +413,12 @@ class WorkerService(pb_grpc.WorkerServicer):
         return binding.engine
 
     async def ReportState(self, request: pb.StateReportRequest, context: Context) -> pb.StateReport:
-        """Return the sequences and prefix entries that the engine holds."""
         engine = self.node.binding.engine if self.node.binding is not None else None
         if engine is None:
             return pb.StateReport(epoch=self.node.epoch)
         return await self.node.host.thread.call(engine.report_state)
 
     async def ReportTrace(self, request: pb.TraceRequest, context: Context) -> pb.TraceReport:
-        """Return the clock of the process and the stamps of its newest frames."""
         report = pb.TraceReport(now_ns=time.monotonic_ns())
         for s in self.node.host.stamps.since(request.since_ns) if request.with_frames else []:
             report.frames.add(epoch=s.epoch, number=s.number, rows=s.rows, times_ns=s.times)
@@ -445,7 +427,6 @@ class WorkerService(pb_grpc.WorkerServicer):
     async def Signals(
         self, requests: AsyncIterator[pb.Signal], context: Context
     ) -> AsyncIterator[pb.WorkerStatus]:
-        """Apply the signals of one coordinator and yield the worker status while it keeps the lease."""
         first = await first_message(requests)
         check_signal(first)
         if not first.HasField("hello"):
