@@ -18,7 +18,7 @@ export class ConnectView {
     const base = `${location.origin}/v1`;
     const key = storedKey() ? "YOUR_KEY" : "any";
     this.blocks.replaceChildren(
-      block("Any OpenAI client", "Set these two variables. A client that asks for a key takes any text where the coordinator has no key.", `export OPENAI_BASE_URL=${base}\nexport OPENAI_API_KEY=${key}`),
+      block("Any OpenAI client", "Set these two variables. If the client insists on a key, type anything.", `export OPENAI_BASE_URL=${base}\nexport OPENAI_API_KEY=${key}`),
       block("Python", "With the openai package.", `from openai import OpenAI\n\nclient = OpenAI(base_url="${base}", api_key="${key}")\nanswer = client.chat.completions.create(\n    model="${model}",\n    messages=[{"role": "user", "content": "Hello"}],\n)\nprint(answer.choices[0].message.content)`),
       block("curl", "Streams the answer, without the reasoning before it.", `curl -N ${base}/chat/completions \\\n  -H 'Content-Type: application/json' \\\n  -d '{"model": "${model}", "reasoning_effort": "none", "stream": true,\n       "messages": [{"role": "user", "content": "Hello"}]}'`),
       block("Terminal", "The state of the cluster, without a browser.", `mtp-coord status --url ${location.origin}`));
