@@ -20,13 +20,7 @@ from coordinator.api.error_responses import field_error, refused_field
 from coordinator.api.image_parts import InputImagePart, text_of, with_images
 from coordinator.api.journal import Record
 from coordinator.api.openai_schemas import SamplingBody
-from coordinator.api.request_body import (
-    Body,
-    Many,
-    TokenLimit,
-    named,
-    read_body,
-)
+from coordinator.api.request_body import Body, Many, TokenLimit, named, read_body
 from coordinator.api.responses_writer import ResponseWriter
 from coordinator.api.stored_answers import owner_of, pin_request, serve_answer, stored_of
 from coordinator.schedule.request import GenerationRequest
@@ -352,10 +346,7 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
         created=answer.created,
         body=without_input.model_dump_json(exclude_none=True, by_alias=True),
         request=pin_request(answer.choices[0].request),
-        history={
-            "before": before,
-            "input": [stored_item(item) for item in own],
-        },
+        history={"before": before, "input": [stored_item(item) for item in own]},
         background=bool(body.background),
     )
     return PreparedAnswer(answer, writer, bool(body.stream), record)
