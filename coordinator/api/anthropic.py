@@ -17,20 +17,13 @@ from coordinator.api.context import Api, api_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, sse_event
 from coordinator.api.error_responses import field_error, message_of, status_of
 from coordinator.api.image_parts import ImageBlock, prompt_of, text_of, with_images
-from coordinator.api.openai_schemas import SamplingBody
+from coordinator.api.openai_schemas import SamplingBody, TextPart
 from coordinator.api.request_body import Body, Many, named, read_body
 from coordinator.api.stored_answers import serve_answer
 from coordinator.text.calls import CallArguments, CallStart, Json
 from coordinator.text.chat_parser import Content, Reasoning
 from coordinator.text.grammars import OutputFormat
 from coordinator.text.tokenizer import ContextLengthError
-
-
-class TextBlock(Body):
-    """Text of a message, of the system prompt or of a tool's result."""
-
-    type: Literal["text"]
-    text: str
 
 
 class ThinkingBlock(Body):
@@ -54,12 +47,12 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Many[TextBlock | ImageBlock] | None = None
+    content: str | Many[TextPart | ImageBlock] | None = None
     is_error: bool | None = None
 
 
 Block = Annotated[
-    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
+    TextPart | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
     Field(discriminator="type"),
 ]
 
@@ -73,15 +66,15 @@ class Message(Body):
     @property
     def blocks(self) -> list[Block]:
         if isinstance(self.content, str):
-            return [TextBlock(type="text", text=self.content)]
+            return [TextPart(type="text", text=self.content)]
         return self.content
 
     @model_validator(mode="after")
     def _blocks_fit_the_role(self) -> Message:
         allowed = {
-            "user": (TextBlock, ImageBlock, ToolResultBlock),
-            "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
-            "system": (TextBlock,),
+            "user": (TextPart, ImageBlock, ToolResultBlock),
+            "assistant": (TextPart, ThinkingBlock, ToolUseBlock),
+            "system": (TextPart,),
         }
         for block in self.blocks:
             if not isinstance(block, allowed[self.role]):
@@ -144,7 +137,7 @@ class PromptBody(Body):
 
     model: str | None = None
     messages: Many[Message] = Field(min_length=1)
-    system: str | Many[TextBlock] | None = None
+    system: str | Many[TextPart] | None = None
     tools: Many[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -160,8 +153,6 @@ class PromptBody(Body):
         choice = self.tool_choice
         if choice and (choice.type == "tool") != (choice.name is not None):
             raise field_error("tool_choice", "name is required with the type tool, and only then")
-        if self.forced_tool is not None and not self.functions:
-            raise field_error("tool_choice", "requires tools")
         return self
 
     @property
@@ -267,7 +258,7 @@ def _tool_result(block: ToolResultBlock) -> Json:
 
 
 def _text(blocks: Iterable[Block]) -> str:
-    return text_of(block for block in blocks if isinstance(block, TextBlock | ImageBlock))
+    return text_of(block for block in blocks if isinstance(block, TextPart | ImageBlock))
 
 
 _TYPES = {

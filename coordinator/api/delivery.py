@@ -200,7 +200,7 @@ class Delivery:
         self._writer = prepared.writer
         self._meter = meter
         self._keep_alive = api.options.keep_alive_seconds
-        meter.record_submission(prepared.answer.prompt_tokens)
+        meter.record.prompt_tokens = prepared.answer.prompt_tokens
         open_choices = () if prepared.answer.done else prepared.answer.choices
         self._queue = AnswerQueue(api.generator, [each.next_request for each in open_choices])
         self.outcome = "cancelled"
@@ -305,7 +305,7 @@ class Delivery:
     def close(self) -> None:
         """Stop the requests that still run; record and log the end."""
         self._queue.close()
-        self._meter.end(self.outcome)
+        seconds = self._meter.end(self.outcome)
         log.info(
             "request ended",
             extra={
@@ -313,7 +313,7 @@ class Delivery:
                 "outcome": self.outcome,
                 "prompt_tokens": self._answer.prompt_tokens,
                 "completion_tokens": self._answer.completion_tokens,
-                "seconds": round(self._meter.seconds, 3),
+                "seconds": round(seconds, 3),
             },
         )
 

@@ -112,8 +112,6 @@ class ResponsesBody(SamplingBody):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ResponsesBody:
-        if self.forced_tool is not None and not self.functions:
-            raise field_error("tool_choice", "requires tools")
         if self.background and self.store is False:
             raise field_error("background", "requires a stored response. Omit store.")
         if not self.input:

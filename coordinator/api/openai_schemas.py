@@ -219,8 +219,6 @@ class ChatBody(GenerationBody):
             raise field_error("continue_final_message", "requires a last message of the assistant")
         if self.add_generation_prompt is False and not self.continue_final_message:
             raise field_error("add_generation_prompt", "false requires continue_final_message")
-        if self.forced_tool is not None and not self.tools:
-            raise field_error("tool_choice", "requires tools")
         return self
 
     @property

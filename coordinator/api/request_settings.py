@@ -321,9 +321,8 @@ def _forced_output(api: Api, chat: ChatRequest) -> OutputFormat | None:
         return chat.output
     tools = [t for t in chat.tools if chat.forced_tool in ("", t["function"]["name"])]
     if not tools:
-        raise refused_field(
-            "tool_choice", f"no tool is named {chat.forced_tool!r}. Send it in tools."
-        )
+        name = chat.forced_tool or "any"
+        raise refused_field("tool_choice", f"{name!r}: not found. Send it in tools.")
     style = api.tokenizer.call_form
     if style is None:
         raise refused_field("tool_choice", "this model's call format cannot be forced. Use auto.")

@@ -24,13 +24,14 @@ REQUEST_SECONDS = (0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 """Seconds. Histogram buckets of the time of a whole request."""
 
 
-class Metrics:
-    """The metrics of one app, in a registry of its own."""
+class Metrics(Collector):
+    """The metrics of one app, in a registry of its own. Each scrape reads the cluster's status."""
 
     def __init__(
         self, status: StatusSource, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.clock = clock
+        self._status = status
         self.latency = LatencyLog()
         self.request_log = RequestLog()
         self.registry = CollectorRegistry()
@@ -62,11 +63,22 @@ class Metrics:
             "Time from the arrival of a request to its last token.",
             buckets=REQUEST_SECONDS,
         )
-        self.registry.register(_ClusterCollector(status))
+        self.registry.register(self)
 
     def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
+
+    def describe(self) -> list[Metric]:
+        """Return no descriptions: the metric names depend on the cluster, and the registry need not know them."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of the current status."""
+        status = self._status.status()
+        yield from _cluster_gauges(status)
+        yield from _drafts(status)
+        yield from _node_gauges(status.nodes)
 
 
 class RequestMeter:
@@ -77,26 +89,22 @@ class RequestMeter:
         self._endpoint = endpoint
         self._began = metrics.clock()
         self._last: dict[int, float] = {}
-        self._record = metrics.request_log.begin_request(endpoint, time.time())
+        self.record = metrics.request_log.begin_request(endpoint, time.time())
         metrics.open_requests.inc()
-
-    def record_submission(self, tokens: int) -> None:
-        """Record that the request, with `tokens` prompt tokens, enters the queue."""
-        self._record.prompt_tokens = tokens
 
     def record_tokens(self, choice: int, count: int) -> None:
         """Record the arrival of `count` tokens of the choice with index `choice`."""
         now, latency = self._metrics.clock(), self._metrics.latency
         latency.tokens += count
-        self._record.tokens += count
+        self.record.tokens += count
         if choice in self._last:
             self._metrics.gap.observe(now - self._last[choice])
             latency.gaps.append(now - self._last[choice])
         else:
             self._metrics.first_token.observe(now - self._began)
             latency.answers.append((now, now - self._began))
-            if self._record.first_token is None:
-                self._record.first_token = round(now - self._began, 4)
+            if self.record.first_token is None:
+                self.record.first_token = round(now - self._began, 4)
         self._last[choice] = now
         self._metrics.generated_tokens.inc(count)
 
@@ -104,38 +112,16 @@ class RequestMeter:
         """Record the prompt tokens of a completed answer, and how many of them were cached."""
         self._metrics.prompt_tokens.inc(tokens)
         self._metrics.cached_tokens.inc(cached)
-        self._record.cached_tokens = cached
+        self.record.cached_tokens = cached
 
-    def end(self, outcome: str) -> None:
-        """Record the end of the request and its outcome."""
+    def end(self, outcome: str) -> float:
+        """Record the end of the request and its outcome, and return its seconds."""
         self._metrics.open_requests.dec()
         self._metrics.requests.labels(self._endpoint, outcome).inc()
-        seconds = self.seconds
+        seconds = self._metrics.clock() - self._began
         self._metrics.request_seconds.observe(seconds)
-        self._metrics.request_log.end_request(self._record, outcome, seconds)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the request arrived."""
-        return self._metrics.clock() - self._began
-
-
-class _ClusterCollector(Collector):
-    """The collector that reads the status source at each scrape, so that no figure is stored twice."""
-
-    def __init__(self, source: StatusSource) -> None:
-        self._source = source
-
-    def describe(self) -> list[Metric]:
-        """Return no descriptions: the metric names depend on the cluster, and the registry need not know them."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the current status."""
-        status = self._source.status()
-        yield from _cluster_gauges(status)
-        yield from _drafts(status)
-        yield from _node_gauges(status.nodes)
+        self._metrics.request_log.end_request(self.record, outcome, seconds)
+        return seconds
 
 
 def _cluster_gauges(status: ClusterStatus) -> Iterator[Metric]:
