@@ -71,6 +71,7 @@ class AnswerEvent:
     origins: str = ""
 
 
+@dataclass(eq=False)
 class Choice:
     """One choice while it is generated. Each token that adds text makes its own event.
 
@@ -81,19 +82,15 @@ class Choice:
     restores it from the tokens `generated`, and `next_request` is the request for the rest.
     """
 
-    def __init__(
-        self,
-        index: int,
-        request: GenerationRequest,
-        tokenizer: Tokenizer,
-        stop: tuple[str, ...],
-        parser: ChatParser | None = None,
-        *,
-        reasoning_budget: int | None = None,
-        one_call: bool = False,
-    ) -> None:
-        self.index = index
-        self.request = request
+    index: int
+    request: GenerationRequest
+    tokenizer: Tokenizer
+    stop: tuple[str, ...]
+    parser: ChatParser | None = None
+    reasoning_budget: int | None = None
+    one_call: bool = False
+
+    def __post_init__(self) -> None:
         self.tokens = 0
         self.cached = 0
         self.drafted = 0
@@ -106,14 +103,9 @@ class Choice:
         self.reasoning: list[str] = []
         self.calls: list[GeneratedCall] = []
         self.logprobs: list[TokenLogprob] = []
-        self._parser = parser
-        self._tokenizer = tokenizer
-        self._stop = stop
-        self._text = TextStream(tokenizer.text_bytes, stop)
-        self._reasoning_budget = reasoning_budget
-        self._one_call = one_call
+        self._text = TextStream(self.tokenizer.text_bytes, self.stop)
         self.generated: list[int] = []
-        self.next_request = request
+        self.next_request = self.request
         self._continuation: GenerationRequest | None = None
         self._earlier_drafted = 0  # before the continuation
         self._earlier_accepted = 0
@@ -190,9 +182,9 @@ class Choice:
             self.tokens += 1
             self.generated.append(token)
             events += self._read_piece(self._text.add_token(token))
-            if self._text.stopped or (self._one_call and self.complete_calls):
+            if self._text.stopped or (self.one_call and self.complete_calls):
                 return events + self._end("stop")
-            budget, parser = self._reasoning_budget, self._parser
+            budget, parser = self.reasoning_budget, self.parser
             reasoning = parser is not None and parser.reasoning
             if budget is not None and reasoning and self.reasoning_tokens >= budget:
                 return events + self._close_reasoning()
@@ -200,15 +192,15 @@ class Choice:
 
     def _close_reasoning(self) -> list[AnswerEvent]:
         """Close the reasoning, and continue from its tokens up to the budget, whatever the size of windows."""
-        assert self._parser is not None
+        assert self.parser is not None
         events = self._read_piece(self._text.finish())
-        closing = self._tokenizer.reasoning_end
-        events += self._record_parts(self._parser.add_text(closing))
-        self._text = TextStream(self._tokenizer.text_bytes, self._stop)
-        self._reasoning_budget = None
+        closing = self.tokenizer.reasoning_end
+        events += self._record_parts(self.parser.add_text(closing))
+        self._text = TextStream(self.tokenizer.text_bytes, self.stop)
+        self.reasoning_budget = None
         self._earlier_drafted, self._earlier_accepted = self.drafted, self.accepted
         self._new.clear()
-        added = (*self.generated, *self._tokenizer.encode(closing))
+        added = (*self.generated, *self.tokenizer.encode(closing))
         room = self.request.max_tokens - len(added)
         if room < 1:
             return events + self._end("length")
@@ -218,8 +210,8 @@ class Choice:
 
     def _end(self, reason: EndReason) -> list[AnswerEvent]:
         events = self._read_piece(self._text.finish())
-        if self._parser is not None:
-            events += self._record_parts(self._parser.finish(cut=reason == "length"))
+        if self.parser is not None:
+            events += self._record_parts(self.parser.finish(cut=reason == "length"))
         if self.complete_calls and reason == "stop":
             reason = "tool_calls"
         self.finish_reason = reason
@@ -228,14 +220,14 @@ class Choice:
     def _read_piece(self, piece: Piece) -> list[AnswerEvent]:
         self._held += self._new[: len(piece.tokens)]
         del self._new[: len(piece.tokens)]
-        if self._parser is None:
+        if self.parser is None:
             if not piece.text and not any(logprob for _, logprob in self._held):
                 return []
             self.content.append(piece.text)
             return [AnswerEvent(self.index, Content(piece.text), **self._release())]
-        was_reasoning = self._parser.reasoning
-        parts = self._parser.add_text(piece.text)
-        if was_reasoning or self._parser.reasoning:
+        was_reasoning = self.parser.reasoning
+        parts = self.parser.add_text(piece.text)
+        if was_reasoning or self.parser.reasoning:
             self.reasoning_tokens += len(piece.tokens)
         return self._record_parts(parts)
 

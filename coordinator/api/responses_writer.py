@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from coordinator.api.choice import AnswerEvent, ChoiceEnd, GeneratedAnswer
@@ -21,6 +22,7 @@ EVENTS = {
 }
 
 
+@dataclass(eq=False)
 class OutputItem:
     """An output item while it is generated. `kind` is its type, `index` its place in the output.
 
@@ -28,15 +30,14 @@ class OutputItem:
     call that cannot be parsed. `named` has the fields that name the function of a call.
     """
 
-    def __init__(self, kind: str, index: int, answer_id: str, call_id: str, named: Json) -> None:
-        self.kind = kind
-        self.index = index
-        self.id = f"{PREFIXES[kind]}_{answer_id.partition('_')[2]}{index}"
-        self.open = True
-        self.status = "in_progress"
-        self.text = ""
-        self._call_id = call_id
-        self.named = named
+    kind: str
+    index: int
+    id: str
+    call_id: str
+    named: Json
+    open: bool = True
+    status: str = "in_progress"
+    text: str = ""
 
     def part(self) -> Json | None:
         """Return the content part with the text so far, or None for a tool call."""
@@ -53,7 +54,7 @@ class OutputItem:
         """Return the item."""
         item: Json = {"id": self.id, "type": self.kind, "status": self.status}
         if self.kind == "function_call":
-            return item | {"call_id": self._call_id, **self.named, "arguments": self.text}
+            return item | {"call_id": self.call_id, **self.named, "arguments": self.text}
         item["content"] = [] if self.open else [self.part()]
         own: Json = {"role": "assistant"} if self.kind == "message" else {"summary": []}
         return item | own
@@ -138,7 +139,9 @@ class ResponseWriter(AnswerWriter):
 
     def _add(self, kind: str, call_id: str = "", name: str = "") -> OutputItem:
         named = self._names.get(name, {"name": name})
-        item = OutputItem(kind, len(self._items), self._answer.id, call_id, named)
+        index = len(self._items)
+        item_id = f"{PREFIXES[kind]}_{self._answer.id.partition('_')[2]}{index}"
+        item = OutputItem(kind, index, item_id, call_id, named)
         self._items.append(item)
         return item
 

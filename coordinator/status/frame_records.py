@@ -1,7 +1,4 @@
-"""The records of the newest frames, made when a frame returns: rates, acceptance, stage times and timeline.
-
-While a page is open, the stamps of all processes add the exact times at which each stage worked.
-"""
+"""The records of the newest frames, made when a frame returns: rates, acceptance, stage times and timeline."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The page: its files, and its feed: one snapshot for each new subscriber, then changes, encoded once for all of them.
-
-The files have a strict content security policy.
-"""
+"""The page: its files, and its feed, a snapshot for each new subscriber and then changes, encoded once for all."""
 
 from __future__ import annotations
 
