@@ -26,13 +26,11 @@ from proto.images import ImageSpan
 
 IMAGE_WORD = "<|image_pad|>"
 
-IMAGE_TEXT = f"<|vision_start|>{IMAGE_WORD}<|vision_end|>"
-"""An image as Qwen's chat templates write it."""
-
 _PLACE = f"image {secrets.token_hex(16)}"
 """It stands for IMAGE_WORD until the prompt is rendered, so that a client's text with this word is no image."""
 
-IMAGE_PLACE = IMAGE_TEXT.replace(IMAGE_WORD, _PLACE)
+IMAGE_PLACE = f"<|vision_start|>{_PLACE}<|vision_end|>"
+"""An image as Qwen's chat templates write it."""
 
 
 class _Image(Body):

@@ -239,10 +239,8 @@ class StepCosts:
         """
         if shape in self._intervals:
             return fmean(self._intervals[shape])
-        seconds, drafts = (
-            self.seconds(shape.width, shape.depth),
-            shape.depth * self._draft_seconds(),
-        )
+        seconds = self.seconds(shape.width, shape.depth)
+        drafts = shape.depth * self._draft_seconds()
         stages = max((len(known.stages) for known in self._samples.values()), default=0)
         return max(seconds / shape.fill, (seconds - drafts) / max(1, stages) + drafts)
 

@@ -145,7 +145,7 @@ class OpenedModel:
         self.tokenizer = Tokenizer.load(
             self.checkpoint.path, config.eos_token_ids, config.family.call_forms
         )
-        self.tokenizer.limit_tokens(config.max_positions)
+        self.tokenizer.max_tokens = config.max_positions
         self.vocabulary = pack_vocabulary(self.tokenizer)
         self.info = ModelInfo(
             self.name,

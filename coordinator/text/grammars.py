@@ -346,35 +346,24 @@ def main() -> None:
     jobs, results = sys.stdin.buffer, sys.stdout.buffer
     length, growth = map(int, jobs.readline().split())
     tokenizer = tokenizer_of(jobs.read(length))
-    watch = _MemoryWatch(growth)
-    threading.Thread(target=watch.run, daemon=True).start()
+    memory = psutil.Process().memory_info
+    least = memory().rss
+
+    def watch() -> None:
+        """End this process when a job takes more than `growth` bytes. The compiler lets other threads run."""
+        while memory().rss - least <= growth:
+            time.sleep(LOOK_SECONDS)
+        os._exit(TOO_LARGE)
+
+    threading.Thread(target=watch, daemon=True).start()
     results.write(b"ready\n")
     results.flush()
     for job in jobs:
         signal.alarm(round(3 * JOB_SECONDS))  # ends this process even if its server is gone
-        watch.begin_job()
+        least = memory().rss
         results.write(json.dumps(_result(json.loads(job), tokenizer)).encode() + b"\n")
         results.flush()
         signal.alarm(0)
-
-
-class _MemoryWatch:
-    """The end of this process when a job takes more than `growth` bytes. The compiler lets other threads run."""
-
-    def __init__(self, growth: int) -> None:
-        self._growth = growth
-        self._process = psutil.Process()
-        self.begin_job()
-
-    def begin_job(self) -> None:
-        """Count from the present memory."""
-        self._least = self._process.memory_info().rss
-
-    def run(self) -> None:
-        """Look at the memory without end."""
-        while self._process.memory_info().rss - self._least <= self._growth:
-            time.sleep(LOOK_SECONDS)
-        os._exit(TOO_LARGE)
 
 
 def _result(job: list[dict[str, Any]], tokenizer: LLTokenizer) -> dict[str, str]:

@@ -144,7 +144,8 @@ class Tokenizer:
         self._wrapper = wrapper
         self._call_forms = call_forms
         self.backend: tokenizers.Tokenizer = wrapper.backend_tokenizer
-        self._max_tokens: int | None = None
+        self.max_tokens: int | None = None
+        """Longer texts are refused before most of them is encoded."""
         self.eos_ids = eos_ids | frozenset(wrapper.eos_token_ids)
         self._bytes = _byte_table(self.backend)
         added = self.backend.get_added_tokens_decoder()
@@ -166,7 +167,7 @@ class Tokenizer:
 
         `call_forms` has the form of tool calls by mlx-lm's parser of tools.
         """
-        if not (checkpoint / "tokenizer.json").is_file():
+        if not (checkpoint / "tokenizer.json").is_file():  # mlx-lm would load an empty tokenizer
             raise CheckpointError(
                 f"{checkpoint}: tokenizer.json not found. Copy it from the checkpoint's source.",
                 public="the checkpoint has no tokenizer.json",
@@ -199,15 +200,11 @@ class Tokenizer:
         """Return the tokens of `text`, with the tokens the checkpoint adds around every text (for Qwen, none)."""
         return tuple(self._encode(text, add_special_tokens=True).ids)
 
-    def limit_tokens(self, count: int) -> None:
-        """Refuse texts of more than `count` tokens before most of them is encoded."""
-        self._max_tokens = count
-
     def _encode(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
         """Encode `text`. Raises RequestError for a text that is too long or that the backend cannot read."""
         try:
-            if self._max_tokens is not None and len(text) > PIECE_CHARACTERS:
-                self._check_length(text, self._max_tokens)
+            if self.max_tokens is not None and len(text) > PIECE_CHARACTERS:
+                self._check_length(text, self.max_tokens)
             return self._encode_text(text, add_special_tokens=add_special_tokens)
         except RequestError:
             raise

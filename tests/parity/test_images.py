@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model
 
-from coordinator.api.image_parts import IMAGE_TEXT, IMAGE_WORD, placed
+from coordinator.api.image_parts import IMAGE_WORD, placed
 from coordinator.images.encoder import EncodedImage, ImageEncoder, PatchReader
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import ChatPrompt, Tokenizer
@@ -71,7 +71,8 @@ def request_of(
     """Return a request with all images between words."""
     tokenizer = Tokenizer.load(path)
     tokens = tokenizer.encode(
-        "".join(f"{text}{IMAGE_TEXT}" for _ in images) + f"{text}, how are you?"
+        "".join(f"{text}<|vision_start|>{IMAGE_WORD}<|vision_end|>" for _ in images)
+        + f"{text}, how are you?"
     )
     prompt = ChatPrompt(tokens, thinking=False, turn=0, continued=True)
     prompt, placed_images = placed(prompt, images, tokenizer.control_id(IMAGE_WORD), "messages")

@@ -151,7 +151,7 @@ async def test_a_prompt_of_any_length_beyond_the_context_has_the_known_words(
 ) -> None:
     """Agents compact their history by OpenAI's code and Anthropic's words, also far beyond the context."""
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path))
-    tokenizer.limit_tokens(500)
+    tokenizer.max_tokens = 500
     api = ApiClient(FakeGenerator(tokenizer))
     text = "some words " * (words // 2)
     messages = [{"role": "user", "content": text}]

@@ -35,14 +35,14 @@ def test_a_long_text_is_refused_before_most_of_it_is_encoded(tokenizer: Tokenize
     started = time.process_time()
     tokenizer.encode(text[:PIECE_CHARACTERS])
     piece = time.process_time() - started
-    tokenizer.limit_tokens(8192)
+    tokenizer.max_tokens = 8192
     started = time.process_time()
     with pytest.raises(RequestError, match="context length of 8192 tokens"):
         tokenizer.encode(text)
     assert time.process_time() - started < 10 * piece + 0.5
     with pytest.raises(ContextLengthError) as error:
         tokenizer.chat_prompt([{"role": "user", "content": text}])
-    tokenizer.limit_tokens(len(text))
+    tokenizer.max_tokens = len(text)
     assert error.value.prompt == pytest.approx(len(tokenizer.encode(text)), rel=0.01)
 
 
@@ -50,7 +50,7 @@ def test_a_long_text_that_fits_is_encoded_as_a_whole(tokenizer: Tokenizer) -> No
     """The check by pieces does not change the tokens of a text within the limit."""
     text = "value = [1, 2, 3]\n" * (2 * PIECE_CHARACTERS // 18)
     whole = tokenizer.encode(text)
-    tokenizer.limit_tokens(len(whole))
+    tokenizer.max_tokens = len(whole)
     assert tokenizer.encode(text) == whole
 
 
