@@ -103,42 +103,35 @@ M5 = 17
 
 FUSED_ROWS = 1024
 
-FUSED_QUERIES = 32
-"""Queries that MLX's fused attention for few rows takes on Metal, over all query heads of a key head."""
-
 
 @dataclass(frozen=True)
 class FrameLimits:
     """The frames that suit a machine, or all machines of a plan.
 
-    `longest` and `shortest` are the tokens of the chunks of long and of short prompts. `fused_width` is the widest
-    window that MLX's fused attention takes; None for no limit.
+    `longest` and `shortest` are the tokens of the chunks of long and of short prompts.
     """
 
     longest: int = 512
     shortest: int = 128
-    fused_width: int | None = None
 
     @classmethod
-    def here(cls, *, sparse: bool, queries_per_key: int) -> FrameLimits:
-        """Return the limits of this machine for a dense or `sparse` model with `queries_per_key` heads.
+    def here(cls, *, sparse: bool) -> FrameLimits:
+        """Return the limits of this machine for a dense or `sparse` model.
 
         Fewer than `shortest` rows cost about as much, because a stage reads its weights anyway. 128 tokens of a mixture
         of experts read nearly all of them: on a Mac in as much time as some 350 tokens compute.
         """
-        on_metal, generation = this_device().backend == "metal", Arithmetic.here().generation
-        width = max(1, FUSED_QUERIES // queries_per_key) if on_metal else None
+        generation = Arithmetic.here().generation
         if generation is not None and generation >= M5:
-            return cls(FUSED_ROWS, FUSED_ROWS, width)
-        return cls(shortest=512 if sparse and generation else 128, fused_width=width)
+            return cls(FUSED_ROWS, FUSED_ROWS)
+        return cls(shortest=512 if sparse and generation else 128)
 
     @classmethod
     def joint(cls, machines: Collection[FrameLimits]) -> FrameLimits:
         """Return the limits that suit all `machines`. A chunk is too long for none of them."""
         longest = min(one.longest for one in machines)
         shortest = min(longest, max(one.shortest for one in machines))
-        widths = [one.fused_width for one in machines if one.fused_width is not None]
-        return cls(longest, shortest, min(widths, default=None))
+        return cls(longest, shortest)
 
 
 def fuses_prompts(rows: int) -> bool:

@@ -797,16 +797,12 @@ class LoadResult(_message.Message):
     LAYERS_FIELD_NUMBER: _builtins.int
     LONGEST_CHUNK_FIELD_NUMBER: _builtins.int
     SHORTEST_CHUNK_FIELD_NUMBER: _builtins.int
-    FUSED_WIDTH_FIELD_NUMBER: _builtins.int
     COLLECTIVE_US_FIELD_NUMBER: _builtins.int
     layers: _builtins.str
     """how the layers compute, for people, such as "48 packed, exact" """
     longest_chunk: _builtins.int
-    """The frames that suit this machine and the model: tokens of the chunks of long and of short prompts, and the width
-    of the widest window of a fused kernel, 0 without a bound.
-    """
+    """The frames that suit this machine and the model: tokens of the chunks of long and of short prompts."""
     shortest_chunk: _builtins.int
-    fused_width: _builtins.int
     collective_us: _builtins.float
     """measured: a sum of one row over the members of the group, 0 without one"""
     def __init__(
@@ -815,12 +811,11 @@ class LoadResult(_message.Message):
         layers: _builtins.str = ...,
         longest_chunk: _builtins.int = ...,
         shortest_chunk: _builtins.int = ...,
-        fused_width: _builtins.int = ...,
         collective_us: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective_us", b"collective_us", "fused_width", b"fused_width", "layers", b"layers", "longest_chunk", b"longest_chunk", "shortest_chunk", b"shortest_chunk"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective_us", b"collective_us", "layers", b"layers", "longest_chunk", b"longest_chunk", "shortest_chunk", b"shortest_chunk"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -308,7 +308,7 @@ class PlanStart:
             longest, shortest = result.longest_chunk, result.shortest_chunk
             if not 0 < shortest <= longest <= MAX_FRAME_TOKENS:
                 raise ProtocolError(f"invalid chunks of {shortest} to {longest} tokens")
-            self._frame_limits.append(FrameLimits(longest, shortest, result.fused_width or None))
+            self._frame_limits.append(FrameLimits(longest, shortest))
         except ClusterError as error:
             raise await self._start_error(worker, error) from error
 

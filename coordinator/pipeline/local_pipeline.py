@@ -111,10 +111,7 @@ class LocalPipeline(Pipeline):
         self.suspect: str | None = None
         """Always None: no worker takes part."""
         self.makes_backups = False
-        config = model.checkpoint.config
-        self.frame_limits = FrameLimits.here(
-            sparse=config.num_experts > 0, queries_per_key=config.queries_per_key
-        )
+        self.frame_limits = FrameLimits.here(sparse=model.checkpoint.config.num_experts > 0)
         self.stamps = StampRing()
         self.host = StageHost(disk)
         self.thread = self.host.thread

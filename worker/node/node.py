@@ -328,14 +328,11 @@ class WorkerNode:
         else:  # without a reference to the former stage, whose memory the new one needs
             loaded = await self._load_weights(spec, request.model, on_progress)
         self._become(pb.WORKER_STATE_LOADED)
-        config = loaded.stage.modules.config
-        sparse = config.num_experts > 0
-        frames = FrameLimits.here(sparse=sparse, queries_per_key=config.queries_per_key)
+        frames = FrameLimits.here(sparse=loaded.stage.modules.config.num_experts > 0)
         return pb.LoadResult(
             layers=loaded.stage.variants.summary,
             longest_chunk=frames.longest,
             shortest_chunk=frames.shortest,
-            fused_width=frames.fused_width or 0,
             collective_us=1e6 * loaded.collective,
         )
 

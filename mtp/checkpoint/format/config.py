@@ -210,11 +210,6 @@ class ModelConfig:
         """True if each member of a group holds its share of lm_head. Otherwise each holds all of it."""
         return self.vocab_size % self.cut.size == 0
 
-    @property
-    def queries_per_key(self) -> int:
-        """Query heads that share one head of keys and values."""
-        return int(self.text_config["num_attention_heads"]) // self.num_kv_heads
-
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Return the bytes of K/V per token in one attention layer; an element has `itemsize` bytes."""
         index = self.family.index_values(self.text_config)

@@ -7,7 +7,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mtp import device
 from mtp.device import FUSED_ROWS, Arithmetic, FrameLimits
 from mtp.layers import kv_cache
 from worker.engine import hardware
@@ -74,7 +73,7 @@ def test_prompt_chunks_suit_the_gpu(
 ) -> None:
     """An M5 gets chunks that reach its fused attention kernel, and a mixture of experts gets longer short ones."""
     use_generation(monkeypatch, generation)
-    assert FrameLimits.here(sparse=sparse, queries_per_key=6) == lengths
+    assert FrameLimits.here(sparse=sparse) == lengths
 
 
 @pytest.mark.parametrize(("generation", "calls"), [(16, 4), (17, 1)])
@@ -95,14 +94,3 @@ def test_an_m5_attends_a_prompt_chunk_at_once(
     found = kv_cache.tiled_attention(q, k, k, 0, 1.0)
     assert widths == [FUSED_ROWS // calls] * calls
     assert mx.allclose(found, attend(q, k, k, scale=1.0, mask="causal"), atol=1e-4)
-
-
-def test_the_widest_fused_window_follows_from_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metal's kernel for few rows takes 32 queries over the heads that share a key."""
-
-    def width(heads: int) -> int | None:
-        return FrameLimits.here(sparse=False, queries_per_key=heads).fused_width
-
-    assert width(6) is None, "the CPU has no such kernel"
-    monkeypatch.setattr(device, "this_device", lambda: device.DEVICES["metal"])
-    assert [width(heads) for heads in (4, 6, 8, 16, 64)] == [8, 5, 4, 2, 1]

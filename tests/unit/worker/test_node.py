@@ -45,7 +45,7 @@ class Reading:
                 on_progress(1, 2)
         stage = MagicMock()
         stage.variants.summary = "reference"
-        stage.modules.config = SimpleNamespace(num_experts=8, queries_per_key=6)
+        stage.modules.config = SimpleNamespace(num_experts=8)
         return LoadedStage(spec, stage, 0)
 
 
@@ -164,12 +164,12 @@ async def test_a_load_reports_the_frames_that_suit_its_gpu(
 ) -> None:
     """The coordinator may have another GPU, or none. The worker knows its own, and the model."""
     found = await load(node, 1, 0)
-    assert (found.longest_chunk, found.shortest_chunk, found.fused_width) == (512, 128, 0)
+    assert (found.longest_chunk, found.shortest_chunk) == (512, 128)
     metal = device.Arithmetic("metal", "applegpu_g16s", "1")
     monkeypatch.setattr(device.Arithmetic, "here", lambda: metal)
     monkeypatch.setattr(device, "this_device", lambda: device.DEVICES["metal"])
     found = await load(node, 2, 0)
-    assert (found.longest_chunk, found.shortest_chunk, found.fused_width) == (512, 512, 5)
+    assert (found.longest_chunk, found.shortest_chunk) == (512, 512)
 
 
 async def test_a_cancelled_start_keeps_the_spare_process(

@@ -34,8 +34,8 @@ class Cluster:
         broken: str = "",
         error: Exception | None = None,
     ) -> None:
-        self.chunks: dict[str, tuple[int, int, int]] = {}
-        """The chunks and the fused width that workers report."""
+        self.chunks: dict[str, tuple[int, int]] = {}
+        """The chunks that workers report."""
         members = {
             name: replace(worker(name), has_files=name not in fetching) for name in ("a", "b", "c")
         }
@@ -82,13 +82,8 @@ class Cluster:
             if name == self.broken:
                 raise self.error
             on_progress(1, 1)
-            longest, shortest, width = self.chunks.get(name, (512, 128, 0))
-            return pb.LoadResult(
-                layers="1 packed",
-                longest_chunk=longest,
-                shortest_chunk=shortest,
-                fused_width=width,
-            )
+            longest, shortest = self.chunks.get(name, (512, 128))
+            return pb.LoadResult(layers="1 packed", longest_chunk=longest, shortest_chunk=shortest)
 
         return load
 
@@ -122,18 +117,18 @@ async def test_a_failure_is_an_event(error: Exception, address: str | None) -> N
 
 
 async def test_frames_suit_every_machine_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workers say which chunks and windows suit them. The coordinator's machine does not count."""
+    """The workers say which chunks suit them. The coordinator's machine does not count."""
 
     async def open_nothing(pipeline: RemotePipeline, ids: list[str]) -> None:
         """Connect no worker."""
 
     monkeypatch.setattr(RemotePipeline, "open", open_nothing)
     cluster = Cluster()
-    cluster.chunks = {"a": (1024, 1024, 5), "b": (512, 128, 0), "c": (512, 512, 8)}
-    assert (await cluster.start()).frame_limits == FrameLimits(512, 512, 5)
-    cluster.chunks = dict.fromkeys("abc", (1024, 1024, 0))
+    cluster.chunks = {"a": (1024, 1024), "b": (512, 128), "c": (512, 512)}
+    assert (await cluster.start()).frame_limits == FrameLimits(512, 512)
+    cluster.chunks = dict.fromkeys("abc", (1024, 1024))
     assert (await cluster.start()).frame_limits == FrameLimits(1024, 1024)
-    cluster.chunks = {"b": (0, 0, 0)}
+    cluster.chunks = {"b": (0, 0)}
     with pytest.raises(StartError, match="chunks of 0 to 0 tokens"):
         await cluster.start()
 

@@ -41,7 +41,7 @@ def chunk_frame(tokens: int, seconds: float) -> Frame:
 def test_chunks_suit_the_machines_of_each_plan() -> None:
     """A plan brings the lengths of its machines. The user's length, or one that a GPU accepts, counts more."""
     scheduler = Scheduler(Limits(10_000), Controller(MtpMode(0)))
-    for frames in (FrameLimits(1024, 1024, 5), FrameLimits(512, 128, 5)):
+    for frames in (FrameLimits(1024, 1024), FrameLimits(512, 128)):
         scheduler.reset(1, 1, ROOM, 0.0, frame_limits=frames)
         assert scheduler.limits.chunk_length(9000) == frames.longest
         assert scheduler.limits.chunk_length(9) == frames.shortest
