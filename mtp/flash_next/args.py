@@ -110,12 +110,11 @@ class FlashNextArgs:
 
 
 def find_problem(text: Mapping[str, Any]) -> str | None:
-    """Return the fault of a field that only this family has, None if all are valid."""
+    """Return the fault of a field that only this family has, None if all are valid. Raises for wrong types."""
     fields = {**_DEFAULTS, **text}
     for name in (*_INDEXER, *_DEFAULTS):
-        value = fields.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            return f"{name} is {value!r:.60}. It must be a positive number."
+        if fields[name] <= 0:
+            return f"{name} is {fields[name]!r:.60}. It must be a positive number."
     rope = text.get("rope_parameters") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         return f"rope_parameters.rope_type is {rope.get('rope_type')!r:.60}, and only 'default' is supported."
@@ -137,12 +136,8 @@ def find_problem(text: Mapping[str, Any]) -> str | None:
 
 def _ngram_problem(fields: Mapping[str, Any]) -> str | None:
     layers = fields.get("ple_layer_ids") or []
-    if not isinstance(layers, list) or not all(
-        type(layer) is int and layer > 0 for layer in layers
-    ):
-        return f"ple_layer_ids is {layers!r:.60}. It must be a list of layers, from 1."
     interval, count = fields.get("full_attention_interval") or 4, fields["num_hidden_layers"]
-    if wrong := [layer for layer in layers if layer > count or layer % interval == 0]:
+    if wrong := [n for n in layers if not 0 < n <= count or n % interval == 0]:
         return f"ple_layer_ids has {wrong[0]}, which is no GatedDeltaNet layer of this model."
     if not layers:
         return None

@@ -97,13 +97,9 @@ class Vocabulary:
             if not unzip.eof:
                 raise ValueError(f"it is incomplete, or exceeds {MAX_UNPACKED_BYTES} bytes")
             tokens, control, ends, merges, layout = msgpack.unpackb(content)
-            if not all(isinstance(token, bytes) for token in tokens):
-                raise ValueError("its tokens are not bytes")
             pairs = np.frombuffer(merges, np.uint32).reshape(2, -1).T.ravel().tolist()
             if not ends or not all(0 <= int(i) < len(tokens) for i in (*control, *ends, *pairs)):
                 raise ValueError("its token ids are out of range")
-            if not isinstance(layout, str):
-                raise ValueError("its layout is not a text")
         except (ValueError, TypeError, zlib.error, msgpack.UnpackException) as error:
             raise ProtocolError(f"the vocabulary is malformed: {error}") from error
         return cls(tuple(tokens), tuple(control), tuple(ends), tuple(pairs), layout)
@@ -120,7 +116,7 @@ def tokenizer_of(packed: bytes) -> LLTokenizer:
     vocabulary = Vocabulary.unpack(packed)
     try:
         wrapper = TokenizerWrapper(_Tokens(vocabulary))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ProtocolError(f"the vocabulary is malformed: {error}") from error
     return LLTokenizer(wrapper, n_vocab=len(vocabulary.tokens), eos_token=list(vocabulary.ends))
 

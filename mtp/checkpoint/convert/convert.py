@@ -266,7 +266,6 @@ SAFETENSORS: dict[mx.Dtype, str] = {
 """The types weights of a converted checkpoint have, as safetensors names them."""
 
 Choice = bool | dict[str, Any]
-Predicate = Callable[[str, nn.Module], Choice]
 
 
 @dataclass
@@ -383,7 +382,7 @@ def _quantize(
         usual = max(forms, key=lambda form: (forms.count(form), forms.index(form)), default={})
         return _with_overrides(dict(usual), prefix, kept) if kept else None
     found: dict[str, Any] = asdict(wanted)
-    routers: Predicate = model.quant_predicate or (lambda path, module: True)
+    routers = model.quant_predicate or (lambda path, module: True)
 
     def choice_for(path: str, module: nn.Module) -> Choice:
         if path == "mtp.fc" or not hasattr(module, "to_quantized"):

@@ -82,7 +82,13 @@ def plan_packed(checkpoint: Checkpoint) -> Checkpoint:
     foreign = checkpoint.config.foreign
     if foreign is None:
         return checkpoint
-    if problem := _find_problem(foreign):
+    layout = foreign.fields.get("checkpoint_format") or foreign.fields.get("version") or "gptq"
+    problem = ""
+    if foreign.fields.get("transform_config"):
+        problem = "transform_config rotates the activations, which is not supported"
+    elif foreign.name in ("GPTQ", "AWQ") and layout not in ("gptq", "gptq_v2", "gemm"):
+        problem = f"the layout {layout!r:.40} is not supported, only gptq, gptq_v2 and gemm"
+    if problem:
         raise CheckpointError(f"{checkpoint.path / 'config.json'}: {problem}. {_INSTEAD}")
     tensors = checkpoint.tensors
     plans = {part: _plan_part(plan, foreign, tensors) for part, plan in checkpoint.plans.items()}
@@ -90,16 +96,6 @@ def plan_packed(checkpoint: Checkpoint) -> Checkpoint:
 
 
 _INSTEAD = "Convert the unquantized checkpoint, or one in FP8."
-
-
-def _find_problem(foreign: ForeignPacking) -> str:
-    """Return the field that is not supported, or an empty string."""
-    if foreign.fields.get("transform_config"):
-        return "transform_config rotates the activations, which is not supported"
-    layout = foreign.fields.get("checkpoint_format") or foreign.fields.get("version") or "gptq"
-    if foreign.name in ("GPTQ", "AWQ") and layout not in ("gptq", "gptq_v2", "gemm"):
-        return f"the layout {layout!r:.40} is not supported, only gptq, gptq_v2 and gemm"
-    return ""
 
 
 def _plan_part(

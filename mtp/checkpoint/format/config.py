@@ -228,13 +228,13 @@ class ModelConfig:
         return stored * itemsize + 4 * values * self.gdn_key_dim
 
 
+@dataclass(frozen=True)
 class _Reader:
     """A reader of fields whose errors name the file and the field."""
 
-    def __init__(self, file: Path, config: dict[str, Any], text: dict[str, Any]) -> None:
-        self.file = file
-        self.config = config
-        self.text = text
+    file: Path
+    config: dict[str, Any]
+    text: dict[str, Any]
 
     def read(self, eos_token_ids: tuple[int, ...]) -> ModelConfig:
         """Read and check every field. Raises CheckpointError."""

@@ -223,7 +223,6 @@ class PartFile:
         return self
 
     def _lock(self) -> None:
-        """Lock the part file: processes of one machine share a cache, and two writers would corrupt the file."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             mine = os.fstat(self._file).st_ino == self._part.stat().st_ino
@@ -261,7 +260,6 @@ class PartFile:
         self.written = written
 
     def _finish(self) -> None:
-        """Flush the file and rename it to `path`."""
         assert self.written == self.nbytes, f"{self.path}: {self.written} of {self.nbytes} bytes"
         with self._errors():
             os.fsync(self._file)
@@ -269,7 +267,6 @@ class PartFile:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise errors of the file system as CheckpointErrors that say what to do."""
         try:
             yield
         except OSError as error:

@@ -156,7 +156,6 @@ def _snapshot(repo: str, revision: str | None = None, skip: list[str] | None = N
 
 @contextmanager
 def _hub_errors(repo: str) -> Iterator[None]:
-    """Raise the hub library's errors as CheckpointErrors that say what to do."""
     try:
         yield
     except ClusterError:
