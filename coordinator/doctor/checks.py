@@ -232,8 +232,6 @@ def check_equal_versions(own: str, workers: Mapping[str, str]) -> Finding:
     """Compare the versions of the programs of each worker, which decide the arithmetic, with `own`."""
     other = {name: version or "unknown" for name, version in workers.items() if version != own}
     values = {"own": own, "others": other}
-    if not other:
-        return judged("versions of the workers", f"{own}, here and in all workers", "", values)
     figure = "; ".join([f"{own} here", *(f"{name}: {found}" for name, found in other.items())])
     advice = "Install the same release everywhere, with its pinned packages. Other versions of MLX round differently."
-    return judged("versions of the workers", figure, advice, values)
+    return judged("versions of the workers", figure, advice if other else "", values)

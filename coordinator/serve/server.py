@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from coordinator.serve.served_parts import (
     served_name,
 )
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
-from coordinator.trust.cluster_trust import ClusterTrust, make_invitation
+from coordinator.trust.cluster_trust import ClusterTrust
 from coordinator.trust.registry import KeyRing
 from mtp.checkpoint.hub.resolve import resolve_model
 from proto import cluster_pb2 as pb
@@ -168,9 +167,7 @@ class _Server:
         stack.push_async_callback(self._end_answers)
         switch = ModelSwitch(self, model)
         stack.push_async_callback(switch.close)
-        invite = None
-        if self.trust is not None and self.options.listen is not None:
-            invite = partial(make_invitation, self.trust)
+        invite = self.trust.invite if self.trust and self.options.listen else None
         self._lasting = LastingParts(self.api_options, self.journal, self.manager, switch, invite)
         parts = self.make_parts(model, source)
         self.publish(parts)

@@ -23,7 +23,7 @@ from coordinator.trust.authority import AUTHORITY_LIFE, CERTIFICATE_LIFE, Author
 from coordinator.trust.registry import Registry
 from proto import cluster_pb2 as pb
 from proto.announcement import join_address
-from proto.errors import ClusterError, NotReadyError, ProtocolError, UsageError
+from proto.errors import ClusterError, ProtocolError, UsageError
 from proto.rpc.listener import Acceptor, BackgroundTasks, bind_listener
 from proto.state_dir import write_private
 from proto.trust import joining
@@ -42,17 +42,6 @@ class Invitation:
 
     command: str = field(repr=False)
     expires_at: int
-
-
-def make_invitation(trust: ClusterTrust) -> Invitation:
-    """Return a new invitation. Raises NotReadyError if this coordinator has no address where machines join."""
-    address = trust.registry.address()
-    if not address:
-        raise NotReadyError("machines cannot join: start mtp-coord serve with --listen")
-    token = joining.new_token(trust.authority.cluster, trust.authority.fingerprint, address)
-    trust.registry.add_token(token, INVITATION_SECONDS, 1)
-    command = f"mtp-worker --listen 0.0.0.0:50505 --join {token}"
-    return Invitation(command, round(time.time() + INVITATION_SECONDS))
 
 
 REFUSED = "the coordinator refused the token: {}. Get a new one with mtp-coord token create"
@@ -204,6 +193,17 @@ class ClusterTrust:
         authority = Authority.open(state, create=create)
         return None if authority is None else cls(state, authority)
 
+    def _new_token(self) -> joining.JoinToken:
+        address = self.registry.address()
+        return joining.new_token(self.authority.cluster, self.authority.fingerprint, address)
+
+    def invite(self) -> Invitation:
+        """Return a new invitation. Machines join while `listening` runs."""
+        token = self._new_token()
+        self.registry.add_token(token, INVITATION_SECONDS, 1)
+        command = f"mtp-worker --listen 0.0.0.0:50505 --join {token}"
+        return Invitation(command, round(time.time() + INVITATION_SECONDS))
+
     @contextlib.asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[None]:
         """Let machines join while the block runs. Raises UsageError if the address is not available."""
@@ -212,7 +212,7 @@ class ClusterTrust:
         async with server.listening(host, port) as bound:
             address = join_address(host, bound)
             self.registry.record_address(address)
-            token = joining.new_token(self.authority.cluster, self.authority.fingerprint, address)
+            token = self._new_token()
             self.registry.add_token(token, LOCAL_TOKEN_SECONDS, LOCAL_TOKEN_USES, is_local=True)
             write_private(local, str(token))
             log.info("machines join here", extra={"address": address})
