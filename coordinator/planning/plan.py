@@ -339,8 +339,7 @@ def best_runs(costs: Array, pinned: Mapping[int, Span]) -> list[Run] | None:
     best = min(values[s] for s in largest)
     allowed = np.where(costs <= best, costs**2, np.inf)
     table = _search(allowed, free, pinned, np.add)
-    chosen = (s for s in largest if values[s] == best)
-    return _trace(table, free, pinned, min(chosen, key=lambda s: table.values[s, -1]))
+    return _trace(table, free, pinned, min(largest, key=lambda s: table.values[s, -1]))
 
 
 def _around(costs: Array, pinned: Mapping[int, Span], free: Sequence[int]) -> Array:

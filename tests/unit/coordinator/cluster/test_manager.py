@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -176,3 +176,16 @@ def test_a_new_process_has_measured_nothing() -> None:
     other = apply(view, WorkerJoined(replace(worker("a"), worker_id="another")), 2.0)
     assert not other.members["a"].collectives
     assert not apply(view, ReplanRequested(), 2.0).members["a"].collectives
+
+
+def test_only_workers_on_this_machine_count() -> None:
+    """Used and cached bytes of workers on loopback are added. Remote workers and workers without status are not."""
+    clients: dict[str, Any] = {
+        "127.0.0.1:1": SimpleNamespace(
+            worker_status=pb.WorkerStatus(memory_used=5, memory_cached=2)
+        ),
+        "127.0.0.1:2": SimpleNamespace(worker_status=None),
+        "203.0.113.9:1": SimpleNamespace(worker_status=pb.WorkerStatus(memory_used=100)),
+    }
+    manager = cast(ClusterManager, SimpleNamespace(membership=SimpleNamespace(clients=clients)))
+    assert ClusterManager.local_worker_bytes(manager) == 7
