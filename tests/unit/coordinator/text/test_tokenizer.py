@@ -50,7 +50,7 @@ def test_control_tokens_have_bytes_but_no_text_and_markers_have_both(tokenizer: 
 
 def test_a_folder_without_a_usable_tokenizer_is_refused(tmp_path: Path) -> None:
     """A missing, damaged or unsupported tokenizer raises CheckpointError, whose public text has no path."""
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json not found"):
         Tokenizer.load(tmp_path)
     write_tokenizer(tmp_path)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
