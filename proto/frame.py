@@ -336,7 +336,7 @@ MAX_TENSOR_BYTES = MAX_MESSAGE_BYTES - MAX_HEADER_BYTES - _PREFIX.size - ALIGNME
 
 _LIMITS: dict[str, Any] = {
     # msgpack reserves an array's declared length before it reads the first element, and again for each
-    # of up to 1024 nested arrays. Long lists are therefore read element by element (see _many), and
+    # of up to 1024 nested arrays. Long lists are therefore read element by element (see _read_long), and
     # this bounds every array that is read at once.
     "max_array_len": 64,
     "max_map_len": MAX_LOGIT_BIAS,
@@ -480,18 +480,12 @@ def _read_long(header: memoryview) -> list[Any]:
     if reader.read_array_header() != 8:
         raise ProtocolError("a frame header has 8 fields")
     fields = [reader.unpack(), reader.unpack()]
-    fields += [_many(reader, MAX_OPS), _many(reader, MAX_SEGMENTS), _many(reader, MAX_SEGMENTS)]
+    for _ in ("operations", "segments", "outcomes"):
+        fields.append([reader.unpack() for _ in range(reader.read_array_header())])
     fields += [reader.unpack(), reader.unpack(), reader.unpack()]
     if reader.tell() != len(header):
         raise ProtocolError("bytes after the last field of a frame header")
     return fields
-
-
-def _many(reader: msgpack.Unpacker, most: int) -> list[Any]:
-    count = reader.read_array_header()
-    if count > most:
-        raise ProtocolError(f"a list of {count} in a frame, limit {most}")
-    return [reader.unpack() for _ in range(count)]
 
 
 def _check_tensor(frame: Frame) -> None:

@@ -51,8 +51,13 @@ async def test_a_flood_keeps_no_member_out(
     port.start()
     with caplog.at_level(logging.WARNING, logger=listener.__name__):
         async with asyncio.timeout(SECONDS):
-            assert await flood(port, hosts) == LIMIT
-            reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+            early = len(hosts) == 1  # an address that floods ends its own connections only
+            member = asyncio.open_connection("127.0.0.1", port.port)
+            if early:
+                reader, writer = await member
+            assert await flood(port, hosts) == LIMIT - early
+            if not early:
+                reader, writer = await member
             writer.write(PREAMBLE + TICKET)
             assert await reader.read() == b""
             writer.close()
