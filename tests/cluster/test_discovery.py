@@ -100,7 +100,7 @@ async def test_malformed_records_are_passed_over() -> None:
         await asyncio.wait_for(asyncio.gather(*registered), PATIENCE)
         async with Discovery() as discovery:
             async with announced(good, "127.0.0.1"):
-                assert await known(discovery, good.worker_id)
+                await known(discovery, good.worker_id)
             assert not {candidate.id for candidate in discovery.candidates()} & set(names)
         gc.collect()  # a task that failed unheard says so when it is collected
         assert failures == []
@@ -198,43 +198,35 @@ def test_processes_of_one_machine_find_each_other() -> None:
         assert browse(name=name) == [f"127.0.0.1:{PORT}"]
 
 
-@pytest.fixture
-def namespaces() -> Iterator[tuple[str, str]]:
-    """Return the names of two network namespaces joined by a cable: 10.213.77.1 and .2."""
-    with two_machines() as (first, second):
-        yield first.name, second.name
-
-
-def test_machines_on_one_network_find_each_other(namespaces: tuple[str, str]) -> None:
+def test_machines_on_one_network_find_each_other() -> None:
     """Another machine finds a worker on all interfaces at its network address, and a worker on loopback not at all.
 
     The own machine finds the worker on loopback, at that address only.
     """
-    here = ("ip", "netns", "exec", namespaces[0])
-    there = ("ip", "netns", "exec", namespaces[1])
     name = f"test-{uuid.uuid4().hex[:12]}"
     hidden = f"test-{uuid.uuid4().hex[:12]}"
     with (
-        announcing(*here, name=hidden, host="127.0.0.1"),
-        announcing(*here, name=name, host="0.0.0.0"),
+        two_machines() as (here, there),
+        announcing(*here.prefix, name=hidden, host="127.0.0.1"),
+        announcing(*here.prefix, name=name, host="0.0.0.0"),
     ):
-        assert browse(*there, name=name) == [f"10.213.77.1:{PORT}"]
-        assert browse(*here, name=hidden) == [f"127.0.0.1:{PORT}"]
+        assert browse(*there.prefix, name=name) == [f"10.213.77.1:{PORT}"]
+        assert browse(*here.prefix, name=hidden) == [f"127.0.0.1:{PORT}"]
 
 
-def test_a_stranger_is_never_planned(namespaces: tuple[str, str], tmp_path: Path) -> None:
+def test_a_stranger_is_never_planned(tmp_path: Path) -> None:
     """A coordinator on loopback refuses a worker of another machine that mDNS announces and no user admitted.
 
     It says so once, with what to do, and ends without a plan instead of giving layers and prompts to a stranger.
     """
-    here, there = (("ip", "netns", "exec", namespace) for namespace in namespaces)
     listen = ("--listen", "0.0.0.0:0", "--insecure", "--name", "stranger")
     wait = ("serve", "--port", "0", "--nodes", "1", "--wait", "4")
-    worker = launch(tmp_path, "worker", "worker.cli", listen, prefix=here)
-    coordinator = launch(tmp_path, "coordinator", "coordinator.cli", wait, prefix=there)
-    with ending(worker), ending(coordinator):
-        worker.wait_for("worker ready")
-        refusal = coordinator.wait_for("no worker")
-        assert "--listen" in refusal["error"]
-        assert coordinator.popen.wait(60) != 0
+    with two_machines() as (here, there):
+        worker = launch(tmp_path, "worker", "worker.cli", listen, prefix=here.prefix)
+        coordinator = launch(tmp_path, "coordinator", "coordinator.cli", wait, prefix=there.prefix)
+        with ending(worker), ending(coordinator):
+            worker.wait_for("worker ready")
+            refusal = coordinator.wait_for("no worker")
+            assert "--listen" in refusal["error"]
+            assert coordinator.popen.wait(60) != 0
     assert not coordinator.records("worker joined")

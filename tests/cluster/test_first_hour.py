@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,14 +42,11 @@ INTERRUPT_SECONDS = 5.0
 
 def url_of(process: Process) -> str:
     """Return the URL that the coordinator logs while it waits for workers."""
-    deadline = time.monotonic() + DEADLINE
-    while time.monotonic() < deadline:
-        for record in process.records():
-            if str(record.get("message")).startswith("waiting for workers"):
-                return str(record["message"]).rpartition("Status: ")[2].removesuffix("/status")
-        assert process.running, process.text()[-1000:]
-        time.sleep(0.1)
-    raise AssertionError(f"no line about missing workers: {process.text()[-1000:]}")
+    pattern = re.compile(r"waiting for workers.*Status: (\S+)/status")
+    wait_until(lambda: pattern.search(process.text()), "a line about missing workers")
+    found = pattern.search(process.text())
+    assert found is not None
+    return found[1]
 
 
 def test_a_server_waits_for_its_workers_and_uses_late_ones(tmp_path: Path, toy: Path) -> None:
@@ -135,7 +133,7 @@ def test_ctrl_c_ends_a_download_at_once(hub: Hub, tmp_path: Path, command: str) 
     log = (tmp_path / "log").open("wb")
     with log, subprocess.Popen(start, stderr=log, env=environment(hub, home)) as process:
         try:
-            wait_for_part(home, process)
+            wait_until(lambda: has_part(home), "bytes of a file")
             sent = time.monotonic()
             process.send_signal(signal.SIGINT)
             assert process.wait(DEADLINE) == 130
@@ -158,17 +156,14 @@ def test_a_server_answers_while_it_downloads(hub: Hub, tmp_path: Path) -> None:
         launched = launch(tmp_path, "downloading", "coordinator.cli", flags, env=env)
         process = stack.enter_context(ending(launched))
         url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + DEADLINE
-        detail = ""
-        while "kB of" not in detail:
-            assert time.monotonic() < deadline, detail
-            assert process.running, process.text()[-1000:]
-            time.sleep(0.1)
-            try:
-                detail = httpx.get(f"{url}/status", timeout=DEADLINE).json()["detail"]
-            except httpx.TransportError:
-                continue
-        assert detail.startswith("downloading the model: ")
+
+        def shows_bytes() -> bool:
+            with contextlib.suppress(httpx.TransportError):  # it does not listen yet
+                detail = str(httpx.get(f"{url}/status", timeout=DEADLINE).json()["detail"])
+                return detail.startswith("downloading the model: ") and "kB of" in detail
+            return False
+
+        wait_until(shows_bytes, "bytes in /status")
         assert httpx.get(f"{url}/health", timeout=DEADLINE).status_code == 200
         asked = httpx.post(f"{url}/v1/chat/completions", json={}, timeout=DEADLINE)
         assert asked.status_code == 503
@@ -181,15 +176,6 @@ def test_a_server_answers_while_it_downloads(hub: Hub, tmp_path: Path) -> None:
 def environment(hub: Hub, home: Path) -> dict[str, str]:
     """Return the environment of a process that uses `hub` and its own cache."""
     return {**os.environ, **hub.environment(home), "HF_HUB_DISABLE_XET": "1"}
-
-
-def wait_for_part(home: Path, process: subprocess.Popen[bytes]) -> None:
-    """Wait until some bytes of a file have arrived."""
-    deadline = time.monotonic() + DEADLINE
-    while not has_part(home):
-        assert process.poll() is None, "it ended before the download"
-        assert time.monotonic() < deadline, "no byte arrived"
-        time.sleep(0.05)
 
 
 def has_part(home: Path) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from tests.support.processes.processes import (
     launch_coordinator,
 )
 from tests.support.processes.reserved_port import reserved_port
+from tests.support.processes.waits import wait_until
 
 MINE, OTHER = ({"Authorization": f"Bearer {key}"} for key in ("mine-1", "other-1"))
 PROMPT = "Write a function that adds two numbers."
@@ -69,17 +69,6 @@ def deltas(events: list[dict[str, Any]]) -> list[Any]:
     return [(e["sequence_number"], e["type"], e.get("delta")) for e in events]
 
 
-def wait_for_end(client: httpx.Client, answer_id: str) -> dict[str, Any]:
-    """Return a response once it has ended."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        found: dict[str, Any] = client.get(f"/v1/responses/{answer_id}").json()
-        if found["status"] not in ("queued", "in_progress"):
-            return found
-        time.sleep(0.1)
-    raise AssertionError("the response did not end")
-
-
 def output_text(response: dict[str, Any]) -> list[str]:
     """Return the texts of a response."""
     return [part["text"] for item in response["output"] for part in item["content"]]
@@ -112,8 +101,9 @@ def test_answers_outlive_a_killed_coordinator(pool: Pool, tmp_path: Path, port: 
         with client.stream("GET", path) as reply:
             rest = list(events_of(reply.iter_lines()))
         assert deltas(received + rest) == deltas(expected)
-        ended = wait_for_end(client, begun["id"])
-        assert output_text(ended) == output_text(whole)
+        background = f"/v1/responses/{begun['id']}"
+        wait_until(lambda: client.get(background).json()["status"] == "completed", "its end")
+        assert output_text(client.get(background).json()) == output_text(whole)
         restored = second.records("answer restored")
         assert {record["id"] for record in restored} == {streamed, begun["id"]}
         for answer_id in (begun["id"], streamed):

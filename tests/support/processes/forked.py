@@ -15,37 +15,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 OWN = "MTP_"
 """Prefix of this project's environment variables. Libraries read theirs while they are imported."""
-
-
-class Started(Protocol):
-    """The part of `subprocess.Popen` that tests use."""
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-
-    @property
-    def returncode(self) -> int | None:
-        """Exit status, or None before `poll` or `wait` found one."""
-
-    def poll(self) -> int | None:
-        """Return the exit status, or None while the process runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end and return the exit status. Raises subprocess.TimeoutExpired."""
-
-    def send_signal(self, sig: int) -> None:
-        """Send a signal, unless the process has ended."""
-
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
 
 
 def can_fork(env: Mapping[str, str]) -> bool:
@@ -103,6 +75,10 @@ class Forked:
     def kill(self) -> None:
         """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
+
+
+Started = subprocess.Popen[bytes] | Forked
+"""A program that runs."""
 
 
 def _run(start: str, arguments: list[str], env: dict[str, str], log: str, folder: str) -> None:
