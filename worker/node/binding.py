@@ -42,6 +42,7 @@ class Tally:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def count(self, nbytes: int) -> None:
+        """Count a message of `nbytes` bytes."""
         with self._lock:
             self.messages += 1
             self.nbytes += nbytes
