@@ -93,6 +93,7 @@ class Announcement:
         return f"{start}{end}.{SERVICE_TYPE}"
 
     def to_txt(self) -> dict[str, str]:
+        """Return the TXT record of the announcement."""
         txt = {"id": self.worker_id, "name": self.name[: _MAX_TEXT // 4]}
         if self.cluster:
             txt["cluster"], txt["node"] = self.cluster, self.node

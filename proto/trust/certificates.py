@@ -78,6 +78,7 @@ MAX_PEM_BYTES = 16 * 1024
 
 
 def new_key() -> ec.EllipticCurvePrivateKey:
+    """Return a new private key on the curve P-256."""
     return ec.generate_private_key(ec.SECP256R1())
 
 
@@ -100,6 +101,7 @@ def key_from_pem(pem: str) -> ec.EllipticCurvePrivateKey:
 
 
 def to_pem(*certificates: x509.Certificate) -> str:
+    """Return the certificates in PEM, one after another."""
     return "".join(c.public_bytes(serialization.Encoding.PEM).decode() for c in certificates)
 
 
@@ -192,4 +194,5 @@ def is_due(certificate: x509.Certificate) -> bool:
 
 
 def utc_now() -> datetime:
+    """Return the present time in UTC."""
     return datetime.now(UTC)

@@ -74,6 +74,7 @@ class LayerTensors:
     tensors: list[Tensor]
 
     def pieces(self) -> Iterator[Piece]:
+        """Yield the pieces of the tensors."""
         for index, tensor in enumerate(self.tensors):
             view = memoryview(tensor.data).cast("B")
             for start in range(0, max(1, view.nbytes), PIECE_BYTES):

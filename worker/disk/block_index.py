@@ -56,6 +56,7 @@ class Block:
 
 
 def block_file(namespace: str, key: bytes, layers: Span) -> str:
+    """Return the name of the file of a block."""
     return f"{namespace}-{key.hex()}-{layers.start}-{layers.end}{SUFFIX}"
 
 

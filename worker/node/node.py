@@ -156,9 +156,12 @@ class Lease:
 
 
 def requested_stage(request: pb.LoadRequest) -> StageSpec:
-    """Return the stage that a request asks for. Raises SpanError or ProtocolError for invalid values."""
+    """Return the stage that a request asks for. Raises SpanError, UsageError or ProtocolError for invalid values."""
     if request.kv_bits not in (0, 4, 8) or request.dtype not in ("", *DTYPE_BYTES):
-        raise ProtocolError(f"a stage of type {request.dtype!r:.20} with {request.kv_bits} bits")
+        raise UsageError(
+            f"--kv-bits {request.kv_bits} with --dtype {request.dtype:.20}: choose 4 or 8, and one of "
+            f"{', '.join(DTYPE_BYTES)}"
+        )
     group, asked = None, request.group
     if request.HasField("group"):
         if asked.backend not in list(Backend):

@@ -181,6 +181,7 @@ class DataPlane:
         self.node = node
 
     def handler(self) -> grpc.GenericRpcHandler:
+        """Return the handler of both calls, to register with a server."""
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             FRAMES.rpartition("/")[2]: grpc.stream_stream_rpc_method_handler(self.frames),
             RESULTS.rpartition("/")[2]: grpc.unary_stream_rpc_method_handler(self.results),
