@@ -40,8 +40,6 @@ class Device:
     """Rows of one call of MLX's attention with `--exact`, None for any number. Its kernels on GPUs depend on the rows
     and on the keys. With one row the keys alone decide, and a row's keys follow from its position."""
 
-    variant: str
-    """The variant of layers that is tried first: `reference`, `metal` or `cuda`."""
     wires_memory: bool = False
     """MLX wires memory, and the device recommends a limit."""
     token_major_exact: bool = False
@@ -54,9 +52,9 @@ class Device:
 DEVICES = {
     device.backend: device
     for device in (
-        Device("cpu", 1, 0, 0.0, (), 1, 9, None, "reference", computes_on_host=True),
-        Device("metal", 4, 2**28, 0.0, (1,), 16, 64, 1, "metal", wires_memory=True),
-        Device("cuda", 4, 2**28, 30.0, (1, 4, 8), 16, 512, 1, "cuda", token_major_exact=True),
+        Device("cpu", 1, 0, 0.0, (), 1, 9, None, computes_on_host=True),
+        Device("metal", 4, 2**28, 0.0, (1,), 16, 64, 1, wires_memory=True),
+        Device("cuda", 4, 2**28, 30.0, (1, 4, 8), 16, 512, 1, token_major_exact=True),
     )
 }
 

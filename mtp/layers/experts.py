@@ -283,7 +283,6 @@ class RowExperts(FusedExperts):
         self._language = language
 
     def __call__(self, x: mx.array) -> mx.array:
-        """See `FusedExperts`."""
         if x.shape[0] > self._language.most_rows:
             return super().__call__(x)
         choose, gate_up, down = _kernels(self._language)

@@ -166,7 +166,7 @@ class QuantizedKV(KVRows, QuantizedKVCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append keys and values, and return all of them: plain on CUDA, whose products refuse parts of a buffer."""
         fetched = super().update_and_fetch(keys, values)
-        if this_device().variant != "cuda":
+        if this_device().backend != "cuda":
             return fetched
         size, bits = self.group_size, self.bits
         k, v = (mx.dequantize(w, scales, biases, size, bits) for w, scales, biases in fetched)
@@ -291,7 +291,6 @@ class PairKV(KVRows):
         return 0 if self.pair is None else self.pair.shape[2]
 
     def trim(self, count: int) -> int:
-        """See `KVRows.trim`."""
         count = min(self.offset, count)
         self.offset -= count
         return count
@@ -330,7 +329,6 @@ class PairKV(KVRows):
         return keys, values
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """See `KVRows.update_and_fetch`."""
         return self.append(mx.concatenate([keys, values]))
 
     def attend_pair(self, q: mx.array, new: mx.array, scale: float) -> mx.array:

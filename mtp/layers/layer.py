@@ -201,12 +201,10 @@ class PlainMLP:
         self.module = module
 
     def add_output(self, x: mx.array, norm: Callable[[mx.array], mx.array]) -> mx.array:
-        """See `MLP.add_output`."""
         y: mx.array = x + self.communicator.sum(self.module(norm(x)))
         return y
 
     def pin_exact(self, products: ExactProducts) -> None:
-        """See `MLP.pin_exact`."""
         self.module = products.replaced(self.module)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.layers.cuda.in_place_kv import InPlaceKV
+from mtp.layers.cuda.row_attention import InPlaceKV
 from mtp.layers.kv_cache import KVRows
 from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Segment

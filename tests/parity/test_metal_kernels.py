@@ -12,9 +12,9 @@ import mlx.core as mx
 import pytest
 
 from mtp.layers.gdn_windows import HEAD_DIM, TAPS, GatedDeltaShape, WindowKernel
+from mtp.layers.linear import add_norm
 from mtp.layers.metal.attention import prepare_rows
 from mtp.layers.metal.gdn import gated_delta_window
-from mtp.layers.metal.products import add_norm
 from mtp.layers.prepare_rows import AttentionShape
 from mtp.layers.source_kernel import MetalKernel
 from tests.parity.test_gpu import GPU, computing_on

@@ -13,7 +13,7 @@ import pytest
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.flash_next.layers import StreamGDN
-from mtp.layers import gated_delta
+from mtp.layers import gdn_windows
 from mtp.layers.gdn_windows import WindowMixer
 from mtp.layers.layer import KernelTrial, KVFormat, Layer
 from mtp.layers.metal import attention, fuse, gdn
@@ -329,7 +329,7 @@ def test_a_trial_is_kept_for_the_next_start(
         tried_names = ("gated_delta_window", "residual_norm", "attention_prepare")
         results = "; ".join(f"{name}: {times}" for name in tried_names)
         assert set(summaries) == {f"1 prepared, 3 window; {results}"}
-        monkeypatch.setattr(gated_delta, "SOURCE", "another text")
+        monkeypatch.setattr(gdn_windows, "SOURCE", "another text")
         stage_of(path, Kernels.auto)
         assert len(trials) == 4
         monkeypatch.setattr(layer_variants, "version", lambda _: "next")

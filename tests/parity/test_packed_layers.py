@@ -31,7 +31,7 @@ from tests.support.stages.doubled import Doubled
 from tests.support.stages.reference_kernels import reference_kernels
 from tests.support.stages.rows_behind_a_hole import rows_behind_a_hole
 from worker.engine.stage_engine import StageEngine
-from worker.engine.warm_up import warm_up
+from worker.engine.stage_host import warm_up
 from worker.model.loader import StageModules
 from worker.model.stage import Stage
 from worker.model.verifier import Verifier
@@ -292,8 +292,8 @@ def test_the_warm_up_runs_to_its_end(
 ) -> None:
     """First, middle and last stages run all frames of the warm-up, of which each device needs a number of its own."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("worker.engine.warm_up.this_device", lambda: DEVICES[backend])
-    monkeypatch.setattr("worker.engine.warm_up.CHUNK", 4)
+    monkeypatch.setattr("worker.engine.stage_host.this_device", lambda: DEVICES[backend])
+    monkeypatch.setattr("worker.engine.stage_host.CHUNK", 4)
     for start, end in ((0, 4), (1, 3)):
         stage = Stage(modules_of(start, end), KVFormat())
         warm_up(stage, first=start == 0, last=end == 4, expect=lambda _: None)

@@ -55,7 +55,7 @@ def use_requested_device() -> None:
 def default_memory_limit() -> int:
     """Return the bytes a process may use: of what Metal recommends, of an NVIDIA GPU, or of the machine's memory."""
     keys = {"metal": "max_recommended_working_set_size", "cuda": "total_memory"}
-    if key := keys.get(this_device().variant):
+    if key := keys.get(this_device().backend):
         recommended = mx.device_info().get(key)
         if isinstance(recommended, int):
             return int(recommended * RECOMMENDED_SHARE)

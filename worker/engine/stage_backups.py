@@ -250,7 +250,7 @@ def plain_array(array: mx.array) -> mx.array:
 def host_array(array: mx.array) -> mx.array:
     """Return the bits of `array` for numpy. On CUDA a read moves memory that others may share, so they are a copy."""
     plain = plain_array(array)
-    if this_device().variant != "cuda":
+    if this_device().backend != "cuda":
         return plain
     words = plain.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[plain.itemsize])
     return mx.bitwise_or(words, mx.array(0, words.dtype))

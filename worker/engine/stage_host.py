@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +18,9 @@ from mtp.device import Arithmetic, this_device
 from mtp.layers.communicator import ALONE, Communicator, GroupCommunicator
 from proto.control import Kernels
 from proto.errors import MemoryLimitError
-from proto.frame import Admit, Frame
+from proto.frame import Admit, Commit, Evict, Frame, Op, Outcome, Segment
 from proto.frame_stamps import FrameStamps, StampRing
+from proto.params import SamplingParams
 from proto.span import Span
 from proto.terminal.progress import OnProgress
 from worker.disk.block_index import BlockIndex
@@ -27,8 +28,7 @@ from worker.engine import hardware
 from worker.engine.engine_thread import EngineThread
 from worker.engine.group import JOIN_SECONDS, GroupSpec, join_group, measure_collective
 from worker.engine.prefix_disk import StagePrefixes, namespace_of
-from worker.engine.stage_engine import UNLIMITED, BegunFrame, Budget, StageEngine
-from worker.engine.warm_up import warm_up
+from worker.engine.stage_engine import UNLIMITED, BegunFrame, Budget, StageEngine, to_bytes
 from worker.model.loader import DTYPES, load_stage
 from worker.model.stage import Stage
 from worker.model.verifier import Verifier
@@ -353,3 +353,95 @@ def _begin(engine: StageEngine, frame: Frame, stamps: FrameStamps) -> BegunFrame
         return engine.begin_frame(frame, stamps)
     except Exception as error:
         return error
+
+
+log = logging.getLogger(__name__)
+
+COMPILE_SECONDS = 120.0
+"""Seconds. Longest time that one frame of the warm-up may take, since it may compile several kernels."""
+
+CHUNK = 512
+"""Tokens of a prompt chunk: those of the scheduler's default."""
+
+WIDTHS = (1, 2, 4, 5, 1)
+"""Rows of the windows. The widths between them run the same kernels."""
+
+LOGGED_FRAMES = 8
+"""Frames from one line of the log to the next."""
+
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
+
+
+def warm_up(stage: Stage, *, first: bool, last: bool, expect: Callable[[float], None]) -> None:
+    """Run frames of the usual shapes through `stage` and forget them, as the device needs.
+
+    MLX compiles a CUDA kernel from source when it first runs, which takes up to 53 seconds on an H200. On Metal it
+    loads or compiles a kernel at its first use too, which takes milliseconds.
+
+    `expect(seconds)` tells the watchdog of the engine thread how long the next frame may take. A frame that fails, for
+    example for lack of memory, ends the warm-up; the stage serves all the same.
+    """
+    batches = this_device().warm_up_batches
+    if not batches:
+        return
+    started = time.monotonic()
+    verifier = Verifier(stage.modules, stage.kv_format) if last else None
+    engine = StageEngine(stage, epoch=0, first=first, verifier=verifier)
+    total = sum(count + len(WIDTHS) + 1 for count in batches)
+    try:
+        for _ in run_frames(engine, batches):
+            if engine.frames_done % LOGGED_FRAMES == 0:
+                done = f"{engine.frames_done} of {total} frames"
+                log.info("compiling kernels", extra={"done": done})
+            expect(COMPILE_SECONDS)
+    except Exception as error:
+        if stage.modules.communicator.size > 1:
+            raise  # the other members of the group wait in a sum of this frame
+        log.warning(
+            "warm-up ended early. If a kernel fails on this machine, use --kernels mlx",
+            extra={"frames": engine.frames_done, "error": str(error)[:300]},
+        )
+    del engine
+    mx.clear_cache()
+    log.info("kernels compiled", extra={"seconds": round(time.monotonic() - started, 1)})
+
+
+def run_frames(engine: StageEngine, batches: Sequence[int]) -> Iterator[None]:
+    """For each number of sequences admit them, run windows of all widths, and evict them. Yield before each frame.
+
+    Every other sequence is sampled.
+    """
+    verifier = engine.verifier
+    drafts = 2 if verifier is not None and verifier.drafter is not None else 0
+    for batch in batches:
+        found, ends = dict[int, Outcome](), dict.fromkeys(range(batch), 0)
+        for i in ends:
+            admit = Admit(i, CHUNK + sum(WIDTHS), CHUNK, SAMPLED if i % 2 else SamplingParams())
+            prompt = (0,) * (1 if i else CHUNK)
+            yield
+            found |= _process(engine, (admit,), (Segment(i, 0, 0, prompt, sample=True),))
+        for window, width in enumerate(WIDTHS, start=1):
+            for i, outcome in found.items():
+                ends[i] += outcome.accepted_length
+            commits = tuple(Commit(i, window - 1, o.accepted_length) for i, o in found.items())
+            rest = (0,) * (width - 1)
+            segments = tuple(
+                Segment(i, window, ends[i], (o.token or 0, *rest), open=True, drafts=drafts)
+                for i, o in found.items()
+            )
+            yield
+            found = _process(engine, commits if window > 1 else (), segments)
+        yield
+        _process(engine, tuple(Evict(i) for i in ends), ())
+
+
+def _process(
+    engine: StageEngine, ops: tuple[Op, ...], segments: tuple[Segment, ...]
+) -> dict[int, Outcome]:
+    """Let the engine process the next frame. Return the outcomes, without a last stage those of one token a window."""
+    frame = Frame(0, engine.frames_done, ops, segments)
+    if not engine.first and frame.rows:
+        rows = mx.zeros((frame.rows, engine.stage.modules.config.hop_width), engine.stage.dtype)
+        frame = frame.with_tensor(*to_bytes(rows))
+    usual = (Outcome(s.seq_id, s.window, 1 if s.open else s.width) for s in segments)
+    return {o.seq_id: o for o in engine.process(frame).outcomes or usual}

@@ -56,18 +56,18 @@ def choose_variants(
     dtype = modules.dtype
     split_rows = None
     choice = KernelChoice(kernels)
-    if device.variant == "cuda" and kernels is not Kernels.mlx:
+    if device.backend == "cuda" and kernels is not Kernels.mlx:
         split_rows = FEW_ROWS
         packer = Packer(dtype, kv_format, exact=exact)
         if modules.slices == 1 and packer.works():
             _pack(modules, packer)
-    elif device.variant == "metal" and not exact:
+    elif device.backend == "metal" and not exact:
         fuser = MetalFuser(modules.config.hidden_size, dtype, choice.choose)
         modules.replace_layers(fuser.layer)
         _mix(modules, fuser.mixer)
         modules.take_kernels(MetalKernel, fuser.picks)
     if exact:
-        _pin(modules, ExactProducts(dtype, DenseRows if device.variant == "cuda" else None))
+        _pin(modules, ExactProducts(dtype, DenseRows if device.backend == "cuda" else None))
     # A member alone chooses its kernels: a trial with collectives would wait for members that try others.
     modules.share()
     mx.clear_cache()

@@ -79,7 +79,6 @@ class StageModules:
             self.head.block = once(self.head.block)
 
     def take_kernels(self, language: type[SourceKernel], picks: Picks) -> None:
-        """See `Layer.take_kernels`."""
         for layer in [*self.layers, *([self.head.block] if self.head else [])]:
             layer.take_kernels(language, picks)
 

@@ -12,7 +12,6 @@ from mlx_lm.models.qwen3_5 import DecoderLayer
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
 from mtp.layers.communicator import Communicator
-from mtp.layers.cuda.in_place_kv import InPlaceKV, write_rows
 from mtp.layers.cuda.packed_linear import (
     FEW_ROWS,
     PackedLinear,
@@ -25,9 +24,11 @@ from mtp.layers.cuda.row_attention import (
     MOST_GROUPED,
     SLOTS,
     SPLIT,
+    InPlaceKV,
     RowArrays,
     attend_rows,
     prepare_rows,
+    write_rows,
 )
 from mtp.layers.exact import ExactProducts
 from mtp.layers.kv_cache import tiled_attention

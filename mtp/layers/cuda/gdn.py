@@ -19,7 +19,6 @@ from mtp.layers.cuda.packed_linear import (
     fused,
 )
 from mtp.layers.exact import ExactProducts
-from mtp.layers.gated_delta import recurrence_of, window_kernel
 from mtp.layers.gdn_windows import (
     GatedDeltaShape,
     SnapshotGDNCache,
@@ -27,6 +26,8 @@ from mtp.layers.gdn_windows import (
     gather_windows,
     next_windows,
     record_windows,
+    recurrence_of,
+    window_kernel,
 )
 from mtp.layers.layer import Hole, KVFormat, Layer, PlainMLP
 from mtp.layers.source_kernel import CudaKernel

@@ -18,8 +18,7 @@ from mtp.layers.cuda.packed_linear import (
     pack_mlp,
 )
 from mtp.layers.experts import fuse_experts, row_experts
-from mtp.layers.gated_delta import has_window_kernel, recurrence_of
-from mtp.layers.gdn_windows import WindowMixer
+from mtp.layers.gdn_windows import WindowMixer, has_window_kernel, recurrence_of
 from mtp.layers.layer import KVFormat, Layer, Mixer, PlainMLP
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.source_kernel import HALF_TYPES, CudaKernel, report_fallback

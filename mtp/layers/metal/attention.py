@@ -14,8 +14,16 @@ from mlx_lm.models.qwen3_5 import DecoderLayer
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.kv_cache import KVRows, PairKV, new_kv
 from mtp.layers.layer import Hole, KVFormat
-from mtp.layers.linear import Format, FusedLinear, Weights
-from mtp.layers.metal.products import COMPILED_ROWS, FusedMLP, add_norm, compiled, gated_products
+from mtp.layers.linear import (
+    COMPILED_ROWS,
+    Format,
+    FusedLinear,
+    FusedMLP,
+    Weights,
+    add_norm,
+    compiled,
+    gated_products,
+)
 from mtp.layers.prepare_rows import (
     HEAD_DIM,
     AttentionShape,

@@ -15,18 +15,17 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from mtp.layers import gated_delta, prepare_rows
+from mtp.layers import gdn_windows, prepare_rows
 from mtp.layers.experts import fuse_experts, row_experts
 from mtp.layers.gdn_windows import WindowMixer
 from mtp.layers.layer import KernelTrial, KVFormat, Layer, Mixer, PlainMLP, Rows
-from mtp.layers.linear import Format, FusedLinear
+from mtp.layers.linear import Format, FusedLinear, FusedMLP
 from mtp.layers.metal.attention import (
     FusedAttentionLayer,
     PreparedAttentionLayer,
     fused_projections,
 )
 from mtp.layers.metal.gdn import FusedGDNLayer, WindowGDNLayer, fused_inputs, gated_delta_window
-from mtp.layers.metal.products import FusedMLP
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.source_kernel import MetalKernel
@@ -74,7 +73,7 @@ class MetalFuser:
             for fuses in (False, True)
         )
         shapes = f"{net.num_k_heads} and {net.num_v_heads} heads"
-        if not self._wins("gated_delta_window", shapes, gated_delta.SOURCE, window, fused):
+        if not self._wins("gated_delta_window", shapes, gdn_windows.SOURCE, window, fused):
             return fused
         return normed if mlp and self._wins_norm(normed, window) else window
 
@@ -88,19 +87,19 @@ class MetalFuser:
         out = FusedLinear.of([net.out_proj])
         if out is None or not self._has_window_kernel(net, inputs):
             return fused
-        recurrence = gated_delta.recurrence_of(
+        recurrence = gdn_windows.recurrence_of(
             gated_delta_window, net, self._dtype, silu=inner.silu
         )
         window = WindowMixer(recurrence, self._dtype, inputs, out)
         shapes = f"{net.num_k_heads} and {net.num_v_heads} heads"
         shapes += "" if inner.silu else " with a sigmoid gate"
         sides = [PartTrial(mixer.mix, mixer.new_cache) for mixer in (window, fused)]
-        won = self._wins("gated_delta_window", shapes, gated_delta.SOURCE, *sides)
+        won = self._wins("gated_delta_window", shapes, gdn_windows.SOURCE, *sides)
         return window if won else fused
 
     def _has_window_kernel(self, net: Any, inputs: FusedLinear) -> bool:
         return (
-            gated_delta.has_window_kernel(net)
+            gdn_windows.has_window_kernel(net)
             and inputs.dtype in (self._dtype, mx.uint8)
             and Format.of(net.out_proj) is not None
         )
@@ -122,7 +121,6 @@ class MetalFuser:
     def picks(
         self, kernel: str, shapes: str, source: str, width: int, own: Rows, replaced: Rows
     ) -> bool:
-        """See `Picks`."""
         first, second = (PartTrial(lambda x, *_, part=part: part(x)) for part in (own, replaced))
         trial = partial(try_layer, first, second, width, self._dtype)
         return self._choose(kernel, f"{shapes}, rows of {width} in {self._dtype}", source, trial)
@@ -167,7 +165,6 @@ class PartTrial:
     new_cache: Callable[[KVFormat], Any] = lambda _: None
 
     def forward(self, x: mx.array, *rest: Any) -> mx.array:
-        """See `Layer.forward`."""
         return x + self.adds(x, *rest)
 
 

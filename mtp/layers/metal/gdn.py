@@ -10,7 +10,6 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
 from mtp.layers.communicator import ALONE, Communicator
-from mtp.layers.gated_delta import recurrence_of, window_kernel
 from mtp.layers.gdn_windows import (
     GatedDeltaShape,
     SnapshotGDNCache,
@@ -19,10 +18,19 @@ from mtp.layers.gdn_windows import (
     kept_rows,
     next_windows,
     record_windows,
+    recurrence_of,
+    window_kernel,
 )
 from mtp.layers.layer import Hole, KVFormat, Layer, PlainMLP
-from mtp.layers.linear import Format, FusedLinear
-from mtp.layers.metal.products import COMPILED_ROWS, FusedMLP, add_norm, compiled, gated_products
+from mtp.layers.linear import (
+    COMPILED_ROWS,
+    Format,
+    FusedLinear,
+    FusedMLP,
+    add_norm,
+    compiled,
+    gated_products,
+)
 from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.source_kernel import MetalKernel
 

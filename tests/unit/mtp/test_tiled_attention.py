@@ -66,13 +66,13 @@ def test_quantized_keys_and_values_are_plain_on_cuda(
 ) -> None:
     """MLX's CUDA products refuse parts of a buffer. The attention is that of other devices, and so is what is kept."""
     results, hole = [], Hole(20, mx.array(3))
-    for variant in ("reference", "cuda"):
-        device = replace(DEVICES["cpu"], variant=variant)
+    for backend in ("cpu", "cuda"):
+        device = replace(DEVICES["cpu"], backend=backend)
         monkeypatch.setattr(module, "this_device", lambda device=device: device)
         cache = new_kv(KVFormat.of(DIM, bits))
         q, k, v = (part[:, :, :WIDTH] for part in tensors(0))
         results.append([cache.attend(q, k, v, 1.0, None)])
         q, k, v = (part[:, :, :1] for part in (q, k, v))
         results[-1] += [cache.attend_around(q, k, v, 1.0, hole), *cache.arrays()]
-        assert isinstance(cache.update_and_fetch(k, v)[0], mx.array) is (variant == "cuda")
+        assert isinstance(cache.update_and_fetch(k, v)[0], mx.array) is (backend == "cuda")
     assert all(mx.allclose(a, b, atol=1e-5).item() for a, b in zip(*results, strict=True))
