@@ -10,11 +10,15 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
+from mtp.checkpoint.format.config import ModelConfig
+from mtp.checkpoint.format.parts import part_module
 from mtp.flash_next.modules import SigmoidGatedNorm
 from mtp.layers.cuda import pack as packing
 from mtp.layers.cuda import packed_linear
@@ -32,17 +36,54 @@ from mtp.layers.gdn_windows import (
     run_windows,
 )
 from mtp.layers.kv_cache import tiled_attention
-from mtp.layers.layer import KVFormat, Mixer
+from mtp.layers.layer import KVFormat, Layer, Mixer
+from mtp.layers.reference import reference_layer
 from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.source_kernel import CudaKernel
 from proto.frame import Admit, Segment
+from proto.span import Span
 from tests.parity.test_gpu import GPU
+from tests.support.checkpoints.checkpoints import config_of
 from tests.support.stages import row_kernels
-from tests.support.stages.random_stage import random_stage, wide_config
 from tests.support.stages.rows_behind_a_hole import rows_behind_a_hole
 from worker.cache.sequence_cache import SequenceCache
 from worker.model.loader import StageModules
 from worker.model.stage import Stage
+
+
+def wide_config(eighths: int, layers: int) -> ModelConfig:
+    """Return layers of `eighths` eighths of the width of Qwen3.5-27B."""
+    config = config_of(
+        moe=False, layers=layers, hidden=640 * eighths, vocab=4096, tie=False, dtype=mx.bfloat16
+    )
+    config["text_config"] |= {
+        "intermediate_size": 2176 * eighths,
+        "num_attention_heads": 3 * eighths,
+        "num_key_value_heads": max(eighths // 2, 1),
+        "head_dim": 256,
+        "linear_num_value_heads": 6 * eighths,
+        "linear_num_key_heads": 2 * eighths,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    }
+    return ModelConfig.parse(Path("config.json"), config)
+
+
+def random_stage(config: ModelConfig) -> StageModules:
+    """Return all layers and the embedding."""
+
+    def part(name: str) -> Any:
+        holder = nn.Module()
+        holder.part = part_module(config, name)
+        holder.set_dtype(mx.bfloat16)
+        nn.quantize(holder, group_size=64, bits=4)
+        mx.eval(holder.parameters())
+        return holder.part.eval()
+
+    layers: list[Layer] = [reference_layer(part(f"layers.{i}")) for i in range(config.num_layers)]
+    span = Span(0, config.num_layers)
+    return StageModules(config, span, layers, mx.bfloat16, part("embed"))
+
 
 LAYERS = 4
 EIGHTHS = 2

@@ -2,25 +2,203 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
 
+from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.flash_next.args import IndexerArgs
 from mtp.flash_next.layers import sparse_attention
+from mtp.layers.layer import KVFormat
+from proto.control import Kernels
+from proto.frame import Admit, Segment
+from proto.span import Span
 from tests.bench.dialled_model import ModelShape, write_dialled_model
-from tests.support.metal.kernel_count import (
-    LONG,
-    SHORT,
-    OwnSteps,
-    StockSteps,
-    counted_kernels,
-    kernels_of,
-    layer_cost,
-    write_models,
-    zeros,
+from tests.support.checkpoints import checkpoints
+from tests.support.metal.metal_path import metal_choices
+from worker.model import layer_variants
+from worker.model.layer_variants import KernelChoice
+from worker.model.loader import load_stage
+from worker.model.stage import Stage
+
+VIEWS = set(
+    "AsStrided Broadcast BroadcastAxes ExpandDims Flatten NumberOfElements Reshape Slice Split Squeeze StopGradient "
+    "Transpose Unflatten View".split()
 )
+"""MLX's operations that launch nothing where their input lies row by row in memory."""
+
+SHORT, LONG = 4, 8
+"""Layers of two models. Their difference is the layers alone: three GDN layers and one of attention."""
+
+CAPACITY = 2**20
+
+
+def kernels_of(arrays: Sequence[mx.array]) -> Counter[str]:
+    """Return the kernels that compute lazy `arrays`, by operation. Fused operations and compiled functions are one."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "graph.dot"
+        mx.export_to_dot(str(path), *arrays)
+        text = path.read_text()
+    names = re.findall(r'\{ \d+ \[label ="([^"]*)", shape=rectangle\]', text)
+    return Counter(name for name in names if name not in VIEWS)
+
+
+class _EveryKernel(KernelChoice):
+    """The choice of all kernels, because markers have no results that a trial could compare."""
+
+    def choose(self, *_: object) -> bool:
+        """See `KernelChoice.choose`."""
+        return True
+
+
+@contextmanager
+def counted_kernels() -> Iterator[None]:
+    """Choose what a Mac would inside the block, with one marker for each kernel. Results have no meaning."""
+    fast = {
+        "rms_norm": lambda x, *rest, **_: _marked([x, *rest], (x.shape, x.dtype))[0],
+        "rope": lambda x, *_, offset, **rest: _marked([x, offset], (x.shape, x.dtype))[0],
+        "scaled_dot_product_attention": lambda q, k, v, *, mask=None, **_: _marked(
+            [q, k, v, mask], (q.shape, q.dtype)
+        )[0],
+    }
+    with metal_choices(_marker_kernel) as patched:
+        for name, marker in fast.items():
+            patched.setattr(mx.fast, name, marker)
+        patched.setattr(layer_variants, "KernelChoice", lambda _: _EveryKernel(Kernels.own))
+        yield
+
+
+def _marker_kernel(*_: Any, **__: Any) -> Callable[..., list[mx.array]]:
+    def call(
+        *, inputs: Any, output_shapes: Any, output_dtypes: Any, **options: Any
+    ) -> list[mx.array]:
+        return _marked(inputs, *zip(map(tuple, output_shapes), output_dtypes, strict=True))
+
+    return call
+
+
+def _marked(inputs: Sequence[Any], *outputs: tuple[tuple[int, ...], mx.Dtype]) -> list[mx.array]:
+    """Return outputs of one operation that depends on all `inputs` that are arrays."""
+    arrays = [x for x in inputs if isinstance(x, mx.array)]
+    found: list[mx.array] = mx.depends([zeros(*output) for output in outputs], arrays)
+    return found
+
+
+@cache
+def zeros(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """Return zeros that are no operation of the graph."""
+    found = mx.zeros(shape, dtype)
+    mx.eval(found)
+    return found
+
+
+class StockSteps:
+    """Steps of mlx-lm's own model."""
+
+    def __init__(self, path: Path, count: int, width: int) -> None:
+        loaded: Any = load_model(path)[0]
+        self.model, self.cache = loaded.language_model.model, make_prompt_cache(loaded)
+        self.tokens = mx.ones((count, width), mx.uint32)
+
+    def build(self) -> list[mx.array]:
+        """Return the lazy arrays of the next step: hidden vectors and states."""
+        x = self.model(self.tokens, cache=self.cache)
+        arrays = (array for held in self.cache for array in held.state)
+        return [x, *(array for array in arrays if isinstance(array, mx.array))]
+
+
+class OwnSteps:
+    """Steps of a stage, whose windows are accepted whole."""
+
+    def __init__(self, path: Path, count: int, width: int) -> None:
+        checkpoint = Checkpoint.open(path)
+        span = Span(0, checkpoint.config.num_layers)
+        modules = load_stage(checkpoint, span, first=True, last=True, dtype=None, with_head=False)
+        self.stage = Stage(modules, KVFormat())
+        self.sequences = [self.stage.new_sequence(Admit(i, CAPACITY, 1)) for i in range(count)]
+        self.width, self.number = width, 0
+
+    def build(self) -> list[mx.array]:
+        """Return the lazy arrays of the next step: hidden vectors and states."""
+        if self.number:
+            for sequence in self.sequences:
+                sequence.commit_window(self.number - 1, self.width, in_header=True)
+        tokens = (1,) * self.width
+        runs = [
+            (sequence, Segment(i, self.number, self.number * self.width, tokens, open=True))
+            for i, sequence in enumerate(self.sequences)
+        ]
+        self.number += 1
+        words = mx.ones((len(runs) * self.width,), mx.uint32)
+        if self.stage.token_layers:
+            self.stage.announce_tokens(words, runs)
+        x = self.stage.embed(words)
+        with patch.object(mx, "async_eval"):
+            x = self.stage.forward(x, runs)
+        return [x, *(array for sequence in self.sequences for array in sequence.arrays())]
+
+
+def write_models(folder: Path, *, moe: bool = False) -> dict[int, Path]:
+    """Write two models of 4 bits, by their number of layers, whose heads are those that kernels need."""
+    with patch.multiple(checkpoints, GDN_DIM=128, HEAD_DIM=256, _EXPERTS=32):
+        return {
+            layers: checkpoints.write_checkpoint(
+                folder / str(layers),
+                moe=moe,
+                layers=layers,
+                layout="mlx",
+                quantize=4,
+                hidden=128,
+                dtype=mx.bfloat16,
+                mtp=False,
+                announce_mtp=False,
+            )
+            for layers in (SHORT, LONG)
+        }
+
+
+Steps = StockSteps | OwnSteps
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """The cost of a layer, the mean of three GDN layers and one of attention."""
+
+    kernels: float
+    names: dict[str, float]
+
+
+def layer_cost(
+    steps: Callable[[Path, int, int], Steps], paths: dict[int, Path], count: int, width: int
+) -> LayerCost:
+    """Return the cost of a layer for windows of `width` tokens of `count` sequences. Runs within `counted_kernels`."""
+    found = {}
+    for layers, path in paths.items():
+        loop = steps(path, count, width)
+        for _ in range(3):
+            arrays = list({id(array): array for array in loop.build()}.values())
+            found[layers] = kernels_of(arrays)
+            mx.eval(arrays)
+    more = LONG - SHORT
+    names = Counter(found[LONG])
+    names.subtract(found[SHORT])
+    return LayerCost(
+        names.total() / more,
+        {name: number / more for name, number in sorted(names.items()) if number},
+    )
+
 
 MOST_KERNELS = {(1, 1): 9.75, (1, 4): 9.75, (8, 1): 13.5}
 """Kernels a layer for sequences and tokens of each. A change that adds one says here what it pays for."""

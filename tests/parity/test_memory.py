@@ -11,6 +11,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from coordinator.pipeline.local_pipeline import LocalModel
+from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Commit, DropPrefix, Evict, Frame, Op, SavePrefix, Segment
 from proto.params import SamplingParams
@@ -168,3 +170,29 @@ def test_a_prefix_entry_holds_its_nbytes(checkpoints: Checkpoints, others: int) 
         assert not turn or named - len(ROW) <= held < named + SHARED
         chain.send(ops=[DropPrefix(7)])
         assert _live() == start or turn == 0
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("chunks", [(128, 52), (64, 64), (127, 1), (96, 63)])
+def test_prefix_entries_stay_within_the_estimate(
+    checkpoints: Checkpoints, bits: int | None, chunks: tuple[int, ...]
+) -> None:
+    """An entry stays within the estimate for any number of hidden states that wait for the head.
+
+    Up to 63 wait, and each is wider than the K/V it becomes.
+    """
+    path = checkpoints()
+    config = Checkpoint.open(path).config
+    form = KVFormat.of(config.head_dim, bits)
+    model = LocalModel(Checkpoint.open(path), [Span(0, config.num_layers)], kv_bits=bits)
+    chain = Chain(path, kv_format=form)
+    (engine,) = chain.engines
+    end = 0
+    for number, width in enumerate(chunks):
+        ops = (Admit(0, 300, 200),) if number == 0 else ()
+        segment = Segment(0, number, end, (1,) * width, sample=False)
+        engine.process(Frame(1, number, ops, (segment,)))
+        end += width
+    engine.process(Frame(1, len(chunks), (SavePrefix(0, 0),)))
+    (entry,) = engine.report_state().prefixes
+    assert entry.bytes <= model.capacity().entry_bytes(end)

@@ -17,6 +17,7 @@ from mlx_lm import sample_utils
 
 from mtp.sampling.sampler import (
     History,
+    accepted_length,
     adjusted,
     choose,
     choose_with_keys,
@@ -375,3 +376,20 @@ def test_equal_scores_list_the_lower_token_first() -> None:
     """Logits of half precision are often equal, and a sort may order them by the number of rows."""
     logits = mx.array([[0.0, 2.0, 1.0, 1.0, 2.0, 1.0], [1.0] * 6])
     assert logprobs(logits, [0, 0], 4).top_tokens.tolist() == [[1, 4, 2, 3], [0, 1, 2, 3]]
+
+
+def test_accepted_length_counts_the_token_and_leading_correct_drafts() -> None:
+    """The accepted length counts the confirmed token and the drafts before the first wrong one.
+
+    Later drafts that agree with their target do not count.
+    """
+    assert accepted_length([7], [1]) == 1
+    assert accepted_length([7, 1, 2, 3], [1, 2, 3, 4]) == 4
+    assert accepted_length([7, 1, 2, 3], [1, 9, 3, 4]) == 2
+    assert accepted_length([7, 5, 2, 3], [1, 2, 3, 4]) == 1
+
+
+def test_a_misspeculated_window_accepts_nothing() -> None:
+    """A window whose first token differs from the expected token has an accepted length of 0."""
+    assert accepted_length([7, 1], [1, 2], expected=7) == 2
+    assert accepted_length([7, 1], [1, 2], expected=8) == 0

@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 from unittest.mock import MagicMock, patch
 
+import mlx.core as mx
 import pytest
 
 from proto import cluster_pb2 as pb
@@ -17,7 +18,8 @@ from proto.frame_stamps import FrameStamps, StageStep, StampRing
 from proto.rpc.data_connection import TOKEN_BYTES, StreamBinding
 from proto.trust.certificates import NodeIdentity, Role
 from tests.support.stages.token_stages import VOCAB, TokenStage
-from worker.engine.stage_engine import StageEngine
+from worker.engine.stage_backups import array_of, plain_array
+from worker.engine.stage_engine import StageEngine, to_bytes
 from worker.engine.stage_host import StageHost
 from worker.node import binding
 from worker.node.binding import MAX_QUEUED_FRAMES, Binding, Place, Traffic
@@ -116,3 +118,17 @@ async def test_a_signal_that_breaks_the_engine() -> None:
         assert await host.thread.call(lambda: "well") == "well"
         await host.thread.close()
     assert bound.fault is not None and "none left" in bound.fault.message
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("layout", ["rows", "transposed", "every second column"])
+def test_hidden_states_survive_the_hop(dtype: mx.Dtype, layout: str) -> None:
+    """`array_of` gives the array of `to_bytes`, also if the array is not contiguous."""
+    x = mx.random.normal((4, 6)).astype(dtype)
+    x = {"rows": x, "transposed": x.T, "every second column": x[:, ::2]}[layout]
+    name, shape, data = to_bytes(x, plain_array(x))
+    assert data.nbytes == x.nbytes and shape == x.shape
+    for received in (data, bytes(data)):
+        y = array_of(name, shape, received)
+        assert y.dtype == dtype
+        assert mx.array_equal(x, y)

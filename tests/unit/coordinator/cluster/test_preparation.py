@@ -6,8 +6,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
+from coordinator.cluster.discovery import on_this_machine
 from coordinator.cluster.events import PlanPrepared, PreparationFailed
 from coordinator.cluster.membership import ManagerOptions
 from coordinator.cluster.plan_start import PlanStart, StartError, workers_in_use
@@ -140,3 +142,23 @@ def test_this_machine_is_in_use_while_it_serves_alone() -> None:
     assert workers_in_use(View(Settings(), serving=(FAR,)), plan) == {FAR}
     group: Any = SimpleNamespace(nodes=("127.0.0.1:7100", FAR), group_size=2)
     assert workers_in_use(View(Settings()), group) == set(group.nodes)
+
+
+@pytest.mark.parametrize(
+    ("address", "here"),
+    [
+        ("127.0.0.1:50505", True),
+        ("localhost:50505", True),
+        ("[::1]:50505", True),
+        ("192.168.7.2:50505", True),
+        ("192.168.7.3:50505", False),
+        ("mac-2.local:50505", False),
+    ],
+)
+def test_a_worker_on_this_machine_is_recognized(
+    monkeypatch: pytest.MonkeyPatch, address: str, here: bool
+) -> None:
+    """A loopback address, or one of this machine's interfaces, is local; any other address is not."""
+    interfaces = {"en0": [SimpleNamespace(address="192.168.7.2")]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
+    assert on_this_machine(address) is here

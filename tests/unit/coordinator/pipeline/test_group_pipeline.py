@@ -6,10 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from coordinator.pipeline.remote_pipeline import RemotePipeline
+import pytest
+
+from coordinator.pipeline.remote_pipeline import RemotePipeline, _check_outcomes
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.backups import Backup
 from proto.backup import LayerState, ReceivedStates, by_layer
+from proto.errors import ProtocolError
+from proto.frame import Frame, Outcome, Segment
 from proto.span import Span
 
 ROOM = Capacity(sequences=1, kv_tokens=1, prefix_bytes=0)
@@ -52,3 +56,14 @@ async def test_a_backup_has_the_shares_of_all_members() -> None:
         for member in group:
             assert {state.layer for state in member.written} == {2 * stage, 2 * stage + 1}
             assert len(member.written) == 6
+
+
+SAMPLED = Segment(1, 0, 0, (5,), open=True, sample=True)
+
+
+def test_an_outcome_without_a_token_is_a_protocol_error() -> None:
+    """A segment that asked for a token gets one, unless its window was invalidated."""
+    with pytest.raises(ProtocolError, match="no token for sequence 1"):
+        _check_outcomes(Frame(1, 0, segments=(SAMPLED,), outcomes=(Outcome(1, 0, 1),)))
+    _check_outcomes(Frame(1, 0, segments=(SAMPLED,), outcomes=(Outcome(1, 0, 1, token=7),)))
+    _check_outcomes(Frame(1, 0, segments=(SAMPLED,), outcomes=(Outcome(1, 0, 0),)))

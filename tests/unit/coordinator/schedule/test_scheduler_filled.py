@@ -11,7 +11,12 @@ import pytest
 
 from coordinator.drafts.averages import Shape
 from coordinator.drafts.controller import Controller, MtpMode
+from coordinator.planning.capacity import Capacity
+from coordinator.schedule.request import GenerationRequest
+from coordinator.schedule.scheduler import KV_STEP, may_run_ahead
+from coordinator.schedule.sequence import Sequence
 from proto.frame import Evict
+from proto.params import SamplingParams
 from tests.support.protocol.scheduler_drive import ROOM, Drive, is_decode
 from tests.support.stages.token_stages import FakeLastStage, plain
 
@@ -111,3 +116,27 @@ def test_a_stop_invalidates_the_windows_in_flight() -> None:
         assert drive.finished(seq).reason == "stop"
         assert any(isinstance(op, Evict) for f in drive.stage.seen for op in f.ops)
         assert not drive.stage.sequences
+
+
+def running(count: int, prompt: int = 100, answer: int = 100) -> list[Sequence]:
+    request = GenerationRequest(tuple(range(prompt)), answer, SamplingParams())
+    return [Sequence(seq_id, request, 0.0) for seq_id in range(count)]
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_several_stages_run_ahead_with_every_place_taken(stages: int) -> None:
+    """Stages that run one frame at a time hold the three states of a sequence that the plan reserves."""
+    assert may_run_ahead(Capacity(8, 8 * 200, 0), stages, running(8))
+
+
+def test_a_single_stage_copies_its_caches_into_tokens_that_nobody_reserved() -> None:
+    """With every place taken, the copies of K/V must fit beside the capacities of the running sequences."""
+    reserved, copies = 8 * 200, 8 * (100 + KV_STEP)
+    assert not may_run_ahead(Capacity(8, reserved + copies - 1, 0), 1, running(8))
+    assert may_run_ahead(Capacity(8, reserved + copies, 0), 1, running(8))
+
+
+def test_a_single_stage_with_free_places_runs_ahead() -> None:
+    """The memory of the places that are not taken holds the second windows and the copies."""
+    assert not may_run_ahead(Capacity(8, 8 * 200, 0), 1, running(6))
+    assert may_run_ahead(Capacity(8, 8 * 200, 0), 1, running(5))
