@@ -1,6 +1,7 @@
 """Packed weights against the programs of their formats: the values, and the same codes in MLX's affine format.
 
-`tests/support/packed/make_goldens.py` made the weights. The oracle of each case is in the metadata of its file.
+The programs themselves made the weights (`make_goldens.py` at 15e3cf57). The metadata of the file has the oracle of
+each case.
 """
 
 from __future__ import annotations
