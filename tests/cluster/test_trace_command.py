@@ -44,7 +44,6 @@ def test_a_trace_follows_every_frame_through_all_processes(
     assert done.exit_code == 0, done.output
     assert "compute" in done.output and "hop to it" in done.output
     found = json.loads(file.read_text())
-    assert {clock["offset_ns"] for clock in found["otherData"]["clocks"].values()} == {0}
     slices = [e for e in found["traceEvents"] if e["ph"] == "X" and e["args"]["rows"] == 1]
     for pid in (1, 2):
         frames = {e["args"]["frame"] for e in slices if e["pid"] == pid}
