@@ -121,6 +121,7 @@ class MetalFuser:
     def picks(
         self, kernel: str, shapes: str, source: str, width: int, own: Rows, replaced: Rows
     ) -> bool:
+        """Return whether to use `kernel`, by a trial of `own` and `replaced`."""
         first, second = (PartTrial(lambda x, *_, part=part: part(x)) for part in (own, replaced))
         trial = partial(try_layer, first, second, width, self._dtype)
         return self._choose(kernel, f"{shapes}, rows of {width} in {self._dtype}", source, trial)
