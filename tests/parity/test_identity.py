@@ -155,7 +155,9 @@ def sixteen() -> list[GenerationRequest]:
     biased = SamplingParams(temperature=0.9, top_k=20, logit_bias={17: 3.0})
     settings = (*SETTINGS, biased)
     return [
-        GenerationRequest(prompt, 1 + 13 * i % 24, replace(settings[i % 5], seed=i, logprobs=3))
+        GenerationRequest(
+            prompt, 1 + 13 * i % 24, replace(settings[i % len(settings)], seed=i, logprobs=3)
+        )
         for i, prompt in enumerate(prompts)
     ]
 

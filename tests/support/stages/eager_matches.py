@@ -20,7 +20,7 @@ class EagerMatches(Controller):
         self, matchers: Sequence[NgramMatcher | None], fill: int = 1
     ) -> list[Shape | None]:
         """Return the next shape for each sequence with a match."""
-        shapes = shapes_of_matches(len(matchers), fill)
+        shapes = shapes_of_matches(max(1, len(matchers)), fill)
         found: list[Shape | None] = []
         for matcher in matchers:
             matched = matcher is not None and matcher.match is not None

@@ -192,7 +192,7 @@ def test_headers_of_a_repo(hub: Hub, checkpoints: Checkpoints, options: dict[str
     assert (there.layout, there.part_bytes()) == (here.layout, here.part_bytes())
     assert hub.weights_sent < sum(info.nbytes for info in here.tensors.values()) / 10
     assert there.mtp.complete or "head missing. Run hf download" in verdict(there)
-    assert not there.mtp.complete or f"{REPO} is not on this machine" in verdict(there)
+    assert not there.mtp.complete or f"Download {REPO} first" in verdict(there)
     hub.sent.clear()
     assert open_model(str(source)).path == source
     assert hub.sent.total() == 0
