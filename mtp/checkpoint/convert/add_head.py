@@ -106,7 +106,8 @@ class HeadAddition:
             others = {name: value for name, value in found.items() if not is_head(name)}
             head = f"{self.target.config.family.prefix}mtp"
             mine = {f"{head}.{n}": v for n, v in self.quantization.items() if v != usual}
-            config["quantization"] = config["quantization_config"] = others | mine
+            if config.get("quantization") != others | mine:  # the same settings keep their order
+                config["quantization"] = config["quantization_config"] = others | mine
         return config
 
 
