@@ -55,7 +55,7 @@ help: ## list the targets
 demo: $(VENV)/.runtime ## three workers and a coordinator on this machine, one prompt over HTTP
 	$(BIN)/mtp-coord demo
 
-test: $(VENV)/.dev ## the tests of every contract, in six minutes on two cores
+test: $(VENV)/.dev ## the tests of every contract, in some eight minutes on two cores
 	$(PARALLEL) -m 'not slow and not thorough' $(PART_TESTS)
 	$(PROGRAMS) -m smoke $(PROGRAM_TESTS)
 
