@@ -85,7 +85,7 @@ SAMPLES = 10
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run does: its study, its faults, and the options of its programs."""
+    """The study of a run, its faults, and the options of its programs."""
 
     study: str
     faults: int

@@ -24,7 +24,7 @@ from tests.support.stages import reference_kernels, row_kernels
 from tests.support.stages.row_kernels import TOLERANCE, error
 
 ON_MAC = os.environ.get(GPU) == "1" and mx.metal.is_available()
-"""Whether the kernels run on a Mac's GPU, and not on a CPU."""
+"""True if the kernels run on a Mac's GPU, and not on a CPU."""
 
 REASON = None if ON_MAC else reason_not_to_run()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "Metal kernels run")
