@@ -135,12 +135,6 @@ OTHER_FRAMES = 3
 SHORT_PROMPT = 128
 """Tokens. Prompts up to this length count as equally short, and the oldest of them is first."""
 
-TURN_SECONDS = 1.0
-"""Seconds. A sequence keeps its place so long before it is preempted, so that clients do not only change places."""
-
-PREEMPTION_PAUSE = 3.0
-"""Pause after a preempted sequence returns, over the time to compute it again. It then takes a quarter at most."""
-
 Running = Mapping[int, Sequence]
 
 
@@ -148,13 +142,12 @@ class Prompts:
     """The order of prompts, admitted or waiting, the time that they take, and the tokens that fit into a frame.
 
     Answers that a failure has interrupted come first. Then comes the client with the fewest admitted sequences. Among
-    its prompts preempted answers come first, then the shortest rest, by powers of two, and the older one of equals.
+    its prompts the shortest comes first, by powers of two, and the older one of equals.
     """
 
     def __init__(self) -> None:
         self.other_frames = 0
         """Prompt frames since the oldest prompt was part of one, up to OTHER_FRAMES."""
-        self._next_preemption = 0.0  # seconds, before which no sequence is preempted
         self._seconds_per_token: deque[float] = deque(maxlen=RECENT_FRAMES)
         """Seconds of a prompt token in the slowest stage, for the newest frames of prompts."""
 
@@ -215,43 +208,6 @@ class Prompts:
     def sort_waiting(self, running: Running, waiting: Collection[Sequence]) -> list[Sequence]:
         """Return the waiting sequences in their order, without those being restored."""
         return [one for one in self._sort_prompts(running, waiting) if one.seq_id not in running]
-
-    def next_to_preempt(
-        self, running: Running, waiting: Collection[Sequence], room: Capacity, now: float
-    ) -> tuple[Sequence, Sequence] | None:
-        """Return the sequence that must give its place, and the waiting one of another client that gets it, or None.
-
-        The first one belongs to the client with the most sequences, and has had its place for the longest time. That
-        client keeps more than the waiting client has then. Only a client without a sequence takes the last one of
-        another.
-        """
-        prompts = [sequence for sequence in waiting if not sequence.restoring]
-        if not prompts or not running or now < self._next_preemption:
-            return None
-        admitted = _count_clients(running)
-        wanted = min(prompts, key=lambda sequence: _key(sequence, admitted))
-        most, own = max(admitted.values()), admitted[wanted.request.client]
-        spare = max(most - own - 1, int(not own))
-        placed = [*running.values(), *(one for one in waiting if one.is_placed)]
-        missing = sum(one.capacity for one in (*placed, wanted)) - room.kv_tokens
-        if not spare or (len(placed) < room.sequences and missing <= 0):
-            return None
-        found = [
-            sequence
-            for sequence in running.values()
-            if sequence.admitted
-            and admitted[sequence.request.client] == most
-            and now - sequence.placed_at >= TURN_SECONDS
-        ]
-        found.sort(key=lambda sequence: (sequence.placed_at, sequence.seq_id))
-        freed = sum(sequence.capacity for sequence in found[:spare])
-        return (found[0], wanted) if found and freed >= missing else None
-
-    def record_return(self, sequence: Sequence) -> None:
-        """Preempt no sequence for a while if a preempted one has returned and must be computed again."""
-        seconds = self.expected_seconds(sequence.prompt_left) or 0.0
-        pause = sequence.placed_at + PREEMPTION_PAUSE * seconds
-        self._next_preemption = max(self._next_preemption, pause)
 
     def next_chunks(
         self,
@@ -319,12 +275,11 @@ def _find_oldest(prompts: Collection[Sequence], running: Running) -> Sequence:
     return min(found, key=lambda sequence: sequence.seq_id)
 
 
-def _key(sequence: Sequence, admitted: Counter[str]) -> tuple[bool, int, bool, int, int]:
+def _key(sequence: Sequence, admitted: Counter[str]) -> tuple[bool, int, int, int]:
     rest = max(SHORT_PROMPT, sequence.prompt_left)
     return (
         not sequence.interrupted,
         admitted[sequence.request.client],
-        not sequence.emitted,
         (rest - 1).bit_length(),
         sequence.seq_id,
     )

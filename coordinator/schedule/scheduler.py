@@ -253,7 +253,6 @@ class Scheduler:
 
     def next_frame(self, now: float) -> Frame | None:
         """Return the next frame to send, or None if there is no work or the pipeline is full."""
-        self._preempt(now)
         while sequence := self.prompts.next_to_admit(
             self.running, self.waiting, self.capacity, self.limits, self.stages
         ):
@@ -272,31 +271,6 @@ class Scheduler:
         self.in_flight.append(record)
         return frame
 
-    def _preempt(self, now: float) -> None:
-        """Take a place from the client with the most for another one that waits.
-
-        The sequence waits until nothing of it is in flight. It returns from its tokens, and if its state fits into the
-        prefix cache, without computing them again.
-        """
-        pair = self.prompts.next_to_preempt(self.running, self.waiting, self.capacity, now)
-        chosen, wanted = pair or (None, None)
-        for sequence in self.running.values():
-            sequence.preempting = sequence is chosen
-        if chosen is None or wanted is None or chosen.is_in_flight:
-            return
-        self._queue_commit(chosen)
-        self._save_prefix(chosen, chosen.held)
-        self.ops.append(Evict(chosen.seq_id))
-        del self.running[chosen.seq_id]
-        self.backups.cancel_backup(chosen.seq_id)
-        chosen.reset_for_plan()
-        # Stages might evict it only after they have received its backup.
-        chosen.interrupted, chosen.sought = False, True
-        placed = [s for s in self.waiting if s.is_placed or s is wanted]
-        if sum(s.capacity for s in (*self.running.values(), *placed)) <= self.capacity.kv_tokens:
-            self._place_sequence(wanted, now)
-        self._queue_sequence(chosen)
-
     def _queue_sequence(self, sequence: Sequence) -> None:
         entry = self.prefixes.find_entry(sequence.tokens)
         sequence.expected_prefix = 0 if entry is None else len(entry.tokens)
@@ -305,7 +279,6 @@ class Scheduler:
     def _place_sequence(self, sequence: Sequence, now: float) -> None:
         self.waiting.remove(sequence)
         sequence.scheduled_at = sequence.scheduled_at or now
-        sequence.placed_at = now
         self.running[sequence.seq_id] = sequence
 
     def _next_micro_batch(self, record: FrameInFlight) -> list[Segment]:
@@ -496,8 +469,6 @@ class Scheduler:
         elif (entry := self.prefixes.find_entry(prompt)) is not None:
             self.ops.append(RestorePrefix(sequence.seq_id, entry.number))
             sequence.start_after(len(entry.tokens))
-        if sequence.placed_at > sequence.scheduled_at and not sequence.interrupted:
-            self.prompts.record_return(sequence)
         sequence.prefix_boundaries = self.prefixes.boundaries(
             prompt, sequence.scheduled_tokens, sequence.request.turn
         )

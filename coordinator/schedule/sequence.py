@@ -54,10 +54,6 @@ class Sequence:
     window_count: int = 0
     interrupted: bool = False
     """True if a plan that has failed was computing it."""
-    preempting: bool = False
-    """True while its segments in flight return, before its place goes to another client. No segment is sent."""
-    placed_at: float = 0.0
-    """Seconds. When it left the queue for the last time."""
     admitted: bool = False
     commit: Commit | None = None
     """The commit of its last window. The header of its next segment carries it."""
@@ -112,7 +108,7 @@ class Sequence:
     @property
     def prefilling(self) -> bool:
         """Prompt chunks are still to be sent."""
-        return self.scheduled_tokens < self.prefill_tokens and not self.preempting
+        return self.scheduled_tokens < self.prefill_tokens
 
     @property
     def prompt_left(self) -> int:
@@ -123,19 +119,7 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """The whole prompt is computed, and windows follow."""
-        computed = self.computed_tokens >= self.prefill_tokens
-        return self.admitted and computed and not self.preempting
-
-    @property
-    def is_in_flight(self) -> bool:
-        """A valid window or a prompt chunk is in flight."""
-        return bool(self.windows_in_flight) or self.computed_tokens < self.scheduled_tokens
-
-    @property
-    def held(self) -> tuple[int, ...]:
-        """The tokens that the stages hold after its last commit, while nothing of it is in flight."""
-        computed = self.computed_tokens >= self.prefill_tokens
-        return tuple(self.tokens[: -1 if computed else self.computed_tokens])
+        return self.admitted and self.computed_tokens >= self.prefill_tokens
 
     @property
     def tokens_in_flight(self) -> int:
@@ -335,7 +319,7 @@ class Sequence:
         """Forget the stages' state. Window numbers go on, because a signal for an earlier one may still arrive."""
         self.prefill_tokens = len(self.tokens)
         self.scheduled_tokens = self.computed_tokens = 0
-        self.admitted = self.preempting = False
+        self.admitted = False
         self.commit = None
         self.cached_tokens = self.saved_prefix = self.restorable_tokens = 0
         self.expected_prefix = 0
@@ -368,7 +352,7 @@ class Sequence:
         assert self.cached_tokens <= self.scheduled_tokens, self
         assert self.remaining > 0 and self.finished is None, self
         assert self.prefilling or len(self.windows_in_flight) <= max(2, stages), self
-        assert not self.windows_in_flight or self.decoding or self.preempting, self
+        assert not self.windows_in_flight or self.decoding, self
         assert self.tokens_in_flight <= self.remaining, self
         numbers = [window.number for window in self.windows_in_flight]
         assert numbers == sorted(set(numbers)), self

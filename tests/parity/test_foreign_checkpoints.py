@@ -33,7 +33,7 @@ DEQUANTIZED = {
 }
 """The formats that MLX lacks."""
 
-USUAL = ("FP8 in blocks", "NVFP4 of ModelOpt", "AWQ")
+USUAL = ("FP8 in blocks", "NVFP4 of ModelOpt", "AutoRound")
 """Formats of each kind; the others are slow tests, because each needs a model of transformers."""
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that other programs packed: FP8, NVFP4, GPTQ, AWQ and AutoRound, which only the conversion reads.
+"""Checkpoints that other programs packed: FP8, NVFP4, GPTQ and AutoRound, which only the conversion reads.
 
 `plan_packed` joins the tensors of a packed weight, its members, into one parameter of the plan. Weights of integers
 keep their codes in MLX's affine format. FP8 (E4M3) and NVFP4 have scales that no format of MLX has, so they are
@@ -14,18 +14,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
-from mlx_lm.utils import _transform_awq_weights
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.config import ForeignPacking
 from mtp.checkpoint.format.names import Source
 from mtp.checkpoint.format.parts import TRANSFORMS, Files, load_tensor, read_part
 from mtp.checkpoint.format.shard import TensorInfo
 from proto.errors import CheckpointError
 from proto.wire import STORED_NAMES
 
-Form = Literal["fp8", "nvfp4", "gptq", "awq"]
-"""The layouts of packed weights. AutoRound has that of GPTQ or of AWQ."""
+Form = Literal["fp8", "nvfp4", "gptq"]
+"""The layouts of packed weights. AutoRound has that of GPTQ."""
 
 Member = Literal["weight", "scale", "factor", "divisor", "zeros", "order"]
 """The roles of the tensors of a packed weight. `factor` multiplies and `divisor` divides all of `scale`. `zeros` has a
@@ -86,21 +84,22 @@ def plan_packed(checkpoint: Checkpoint) -> Checkpoint:
     problem = ""
     if foreign.fields.get("transform_config"):
         problem = "transform_config rotates the activations, which is not supported"
-    elif foreign.name in ("GPTQ", "AWQ") and layout not in ("gptq", "gptq_v2", "gemm"):
-        problem = f"the layout {layout!r:.40} is not supported, only gptq, gptq_v2 and gemm"
+    elif foreign.name == "AWQ" or "awq" in str(foreign.fields.get("packing_format")):
+        instead = "Convert it with mlx_lm.convert, then add the head of the unquantized model with mtp-coord add-mtp"
+        raise CheckpointError(f"{checkpoint.path / 'config.json'}: AWQ is not read. {instead}")
+    elif foreign.name == "GPTQ" and layout not in ("gptq", "gptq_v2"):
+        problem = f"the layout {layout!r:.40} is not supported, only gptq and gptq_v2"
     if problem:
         raise CheckpointError(f"{checkpoint.path / 'config.json'}: {problem}. {_INSTEAD}")
     tensors = checkpoint.tensors
-    plans = {part: _plan_part(plan, foreign, tensors) for part, plan in checkpoint.plans.items()}
+    plans = {part: _plan_part(plan, tensors) for part, plan in checkpoint.plans.items()}
     return replace(checkpoint, plans=plans)
 
 
 _INSTEAD = "Convert the unquantized checkpoint, or one in FP8."
 
 
-def _plan_part(
-    plan: dict[str, Source], foreign: ForeignPacking, tensors: dict[str, TensorInfo]
-) -> dict[str, Source]:
+def _plan_part(plan: dict[str, Source], tensors: dict[str, TensorInfo]) -> dict[str, Source]:
     """Return the plan of a part with the members of each packed weight joined."""
     modules: dict[str, dict[str, Source]] = defaultdict(dict)
     found: dict[str, Source] = {}
@@ -113,7 +112,7 @@ def _plan_part(
     for module, leaves in modules.items():
         known = {leaf: tensors.get(source.stored[0]) for leaf, source in leaves.items()}
         types = {leaf: info.dtype for leaf, info in known.items() if info is not None}
-        found[f"{module}.weight".removeprefix(".")] = join_members(leaves, types, foreign)
+        found[f"{module}.weight".removeprefix(".")] = join_members(leaves, types)
     return found
 
 
@@ -128,15 +127,12 @@ def _split(name: str) -> list[tuple[str, str]]:
     return [(f"{fused[1]}.switch_mlp.{projection}_proj", leaf) for projection in projections]
 
 
-def join_members(
-    leaves: dict[str, Source], types: dict[str, str], foreign: ForeignPacking
-) -> Source:
+def join_members(leaves: dict[str, Source], types: dict[str, str]) -> Source:
     """Return the source of a weight from the stored names of its members and their `types`, packed or not."""
     form: Form
     match types:
         case {"qweight": "I32", "scales": _, "qzeros": "I32"}:
-            awq = foreign.name == "AWQ" or "awq" in str(foreign.fields.get("packing_format"))
-            form = "awq" if awq else "gptq"
+            form = "gptq"
         case {"weight": "F8_E4M3", **scales} if [*scales.values()] in _ONE_FLOAT:
             form = "fp8"
         case {"weight": "U8", "weight_scale": "F8_E4M3", "weight_scale_2": _}:
@@ -187,9 +183,9 @@ def read_source_part(
             arrays = [load_tensor(checkpoint, stored, files) for stored in names]
             members[member] = mx.stack(arrays) if source.transform == "stack" else arrays[0]
         try:
-            if keep_codes and source.form in ("gptq", "awq"):
+            if keep_codes and source.form == "gptq":
                 module = name.removesuffix(".weight")
-                parameters, forms[module] = affine_weight(source.form, members, fields, wanted)
+                parameters, forms[module] = affine_weight(members, fields, wanted)
                 weights |= {f"{module}.{leaf}": array for leaf, array in parameters.items()}
             else:
                 values = packed_values(source.form, members, fields)
@@ -217,7 +213,7 @@ def packed_values(form: Form, members: Members, fields: dict[str, Any]) -> mx.ar
                 return values * _broadcast(1 / members["divisor"].astype(mx.float32), weight)
             return values * _broadcast(members["factor"].astype(mx.float32), weight)
         case _:
-            found, affine = affine_weight(form, members, fields, mx.float32)
+            found, affine = affine_weight(members, fields, mx.float32)
             words, scales, biases = found["weight"], found["scales"], found["biases"]
             plain: mx.array = mx.dequantize(words, scales, biases, **affine)
             return plain
@@ -249,25 +245,22 @@ def _bytes(values: mx.array) -> mx.array:
     return mx.contiguous(values).view(mx.uint8)
 
 
-def affine_weight(form: Form, members: Members, fields: dict[str, Any], dtype: mx.Dtype) -> Affine:
+def affine_weight(members: Members, fields: dict[str, Any], dtype: mx.Dtype) -> Affine:
     """Return a weight of integers in MLX's affine format with its own codes and scales. Raises ValueError."""
     weight, zeros = members["weight"], members["zeros"]
     # Rounded before the biases are computed from it, so that a code at the zero point stays near 0.
     scale = members["scale"].astype(dtype).astype(mx.float32)
     bits = 32 * zeros.shape[-1] // scale.shape[-1]
-    if bits not in ((4,) if form == "awq" else (2, 4, 8)):
+    if bits not in (2, 4, 8):
         raise ValueError(f"{bits} bits are not supported")
-    if form == "awq":
-        words, scales, biases = _awq_parameters(weight, scale, zeros)
-    else:
-        # A word of GPTQ has adjacent inputs of one output, the first in the lowest bits, as a word of MLX.
-        words = mx.contiguous(weight.swapaxes(-1, -2)).view(mx.uint32)
-        places = mx.arange(0, 32, bits, dtype=mx.uint32)
-        points = (zeros.view(mx.uint32)[..., None] >> places) & ((1 << bits) - 1)
-        points = points.reshape(*zeros.shape[:-1], -1)[..., : scale.shape[-1]]
-        points = (points + _zero_offset(fields)) & ((1 << bits) - 1)
-        scales = scale.swapaxes(-1, -2)
-        biases = -points.swapaxes(-1, -2).astype(mx.float32) * scales
+    # A word of GPTQ has adjacent inputs of one output, the first in the lowest bits, as a word of MLX.
+    words = mx.contiguous(weight.swapaxes(-1, -2)).view(mx.uint32)
+    places = mx.arange(0, 32, bits, dtype=mx.uint32)
+    points = (zeros.view(mx.uint32)[..., None] >> places) & ((1 << bits) - 1)
+    points = points.reshape(*zeros.shape[:-1], -1)[..., : scale.shape[-1]]
+    points = (points + _zero_offset(fields)) & ((1 << bits) - 1)
+    scales = scale.swapaxes(-1, -2)
+    biases = -points.swapaxes(-1, -2).astype(mx.float32) * scales
     size, rest = divmod(words.shape[-1] * 32 // bits, scales.shape[-1])
     group = next((group for group in _GROUPS if size % group == 0), None)
     if rest or group is None:
@@ -279,19 +272,6 @@ def affine_weight(form: Form, members: Members, fields: dict[str, Any], dtype: m
     scales, biases = (mx.repeat(part, size // group, axis=-1) for part in (scales, biases))
     found = {"weight": words, "scales": scales.astype(dtype), "biases": biases.astype(dtype)}
     return found, {"group_size": group, "bits": bits, "mode": "affine"}
-
-
-def _awq_parameters(
-    weight: mx.array, scale: mx.array, zeros: mx.array
-) -> tuple[mx.array, mx.array, mx.array]:
-    """Return words, scales and biases as mlx-lm makes them of a weight of AWQ, expert by expert."""
-    if weight.ndim > 2:
-        each = [_awq_parameters(*one) for one in zip(weight, scale, zeros, strict=True)]
-        words, scales, biases = (mx.stack(list(parts)) for parts in zip(*each, strict=True))
-        return words, scales, biases
-    stored = {"w.qweight": weight, "w.scales": scale, "w.qzeros": zeros}
-    found, _ = _transform_awq_weights(stored, {"bits": 4})
-    return found["w.weight"], found["w.scales"], found["w.biases"]
 
 
 def _zero_offset(fields: dict[str, Any]) -> int:

@@ -97,22 +97,6 @@ def gptq(*, symmetric: bool = True, less: int = 1) -> Pack:
     return pack
 
 
-def awq(weight: mx.array) -> Members:
-    """Pack as AutoAWQ, whose words hold outputs 0, 2, 4, 6, 1, 3, 5, 7."""
-    codes, scale, zeros = _integers(weight, symmetric=False)
-
-    def shuffled(values: mx.array) -> mx.array:
-        """Pack the outputs of `values [n, outputs]` in AWQ's order."""
-        parts = values.reshape(values.shape[0], -1, 8)[..., mx.array([0, 2, 4, 6, 1, 3, 5, 7])]
-        return pack_words(parts.reshape(values.shape[0], -1))
-
-    return {
-        "qweight": ("I32", shuffled(codes.T)),
-        "qzeros": ("I32", shuffled(zeros.T)),
-        "scales": ("F16", scale.T.astype(mx.float16)),
-    }
-
-
 def pack_words(codes: mx.array) -> mx.array:
     """Return words of eight adjacent `codes` of 4 bits, the first in the lowest bits."""
     parts = codes.astype(mx.uint32).reshape(codes.shape[0], -1, 8)
@@ -145,7 +129,6 @@ FORMATS: dict[str, tuple[Pack, dict[str, Any]]] = {
     "NVFP4 of ModelOpt": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     "NVFP4 of compressed-tensors": (nvfp4_divided, {"quant_method": "compressed-tensors"}),
     "GPTQ": (gptq(), {"quant_method": "gptq", "bits": 4, "group_size": 32}),
-    "AWQ": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
     "AutoRound": (
         gptq(symmetric=False, less=0),
         {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round"},

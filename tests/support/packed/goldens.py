@@ -10,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 
 from mtp.checkpoint.convert.foreign import MEMBERS, Form, Members, PackedSource, join_members
-from mtp.checkpoint.format.config import PACKINGS, ForeignPacking
 from mtp.checkpoint.format.names import Source
 from mtp.checkpoint.format.shard import read_header
 
@@ -31,9 +30,8 @@ class Golden:
     @property
     def form(self) -> Form:
         """The layout as it follows from config and types."""
-        foreign = ForeignPacking(PACKINGS[self.config["quant_method"]], self.config)
         leaves = {name: Source((name,)) for name in self.stored if name in MEMBERS}
-        found = join_members(leaves, self.types, foreign)
+        found = join_members(leaves, self.types)
         assert isinstance(found, PackedSource)
         return found.form
 

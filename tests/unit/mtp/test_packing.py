@@ -15,7 +15,7 @@ from tests.support.packed.goldens import Golden, read_goldens
 
 GOLDENS = read_goldens()
 REORDERED = GOLDENS.pop("gptq 4 bit symmetric desc_act")
-INTEGERS = [name for name, golden in GOLDENS.items() if golden.form in ("gptq", "awq")]
+INTEGERS = [name for name, golden in GOLDENS.items() if golden.form == "gptq"]
 
 
 def values(golden: Golden) -> mx.array:
@@ -40,14 +40,14 @@ def test_the_values_are_those_of_the_oracle(name: str) -> None:
 def test_integers_keep_their_codes_and_scales(name: str) -> None:
     """In float16 the values are equal but for one rounding of the zero points."""
     golden = GOLDENS[name]
-    found, form = affine_weight(golden.form, golden.members, golden.config, mx.float16)
+    found, form = affine_weight(golden.members, golden.config, mx.float16)
     scales, biases = (found[leaf].astype(mx.float32) for leaf in ("scales", "biases"))
     plain = mx.dequantize(found["weight"], scales, biases, dtype=mx.float32, **form)
     rounding = mx.finfo(mx.float16).eps / 2 * mx.abs(biases).max()
     assert mx.abs(plain - values(golden)).max() <= rounding
 
 
-@pytest.mark.parametrize("name", ["gptq_v2 4 bit", "awq 4 bit", "modelopt NVFP4", "modelopt FP8"])
+@pytest.mark.parametrize("name", ["gptq_v2 4 bit", "modelopt NVFP4", "modelopt FP8"])
 def test_experts_are_read_one_by_one(name: str) -> None:
     """A stack of experts has each expert's own codes, scales and zero points."""
     golden = GOLDENS[name]
@@ -86,10 +86,10 @@ def test_groups_and_bits_that_mlx_lacks_are_refused() -> None:
         }
         return members, {"bits": bits}
 
-    assert affine_weight("gptq", *gptq(256), mx.float32)[1]["group_size"] == 128
+    assert affine_weight(*gptq(256), mx.float32)[1]["group_size"] == 128
     with pytest.raises(ValueError, match="groups of 16"):
-        affine_weight("gptq", *gptq(16), mx.float32)
+        affine_weight(*gptq(16), mx.float32)
     with pytest.raises(ValueError, match="3 bits"):
-        affine_weight("gptq", *gptq(128, 3), mx.float32)
+        affine_weight(*gptq(128, 3), mx.float32)
     with pytest.raises(ValueError, match="desc_act"):
         values(REORDERED)

@@ -46,7 +46,7 @@ def test_integers_keep_their_codes_and_all_else_follows_the_flags(
     assert f"{name}.scales" in read_tensors(tmp_path / "anew")
 
 
-@pytest.mark.parametrize("form", ["AWQ", "FP8 in blocks"])
+@pytest.mark.parametrize("form", ["AutoRound", "FP8 in blocks"])
 def test_the_head_of_a_packed_checkpoint_is_added(tmp_path: Path, form: str) -> None:
     """`add-mtp` dequantizes the head, whatever its format, and packs it like the model."""
     source = write_foreign(tmp_path / "source", form)
@@ -62,7 +62,7 @@ def test_the_head_of_a_packed_checkpoint_is_added(tmp_path: Path, form: str) -> 
     added = mx.load(str(head))
     assert isinstance(converted, dict) and isinstance(added, dict)
     assert "language_model.mtp.layers.0.mlp.up_proj.scales" in added
-    if form != "AWQ":  # a conversion keeps its codes
+    if form != "AutoRound":  # a conversion keeps its codes
         assert added.keys() == converted.keys()
         assert all(mx.array_equal(added[name], converted[name]) for name in added)
 
@@ -86,9 +86,9 @@ def test_the_command_in_the_error_of_a_worker_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`mtp-worker --model` shows the same command, and its output is servable with its head."""
-    source = write_foreign(tmp_path / "source", "AWQ")
+    source = write_foreign(tmp_path / "source", "AutoRound")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="is packed as AWQ, which is not") as refused:
+    with pytest.raises(CheckpointError, match="is packed as AutoRound, which is not") as refused:
         LocalModels(source).open(source)
     _, _, typed = str(refused.value).partition("mtp-coord ")
     command(*typed.split())
@@ -111,8 +111,8 @@ def test_the_command_names_the_repo(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("leaf", ["pre_quant_scale", "weight_zero_point", "lora_a"])
 def test_a_scale_that_changes_results_is_refused(tmp_path: Path, leaf: str) -> None:
-    """A packed weight with a further tensor, such as AWQ's scale of the inputs in ModelOpt, is refused by its name."""
-    source = write_foreign(tmp_path / "source", "AWQ")
+    """A packed weight with a further tensor, such as the inputs' scale of ModelOpt, is refused by its name."""
+    source = write_foreign(tmp_path / "source", "AutoRound")
     extra = f"{MODULE}.{leaf}"
     edit_tensors(source, lambda tensors: tensors.update({extra: mx.ones((64,), mx.float16)}))
     with pytest.raises(CheckpointError, match=leaf):
@@ -122,7 +122,7 @@ def test_a_scale_that_changes_results_is_refused(tmp_path: Path, leaf: str) -> N
 @pytest.mark.parametrize(("leaf", "renamed"), [("scales", ""), ("qweight", "weight_packed")])
 def test_a_missing_or_unknown_member_is_refused(tmp_path: Path, leaf: str, renamed: str) -> None:
     """A packed weight without its scales, and a packing that is not read, are one error that names the tensors."""
-    source = write_foreign(tmp_path / "source", "AWQ")
+    source = write_foreign(tmp_path / "source", "AutoRound")
 
     def change(tensors: dict[str, mx.array]) -> None:
         removed = tensors.pop(f"{MODULE}.{leaf}")
@@ -160,7 +160,8 @@ def test_settings_are_found_at_every_place(tmp_path: Path, place: str) -> None:
     ("form", "change"),
     [
         ("NVFP4 of compressed-tensors", {"transform_config": {"config_groups": {"a": {}}}}),
-        ("AWQ", {"version": "gemv"}),
+        ("GPTQ", {"checkpoint_format": "marlin"}),
+        ("GPTQ", {"quant_method": "awq"}),
     ],
 )
 def test_a_quantization_that_changes_results_is_refused(

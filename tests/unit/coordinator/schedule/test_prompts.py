@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from coordinator.drafts.controller import Controller, MtpMode
-from coordinator.planning.capacity import Capacity
 from coordinator.schedule.prompts import (
     FIRST_FRAME,
     SECONDS_ALONE,
@@ -23,10 +21,9 @@ from coordinator.schedule.request import Finished
 from coordinator.schedule.scheduler import Scheduler
 from mtp.device import FrameLimits
 from proto.errors import CapacityError
-from proto.frame import Admit, Frame, Segment
+from proto.frame import Frame, Segment
 from tests.support.protocol.scheduler_drive import ROOM, Drive, chunks_of
 from tests.support.protocol.simulation import Simulation, Timing, run_virtually
-from tests.support.stages.token_stages import plain
 
 LONG = Limits(context=1000, prefill_chunk=8, step_tokens=8)
 TWO = replace(ROOM, sequences=2)
@@ -198,122 +195,3 @@ def test_a_full_queue_refuses_the_client_that_fills_it() -> None:
         drive.submit(tokens=2, client="flood")
     drive.run()
     assert all(drive.finished(i).reason == "length" for i in queued)
-
-
-# ---- preemption
-
-SAVING = Limits(context=1000, prefill_chunk=64, step_tokens=256)
-WORDS = tuple(i % 90 for i in range(150))
-
-
-@pytest.mark.parametrize("prefix_bytes", [0, 10**5])
-@pytest.mark.parametrize(
-    ("places", "stages", "mtp"), [(1, 1, "off"), (2, 1, "off"), (4, 2, "2"), (5, 2, "off")]
-)
-def test_one_client_never_holds_the_last_place(
-    places: int, stages: int, mtp: str, prefix_bytes: int
-) -> None:
-    """Another client has its first token after a few frames, at any size of the plan, and all texts are right.
-
-    One sequence is preempted for each request of the other client. It is computed again only if its state was not
-    saved.
-    """
-    room = Capacity(places, 10_000, prefix_bytes, token_bytes=1)
-    drive = Drive(stages, limits=SAVING, room=room, mtp=mtp)
-    drive.frame_seconds = 0.1
-    flood = [drive.submit((i, *WORDS), tokens=60, client="flood") for i in range(places + 2)]
-    drive.run_frames(30)
-    other = drive.submit((5, 6), tokens=3, client="other")
-    drive.run_frames(5 * stages)
-    assert drive.tokens(other)
-    drive.run()
-    for i, seq_id in enumerate(flood):
-        assert drive.tokens(seq_id) == plain((i, *WORDS), 60)
-    admits = Counter(op.seq_id for f in drive.stage.seen for op in f.ops if isinstance(op, Admit))
-    assert admits.total() == places + 4 and max(admits.values()) == 2
-    chunks = sum(chunk.width for chunk in chunks_of(drive.stage.seen))
-    assert (chunks == 151 * (places + 2) + 2 + 1) == bool(prefix_bytes)
-
-
-def test_a_client_alone_keeps_all_places() -> None:
-    """Nothing is preempted while no other client waits, nor between clients with equal parts."""
-    drive = Drive(room=TWO)
-    for _ in range(4):
-        drive.submit(tokens=20, client="a")
-    drive.run()
-    for client in "ab":
-        for _ in range(2):
-            drive.submit(tokens=20, client=client)
-        drive.run_frames(4)
-    drive.run()
-    admitted = [op.seq_id for f in drive.stage.seen for op in f.ops if isinstance(op, Admit)]
-    assert len(admitted) == 8 + 1, "b takes one of a's two places, and no other"
-
-
-@pytest.mark.parametrize("saved", [True, False])
-def test_clients_that_share_a_place_take_turns(saved: bool) -> None:
-    """Both answers advance. Where the state is not saved, most of the frames still make new tokens."""
-    room = Capacity(1, 1000, 10**5 if saved else 0, token_bytes=1)
-    drive = Drive(limits=SAVING, room=room)
-    drive.frame_seconds = 0.1
-    drive.scheduler.prompts.record_frame(chunk_frame(100, 5.0))
-    ids = [drive.submit((i, *WORDS), tokens=200, client=str(i)) for i in range(2)]
-    drive.run_frames(150)
-    got = [len(drive.tokens(seq_id)) for seq_id in ids]
-    assert min(got) > 25
-    assert sum(got) > (60 if saved else 100)
-    drive.run()
-    for i, seq_id in enumerate(ids):
-        assert drive.tokens(seq_id) == plain((i, *WORDS), 200)
-
-
-def test_a_client_gets_the_memory_that_one_client_holds() -> None:
-    """K/V memory that one client's answers have reserved becomes free for another one too, if it suffices."""
-    drive = Drive(room=replace(ROOM, kv_tokens=400))
-    for _ in range(4):
-        drive.submit(tokens=97, client="flood")
-    drive.run_frames(4)
-    other = drive.submit((1, 2), tokens=180, client="other")
-    drive.run_frames(12)
-    assert drive.tokens(other)
-    assert sum(s.request.client == "flood" for s in drive.scheduler.running.values()) == 2
-    drive.run()
-
-
-def test_a_client_that_leaves_costs_no_place() -> None:
-    """A sequence that was about to be preempted goes on if the other client leaves."""
-    drive = Drive(stages=2, room=TWO)
-    ids = [drive.submit((i, 2), tokens=40, client="flood") for i in range(2)]
-    drive.run_frames(8)
-    other = drive.submit(tokens=5, client="other")
-    drive.fill()
-    assert any(sequence.preempting for sequence in drive.scheduler.running.values())
-    drive.scheduler.cancel_sequence(other)
-    drive.run()
-    assert [drive.tokens(seq_id) for seq_id in ids] == [plain((i, 2), 40) for i in range(2)]
-    assert sum(isinstance(op, Admit) for f in drive.stage.seen for op in f.ops) == 2
-
-
-async def first_tokens_beside_streams(places: int, stages: int) -> list[float]:
-    """Run long streams of a client and short requests of another. Return the latter's seconds to the first token."""
-    timing = Timing(stages, 0.1 / stages, token=0.002)
-    room = replace(ROOM, sequences=places)
-    async with Simulation(timing, chunk=64, frame=256, room=room) as simulation:
-        firsts = []
-        streams = [
-            asyncio.create_task(simulation.stream(20, 150, i, client="flood"))
-            for i in range(min(24, 14 * places))
-        ]
-        for i in range(6):
-            await asyncio.sleep(2.0)
-            asked = simulation.clock()
-            firsts.append((await simulation.stream(9, 4, i, client="other"))[0] - asked)
-        times = await asyncio.gather(*streams)
-        assert all(len(stream) == 150 for stream in times)
-        return firsts
-
-
-@pytest.mark.parametrize(("places", "stages"), [(1, 1), (1, 4), (2, 2), (16, 1), (16, 4)])
-def test_a_short_request_waits_two_seconds_at_most(places: int, stages: int) -> None:
-    """Beside 24 long streams of one client, another client has its first token within two seconds, again and again."""
-    assert max(run_virtually(first_tokens_beside_streams(places, stages))) < 2.0

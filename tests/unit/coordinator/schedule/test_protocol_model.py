@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.planning.capacity import Capacity
-from coordinator.schedule import prefix_cache, prompts
+from coordinator.schedule import prefix_cache
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest
 from coordinator.schedule.scheduler import Scheduler
@@ -155,31 +155,6 @@ def test_stages_run_ahead_with_relayed_tokens(
     )
     print(walk)
     assert walk.met["relay"]
-
-
-@pytest.mark.parametrize(
-    ("stages", "lengths", "leaves", "crashes", "mtp", "chunk"),
-    [(1, (3, 2, 1), 0, 1, "off", 2), (2, (5, 3, 1), 0, 0, "1", 8), (2, (3, 1, 1), 1, 0, "off", 2)],
-)
-def test_a_sequence_is_preempted(
-    stages: int,
-    lengths: tuple[int, ...],
-    leaves: int,
-    crashes: int,
-    mtp: str,
-    chunk: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A sequence that gives its place to another client returns and continues its text, and the contract holds.
-
-    Signals for its former windows arrive before or after its return.
-    """
-    monkeypatch.setattr(prompts, "TURN_SECONDS", 0.0)
-    walk = scheduled(
-        stages, lengths, leaves=leaves, crashes=crashes, chunk=chunk, mtp=mtp, clients="aab"
-    )
-    print(walk)
-    assert walk.met["preempt"]
 
 
 def test_a_prompt_in_one_chunk() -> None:
