@@ -85,7 +85,7 @@ def starting_app(
         raise NotReadyError(f"{detail} Try again later.")
 
     absent = cast(Any, None)  # these endpoints use neither generator nor tokenizer
-    api = Api(absent, absent, ModelInfo("", 0), status, options, refuse, model_loader=loader)
+    api = Api(absent, absent, ModelInfo("", 0), status, options, model_loader=loader)
     app = _new_app(api, (operations.router, live_feed.router, operations.load_router))
 
     @app.api_route("/{path:path}", methods=["GET", "POST"], dependencies=[Depends(require_key)])

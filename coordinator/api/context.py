@@ -106,14 +106,13 @@ class ApiOptions:
 
 @dataclass(frozen=True)
 class Api:
-    """The parts of one app. `replan` requests a new plan from the cluster; it is None without a cluster."""
+    """The parts of one app."""
 
     generator: Generator
     tokenizer: Tokenizer
     model: ModelInfo
     status: StatusSource
     options: ApiOptions = field(default_factory=ApiOptions)
-    replan: Callable[[], None] | None = None
     collect_trace: CollectTrace | None = None
     model_loader: ModelLoader | None = None
     invite: Callable[[], Invitation] | None = None

@@ -49,13 +49,11 @@ class LiveStatus(StatusSource):
         found = replace(found, architecture=self.architecture, uptime_seconds=up, phase_seconds=up)
         if self.manager is None:
             return found
-        view, replans = self.manager.view, self.manager.replans
+        view = self.manager.view
         return replace(
             found,
             phase=view.phase.value,
             phase_seconds=view.now - view.since,
-            replans=replans.answered,
-            replan_result=replans.result,
             workers_wanted=view.settings.nodes,
         )
 

@@ -21,7 +21,7 @@ from coordinator.text.calls import Json
 from coordinator.text.tokenizer import ModelInfo
 from coordinator.trust.cluster_trust import Invitation
 from coordinator.web.live_feed import feed_of
-from proto.errors import AccessError, ClusterError, NotReadyError, RequestError
+from proto.errors import AccessError, ClusterError, NotReadyError
 
 open_router = APIRouter()
 """The routes for load balancers and supervisors, which need no key."""
@@ -55,17 +55,6 @@ async def status(request: Request) -> Response:
             "events": [asdict(event) for event in feed.events.events],
         }
     )
-
-
-@router.post("/replan")
-async def replan(request: Request) -> Response:
-    """Make a new plan over the workers that are available. Open answers pause while layers move."""
-    require_json(request)
-    request_plan = api_of(request).replan
-    if request_plan is None:
-        raise RequestError("/replan: this server runs in single-node mode and has no workers")
-    request_plan()
-    return JSONResponse({"status": "planning"}, status_code=202)
 
 
 @router.get("/metrics")

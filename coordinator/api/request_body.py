@@ -128,7 +128,7 @@ TokenLimit = Annotated[int, pydantic.Field(ge=-2), pydantic.AfterValidator(_chec
 Seed = Annotated[int, pydantic.Field(ge=-(2**63), lt=2**64)]
 
 
-ADMIN_PATHS = frozenset({"/replan", "/trace", "/v1/models/load"})
+ADMIN_PATHS = frozenset({"/trace", "/v1/models/load"})
 ADMIN_PREFIX = "/v1/cluster/"
 METRICS_PATHS = frozenset({"/metrics", "/status", "/v1/events"})
 """Paths that need another scope than inference."""

@@ -29,7 +29,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Show a cluster: nodes, layers, memory, health, tokens a second, acceptance.",
     ),
     "load": ("cluster_commands", "Serve another model without a restart."),
-    "replan": ("cluster_commands", "Look for a better plan over all workers, and show the result."),
     "trace": ("cluster_commands", "Write the path of every frame of the last seconds to a file."),
     "plan": (
         "plan_command",

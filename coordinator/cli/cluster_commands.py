@@ -1,4 +1,4 @@
-"""`mtp-coord status`, `load`, `replan` and `trace`: questions to a running coordinator."""
+"""`mtp-coord status`, `load` and `trace`: questions to a running coordinator."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ def _facts(cluster: ClusterStatus) -> Table:
     idle = [node.name for node in cluster.nodes if node.health == "idle" and not node.detail]
     if idle and cluster.ready:  # otherwise the server looks for a plan anyway
         names = escape(", ".join(idle))
-        table.add_row("idle", f"{names}: mtp-coord replan looks for a better plan with all workers")
+        table.add_row(
+            "idle", f"{names}: used once no answer is open, if a plan is better with them"
+        )
     computing = [(node.name, node.arithmetic) for node in cluster.nodes if node.span]
     if unlike := unlike_machines(computing):
         table.add_row("rounding", f"{escape(unlike)}. Answers may depend on the cut")
@@ -147,8 +149,8 @@ def _acceptance(cluster: ClusterStatus) -> str:
 POLL_SECONDS = 0.25
 """Seconds between two requests for the progress."""
 
-LOAD_SECONDS, REPLAN_SECONDS = 3600.0, 600.0
-"""Seconds. Longest waits for a model, which may be downloaded, and for a plan."""
+LOAD_SECONDS = 3600.0
+"""Seconds. Longest wait for a model, which may be downloaded."""
 
 PATH = "/v1/models/load"
 
@@ -180,28 +182,6 @@ def load(
     if report.running:
         raise DeadlineError(f"no result after {LOAD_SECONDS:g} s. The server continues it")
     typer.echo(f"{report.model} serves")
-
-
-def replan(url: UrlOption = DEFAULT_URL, api_key: KeyOption = None) -> None:
-    """Look for a better plan over all workers, and show the result.
-
-    It counts workers that joined since. If there is a better one, open answers pause while layers move, and continue.
-    Otherwise the plan stays as it is.
-    """
-    before = parse(fetch(url, api_key))
-    call("POST", url, "/replan", api_key)
-    deadline = time.monotonic() + REPLAN_SECONDS
-    while time.monotonic() < deadline:
-        status = parse(fetch(url, api_key))
-        if status.replans > before.replans and (status.ready or status.phase == "without a plan"):
-            nodes = ", ".join(f"{node.name} {node.span}" for node in status.nodes if node.span)
-            layers = f". Layers: {nodes}" if nodes else ""
-            typer.echo(f"{status.replan_result}{layers}")
-            return
-        time.sleep(POLL_SECONDS)
-    raise DeadlineError(
-        f"no result after {REPLAN_SECONDS:g} s. The server goes on; mtp-coord status shows its state"
-    )
 
 
 TRACE_SECONDS = 30.0

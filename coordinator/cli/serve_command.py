@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 REMOVED = {
     "--fetch-images": "Clients send images in the request, as a data URL or in Base64.",
+    "--no-auto-replan": "Workers that join later are used when no answer is open, or after a minute.",
     "--prefer VALUE": PREFER_ADVICE,
     "--prefill-chunk N": "The lengths of chunks suit the machines of the plan.",
 }

@@ -15,6 +15,9 @@ Planner = Callable[[Sequence[Member], int], Plan]
 SETTLE_SECONDS = 2.0
 """Seconds between the last join and an automatic change of plan. Workers started together cause one change."""
 
+POSTPONED_SECONDS = 60.0
+"""Seconds. Workers that joined are then used although answers are open, for a server that is never idle."""
+
 CALM_SECONDS = 10.0
 """Seconds after a failure without a pause for more workers, which the next recovery, often near, uses anyway."""
 
@@ -62,7 +65,7 @@ class KeepPlan:
 
 @dataclass(frozen=True)
 class PostponePlan:
-    """Keep the plan in force until no answer is open, then use `workers`, which joined since."""
+    """Keep the plan in force until no answer is open, or for POSTPONED_SECONDS. Then use `workers`, which joined."""
 
     workers: tuple[str, ...]
 
@@ -143,41 +146,36 @@ def _can_serve_alone(view: View) -> bool:
 
 
 def _plan_while_serving(view: View, planner: Planner) -> Action | None:
-    """Change the plan when one of its workers is leaving, when a user asked for it, or when workers joined."""
+    """Change the plan when one of its workers is leaving, or when workers joined."""
     leaving = [m for a in view.serving if (m := view.members[a]).state is MemberState.DRAINING]
-    if not leaving and not view.replan:
+    if not leaving:
         return _plan_with_joined(view, planner)
-    reason = "no worker is ready"
     if usable := view.candidates():
         if view.candidate_ids() == view.preparing:
             return None
         try:
             plan = planner(usable, view.epoch + 1)
-        except ClusterError as error:
-            reason = str(error)
-        else:
-            if not _is_in_force(view, plan):
-                why = f"{leaving[0].name} is leaving" if leaving else "a user asked for it"
-                return _change_to(view, plan, why)
-            reason = "it is the best one for the workers that are ready"
-            reason += f"; {view.unprepared}" if view.unprepared else ""
-    if leaving and _can_serve_alone(view):
-        return StartAlone(view.epoch + 1)
+        except ClusterError:
+            plan = None
+        if plan is not None and not _is_in_force(view, plan):
+            return _change_to(view, plan, f"{leaving[0].name} is leaving")
     # Without a replacement, the leaving worker serves until its process ends.
-    return KeepPlan(reason) if view.replan else None
+    return StartAlone(view.epoch + 1) if _can_serve_alone(view) else None
 
 
 def _plan_with_joined(view: View, planner: Planner) -> Action | None:
     """Use workers that joined since the plan started, when no answer is open or the gain is large."""
     usable, ids = view.candidates(), view.candidate_ids()
     joined = [m for m in usable if m.address not in view.serving]
-    if not view.settings.auto_replan or not joined:
+    if not joined:
         return None
     if ids in (view.considered, view.preparing):
         return None
-    if view.open_requests and ids == view.postponed:
+    joined_since = max(view.since, *(m.ready_since for m in joined))
+    waited = view.now - joined_since >= POSTPONED_SECONDS
+    if view.open_requests and ids == view.postponed and not waited:
         return None
-    if view.now - max(view.since, *(m.ready_since for m in joined)) < SETTLE_SECONDS:
+    if view.now - joined_since < SETTLE_SECONDS:
         return None
     calm = view.now - view.failed_at >= CALM_SECONDS
     if view.open_requests and not calm and ids == view.prepared:
@@ -195,7 +193,7 @@ def _plan_with_joined(view: View, planner: Planner) -> Action | None:
             return None
         # Without workers the planner has no figure for this process.
         paying = PAYING_SHARE * _present(view, planner).slowest_seconds if view.serving else 0.0
-        if plan.slowest_seconds <= paying:
+        if waited or plan.slowest_seconds <= paying:
             return action
     except ClusterError as error:
         return KeepPlan(f"no plan with {listed}: {error}")

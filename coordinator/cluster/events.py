@@ -116,11 +116,6 @@ class PlanFailed(Event):
 
 
 @dataclass(frozen=True)
-class ReplanRequested(Event):
-    """A user asked for the best plan over all workers that are there now."""
-
-
-@dataclass(frozen=True)
 class ModelChanged(Event):
     """The cluster serves another model from now on. `why_not_alone` is set where it does not fit into this machine."""
 
@@ -173,10 +168,8 @@ def apply(view: View, event: Event, now: float) -> View:
                 serving=addresses,
                 group_size=group_size,
                 recovering=view.recovering or view.phase is Phase.SERVING,
-                replan=False,
                 considered=frozenset(),
                 postponed=frozenset(),
-                unprepared="",
             )
             return _enter(_without_preparation(started), Phase.STARTING)
         case GroupMeasured(addresses, seconds):
@@ -193,25 +186,21 @@ def apply(view: View, event: Event, now: float) -> View:
         case PlanFailed(epoch, reason, address) if epoch == view.epoch and _has_plan(view):
             return _with_failed_plan(view, reason, address)
         case PlanPreparing(workers):
-            return replace(_without_preparation(view), preparing=workers, unprepared="")
+            return replace(_without_preparation(view), preparing=workers)
         case PlanPrepared(workers) if view.preparing and workers == view.preparing:
             return replace(_without_preparation(view), prepared=workers)
         case PreparationFailed(workers, reason, address) if (
             view.preparing and workers == view.preparing
         ):
             return _with_failed_preparation(view, reason, address)
-        case ReplanRequested():
-            members = {a: replace(m, collectives={}) for a, m in view.members.items()}
-            return replace(view, members=members, replan=_has_plan(view))
         case ModelChanged(why_not_alone):
             settings = replace(view.settings, why_not_alone=why_not_alone)
-            ended = replace(_end_plan(view, ""), settings=settings, alone_problem="", replan=False)
+            ended = replace(_end_plan(view, ""), settings=settings, alone_problem="")
             # The workers are known already, so this process does not wait for them before it serves alone.
             waited = 0.0 if ended.usable() else settings.wait
             return replace(ended, recovering=True, gathered=waited, since=now, retry_at=0.0)
         case PlanKept():
-            kept = replace(view, replan=False, considered=view.candidate_ids(), unprepared="")
-            return _without_preparation(kept)
+            return _without_preparation(replace(view, considered=view.candidate_ids()))
         case PlanPostponed():
             return replace(view, postponed=view.candidate_ids())
         case GatheringFailed(reason):
@@ -292,11 +281,9 @@ def _without_preparation(view: View) -> View:
 
 
 def _with_failed_preparation(view: View, reason: str, address: str | None) -> View:
-    """Record the failure of a live worker. Without one the same plan waits until workers change or a user asks."""
+    """Record the failure of a live worker. Without one the same plan waits until workers change."""
     considered = view.considered if address is not None else view.candidate_ids()
-    replan = view.replan and address is not None
-    retry_at = view.now + RETRY_SECONDS
-    view = replace(view, unprepared=reason, considered=considered, replan=replan, retry_at=retry_at)
+    view = replace(view, considered=considered, retry_at=view.now + RETRY_SECONDS)
     view = _without_preparation(view)
     member = view.members.get(address) if address is not None else None
     if member is None or member.state is not MemberState.READY:

@@ -32,23 +32,6 @@ from proto.rpc.status_codes import printable
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class ReplanLog:
-    """Number of replans answered so far, and the result of the last one."""
-
-    answered: int = 0
-    result: str = ""
-    pending: bool = False
-    """True from a user's request to its result. Requests before the result count as one."""
-
-    def record(self, result: str) -> None:
-        """Store the result of the pending replan, if there is one."""
-        if self.pending:
-            self.pending = False
-            self.answered += 1
-            self.result = result
-
-
 CLOSE_SECONDS = 5.0
 """Seconds. Bound on unloading all workers when the coordinator ends."""
 
@@ -81,7 +64,6 @@ class ClusterManager(PipelineSource):
         """The plan that serves or starts. None without a plan and while this process serves alone."""
         self.pipeline: Pipeline | None = None
         self.loads = LoadState()
-        self.replans = ReplanLog()
         self._planner = model.planner()
         self._waiter: asyncio.Future[Pipeline] | None = None
         self._start: asyncio.Task[None] | None = None
@@ -100,13 +82,6 @@ class ClusterManager(PipelineSource):
         if self.view.phase is not Phase.GATHERING:
             return ""
         return f"waiting for workers: {decide.describe_wait(self.view, self._planner)}"
-
-    def replan(self) -> None:
-        """Look for a better plan over the workers that are ready now. `replans` has the result."""
-        self.replans.pending = True
-        if self.view.phase not in (Phase.STARTING, Phase.SERVING):
-            self.replans.record("no plan serves yet: the next one uses every worker that is ready")
-        self._apply_event(events.ReplanRequested())
 
     async def problem_with(self, model: ServedModel, why_not_alone: str) -> str:
         """Return why neither the workers that are ready nor this process can serve `model`; empty if they can."""
@@ -255,16 +230,14 @@ class ClusterManager(PipelineSource):
                 self._begin(events.PlanStarting(epoch, ()), self._serve_alone(epoch))
             case decide.KeepPlan(reason):
                 log.info("the plan stays as it is", extra={"reason": reason})
-                self.replans.record(f"the plan stays as it is: {reason}")
                 self._apply_event(events.PlanKept())
             case decide.PostponePlan(workers):
                 log.info(
-                    "workers joined: they will be used when no answer is open, or at once by mtp-coord replan",
+                    "workers joined: they will be used when no answer is open, or in a minute",
                     extra={"workers": ", ".join(workers)},
                 )
                 self._apply_event(events.PlanPostponed())
             case decide.GiveUp(reason):
-                self.replans.record(reason)
                 self._apply_event(events.GatheringFailed(reason))
                 if self._waiter is not None and not self._waiter.done():
                     self._waiter.set_exception(NotReadyError(reason))
@@ -278,8 +251,6 @@ class ClusterManager(PipelineSource):
     async def _prepare(self, start: PlanStart, workers: frozenset[str]) -> None:
         event = await start.prepare(workers)
         self._preparation = None
-        if isinstance(event, events.PreparationFailed) and event.address is None:
-            self.replans.record(f"the plan stays as it is: {event.reason}")
         self._apply_event(event)
 
     def _cancel_preparation(self) -> None:
@@ -349,8 +320,6 @@ class ClusterManager(PipelineSource):
 
     def _install_pipeline(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
-        if not self.view.replan:  # a replan requested during the start is answered by the next plan
-            self.replans.record(f"plan {pipeline.epoch} serves")
         self._apply_event(events.PlanServing(pipeline.epoch))
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(pipeline)

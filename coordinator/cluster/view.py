@@ -115,7 +115,6 @@ class Settings:
     wait for them. `first_wait` also bounds the wait for a worker that can fill a gap between pinned layers.
     A plan after a failure starts at once with the workers that are left. Without any, this process serves alone after
     `wait`. `why_not_alone` is set where the model does not fit into this machine. `recovery_wait` bounds the recovery.
-    With `auto_replan` a worker that joins later is used at the next quiet moment.
     """
 
     nodes: int | None = None
@@ -125,7 +124,6 @@ class Settings:
     """None stands for `wait`."""
     recovery_wait: float = 30.0
     why_not_alone: str = ""
-    auto_replan: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,18 +148,14 @@ class View:
     """End of the newest plan that served and failed."""
     recovering: bool = False
     """True if a plan served before. Clients may be waiting, so the waits differ from those of a start."""
-    replan: bool = False
-    """True if a user asked for a new plan although the present one works."""
     considered: frozenset[str] = frozenset()
-    """Worker ids of the usable workers for which the present plan was found best. `auto_replan` skips them."""
+    """Worker ids of the usable workers for which the present plan was found best."""
     postponed: frozenset[str] = frozenset()
     """Worker ids of the usable workers that a new plan will use once no answer is open."""
     preparing: frozenset[str] = frozenset()
     """Ids of the workers whose plan is being prepared: those that are new load beside the plan in force."""
     prepared: frozenset[str] = frozenset()
     """Ids of the workers whose plan is prepared, so that it may start."""
-    unprepared: str = ""
-    """Reason why the last preparation failed, for people. Empty once a plan was chosen since."""
     problem: str = ""
     """Reason why the last attempt at a plan failed, for people."""
     alone_problem: str = ""

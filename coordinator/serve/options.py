@@ -129,13 +129,6 @@ class ServeOptions:
         typer.Option("--alone-ok", help="Serve with fewer than --nodes, or alone, after --wait."),
     ] = False
     parallel: ParallelOption = ONE_PIPELINE
-    no_auto_replan: Annotated[
-        bool,
-        typer.Option(
-            "--no-auto-replan",
-            help="Use workers that join later only after mtp-coord replan, not when no answer is open.",
-        ),
-    ] = False
     single_node: Annotated[
         bool, typer.Option("--single-node", help="Use no worker: serve in this process.")
     ] = False

@@ -56,7 +56,6 @@ def make_manager(
         wait=DEFAULT_WAIT if options.wait is None else options.wait,
         first_wait=math.inf if options.wait is None else options.wait,
         why_not_alone=model.why_not_alone,
-        auto_replan=not options.no_auto_replan,
     )
     manager_options = ManagerOptions(
         me,
@@ -204,10 +203,9 @@ class ServedParts:
             model.info,
             status,
             lasting.api_options,
-            manager.replan if manager else None,
-            status.trace,
-            lasting.switch,
-            lasting.invite,
+            collect_trace=status.trace,
+            model_loader=lasting.switch,
+            invite=lasting.invite,
             vocabulary=model.vocabulary,
             images=model.images,
         )

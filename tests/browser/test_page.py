@@ -70,7 +70,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("HOME", str(folder))
-            running = running_cluster(folder, "builtin", 2, "--no-auto-replan")
+            running = running_cluster(folder, "builtin", 2)
             cluster = stack.enter_context(running)
         yield cluster
 
@@ -364,7 +364,7 @@ def events_of(page: Page) -> list[str]:
 def test_a_kill_and_a_join_show_while_the_page_is_open(
     opened: WatchedPage, cluster: Cluster, tmp_path: Path
 ) -> None:
-    """The answer goes on after a kill, the recovery is an event, and a new worker is used on request."""
+    """The answer goes on after a kill, the recovery is an event, and a new worker is used."""
     page = opened.page
     opened.show("chat")
     page.click(".settings")
@@ -390,7 +390,6 @@ def test_a_kill_and_a_join_show_while_the_page_is_open(
         stack.enter_context(ending(process))
         as_worker(process)
         page.wait_for_selector(".other:has-text('w9')")
-        page.click("text=Use idle workers")
         expect(page.locator(".machine")).to_have_count(2, timeout=PATIENCE_MS)
         assert any("w9 joined" in text for text in events_of(page))
         page.wait_for_selector("#now:has-text('Ready')")

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import httpx
 import psutil
 
 from tests.chaos.host import Host, why_no_limits, why_no_memory_group, why_no_small_disk
@@ -33,10 +32,7 @@ stay half open, because no packet of its end arrives.
 HOST_KINDS = ("clock", "disk", "descriptors", "memory", "allocations")
 """Faults of a machine's resources. `memory` limits a control group, and `allocations` the address space."""
 
-STORM_KINDS = (*KINDS, "replan")
-"""Faults that come by the clock, and requests for a new plan."""
-
-MEMBER_KINDS = ("end member", "halt member", "kill", "stop", "restart", "replan")
+MEMBER_KINDS = ("end member", "halt member", "kill", "stop", "restart")
 """Faults of groups, by the clock: a worker's process for its group is killed, or stopped and never continued.
 
 No proxy lies before the workers, since it would not lie before these processes.
@@ -46,7 +42,7 @@ STUDIES = {
     "process": KINDS,
     "network": NETWORK_KINDS,
     "host": HOST_KINDS,
-    "storm": STORM_KINDS,
+    "storm": KINDS,
     "group": MEMBER_KINDS,
 }
 """The kinds of faults of each study."""
@@ -160,7 +156,6 @@ class Faults:
             "freeze": lambda: self.team.proxies[number].freeze(self._opener(fault)),
             "stuck": lambda: self.team.set_fault(number, "stuck"),
             "restart": lambda: self.team.workers[number].popen.send_signal(signal.SIGTERM),
-            "replan": lambda: replan(f"http://{self.address}"),
             "end member": lambda: self._signal_members(number, signal.SIGKILL),
             "halt member": lambda: self._signal_members(number, signal.SIGSTOP),
         }[fault.kind]()
@@ -244,11 +239,6 @@ def members_of(pid: int) -> list[psutil.Process]:
             if "--member" in child.cmdline() and child.net_connections("tcp"):
                 found.append(child)
     return found
-
-
-def replan(url: str) -> None:
-    """Request a new plan, which uses recovered workers again."""
-    httpx.post(f"{url}/replan", headers={"Content-Type": "application/json"}, timeout=60)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:

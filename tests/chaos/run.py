@@ -36,7 +36,6 @@ from tests.chaos.faults import (
     SURVIVOR,
     Fault,
     Faults,
-    replan,
     schedule,
     wait_until,
     why_impossible,
@@ -66,9 +65,6 @@ CLIENTS = {"storm": 8, "group": 8}
 
 LONGER_SECONDS = (0.5, 2.0)
 """Seconds. Shortest and longest time by which a fault exceeds the failure timeout."""
-
-REPLAN_SECONDS = 3.0
-"""Seconds between two requests for a plan over all workers."""
 
 STUCK_SECONDS = 5.0
 """Seconds. Longest additional wait until a blocked engine is noticed. One that no plan uses is never noticed."""
@@ -151,7 +147,7 @@ def coordinating(plan: Plan, folder: Path, team: Team, place: Place) -> Iterator
     flags = [flag for address in team.addresses for flag in ("--worker", address)]
     flags += ["--model", plan.model, "--dtype", "float32", "--port", "0", "--no-mdns"]
     flags += ["--failure-timeout", str(plan.timeout)]
-    flags += ["--nodes", str(plan.team)] if plan.study in BY_THE_CLOCK else ["--no-auto-replan"]
+    flags += ["--nodes", str(plan.team)] if plan.study in BY_THE_CLOCK else []
     flags += ["--parallel", "tensor"] if plan.study == "group" else []
     env = {TASKS: str(folder), "MTP_STATE_DIR": str(folder / "state"), **place.env}
     own = "tests.support.processes.no_back_off_coordinator"
@@ -191,18 +187,6 @@ class Run:
         well = [n for n in found["nodes"] if n["address"] and n["health"] in ("ready", "idle")]
         return found["ready"] and len(well) == len(self.team.workers)
 
-    def use_workers(self) -> bool:
-        """Ask for plans until one uses two workers, or all if there are fewer. Return False if none does in time.
-
-        On a busy machine a plan may end without a fault, and the run would hit workers that no plan uses.
-        """
-        deadline = time.monotonic() + BACK_SECONDS
-        while not wait_until(self.spans_workers, REPLAN_SECONDS):
-            if time.monotonic() > deadline:
-                return False
-            replan(self.coordinator.url)
-        return True
-
     def spans_workers(self) -> bool:
         """Return True if a plan serves over two workers, or over all if there are fewer."""
         found = self.status()
@@ -230,7 +214,7 @@ class Run:
 
     def inject_and_recover(self, fault: Fault, asking: Clients) -> None:
         """Inject `fault`, repair it, and wait until every worker is part of the cluster again."""
-        if not self.use_workers():
+        if not wait_until(self.spans_workers, BACK_SECONDS):
             self.complain(f"before {fault}")
         epoch = self.status()["epoch"]
         self.faults.inject(fault)
@@ -240,8 +224,6 @@ class Run:
         self.faults.repair(fault)
         if not wait_until(self.all_healthy, BACK_SECONDS):
             self.complain(f"{fault}")
-        replan(self.coordinator.url)
-        wait_until(self.all_healthy, BACK_SECONDS)
         repaired = time.time()
         # On a busy machine the next fault would otherwise end a plan that has not computed anything.
         if not wait_until(lambda: asking.latest > repaired, BACK_SECONDS):

@@ -1,4 +1,4 @@
-"""`mtp-coord status` and `replan` against a server, another program, and no server."""
+"""`mtp-coord status` against a server, another program, and no server."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from coordinator.cli import app as commands
 from coordinator.cli import cluster_commands as command
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus
 from coordinator.trust.registry import KeyRing, Scope
-from proto.errors import AccessError, DeadlineError, NotReadyError, UsageError
+from proto.errors import AccessError, NotReadyError, UsageError
 from proto.state_dir import STATE_DIR
 from tests.support.api.api_client import ApiClient
 from tests.support.api.api_server import serving
-from tests.support.api.fake_generator import FakeStatus
 
 KEY = "secret-key"
 
@@ -78,7 +77,7 @@ def test_once_shows_the_cluster(url: str) -> None:
 
 
 def test_an_idle_worker_comes_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replan is advised for idle workers without a reason, and only while a plan serves."""
+    """Idle workers without a reason are named, and only while a plan serves."""
     nodes = (
         NodeStatus("spare", "10.0.0.3:7000"),
         NodeStatus("flapping", "10.0.0.4:7000", detail="not used for 9 s, after 3 failures"),
@@ -92,9 +91,9 @@ def test_an_idle_worker_comes_with_advice(monkeypatch: pytest.MonkeyPatch) -> No
             ClusterStatus(ready, "m", nodes=nodes)
         ),
     )
-    advice = [line for line in run("status").output.splitlines() if "mtp-coord replan" in line]
+    advice = [line for line in run("status").output.splitlines() if "no answer is open" in line]
     ready = False
-    assert "mtp-coord replan" not in run("status").output
+    assert "no answer is open" not in run("status").output
     assert len(advice) == 1
     assert "spare" in advice[0]
     assert "flapping" not in advice[0]
@@ -166,53 +165,3 @@ def test_another_program_does_not_reach_the_terminal() -> None:
     ):
         command.fetch(theirs, None)
     assert "SSH" not in str(raised.value)
-
-
-# ---- replan
-
-
-class Cluster:
-    """An app whose replans are counted, and answered unless `silent`."""
-
-    def __init__(self, *, silent: bool = False) -> None:
-        self.requested = 0
-        self.silent = silent
-        self.status = FakeStatus()
-        self.api = ApiClient(
-            status=self.status, options=ApiOptions(api_keys=(KEY,)), replan=self.replan
-        )
-
-    def replan(self) -> None:
-        """Count a request and answer it."""
-        self.requested += 1
-        self.status.replans += not self.silent
-
-
-def test_a_replan_waits_and_shows_its_result() -> None:
-    """The command prints the new plan. The key comes from the option or from the environment."""
-    cluster = Cluster()
-    with serving(cluster.api.app) as url:
-        done = run("replan", "--url", f"{url}/v1", "--api-key", KEY)
-        assert done.exit_code == 0, done.output
-        assert done.output == "plan 3 serves. Layers: mac-1 0-3, mac-2 4-7\n"
-        assert run("replan", "--url", url.removeprefix("http://"), key=KEY).exit_code == 0
-        assert cluster.requested == 2
-
-
-def test_a_replan_without_a_result_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait is bounded."""
-    monkeypatch.setattr(command, "REPLAN_SECONDS", 0.3)
-    with serving(Cluster(silent=True).api.app) as url:
-        assert isinstance(run("replan", "--url", url, key=KEY).exception, DeadlineError)
-
-
-def test_mistakes_of_a_replan_are_explained() -> None:
-    """A missing key and a server without a cluster are errors, and nothing is planned."""
-    cluster = Cluster()
-    with serving(cluster.api.app) as url:
-        with pytest.raises(AccessError, match="--api-key"):
-            command.replan(url, None)
-        assert cluster.requested == 0
-    alone = ApiClient(options=ApiOptions(api_keys=(KEY,)))
-    with serving(alone.app) as url, pytest.raises(UsageError, match="single-node mode"):
-        command.replan(url, KEY)

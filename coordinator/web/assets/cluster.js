@@ -1,6 +1,5 @@
 // The cluster: key figures, the pipeline over the model's layers, its machines, idle workers and events.
 
-import { callAdmin, whyNoAdmin } from "./admin.js";
 import { sparkline } from "./charts.js";
 import { h, setText } from "./dom.js";
 import { bytes, clockTime, count, plural, rate, seconds, share } from "./format.js";
@@ -20,9 +19,6 @@ export class ClusterView {
     this.others = h("div", { class: "others" });
     this.events = h("ol", { class: "events" });
     this.requests = h("tbody", {});
-    this.replan = h("button", { class: "primary", onclick: () => this.useIdleWorkers() }, "Use idle workers");
-    this.replanResult = h("span", { class: "hint", role: "status" });
-    this.replanRow = h("div", { class: "row", hidden: true }, this.replan, this.replanResult);
     root.append(
       h("h2", { class: "hidden" }, "Cluster"),
       this.figures,
@@ -31,7 +27,7 @@ export class ClusterView {
         h("p", { class: "hint" }, "Each token passes these machines in order. Each machine holds a part of the model's layers."),
         this.strip, layerLegend(), this.machines),
       (this.othersCard = h("section", { class: "card", "aria-labelledby": "others-title", hidden: true },
-        h("div", { class: "card-head" }, h("h3", { id: "others-title" }, "Machines that are not used")), this.others, this.replanRow)),
+        h("div", { class: "card-head" }, h("h3", { id: "others-title" }, "Machines that are not used")), this.others)),
       (this.requestsCard = h("section", { class: "card", "aria-labelledby": "requests-title", hidden: true },
         h("div", { class: "card-head" }, h("h3", { id: "requests-title" }, "Requests")),
         h("div", { class: "table", tabindex: "0", role: "region", "aria-label": "List of requests" }, h("table", { class: "plain requests" }, h("thead", {}, h("tr", {}, ["Began", "Kind", "Prompt tokens", "Answer tokens", "First token after", "Time", "State"].map((text, i) => h("th", { scope: "col", class: i > 1 && i < 6 ? "number" : "" }, text)))), this.requests)))),
@@ -80,9 +76,6 @@ export class ClusterView {
 
   drawOthers(others, status) {
     this.othersCard.hidden = !others.length;
-    const idle = status.ready && others.some((node) => node.health === "idle" && !node.detail);
-    if (idle && this.replanRow.hidden) this.checkKey();
-    this.replanRow.hidden = !idle;
     this.others.replaceChildren(...others.map((node) => h("div", { class: "other" },
       h("i", { class: "dot", "data-health": node.health }), h("b", {}, node.name),
       h("span", { class: "hint" }, [node.address, node.chip, node.bytes_per_second && `${bytes(node.bytes_per_second)}/s of memory`].filter(Boolean).join(" · ")),
@@ -108,24 +101,6 @@ export class ClusterView {
     this.events.replaceChildren(...events.map((event) => h("li", { "data-kind": event.kind },
       h("time", {}, clockTime(event.at)), h("span", {}, event.text),
       event.seconds !== null && h("span", { class: "hint" }, `after ${seconds(event.seconds)}`))));
-  }
-
-  // Tells before the click whether this key may change the plan.
-  async checkKey() {
-    const problem = await whyNoAdmin();
-    this.replan.disabled = problem !== "";
-    setText(this.replanResult, problem);
-  }
-
-  async useIdleWorkers() {
-    this.replan.disabled = true;
-    try {
-      await callAdmin("POST", "/replan");
-      setText(this.replanResult, "Looking for a better split of the layers.");
-    } catch (error) {
-      setText(this.replanResult, error.message);
-    }
-    this.replan.disabled = false;
   }
 }
 

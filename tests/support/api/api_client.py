@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -81,7 +81,6 @@ class ApiClient:
     options: ApiOptions = field(default_factory=ApiOptions)
     context_length: int = 500
     defaults: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
-    replan: Callable[[], None] | None = None
     aliases: tuple[str, ...] = ()
     journal: Journal = field(default_factory=Journal)
     fingerprint: str = "f"
@@ -100,7 +99,7 @@ class ApiClient:
             nbytes=self.nbytes,
         )
         tokenizer = self.generator.tokenizer
-        parts = Api(self.generator, tokenizer, model, self.status, self.options, self.replan)
+        parts = Api(self.generator, tokenizer, model, self.status, self.options)
         self.app = create_app(parts, journal=self.journal)
 
     @asynccontextmanager

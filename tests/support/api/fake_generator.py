@@ -141,14 +141,11 @@ class FakeStatus:
     """The status of a cluster of three nodes, one of them refused."""
 
     ready: bool = True
-    replans: int = 0
 
     def status(self) -> ClusterStatus:
         """See StatusSource."""
         return ClusterStatus(
             ready=self.ready,
-            replans=self.replans,
-            replan_result="plan 3 serves" if self.replans else "",
             model="tiny",
             epoch=3,
             mtp="auto",

@@ -1,6 +1,6 @@
-"""`mtp-coord` without back-off for workers that are lost often.
+"""`mtp-coord` that uses workers again soon after they were lost.
 
-A chaos run hits every worker again and again. With the normal back-off no worker would be left.
+A chaos run hits every worker again and again. With the normal waits no worker would be left.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from tests.support.processes.task_count import answer_for_tasks
 
 
 def main() -> None:
-    """Run `mtp-coord` with the shortest back-off."""
+    """Run `mtp-coord` with the shortest back-off, and plans that change while answers are open."""
     answer_for_tasks()
     follow_moved_clock()
-    with patch("coordinator.cluster.view.LONGEST_BACKOFF", FIRST_BACKOFF / 2):
+    with (
+        patch("coordinator.cluster.view.LONGEST_BACKOFF", FIRST_BACKOFF / 2),
+        patch("coordinator.cluster.decide.CALM_SECONDS", 0.0),
+        patch("coordinator.cluster.decide.POSTPONED_SECONDS", 0.0),
+    ):
         cli.main()

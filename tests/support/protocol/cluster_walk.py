@@ -109,7 +109,6 @@ def possible(view: View, addresses: str) -> Iterator[tuple[events.Event, float]]
     yield events.PlanServing(view.epoch), 0.0
     yield events.PlanServing(view.epoch - 1), 0.0
     yield events.PlanFailed(view.epoch - 1, "of an older plan"), 0.0
-    yield events.ReplanRequested(), 0.0
     if view.phase is Phase.ENDED:
         yield events.GatheringRestarted(), 0.0
 
@@ -162,6 +161,6 @@ def _key(view: View) -> object:
     )
     times = (ago(view.since), round(view.gathered, 3), ago(view.retry_at), ago(view.failed_at))
     alone, busy = bool(view.alone_problem), bool(view.open_requests)
-    flags = (view.recovering, view.replan, alone, busy)
+    flags = (view.recovering, alone, busy)
     sets = (view.considered, view.postponed, view.preparing, view.prepared)
     return view.phase, view.serving, times, flags, sets, members

@@ -157,7 +157,7 @@ async def test_the_progress_is_readable_while_no_model_serves() -> None:
     for name in ("owner/big", "http://host/model"):
         reply = await api.post("/v1/models/load", {"model": name}, headers=json)
         assert (reply.status_code, reply.json()["model"]) == (202, name)
-    for reply in (await api.chat(), await api.post("/replan", {}, headers=json)):
+    for reply in (await api.chat(), await api.get("/v1/models")):
         assert reply.status_code == 503
         assert "owner/big" in reply.text
         assert reply.headers["retry-after"]

@@ -160,18 +160,6 @@ async def test_pages_of_other_origins_may_call_only_if_allowed() -> None:
     assert "access-control-allow-origin" not in other
 
 
-async def test_replan_requires_a_json_content_type() -> None:
-    """A web page can post a form across sites, and that request must not move layers."""
-    asked: list[bool] = []
-    api = ApiClient(replan=lambda: asked.append(True))
-    refused = await api.post("/replan", {}, headers={"Content-Type": "text/plain"})
-    assert refused.status_code == 400
-    assert not asked
-    taken = await api.post("/replan", {}, headers={"Content-Type": "application/json"})
-    assert taken.status_code == 202
-    assert asked == [True]
-
-
 OWN = "http://test"
 FOREIGN = "http://pages.example"
 

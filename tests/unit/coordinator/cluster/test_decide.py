@@ -17,7 +17,6 @@ from coordinator.cluster.events import (
     PlanPrepared,
     PlanServing,
     PreparationFailed,
-    ReplanRequested,
     TimePassed,
     WorkerDraining,
     WorkerJoined,
@@ -39,8 +38,7 @@ from proto.errors import SpanError
 from tests.support.protocol.cluster_walk import Step, happen, planner_for, walk, worker
 
 PATIENT = Settings(nodes=2, wait=5.0, recovery_wait=30.0)
-AUTO = replace(PATIENT, auto_replan=True)
-REQUIRED = replace(AUTO, nodes_required=True, first_wait=math.inf)
+REQUIRED = replace(PATIENT, nodes_required=True, first_wait=math.inf)
 """The settings of `serve --nodes 2`, which waits without end for the first plan."""
 REMOTE = replace(PATIENT, why_not_alone="it serves nothing alone here")
 
@@ -114,18 +112,17 @@ def _is_last_resort(step: Step) -> bool:
 
 
 def _check_change(step: Step) -> None:
-    """Check that a plan ends only for a failure, a request, or workers that joined."""
+    """Check that a plan ends only for a failure, or workers that leave or join."""
     before, event = step.before, step.event
     if before.phase not in (Phase.STARTING, Phase.SERVING) or step.view.epoch == before.epoch:
         return
     failed = isinstance(event, PlanFailed) and event.epoch == before.epoch
     gone = [a for a in before.serving if not _stays(before, step.view, a)]
-    wanted = before.replan or isinstance(event, ReplanRequested)
     leaving = any(
         step.view.members[a].state is MemberState.DRAINING for a in before.serving if a not in gone
     )
-    joined = before.settings.auto_replan and set(step.view.serving) > set(before.serving)
-    assert failed or gone or wanted or leaving or joined, "a working plan was ended"
+    joined = set(step.view.serving) > set(before.serving)
+    assert failed or gone or leaving or joined, "a working plan was ended"
 
 
 def _stays(before: View, view: View, address: str) -> bool:
@@ -157,7 +154,6 @@ def _check_done(step: Step) -> None:
         assert not (alone and over), "this process could serve"
     if view.phase is Phase.SERVING:
         waiting = bool(view.preparing) or view.now < view.retry_at
-        assert waiting or not view.replan, "a replan was not answered"
         states = {view.members[address].state for address in view.serving}
         if MemberState.DRAINING in states:
             assert waiting or not (step.plannable or alone), "a draining worker was kept"
@@ -165,7 +161,7 @@ def _check_done(step: Step) -> None:
         assert isinstance(step.actions[-1], decide.GiveUp), "it ended without a reason"
 
 
-@pytest.mark.parametrize("settings", [PATIENT, REMOTE, AUTO, replace(PATIENT, nodes=None)])
+@pytest.mark.parametrize("settings", [PATIENT, REMOTE, replace(PATIENT, nodes=None)])
 @pytest.mark.parametrize("fewest", [1, 2])
 def test_every_order_of_events(settings: Settings, fewest: int) -> None:
     """Every order of events from the start, where one worker is enough and where both are needed."""
@@ -176,7 +172,7 @@ def test_every_order_of_events(settings: Settings, fewest: int) -> None:
     assert steps + deeper > 2_500
 
 
-@pytest.mark.parametrize("settings", [PATIENT, REMOTE, AUTO, REQUIRED])
+@pytest.mark.parametrize("settings", [PATIENT, REMOTE, REQUIRED])
 @pytest.mark.parametrize("fewest", [1, 2])
 def test_every_order_of_events_while_serving(settings: Settings, fewest: int) -> None:
     """Every order of events from a cluster that serves."""
@@ -187,7 +183,7 @@ def test_every_order_of_events_while_serving(settings: Settings, fewest: int) ->
     assert steps > 1_000
 
 
-@pytest.mark.parametrize("settings", [PATIENT, REMOTE, AUTO, REQUIRED])
+@pytest.mark.parametrize("settings", [PATIENT, REMOTE, REQUIRED])
 def test_every_order_of_events_while_another_worker_joins(settings: Settings) -> None:
     """Every order of events from one worker that serves, with another one that is there or not."""
     planner = planner_for(1)
@@ -219,7 +215,7 @@ def test_a_change_of_plan_that_fails_does_not_wait_for_all_workers() -> None:
     view = happen(view, WorkerLost("b", "silent for 3 s"), planner).view
     view = happen(view, PlanServing(view.epoch), planner).view
     view = happen(view, WorkerJoined(worker("b")), planner).view
-    view = happen(view, ReplanRequested(), planner).view
+    view = happen(view, TimePassed(), planner, after=2.0).view
     view = happen(view, PlanPrepared(view.preparing), planner).view
     assert (view.phase, view.serving) == (Phase.STARTING, ("a", "b"))
     lost = happen(view, WorkerLost("b", "silent for 3 s"), planner).view
@@ -230,7 +226,7 @@ def test_a_change_of_plan_that_fails_does_not_wait_for_all_workers() -> None:
 def test_a_worker_that_failed_for_hours_is_back_within_a_minute(fault: str) -> None:
     """Hundreds of failures neither raise nor delay a recovered worker, and ten quiet minutes forgive them."""
     planner = planner_for(1)
-    view = serving("a", planner=planner, settings=AUTO)
+    view = serving("a", planner=planner, settings=PATIENT)
     end, process = view.now + 4 * 3600.0, 1
 
     def tick(view: View, seconds: float = 1.0) -> View:
@@ -380,20 +376,6 @@ def test_a_worker_that_leaves_is_planned_around() -> None:
     assert prepared(view, both).serving == ("a", "c")
 
 
-def test_without_auto_replan_a_joined_worker_waits_for_a_replan() -> None:
-    """A join changes nothing. A replan uses the worker, or keeps the plan if nothing is better."""
-    planner = planner_for(1)
-    view = serving("a", planner=planner)
-    same = happen(view, ReplanRequested(), planner)
-    assert [type(a) for a in same.actions] == [decide.KeepPlan]
-    assert not same.view.replan
-    joined = happen(view, WorkerJoined(worker("b")), planner)
-    assert joined.actions == ()
-    asked = happen(joined.view, ReplanRequested(), planner)
-    assert [type(a) for a in asked.actions] == [decide.PreparePlan]
-    assert prepared(asked.view, planner).serving == ("a", "b")
-
-
 def test_a_worker_that_left_is_forgotten() -> None:
     """A worker that left on its own is neither shown as lost nor waited for."""
     planner = planner_for(1)
@@ -455,7 +437,7 @@ def test_a_gap_between_pinned_layers_waits_for_another_worker() -> None:
     assert isinstance(happen(bounded, TimePassed(), planner, after=10.0).actions[-1], decide.GiveUp)
 
 
-# ---- automatic replan
+# ---- workers that join
 
 
 def prepared(view: View, planner: decide.Planner) -> View:
@@ -474,7 +456,7 @@ def joined(settings: Settings, planner: decide.Planner, **member: Any) -> View:
 def test_a_joined_worker_is_used_at_a_quiet_moment() -> None:
     """It is used two seconds after its join, so that several workers cause one change."""
     planner = planner_for(1)
-    view = joined(AUTO, planner)
+    view = joined(PATIENT, planner)
     early = happen(view, TimePassed(), planner, after=1.9)
     assert early.actions == ()
     step = happen(early.view, TimePassed(), planner, after=0.1)
@@ -495,14 +477,15 @@ def slow(members: Sequence[Member], epoch: int) -> Plan:
 def test_open_answers_are_paused_only_for_a_large_gain() -> None:
     """Otherwise the change is postponed once, and follows when no answer is open."""
     fast = planner_for(1)
-    view = happen(joined(AUTO, fast), TimePassed(1), fast, after=2.0).view
+    view = happen(joined(PATIENT, fast), TimePassed(1), fast, after=2.0).view
     assert prepared(view, fast).serving == ("a", "b")
-    view = happen(joined(AUTO, slow), TimePassed(1), slow, after=2.0).view
+    view = happen(joined(PATIENT, slow), TimePassed(1), slow, after=2.0).view
     step = happen(view, PlanPrepared(view.preparing), slow)
     assert step.actions == (decide.PostponePlan(("name-b",)),)
-    busy = happen(step.view, TimePassed(1), slow, after=60.0)
+    busy = happen(step.view, TimePassed(1), slow, after=decide.POSTPONED_SECONDS - 3.0)
     assert busy.actions == ()
     assert happen(busy.view, TimePassed(), slow).view.serving == ("a", "b")
+    assert happen(busy.view, TimePassed(1), slow, after=1.0).view.serving == ("a", "b"), "a minute"
 
 
 @pytest.mark.parametrize(("faster", "used"), [(0.97, False), (0.9, True)])
@@ -515,7 +498,7 @@ def test_an_equal_worker_replaces_none(faster: float, used: bool) -> None:
         seconds = faster if best.address == worker("b").address else 1.0
         return cast(Plan, SimpleNamespace(**{**vars(plan), "slowest_seconds": seconds}))
 
-    step = happen(joined(AUTO, pick_one), TimePassed(), pick_one, after=2.0)
+    step = happen(joined(PATIENT, pick_one), TimePassed(), pick_one, after=2.0)
     (action,) = step.actions
     assert isinstance(action, decide.PreparePlan if used else decide.KeepPlan)
 
@@ -523,7 +506,7 @@ def test_an_equal_worker_replaces_none(faster: float, used: bool) -> None:
 def test_open_answers_are_not_paused_again_soon_after_a_failure() -> None:
     """The worker that failed returns. It is used at once when no answer is open, and else after CALM_SECONDS."""
     planner = planner_for(1)
-    view = serving("a", "b", planner=planner, settings=AUTO)
+    view = serving("a", "b", planner=planner, settings=PATIENT)
     view = happen(view, WorkerLost(worker("b").address, "silent"), planner, after=60.0).view
     view = happen(view, PlanServing(view.epoch), planner).view
     assert view.serving == ("a",)
@@ -538,7 +521,7 @@ def test_open_answers_are_not_paused_again_soon_after_a_failure() -> None:
 def test_a_worker_that_cannot_load_does_not_end_the_plan() -> None:
     """It backs off after each failure, and is tried again."""
     planner = planner_for(1)
-    view = happen(joined(AUTO, planner), TimePassed(), planner, after=2.0).view
+    view = happen(joined(PATIENT, planner), TimePassed(), planner, after=2.0).view
     for tries in (1, 2, 3):
         view = happen(
             view, PreparationFailed(view.preparing, "too little memory", "b"), planner
@@ -551,21 +534,10 @@ def test_a_worker_that_cannot_load_does_not_end_the_plan() -> None:
     assert prepared(view, planner).serving == ("a", "b")
 
 
-def test_a_replan_answers_when_the_new_worker_cannot_load() -> None:
-    """The plan stays, and the request is answered."""
-    planner = planner_for(1)
-    view = happen(joined(PATIENT, planner), ReplanRequested(), planner).view
-    step = happen(view, PreparationFailed(view.preparing, "too little memory", "b"), planner)
-    (action,) = step.actions
-    assert isinstance(action, decide.KeepPlan)
-    assert action.reason.endswith("; too little memory")
-    assert not step.view.replan
-
-
 def test_a_plan_that_fails_while_the_next_one_is_prepared_is_replaced() -> None:
     """The recovery uses the new worker, whether it has loaded or not."""
     planner = planner_for(1)
-    view = happen(joined(AUTO, planner), TimePassed(), planner, after=2.0).view
+    view = happen(joined(PATIENT, planner), TimePassed(), planner, after=2.0).view
     step = happen(view, PlanFailed(1, "a hop broke"), planner)
     assert step.view.serving == ("a", "b")
     assert not step.view.preparing
@@ -575,7 +547,7 @@ def test_a_plan_that_fails_while_the_next_one_is_prepared_is_replaced() -> None:
 def test_a_worker_that_fails_again_and_again_does_not_keep_another_from_being_used() -> None:
     """`b` loads for ten minutes. `c` fails at once, whenever its back-off ends."""
     planner = planner_for(1)
-    view = happen(joined(AUTO, planner), WorkerJoined(worker("c")), planner).view
+    view = happen(joined(PATIENT, planner), WorkerJoined(worker("c")), planner).view
     view = happen(view, TimePassed(), planner, after=2.0).view
     assert len(view.preparing) == 3
     view = happen(view, PreparationFailed(view.preparing, "too little memory", "c"), planner).view

@@ -15,7 +15,6 @@ from coordinator.cluster.events import (
     Event,
     GroupMeasured,
     PlanServing,
-    ReplanRequested,
     WorkerJoined,
     WorkerLost,
     apply,
@@ -116,7 +115,7 @@ async def test_an_unexpected_exception_ends_the_process_once(
     manager.end_process = reported.append
     monkeypatch.setattr(manager_module, "apply", broken)
     for _ in range(3):
-        manager.replan()
+        manager._apply_event(WorkerLost("a", "silent"))
     (error,) = reported
     assert "OverflowError: int too large" in str(error)
 
@@ -168,14 +167,13 @@ async def test_a_group_is_planned_again_with_its_measured_sums(
 
 
 def test_a_new_process_has_measured_nothing() -> None:
-    """A worker that came back may have another cable, and a user who asks for a plan wants a new measurement."""
+    """A worker that came back may have another cable."""
     view = apply(View(Settings()), WorkerJoined(worker("a")), 0.0)
     view = apply(view, GroupMeasured(("a",), 0.05), 1.0)
     same = apply(view, WorkerJoined(view.members["a"]), 2.0)
     assert same.members["a"].collectives == {frozenset("a"): 0.05}
     other = apply(view, WorkerJoined(replace(worker("a"), worker_id="another")), 2.0)
     assert not other.members["a"].collectives
-    assert not apply(view, ReplanRequested(), 2.0).members["a"].collectives
 
 
 def test_only_workers_on_this_machine_count() -> None:
