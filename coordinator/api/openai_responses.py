@@ -304,21 +304,6 @@ async def delete_response(request: Request, response_id: str) -> Response:
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
-@router.get("/v1/responses/{response_id}/input_items")
-async def list_input_items(
-    request: Request, response_id: str, order: Literal["asc", "desc"] = "desc"
-) -> Response:
-    """List the input items of a stored response on one page, the newest first unless `order` is `asc`."""
-    record, _ = await stored_of(request).find(request, response_id)
-    sent = enumerate(record.history["input"])
-    items = [{"id": f"in_{response_id[5:]}{number}", **item} for number, item in sent]
-    if order == "desc":
-        items.reverse()
-    first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
-    ends = {"first_id": first, "last_id": last, "has_more": False}
-    return JSONResponse({"object": "list", "data": items, **ends})
-
-
 async def prepare(api: Api, request: Request) -> PreparedAnswer:
     """Read the body and render the conversation. Raises RequestError, naming the invalid field."""
     body = await read_body(request, ResponsesBody)

@@ -30,7 +30,6 @@ from proto.errors import ClusterError
 from proto.state_dir import state_dir
 from proto.terminal.options import JsonOption, StateOption, takes_options
 from worker.engine import hardware
-from worker.model.layer_variants import write_trials
 
 CHECK_SECONDS = 600.0
 """Seconds. Longest single check. With --full one loads and measures a large model."""
@@ -158,9 +157,6 @@ class DoctorOptions:
             "--full", help="Take minutes: longer texts, more depths, and mlx-lm beside it."
         ),
     ] = False
-    retry: Annotated[
-        bool, typer.Option("--retry", help="Forget which kernels failed or were slower here.")
-    ] = False
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Connect to workers without encryption.")
     ] = False
@@ -168,16 +164,14 @@ class DoctorOptions:
     json: JsonOption = False
 
 
-@takes_options(DoctorOptions)
+@takes_options(DoctorOptions, {"--retry": "Remove kernels.json from the state directory."})
 def doctor(options: DoctorOptions) -> None:
     """Check this machine, its kernels and its workers, and print advice.
 
     Takes about 30 seconds with the built-in model. With another MODEL the answers come from it. Exits with status 1 if
-    a check fails. With --retry this check and the next start of a worker try the optional kernels again.
+    a check fails.
     """
     logging.getLogger().setLevel(logging.ERROR)
-    if options.retry:
-        write_trials({})
     checkpoint = Checkpoint.open(resolve_model(options.model))
     state = state_dir(options.state_dir)
     trust = None if options.insecure else ClusterTrust.open(state, create=False)

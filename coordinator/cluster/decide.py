@@ -18,14 +18,8 @@ SETTLE_SECONDS = 2.0
 POSTPONED_SECONDS = 60.0
 """Seconds. Workers that joined are then used although answers are open, for a server that is never idle."""
 
-CALM_SECONDS = 10.0
-"""Seconds after a failure without a pause for more workers, which the next recovery, often near, uses anyway."""
-
 LONGEST_PATIENCE = 6.0
 """Seconds of a recovery after which back-offs do not count, so that answers do not wait under a long `--wait`."""
-
-PAYING_SHARE = 0.7
-"""Slowest stage of the new plan over that of the present one, below which it pays to compute every answer again."""
 
 EQUAL_SHARE = 0.95
 """The same share, above which two plans over as many workers are equally fast: speeds are measured."""
@@ -164,7 +158,7 @@ def _plan_while_serving(view: View, planner: Planner) -> Action | None:
 
 
 def _plan_with_joined(view: View, planner: Planner) -> Action | None:
-    """Use workers that joined since the plan started, when no answer is open or the gain is large."""
+    """Use workers that joined since the plan started, when no answer is open or after POSTPONED_SECONDS."""
     usable, ids = view.candidates(), view.candidate_ids()
     joined = [m for m in usable if m.address not in view.serving]
     if not joined:
@@ -177,9 +171,6 @@ def _plan_with_joined(view: View, planner: Planner) -> Action | None:
         return None
     if view.now - joined_since < SETTLE_SECONDS:
         return None
-    calm = view.now - view.failed_at >= CALM_SECONDS
-    if view.open_requests and not calm and ids == view.prepared:
-        return None
     names = tuple(m.name for m in joined)
     listed = ", ".join(names)
     try:
@@ -187,13 +178,7 @@ def _plan_with_joined(view: View, planner: Planner) -> Action | None:
         if _is_in_force(view, plan) or _is_as_good(view, plan, planner):
             return KeepPlan(f"it is the best one with {listed}")
         action = _change_to(view, plan, f"{listed} joined")
-        if not isinstance(action, StartPlan) or not view.open_requests:
-            return action
-        if not calm:
-            return None
-        # Without workers the planner has no figure for this process.
-        paying = PAYING_SHARE * _present(view, planner).slowest_seconds if view.serving else 0.0
-        if waited or plan.slowest_seconds <= paying:
+        if not isinstance(action, StartPlan) or not view.open_requests or waited:
             return action
     except ClusterError as error:
         return KeepPlan(f"no plan with {listed}: {error}")

@@ -213,7 +213,6 @@ class _Server:
         assert self._lasting is not None
         self._end_pages()  # they reconnect to the app that serves the model
         self.parts = parts
-        parts.app.state.live_feed.collect = parts.loop.collect_trace
         parts.app.state.live_feed.start()
         self.app.app = parts.app
 

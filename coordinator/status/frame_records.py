@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from coordinator.drafts.averages import DraftCounts, DraftResult
-from coordinator.status.frame_trace import COORDINATOR, ProcessTrace
-from proto.errors import ClusterError
 from proto.frame import Frame
-from proto.frame_stamps import StageStep
-
-log = logging.getLogger(__name__)
 
 MAX_RECORDS = 4000
 """Records kept: 20 seconds at 200 frames a second."""
@@ -27,33 +19,22 @@ RATE_SECONDS = 10.0
 STEPS = 20
 """Decode steps over which the time of a stage is averaged."""
 
-DEADLINE_SECONDS = 1.0
-"""Seconds. Bounds one collection of stamps. Frames without it stay without exact times."""
-
-MARGIN_SECONDS = 0.05
-"""Seconds. A frame reaches its first stage after it was sent, but clocks of machines differ a little."""
-
-FrameKey = tuple[int, int]
-"""The epoch and the number of a frame."""
-
 StageSpans = tuple[tuple[float, float], ...]
 """Start and end of each stage's work, in seconds on the loop's clock."""
 
 FrameKind = Literal["prompt", "decode", "window", "speculative", "invalidated"]
-
-CollectTraces = Callable[[float], Awaitable[list[ProcessTrace]]]
-"""A function that returns the traces of all processes over the last seconds."""
 
 
 @dataclass
 class FrameRecord:
     """One returned frame. `number` counts all records since the start. Times are seconds on the loop's clock.
 
-    `wasted` of its `rows` were rejected or invalidated. `stages` is empty until the stamps of the stages have come.
+    `wasted` of its `rows` were rejected or invalidated. The lengths in `stages` are measured, their starts are the
+    earliest that the order of frames allows. `mtp-coord trace` has exact ones.
     """
 
     number: int
-    key: FrameKey
+    epoch: int
     kind: FrameKind
     rows: int
     wasted: int
@@ -61,7 +42,7 @@ class FrameRecord:
     sent_at: float
     returned_at: float
     stage_us: tuple[int, ...]
-    stages: StageSpans = ()
+    stages: StageSpans
 
 
 @dataclass(frozen=True)
@@ -86,6 +67,8 @@ class FrameRecords:
     drafts: DraftCounts = field(default_factory=DraftCounts)
     matched: DraftCounts = field(default_factory=DraftCounts)
     """The counts of drafts from the text."""
+    _busy_until: list[float] = field(default_factory=list)
+    """The end of the last frame of each stage of the present plan, in seconds on the loop's clock."""
 
     def record_frame(
         self,
@@ -107,10 +90,20 @@ class FrameRecords:
         kept = sum(o.accepted_length for o in frame.outcomes if not o.cancelled)
         kind = _kind_of(frame, speculative=speculative)
         self.count += 1
-        key, us = (frame.epoch, frame.number), frame.stage_us
-        self.records.append(
-            FrameRecord(self.count, key, kind, rows, rows - kept, tokens, sent_at, now, us)
-        )
+        stages = self._place_stages(frame, sent_at)
+        numbers = self.count, frame.epoch, kind, rows, rows - kept, tokens
+        self.records.append(FrameRecord(*numbers, sent_at, now, frame.stage_us, stages))
+
+    def _place_stages(self, frame: Frame, sent_at: float) -> StageSpans:
+        """Return when each stage computed `frame`, at the earliest: after the stage and the frame before it."""
+        if not self.records or self.records[-1].epoch != frame.epoch:
+            self._busy_until = [sent_at] * len(frame.stage_us)
+        spans, end = [], sent_at
+        for stage, us in enumerate(frame.stage_us[: len(self._busy_until)]):
+            start = max(end, self._busy_until[stage])
+            end = self._busy_until[stage] = start + us / 1e6
+            spans.append((start, end))
+        return tuple(spans)
 
     # ---- figures
 
@@ -130,7 +123,7 @@ class FrameRecords:
         busy: list[float] = []
         for record in reversed(self.records):
             recent = record.returned_at > now - RATE_SECONDS
-            if record.key[0] != epoch or (len(steps) == STEPS and not recent):
+            if record.epoch != epoch or (len(steps) == STEPS and not recent):
                 break
             within = min(record.returned_at, now) - max(record.sent_at, now - RATE_SECONDS)
             busy = busy or [0.0] * len(record.stage_us)
@@ -148,38 +141,6 @@ class FrameRecords:
         """Return the records after record `number`, at most the `most` newest."""
         missing = min(self.count - number, most, len(self.records))
         return [self.records[i] for i in range(len(self.records) - missing, len(self.records))]
-
-    async def add_exact_times(self, after: int, collect: CollectTraces) -> None:
-        """Collect the stamps once if records after number `after` lack their exact times."""
-        waiting = [record for record in self.since(after) if not record.stages]
-        if not waiting:
-            return
-        seconds = time.monotonic() - min(record.sent_at for record in waiting) + MARGIN_SECONDS
-        try:
-            async with asyncio.timeout(DEADLINE_SECONDS):
-                processes = await collect(seconds)
-        except (ClusterError, TimeoutError) as error:  # the plan changes, or a worker is lost
-            log.debug("no trace", extra={"error": str(error)})
-            return
-        exact = stage_spans(processes)
-        for record in waiting:
-            stages = exact.get(record.key, ())
-            if len(stages) == len(record.stage_us):
-                record.stages = stages
-
-
-def stage_spans(processes: Sequence[ProcessTrace]) -> dict[FrameKey, StageSpans]:
-    """Return the start and end of each stage's work on each frame, in seconds, of the stages that finished it."""
-    found: dict[FrameKey, list[tuple[float, float]]] = {}
-    for process in sorted(processes, key=lambda process: process.stage):
-        if process.stage == COORDINATOR:
-            continue
-        for frame in process.frames:
-            start, end = frame.times[StageStep.STARTED], frame.times[StageStep.ENCODED]
-            if start and end:
-                spans = found.setdefault((frame.epoch, frame.number), [])
-                spans.append((start / 1e9, end / 1e9))
-    return {key: tuple(spans) for key, spans in found.items()}
 
 
 def _kind_of(frame: Frame, *, speculative: bool) -> FrameKind:

@@ -125,10 +125,6 @@ class Sample:
         return [round(v, 4) if isinstance(v, float) else v for v in astuple(self)]
 
 
-TRAFFIC_SAMPLES = 6
-"""Samples over which the traffic is averaged: five seconds, so that one late status of a worker changes little."""
-
-
 class History:
     """The samples, oldest first. The caller passes times: `at` since 1970, `now` in the clock of `latency`."""
 
@@ -139,27 +135,12 @@ class History:
         self._drafted = 0
         self._accepted = 0
         self._sampled_at: float | None = None
-        self._counters = deque[tuple[float, dict[str, tuple[int, int]]]](maxlen=TRAFFIC_SAMPLES)
-
-    def traffic(self) -> dict[str, list[float]]:
-        """Return the bytes a second into and out of each worker whose counters grew, with two digits each."""
-        if not self._counters:
-            return {}
-        (then, before), (now, after) = self._counters[0], self._counters[-1]
-        rates = {}
-        for address in before.keys() & after.keys():
-            grown = [new - old for old, new in zip(before[address], after[address], strict=True)]
-            if min(grown) >= 0 < sum(grown):  # a restarted worker counts from zero
-                rates[address] = [float(f"{count / (now - then):.2g}") for count in grown]
-        return rates
 
     def record_status(self, status: ClusterStatus, at: float, now: float) -> Sample | None:
         """Return a new sample if SAMPLE_SECONDS have passed since the last one. The first call returns none."""
         if self._sampled_at is not None and now - self._sampled_at < SAMPLE_SECONDS:
             return None
         before, self._sampled_at = self._sampled_at, now
-        counters = {n.address: (n.bytes_in, n.bytes_out) for n in status.nodes if n.address}
-        self._counters.append((now, counters))
         tokens = self._latency.tokens
         drafted, accepted = sum(status.drafted_by_position), sum(status.accepted_by_position)
         new_tokens, new_drafted = tokens - self._tokens, drafted - self._drafted

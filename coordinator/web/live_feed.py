@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from starlette.staticfiles import StaticFiles
 
 from coordinator.status import history
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
-from coordinator.status.frame_records import CollectTraces, FrameRecord, FrameRecords
+from coordinator.status.frame_records import FrameRecord, FrameRecords
 from proto.errors import CapacityError
 from proto.terminal.progress import format_size
 
@@ -74,13 +73,6 @@ MAX_SUBSCRIBERS = 200
 QUEUED_MESSAGES = 20
 """Messages. A subscriber that is this far behind (ten seconds) gets a new snapshot instead of them."""
 
-TRACE_SECONDS = 1.0
-"""Seconds between two collections of stamps: short enough for a live picture, and one call a second to each worker."""
-
-HOLD_SECONDS = 1.3
-"""Seconds. A frame waits so long for its exact times before it is left out: TRACE_SECONDS and the time of a collection.
-With the time of a message it is below DELAY in assets/timeline.js."""
-
 MAX_FRAMES_SENT = 500
 """Frames in one message. Older ones are left out: 2,000 a second is more than a page can draw."""
 
@@ -108,28 +100,23 @@ class LiveFeed:
         self._sent_requests: list[Json] = []  # the open requests that pages have
         self._sent_ended = 0  # ended requests that pages have
         self._sent_frame = 0  # number of the newest frame that pages have
-        self.collect: CollectTraces | None = None
-        """The source of exact times, if the server has one."""
         self._status: Json = {}
         self.subscribers: set[Subscriber] = set()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._task: asyncio.Task[None] | None = None
         self._is_closed = False
 
     # ---- life
 
     def start(self) -> None:
         """Begin to look at the status. Later calls change nothing."""
-        if not self._tasks and not self._is_closed:
-            self._tasks = [
-                asyncio.create_task(self._run(), name="live feed"),
-                asyncio.create_task(self._run_trace(), name="live trace"),
-            ]
+        if self._task is None and not self._is_closed:
+            self._task = asyncio.create_task(self._run(), name="live feed")
 
     def close(self) -> None:
         """End every stream and stop."""
         self._is_closed = True
-        for task in self._tasks:
-            task.cancel()
+        if self._task is not None:
+            self._task.cancel()
         for queue in self.subscribers:
             _empty(queue)
             queue.put_nowait(None)
@@ -142,15 +129,6 @@ class LiveFeed:
                 log.exception("live feed failed")
             await asyncio.sleep(MESSAGE_SECONDS)
 
-    async def _run_trace(self) -> None:
-        while True:
-            await asyncio.sleep(TRACE_SECONDS)
-            try:
-                if self.collect is not None and self.subscribers:
-                    await self.frames.add_exact_times(self._sent_frame, self.collect)
-            except Exception:  # as in _run
-                log.exception("live trace failed")
-
     # ---- messages
 
     def publish_changes(self) -> None:
@@ -162,7 +140,7 @@ class LiveFeed:
             self._status, self._sent_frame = {}, self.frames.count
             self._sent_ended = self.requests.ended
             return
-        before, self._status = self._status, status_fields(status, self.history.traffic())
+        before, self._status = self._status, status_fields(status)
         delta: Json = {}
         changed = {k: v for k, v in self._status.items() if before.get(k, ...) != v}
         if changed:
@@ -193,10 +171,7 @@ class LiveFeed:
 
     def _new_frames(self) -> list[list[float | str]]:
         """Return the frames since the last message, as `compact_frame` writes them."""
-        settled = time.monotonic() - HOLD_SECONDS
-        found = self.frames.since(self._sent_frame, MAX_FRAMES_SENT)
-        new = list(takewhile(lambda frame: frame.stages or frame.returned_at <= settled, found))
-        if new:
+        if new := self.frames.since(self._sent_frame, MAX_FRAMES_SENT):
             self._sent_frame = new[-1].number
         return _compact_frames(new)
 
@@ -210,7 +185,7 @@ class LiveFeed:
 
     def _snapshot(self) -> bytes:
         if not self._status:
-            self._status = status_fields(self.source.status(), self.history.traffic())
+            self._status = status_fields(self.source.status())
         recent = self.frames.since(self._sent_frame - MAX_FRAMES_SENT, 2 * MAX_FRAMES_SENT)
         snapshot = {
             "time": time.time(),
@@ -251,9 +226,9 @@ class LiveFeed:
             self.subscribers.discard(queue)
 
 
-def status_fields(status: ClusterStatus, traffic: dict[str, list[float]]) -> Json:
-    """Return the fields of `status` for a page, with `traffic` and the line about its activity."""
-    fields = {**asdict(status), "traffic": traffic}
+def status_fields(status: ClusterStatus) -> Json:
+    """Return the fields of `status` for a page, with the line about its activity."""
+    fields = asdict(status)
     for name in ("uptime_seconds", "phase_seconds"):
         del fields[name]  # they would change in every message
     fields["started_at"] = round(time.time() - status.uptime_seconds)

@@ -59,7 +59,7 @@ NEWEST_KINDS = """async () => {
     await reader.cancel();
     return JSON.parse(text.split("\\n")[1].slice("data: ".length)).frames.map((frame) => frame[1]);
 }"""
-"""The kinds of the last frames in a new snapshot. Frames without exact times are left out."""
+"""The kinds of the last frames in a new snapshot."""
 
 
 @pytest.fixture(scope="module")

@@ -287,7 +287,7 @@ async def test_a_second_coordinator(team: Team, toy: Path) -> None:
 
 @pytest.mark.smoke
 async def test_a_worker_that_joins(team: Team, toy: Path, wanted: Wanted) -> None:
-    """It is used while answers are open, because the gain is large, and they continue."""
+    """It is used although answers are open, and they continue."""
     first, second = team.addresses
     team.proxies[1].refuse()
     alone = Settings(

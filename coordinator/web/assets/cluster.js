@@ -42,8 +42,7 @@ export class ClusterView {
     const stages = status.nodes.filter((node) => node.span);
     const others = status.nodes.filter((node) => !node.span);
     this.draw("strip", [status.architecture, stages.map((n) => [n.name, n.span, n.health])], () => drawStrip(this.strip, status, stages));
-    const traffic = status.traffic ?? {};
-    this.draw("machines", [stages.map((node) => ({ ...node, bytes_in: 0, bytes_out: 0 })), traffic], () => this.machines.replaceChildren(...stages.map((node, i) => machine(node, i, stages, traffic[node.address]))));
+    this.draw("machines", [stages.map((node) => ({ ...node, bytes_in: 0, bytes_out: 0 }))], () => this.machines.replaceChildren(...stages.map((node, i) => machine(node, i, stages))));
     this.draw("others", others, () => this.drawOthers(others, status));
     this.draw("requests", [this.live.openRequests, this.live.openRequests.length && Math.floor(this.live.now()), this.live.endedRequests.at(-1)?.number ?? 0], () => this.drawRequests());
     this.draw("events", this.live.events.at(-1) ?? null, () => this.drawEvents());
@@ -168,7 +167,7 @@ function range(span) {
 
 // ---- machines
 
-function machine(node, index, stages, traffic) {
+function machine(node, index, stages) {
   const longest = Math.max(...stages.map((one) => one.stage_ms ?? 0), 1e-9);
   const next = stages[index + 1];
   return h("li", { class: "machine", "data-health": node.health },
@@ -183,7 +182,6 @@ function machine(node, index, stages, traffic) {
       next ? `to ${next.name}` : node.address && "to the coordinator",
       node.link_ms !== null && `${node.link_ms.toFixed(2)} ms a hop`,
       node.link_bytes_per_second && `${bytes(node.link_bytes_per_second)}/s possible`,
-      traffic && `${bytes(traffic[0])}/s in, ${bytes(traffic[1])}/s out`,
       node.bytes_out > 0 && `${bytes(node.bytes_in + node.bytes_out)} in all`,
       node.failure_count && plural(node.failure_count, "recent failure"),
     ].filter(Boolean).join(" · ")));

@@ -19,7 +19,6 @@ def main() -> None:
     follow_moved_clock()
     with (
         patch("coordinator.cluster.view.LONGEST_BACKOFF", FIRST_BACKOFF / 2),
-        patch("coordinator.cluster.decide.CALM_SECONDS", 0.0),
         patch("coordinator.cluster.decide.POSTPONED_SECONDS", 0.0),
     ):
         cli.main()

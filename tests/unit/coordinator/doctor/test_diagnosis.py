@@ -7,18 +7,15 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from coordinator.cli import app, doctor_command
+from coordinator.cli import doctor_command
 from coordinator.cli.doctor_command import Diagnosis, json_report
 from coordinator.doctor.answer import Answer
 from coordinator.doctor.checks import Finding, Verdict
 from coordinator.schedule.request import GenerationStats
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.layers.layer import KernelTrial
 from proto.errors import CheckpointError
-from worker.model.layer_variants import read_trials, write_trials
 
 
 async def silent() -> Finding:
@@ -86,21 +83,3 @@ async def test_a_plain_answer_that_fails_does_not_end_the_run(
     await run.check_model()
     assert run.findings[0].figure == "the plain answer failed"
     assert [finding.check for finding in run.findings] == ["answer"]
-
-
-def test_doctor_forgets_the_trials_of_kernels(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """With --retry, a kernel that failed or lost is tried again. Without it the trials stay."""
-    monkeypatch.setenv("MTP_STATE_DIR", str(tmp_path))
-
-    async def find_nothing(_: Diagnosis) -> list[Finding]:
-        """Skip all checks."""
-        return []
-
-    monkeypatch.setattr(Diagnosis, "run", find_nothing)
-    write_trials({"window": KernelTrial(problem="it does not compile")})
-    for flags, kept in (([], 1), (["--retry"], 0)):
-        result = CliRunner().invoke(app, ["doctor", *flags], catch_exceptions=False)
-        assert result.exit_code == 0
-        assert len(read_trials()) == kept

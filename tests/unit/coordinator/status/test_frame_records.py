@@ -1,8 +1,7 @@
-"""The records of frames: kinds, rates, stage times, shares of time and exact times."""
+"""The records of frames: kinds, rates, stage times, and shares of time."""
 
 from __future__ import annotations
 
-import time
 from random import Random
 from typing import Any
 
@@ -10,10 +9,7 @@ import pytest
 
 from coordinator.drafts.averages import DraftResult
 from coordinator.status.frame_records import MAX_RECORDS, RATE_SECONDS, FrameRecords
-from coordinator.status.frame_trace import COORDINATOR, FrameTimes, ProcessTrace
-from proto.errors import WorkerLostError
 from proto.frame import Frame, Outcome, Segment
-from proto.frame_stamps import StageStep
 
 Pair = tuple[Segment, Outcome]
 
@@ -121,34 +117,15 @@ def test_hostile_times_give_no_impossible_figures(seed: int) -> None:
             assert all(0 <= load.busy <= 1 for load in loads)
 
 
-async def test_records_get_the_times_that_their_stages_measured() -> None:
-    """Only records that a page lacks are looked up. A stage that is lost or late leaves them without times."""
-    now = time.monotonic()
-    begun = ((1, 0, now - 2.98), (1, 1, now - 2.95), (2, 0, now - 0.97))  # stage 1 is late
-    asked: list[float] = []
-
-    async def collect(seconds: float) -> list[ProcessTrace]:
-        asked.append(seconds)
-        if len(asked) == 1:
-            raise WorkerLostError("stage 1 is lost")
-        times: dict[int, list[FrameTimes]] = {COORDINATOR: [], 1: [], 0: []}
-        for number, stage, start in begun:
-            steps = [0] * len(StageStep)
-            steps[StageStep.STARTED] = int(start * 1e9)
-            steps[StageStep.ENCODED] = int((start + 0.01) * 1e9)
-            times[stage].append(FrameTimes(1, number, 1, tuple(steps)))
-        return [ProcessTrace("", stage, tuple(t)) for stage, t in times.items()]
-
+def test_a_stage_computes_one_frame_after_another() -> None:
+    """A block begins after the one before it in its row, and after its own in the stage before."""
     records = FrameRecords()
-    await records.add_exact_times(0, collect)
-    assert asked == []
-    for number, age in ((1, 3), (2, 1)):
-        records.record_frame(frame_of(DECODE, number=number), now - age, now - age + 0.1)
-    await records.add_exact_times(0, collect)
-    assert not any(record.stages for record in records.records)
-    await records.add_exact_times(0, collect)
-    first, second = (sum(record.stages, ()) for record in records.records)
-    assert first == pytest.approx((now - 2.98, now - 2.97, now - 2.95, now - 2.94))
-    assert not second
-    await records.add_exact_times(1, collect)
-    assert [int(seconds) for seconds in asked] == [3, 3, 1]
+    for number, sent in ((0, 10.0), (1, 10.001), (2, 20.0)):
+        frame = frame_of(DECODE, number=number, us=(10_000, 20_000))
+        records.record_frame(frame, sent, sent + 0.1)
+    records.record_frame(frame_of(DECODE, epoch=2, us=(10_000,)), 20.001, 20.1)
+    first, second, third, replanned = (sum(record.stages, ()) for record in records.records)
+    assert first == pytest.approx((10.0, 10.01, 10.01, 10.03))
+    assert second == pytest.approx((10.01, 10.02, 10.03, 10.05))
+    assert third == pytest.approx((20.0, 20.01, 20.01, 20.03))
+    assert replanned == pytest.approx((20.001, 20.011))

@@ -142,16 +142,3 @@ def test_counters_that_went_back_give_no_acceptance(
     sample = history.record_status(after, 1.0, SAMPLE_SECONDS)
     assert sample is not None
     assert sample.acceptance == expected
-
-
-def test_traffic_comes_from_counters_that_grew() -> None:
-    """A worker that was restarted, that is new or that sends nothing has no rate."""
-    history = History(LatencyLog())
-    assert history.traffic() == {}
-    before = (replace(A, bytes_in=100, bytes_out=10), replace(B, bytes_in=500))
-    after = (replace(A, bytes_in=300, bytes_out=20), replace(B, bytes_in=5))
-    for now in (1.0, 2.0):
-        history.record_status(replace(SERVING, nodes=before), now, now)
-        assert history.traffic() == {}
-    history.record_status(replace(SERVING, nodes=after), 3.0, 3.0)
-    assert history.traffic() == {A.address: [100.0, 5.0]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +11,9 @@ from typing import Any
 import pytest
 
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus
-from coordinator.status.frame_trace import ProcessTrace
 from coordinator.status.history import SAMPLE_SECONDS, LatencyLog
 from coordinator.web import live_feed
-from coordinator.web.live_feed import HOLD_SECONDS, LiveFeed
+from coordinator.web.live_feed import LiveFeed
 from proto.errors import CapacityError
 from proto.frame import Frame, Outcome, Segment
 
@@ -155,24 +153,22 @@ async def test_the_feed_looks_by_itself_and_survives_a_fault() -> None:
     feed.close()
 
 
-def record_window(feed: LiveFeed, returned_at: float, *, exact: bool) -> None:
+def record_window(feed: LiveFeed, returned_at: float) -> None:
     """Record a returned window of 3 rows, one of them rejected."""
     segment, outcome = Segment(1, 1, 3, (4, 5, 6), open=True), Outcome(1, 1, 2, 9)
     frame = Frame(1, 0, segments=(segment,), outcomes=(outcome,), stage_us=(1000, 2000))
     feed.frames.record_frame(frame, returned_at - 0.01, returned_at)
-    if exact:
-        feed.frames.records[-1].stages = ((1.0, 1.1), (1.2, 1.3))
 
 
 async def test_frames_reach_each_page_once() -> None:
     """Open pages get new frames, a later page the last ones, and none comes twice."""
     feed = ChangingStatus().feed()
-    record_window(feed, 1.01, exact=True)
+    record_window(feed, 1.01)
     first = feed.subscribe()
     _, snapshot = await read(first)
     feed.publish_changes()
     _, delta = await read(first)
-    record_window(feed, 1.11, exact=True)
+    record_window(feed, 1.11)
     second = feed.subscribe()
     _, late = await read(second)
     feed.publish_changes()
@@ -182,52 +178,6 @@ async def test_frames_reach_each_page_once() -> None:
     assert [frame[0] for frame in late["frames"]] == [1]
     assert [frame[:4] for frame in both["frames"]] == [[2, "w", 3, 1]]
     assert len(both["frames"][0]) == 6 + 2 * 2
-
-
-async def test_frames_wait_for_their_exact_times() -> None:
-    """The frames behind one without times wait with it, and after HOLD_SECONDS it is left out."""
-    feed = ChangingStatus().feed()
-    stream = feed.subscribe()
-    await read(stream)
-    feed.publish_changes()
-    now = time.monotonic()
-    record_window(feed, now - HOLD_SECONDS - 1, exact=False)
-    record_window(feed, now - HOLD_SECONDS, exact=True)
-    record_window(feed, now + 60, exact=False)
-    record_window(feed, now + 60, exact=True)
-    feed.publish_changes()
-    assert [frame[0] for frame in (await read(stream))[1]["frames"]] == [2]
-    feed.frames.records[-2].stages = feed.frames.records[-1].stages
-    feed.publish_changes()
-    assert [frame[0] for frame in (await read(stream))[1]["frames"]] == [3, 4]
-    await stream.aclose()
-
-
-async def test_exact_times_are_collected_while_a_page_is_open(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A collection that fails does not end the next ones."""
-    monkeypatch.setattr(live_feed, "TRACE_SECONDS", 0.01)
-    asked: asyncio.Queue[float] = asyncio.Queue()
-
-    async def collect(seconds: float) -> list[ProcessTrace]:
-        asked.put_nowait(seconds)
-        raise RuntimeError("a bug")
-
-    feed = LiveFeed(ChangingStatus(), LatencyLog())
-    feed.collect = collect
-    feed.start()
-    await asyncio.sleep(0.1)
-    record_window(feed, time.monotonic() + 60, exact=False)
-    await asyncio.sleep(0.1)
-    assert asked.empty()
-    async with asyncio.timeout(SECONDS):
-        stream = feed.subscribe()
-        await read(stream)
-        record_window(feed, time.monotonic() + 60, exact=False)
-        await asked.get()
-        await asked.get()
-    feed.close()
 
 
 async def test_requests_reach_pages_while_open_and_once_they_ended() -> None:
