@@ -19,6 +19,7 @@ from unittest.mock import patch
 import httpx
 import pytest
 
+from coordinator.cluster import decide
 from coordinator.cluster.membership import ManagerOptions
 from coordinator.cluster.view import MemberState, Settings
 from coordinator.pipeline.worker_client import WorkerClient
@@ -286,8 +287,11 @@ async def test_a_second_coordinator(team: Team, toy: Path) -> None:
 
 
 @pytest.mark.smoke
-async def test_a_worker_that_joins(team: Team, toy: Path, wanted: Wanted) -> None:
+async def test_a_worker_that_joins(
+    team: Team, toy: Path, wanted: Wanted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is used although answers are open, and they continue."""
+    monkeypatch.setattr(decide, "POSTPONED_SECONDS", 2.0)
     first, second = team.addresses
     team.proxies[1].refuse()
     alone = Settings(
