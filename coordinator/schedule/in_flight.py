@@ -27,9 +27,8 @@ class FrameInFlight:
     """Windows in flight per sequence at most, when the frame was sent."""
     valid_windows: int = 0
     """Windows in the frame that no outcome has invalidated."""
-    follows: FrameInFlight | None = None
-    """The frame whose windows this one continues, if it had not returned when this one was sent."""
-    returned: bool = False
+    follows: int | None = None
+    """The number of the frame whose windows this one continues, if it had not returned when this one was sent."""
     speculative: bool = False
     """The frame carries a window that was sent before the previous window of its sequence returned."""
     shape: Shape = field(default_factory=Shape)
@@ -39,11 +38,6 @@ class FrameInFlight:
     def continues(self) -> bool:
         """True if the windows of this frame continue those of a frame that was in flight."""
         return self.follows is not None
-
-    @property
-    def waits(self) -> bool:
-        """True while the frame that this one continues is in flight, so that this one is no micro-batch of its own."""
-        return self.follows is not None and not self.follows.returned
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,10 @@ class Scheduler:
     def _next_micro_batch(self, record: FrameInFlight) -> list[Segment]:
         """Return windows of the sequences that waited longest, or none if the pipeline has no room."""
         decoding = [s for s in self.running.values() if s.decoding]
-        in_flight = sum(1 for one in self.in_flight if one.valid_windows and not one.waits)
+        oldest = self.in_flight[0].number if self.in_flight else self.next_number
+        # A frame that continues one in flight is no micro-batch of its own.
+        own = (one for one in self.in_flight if one.follows is None or one.follows < oldest)
+        in_flight = sum(1 for one in own if one.valid_windows)
         if not decoding or in_flight > self.stages:
             return []
         all_decode = len(decoding) == len(self.running)
@@ -297,7 +300,9 @@ class Scheduler:
             chosen = ready[: -(-len(decoding) // self.stages)]
         if not chosen and all_decode:
             chosen = self._next_to_run_ahead(decoding, filled=filled)
-            record.follows = next((s.newest_frame for s in chosen if s.windows_in_flight), None)
+            record.follows = next(
+                (s.newest_frame.number for s in chosen if s.windows_in_flight), None
+            )
         shapes = [shape] * len(chosen) if filled else self._next_shapes(chosen)
         relay = all_decode and self.stages > 1
         segments = [
@@ -506,7 +511,6 @@ class Scheduler:
         if frame.number != expected or len(frame.outcomes) != len(frame.segments):
             raise ProtocolError(f"frame {frame.number} returned where {expected} was expected")
         record = self.in_flight.popleft()
-        record.returned = True
         self.prompts.record_frame(frame)
         self._record_step_cost(frame, record, now)
         result = FrameOutcome(now, backup=self.backups.returned(frame.number))

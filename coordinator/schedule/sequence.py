@@ -23,7 +23,7 @@ MOST_RESTORES = 2
 """Restores of a sequence that end with their plan before its backup is given up."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """A request and its state. `tokens` (prompt and emitted ones) suffice to rebuild everything else."""
 
