@@ -19,7 +19,7 @@ from mlx_lm.models.qwen3_5 import DecoderLayer, TextModelArgs
 from mtp.layers.kv_cache import KVRows
 from mtp.layers.layer import Hole, KVFormat, Layer
 from mtp.layers.reference.attention import AttentionLayer
-from mtp.sampling.grammar import GrammarState
+from mtp.sampling.grammar import Answer, GrammarState
 from mtp.sampling.sampler import (
     History,
     choose,
@@ -194,7 +194,7 @@ class DraftJob:
     params: SamplingParams
     history: History | None = None
     grammar: GrammarState | None = None
-    answer: Sequence[int] = ()
+    answer: Answer = field(default_factory=Answer)
 
     @cached_property
     def forced(self) -> tuple[int, ...]:
@@ -300,7 +300,7 @@ class _Chain:
         pending = mx.concatenate([mx.array([job.token], mx.int32), *self.tokens])
         if job.grammar is not None:
             drafted = cast(list[int], pending[1:].tolist())
-            logits = job.grammar.mask(logits, [*job.answer, *drafted])
+            logits = job.grammar.mask(logits, job.answer.with_pending(drafted))
         self.tokens.append(choose(logits, job.params, position, job.history, pending))
 
     def end(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import json
 import time
 import zlib
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import takewhile
 from typing import Any
@@ -27,8 +27,11 @@ from proto.params import SamplingParams
 MAX_UNPACKED_BYTES = 32 * 2**20
 """Bytes. Maximum size of an unpacked vocabulary; 250,000 tokens take about 5 MB."""
 
-MAX_CHECKPOINTS = 64
-"""Copies of a matcher that a sequence keeps: more than a window with its drafts has tokens. A copy takes 0.1 ms."""
+MAX_CHECKPOINTS = 8
+"""Copies of a matcher that a sequence keeps. They reach back farther than the windows in flight."""
+
+CHECKPOINT_TOKENS = 32
+"""Tokens between two copies. A copy takes 50 us, and 16 ns more for each token that the matcher has read."""
 
 
 @dataclass(frozen=True)
@@ -188,12 +191,42 @@ class _Tokens:
         return self._backend.encode(text, add_special_tokens=False).ids
 
 
+@dataclass(frozen=True)
+class Answer:
+    """An answer: the verified `tokens` after the first `start`, which are the prompt, and then `pending` ones.
+
+    `tokens` is the growing text of the sequence itself, since a copy for each mask would cost more with each token.
+    """
+
+    tokens: Sequence[int] = ()
+    start: int = 0
+    pending: tuple[int, ...] = ()
+
+    @property
+    def verified(self) -> int:
+        """Verified tokens of the answer."""
+        return max(0, len(self.tokens) - self.start)
+
+    def __len__(self) -> int:
+        return self.verified + len(self.pending)
+
+    def part(self, first: int, end: int) -> list[int]:
+        """Return the tokens `first` to `end` of the answer."""
+        verified = self.verified
+        found = list(self.tokens[self.start + first : self.start + min(end, verified)])
+        return found + list(self.pending[max(0, first - verified) : max(0, end - verified)])
+
+    def with_pending(self, tokens: Sequence[int]) -> Answer:
+        """Return the answer with further pending tokens."""
+        return replace(self, pending=(*self.pending, *tokens))
+
+
 class GrammarState:
     """The grammar of one sequence and the answer's tokens that its matcher has read.
 
-    The matcher follows any change of the text: it returns to a copy from before the difference. llguidance's own
-    rollback returns wrong masks for grammars with token ids (1.9.1). Until the answer contains the token `start`, every
-    token is allowed; None constrains the whole answer.
+    The matcher follows any change of the pending text: it returns to a copy from before the difference. llguidance's
+    own rollback returns wrong masks for grammars with token ids (1.9.1). Verified tokens are compared once. Until the
+    answer contains the token `start`, every token is allowed; None constrains the whole answer.
     """
 
     @classmethod
@@ -212,34 +245,43 @@ class GrammarState:
         self._start = start
         self._matcher = self._new_matcher()
         self._read: list[int] = []
+        self._sure = 0
+        """Tokens of `_read` that were verified when they were compared."""
+        self._searched = 0
+        """Verified tokens of the answer in which the token `start` was looked for."""
+        self._begins: int | None = None
+        """The place after `start`, once it is verified."""
         self._checkpoints: list[tuple[int, LLMatcher]] = []  # copies by the tokens they had read
 
-    def allowed(self, answer: Sequence[int]) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
-        """Return which tokens may follow `answer`, as booleans `[vocabulary]`, or None for all.
+    def allowed(
+        self, answer: Answer, length: int | None = None
+    ) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+        """Return which tokens may follow the first `length` tokens of `answer`, booleans `[vocabulary]`, None for all.
 
         A text that the grammar does not allow has no constraint: the target rejects it at an earlier position. Beyond a
         limit of llguidance only the end is allowed.
         """
-        constrained = self._constrained(answer)
-        if constrained is None or not (self._follow(constrained) or self._matcher.is_error()):
+        length = len(answer) if length is None else length
+        first = self._first_constrained(answer, length)
+        if first is None or not (self._follow(answer, first, length) or self._matcher.is_error()):
             return None
         return _unpacked(self._matcher.compute_bitmask(), self._tokenizer)
 
-    def forced(self, answer: Sequence[int]) -> list[int]:
+    def forced(self, answer: Answer) -> list[int]:
         """Return the tokens that must follow `answer`, as the tokenizer cuts them; empty if there is a choice."""
-        constrained = self._constrained(answer)
-        if constrained is None or not self._follow(constrained):
+        first = self._first_constrained(answer, len(answer))
+        if first is None or not self._follow(answer, first, len(answer)):
             return []
         return list(self._matcher.compute_ff_tokens())
 
-    def mask(self, logits: mx.array, answer: Sequence[int]) -> mx.array:
+    def mask(self, logits: mx.array, answer: Answer) -> mx.array:
         """Return logits `[w, vocab]` with -inf for the tokens that the grammar does not allow.
 
         The last row follows `answer`, and each row before it follows one token less.
         """
         rows = logits.shape[0]
         first = len(answer) - rows + 1
-        masks = [self.allowed(answer[: first + i]) for i in range(rows)]
+        masks = [self.allowed(answer, first + i) for i in range(rows)]
         if all(mask is None for mask in masks):
             return logits
         table = np.zeros((rows, logits.shape[1]), np.bool_)
@@ -247,25 +289,34 @@ class GrammarState:
             row[: None if mask is None else mask.size] = True if mask is None else mask
         return mx.where(mx.array(table), logits, -mx.inf)
 
-    def _constrained(self, answer: Sequence[int]) -> Sequence[int] | None:
-        """Return the part of the answer that the grammar covers, or None before it begins."""
-        if self._start is None:
-            return answer
-        return answer[answer.index(self._start) + 1 :] if self._start in answer else None
+    def _first_constrained(self, answer: Answer, length: int) -> int | None:
+        """Return where the part of the answer begins that the grammar covers, or None before it begins."""
+        if self._start is None or self._begins is not None:
+            return self._begins or 0
+        part = answer.part(self._searched, length)
+        found = self._searched + part.index(self._start) + 1 if self._start in part else None
+        self._searched = min(length, answer.verified)
+        if found is not None and found <= self._searched:
+            self._begins = found
+        return found
 
-    def _follow(self, tokens: Sequence[int]) -> bool:
-        """Bring the matcher to the state after `tokens`. Return False if the grammar does not allow them."""
-        pairs = zip(self._read, tokens, strict=False)
-        common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    def _follow(self, answer: Answer, first: int, length: int) -> bool:
+        """Bring the matcher to the state after the tokens `first` to `length`. Return False if they are not allowed."""
+        sure = min(self._sure, length - first)
+        pairs = zip(self._read[sure:], answer.part(first + sure, length), strict=False)
+        common = sure + len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         if common < len(self._read):
             self._return_to(common)
-        rest = list(tokens[len(self._read) :])
+        rest = answer.part(first + len(self._read), length)
         if not rest:
             return True
-        self._checkpoints.append((len(self._read), self._matcher.deep_copy()))
-        del self._checkpoints[:-MAX_CHECKPOINTS]
+        newest = self._checkpoints[-1][0] if self._checkpoints else 0
+        if len(self._read) - newest >= CHECKPOINT_TOKENS:
+            self._checkpoints.append((len(self._read), self._matcher.deep_copy()))
+            del self._checkpoints[:-MAX_CHECKPOINTS]
         count = self._matcher.try_consume_tokens(rest)
         self._read += rest[:count]
+        self._sure = min(len(self._read), max(0, answer.verified - first))
         return count == len(rest)
 
     def _return_to(self, length: int) -> None:

@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from mtp.head.drafter import HeadState
 from mtp.layers.layer import LayerCache
-from mtp.sampling.grammar import GrammarState
+from mtp.sampling.grammar import Answer, GrammarState
 from mtp.sampling.sampler import History
 from proto.errors import ProtocolError
 from proto.frame import Admit, Segment
@@ -242,9 +242,11 @@ class LastStageState:
     image_token: int = 0
     """The word that stands for a row of an image, for the head and for penalties."""
 
-    def answer_with(self, tokens: Sequence[int]) -> list[int]:
+    def answer_with(self, tokens: Sequence[int]) -> Answer:
         """Return the answer, which begins after the prompt: the verified tokens and then `tokens`."""
-        return [*self.tokens, *tokens][self.admitted.prompt :]
+        prompt = self.admitted.prompt
+        rest = max(0, prompt - len(self.tokens))  # of the prompt, in its last chunk
+        return Answer(self.tokens, prompt, tuple(tokens[rest:]))
 
     @property
     def params(self) -> SamplingParams:

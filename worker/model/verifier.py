@@ -168,7 +168,7 @@ class Verdict:
                 raise ProtocolError("drafts are requested, but this checkpoint has no MTP head")
             head, params, grammar = state.head, state.params, state.grammar
             end = segment.position + outcome.accepted_length
-            answer = state.answer_with([outcome.token]) if grammar else ()
+            answer = state.answer_with([outcome.token])
             jobs[run.key] = DraftJob(
                 head, segment.drafts, outcome.token, end, params, state.history, grammar, answer
             )

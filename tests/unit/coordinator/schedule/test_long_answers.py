@@ -75,8 +75,7 @@ def test_a_frame_costs_the_same_after_a_long_prompt(
 ) -> None:
     """The median frame after 100,000 tokens is as fast as after 100."""
     short, long = (
-        median(generate(mtp, stages, ngram, prompt, 3 * FRAMES)[-FRAMES:])
-        for prompt in (100, LONG)
+        median(generate(mtp, stages, ngram, prompt, 3 * FRAMES)[-FRAMES:]) for prompt in (100, LONG)
     )
     assert long < GROWTH * short, (short, long)
 
