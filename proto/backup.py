@@ -56,6 +56,10 @@ def split(states: Iterable[LayerState]) -> Iterator[pb.BackupPiece]:
             )
 
 
+class BackupTooLargeError(ProtocolError):
+    """The states of one sequence exceed the limit."""
+
+
 @dataclass
 class PieceJoiner:
     """The inverse of `split`, for pieces that arrive one by one. `limit` bounds the bytes of all states."""
@@ -66,10 +70,10 @@ class PieceJoiner:
     _received: int = 0
 
     def add_piece(self, piece: pb.BackupPiece) -> None:
-        """Add the next piece. Raises ProtocolError for a piece that exceeds a limit."""
+        """Add the next piece. Raises BackupTooLargeError for a piece that exceeds a limit."""
         self._received += len(piece.data)
         if len(self._open) + len(piece.data) > MAX_LAYER_BYTES or self._received > self.limit:
-            raise ProtocolError(f"a backup of {self._received} bytes exceeds the limit")
+            raise BackupTooLargeError(f"a backup of {self._received} bytes exceeds the limit")
         self._open += piece.data
         if piece.ends:
             data, size = bytes(self._open), max(1, piece.size)

@@ -41,7 +41,7 @@ def status(
     loaded layers for the next one; `draining` is leaving; `refused` cannot serve; `lost` does not answer.
 
     **layers** are inclusive, as in 0-31. **ms a step** is the time of one decode step of that stage. **plan** counts
-    the plans since the start. **recoveries** counts plans that were replaced while serving. **acceptance** is the
+    the plans since the start. **recoveries** counts plans that failed while serving. **acceptance** is the
     accepted share of the drafts at each position.
     """
     reply = fetch(url, api_key)

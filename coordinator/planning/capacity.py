@@ -113,7 +113,7 @@ def plan_capacity(
 
 def _kv_tokens(costs: ModelCosts, stage: StagePlan, sequences: int, share: float) -> int:
     """Return the tokens of K/V that fit into `share` of the free memory beside the states of `sequences`."""
-    states = _state_bytes(costs, stage) * sequences * STATES_PER_SEQUENCE
+    states = _state_bytes(costs, stage) * (sequences * STATES_PER_SEQUENCE + 1)  # one for a backup
     left = int(free_bytes(costs, stage) * share) - states
     per_token = _token_bytes(costs, stage)
     if left <= 0:

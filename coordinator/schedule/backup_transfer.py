@@ -14,6 +14,7 @@ from coordinator.schedule.backups import MIN_NEW_TOKENS, Backup, BackupInFlight
 from coordinator.schedule.prefix_cache import SMALLEST_ENTRY
 from coordinator.schedule.scheduler import Scheduler
 from coordinator.schedule.sequence import Sequence
+from proto.backup import BackupTooLargeError
 from proto.errors import ClusterError
 from proto.frame import Evict
 from proto.rpc.listener import BackgroundTasks
@@ -58,6 +59,8 @@ class BackupTransfer:
         except ClusterError as error:
             log.debug("backup not read", extra={"seq_id": made.seq_id, "error": str(error)})
             seconds = self._clock() - started
+            if isinstance(error, BackupTooLargeError):
+                backups.skip_sequence(made.seq_id)
         else:
             backups.complete_backup(made, found.tokens, found.states)
             seconds = found.seconds or 1e-3

@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import psutil
+
 from coordinator.schedule.sequence import Sequence as GenerationSequence
 from proto.backup import LayerState
 from proto.frame import BackUp
@@ -60,8 +62,14 @@ STORM_PAUSE = 3.0
 STORM_SECONDS = 300.0
 """Seconds after a failure for which STORM_PAUSE applies. Back-offs of workers have the same upper bound."""
 
-DEFAULT_BYTES = 2**30
-"""Bytes. Memory for backups: two or three sequences of 4,096 tokens of Qwen3.5-27B, which have 420 MB each."""
+MEMORY_SHARE = 1 / 16
+"""Default memory for backups as a share of the machine's: 4 GB of 64 GB hold ten sequences of 4,096 tokens of
+Qwen3.5-27B, which have 420 MB each."""
+
+
+def default_limit() -> int:
+    """Return the bytes that backups may take on this machine unless the user says otherwise."""
+    return int(psutil.virtual_memory().total * MEMORY_SHARE)
 
 
 @dataclass(frozen=True)
@@ -77,8 +85,8 @@ class BackupInFlight:
 class Backups:
     """The backups of running sequences, of at most `limit` bytes in total."""
 
-    def __init__(self, limit: int = DEFAULT_BYTES) -> None:
-        self.limit = limit
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = default_limit() if limit is None else limit
         self.enabled = True
         """False while the stages run in this process."""
         self.kept: dict[int, Backup] = {}
@@ -90,6 +98,8 @@ class Backups:
         """True for STORM_SECONDS after a failure."""
         self._full_from = math.inf
         """The oldest sequence whose backup exceeds `limit`. It and younger ones wait for the end of an older one."""
+        self._too_large: set[int] = set()
+        """Sequences whose backup alone exceeds `limit`. They have none, and leave the room to others."""
         self._next_at = 0.0
         self._storm_until = -1.0
 
@@ -115,7 +125,7 @@ class Backups:
             return
         missing = {}
         for s in running:
-            if s.seq_id < self._full_from:
+            if s.seq_id < self._full_from and s.seq_id not in self._too_large:
                 # What the stages hold for certain when its next segment arrives.
                 held = len(s.tokens) - 1 if s.decoding else s.scheduled_tokens
                 missing[s.seq_id] = held - self.tokens_of(s.seq_id)
@@ -146,6 +156,9 @@ class Backups:
             return  # the states continue a backup that was dropped while they were in flight
         backup = self.kept[made.seq_id] = former.copy()
         backup.add_states(tokens, states)
+        if backup.nbytes > self.limit:
+            self.skip_sequence(made.seq_id)
+            return
         while self.nbytes > self.limit:
             youngest = max(self.kept)
             self._full_from = min(self._full_from, youngest)
@@ -166,9 +179,12 @@ class Backups:
         if seq_id <= self._full_from:
             self._full_from = math.inf
         self.kept.pop(seq_id, None)
-        self.cancel_backup(seq_id)
-
-    def cancel_backup(self, seq_id: int) -> None:
-        """Make no use of the backup in flight if it is one of sequence `seq_id`."""
+        self._too_large.discard(seq_id)
         if self.in_flight is not None and self.in_flight.seq_id == seq_id:
             self.in_flight = None
+
+    def skip_sequence(self, seq_id: int) -> None:
+        """Back up a sequence no more, because one backup of it exceeds `limit`. The others may use its room."""
+        self.kept.pop(seq_id, None)
+        self._too_large.add(seq_id)
+        self._full_from = math.inf

@@ -219,9 +219,10 @@ class GenerationLoop(Generator):
             log.warning("pipeline failed", extra={"epoch": pipeline.epoch, "error": str(error)})
         self.pipeline = None
         await self._backups.close()
-        self.recoveries += 1
-        self.scheduler.backups.record_failure(self.clock())
-        self._failures += not (replaced or self._shorten_chunks(error))
+        if not replaced:
+            self.recoveries += 1
+            self.scheduler.backups.record_failure(self.clock())
+            self._failures += not self._shorten_chunks(error)
         if self._failures >= MAX_FAILURES:
             self._fail_requests(f"{self._failures} plans in a row failed before they gave a token")
             self._failures = 0

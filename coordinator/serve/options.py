@@ -157,6 +157,16 @@ class ServeOptions:
         ),
         Parsed(parse_size),
     ] = None
+    backup_memory: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory for the states of running answers, so that the loss of a worker costs them little. An "
+            "answer whose state is larger is computed again.  [default: 1/16 of this machine's memory]",
+            show_default=False,
+        ),
+        Parsed(parse_size),
+    ] = None
     vision: Annotated[
         VisionMode,
         typer.Option(

@@ -184,6 +184,8 @@ class ServedParts:
         config, options, manager = model.checkpoint.config, model.options, lasting.manager
         limits = Limits(config.max_positions, config.vocab_size)
         scheduler = Scheduler(limits, Controller(model.mode, ngram=options.ngram), model.vocabulary)
+        if options.backup_memory is not None:
+            scheduler.backups.limit = options.backup_memory
         waiting_for = manager.describe_gathering if manager else str
         self.loop = GenerationLoop(source, scheduler, describe_wait=waiting_for)
         model.images.closed = False

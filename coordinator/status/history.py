@@ -197,8 +197,7 @@ class EventLog:
     def _plan_events(
         self, before: ClusterStatus, status: ClusterStatus, at: float
     ) -> list[ClusterEvent]:
-        failed = status.recoveries > before.recoveries or (before.ready and not status.ready)
-        if failed and self._failed_at is None:
+        if status.recoveries > before.recoveries and self._failed_at is None:
             self._failed_at = at
             self._lost = []
         if self._failed_at is not None:

@@ -184,8 +184,8 @@ class NgramGDNCache(LayerCache):
     def nbytes(self) -> int:
         return int(self.gdn.nbytes) + sum(array.nbytes for array in self.ngrams.arrays())
 
-    def backup_arrays(self, start: int) -> tuple[bool, list[mx.array]]:
-        return False, self.copy().arrays()
+    def backup_arrays(self, start: int, end: int | None = None) -> list[mx.array]:
+        return self.copy().arrays()
 
     def with_backups(self, states: Sequence[Sequence[mx.array]], length: int) -> NgramGDNCache:
         conv, state, rows, context = checked_state(states[-1], self.arrays())

@@ -137,8 +137,8 @@ class SnapshotGDNCache(LayerCache):
         rows = 0 if self.point.rows is None else self.point.rows[:1].nbytes * self.point.count
         return (held.conv.nbytes + held.state.nbytes) // held.conv.shape[0] + rows
 
-    def backup_arrays(self, start: int) -> tuple[bool, list[mx.array]]:
-        return False, self.copy().arrays()
+    def backup_arrays(self, start: int, end: int | None = None) -> list[mx.array]:
+        return self.copy().arrays()
 
     def with_backups(self, states: Sequence[Sequence[mx.array]], length: int) -> SnapshotGDNCache:
         conv, state = checked_state(states[-1], self.arrays())

@@ -126,8 +126,11 @@ class KVRows(LayerCache):
     def copied_nbytes(self, rows: int) -> int:
         return self.nbytes
 
-    def backup_arrays(self, start: int) -> tuple[bool, list[mx.array]]:
-        return True, [mx.contiguous(part) for part in self._parts(start)]
+    appends = True
+
+    def backup_arrays(self, start: int, end: int | None = None) -> list[mx.array]:
+        count = None if end is None else end - start
+        return [mx.contiguous(part[:, :, :count]) for part in self._parts(start)]
 
     def with_backups(self, states: Sequence[Sequence[mx.array]], length: int) -> Self:
         arrays = [

@@ -80,11 +80,15 @@ class LayerCache(ABC):
         """Bytes of the present state, with the room that its arrays have for more tokens."""
         return sum(array.nbytes for array in self.arrays())
 
+    appends: ClassVar[bool] = False
+    """True if tokens only add to the state, so that a backup continues the one before it."""
+
     @abstractmethod
-    def backup_arrays(self, start: int) -> tuple[bool, list[mx.array]]:
+    def backup_arrays(self, start: int, end: int | None = None) -> list[mx.array]:
         """Return copies of the state for a backup.
 
-        True says that they continue an earlier backup of the first `start` tokens. Otherwise they are the whole state.
+        Where the state `appends`, they are those of the tokens `start` to `end`, which no later token changes. So they
+        may be read later. Otherwise they are the whole state now.
         """
 
     @abstractmethod

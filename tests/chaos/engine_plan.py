@@ -19,7 +19,7 @@ from coordinator.planning.capacity import Capacity
 from mtp.device import FrameLimits
 from proto.backup import LayerState, ReceivedStates, by_layer
 from proto.control import Rollback
-from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError
+from proto.errors import ClusterError, StaleEpochError, WorkerLostError
 from proto.frame import Frame, decode, encode
 from proto.frame_stamps import StampRing
 from tests.support.protocol.simulation import PipelineWithoutWorkers
@@ -191,9 +191,7 @@ class EnginePlan(PipelineWithoutWorkers):
         lengths, began = set(), self._clock.time()
         for stage in range(self.stages):
             await self._transfer(stage)
-            found = cast(TokenBackup | None, self.engines[stage].backups.made.pop(seq_id, None))
-            if found is None:
-                raise NotReadyError(f"sequence {seq_id} has no backup here")
+            found = cast(TokenBackup, self.engines[stage].backups.take_backup(seq_id))
             lengths.add(found.length)
             states += found.states
         assert len(lengths) == 1, f"the backups of a sequence have {lengths} tokens"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Iterable
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -39,11 +41,10 @@ SAVED, EARLIER, LONG = 11, 5, 17
 PARAMS = SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.4, logprobs=2)
 
 
-def read_backup(chain: Chain) -> list[LayerState]:
-    """Return the states of the newest backup, of all stages."""
+def read_states(backups: Iterable[SequenceBackup]) -> list[LayerState]:
+    """Return the states of the backups of all stages."""
     states = []
-    for engine in chain.engines:
-        newest = engine.backups.made.pop(0)
+    for newest in backups:
         read: list[LayerState] = []
         while more := layer_states(newest, len(read), limit=1500):
             read += more
@@ -59,14 +60,19 @@ def continued(chain: Chain, script: Script) -> list[Outcome]:
 
 @pytest.mark.parametrize("bits", [None, 4])
 def test_a_restored_backup_equals_a_prefill(checkpoints: Checkpoints, bits: int | None) -> None:
-    """Tokens, drafts, log-probabilities and states are bit-equal, after two backups and a change of all spans."""
+    """Tokens, drafts, log-probabilities and states are bit-equal, after two backups and a change of all spans.
+
+    Each backup is read after the tokens that follow it.
+    """
     path, text, form = checkpoints(layers=4), random_tokens(LONG), KVFormat(bits, 32)
     source, script = Chain(path, (2,), form), Script(0, text, PARAMS)
     kept: dict[int, list[LayerState]] = defaultdict(list)
-    for start, end in ((0, EARLIER), (EARLIER, SAVED)):
-        script.run(source, script.chunk(end - start, sample=False))
+    script.run(source, script.chunk(EARLIER, sample=False))
+    for start, end, following in ((0, EARLIER, SAVED), (EARLIER, SAVED, LONG)):
         source.send(ops=[BackUp(0, start)])
-        for state in read_backup(source):
+        made = [engine.backups.take_backup(0) for engine in source.engines]
+        script.run(source, script.chunk(following - end, sample=False))
+        for state in read_states(made):
             if not state.appends:
                 kept[state.layer].clear()
             kept[state.layer].append(state)
@@ -109,10 +115,12 @@ def test_a_head_of_every_cache_is_restored(
     else:
         cache.update_and_fetch(*rows)
     cut = StateCut(Checkpoint.open(checkpoints(layers=4)).config)
-    backup = SequenceBackup(0, SAVED, [LayerArrays(4, False, head_arrays(HeadState(cache)))])
+    backup = SequenceBackup(
+        0, SAVED, [LayerArrays(4, False, partial(head_arrays, HeadState(cache)))]
+    )
     found = head_from((layer_states(backup, 0)[0].data,), HeadState(empty), cut)
     assert found.cache.offset == SAVED
-    (_, held), (_, wanted) = (one.backup_arrays(0) for one in (found.cache, cache))
+    held, wanted = (one.backup_arrays(0) for one in (found.cache, cache))
     assert all(map(mx.array_equal, held, wanted))
 
 

@@ -305,8 +305,7 @@ def _together(parts: Sequence[_Part], layers: Span) -> Iterator[Span]:
 def _pieces(entry: PrefixEntry, layers: Span, start: int) -> Iterator[Piece]:
     """Yield the pieces of the tokens from `start` on, perhaps unfinished. Runs on the engine thread."""
     for layer, cache in zip(layers, entry.layers, strict=False):
-        appends, arrays = cache.backup_arrays(start)
-        yield from _cut(layer, appends, arrays)
+        yield from _cut(layer, cache.appends, cache.backup_arrays(start))
     if entry.last_stage is not None and entry.last_stage.head is not None:
         yield from _cut(layers.end - 1, False, head_arrays(entry.last_stage.head))
 

@@ -5,8 +5,9 @@ All code of this module runs on the engine thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -33,9 +34,6 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 Arrays = list[mx.array]
 """The state of a layer: arrays `[1, heads, …]` of an attention layer, or `conv [1, taps, q k v]` and `state
 [1, value_heads, …]` of a GatedDeltaNet."""
-
-MAX_MADE = 4
-"""Backups that wait for their transfer. Each keeps GDN states in memory that the sequence no longer needs."""
 
 READ_BYTES = 2**25
 """Bytes. States that the engine thread copies at once, before the next frame may run. The copy takes about 10 ms. One
@@ -88,11 +86,14 @@ class StateCut:
 
 @dataclass(frozen=True)
 class LayerArrays:
-    """The arrays of layer number `layer`. With `appends` they continue those of an earlier backup."""
+    """The state of layer number `layer`. With `appends` it continues that of an earlier backup.
+
+    `read_arrays` copies keys and values only when they are sent, so a backup keeps no second copy of them.
+    """
 
     layer: int
     appends: bool
-    arrays: list[mx.array]
+    read_arrays: Callable[[], list[mx.array]]
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,8 @@ class StageBackups:
     def __init__(self, span: Span, config: ModelConfig) -> None:
         self.span = span
         self.config = config
-        self.made: dict[int, SequenceBackup] = {}
-        """The newest backup of each sequence, until it is read."""
+        self.made: SequenceBackup | None = None
+        """The newest backup, until it is read. The plan has room for the GDN states of one."""
         self.received: dict[int, ReceivedBackup] = {}
         """By sequence, until the sequence is admitted."""
 
@@ -137,28 +138,36 @@ class StageBackups:
         stack = sequence.stack
         if stack.windows or not stack.length or op.start > stack.length:
             raise ProtocolError(f"sequence {op.seq_id} cannot be backed up from token {op.start}")
-        layers = [
-            LayerArrays(layer, *cache.backup_arrays(op.start))
-            for layer, cache in zip(self.span, sequence.layers, strict=True)
-        ]
+        self.made = None
+        layers, copied = list[LayerArrays](), list[list[mx.array]]()
+        for layer, cache in zip(self.span, sequence.layers, strict=True):
+            read = partial(cache.backup_arrays, op.start, stack.length)
+            if not cache.appends:
+                copied.append(read())
+                read = partial(list, copied[-1])
+            layers.append(LayerArrays(layer, cache.appends, read))
         if last is not None and last.head is not None:
-            layers.append(LayerArrays(self.span.end, False, head_arrays(last.head)))
-        mx.async_eval([layer.arrays for layer in layers])  # lazy copies keep the caches in memory
-        self.made.pop(op.seq_id, None)
-        self.made[op.seq_id] = SequenceBackup(op.seq_id, stack.length, layers, self.config.cut)
-        if len(self.made) > MAX_MADE:
-            del self.made[next(iter(self.made))]
+            copied.append(head_arrays(last.head))
+            layers.append(LayerArrays(self.span.end, False, partial(list, copied[-1])))
+        mx.async_eval(copied)  # lazy copies keep the caches in memory
+        self.made = SequenceBackup(op.seq_id, stack.length, layers, self.config.cut)
+
+    def take_backup(self, seq_id: int) -> SequenceBackup:
+        """Remove the newest backup, and return it. Raises NotReadyError unless it is one of sequence `seq_id`."""
+        backup, self.made = self.made, None
+        if backup is None or backup.seq_id != seq_id:
+            raise NotReadyError(f"sequence {seq_id} has no backup here")
+        return backup
 
     def begin_reading(self, seq_id: int) -> tuple[SequenceBackup, list[LayerState]]:
-        """Remove the newest backup of a sequence. Return it and its first states. Raises NotReadyError without one."""
-        backup = self.made.pop(seq_id, None)
-        if backup is None:
-            raise NotReadyError(f"sequence {seq_id} has no backup here")
+        """Return what `take_backup` returns, and its first states."""
+        backup = self.take_backup(seq_id)
         return backup, layer_states(backup, 0)
 
     def forget_sequence(self, seq_id: int) -> None:
         """Drop the backups of a sequence that is evicted."""
-        self.made.pop(seq_id, None)
+        if self.made is not None and self.made.seq_id == seq_id:
+            self.made = None
         self.received.pop(seq_id, None)
 
     def receive_backup(
@@ -197,8 +206,9 @@ def layer_states(backup: SequenceBackup, index: int, limit: int = READ_BYTES) ->
     states: list[LayerState] = []
     total, member = 0, (backup.cut.rank, backup.cut.size)
     for found in backup.layers[index:]:
-        plain = [np.array(host_array(array), copy=False) for array in found.arrays]
-        parts = zip(found.arrays, plain, strict=True)
+        arrays = found.read_arrays()
+        plain = [np.array(host_array(array), copy=False) for array in arrays]
+        parts = zip(arrays, plain, strict=True)
         data = msgpack.packb([(type_name(a), tuple(a.shape), p.tobytes()) for a, p in parts])
         states.append(LayerState(found.layer, found.appends, data, *member))
         total += len(data)
@@ -212,7 +222,7 @@ def layer_states(backup: SequenceBackup, index: int, limit: int = READ_BYTES) ->
 
 def head_arrays(head: HeadState) -> list[mx.array]:
     """Return the state of the MTP head as arrays, of which the first has its numbers."""
-    held = head.cache.backup_arrays(0)[1] if head.cache.offset else []
+    held = head.cache.backup_arrays(0) if head.cache.offset else []
     newest = [] if head.newest is None else [head.newest]
     waiting = [mx.concatenate(head.waiting_hidden)] if head.waiting_hidden else []
     counts = head.cache.offset, len(held), head.waiting_tokens, len(newest), head.successor

@@ -94,8 +94,8 @@ class GDNCache(LayerCache):
     def arrays(self) -> list[mx.array]:
         return [self.conv, self.state]
 
-    def backup_arrays(self, start: int) -> tuple[bool, list[mx.array]]:
-        return False, self.copy().arrays()
+    def backup_arrays(self, start: int, end: int | None = None) -> list[mx.array]:
+        return self.copy().arrays()
 
     def with_backups(self, states: Sequence[Sequence[mx.array]], length: int) -> GDNCache:
         conv, state = checked_state(states[-1], self.arrays())

@@ -13,6 +13,7 @@ import random
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import cast
@@ -25,7 +26,7 @@ from mtp.layers.layer import LayerCache
 from mtp.layers.reference.gdn import GDNCache
 from mtp.sampling.sampler import accepted_length
 from proto.backup import LayerState, by_layer
-from proto.errors import ProtocolError
+from proto.errors import NotReadyError, ProtocolError
 from proto.frame import (
     Admit,
     BackUp,
@@ -45,7 +46,7 @@ from worker.cache.sequence_cache import (
     SequenceCache,
     copies_of,
 )
-from worker.engine.stage_backups import ReceivedBackup, StageBackups
+from worker.engine.stage_backups import ReceivedBackup, SequenceBackup, StageBackups
 from worker.engine.stage_engine import UNLIMITED, Budget, StageEngine
 from worker.model.loader import StageModules
 from worker.model.stage import Run, Stage
@@ -349,6 +350,7 @@ class TokenVerifier(Verifier):
 class TokenBackup:
     """The states of all layers of a stage after `length` tokens."""
 
+    seq_id: int
     length: int
     states: list[LayerState]
 
@@ -368,7 +370,7 @@ class TokenBackups(StageBackups):
             LayerState(layer, False, whole) if layer % 2 else LayerState(layer, True, new)
             for layer in self.span
         ]
-        cast(dict[int, TokenBackup], self.made)[op.seq_id] = TokenBackup(stack.length, states)
+        self.made = cast(SequenceBackup, TokenBackup(op.seq_id, stack.length, states))
 
     def restore_backup(
         self, op: RestoreBackup, sequence: SequenceCache, last: LastStageState | None
@@ -435,7 +437,9 @@ class FakeLastStage:
 
     def take_backup(self, seq_id: int) -> TokenBackup | None:
         """Remove the newest backup of a sequence and return it, or None."""
-        return cast(dict[int, TokenBackup], self.backups.made).pop(seq_id, None)
+        with suppress(NotReadyError):
+            return cast(TokenBackup, self.backups.take_backup(seq_id))
+        return None
 
     def receive_backup(self, seq_id: int, states: Sequence[LayerState]) -> None:
         """Keep a backup until the sequence is admitted."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from unittest.mock import patch
 
 import pytest
@@ -18,8 +18,8 @@ from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk, generate
 from coordinator.schedule.scheduler import Scheduler
 from coordinator.schedule.sequence import MOST_RESTORES
-from proto.backup import LayerState, ReceivedStates
-from proto.errors import NotReadyError, ProtocolError, WorkerLostError
+from proto.backup import BackupTooLargeError, LayerState, ReceivedStates
+from proto.errors import ClusterError, NotReadyError, ProtocolError, WorkerLostError
 from proto.frame import Admit, BackUp, Frame, Op, RestoreBackup
 from tests.support.protocol.scheduler_drive import Drive
 from tests.support.protocol.simulation import (
@@ -207,25 +207,48 @@ def test_a_sequence_without_room_for_its_backup_is_not_backed_up_again() -> None
     assert len([op for op in backups_of(drive.stage.seen) if op.seq_id == youngest]) > len(made)
 
 
-@dataclass
-class OversizePipeline(BackedPipeline):
-    """A pipeline whose backups all exceed the limit."""
+def test_an_answer_that_is_too_large_leaves_the_room_to_others() -> None:
+    """It loses its backup when that alone exceeds the limit, and the younger ones have theirs until they end."""
+    drive = Drive()
+    drive.scheduler.backups.limit = 1500
+    kept = drive.scheduler.backups.kept
+    with patch("coordinator.schedule.backups.CALM_PAUSE", 0.0):
+        large = drive.submit(range(60), 900)
+        run(drive, 600)
+        assert large in drive.scheduler.running and large not in kept
+        others = [drive.submit(range(60), 100) for _ in range(2)]
+        run(drive, 60)
+        assert kept.keys() == {*others}
+        made = backups_of(drive.stage.seen)
+        drive.run()
+    assert drive.tokens(large) == plain(range(60), 900)
+    last = max(i for i, op in enumerate(made) if op.seq_id == large)
+    assert all(op.seq_id in others for op in made[last + 1 :]) and len(made) > last + 2
 
+
+@dataclass
+class FailingReads(BackedPipeline):
+    """A pipeline whose backups all fail with `error`."""
+
+    error: ClusterError = field(default_factory=lambda: ProtocolError("no backup today"))
     reads: int = 0
 
     async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
         """Refuse the transfer after its time."""
         self.reads += 1
         await asyncio.sleep(self.transfer)
-        raise ProtocolError("a backup exceeds the limit")
+        raise self.error
 
 
-def test_a_transfer_that_fails_is_not_repeated_at_once() -> None:
-    """A backup that no limit admits takes its share of a link, like one that arrives."""
+@pytest.mark.parametrize(
+    ("error", "most"), [(ProtocolError("not today"), 4), (BackupTooLargeError("too large"), 1)]
+)
+def test_a_transfer_that_fails_is_not_repeated_at_once(error: ClusterError, most: int) -> None:
+    """It takes its share of a link, like one that arrives. One that is too large is never repeated."""
 
     async def work() -> int:
         """Answer one request. Return the number of transfers."""
-        pipeline = OversizePipeline(Timing(1), FakeLastStage(1), 1, ROOM)
+        pipeline = FailingReads(Timing(1), FakeLastStage(1), 1, ROOM, error=error)
         scheduler = Scheduler(Limits(context=4096), Controller(MtpMode(0)))
         clock = asyncio.get_running_loop().time
         loop = GenerationLoop(OnePipeline(pipeline), scheduler, clock)
@@ -234,7 +257,7 @@ def test_a_transfer_that_fails_is_not_repeated_at_once() -> None:
         await loop.close()
         return pipeline.reads
 
-    assert 1 <= run_virtually(work()) <= 4, "in 4 seconds"
+    assert 1 <= run_virtually(work()) <= most, "in 4 seconds"
 
 
 class RefusingPipeline(BackedPipeline):

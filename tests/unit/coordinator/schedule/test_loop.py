@@ -92,6 +92,25 @@ def test_a_request_outlives_plans(errors: list[ClusterError]) -> None:
     assert told(found) == plain(PROMPT, 10)
 
 
+@pytest.mark.parametrize(
+    ("error", "count"), [(StaleEpochError("replaced"), 0), (WorkerLostError("gone"), 1)]
+)
+def test_a_replaced_plan_is_no_recovery(error: ClusterError, count: int) -> None:
+    """Only a failure is counted, shortens the frames of prompts and lets backups follow each other sooner."""
+    scheduler = Scheduler(Limits(100), Controller(MtpMode(1)))
+
+    async def work() -> int:
+        """Answer one request. Return the recoveries that the status shows."""
+        loop = GenerationLoop(Failing([error]), scheduler, asyncio.get_running_loop().time)
+        await loop.start()
+        [event async for event in generate(loop, GenerationRequest(PROMPT, 10))]
+        await loop.close()
+        return loop.status().recoveries
+
+    assert run_virtually(work()) == count
+    assert scheduler.backups.stormy == bool(count)
+
+
 def test_a_request_that_no_plan_survives_ends() -> None:
     """After MAX_FAILURES failed plans the request ends with an error, and the next plan serves."""
     found = run_virtually(events([WorkerLostError("gone")] * MAX_FAILURES))
