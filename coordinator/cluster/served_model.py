@@ -92,6 +92,7 @@ class WeightProvider:
                     f"a worker requests tensor {tensor.number}, which the offer does not have"
                 )
             name = offer.tensors[tensor.number].name
+            self.checkpoint.check_file(self.checkpoint.tensors[name].file)
             if self.share:
                 pieces = _read(self.checkpoint.tensors[name], tensor.have)
                 while (piece := await asyncio.to_thread(next, pieces, None)) is not None:

@@ -47,7 +47,10 @@ log = logging.getLogger(__name__)
 
 
 class LocalModels:
-    """The checkpoints that this worker can read, with cached fingerprints. Methods do not run on the event loop."""
+    """The checkpoints that this worker can read, with their fingerprints while no file of them changes.
+
+    Methods do not run on the event loop.
+    """
 
     def __init__(self, own: Path | None) -> None:
         self.own = own
@@ -96,10 +99,13 @@ class LocalModels:
 
     def open(self, path: Path) -> tuple[Checkpoint, str]:
         """Return the checkpoint in `path` and its fingerprint, from the cache if possible."""
-        if path not in self._known:
+        known = self._known.get(path)
+        if known is None or (changed := known[0].changed_file()) is not None:
+            if known is not None:
+                log.warning("the checkpoint has changed", extra={"file": str(changed)})
             checkpoint = Checkpoint.open(path)
-            self._known[path] = (checkpoint, checkpoint.fingerprint())
-        return self._known[path]
+            known = self._known[path] = (checkpoint, checkpoint.fingerprint())
+        return known
 
     def _candidates(self, wanted: pb.ModelRef) -> Iterator[Path]:
         if self.own is not None:

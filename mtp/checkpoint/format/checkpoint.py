@@ -33,6 +33,9 @@ from mtp.checkpoint.format.shard import Header, TensorInfo, read_header
 from proto.errors import CheckpointError, SpanError
 from proto.span import Span
 
+CONFIG = "config.json"
+"""The file with the fields of the model."""
+
 INDEX = "model.safetensors.index.json"
 """The file that maps each tensor of a sharded checkpoint to its file."""
 
@@ -41,6 +44,19 @@ _SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/[^/]+$")
 
 _SAMPLED_TENSORS = 1024
 _SAMPLED_BYTES = 64
+
+
+FileState = tuple[int, int, int]
+"""The size, the time of the last change in nanoseconds and the inode of a file."""
+
+
+def file_state(file: Path) -> FileState | None:
+    """Return the state of `file`, None if it is missing."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 @dataclass(frozen=True)
@@ -74,6 +90,8 @@ class Checkpoint:
     ignored: tuple[str, ...] = ()
     tables: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict, repr=False)
     """Tensors whose rows stay on disk: by part and kind, such as `weight`, the stored names in their order."""
+    files: dict[Path, FileState | None] = field(default_factory=dict, repr=False, compare=False)
+    """The files on this machine as they were when they were read. Their offsets hold for no other state."""
 
     @classmethod
     def open(
@@ -83,6 +101,8 @@ class Checkpoint:
 
         `to_convert` permits a checkpoint that another program packed, `allow_head_only` one that is only an MTP head.
         """
+        named = (path / CONFIG, path / INDEX, *path.glob("*.safetensors"))
+        files = {file: file_state(file) for file in named}
         config = ModelConfig.load(path)
         if not to_convert:
             check_not_packed(path, config)
@@ -90,7 +110,20 @@ class Checkpoint:
             check_not_head_only(path, config)
         headers = _read_headers(path)
         layout = detect_layout(path, headers, head_only=config.head_only)
-        return cls.assemble(path, config, layout, merge_headers(headers))
+        found = cls.assemble(path, config, layout, merge_headers(headers))
+        return replace(found, files=files)
+
+    def changed_file(self) -> Path | None:
+        """Return a file that has changed since it was read, or None."""
+        return next((file for file, was in self.files.items() if file_state(file) != was), None)
+
+    def check_file(self, file: Path) -> None:
+        """Raise CheckpointError if `file` has changed since its header was read."""
+        if file in self.files and file_state(file) != self.files[file]:
+            raise CheckpointError(
+                f"{file} has changed since this program read its header. Load the model again, or start the program "
+                "again."
+            )
 
     @classmethod
     def assemble(

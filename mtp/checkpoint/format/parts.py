@@ -171,6 +171,8 @@ def open_table(checkpoint: Checkpoint, part: str, rows: int) -> NgramTable:
         for kind, names in checkpoint.tables[part].items()
     }
     check_rows(checkpoint)
+    for info in (piece for pieces in tables.values() for piece in pieces):
+        checkpoint.check_file(info.file)
     found = {kind: sum(piece.shape[0] for piece in pieces) for kind, pieces in tables.items()}
     if set(found.values()) != {rows} or "weight" not in found:
         raise CheckpointError(
@@ -191,6 +193,7 @@ _NUMPY = {"F32": "f4", "F16": "f2", "BF16": "u2", "U32": "u4", "U8": "u1"}
 def _read_share(checkpoint: Checkpoint, name: str, share: Share) -> list[mx.array]:
     """Return the pieces of a share of the stored tensor `name`. Reads the pages of the file that have them."""
     info = checkpoint.tensors[name]
+    checkpoint.check_file(info.file)
     kind = np.dtype(_NUMPY[info.dtype]).newbyteorder("<")
     whole = np.memmap(info.file, kind, "r", offset=info.start, shape=info.shape)
     pieces = [mx.array(np.ascontiguousarray(piece)) for piece in share.slice_parameter(whole)]
@@ -211,6 +214,7 @@ def load_tensor(checkpoint: Checkpoint, name: str, files: Files) -> mx.array:
     """Return the stored tensor `name`. `files` has the tensors of the files that were opened before."""
     file = checkpoint.tensors[name].file
     if file not in files:
+        checkpoint.check_file(file)
         try:
             loaded = mx.load(str(file))
         except (RuntimeError, ValueError) as error:
