@@ -11,6 +11,7 @@ import math
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from itertools import islice, pairwise
 from typing import Any
 
@@ -32,6 +33,7 @@ ROW_TYPES = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "U32": np.
 """The types of rows by their names in safetensors. numpy has no bfloat16."""
 
 
+@lru_cache
 def _primes_from(start: int, count: int) -> list[int]:
     """Return the first `count` primes that are at least `start`."""
     numbers = itertools.count(max(2, start))
@@ -55,6 +57,15 @@ class NgramHash:
         self._factors = [
             2 * (splitmix64(seed + _GAMMA * (i + 1)) % half) + 1 for i in range(args.size)
         ]
+
+    @property
+    def stored_values(self) -> dict[str, list[int]]:
+        """The numbers of the hash by the names of the tensors that transformers stores beside the table."""
+        return {
+            "layer_multipliers": self._factors,
+            "ngram_heads_vocab_sizes": self._sizes.tolist(),
+            "ngram_heads_offsets": self._offsets.tolist(),
+        }
 
     @property
     def context(self) -> int:

@@ -19,6 +19,7 @@ from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest
 from mtp.checkpoint.convert.add_head import plan_head_addition
 from mtp.checkpoint.convert.convert import Quantization, Settings, convert
+from mtp.checkpoint.convert.foreign import open_source
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.flash_next.args import IndexerArgs
 from mtp.flash_next.layers import IndexedKV, NgramState, chosen_blocks, sparse_attention
@@ -29,8 +30,9 @@ from proto.errors import CheckpointError, SpanError, UsageError
 from proto.images import ImageLayout, ImageSpan
 from proto.params import SamplingParams
 from proto.span import Span
-from tests.support.checkpoints.checkpoints import edit_config, edit_tensors
+from tests.support.checkpoints.checkpoints import edit_config, edit_tensors, read_tensors
 from tests.support.checkpoints.flash_next import reference_model, text_config, write_flash_next
+from tests.support.checkpoints.foreign import TYPES, Members, save_tensors
 from tests.support.stages.local_run import Answered, run
 from worker.engine.engine_thread import EngineThread
 from worker.engine.stage_engine import BegunFrame
@@ -355,6 +357,35 @@ def test_commands_know_the_family(
     edit_tensors(eight, _rows_of_bytes)
     with pytest.raises(CheckpointError, match="rows of n-grams are stored as U8"):
         convert(Checkpoint.open(eight), tmp_path / "of eight", Settings(dtype="bfloat16"))
+
+
+def test_rows_in_fp8_are_converted(tmp_path: Path, text: dict[str, Any], reference: Any) -> None:
+    """The official FP8 release has its rows in FP8 with one scale for all, and its hash is that of the config."""
+    plain = write_flash_next(tmp_path / "plain", reference, text)
+    source = write_flash_next(tmp_path / "eight", reference, text)
+    stored: Members = {}
+    for name, weight in read_tensors(source).items():
+        is_row = ".ngram_embedding." in name
+        types = ("F8_E4M3", mx.to_fp8(weight / 0.5)) if is_row else (TYPES[weight.dtype], weight)
+        stored[name] = types
+    base = next(name for name in stored if ".ngram_embedding." in name)
+    scale = f"{base.partition('.ngram_embedding.')[0]}.ngram_embedding.weight_scale"
+    stored[scale] = ("BF16", mx.array([0.5], mx.bfloat16))
+    save_tensors(source / "model.safetensors", stored)
+    edit_config(source, lambda config: config.update(quantization_config={"quant_method": "fp8"}))
+    convert(open_source(source), tmp_path / "out", Settings(dtype="float32"))
+    converted = read_tensors(tmp_path / "out")
+    rows = next(value for name, value in converted.items() if ".shards.0.weight" in name)
+    wanted = read_tensors(plain)[base]
+    assert mx.allclose(rows, wanted, rtol=0.07, atol=0.01)
+    edit_tensors(plain, _other_multipliers)
+    with pytest.raises(CheckpointError, match="hashed in another way"):
+        load_stage(Checkpoint.open(plain), Span(0, 8), first=True, last=True, dtype=None)
+
+
+def _other_multipliers(weights: dict[str, mx.array]) -> None:
+    name = next(name for name in weights if name.endswith("layer_multipliers"))
+    weights[name] = weights[name] + 2
 
 
 def _set_fields(fields: dict[str, Any], config: dict[str, Any]) -> None:

@@ -314,7 +314,12 @@ def _tables(checkpoint: Checkpoint, settings: Settings) -> dict[str, mx.array]:
     wanted = settings.quantization
     for part, kinds in checkpoint.tables.items():
         for number, name in enumerate(kinds["weight"]):
-            rows = settings.cast(load_tensor(checkpoint, name, {}))
+            rows = load_tensor(checkpoint, name, {})
+            if scale := kinds.get("weight_scale"):  # rows in FP8 with one scale for all
+                factor = load_tensor(checkpoint, scale[0], {}).astype(mx.float32)
+                rows = mx.from_fp8(rows.view(mx.uint8), mx.float32) * factor
+                rows = rows.astype(mx.bfloat16)
+            rows = settings.cast(rows)
             base = f"model.{part}.ple.ple_embedding.ngram_embedding.shards.{number}"
             if wanted is None or rows.shape[1] % TABLE_GROUP:
                 found[f"{base}.weight"] = rows

@@ -114,6 +114,10 @@ class Family(ABC):
         """Return the part, the kind and the number of a tensor of rows that stay on disk, or None for other tensors."""
         return None
 
+    def derived_values(self, text: Text, local: str) -> list[int] | None:
+        """Return the values of a stored tensor of integers that follow from config.json, or None for other tensors."""
+        return None
+
     def read_share(self, text: Text, stored: str) -> float:
         """Return the share of the stored tensor that one token reads."""
         if text.get("num_experts") and _EXPERTS.search(stored):

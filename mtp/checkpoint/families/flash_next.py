@@ -13,11 +13,16 @@ from mtp.flash_next.args import FlashNextArgs, find_problem
 from mtp.flash_next.head import FlashNextHead
 from mtp.flash_next.layers import stream_layer
 from mtp.flash_next.modules import FlashNextLayer, FlashNextModel, HyperConnection
+from mtp.flash_next.ngrams import NgramHash
 from mtp.layers.layer import Layer
 
 _TABLE = re.compile(
-    r"(layers\.\d+)\.ple\.ple_embedding\.ngram_embedding\.(?:shards?[._](\d+)\.)?(weight|scales|biases)"
+    r"(layers\.\d+)\.ple\.ple_embedding\.ngram_embedding\.(?:shards?[._](\d+)\.)?(weight|scales|biases|weight_scale)"
 )
+
+
+_DERIVED = re.compile(r"layers\.(\d+)\.ple\.ple_embedding\.(\w+)")
+"""The tensors beside a table, such as the primes of its hash, which transformers stores too."""
 
 
 class FlashNext(Family):
@@ -68,6 +73,12 @@ class FlashNext(Family):
     def table_part(self, local: str) -> tuple[str, str, int] | None:
         found = _TABLE.fullmatch(local)
         return None if found is None else (found[1], found[3], int(found[2] or 0))
+
+    def derived_values(self, text: Text, local: str) -> list[int] | None:
+        found, ngrams = _DERIVED.fullmatch(local), FlashNextArgs.of(text).ngrams
+        if found is None or ngrams is None or int(found[1]) not in ngrams.layers:
+            return None
+        return NgramHash(ngrams, ngrams.layers.index(int(found[1]))).stored_values.get(found[2])
 
     def index_values(self, text: Text) -> int:
         indexer = FlashNextArgs.of(text).indexer

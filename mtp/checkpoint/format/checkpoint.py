@@ -142,6 +142,9 @@ class Checkpoint:
                 continue
             if config.head_only:
                 local = with_head_prefix(local)
+            if config.family.derived_values(config.text_config, local) is not None:
+                ignored.append(name)
+                continue
             where = split_part(local, config.num_layers)
             table = config.family.table_part(local)
             if table is not None:

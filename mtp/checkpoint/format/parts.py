@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -153,14 +154,34 @@ def read_part(
 
 
 def check_rows(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError for rows on disk in another type than those that a stage reads."""
-    tables = checkpoint.tables.values()
-    for name in (name for kinds in tables for names in kinds.values() for name in names):
+    """Raise CheckpointError for rows on disk in a type that neither a stage nor the conversion reads."""
+    for kinds in checkpoint.tables.values():
+        wanted = [*ROW_TYPES, *(["F8_E4M3"] if "weight_scale" in kinds else [])]
+        for name in (name for names in kinds.values() for name in names):
+            info = checkpoint.tensors[name]
+            if info.dtype not in wanted:
+                raise CheckpointError(
+                    f"{info.file}: rows of n-grams are stored as {info.dtype}; {' or '.join(wanted)} is needed. Use "
+                    "the checkpoint in BF16, or one that mtp-coord convert made."
+                )
+
+
+def check_derived(checkpoint: Checkpoint, part: str) -> None:
+    """Raise CheckpointError for a stored tensor that has other values than config.json gives it."""
+    config = checkpoint.config
+    for name in checkpoint.ignored:
+        local = local_name(name) or ""
+        wanted = config.family.derived_values(config.text_config, local)
+        if wanted is None or not local.startswith(f"{part}."):
+            continue
         info = checkpoint.tensors[name]
-        if info.dtype not in ROW_TYPES:
+        checkpoint.check_file(info.file)
+        kind = np.dtype({"I64": "<i8", "I32": "<i4"}.get(info.dtype, "V1"))
+        held = np.fromfile(info.file, kind, math.prod(info.shape), offset=info.start).tolist()
+        if held != wanted:
             raise CheckpointError(
-                f"{info.file}: rows of n-grams are stored as {info.dtype}; {' or '.join(ROW_TYPES)} is needed. Use "
-                "the checkpoint in BF16, or one that mtp-coord convert made."
+                f"{info.file}: tensor {name} has {held!s:.60}, and config.json gives {wanted!s:.60}. The n-grams "
+                "of this checkpoint are hashed in another way, which is not supported."
             )
 
 
@@ -171,6 +192,7 @@ def open_table(checkpoint: Checkpoint, part: str, rows: int) -> NgramTable:
         for kind, names in checkpoint.tables[part].items()
     }
     check_rows(checkpoint)
+    check_derived(checkpoint, part)
     for info in (piece for pieces in tables.values() for piece in pieces):
         checkpoint.check_file(info.file)
     found = {kind: sum(piece.shape[0] for piece in pieces) for kind, pieces in tables.items()}

@@ -100,9 +100,7 @@ def write_flash_next(path: Path, model: Any, text: dict[str, Any], *, mtp: bool 
     path.mkdir(parents=True, exist_ok=True)
     weights: dict[str, mx.array] = {}
     for name, value in model.state_dict().items():
-        array = mx.array(value.float().numpy())
-        if name.endswith(("layer_multipliers", "_vocab_sizes", "vocab_offsets", "heads_offsets")):
-            continue
+        array = mx.array(value.float().numpy() if value.is_floating_point() else value.numpy())
         if name.endswith("ngram_embedding.weight"):
             parts = np.array_split(np.arange(array.shape[0]), text["split_ngram_parts"])
             base = name.removesuffix("weight").replace("model.", "model.language_model.", 1)

@@ -33,6 +33,7 @@ TYPES = {
     mx.float32: "F32",
     mx.float16: "F16",
     mx.bfloat16: "BF16",
+    mx.int64: "I64",
     mx.int32: "I32",
     mx.int8: "I8",
     mx.uint8: "U8",
