@@ -162,6 +162,10 @@ class BlockWriter:
             view = view[self._file.write(view) :]
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file, and remove it unless it is finished."""
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 

@@ -10,7 +10,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,37 @@ CREATE TABLE IF NOT EXISTS blocks (
     bytes INTEGER, used REAL, file TEXT UNIQUE, PRIMARY KEY (namespace, key, first, last)
 ) WITHOUT ROWID
 """
+
+
+def _connect(path: str) -> sqlite3.Connection:
+    """Open an index. Raises OSError for a newer version, and sqlite3.Error."""
+    database = sqlite3.connect(
+        path,
+        timeout=BUSY_SECONDS,
+        isolation_level=None,
+        check_same_thread=False,
+        uri=path.startswith("file:"),
+    )
+    (found,) = database.execute("PRAGMA user_version").fetchone()
+    if found > VERSION:
+        raise OSError(f"{path} is of version {found}, and this program knows {VERSION}")
+    if not path.startswith("file:"):
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute(_SCHEMA)
+        database.execute(f"PRAGMA user_version = {VERSION}")
+    return database
+
+
+def _version_of(path: Path) -> int:
+    """Return the version of an index on a disk that cannot be written, 0 without one."""
+    try:
+        with closing(
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
+        ) as found:
+            (version,) = found.execute("PRAGMA user_version").fetchone()
+            return int(version)
+    except sqlite3.Error:
+        return 0
 
 
 @dataclass(frozen=True)
@@ -78,17 +109,15 @@ class BlockIndex:
         self._lock = threading.RLock()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = folder / "index.sqlite"
-        path.touch(mode=0o600)
-        self._database = sqlite3.connect(
-            path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
-        )
-        (found,) = self._database.execute("PRAGMA user_version").fetchone()
-        if found > VERSION:
-            raise OSError(f"{folder} is of version {found}, and this program knows {VERSION}")
-        self._database.execute("PRAGMA journal_mode = WAL")
-        self._database.execute(_SCHEMA)
-        self._database.execute(f"PRAGMA user_version = {VERSION}")
-        self._remove_stale()
+        try:
+            path.touch(mode=0o600)
+            self._database = _connect(str(path))
+            self._remove_stale()
+        except (OSError, sqlite3.OperationalError) as error:
+            if _version_of(path) != VERSION:
+                raise
+            log.warning("prefixes on disk are only read", extra={"error": str(error)})
+            self._database = _connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1")
 
     def add_block(self, block: Block, nbytes: int) -> bool:
         """Add a block whose file is written. Drop those used least recently to make room.
@@ -97,16 +126,18 @@ class BlockIndex:
         """
         with self._lock, self._database:
             self._database.execute("BEGIN IMMEDIATE")
-            dropped = list[str]()
-            if nbytes <= self.limit and self._continues(block):
+            now, dropped = self._clock(), list[str]()
+            # The file of a block that was here before is replaced already.
+            self._database.execute("DELETE FROM blocks WHERE file = ?", (block.file,))
+            if nbytes <= self.limit and self._continues(block, now):
                 dropped = self._make_room(nbytes)
             # What it continues may have been dropped to make room.
-            fits = nbytes <= self.limit and self._continues(block)
+            fits = nbytes <= self.limit and self._continues(block, now)
             if fits:
                 place = (block.namespace, block.key, block.layers.start, block.layers.end)
                 values = (*place, block.start, block.length, block.parent, nbytes)
                 insert = "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-                self._database.execute(insert, (*values, self._clock(), block.file))
+                self._database.execute(insert, (*values, now, block.file))
             else:
                 dropped.append(block.file)
         self._unlink(dropped)
@@ -148,10 +179,11 @@ class BlockIndex:
                 start = end
         return found
 
-    def touch(self, blocks: Iterable[Block]) -> None:
-        """Mark blocks as the most recently used."""
+    def touch(self, blocks: Iterable[Block], now: float | None = None) -> None:
+        """Mark blocks as the most recently used, all of them at one time: of a chain the end goes first."""
+        now = self._clock() if now is None else now
         with self._lock:
-            rows = [(self._clock(), file) for file in {block.file for block in blocks}]
+            rows = [(now, file) for file in {block.file for block in blocks}]
             self._database.executemany("UPDATE blocks SET used = ? WHERE file = ?", rows)
 
     def remove(self, block: Block) -> None:
@@ -162,13 +194,21 @@ class BlockIndex:
 
     @contextmanager
     def removing(self, block: Block) -> Iterator[None]:
-        """Remove `block` if the context finds it damaged or gone, and raise OSError."""
+        """Remove `block` if the context finds it damaged, or dropped by another process, and raise OSError."""
         try:
             yield
         except (ProtocolError, FileNotFoundError) as error:
-            self.remove(block)
-            log.warning("damaged prefix removed", extra={"error": str(error)})
+            gone = not (self.folder / block.file).exists()
+            with suppress(sqlite3.Error):
+                self.remove(block)
+            if not gone:
+                log.warning("damaged prefix removed", extra={"error": str(error)})
             raise OSError(str(error)) from error
+
+    def close(self) -> None:
+        """Close the index. The blocks stay."""
+        with self._lock:
+            self._database.close()
 
     # ---- with the lock held
 
@@ -191,12 +231,12 @@ class BlockIndex:
                 return chain[::-1]
             key = parent
 
-    def _continues(self, block: Block) -> bool:
+    def _continues(self, block: Block, now: float) -> bool:
         """Return whether the blocks that `block` continues are here, and mark them as used with it."""
         if not block.start:
             return True
         chains = self.chains(block.namespace, block.layers, block.parent)
-        self.touch(one for chain in chains for one in chain.blocks)
+        self.touch((one for chain in chains for one in chain.blocks), now)
         return bool(chains)
 
     def _make_room(self, nbytes: int) -> list[str]:

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -163,7 +163,7 @@ class StagePrefixes:
         writer = await asyncio.to_thread(
             BlockWriter, self.index.folder / name, len(self.layers), entry.nbytes
         )
-        with writer:
+        try:
             take = partial(_take, _pieces(entry, self.layers, start))
             free, more = 0, True  # `free` are bytes before the next rest
             while more:
@@ -174,6 +174,8 @@ class StagePrefixes:
                 if free <= 0 and more:
                     free = IDLE_BYTES if await self._rest(time.monotonic() - started) else 0
             size = await asyncio.to_thread(writer.finish_file)
+        finally:  # a slow disk must not hold up the event loop
+            await asyncio.shield(asyncio.to_thread(writer.close))
         block = Block(self.namespace, border.key, self.layers, start, border.length, before, name)
         await asyncio.to_thread(self.index.add_block, block, size)
 
@@ -211,14 +213,17 @@ class StagePrefixes:
     async def write_blocks(self, pieces: AsyncIterator[pb.BackupPiece]) -> None:
         """Write the blocks of another worker. Raises NotReadyError, ProtocolError."""
         try:
-            with closing(receive_blocks(self.index, self.namespace)) as receiver:
-                next(receiver)
+            receiver = receive_blocks(self.index, self.namespace)
+            await asyncio.to_thread(next, receiver)
+            try:
                 async for piece in pieces:
                     sending = asyncio.ensure_future(asyncio.to_thread(receiver.send, piece))
                     try:
                         await asyncio.shield(sending)
                     finally:  # the receiver cannot be closed while it runs
                         await asyncio.wait({sending})
+            finally:
+                await asyncio.shield(asyncio.to_thread(receiver.close))
         except DISK_ERRORS as error:
             raise NotReadyError(f"the blocks cannot be written: {error}") from error
 
@@ -240,7 +245,8 @@ class StagePrefixes:
                     for layer, state in loaded:
                         layers.setdefault(layer, []).append(state)
             blocks = [block for chain in chains for block in chain.blocks]
-            await asyncio.to_thread(self.index.touch, blocks)
+            with suppress(sqlite3.Error):  # of a disk that is full
+                await asyncio.to_thread(self.index.touch, blocks)
         except DISK_ERRORS as error:
             raise NotReadyError(f"the prefix cannot be read: {error}") from error
         if not chains:

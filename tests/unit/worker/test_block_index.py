@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from proto.backup import prefix_key
+from proto.errors import ProtocolError
 from proto.span import Span
+from tests.support.checkpoints.small_disk import small_disk
 from worker.disk.block_index import STALE_SECONDS, VERSION, Block, BlockIndex
 
 TOKENS = tuple(range(1000))
@@ -28,7 +31,12 @@ class Folder:
     def __init__(self, path: Path, limit: int = 10**6) -> None:
         self.path = path
         self.now = 1e9
-        self.index = BlockIndex(path, limit, lambda: self.now)
+        self.index = BlockIndex(path, limit, self.clock)
+
+    def clock(self) -> float:
+        """Return the time, which moves on with each look as on a real machine."""
+        self.now += 1e-3
+        return self.now
 
     def add(self, length: int, start: int = 0, layers: Span = ALL, nbytes: int = 100) -> bool:
         """Add a block of the first `length` tokens, which continues that of `start`."""
@@ -101,6 +109,59 @@ def test_a_block_keeps_what_it_continues(folder: Folder) -> None:
     assert folder.files == {"128-0-8", "256-0-8", "300-0-8"}
     assert not folder.add(400, 300)
     assert folder.find()[-1] == 128 and "400-0-8" not in folder.files
+
+
+def test_the_end_of_a_chain_goes_first(folder: Folder) -> None:
+    """What is left of a prompt after a full disk is readable, also where other prompts have used its beginning."""
+    folder.index.limit = 500
+    assert folder.add(128) and folder.add(256, 128) and folder.add(300, 256)
+    assert folder.add(700) and folder.add(800) and folder.add(900)
+    assert folder.find() == [900, 800, 700, 256, 128]
+    assert folder.add(290, 256)
+    assert folder.find() == [900, 800, 290, 256, 128]
+
+
+def test_a_block_is_written_again_after_its_beginning_was_lost(folder: Folder) -> None:
+    """The new file stays, although the entry of the old one would have been the first to go."""
+    folder.index.limit = 250
+    assert folder.add(128) and folder.add(256, 128)
+    folder.index.remove(folder.index.chains("model", ALL, prefix_key(TOKENS[:128]))[0].blocks[0])
+    assert folder.find() == []
+    assert folder.add(900) and folder.add(256, nbytes=150)
+    assert folder.files == {"256-0-8", "900-0-8"} and folder.find() == [900, 256]
+
+
+def test_a_full_disk_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A program that starts while no byte is free finds what is there, and adds nothing."""
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        before = Folder(disk / "prefixes")
+        assert before.add(128) and before.add(256, 128)
+        before.index.close()
+        with suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
+            while True:
+                filler.write(bytes(4096))
+        full = Folder(disk / "prefixes")
+        assert full.find() == [256, 128]
+        with pytest.raises(sqlite3.Error):
+            full.add(300, 256)
+        assert full.find() == [256, 128]
+        full.index.close()
+
+
+def test_a_block_that_another_process_dropped_is_no_damage(
+    folder: Folder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is a miss without a warning. Other bytes are one."""
+    assert folder.add(128)
+    block = folder.index.chains("model", ALL, prefix_key(TOKENS[:128]))[0].blocks[0]
+    for gone in (False, True):
+        (folder.path / block.file).touch()
+        if gone:
+            (folder.path / block.file).unlink()
+        caplog.clear()
+        with pytest.raises(OSError, match="gone|other bytes"), folder.index.removing(block):
+            raise FileNotFoundError("gone") if gone else ProtocolError("other bytes")
+        assert bool(caplog.records) != gone
 
 
 def test_a_block_without_its_beginning_is_refused(folder: Folder) -> None:
