@@ -126,7 +126,7 @@ LENGTHS = (30, 80, 151)
 """Tokens of prompts, which end before and after the budget of a query."""
 
 
-def requests(count: int = 16, lengths: Sequence[int] = LENGTHS) -> list[GenerationRequest]:
+def requests(count: int = 10, lengths: Sequence[int] = LENGTHS) -> list[GenerationRequest]:
     """Return a greedy and a sampled request of `count` tokens for each length of a prompt."""
     chance = random.Random(3)
     found = []

@@ -186,11 +186,11 @@ def layer_cost(
     """Return the cost of a layer for windows of `width` tokens of `count` sequences. Runs within `counted_kernels`."""
     found = {}
     for layers, path in paths.items():
-        loop = steps(path, count, width)
+        loop, arrays = steps(path, count, width), list[mx.array]()
         for _ in range(3):
+            mx.eval(arrays)  # of the step before
             arrays = list({id(array): array for array in loop.build()}.values())
-            found[layers] = kernels_of(arrays)
-            mx.eval(arrays)
+        found[layers] = kernels_of(arrays)
     more = LONG - SHORT
     names = Counter(found[LONG])
     names.subtract(found[SHORT])
