@@ -24,17 +24,17 @@ endif
 # The libraries that pyproject.toml names, for the lines that say what is installed.
 LIBRARIES = $(shell sed -n '/^dependencies = \[/,/^]/s/^ *"\([A-Za-z0-9_-]*\).*/\1/p' pyproject.toml | uniq | paste -sd ' ' -)
 
-# Tests run in parallel. They are distributed by file, because the tests of a file share models and processes.
+# Tests run in parallel. They are distributed by file, because the tests of a file share models and processes. The
+# folders with the longest files come first. In pytest's own order such files, which have few tests, would run at the end.
 JOBS ?= 2
 # Hypothesis's profile "ci" draws the same examples every time. Without it, pytest draws new ones.
 PYTEST := $(BIN)/python -m pytest --hypothesis-profile ci
-PARALLEL := $(PYTEST) --numprocesses $(JOBS) --dist loadfile
-# Whole programs wait more than they compute, so more of their tests run at once than there are cores. They run in the
-# order of the folders: the longest file is in the first one. In pytest's own order it would run alone at the end.
+PARALLEL := $(PYTEST) --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+# Whole programs wait more than they compute, so more of their tests run at once than there are cores.
 PROGRAM_JOBS ?= 3
-PROGRAMS := $(PYTEST) --numprocesses $(PROGRAM_JOBS) --dist loadfile --no-loadscope-reorder
+PROGRAMS := $(PARALLEL) --numprocesses $(PROGRAM_JOBS)
 
-PART_TESTS := tests/repository tests/unit tests/parity tests/fuzz
+PART_TESTS := tests/parity tests/unit tests/repository tests/fuzz
 METAL_TESTS := $(patsubst %,tests/parity/test_%.py,rollback run_ahead head engine exact_mode)
 # The files with thorough tests: collecting all of them again takes a while.
 THOROUGH_TESTS = $(sort $(shell grep -rl --include='test_*.py' 'mark\.thorough' $(PART_TESTS)))

@@ -243,7 +243,11 @@ def flash_next(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return {layers: folder / str(layers) for layers in (SHORT, LONG)}
 
 
-@each_shape
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1), *(pytest.param(s, marks=pytest.mark.thorough) for s in ((1, 4), (8, 1)))],
+    ids=str,
+)
 def test_a_layer_of_flash_next(flash_next: dict[int, Path], shape: tuple[int, int]) -> None:
     """The streams of a layer cost eleven kernels, its experts four, and its GatedDeltaNet one and its projections."""
     with counted_kernels():

@@ -132,7 +132,13 @@ def shared_outputs(stage: Stage) -> tuple[mx.array, int]:
     return outputs(stage), communicator.sums
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, marks=[pytest.mark.thorough] if form in ("8 bits", "float16") else [])
+        for form in FORMS
+    ],
+)
 def test_layers_compute_what_the_reference_does(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:

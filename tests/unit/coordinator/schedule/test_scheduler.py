@@ -29,7 +29,7 @@ from tests.support.stages.token_stages import WORDS, FakeLastStage, plain
 
 
 @patch("coordinator.schedule.backups.MIN_NEW_TOKENS", 3)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     stages=st.integers(1, 6),
     mtp=st.sampled_from(["off", "1", "2", "3", "4", "filled", "filled", "filled"]),
