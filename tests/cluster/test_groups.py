@@ -102,11 +102,8 @@ SETTINGS = ({"temperature": 0.0}, {"temperature": 0.9, "seed": 7, "top_p": 0.95}
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Return the answers of one process, the first of them long enough for a fault."""
     with serving(tmp_path_factory.mktemp("alone"), MODEL[0], [], *MODEL[1:]) as coordinator:
-        counts = (LONG, TOKENS)
-        return [
-            ask(coordinator.url, count, **setting).text
-            for count, setting in zip(counts, SETTINGS, strict=True)
-        ]
+        asked = zip((LONG, TOKENS), SETTINGS, strict=True)
+        return [ask(coordinator.url, count, **setting).text for count, setting in asked]
 
 
 @contextmanager

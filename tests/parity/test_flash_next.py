@@ -171,9 +171,9 @@ def expected(model: Path) -> list[Answered]:
     [
         pytest.param("3", 2, 33, marks=pytest.mark.thorough),
         ("filled", 4, 7),
-        pytest.param("2", 1, 64, marks=pytest.mark.thorough),
-        pytest.param("auto", 4, 16, marks=pytest.mark.thorough),
-        pytest.param("off", 2, 32, marks=pytest.mark.thorough),
+        pytest.param("2", 1, 64, marks=pytest.mark.slow),
+        pytest.param("auto", 4, 16, marks=pytest.mark.slow),
+        pytest.param("off", 2, 32, marks=pytest.mark.slow),
         pytest.param("1", 4, 50, marks=pytest.mark.thorough),
     ],
 )
@@ -244,7 +244,7 @@ def test_a_prefix_and_a_disk_change_nothing(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("bits", [pytest.param(None, marks=pytest.mark.slow), 4])
 def test_a_conversion_keeps_the_answers(model: Path, tmp_path: Path, bits: int | None) -> None:
     """A plain conversion has the answers of its source. A quantized one has the same over stages."""
     quantization = None if bits is None else Quantization(bits, 32)

@@ -68,7 +68,7 @@ def small(prompts: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
 @pytest.mark.parametrize(
     ("kind", "size", "kv_heads", "temperature"),
     [
-        pytest.param("dense", 2, 6, 0.0, marks=pytest.mark.thorough),
+        pytest.param("dense", 2, 6, 0.0, marks=pytest.mark.slow),
         pytest.param("moe", 2, 2, 0.8, marks=pytest.mark.thorough),
         pytest.param("dense", 3, 3, 0.8, marks=pytest.mark.slow),
         pytest.param("moe", 4, 2, 0.0, marks=pytest.mark.slow),

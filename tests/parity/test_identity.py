@@ -94,9 +94,10 @@ def expected() -> list[Answered]:
     [
         ("2", 2),
         ("filled", 4),
+        pytest.param("1", 1, marks=pytest.mark.thorough),
         *(
-            pytest.param(mtp, stages, marks=pytest.mark.thorough)
-            for mtp, stages in (("1", 1), ("3", 4), ("auto", 1), ("off", 4))
+            pytest.param(mtp, stages, marks=pytest.mark.slow)
+            for mtp, stages in (("3", 4), ("auto", 1), ("off", 4))
         ),
     ],
 )
@@ -117,7 +118,8 @@ def test_drafts_stages_and_concurrency_change_nothing(
     ("mtp", "stages"),
     [
         ("2", 1),
-        *(pytest.param(m, s, marks=pytest.mark.thorough) for m, s in (("off", 2), ("filled", 4))),
+        pytest.param("off", 2, marks=pytest.mark.thorough),
+        pytest.param("filled", 4, marks=pytest.mark.slow),
     ],
 )
 def test_drafts_from_the_text_change_nothing(mtp: str, stages: int) -> None:
