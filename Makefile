@@ -24,19 +24,21 @@ endif
 # The libraries that pyproject.toml names, for the lines that say what is installed.
 LIBRARIES = $(shell sed -n '/^dependencies = \[/,/^]/s/^ *"\([A-Za-z0-9_-]*\).*/\1/p' pyproject.toml | uniq | paste -sd ' ' -)
 
-# Tests run in parallel. They are distributed by file, because the tests of a file share models and processes.
+# Tests run in parallel. They are distributed by file, because the tests of a file share models and processes. The
+# folders with the longest files come first. In pytest's own order such files, which have few tests, would run at the end.
 JOBS ?= 2
 # Hypothesis's profile "ci" draws the same examples every time. Without it, pytest draws new ones.
 PYTEST := $(BIN)/python -m pytest --hypothesis-profile ci
-PARALLEL := $(PYTEST) --numprocesses $(JOBS) --dist loadfile
-# The longest test of whole programs is in the first folder. In pytest's own order it would run alone at the end.
-PROGRAMS := $(PARALLEL) --no-loadscope-reorder
+PARALLEL := $(PYTEST) --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+# Whole programs wait more than they compute, so more of their tests run at once than there are cores.
+PROGRAM_JOBS ?= 3
+PROGRAMS := $(PARALLEL) --numprocesses $(PROGRAM_JOBS)
 
-PART_TESTS := tests/repository tests/unit tests/parity tests/fuzz
+PART_TESTS := tests/parity tests/unit tests/repository tests/fuzz
 METAL_TESTS := $(patsubst %,tests/parity/test_%.py,rollback run_ahead head engine exact_mode)
 # The files with thorough tests: collecting all of them again takes a while.
 THOROUGH_TESTS = $(sort $(shell grep -rl --include='test_*.py' 'mark\.thorough' $(PART_TESTS)))
-PROGRAM_TESTS := tests/chaos tests/cluster tests/clients tests/browser
+PROGRAM_TESTS := tests/browser tests/cluster tests/chaos tests/clients
 
 BENCHES ?= $(basename $(notdir $(shell grep -l __main__ tests/bench/*.py)))
 
@@ -55,7 +57,7 @@ help: ## list the targets
 demo: $(VENV)/.runtime ## three workers and a coordinator on this machine, one prompt over HTTP
 	$(BIN)/mtp-coord demo
 
-test: $(VENV)/.dev ## the tests of every contract, in some eight minutes on two cores
+test: $(VENV)/.dev ## the tests of every contract, in some six minutes on two cores
 	$(PARALLEL) -m 'not slow and not thorough' $(PART_TESTS)
 	$(PROGRAMS) -m smoke $(PROGRAM_TESTS)
 
@@ -66,7 +68,7 @@ test-all: $(VENV)/.dev ## the rest: more cases, and whole programs on loopback
 test-metal: $(VENV)/.dev ## tests of states and engines on the Metal path, whose kernels run on the CPU; needs g++
 	$(PARALLEL) --dist load -p tests.support.metal.plugin -m 'not slow and not thorough' $(METAL_TESTS)
 
-test-slow: $(VENV)/.dev ## the tests that take more than half a minute each
+test-slow: $(VENV)/.dev ## the tests that take long, or whose contract a faster test guards too
 	$(PYTEST) -m slow
 
 clients: $(VENV)/.dev ## install the clients of other projects, and test with them

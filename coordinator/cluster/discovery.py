@@ -74,7 +74,7 @@ class Discovery:
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+            await asyncio.wait(tasks, timeout=2 * CLOSE_SECONDS)
         for task in tasks:
             if task.done() and not task.cancelled() and task.exception():
                 log.error("discovery failed", exc_info=task.exception())

@@ -361,6 +361,7 @@ def events_of(page: Page) -> list[str]:
     return page.locator(".events li span:first-of-type").all_inner_texts()
 
 
+@pytest.mark.slow
 def test_a_kill_and_a_join_show_while_the_page_is_open(
     opened: WatchedPage, cluster: Cluster, tmp_path: Path
 ) -> None:

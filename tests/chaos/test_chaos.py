@@ -9,7 +9,7 @@ import pytest
 from tests.chaos.faults import STUDIES
 from tests.chaos.run import Plan, run
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 
 FAULTS, SEED = 4, 44
 """One killed, one paused, one cut off and one restarted worker."""

@@ -53,7 +53,7 @@ def url(workers: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def bodies(tokenizer: Tokenizer) -> list[Body]:
-    """Return sixteen requests: prompts of 1 to 200 tokens, answers of 1 to 40, and all sampling settings."""
+    """Return sixteen requests: prompts of 1 to 200 tokens, answers of 1 to 20, and all sampling settings."""
     long = tokenizer.encode(LONG)
     prompts = [list(tokenizer.encode(prompt)) for prompt in PROMPTS[:13]]
     prompts += [[long[5]], list(long[100:300]), list(long[250:400])]
@@ -66,7 +66,7 @@ def bodies(tokenizer: Tokenizer) -> list[Body]:
         {"temperature": 0.9, "seed": 6, "repetition_penalty": 1.2, "logit_bias": {"17": 3.0}},
     ]
     return [
-        {"prompt": p, "max_tokens": 1 + 13 * i % 40, "ignore_eos": True, **settings[i % 6]}
+        {"prompt": p, "max_tokens": 1 + 13 * i % 20, "ignore_eos": True, **settings[i % 6]}
         for i, p in enumerate(prompts)
     ]
 
@@ -175,6 +175,7 @@ def test_sixteen_at_once_as_each_alone(url: str, workers: list[str], tokenizer: 
     assert_nothing_is_held(workers)
 
 
+@pytest.mark.slow
 def test_a_prefix_hit_changes_no_token(url: str, tokenizer: Tokenizer) -> None:
     """A prompt whose beginning is cached reports the cached tokens and gets the same answer."""
     text = tokenizer.encode(LONG)

@@ -21,7 +21,7 @@ from proto.params import SamplingParams
 from tests.cluster.conftest import Pool
 from tests.support.processes.processes import serving
 
-TOKENS = 48
+TOKENS = 32
 PROMPT = "class Queue:\n    def __init__(self, size):\n        self.items = []\n\n    def put(self, item):\n"
 SIZES = (0, 2, 3, 8)
 """Workers; without one the coordinator serves alone."""

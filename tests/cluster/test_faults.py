@@ -199,7 +199,7 @@ async def test_a_worker_that_is_stopped(
     ("how", "between"),
     [
         pytest.param("cut", "workers", marks=pytest.mark.smoke),
-        ("freeze", "workers"),
+        pytest.param("freeze", "workers", marks=pytest.mark.slow),
         pytest.param("cut", "coordinator and worker", marks=pytest.mark.slow),
         ("freeze", "coordinator and worker"),
     ],

@@ -72,6 +72,7 @@ def answer(cluster: Cluster, kill: bool = False) -> list[int]:
     return tokens_of_stream(url, body, after, cluster.workers[-1].kill)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_changes_no_token(cluster: Cluster) -> None:
     """The worker that is left fetches the other layers, and the answer goes on as it would have."""
     expected = answer(cluster)

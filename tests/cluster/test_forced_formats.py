@@ -132,6 +132,7 @@ def test_forced_calls_in_three_dialects(client: openai.OpenAI, cluster: Cluster)
         assert set(json.loads(found.message.content or "")) == {"unit", "days"}
 
 
+@pytest.mark.slow
 def test_a_killed_worker_changes_no_token_of_a_format(cluster: Cluster) -> None:
     """After a worker is killed during the answer, the rest follows the grammar as if nothing had happened."""
     items = {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 60}

@@ -1,15 +1,19 @@
-"""Workers that share every layer give the answers of one process, and survive the loss of a process of a group."""
+"""Workers that share every layer give the answers of one process, while processes and machines come and go."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -18,11 +22,14 @@ import pytest
 
 from tests.chaos.faults import members_of as started_by
 from tests.support.api.streams import events_of, tokens_of_stream
+from tests.support.processes.network_namespaces import Machine, two_machines
 from tests.support.processes.own_address import network_address
 from tests.support.processes.processes import (
     Cluster,
+    Process,
     as_coordinator,
     ending,
+    launch,
     launch_coordinator,
     launch_worker,
     running_cluster,
@@ -32,12 +39,12 @@ from tests.support.processes.processes import (
 from tests.support.processes.reserved_port import reserved_port
 from worker.node.process import LOCAL_TOKEN
 
-TOKENS = 48
+TOKENS = 24
 LONG = 160
 """Tokens of an answer that a fault interrupts."""
 
 LONGEST_SILENCE = 15.0
-"""Seconds. Goal for an answer whose group lost a process."""
+"""Seconds. Goal for an answer whose group lost a process or a machine."""
 
 SECONDS = 120.0
 
@@ -62,14 +69,41 @@ def ask(url: str, count: int, **fields: object) -> Answer:
     return Answer(text, silence)
 
 
+ASK = """
+import json, sys, time, urllib.request
+headers = {"Content-Type": "application/json"}
+request = urllib.request.Request(sys.argv[1] + "/v1/completions", sys.argv[2].encode(), headers)
+text, silence, last = "", 0.0, time.monotonic()
+for line in urllib.request.urlopen(request, timeout=100):
+    if not line.startswith(b"data: {"):
+        continue
+    chunk = json.loads(line[6:])
+    assert "error" not in chunk, chunk
+    text += chunk["choices"][0]["text"] if chunk["choices"] else ""
+    silence, last = max(silence, time.monotonic() - last), time.monotonic()
+print(json.dumps([text, silence]))
+"""
+
+
+def ask_on(machine: Machine, url: str, count: int, **fields: object) -> Answer:
+    """Do the same as `ask` for a client on another machine."""
+    body = {"prompt": "def fibonacci(n):", "max_tokens": count, "ignore_eos": True, **fields}
+    words = (sys.executable, "-c", ASK, url, json.dumps(body | {"stream": True}))
+    done = subprocess.run(
+        [*machine.prefix, *words], stdout=subprocess.PIPE, timeout=SECONDS, check=True
+    )
+    return Answer(*json.loads(done.stdout))
+
+
 SETTINGS = ({"temperature": 0.0}, {"temperature": 0.9, "seed": 7, "top_p": 0.95})
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return the answers of one process."""
+    """Return the answers of one process, the first of them long enough for a fault."""
     with serving(tmp_path_factory.mktemp("alone"), MODEL[0], [], *MODEL[1:]) as coordinator:
-        return [ask(coordinator.url, LONG, **setting).text for setting in SETTINGS]
+        asked = zip((LONG, TOKENS), SETTINGS, strict=True)
+        return [ask(coordinator.url, count, **setting).text for count, setting in asked]
 
 
 @contextmanager
@@ -127,10 +161,12 @@ def test_the_status_shows_the_shares(pair: Cluster) -> None:
     assert all(node["memory_used"] for node in nodes)
 
 
-def check_recovery(url: str, expected: list[str], fault: Callable[[], None]) -> None:
+def check_recovery(
+    url: str, expected: list[str], fault: Callable[[], None], asks: Callable[..., Answer] = ask
+) -> None:
     """Check that an answer goes on in time, token for token, after a fault."""
     answers: list[Answer] = []
-    client = threading.Thread(target=lambda: answers.append(ask(url, LONG, **SETTINGS[0])))
+    client = threading.Thread(target=lambda: answers.append(asks(url, LONG, **SETTINGS[0])))
     client.start()
     time.sleep(1)
     fault()
@@ -143,7 +179,7 @@ def check_recovery(url: str, expected: list[str], fault: Callable[[], None]) -> 
 @pytest.mark.parametrize(
     ("member", "fault"),
     [
-        (1, psutil.Process.suspend),
+        pytest.param(1, psutil.Process.suspend, marks=pytest.mark.slow),
         pytest.param(0, psutil.Process.kill, marks=pytest.mark.slow),
         pytest.param(1, psutil.Process.kill, marks=pytest.mark.slow),
         pytest.param(0, psutil.Process.suspend, marks=pytest.mark.slow),
@@ -185,6 +221,46 @@ def test_two_groups_of_two_are_a_pipeline(tmp_path: Path, expected: list[str]) -
             assert text.startswith(ask(cluster.url, TOKENS, **setting).text)
         os.kill(members_of(cluster)[-1].pid, signal.SIGKILL)
         assert ask(cluster.url, LONG, **SETTINGS[0]).text == expected[0]
+
+
+@pytest.mark.slow
+def test_a_pulled_cable_changes_no_answer(tmp_path: Path, expected: list[str]) -> None:
+    """The machine that is left answers alone, token for token, and the next answer has the group again."""
+    with two_machines() as machines, ExitStack() as stack:
+
+        def start(machine: Machine, name: str, module: str, *words: str) -> Process:
+            state = ("--state-dir", str(tmp_path / machine.name), "--insecure", "--no-mdns")
+            process = launch(tmp_path, name, module, (*words, *state), prefix=machine.prefix)
+            return stack.enter_context(ending(process))
+
+        named: list[str] = []
+        for machine in machines:
+            listen = ("--listen", f"{machine.address}:50505", "--direct", machine.address)
+            start(machine, machine.name, "worker.cli", "--model", MODEL[0], *listen)
+            named += ["--worker", f"{machine.address}:50505"]
+        flags = (*MODEL, "--parallel", "tensor", "--nodes", "2", "--port", "0", *named)
+        coordinator = start(machines[0], "coordinator", "coordinator.cli", "serve", *flags)
+        url = as_coordinator(coordinator).url
+        asks = partial(ask_on, machines[0])
+        check_recovery(url, expected, machines[1].pull_cable, asks)
+        machines[1].plug_cable_in()
+        coordinator.wait_for("group", SECONDS, count=2)
+        assert asks(url, LONG, **SETTINGS[0]).text == expected[0]
+
+
+@pytest.mark.slow
+def test_a_third_worker_joins_while_a_group_serves(tmp_path: Path, expected: list[str]) -> None:
+    """The answers go on, and so does the group: three machines cannot share its heads."""
+    with reserved_port("127.0.0.1") as port:
+        third = f"127.0.0.1:{port}"
+        with group(tmp_path, 2, "tensor", "--nodes", "2", "--worker", third) as cluster:
+            coordinator = cluster.coordinator
+            worker = launch_worker(tmp_path, "third", "--model", MODEL[0], "--listen", third)
+            with ending(worker):
+                while len(coordinator.records("worker joined")) < 3:
+                    assert ask(cluster.url, LONG, **SETTINGS[0]).text == expected[0]
+                coordinator.wait_for("the plan stays as it is", SECONDS)
+            assert {one["members"] for one in coordinator.records("group")} == {2}
 
 
 def test_a_group_needs_a_declared_link(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from proto.trust.node_trust import NodeTrust
 from tests.cluster.test_join import host as host
 from tests.support.processes.processes import ending, launch_worker
 
-CONNECTIONS = 3000
+CONNECTIONS = 1000
 """Half handshakes. A configuration for every connection let a worker live for 204 of them."""
 
 OPEN_AT_ONCE = 30
@@ -119,7 +119,7 @@ async def end_of(reader: asyncio.StreamReader) -> bool:
     return True
 
 
-RENEWALS = 200
+RENEWALS = 60
 
 
 def peer_certificate(address: str, trust: NodeTrust) -> x509.Certificate:

@@ -187,6 +187,7 @@ def test_unusual_files_are_read(cluster: Cluster) -> None:
     assert found[2] == found[7], "transparent places are white"
 
 
+@pytest.mark.slow
 def test_a_killed_worker_changes_no_token(cluster: Cluster) -> None:
     """After a worker is killed during an answer to images, the rest of the answer is as before."""
     expected = tokens_of(ask(cluster, parts_of(FILE, OTHER), max_tokens=200))

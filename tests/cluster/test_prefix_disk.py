@@ -64,6 +64,7 @@ def test_other_workers_start_from_the_prefixes_of_killed_ones(tmp_path: Path) ->
     assert warm == cold
 
 
+@pytest.mark.slow
 def test_workers_copy_the_blocks_of_layers_that_move(tmp_path: Path) -> None:
     """A third worker has an empty disk of its own. It and the others copy the blocks of their new layers."""
     prompt = long_prompt()

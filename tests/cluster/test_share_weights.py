@@ -85,7 +85,11 @@ def stored_files(home: Path) -> dict[str, int]:
     return {file.stem: file.stat().st_size for file in home.rglob("parts/*.safetensors")}
 
 
-@pytest.mark.parametrize("share", [True, False], ids=["--share-weights", "--model REPO"])
+@pytest.mark.parametrize(
+    "share",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["--share-weights", "--model REPO"],
+)
 def test_the_commands_people_type(
     source: Path,
     workers: list[Worker],

@@ -314,7 +314,7 @@ def stage() -> Stage:
 
 def test_the_stage_agrees_with_its_reference(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed layers compute what mlx-lm's do: a long prompt, then windows of 1 to 5 rows."""
-    monkeypatch.setattr(packing.Packer, "works", False)
+    monkeypatch.setattr(packing.Packer, "works", lambda packer: False)
     reference = Stage(loaded(), KVFormat())
     assert stage.variants.summary == f"{LAYERS} packed"
     packed, plain = Text(stage, 0), Text(reference, 0)

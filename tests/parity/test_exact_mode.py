@@ -55,7 +55,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 def requests() -> list[GenerationRequest]:
     """Return greedy and sampled requests with log-probabilities."""
     settings = [SamplingParams(logprobs=2), SamplingParams(temperature=0.9, seed=3, logprobs=2)]
-    return [GenerationRequest(prompt, 6, params) for prompt in PROMPTS for params in settings]
+    return [GenerationRequest(prompt, 4, params) for prompt in PROMPTS for params in settings]
 
 
 def facts(answers: Sequence[Answered]) -> list[object]:

@@ -128,7 +128,7 @@ LENGTHS = (30, 80, 151)
 """Tokens of prompts, which end before and after the budget of a query."""
 
 
-def requests(count: int = 16, lengths: Sequence[int] = LENGTHS) -> list[GenerationRequest]:
+def requests(count: int = 10, lengths: Sequence[int] = LENGTHS) -> list[GenerationRequest]:
     """Return a greedy and a sampled request of `count` tokens for each length of a prompt."""
     chance = random.Random(3)
     found = []
@@ -171,11 +171,11 @@ def expected(model: Path) -> list[Answered]:
 @pytest.mark.parametrize(
     ("mtp", "stages", "chunk"),
     [
-        ("3", 2, 33),
+        pytest.param("3", 2, 33, marks=pytest.mark.thorough),
         ("filled", 4, 7),
-        pytest.param("2", 1, 64, marks=pytest.mark.thorough),
-        pytest.param("auto", 4, 16, marks=pytest.mark.thorough),
-        pytest.param("off", 2, 32, marks=pytest.mark.thorough),
+        pytest.param("2", 1, 64, marks=pytest.mark.slow),
+        pytest.param("auto", 4, 16, marks=pytest.mark.slow),
+        pytest.param("off", 2, 32, marks=pytest.mark.slow),
         pytest.param("1", 4, 50, marks=pytest.mark.thorough),
     ],
 )
@@ -245,7 +245,8 @@ def test_a_prefix_and_a_disk_change_nothing(
     assert sum(answer.stats.cached_tokens for answer in found) > 0
 
 
-@pytest.mark.parametrize("bits", [pytest.param(None, marks=pytest.mark.thorough), 4])
+@pytest.mark.thorough
+@pytest.mark.parametrize("bits", [pytest.param(None, marks=pytest.mark.slow), 4])
 def test_a_conversion_keeps_the_answers(model: Path, tmp_path: Path, bits: int | None) -> None:
     """A plain conversion has the answers of its source. A quantized one has the same over stages."""
     quantization = None if bits is None else Quantization(bits, 32)

@@ -80,7 +80,7 @@ def drafted(found: Sequence[Answered]) -> int:
 # ---- part of the study, for every run of the tests
 
 FEW = (PROMPTS[1], PROMPTS[19])
-COUNT = 32
+COUNT = 16
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +94,10 @@ def expected() -> list[Answered]:
     [
         ("2", 2),
         ("filled", 4),
+        pytest.param("1", 1, marks=pytest.mark.thorough),
         *(
-            pytest.param(mtp, stages, marks=pytest.mark.thorough)
-            for mtp, stages in (("1", 1), ("3", 4), ("auto", 1), ("off", 4))
+            pytest.param(mtp, stages, marks=pytest.mark.slow)
+            for mtp, stages in (("3", 4), ("auto", 1), ("off", 4))
         ),
     ],
 )
@@ -117,12 +118,13 @@ def test_drafts_stages_and_concurrency_change_nothing(
     ("mtp", "stages"),
     [
         ("2", 1),
-        *(pytest.param(m, s, marks=pytest.mark.thorough) for m, s in (("off", 2), ("filled", 4))),
+        pytest.param("off", 2, marks=pytest.mark.thorough),
+        pytest.param("filled", 4, marks=pytest.mark.slow),
     ],
 )
 def test_drafts_from_the_text_change_nothing(mtp: str, stages: int) -> None:
     """Prompts that repeat themselves have matches, and the answers are those without them."""
-    repeated = [f"{prompt} {prompt}" for prompt in FEW]
+    repeated = [f"{prompt} {prompt}" for prompt in FEW[:1]]
     asked = requests(repeated, COUNT)
     plain = answers(asked, "off", one_by_one=True)
     found = answers(asked, mtp, stages, one_by_one=mtp == "filled", ngrams=True)
@@ -147,7 +149,7 @@ DEPTHS: list[int] = []
 
 
 def sixteen() -> list[GenerationRequest]:
-    """Return prompts of 1 to 180 tokens, answers of 1 to 24, and every kind of sampling."""
+    """Return prompts of 1 to 180 tokens, answers of 1 to 12, and every kind of sampling."""
     tokenizer = Tokenizer.load(checkpoint_dir())
     long = tokenizer.encode(" ".join(PROMPTS[13:]))
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS[:13]]
@@ -156,7 +158,7 @@ def sixteen() -> list[GenerationRequest]:
     settings = (*SETTINGS, biased)
     return [
         GenerationRequest(
-            prompt, 1 + 13 * i % 24, replace(settings[i % len(settings)], seed=i, logprobs=3)
+            prompt, 1 + 7 * i % 12, replace(settings[i % len(settings)], seed=i, logprobs=3)
         )
         for i, prompt in enumerate(prompts)
     ]

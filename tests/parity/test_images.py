@@ -34,7 +34,7 @@ from tests.support.checkpoints.vision import (
 )
 from tests.support.stages.local_run import run
 
-COUNT = 24
+COUNT = 12
 """Tokens of an answer."""
 
 Array = np.ndarray[Any, Any]

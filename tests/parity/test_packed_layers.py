@@ -220,7 +220,9 @@ def test_a_row_does_not_see_rejected_rows(count: int, sequences: int) -> None:
         assert mx.linalg.norm(found - expected) < 0.005 * mx.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("cuts", [(), (2,)], ids=["whole", "cut"])
+@pytest.mark.parametrize(
+    "cuts", [(), pytest.param((2,), marks=pytest.mark.slow)], ids=["whole", "cut"]
+)
 def test_company_and_drafts_change_no_token(
     expected: list[list[int]], cuts: tuple[int, ...]
 ) -> None:

@@ -63,7 +63,7 @@ coordinator.cli: coordinator.api coordinator.cluster coordinator.drafts coordina
     coordinator.pipeline coordinator.planning coordinator.schedule coordinator.serve
     coordinator.status coordinator.text coordinator.trust mtp mtp.checkpoint.convert
     mtp.checkpoint.format mtp.checkpoint.hub mtp.vision proto proto.terminal proto.trust
-    worker.engine worker.model
+    worker.engine
 coordinator.cluster: coordinator.pipeline coordinator.planning mtp mtp.checkpoint.format proto
     proto.rpc proto.terminal
 coordinator.drafts: proto

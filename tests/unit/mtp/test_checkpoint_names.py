@@ -1,10 +1,22 @@
-"""Tensor names: every published spelling maps to its parameter."""
+"""Names: every published spelling of a tensor maps to its parameter, and heads have other names or own repos."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
 import pytest
 
-from mtp.checkpoint.format.names import Layout, Source, Transform, local_name, plan_part
+from coordinator.cli import import_command
+from mtp.checkpoint.convert.convert import Settings, convert
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.names import Layout, Source, Transform, is_head, local_name, plan_part
+from proto.errors import CheckpointError
+from tests.conftest import Checkpoints
+from tests.support.checkpoints.checkpoints import assert_same_tensors, head_of, read_tensors
 
 
 @pytest.mark.parametrize(
@@ -84,3 +96,106 @@ def test_fused_experts_are_split_gate_first() -> None:
         ),
         "layers.0.mlp.switch_mlp.down_proj.weight": Source(("layers.0.mlp.experts.down_proj",)),
     }
+
+
+DEEPSEEK = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
+}
+
+
+def _one_layer(prefix: str, names: dict[str, str]) -> Callable[[str], str]:
+    """Return a renaming that keeps the whole head in one layer `prefix`, with other `names` of its ends."""
+
+    def rename(within: str) -> str:
+        """Return the exporter's name of a tensor of the head."""
+        module, _, rest = within.removeprefix("layers.0.").partition(".")
+        module = names.get(module, module) if not within.startswith("layers.") else module
+        return f"{prefix}{module}.{rest}"
+
+    return rename
+
+
+NAMINGS: dict[str, Callable[[str], str]] = {
+    "mtp_layers": _one_layer("mtp_layers.0.", {}),
+    "model.mtp_layers": _one_layer("model.mtp_layers.0.", {}),
+    "nextn with a number": _one_layer("nextn.0.", DEEPSEEK),
+    "nextn": _one_layer("nextn.", DEEPSEEK | {"norm": "shared_head_norm"}),
+    "below the model": lambda within: f"language_model.mtp.{within}",
+}
+
+
+def head_alone(path: Path, source: Path, *, prefix: str, metadata: dict[str, str]) -> Path:
+    """Write the head of `source` as a repo of its own, as drafter tools split it."""
+    path.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    config["model_type"] = "qwen3_5_mtp"
+    config["block_size"] = 3
+    (path / "config.json").write_text(json.dumps(config))
+    heads = {
+        prefix + name.partition("mtp.")[2]: weight
+        for name, weight in read_tensors(source).items()
+        if is_head(name)
+    }
+    mx.save_safetensors(str(path / "model.safetensors"), heads, metadata)
+    return path
+
+
+@pytest.mark.parametrize("naming", NAMINGS)
+@pytest.mark.parametrize("options", [{}, {"moe": True}], ids=["dense", "experts"])
+def test_a_head_under_another_name_is_the_same_head(
+    checkpoints: Checkpoints, tmp_path: Path, options: dict[str, Any], naming: str
+) -> None:
+    """Opening, and so `serve` and `inspect`, finds the complete head, with equal weights and no unknown tensor."""
+    source = checkpoints(**options)
+    renamed = {
+        NAMINGS[naming](name.removeprefix("mtp.")) if is_head(name) else name: weight
+        for name, weight in read_tensors(source).items()
+    }
+    assert not any(name.startswith("mtp.") for name in renamed)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), renamed, {"format": "pt"})
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    found = Checkpoint.open(tmp_path)
+    assert found.mtp.complete
+    assert found.unknown == ()
+    assert_same_tensors(head_of(found), head_of(Checkpoint.open(source)))
+
+
+def raw_with_prefix(path: Path, checkpoints: Checkpoints) -> Path:
+    return head_alone(path, checkpoints(), prefix="mtp.", metadata={})
+
+
+def raw_without_prefix(path: Path, checkpoints: Checkpoints) -> Path:
+    return head_alone(path, checkpoints(), prefix="", metadata={"format": "pt"})
+
+
+def converted_without_prefix(path: Path, checkpoints: Checkpoints) -> Path:
+    source = convert(Checkpoint.open(checkpoints()), path.with_suffix(".whole"), Settings()).path
+    return head_alone(path, source, prefix="", metadata={})
+
+
+ALONE = [raw_with_prefix, raw_without_prefix, converted_without_prefix]
+
+
+@pytest.mark.parametrize("write", ALONE, ids=lambda write: write.__name__)
+def test_add_mtp_takes_a_repo_of_a_head_alone(
+    checkpoints: Checkpoints, tmp_path: Path, write: Callable[[Path, Checkpoints], Path]
+) -> None:
+    """The result has the head of the checkpoint that the head was split from. Norms are shifted once."""
+    head = write(tmp_path / "head", checkpoints)
+    target = convert(Checkpoint.open(checkpoints(mtp=False)), tmp_path / "target", Settings()).path
+    options = ["--mlx-path", str(target), "--hf-path", str(head)]
+    import_command("add-mtp").main(options, standalone_mode=False)
+    found, expected = Checkpoint.open(target), Checkpoint.open(checkpoints(layout="mlx"))
+    assert_same_tensors(head_of(found), head_of(expected))
+
+
+def test_a_head_alone_is_no_model(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """`serve`, `inspect` and `convert` refuse it with the command to type."""
+    head = raw_with_prefix(tmp_path / "head", checkpoints)
+    command = f"holds an MTP head and no model.*add-mtp --mlx-path MODEL --hf-path {head}"
+    for to_convert in (False, True):
+        with pytest.raises(CheckpointError, match=command):
+            Checkpoint.open(head, to_convert=to_convert)

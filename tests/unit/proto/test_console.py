@@ -1,20 +1,27 @@
-"""The start and the end of both programs: proto/terminal/console.py and the lazy `mtp-coord`."""
+"""The start and the end of both programs, their open files, and commands whose flags are the fields of a dataclass."""
 
 from __future__ import annotations
 
 import os
+import resource
 import stat
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 import psutil
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from coordinator.cli import COMMANDS, import_command
-from proto.errors import CheckpointError, ClusterError, NotReadyError
+from proto.errors import CheckpointError, ClusterError, NotReadyError, UsageError
+from proto.span import Span
 from proto.terminal import console
-from proto.terminal.console import keep_awake
+from proto.terminal.console import WANTED, keep_awake, raise_open_file_limit
+from proto.terminal.options import Parsed, takes_options
 from tests.support.processes.waits import wait_until
 
 HEAVY = {"mlx", "mlx_lm", "torch", "transformers", "fastapi", "grpc", "numpy", "zeroconf"}
@@ -143,3 +150,122 @@ def test_a_mac_without_caffeinate_serves(
     with keep_awake():
         pass
     assert "may fall asleep" in caplog.text
+
+
+INFINITE = resource.RLIM_INFINITY
+
+
+class FakeLimits:
+    """The soft and the hard limit of a process. The system refuses soft limits above `ceiling`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, soft: int, hard: int, ceiling: int) -> None:
+        self.soft, self.hard, self.ceiling = soft, hard, ceiling
+        patch.setattr(resource, "getrlimit", lambda which: (self.soft, self.hard))
+        patch.setattr(resource, "setrlimit", self.set)
+
+    def set(self, which: int, limits: tuple[int, int]) -> None:
+        """Change the limits, as `resource.setrlimit` does."""
+        if limits[0] > self.ceiling or limits[1] != self.hard:
+            raise ValueError("current limit exceeds maximum limit")
+        self.soft = limits[0]
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "ceiling", "expected"),
+    [
+        (256, INFINITE, 10**9, WANTED),  # launchd on macOS
+        (1024, 4096, 10**9, 4096),
+        (2**20, 2**20, 2**20, 2**20),
+        (INFINITE, INFINITE, 10**9, INFINITE),
+        (256, INFINITE, 1000, 256),  # kern.maxfilesperproc
+    ],
+)
+def test_the_limit_is_raised_as_far_as_permitted(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, ceiling: int, expected: int
+) -> None:
+    """The soft limit becomes WANTED or the hard limit, is never lowered, and a refusal is no error."""
+    limits = FakeLimits(monkeypatch, soft, hard, ceiling)
+    raise_open_file_limit()
+    assert limits.soft == expected
+
+
+IMPORT = """
+import resource, sys
+from proto.terminal.console import keep_open_file_limit
+keep_open_file_limit()
+sys.modules["torch"] = None
+import mlx_lm.utils
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+print(resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_CORE))
+"""
+
+
+def test_mlx_lm_leaves_the_limit() -> None:
+    """mlx-lm can be imported under a low hard limit, which stays. Other limits can be changed."""
+    command = ["sh", "-c", 'ulimit -n 256 && exec "$@"', "sh", sys.executable, "-c", IMPORT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "(256, 256) (0, 0)\n", done.stderr
+
+
+FOUR = Span(0, 4)
+
+
+@dataclass(frozen=True)
+class Options:
+    """One field of each form."""
+
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory."), typer.Option()]
+    layers: Annotated[Span | None, typer.Option(), Parsed(Span.parse)] = FOUR
+    stop: Annotated[tuple[str, ...], typer.Option()] = ()
+    port: Annotated[int, typer.Option(min=0, envvar="PORT")] = 8080
+
+
+def options_of(*words: str, **environment: str) -> Options:
+    """Return the options of the words. Raises the errors of the command."""
+    found: list[Options] = []
+    app = typer.Typer()
+
+    @app.command()
+    @takes_options(Options, {"--old": "Use --port."})
+    def command(options: Options) -> None:
+        found.append(options)
+
+    outcome = CliRunner().invoke(app, words, env=environment, catch_exceptions=False)
+    assert outcome.exit_code == 0, outcome.output
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        (["m"], {}),
+        (["--model", "m"], {}),
+        (["m", "--layers", "2-5"], {"layers": Span(2, 6)}),
+        (["m", "--stop", "a", "--stop", "b"], {"stop": ("a", "b")}),
+        (["m", "--port", "0"], {"port": 0}),
+    ],
+)
+def test_each_flag_sets_its_field(words: list[str], change: dict[str, Any]) -> None:
+    """Positions, parsed texts, repeated flags and plain types become the values of the fields."""
+    assert vars(options_of(*words)) == vars(Options("m")) | change
+
+
+def test_the_environment_sets_a_field() -> None:
+    """The variable of an option is read."""
+    assert options_of("m", PORT="7").port == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a", "--model", "b"], "name one model, not both 'a' and --model 'b'"),
+        ([], "name a model. A directory."),
+        (["m", "--old"], "--old was removed. Use --port."),
+        (["m", "--layers", "x"], "layers 'x'"),
+    ],
+)
+def test_what_is_wrong_is_named(words: list[str], message: str) -> None:
+    """Two values, none, a removed flag and an unreadable text are errors that name the flag."""
+    with pytest.raises(UsageError) as raised:
+        options_of(*words)
+    assert message in str(raised.value)

@@ -88,8 +88,18 @@ class Coordinator:
         return self.provider.offer(request)
 
     @property
-    def fingerprint(self) -> str:
-        return self.provider.ref.fingerprint
+    def copy(self) -> SpanCopy:
+        """The copy of the worker, which must exist."""
+        copy = SpanCopy.find(self.provider.ref.fingerprint)
+        assert copy is not None
+        return copy
+
+
+def with_hub(hub: Hub, source: Path) -> Coordinator:
+    """Return a coordinator whose model is on a hub, and which sends no weights itself."""
+    hub.add(REPO, source)
+    revision = hub.repos[REPO].commit
+    return Coordinator(Checkpoint.open(source), share=False, repo=REPO, revision=revision)
 
 
 @pytest.fixture(autouse=True)
@@ -119,11 +129,8 @@ def stage(checkpoint: Checkpoint, span: Span) -> dict[str, mx.array]:
 
 def assert_loads(coordinator: Coordinator, span: Span) -> None:
     """Check that the fetched parts load as the same stage as the coordinator's copy."""
-    copy = SpanCopy.find(coordinator.fingerprint)
-    assert copy is not None
-    assert_same_tensors(
-        stage(copy.checkpoint(), span), stage(coordinator.provider.checkpoint, span)
-    )
+    copy = coordinator.copy.checkpoint()
+    assert_same_tensors(stage(copy, span), stage(coordinator.provider.checkpoint, span))
 
 
 # ---- what is fetched
@@ -149,11 +156,7 @@ def test_from_a_hub_no_more_than_the_span_is_read(
     checkpoints: Checkpoints, hub: Hub, options: dict[str, Any], span: Span
 ) -> None:
     """The hub sends at most 1.1 times the bytes of the span, and the coordinator sends none."""
-    source = checkpoints(**options)
-    hub.add(REPO, source)
-    coordinator = Coordinator(
-        Checkpoint.open(source), share=False, repo=REPO, revision=hub.repos[REPO].commit
-    )
+    coordinator = with_hub(hub, checkpoints(**options))
     received = coordinator.fill_span(span)
     size = span_bytes(coordinator.provider.checkpoint, span)
     assert received == size
@@ -210,16 +213,12 @@ def test_a_break_costs_what_was_under_way(
 ) -> None:
     """An interrupted read from a hub continues, and complete parts have their final names."""
     monkeypatch.setattr("worker.fetch.fill.PROGRESS_SECONDS", 0.0)
-    source = checkpoints(shards=3)
-    hub.add(REPO, source)
-    checkpoint = Checkpoint.open(source)
-    coordinator = Coordinator(checkpoint, share=False, repo=REPO, revision=hub.repos[REPO].commit)
+    coordinator = with_hub(hub, checkpoints(shards=3))
+    checkpoint = coordinator.provider.checkpoint
     coordinator.patience = 20
     with pytest.raises(BrokenOffError):
         coordinator.fill_span(Span(0, 4))
-    copy = SpanCopy.find(coordinator.fingerprint)
-    assert copy is not None
-    parts = {file.name for file in (copy.path / "parts").iterdir()}
+    parts = {file.name for file in (coordinator.copy.path / "parts").iterdir()}
     assert any(name.endswith(".part") for name in parts)
     whole = [name.removesuffix(".safetensors") for name in parts if name.endswith(".safetensors")]
     arrived = coordinator.progress[-1][0]
@@ -244,9 +243,7 @@ def test_damage_on_the_way_is_found(checkpoints: Checkpoints) -> None:
     coordinator.change = flip_last
     with pytest.raises(CheckpointError, match=r"the SHA-256 of tensor model\.\S+ differs"):
         coordinator.fill_span(Span(2, 4))
-    copy = SpanCopy.find(coordinator.fingerprint)
-    assert copy is not None
-    assert list((copy.path / "parts").glob("*.safetensors")) == []
+    assert list((coordinator.copy.path / "parts").glob("*.safetensors")) == []
     coordinator.change = lambda message: message
     coordinator.fill_span(Span(2, 4))
     assert_loads(coordinator, Span(2, 4))
@@ -254,11 +251,7 @@ def test_damage_on_the_way_is_found(checkpoints: Checkpoints) -> None:
 
 def test_a_hub_with_other_bytes_is_found(checkpoints: Checkpoints, hub: Hub) -> None:
     """A hub with other content is refused by the coordinator's hash, before the rest of the span is read."""
-    source = checkpoints(shards=3)
-    hub.add(REPO, source)
-    coordinator = Coordinator(
-        Checkpoint.open(source), share=False, repo=REPO, revision=hub.repos[REPO].commit
-    )
+    coordinator = with_hub(hub, checkpoints(shards=3))
     first = coordinator.offer(Span(2, 4)).tensors[0]
     hub.faults.flip[first.file] = first.start + 3
     for _ in range(2):
@@ -275,9 +268,7 @@ def test_damage_on_the_disk_is_found(checkpoints: Checkpoints) -> None:
     coordinator.patience = 9
     with pytest.raises(BrokenOffError):
         coordinator.fill_span(Span(2, 4))
-    copy = SpanCopy.find(coordinator.fingerprint)
-    assert copy is not None
-    (part,) = (copy.path / "parts").glob("*.part")
+    (part,) = (coordinator.copy.path / "parts").glob("*.part")
     content = bytearray(part.read_bytes())
     content[-100] ^= 255
     part.write_bytes(content)
@@ -301,9 +292,7 @@ def test_a_full_disk(
             patched.setattr("shutil.disk_usage", lambda path: ClaimedFreeSpace())
             with pytest.raises(CheckpointError, match="the disk is full"):
                 coordinator.fill_span(Span(0, 8))
-        copy = SpanCopy.find(coordinator.fingerprint)
-        assert copy is not None
-        whole = copy.checkpoint()
+        whole = coordinator.copy.checkpoint()
         assert not whole.missing_sources("layers.0")
         assert not whole.mtp.complete
 
@@ -369,7 +358,7 @@ def test_offers_that_make_no_sense(
 
 @pytest.mark.parametrize(
     "message",
-    [pb.Weights(), pb.Weights(piece=b""), pb.Weights(piece=bytes(10**6)), pb.Weights(sha256=b"x")],
+    [pb.Weights(), pb.Weights(piece=b""), pb.Weights(piece=bytes(10**5)), pb.Weights(sha256=b"x")],
     ids=["nothing", "no bytes", "too many bytes", "a hash too early"],
 )
 def test_messages_that_make_no_sense(checkpoints: Checkpoints, message: pb.Weights) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncGenerator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from coordinator.schedule.request import (
     PrefillProgress,
     TokenChunk,
 )
-from tests.support.api.api_client import CALL, USER, ApiClient, api_saying, tiny_tokenizer
+from tests.support.api.api_client import CALL, USER, ApiClient, Events, api_saying, tiny_tokenizer
 from tests.support.api.fake_generator import FakeGenerator
 
 TOOL = {
@@ -310,3 +312,22 @@ async def test_the_last_message_is_continued() -> None:
     assert before.endswith("<|im_end|>\n"), "the prefix cache may keep the turns before"
     alone = await api.chat(**{**asked, "messages": history[1:]})
     assert alone.status_code == 200, alone.text
+
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/macs.md"])
+async def test_the_first_chat_has_its_answer_in_the_content(page: str) -> None:
+    """A new user sees the answer at once, and not reasoning in another field."""
+    (body,) = re.findall(r"--data '(\{\"messages\".*)'", (ROOT / page).read_text())
+    api = ApiClient(FakeGenerator(tiny_tokenizer(), "Hello"))
+    reply = await api.post("/v1/chat/completions", body.encode())
+    if json.loads(body).get("stream"):
+        events = Events.read(reply.status_code, reply.text)
+        assert "".join(events.deltas("content")) == "Hello"
+        assert not events.deltas("reasoning_content")
+    else:
+        message = reply.json()["choices"][0]["message"]
+        assert message["content"] == "Hello"
+        assert not message.get("reasoning_content")

@@ -161,48 +161,48 @@ def _check_done(step: Step) -> None:
         assert isinstance(step.actions[-1], decide.GiveUp), "it ended without a reason"
 
 
-@pytest.mark.parametrize("settings", [PATIENT, REMOTE, replace(PATIENT, nodes=None)])
-@pytest.mark.parametrize("fewest", [1, 2])
-def test_every_order_of_events(settings: Settings, fewest: int) -> None:
-    """Every order of events from the start, where one worker is enough and where both are needed."""
+ANY_NUMBER = replace(PATIENT, nodes=None)
+SHORT = [
+    ("ab", 3, PATIENT, 1),
+    ("ab", 3, REMOTE, 2),
+    ("ab", 3, REQUIRED, 1),
+    ("a", 4, PATIENT, 1),
+    ("", 3, PATIENT, 1),
+    ("", 3, REMOTE, 2),
+    ("", 3, ANY_NUMBER, 1),
+]
+"""Who serves, the number of events, and how many workers are enough. With `a` the other one is there or not."""
+
+MORE = [
+    ("ab", 3, PATIENT, 2),
+    ("ab", 3, REMOTE, 1),
+    ("ab", 3, REQUIRED, 2),
+    ("a", 4, REMOTE, 1),
+    ("a", 4, REQUIRED, 1),
+    ("", 3, PATIENT, 2),
+    ("", 3, REMOTE, 1),
+    ("", 3, ANY_NUMBER, 2),
+]
+LONG = [(serves, 5, one, n) for serves in ("", "ab") for one in (PATIENT, REMOTE) for n in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("serves", "depth", "settings", "fewest"),
+    [
+        *SHORT,
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in MORE),
+        *(pytest.param(*c, marks=[pytest.mark.slow, pytest.mark.timeout(600)]) for c in LONG),
+    ],
+)
+def test_every_order_of_events(serves: str, depth: int, settings: Settings, fewest: int) -> None:
+    """Every order of events of two workers, from the start and while some serve. One worker has longer orders."""
     planner = planner_for(fewest)
-    steps, views = walk(View(settings), planner, "ab", 3, check)
-    deeper, more = walk(View(settings), planner, "a", 5, check)
-    print(f"{steps + deeper:,} steps from {views + more:,} views")
-    assert steps + deeper > 2_500
-
-
-@pytest.mark.parametrize("settings", [PATIENT, REMOTE, REQUIRED])
-@pytest.mark.parametrize("fewest", [1, 2])
-def test_every_order_of_events_while_serving(settings: Settings, fewest: int) -> None:
-    """Every order of events from a cluster that serves."""
-    planner = planner_for(fewest)
-    start = serving("a", "b", planner=planner, settings=settings)
-    steps, views = walk(start, planner, "ab", 3, check)
-    print(f"{steps:,} steps from {views:,} views")
-    assert steps > 1_000
-
-
-@pytest.mark.parametrize("settings", [PATIENT, REMOTE, REQUIRED])
-def test_every_order_of_events_while_another_worker_joins(settings: Settings) -> None:
-    """Every order of events from one worker that serves, with another one that is there or not."""
-    planner = planner_for(1)
-    start = serving("a", planner=planner, settings=settings)
-    steps, views = walk(start, planner, "ab", 4, check)
-    print(f"{steps:,} steps from {views:,} views")
-    assert steps > 8_000
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("settings", [PATIENT, REMOTE])
-@pytest.mark.parametrize("fewest", [1, 2])
-def test_every_order_of_events_at_length(settings: Settings, fewest: int) -> None:
-    """Every order of five events from both starts."""
-    planner = planner_for(fewest)
-    start = serving("a", "b", planner=planner, settings=settings)
-    print("{:,} steps from {:,} views".format(*walk(start, planner, "ab", 5, check)))
-    print("{:,} steps from {:,} views".format(*walk(View(settings), planner, "ab", 5, check)))
+    start = serving(*serves, planner=planner, settings=settings) if serves else View(settings)
+    found = [walk(start, planner, "ab", depth, check)]
+    if not serves:
+        found.append(walk(start, planner, "a", 5, check))
+    print("; ".join(f"{steps:,} steps from {views:,} views" for steps, views in found))
+    assert sum(steps for steps, _ in found) > {"": 2_500, "ab": 1_000, "a": 8_000}[serves]
 
 
 # ---- single decisions

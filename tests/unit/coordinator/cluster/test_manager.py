@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from coordinator.cluster import manager as manager_module
+from coordinator.cluster.decide import Planner
 from coordinator.cluster.events import (
     Event,
     GroupMeasured,
@@ -30,8 +31,16 @@ from proto.span import Span
 from tests.support.protocol.cluster_walk import planner_for, worker
 
 
-async def no_pipeline(epoch: int) -> Any:
-    raise MemoryLimitError("this machine serves nothing alone in this test")
+def manager_of(settings: Settings, planner: Planner | None = None) -> ClusterManager:
+    """Return a manager whose machine serves nothing alone."""
+
+    async def no_pipeline(epoch: int) -> Any:
+        raise MemoryLimitError("this machine serves nothing alone in this test")
+
+    plans = planner or planner_for(1)
+    model: Any = SimpleNamespace(exact=False, with_head=False, planner=lambda: plans)
+    options = ManagerOptions(pb.Coordinator(id="c", name="c"), settings)
+    return ClusterManager(model, options, no_pipeline)
 
 
 async def test_closing_causes_no_new_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,9 +50,7 @@ async def test_closing_causes_no_new_plan(monkeypatch: pytest.MonkeyPatch) -> No
         """Do nothing: the test itself reports that a plan serves."""
 
     monkeypatch.setattr(ClusterManager, "_serve", serve)
-    model: Any = SimpleNamespace(exact=False, planner=lambda: planner_for(1))
-    options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings(nodes=2))
-    manager = ClusterManager(model, options, no_pipeline)
+    manager = manager_of(Settings(nodes=2))
     for event in (WorkerJoined(worker("a")), WorkerJoined(worker("b")), PlanServing(1)):
         manager._apply_event(event)
     assert manager.view.phase is Phase.SERVING
@@ -63,9 +70,7 @@ async def test_closing_closes_a_pipeline_that_the_loop_has_not_acquired() -> Non
     async def close() -> None:
         closed.append(1)
 
-    model: Any = SimpleNamespace(exact=False, planner=lambda: planner_for(1))
-    options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings(nodes=1))
-    manager = ClusterManager(model, options, no_pipeline)
+    manager = manager_of(Settings(nodes=1))
     pipeline: Any = SimpleNamespace(epoch=1, close=close)
     manager._install_pipeline(pipeline)
     await manager.close()
@@ -75,8 +80,6 @@ async def test_closing_closes_a_pipeline_that_the_loop_has_not_acquired() -> Non
 async def test_a_wait_for_a_plan_ends_without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load that goes on keeps the wait alive. One that stands still ends it with an error."""
     monkeypatch.setattr(manager_module, "SILENCE_SECONDS", 0.2)
-    model: Any = SimpleNamespace(exact=False, planner=lambda: planner_for(1))
-    options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings(nodes=1))
 
     async def serve(self: ClusterManager, plan: Plan) -> None:
         """Load for a second, and then never again."""
@@ -88,7 +91,7 @@ async def test_a_wait_for_a_plan_ends_without_progress(monkeypatch: pytest.Monke
 
     loaded = asyncio.Event()
     monkeypatch.setattr(ClusterManager, "_serve", serve)
-    manager = ClusterManager(model, options, no_pipeline)
+    manager = manager_of(Settings(nodes=1))
     waiting = asyncio.create_task(manager.acquire())
     await asyncio.sleep(0)
     manager._apply_event(WorkerJoined(worker("a")))
@@ -108,9 +111,7 @@ async def test_an_unexpected_exception_ends_the_process_once(
     def broken(view: View, event: Event, now: float) -> View:
         raise OverflowError("int too large to convert to float")
 
-    model: Any = SimpleNamespace(exact=False, planner=lambda: planner_for(1))
-    options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings(nodes=1))
-    manager = ClusterManager(model, options, no_pipeline)
+    manager = manager_of(Settings(nodes=1))
     reported: list[ClusterError] = []
     manager.end_process = reported.append
     monkeypatch.setattr(manager_module, "apply", broken)
@@ -152,9 +153,7 @@ async def test_a_group_is_planned_again_with_its_measured_sums(
         return Plan(epoch, (pair if is_group else single,))
 
     monkeypatch.setattr(PlanStart, "run", run)
-    model: Any = SimpleNamespace(exact=False, with_head=False, planner=lambda: planner)
-    options = ManagerOptions(pb.Coordinator(id="c", name="c"), settings)
-    manager = ClusterManager(model, options, no_pipeline)
+    manager = manager_of(settings, planner)
     for name in ("a", "b"):
         manager._apply_event(WorkerJoined(worker(name)))
     await asyncio.sleep(0.05)

@@ -7,6 +7,7 @@ end. `World.check` asserts the contract of every state, `World.check_end` that o
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -24,23 +25,20 @@ MAX_STATES = 10**6
 
 
 def scheduled(
+    mtp: str,
     stages: int,
-    lengths: tuple[int, ...],
-    *,
+    *lengths: int,
     leaves: int = 0,
     crashes: int = 0,
     room: Capacity = ROOM,
     prompt: int = PROMPT,
     chunk: int = 1,
-    mtp: str = "1",
     stop: int | None = None,
-    clients: str = "",
     grouped: bool = False,
 ) -> Walk:
     """Walk the real scheduler with requests of `lengths` tokens, `leaves` leaving clients and `crashes` crashes.
 
-    The text of each sequence stops after `stop` tokens. `clients` has a letter for the client of each request. With
-    `grouped` a group of two holds each stage.
+    The text of each sequence stops after `stop` tokens. With `grouped` a group of two holds each stage.
     """
     limits = Limits(64, prefill_chunk=chunk, step_tokens=2 * chunk)
     scheduler = Scheduler(limits, Controller(MtpMode.parse(mtp)))
@@ -50,111 +48,77 @@ def scheduled(
         else frozenset()
     )
     requests = tuple(
-        GenerationRequest(tuple(truth(i, prompt)), n, stop_tokens=stops, client=clients[i : i + 1])
+        GenerationRequest(tuple(truth(i, prompt)), n, stop_tokens=stops)
         for i, n in enumerate(lengths)
     )
     coordinator = Scheduled(scheduler, requests, leaves, room)
-    return explore(World.start(coordinator, stages, crashes, grouped=grouped), MAX_STATES)
+    walk = explore(World.start(coordinator, stages, crashes, grouped=grouped), MAX_STATES)
+    print(walk)
+    assert (walk.met["leave"] > 0, walk.met["crash,"] > 0) == (leaves > 0, crashes > 0)
+    return walk
 
 
-CASES = [
-    (2, (3, 3), 0, 0),
-    (3, (3, 2), 0, 0),
-    (2, (3, 2), 0, 1),
-    (2, (3, 2), 1, 0),
-    (1, (2, 1), 1, 1),
-]
-LONG = [
-    (3, (3, 2), 1, 0),
-    (1, (3, 1), 1, 1),
-    (2, (3, 2), 1, 1),
-    (3, (3, 3), 0, 2),
-    (2, (4, 4), 0, 1),
-]
-FILLED = [(2, (5,), 0, 0), (3, (5,), 0, 0), (2, (5,), 1, 0), (2, (4,), 0, 1), (2, (4, 3), 0, 0)]
+SLOW = (pytest.mark.slow, pytest.mark.timeout(1800))
+
+
+def case(mtp: str, stages: int, *lengths: int, marks: Any = (), **options: Any) -> Any:
+    """Return the parameters of a walk, with the options of `scheduled`."""
+    return pytest.param(mtp, stages, lengths, options, marks=marks)
 
 
 @pytest.mark.parametrize(
-    ("stages", "lengths", "leaves", "crashes", "mtp"),
+    ("mtp", "stages", "lengths", "options"),
     [
-        *((*case, "1") for case in CASES),
-        *((*case, "filled") for case in FILLED),
-        *(
-            pytest.param(*case, "1", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
-            for case in LONG
-        ),
+        case("1", 2, 3, 3),
+        case("1", 3, 3, 2),
+        case("1", 2, 3, 2, crashes=1, marks=pytest.mark.thorough),
+        case("1", 2, 3, 2, leaves=1, marks=pytest.mark.thorough),
+        case("1", 1, 2, 1, leaves=1, crashes=1),
+        case("1", 3, 3, 2, leaves=1, marks=SLOW),
+        case("1", 1, 3, 1, leaves=1, crashes=1, marks=SLOW),
+        case("1", 2, 3, 2, leaves=1, crashes=1, marks=SLOW),
+        case("1", 3, 3, 3, crashes=2, marks=SLOW),
+        case("1", 2, 4, 4, crashes=1, marks=SLOW),
+        # A window of one sequence for every stage, all but the first speculative.
+        case("filled", 2, 5),
+        case("filled", 3, 5),
+        case("filled", 2, 5, leaves=1),
+        case("filled", 2, 4, crashes=1),
+        case("filled", 2, 4, 3),
+        # One stage continues with tokens that the coordinator does not know yet.
+        case("off", 1, 4, leaves=1, crashes=1),
+        case("off", 1, 5, leaves=1, stop=2),
+        case("off", 1, 4, 3, stop=2),
+        case("off", 1, 3, 3, leaves=1, stop=2),
+        case("off", 1, 4, crashes=1, stop=3),
+        # The first stage continues with tokens that the last stage relays, before or after the frame and the outcome.
+        case("off", 2, 3, leaves=1, crashes=1),
+        case("off", 2, 5, leaves=1, stop=2),
+        case("off", 2, 5, 4, stop=3),
+        case("off", 3, 5, leaves=1, stop=2),
+        # Signals reach the first member of a group at any time, and the others run what it has decided.
+        case("1", 1, 3, 2, leaves=1, grouped=True),
+        case("1", 2, 3, 2, leaves=1, grouped=True, marks=pytest.mark.thorough),
+        case("filled", 2, 3, crashes=1, grouped=True),
+        case("filled", 2, 4, leaves=1, crashes=1, grouped=True, marks=SLOW),
+        case("off", 1, 4, leaves=1, crashes=1, grouped=True),
+        case("off", 2, 4, leaves=1, grouped=True),
     ],
 )
 def test_the_scheduler_over_stages(
-    stages: int, lengths: tuple[int, ...], leaves: int, crashes: int, mtp: str
+    mtp: str, stages: int, lengths: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    """Pipelined chunked prefill, micro-batches, leaving clients and crashes keep the contract.
+    """Chunked prefill, micro-batches, speculative windows and stages that run ahead keep the contract.
 
-    A filled pipeline has a window of one sequence for every stage, and all but the first are speculative.
     Misspeculations, ends of texts, leaving clients and crashes occur while windows are in flight.
     """
-    walk = scheduled(stages, lengths, leaves=leaves, crashes=crashes, mtp=mtp)
-    print(walk)
+    both_run_ahead = mtp == "off" and stages > 1
+    room = replace(ROOM, sequences=4) if both_run_ahead else ROOM
+    walk = scheduled(mtp, stages, *lengths, room=room, **options)
     assert walk.met["submit"] and walk.met["pass"]
     assert stages == 1 or walk.met["News"]
-    assert (walk.met["leave"] > 0, walk.met["crash,"] > 0) == (leaves > 0, crashes > 0)
-
-
-@pytest.mark.parametrize(
-    ("stages", "lengths", "leaves", "crashes", "mtp"),
-    [
-        (1, (3, 2), 1, 0, "1"),
-        pytest.param(2, (3, 2), 1, 0, "1", marks=pytest.mark.thorough),
-        (2, (3,), 0, 1, "filled"),
-        pytest.param(2, (4,), 1, 1, "filled", marks=pytest.mark.slow),
-        (1, (4,), 1, 1, "off"),
-        (2, (4,), 1, 0, "off"),
-    ],
-)
-def test_the_members_of_a_group_run_the_same_rows(
-    stages: int, lengths: tuple[int, ...], leaves: int, crashes: int, mtp: str
-) -> None:
-    """Signals reach the first member of a group at any time, and the other members run what it has decided."""
-    walk = scheduled(stages, lengths, leaves=leaves, crashes=crashes, mtp=mtp, grouped=True)
-    print(walk)
-    assert walk.met["pass"] and (walk.met["News"] or stages == 1)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "leaves", "crashes", "stop"),
-    [((4,), 1, 1, None), ((5,), 1, 0, 2), ((4, 3), 0, 0, 2), ((3, 3), 1, 0, 2), ((4,), 0, 1, 3)],
-)
-def test_a_single_stage_runs_ahead(
-    lengths: tuple[int, ...], leaves: int, crashes: int, stop: int | None
-) -> None:
-    """A stage continues with tokens that the coordinator does not know yet, and the contract holds.
-
-    Stop tokens, limits, leaving clients and crashes occur while a window continues another. The stage begins a frame
-    before or after it has finished the frame before.
-    """
-    walk = scheduled(1, lengths, leaves=leaves, crashes=crashes, mtp="off", stop=stop)
-    print(walk)
-    assert walk.met["ahead"]
-
-
-@pytest.mark.parametrize(
-    ("stages", "lengths", "leaves", "crashes", "stop"),
-    [(2, (3,), 1, 1, None), (2, (5,), 1, 0, 2), (2, (5, 4), 0, 0, 3), (3, (5,), 1, 0, 2)],
-)
-def test_stages_run_ahead_with_relayed_tokens(
-    stages: int, lengths: tuple[int, ...], leaves: int, crashes: int, stop: int | None
-) -> None:
-    """The first stage continues with tokens that the last stage relays, and the contract holds.
-
-    Relayed tokens arrive before or after the frame that continues with them, and before or after the outcome. With two
-    sequences each stage has a micro-batch of its own.
-    """
-    room = replace(ROOM, sequences=4)  # both micro-batches run ahead
-    walk = scheduled(
-        stages, lengths, leaves=leaves, crashes=crashes, room=room, mtp="off", stop=stop
-    )
-    print(walk)
-    assert walk.met["relay"]
+    if mtp == "off" and "grouped" not in options:
+        assert walk.met["ahead" if stages == 1 else "relay"]
 
 
 def test_a_prompt_in_one_chunk() -> None:
@@ -162,8 +126,8 @@ def test_a_prompt_in_one_chunk() -> None:
 
     The drafts of a window are not confused with those of a chunk.
     """
-    print(scheduled(2, (4,), crashes=2, chunk=8))
-    print(scheduled(1, (3, 3), crashes=1, chunk=8))
+    scheduled("1", 2, 4, crashes=2, chunk=8)
+    scheduled("1", 1, 3, 3, crashes=1, chunk=8)
 
 
 def test_prefix_entries_are_the_same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +136,4 @@ def test_prefix_entries_are_the_same_everywhere(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(prefix_cache, "BLOCK", 1)
     monkeypatch.setattr(token_stages, "first_token", lambda _: 20)
     room = Capacity(sequences=1, kv_tokens=64, prefix_bytes=4, token_bytes=1)
-    walk = scheduled(2, (1, 1), leaves=1, room=room, prompt=3)
-    print(walk)
-    assert walk.met["leave"]
+    scheduled("1", 2, 1, 1, leaves=1, room=room, prompt=3)

@@ -1,15 +1,23 @@
-"""Tokenizer: exact bytes, chat prompts, end tokens and errors."""
+"""Tokenizer: exact bytes, chat prompts, end tokens and errors, and texts that a client sends to stop the server."""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.text.tokenizer import Tokenizer, generation_defaults
+from coordinator.text.tokenizer import (
+    PIECE_CHARACTERS,
+    ContextLengthError,
+    Tokenizer,
+    generation_defaults,
+)
+from mtp.builtin import checkpoint_dir
 from proto.errors import CheckpointError, RequestError
 from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
 
@@ -130,3 +138,60 @@ def test_what_the_template_refuses_or_ignores_is_an_error_that_names_it(
     none = Tokenizer.load(write_tokenizer(tmp_path, template=None))
     with pytest.raises(RequestError, match="has no chat template"):
         none.chat_prompt([user])
+
+
+class PanicException(BaseException):
+    """The exception of a Rust library that panics, which is no Exception."""
+
+
+class Panicking:
+    """A backend whose regular expressions panic."""
+
+    def encode(self, *arguments: Any, **options: Any) -> Any:
+        """Panic."""
+        raise PanicException("called `Result::unwrap()` on an `Err` value")
+
+
+@pytest.fixture
+def builtin() -> Tokenizer:
+    return Tokenizer.load(checkpoint_dir())
+
+
+def test_a_long_text_is_refused_before_most_of_it_is_encoded(builtin: Tokenizer) -> None:
+    """A text of 1 MB for a context of 8,192 tokens costs the time of its first pieces."""
+    text = "hello " * (2**20 // 6)
+    started = time.process_time()
+    builtin.encode(text[:PIECE_CHARACTERS])
+    piece = time.process_time() - started
+    builtin.max_tokens = 8192
+    started = time.process_time()
+    with pytest.raises(RequestError, match="context length of 8192 tokens"):
+        builtin.encode(text)
+    assert time.process_time() - started < 10 * piece + 0.5
+    with pytest.raises(ContextLengthError) as error:
+        builtin.chat_prompt([{"role": "user", "content": text}])
+    builtin.max_tokens = len(text)
+    assert error.value.prompt == pytest.approx(len(builtin.encode(text)), rel=0.01)
+
+
+def test_a_long_text_that_fits_is_encoded_as_a_whole(builtin: Tokenizer) -> None:
+    """The check by pieces does not change the tokens of a text within the limit."""
+    text = "value = [1, 2, 3]\n" * (2 * PIECE_CHARACTERS // 18)
+    whole = builtin.encode(text)
+    builtin.max_tokens = len(whole)
+    assert builtin.encode(text) == whole
+
+
+def test_a_text_that_is_not_unicode_is_a_request_error(builtin: Tokenizer) -> None:
+    """JSON may contain a lone surrogate, which no tokenizer can read."""
+    with pytest.raises(RequestError, match="valid Unicode"):
+        builtin.encode("\ud800")
+
+
+def test_a_panic_of_the_library_is_a_request_error(
+    builtin: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The panic ends the request and not the server."""
+    monkeypatch.setattr(builtin, "backend", Panicking())
+    with pytest.raises(RequestError, match="valid Unicode"):
+        builtin.encode("anything")
