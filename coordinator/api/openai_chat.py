@@ -28,6 +28,7 @@ from coordinator.api.request_body import read_body
 from coordinator.api.request_settings import (
     ChatRequest,
     call_message,
+    check_choices,
     check_model,
     check_tokens,
     template_tool,
@@ -96,8 +97,9 @@ async def prepare_completion(api: Api, request: Request) -> PreparedAnswer:
     """Read the body and tokenize its prompts. Raises RequestError, naming the invalid field."""
     body = await read_body(request, openai_schemas.CompletionBody)
     check_model(api, body.model)
-    prompts = [await _tokens(api, prompt) for prompt in body.prompts]
     settings = body.generation_settings("prompt", body.logprobs)
+    check_choices(api, len(body.prompts), settings.n)
+    prompts = [await _tokens(api, prompt) for prompt in body.prompts]
     answer = await text_answer(api, settings, prompts, new_id("cmpl-"), output=body.output)
     return PreparedAnswer(answer, CompletionWriter(answer, api.tokenizer, body), bool(body.stream))
 

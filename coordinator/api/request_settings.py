@@ -102,6 +102,16 @@ def stops_of(api: Api, settings: GenerationSettings) -> tuple[frozenset[int], tu
     return frozenset(tokens), tuple(strings)
 
 
+def check_choices(api: Api, prompts: int, n: int) -> None:
+    """Raise RequestError for more answers than an idle server can run or queue. Tokenizing them would take long."""
+    status, maximum = api.status.status(), MAX_CHOICES
+    if status.running_limit and status.waiting_limit is not None:
+        maximum = min(maximum, most_waiting(status.running_limit + status.waiting_limit))
+    if prompts * n > maximum:
+        text = f"{prompts} prompts with n {n} exceed {maximum} choices. Send fewer."
+        raise refused_field("n", text)
+
+
 def requests_of(
     api: Api,
     settings: GenerationSettings,
@@ -111,14 +121,7 @@ def requests_of(
     forced: Json,
 ) -> list[GenerationRequest]:
     """Return `n` requests per prompt, with the grammar's fields in `forced`. Raises RequestError, naming the field."""
-    status, maximum = api.status.status(), MAX_CHOICES
-    if status.running_limit and status.waiting_limit is not None:
-        # An idle server must be able to run or queue all choices.
-        maximum = min(maximum, most_waiting(status.running_limit + status.waiting_limit))
-    if len(prompts) * settings.n > maximum:
-        raise refused_field(
-            "n", f"{len(prompts)} prompts with n {settings.n} exceed {maximum} choices. Send fewer."
-        )
+    check_choices(api, len(prompts), settings.n)
     params = replace(_sampling_params(api, settings), **forced)
     # vLLM, llama.cpp and Ollama read -1 as no seed.
     seed = settings.seed if settings.seed not in (None, -1) else secrets.randbits(64)

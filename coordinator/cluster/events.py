@@ -144,6 +144,9 @@ class GatheringRestarted(Event):
     """The generation loop waits for a plan again."""
 
 
+FORGET_SECONDS = 3600.0
+"""Seconds for which a lost worker is shown. One that returns at another address replaces it at once."""
+
 RETRY_SECONDS = 0.5
 """Seconds. Pause after a plan that could not start for a reason that no worker is known to have caused."""
 
@@ -159,7 +162,11 @@ def apply(view: View, event: Event, now: float) -> View:
         return _end_plan_without_its_workers(view, following)
     match event:
         case TimePassed(open_requests):
-            members = {a: m.with_failure_forgiven(now) for a, m in view.members.items()}
+            members = {
+                a: m.with_failure_forgiven(now)
+                for a, m in view.members.items()
+                if not m.is_lost or now - m.lost_at < FORGET_SECONDS
+            }
             return replace(view, members=members, open_requests=open_requests)
         case PlanStarting(epoch, addresses, group_size):
             started = replace(
@@ -234,6 +241,10 @@ def _with_member_event(view: View, event: MemberEvent) -> View:
     match event:
         case WorkerJoined(member):
             joined = replace(member, ready_since=view.now, joined_at=view.now)
+            gone = [a for a, m in members.items() if m.is_lost and m.name == member.name]
+            for one in gone:  # the same machine at another address
+                before = before or members[one]
+                del members[one]
             members[address] = joined.with_history_of(before)
         case WorkerRefused(member, reason):
             refused = replace(member, state=MemberState.REFUSED, reason=reason)
@@ -241,7 +252,7 @@ def _with_member_event(view: View, event: MemberEvent) -> View:
         case WorkerLost(_, reason) if before is not None:
             members[address] = before
             if before.state is not MemberState.LOST:
-                lost = replace(before, state=MemberState.LOST, reason=reason)
+                lost = replace(before, state=MemberState.LOST, reason=reason, lost_at=view.now)
                 members[address] = lost.with_failure_recorded(view.now, FIRST_BACKOFF / 2)
         case WorkerDraining() if before is not None:
             members[address] = replace(before, state=MemberState.DRAINING)

@@ -57,6 +57,8 @@ class Member:
     ready_since: float = 0.0
     joined_at: float = 0.0
     """Manager's clock. The process joined at this time."""
+    lost_at: float = 0.0
+    """Manager's clock, for a worker that is lost."""
     arithmetic: str = ""
     """Name of the machine's arithmetic. Machines with equal names give the same bits."""
     version: str = ""
@@ -65,6 +67,11 @@ class Member:
     """Host of the machine's direct link to other machines, over which a group may exchange partial results."""
     collectives: Mapping[frozenset[str], float] = field(default_factory=dict)
     """Measured seconds of a sum of one row, by the addresses of the group."""
+
+    @property
+    def is_lost(self) -> bool:
+        """True of a worker that fell silent or died, until it returns or is forgotten."""
+        return self.state is MemberState.LOST
 
     def usable(self, now: float) -> bool:
         """Return whether a plan may use this worker at `now`."""

@@ -164,6 +164,8 @@ def _node_gauges(nodes: tuple[NodeStatus, ...]) -> Iterator[Metric]:
         "memory_cached_bytes": ("Memory in freed buffers, bytes.", lambda node: node.memory_cached),
         "memory_limit_bytes": ("Memory limit of the node, bytes.", lambda node: node.memory_limit),
     }
+    # One row a name, or Prometheus would take none: of two workers of one name that which is not lost.
+    nodes = tuple({n.name: n for n in sorted(nodes, key=lambda n: n.health != "lost")}.values())
     for name, (text, figure) in figures.items():
         gauge = GaugeMetricFamily(f"mtp_node_{name}", text, labels=["node"])
         for node in nodes:

@@ -40,6 +40,16 @@ def check_schema(schema: Any, path: str) -> None:
     for name, kind, noun in (("properties", dict, "an object"), ("required", list, "a list")):
         if not isinstance(schema.get(name, kind()), kind):
             raise RequestError(f"{path}.{name}: {noun} is required", param=f"{path}.{name}")
+    check_numbers(schema, path)
+
+
+def check_numbers(content: Any, path: str) -> None:
+    """Raise RequestError for NaN and for numbers that JSON has and a float has not, such as 1e999."""
+    try:
+        json.dumps(content, allow_nan=False)
+    except ValueError as error:
+        text = f"{path}: a number is not finite, or an object contains itself. Send finite numbers."
+        raise RequestError(text, param=path) from error
 
 
 FormatKind = Literal["json_schema", "lark", "regex", "choice"]
@@ -234,6 +244,8 @@ class GrammarProcess:
             raise RequestError(
                 f"{param}: this checkpoint names no end token, which formats require.", param=param
             )
+        for output in outputs:
+            check_numbers(output.content, output.param)
         job = json.dumps([vars(output) for output in outputs]).encode()
         key = hashlib.sha256(job).digest()
         if key not in self._results:

@@ -307,7 +307,10 @@ class StageHost:
         on_done: OnDone,
         on_error: OnError,
     ) -> None:
-        """Begin `frame`. Call `on_done` or `on_error` now, or when the next one has come. A failed engine runs none."""
+        """Begin `frame`. Call `on_done` or `on_error` now, or when the next one has come. A failed engine runs none.
+
+        After an error nothing is called any more: the first one stays, and no later frame is sent.
+        """
         least = GROUP_SECONDS if engine.group.size > 1 else 0.0
         seconds = max(self._deadlines.seconds(frame), least)
         self.thread.expect(seconds)
@@ -317,11 +320,14 @@ class StageHost:
                 return
             self.thread.expect(seconds)
         begun = _begin(engine, frame, stamps)
-        del engine  # after a failure no thread may keep its weights in memory
         self.thread.run_deferred()
+        if engine.failed:
+            return
         if isinstance(begun, Exception):
+            engine.failed = True
             on_error(begun)
             return
+        del engine  # after a failure no thread may keep its weights in memory
         finish = partial(self._finish_frame, begun, seconds, on_done, on_error)
         queued, engine = self.thread.queued, begun.engine
         runs_ahead = (frame.continues or queued) and engine.can_run_ahead(frame)
@@ -334,6 +340,8 @@ class StageHost:
     def _finish_frame(
         self, begun: BegunFrame, seconds: float, on_done: OnDone, on_error: OnError
     ) -> None:
+        if begun.engine.failed:
+            return
         try:
             self.thread.expect(seconds)
             out = begun.finish_frame()

@@ -186,8 +186,8 @@ class Binding:
 
     def _fail(self, message: str, peer: str = "") -> None:
         """Record the failure of this stage for the worker status and the end of the results."""
-        if self._closed:
-            return
+        if self._closed or self.fault is not None:
+            return  # the first fault is the cause of others
         log.error("stage failed", extra={"error": message, "epoch": self.place.epoch})
         self.fault = pb.Fault(message=message[:500], peer=peer)
         self.ended.put_nowait(NotReadyError(f"this stage failed: {message}"))

@@ -43,16 +43,20 @@ launch its kernels one by one: with 27B on two H200s a step of a group takes .58
 that it has no torch."""
 
 
-def free_group_address(host: str) -> str:
-    """Return host:port with a free port of `host`, for the connections of a group."""
+def group_address(host: str, port: int = 0) -> str:
+    """Return host:port for the connections of a group, with a free port of `host` for 0. Raises OSError for a used one.
+
+    MLX binds the port later, so another program may take a free one before. One that the user gives is kept for it.
+    """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
         return join_address(host, probe.getsockname()[1])
 
 
-def report_ready(port: int, host: str, rdma: str) -> None:
+def report_ready(port: int, address: str, rdma: str) -> None:
     """Print the fields of a MemberReply in one line for the worker, and end this process when the worker ends."""
-    ready = {"port": port, "group_address": free_group_address(host), "rdma": rdma}
+    ready = {"port": port, "group_address": address, "rdma": rdma}
     sys.stdout.write(json.dumps(ready) + "\n")
     sys.stdout.flush()
 

@@ -54,7 +54,12 @@ class WorkerOptions:
         str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 takes any free one.")
     ] = f"127.0.0.1:{DEFAULT_PORT}"
     data_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port for frames, for a firewall.  [default: any]")
+        int,
+        typer.Option(
+            min=0,
+            max=65532,
+            help="Port for frames, for a firewall. A process for a group takes the next three.  [default: any]",
+        ),
     ] = 0
     name: Annotated[
         str,
@@ -165,6 +170,7 @@ class WorkerOptions:
         """Return the flags of the process of this worker for a group."""
         flags = ["--listen", join_address(self.address[0], 0), "--name", self.own_name]
         flags += ["--direct", self.direct_host()]
+        flags += ["--data-port", str(self.data_port + 1)] if self.data_port else []
         flags += ["--rdma", self.rdma] if self.rdma else []
         flags += ["--memory-limit", f"{memory_limit}B", "--kernels", self.kernels.value]
         flags += ["--prefix-disk", f"{self.prefix_disk}B"] if self.prefix_disk else []

@@ -28,7 +28,7 @@ from proto.trust.node_trust import NodeTrust
 from worker.engine.hardware import default_memory_limit, measured_bandwidth, set_limits
 from worker.engine.prefix_disk import open_index
 from worker.node.announce import announced
-from worker.node.member import report_ready
+from worker.node.member import group_address, report_ready
 from worker.node.node import Identity, LocalModels, WorkerNode
 from worker.node.options import WorkerOptions
 from worker.node.service import STOP_SECONDS, make_server
@@ -186,8 +186,10 @@ async def _run_member(options: WorkerOptions) -> None:
     trust = None if options.insecure else NodeTrust.load(credentials)
     node = WorkerNode(_identity(options, trust))
     await node.host.thread.call(partial(set_limits, node.identity.memory_limit))
-    async with served(node, options.address[0]) as port:
-        report_ready(port, options.direct_host(), options.rdma)
+    first = options.data_port  # of three ports, 0 for any
+    async with served(node, options.address[0], first, first and first + 1) as port:
+        address = group_address(options.direct_host(), first and first + 2)
+        report_ready(port, address, options.rdma)
         due = time.monotonic() + FIRST_LEASE_SECONDS
         while not node.released.is_set() and (node.lease is not None or time.monotonic() < due):
             with contextlib.suppress(TimeoutError):

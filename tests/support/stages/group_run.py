@@ -30,7 +30,7 @@ from worker.engine.stage_engine import StageEngine
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
 from worker.model.verifier import Verifier
-from worker.node.member import free_group_address
+from worker.node.member import group_address
 
 SECONDS = 100.0
 """Seconds. Bound of one run of all members, besides that of long prompts."""
@@ -141,7 +141,7 @@ def _one(
 
 def answer_in_group(work: Work, size: int) -> Answers:
     """Return the answers of the first of `size` processes. All of them are ended before it returns."""
-    hosts = tuple(free_group_address("127.0.0.1") for _ in range(size))
+    hosts = tuple(group_address("127.0.0.1") for _ in range(size))
     asked = json.dumps(asdict(replace(work, hosts=hosts)))
     command = [sys.executable, "-m", "tests.support.stages.group_run"]
     with ExitStack() as stack:

@@ -18,6 +18,7 @@ from proto.frame_stamps import FrameStamps, StageStep, StampRing
 from proto.rpc.data_connection import TOKEN_BYTES, StreamBinding
 from proto.trust.certificates import NodeIdentity, Role
 from tests.support.stages.token_stages import VOCAB, TokenStage
+from worker.engine.engine_thread import EngineThread
 from worker.engine.stage_backups import array_of, plain_array
 from worker.engine.stage_engine import StageEngine, to_bytes
 from worker.engine.stage_host import StageHost
@@ -118,6 +119,45 @@ async def test_a_signal_that_breaks_the_engine() -> None:
         assert await host.thread.call(lambda: "well") == "well"
         await host.thread.close()
     assert bound.fault is not None and "none left" in bound.fault.message
+
+
+@pytest.mark.parametrize("at", ["the end of frame 0", "the beginning of frame 1"])
+async def test_nothing_follows_the_first_fault(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frame 1 has begun when frame 0 fails, such as by the GPU's time-out. It is not sent, and hides no error."""
+    monkeypatch.setattr(EngineThread, "queued", 1)
+    host, errors, sent = StageHost(), list[str](), list[int]()
+    engine = MagicMock(failed=False)
+    engine.group.size = 1
+
+    def begin(frame: Frame, stamps: FrameStamps) -> Any:
+        """Return a frame whose end is sent, or fails."""
+        if frame.number == 1 and at.startswith("the beginning"):
+            raise MemoryError("at 1")
+        begun = MagicMock(engine=engine)
+        begun.finish_frame.return_value = Frame(1, frame.number, stage_us=(1,))
+        if frame.number == 0 and at.startswith("the end"):
+            begun.finish_frame.side_effect = RuntimeError("[METAL] Timeout at 0")
+        return begun
+
+    engine.begin_frame.side_effect = begin
+
+    def run() -> None:
+        """Run three frames, of which each begins before the one before it ends."""
+        for number in range(3):
+            host.run_frame(
+                engine,
+                Frame(1, number),
+                FrameStamps(0, StageStep),
+                lambda out: sent.append(out.number),
+                lambda error: errors.append(str(error)),
+            )
+
+    await host.thread.call(run)
+    await host.thread.call(lambda: None)
+    await host.thread.close()
+    assert (errors, sent) == (
+        (["[METAL] Timeout at 0"], []) if at.startswith("the end") else (["at 1"], [0])
+    )
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])

@@ -159,7 +159,7 @@ def test_a_block_that_another_process_dropped_is_no_damage(
         if gone:
             (folder.path / block.file).unlink()
         caplog.clear()
-        with pytest.raises(OSError, match="gone|other bytes"), folder.index.removing(block):
+        with pytest.raises(OSError, match=r"gone|other bytes"), folder.index.removing(block):
             raise FileNotFoundError("gone") if gone else ProtocolError("other bytes")
         assert bool(caplog.records) != gone
 

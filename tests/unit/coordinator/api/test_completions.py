@@ -104,3 +104,46 @@ async def test_token_ids_are_returned_as_vllm_does() -> None:
         assert not any("prompt_token_ids" in entry for entry in rest)
         ids = [entry["token_ids"] for entry in (first, *rest)]
         assert list(chain(*ids)) == generated
+
+
+async def test_too_many_prompts_are_refused_before_they_are_tokenized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tokenizing 100,000 prompts would take the server's time for nothing."""
+    encoded: list[str] = []
+    api = api_saying("x")
+    own = api.generator.tokenizer.encode
+
+    def encode(text: str) -> tuple[int, ...]:
+        encoded.append(text)
+        return own(text)
+
+    monkeypatch.setattr(api.generator.tokenizer, "encode", encode)
+    answer = await api.complete(prompt=["a"] * 50_000)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("n: 50000 prompts with n 1 exceed")
+    assert encoded == []
+
+
+NUMBERS = [
+    ('{"type": "number", "minimum": NaN}', "response_format"),
+    ('{"type": "number", "maximum": 1e999}', "response_format"),
+    ('{"const": 1e400}', "response_format"),
+    ('{"type": "object", "properties": {"a": {"minimum": -Infinity}}}', "tools"),
+]
+
+
+@pytest.mark.parametrize(("schema", "field"), NUMBERS)
+async def test_a_number_that_is_none_is_refused_by_its_field(schema: str, field: str) -> None:
+    """JSON has no NaN, and a float no 1e999. Neither reaches the compiler of formats."""
+    shape = {
+        "response_format": '{"type": "json_schema", "json_schema": {"schema": HERE}}',
+        "tools": '[{"type": "function", "function": {"name": "f", "parameters": HERE}}], '
+        '"tool_choice": "required"',
+    }[field]
+    asked = shape.replace("HERE", schema)
+    body = f'{{"messages": [{{"role": "user", "content": "Hi"}}], "{field}": {asked}}}'
+    reply = await api_saying("x").post("/v1/chat/completions", body.encode())
+    assert reply.status_code == 400, reply.text
+    assert field in reply.json()["error"]["message"]
+    assert "finite" in reply.json()["error"]["message"]

@@ -13,9 +13,11 @@ import pytest
 from coordinator.cluster import manager as manager_module
 from coordinator.cluster.decide import Planner
 from coordinator.cluster.events import (
+    FORGET_SECONDS,
     Event,
     GroupMeasured,
     PlanServing,
+    TimePassed,
     WorkerJoined,
     WorkerLost,
     apply,
@@ -186,3 +188,17 @@ def test_only_workers_on_this_machine_count() -> None:
     }
     manager = cast(ClusterManager, SimpleNamespace(membership=SimpleNamespace(clients=clients)))
     assert ClusterManager.local_worker_bytes(manager) == 7
+
+
+def test_lost_workers_are_forgotten() -> None:
+    """One that returns elsewhere takes its row and its failures with it. Another one goes after an hour."""
+    view = View(Settings())
+    for number in range(500):
+        member = replace(worker("a"), address=f"10.0.0.1:{number}", worker_id=f"p{number}")
+        view = apply(view, WorkerJoined(member), float(number))
+        view = apply(view, WorkerLost(member.address, "silent"), number + 0.5)
+    assert len(view.members) == 1
+    assert next(iter(view.members.values())).failure_count > 1
+    view = apply(view, TimePassed(), 499.5 + FORGET_SECONDS - 1)
+    assert len(view.members) == 1
+    assert not apply(view, TimePassed(), 499.5 + FORGET_SECONDS).members
