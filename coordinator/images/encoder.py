@@ -218,15 +218,17 @@ class ImageEncoder:
         Raises CapacityError if too many images wait or are in use, and NotReadyError after ENCODE_SECONDS.
         """
         self.check(name)
-        assert self._reader is not None
-        digest = hashlib.sha256(self._reader.settings + data).digest()
+        reader = self._reader
+        assert reader is not None
+        # In a thread, because an image may have tens of megabytes.
+        digest = (await asyncio.to_thread(hashlib.sha256, reader.settings + data)).digest()
         if (held := self._held.get(digest)) is not None:
             self._keep(digest, held)
             return held
         self._check_room()
         task = self._tasks.get(digest)
         if task is None:
-            task = asyncio.create_task(self._run(self._reader, digest, data, name))
+            task = asyncio.create_task(self._run(reader, digest, data, name))
             self._tasks[digest] = task
             task.add_done_callback(partial(self._forget_task, digest))
         self._waiting += 1

@@ -62,6 +62,8 @@ class LocalModel:
     prefix_cache: bool = True
     wired: bool = True
     kernels: Kernels = Kernels.auto
+    state: Path | None = None
+    """The state directory."""
     exact: bool = False
     slices: int = 1
     vision: bool = False
@@ -141,7 +143,7 @@ class LocalPipeline(Pipeline):
     def _load(self, on_progress: OnProgress | None) -> None:
         set_limits(self._memory_limit)
         model = self._model
-        load = partial(self.host.load, wired=model.wired, kernels=model.kernels)
+        load = partial(self.host.load, wired=model.wired, kernels=model.kernels, state=model.state)
         loaded = [load(lambda: model.checkpoint, spec, on_progress) for spec in model.specs()]
         self._engines = [self.host.make_engine(stage, self.epoch) for stage in loaded]
         self.layers = "; ".join(one.stage.variants.summary for one in loaded)

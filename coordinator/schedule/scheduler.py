@@ -193,6 +193,7 @@ class Scheduler:
         self.backups.in_flight = None
         self._vocabulary_sent = False
         self.controller.forget_costs()
+        self._shape = None
         self._step_timer = StepTimer(stages)
         running = sorted(self.running.values(), key=lambda sequence: sequence.seq_id)
         self.running.clear()

@@ -166,6 +166,7 @@ class OpenedModel:
             prefix_cache=not options.no_prefix_cache,
             wired=not options.no_wired_memory,
             kernels=options.kernels,
+            state=options.state,
             exact=options.exact,
             slices=options.layer_slices,
             vision=options.vision is not VisionMode.off,

@@ -79,11 +79,11 @@ WIDTHS = (6, 3, 1, 4)
 """Tokens of a prompt and of windows."""
 
 
-def stage_of(path: Path, kernels: Kernels = Kernels.own) -> Stage:
+def stage_of(path: Path, kernels: Kernels = Kernels.own, state: Path | None = None) -> Stage:
     modules = load_stage(
         Checkpoint.open(path), Span(0, 4), first=True, last=True, dtype=None, with_head=False
     )
-    return Stage(modules, KVFormat(), kernels=kernels)
+    return Stage(modules, KVFormat(), kernels=kernels, state=state)
 
 
 def written_as(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, form: str) -> Path:
@@ -343,7 +343,12 @@ def test_a_trial_is_kept_for_the_next_start(
     (trials / "kernels.json").write_text("{damaged")
     stage_of(path, Kernels.auto)
     assert len(tried) == 10
-    assert len(read_trials()) == 3
+    assert len(read_trials(trials / "kernels.json")) == 3
+    other = trials / "given by --state-dir"
+    stage = stage_of(path, Kernels.auto, other)
+    assert len(tried) == 13 and len(read_trials(other / "kernels.json")) == 3
+    assert stage.variants.arithmetic == f"1 prepared, 3 window, {', '.join(names)}"
+    assert stage_of(path, Kernels.mlx).variants.arithmetic != stage.variants.arithmetic
 
 
 @dataclass

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -184,6 +185,7 @@ class StageHost:
         memory_limit: int | None = None,
         wired: bool = True,
         kernels: Kernels = Kernels.auto,
+        state: Path | None = None,
     ) -> LoadedStage:
         """Load a stage, after the memory of the one before is released. The watchdog's deadline moves with each part.
 
@@ -243,18 +245,18 @@ class StageHost:
         hardware.wire_weights(wanted=wired)
         kv_format = checkpoint.config.kv_format(spec.kv_bits)
         expect(PROBE_SECONDS if spec.exact else TRIAL_SECONDS)
-        stage = Stage(modules, kv_format, exact=spec.exact, kernels=kernels)
+        stage = Stage(modules, kv_format, exact=spec.exact, kernels=kernels, state=state)
         hardware.warn_of_emulated_bfloat16(stage.dtype)
         if group is not None:  # other members may read their weights from a slower disk
             expect(PROBE_SECONDS + weight_bytes / SLOWEST_DISK)
             mx.eval(group.sum(mx.zeros(1)))
         warm_up(stage, first=spec.first, last=spec.last, expect=expect)
         hardware.trim_allocator()
-        prefixes = self._prefixes(whole, spec, stage, kernels)
+        prefixes = self._prefixes(whole, spec, stage)
         return LoadedStage(spec, stage, weight_bytes, prefixes, collective)
 
     def _prefixes(
-        self, checkpoint: Checkpoint, spec: StageSpec, stage: Stage, kernels: Kernels
+        self, checkpoint: Checkpoint, spec: StageSpec, stage: Stage
     ) -> StagePrefixes | None:
         """Return the prefixes of a stage on disk, which for a member of a group are those of its share."""
         if self.disk is None:
@@ -266,7 +268,7 @@ class StageHost:
             spec.kv_bits,
             spec.exact,
             spec.slices,
-            kernels,
+            stage.variants.arithmetic,
             *(() if spec.group is None else (spec.group.rank, len(spec.group.hosts))),
         )
         # The MTP head counts as a layer after the last one.

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -36,26 +37,34 @@ log = logging.getLogger(__name__)
 class Variants:
     """The chosen variants of a stage, with a `summary` for people, such as `64 packed, exact`.
 
-    Frames up to `split_rows` run windows and prompt chunks together; None is any number of rows.
+    Frames up to `split_rows` run windows and prompt chunks together; None is any number of rows. `arithmetic` names
+    what decides the bits: the kinds of the layers, and the optional kernels in use.
     """
 
     summary: str
     split_rows: int | None
+    arithmetic: str
 
 
 def choose_variants(
-    modules: StageModules, kv_format: KVFormat, *, exact: bool, kernels: Kernels = Kernels.auto
+    modules: StageModules,
+    kv_format: KVFormat,
+    *,
+    exact: bool,
+    kernels: Kernels = Kernels.auto,
+    state: Path | None = None,
 ) -> Variants:
     """Replace the parts of `modules` by the fastest variants of this device. A stage is built only once from them.
 
     CUDA kernels compute what they can on NVIDIA GPUs, but not layers in slices. On Apple GPUs fused products do, unless
     the stage is exact: exact mode probes the products of single layers. All else stays with mlx-lm's modules. `kernels`
-    decides over this project's kernels. Raises UsageError if exact mode is impossible here.
+    decides over this project's kernels, whose trials the state directory `state` keeps. Raises UsageError if exact mode
+    is impossible here.
     """
     device = this_device()
     dtype = modules.dtype
     split_rows = None
-    choice = KernelChoice(kernels)
+    choice = KernelChoice(kernels, state_dir(state) / FILE)
     if device.backend == "cuda" and kernels is not Kernels.mlx:
         split_rows = FEW_ROWS
         packer = Packer(dtype, kv_format, exact=exact)
@@ -75,11 +84,12 @@ def choose_variants(
     summary = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     summary += ", exact" if exact else ""
     summary += f" in {modules.slices} slices" if modules.slices > 1 else ""
+    arithmetic = ", ".join([summary, *choice.used])
     summary += f"; {choice.summary}" if choice.summary else ""
     log.info(
         "layers", extra={"span": str(modules.span), "backend": device.backend, "layers": summary}
     )
-    return Variants(summary, split_rows)
+    return Variants(summary, split_rows, arithmetic)
 
 
 def _pack(modules: StageModules, packer: Packer) -> None:
@@ -119,8 +129,12 @@ MOST_TRIALS = 64
 class KernelChoice:
     """The trials of one stage."""
 
-    def __init__(self, mode: Kernels) -> None:
+    def __init__(self, mode: Kernels, file: Path) -> None:
         self.mode = mode
+        self.file = file
+        """The trials of this machine."""
+        self.used: list[str] = []
+        """The kernels in use, in the order in which they were chosen."""
         self._chosen: dict[str, bool] = {}
         self._texts: list[str] = []
 
@@ -143,13 +157,14 @@ class KernelChoice:
         return self._chosen[key]
 
     def _decide(self, kernel: str, key: str, run_trial: Callable[[], KernelTrial]) -> bool:
-        trials = read_trials()
+        trials = read_trials(self.file)
         trial = trials.get(key) or run_trial()
         if key not in trials:
-            write_trials({**trials, key: trial})
+            write_trials(self.file, {**trials, key: trial})
         own = trial.is_won or (self.mode is Kernels.own and not trial.problem)
         text = f"{kernel}: {describe(trial)}, {'own' if own else 'MLX'} used"
         self._texts.append(text)
+        self.used += [kernel] if own else []
         level = logging.WARNING if trial.problem else logging.INFO
         log.log(level, "kernel chosen", extra={"kernel": kernel, "choice": text})
         return own
@@ -162,21 +177,21 @@ def describe(trial: KernelTrial) -> str:
     return f"{trial.own * 1e6:.0f} us a step, MLX's operations {trial.mlx * 1e6:.0f} us"
 
 
-def read_trials() -> dict[str, KernelTrial]:
+def read_trials(file: Path) -> dict[str, KernelTrial]:
     """Return the trials of this machine, by kernel, shapes and arithmetic. A file that is damaged has none."""
     try:
-        found: dict[str, Any] = json.loads(read_text(state_dir(None) / FILE) or "{}")
+        found: dict[str, Any] = json.loads(read_text(file) or "{}")
         return {str(key): KernelTrial(**trial) for key, trial in found.items()}
     except (UsageError, ValueError, TypeError, AttributeError) as error:
         log.warning("trials of kernels not read", extra={"error": str(error)[:200]})
         return {}
 
 
-def write_trials(trials: dict[str, KernelTrial]) -> None:
+def write_trials(file: Path, trials: dict[str, KernelTrial]) -> None:
     """Keep the newest of `trials` in place of all earlier ones. A machine without any tries every kernel again."""
     newest = dict(list(trials.items())[-MOST_TRIALS:])
     text = json.dumps({key: asdict(trial) for key, trial in newest.items()}, indent=1)
     try:
-        write_private(state_dir(None) / FILE, text)
+        write_private(file, text)
     except UsageError as error:  # the next start tries again
         log.warning("trial of a kernel not kept", extra={"error": str(error)})

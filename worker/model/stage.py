@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -34,10 +35,16 @@ class Stage:
         *,
         exact: bool = False,
         kernels: Kernels = Kernels.auto,
+        state: Path | None = None,
     ) -> None:
-        """Prepare `modules` for this device, by the value of `--kernels`. Raises UsageError for impossible `exact`."""
+        """Prepare `modules` for this device, by the value of `--kernels`. Raises UsageError for impossible `exact`.
+
+        The state directory `state` keeps the trials of kernels.
+        """
         self.dtype = modules.dtype
-        self.variants = choose_variants(modules, kv_format, exact=exact, kernels=kernels)
+        self.variants = choose_variants(
+            modules, kv_format, exact=exact, kernels=kernels, state=state
+        )
         self.modules = modules
         self.kv_format = kv_format
         self._cadence = this_device().cadence

@@ -131,6 +131,8 @@ class Identity:
     """The worker's credentials in a cluster; None for a worker whose connections are not secured."""
     wired: bool = True
     kernels: Kernels = Kernels.auto
+    state: Path | None = None
+    """The state directory, None for the usual one."""
     disk: BlockIndex | None = None
     """The prefixes on disk, None without a folder."""
     direct: str = ""
@@ -379,6 +381,7 @@ class WorkerNode:
                 memory_limit=identity.memory_limit,
                 wired=identity.wired,
                 kernels=identity.kernels,
+                state=identity.state,
             )
             try:
                 loaded = await thread.call(read)

@@ -170,6 +170,7 @@ def _identity(options: WorkerOptions, trust: NodeTrust | None = None) -> Identit
         trust=trust,
         wired=not options.no_wired_memory,
         kernels=options.kernels,
+        state=options.state_dir,
         disk=open_index(options.state_dir, options.prefix_disk),
     )
 
