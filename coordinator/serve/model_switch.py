@@ -20,7 +20,7 @@ from coordinator.cluster.manager import ClusterManager
 from coordinator.pipeline.pipeline import PipelineSource
 from coordinator.serve.options import ServeOptions
 from coordinator.serve.served_parts import OpenedModel, ServedParts, served_model
-from coordinator.status.cluster_status import LoadPhase, LoadReport
+from coordinator.status.cluster_status import FINISH_SECONDS, LoadPhase, LoadReport
 from mtp.checkpoint.hub.resolve import resolve_model
 from proto import errors
 
@@ -31,9 +31,6 @@ LIST_SECONDS = 10.0
 
 DISK_SECONDS = 30.0
 """Seconds. Bounds reading the headers of all models on a cold disk."""
-
-FINISH_SECONDS = 60.0
-"""Seconds. Time for open answers to finish before the model changes. Later they end with an error."""
 
 POLL_SECONDS = 0.1
 """Seconds between two looks at the open answers."""
@@ -215,7 +212,11 @@ class ModelSwitch(ModelLoader):
                     if not before.count_answers():
                         break
                     await asyncio.sleep(POLL_SECONDS)
-        await before.close(errors.StaleEpochError(f"the server changed to the model {name}"))
+        await before.close(
+            errors.StaleEpochError(
+                f"the server changed to the model {name}, and this answer did not end within {FINISH_SECONDS:g} s"
+            )
+        )
 
     def _set_phase(self, phase: LoadPhase) -> None:
         assert self._report is not None

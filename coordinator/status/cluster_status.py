@@ -10,15 +10,23 @@ from coordinator.drafts.controller import SearchReport
 LoadPhase = Literal["opening", "finishing answers", "loading", "ready", "failed"]
 
 
+FINISH_SECONDS = 60.0
+"""Seconds that open answers have before the model is changed."""
+
+
 @dataclass(frozen=True)
 class LoadReport:
-    """The last change of the model. `done` of `total` bytes of the phase are processed. `error` is for people."""
+    """The last change of the model. `done` of `total` bytes of the phase are processed. `error` is for people.
+
+    Answers that are open when the new model is there have `answer_seconds` to end.
+    """
 
     model: str
     phase: LoadPhase
     done: int = 0
     total: int = 0
     error: str = ""
+    answer_seconds: float = FINISH_SECONDS
 
     @property
     def running(self) -> bool:

@@ -75,7 +75,7 @@ export class ChatView {
 
   async changeModel() {
     const name = this.model.value;
-    const question = `Use ${name} instead of ${this.served}, for all users? Open answers end first.`;
+    const question = `Use ${name} instead of ${this.served}, for all users? Open answers have a minute to end; later ones are cut off.`;
     if (name === this.served || !confirm(question)) {
       this.model.value = this.served;
       return;

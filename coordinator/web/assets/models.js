@@ -96,7 +96,7 @@ function showNote(panel, text, bad = false) {
 
 function loadParts(report) {
   const part = report.total ? report.done / report.total : null;
-  const text = part === null ? "" : `: ${bytes(report.done)} of ${bytes(report.total)}`;
+  const text = report.phase === "finishing answers" ? `, for at most ${report.answer_seconds} s` : part === null ? "" : `: ${bytes(report.done)} of ${bytes(report.total)}`;
   return [h("p", { class: "hint" }, `${sentence(report.phase)}${text}`), h("progress", { max: 1, value: part, "aria-label": `Loading ${report.model}` })];
 }
 
