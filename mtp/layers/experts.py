@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.qwen3_5 import SparseMoeBlock
 
 from mtp.layers.layer import Picks
 from mtp.layers.linear import FusedLinear, pad_outputs
@@ -20,6 +21,39 @@ from mtp.layers.source_kernel import THREADS, SourceKernel
 
 SORTED_FROM = 64
 """Pairs of a row and an expert that are computed expert by expert, as mlx-lm does. Fewer are not worth the sorting."""
+
+
+FEW_ROWS = 32
+"""Rows whose router computes each alone, so that no sequence changes the experts of another: those of a frame."""
+
+
+def highest(logits: mx.array, count: int) -> mx.array:
+    """Return the places of the `count` highest of each row; of equal ones the lower place, as the kernels do."""
+    return mx.argpartition(-logits, kth=count - 1, axis=-1)[..., :count]
+
+
+class OrderedExperts(SparseMoeBlock):
+    """mlx-lm's experts, which choose the lower of two experts with equal logits, as the fused ones and the kernels."""
+
+    @classmethod
+    def of(cls, block: Any) -> Any:
+        """Return `block` in this order; other modules as they are."""
+        if type(block) is not SparseMoeBlock:
+            return block
+        own = cls.__new__(cls)
+        nn.Module.__init__(own)
+        own.__dict__.update(block.__dict__)
+        dict.update(own, block)
+        return own
+
+    def __call__(self, x: mx.array) -> mx.array:
+        gates = mx.softmax(self.gate(x), axis=-1, precise=True)
+        chosen = highest(gates, self.top_k)
+        scores = mx.take_along_axis(gates, chosen, axis=-1)
+        if self.norm_topk_prob:
+            scores = scores / scores.sum(axis=-1, keepdims=True)
+        routed = (self.switch_mlp(x, chosen) * scores[..., None]).sum(axis=-2)
+        return routed + mx.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
 
 
 class FusedExperts(nn.Module):
@@ -36,9 +70,10 @@ class FusedExperts(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return the sum of the chosen experts and the shared one for `x [rows, hidden]`."""
-        routed = self.router(x)
+        few = x.shape[0] <= FEW_ROWS
+        routed = self.router.multiply_alone(x) if few else self.router(x)
         logits = routed[:, : self.count]
-        chosen = mx.argpartition(logits, kth=-self.chosen, axis=-1)[:, -self.chosen :]
+        chosen = highest(logits, self.chosen)
         # The softmax of the chosen logits is that of all logits, over its sum for the chosen ones.
         shares = mx.softmax(mx.take_along_axis(logits, chosen, axis=-1), axis=-1, precise=True)
         outputs = self._outputs(x, chosen)
@@ -293,7 +328,7 @@ class RowExperts(FusedExperts):
         template += [("HIDDEN", hidden), ("INNER", inner), ("OUTS", OUTPUTS)]
         template.append(("GROUP", self.down.format.group_size))
         chosen, shares = choose(
-            [self.router(x)],
+            [self.router.multiply_alone(x)],
             blocks=(-(-rows * 32 // THREADS), 1, 1),
             template=template[:3],
             shapes=[(rows, places)] * 2,

@@ -99,6 +99,14 @@ class FusedLinear:
         """Return the outputs for `x [rows, inputs]`."""
         return self.format.multiply(x, self.weights)
 
+    def multiply_alone(self, x: mx.array) -> mx.array:
+        """Return the outputs for few `x [rows, inputs]`, each row with the bits that it has alone.
+
+        MLX multiplies several rows in another order than one. Each row is a product of its own for `gather`.
+        """
+        one = FusedLinear(self.format, tuple(weight[None] for weight in self.weights))
+        return one.gather(x[:, None], mx.zeros((x.shape[0],), mx.uint32))[:, 0]
+
     def gather(self, x: mx.array, experts: mx.array, *, is_sorted: bool = False) -> mx.array:
         """Return `x [..., 1, inputs]` times the weights of `experts [...]`, where the layers are those of experts."""
         chosen: Any = {"rhs_indices": experts, "sorted_indices": is_sorted}

@@ -9,7 +9,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.qwen3_5 import SparseMoeBlock, TextModelArgs
 
-from mtp.layers.experts import FusedExperts, fuse_experts
+from mtp.layers.experts import FusedExperts, OrderedExperts, fuse_experts, highest
 
 
 def block_of(bits: int | None, dtype: Any = mx.float32, experts: int = 16, inner: int = 64) -> Any:
@@ -41,6 +41,30 @@ def test_the_outputs_are_those_of_mlx_lm(bits: int | None, rows: int) -> None:
     found = fused(x)
     assert mx.allclose(found, stock(x), rtol=0.0, atol=1e-6)
     assert mx.array_equal(found, mx.concatenate([fused(x[i : i + 1]) for i in range(rows)]))
+
+
+def test_of_equal_logits_the_lower_expert_is_chosen() -> None:
+    """The order does not depend on the device or on the rows beside one."""
+    logits = mx.array([[1, 3, 2, 3, 3, 2, 1, 2]], mx.float32)
+    for rows in (1, 32):
+        chosen = highest(mx.broadcast_to(logits, (rows, 8)), 4)
+        assert mx.sort(chosen, axis=-1).tolist() == [[1, 2, 3, 4]] * rows
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_the_reference_and_the_fused_experts_choose_alike(bits: int | None) -> None:
+    """Experts of equal logits give both the same result, that of the lower experts."""
+    blocks = [block_of(bits), block_of(bits)]
+    for block in blocks:
+        for name in ("weight", "scales", "biases"):
+            if name in block.gate:
+                block.gate[name] = mx.zeros_like(block.gate[name])
+    x = mx.random.normal((3, 128), key=mx.random.key(4))
+    own, fused = OrderedExperts.of(blocks[0]), fuse_experts(blocks[1])
+    first = own.shared_expert(x) * mx.sigmoid(own.shared_expert_gate(x))
+    first = first + own.switch_mlp(x, mx.array([[0, 1, 2, 3]] * 3)).mean(axis=-2)
+    assert mx.allclose(own(x), first, rtol=0.0, atol=1e-6)
+    assert mx.allclose(fused(x), first, rtol=0.0, atol=1e-6)
 
 
 def test_experts_of_several_formats_stay() -> None:
