@@ -9,7 +9,8 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
-from importlib.metadata import packages_distributions, version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
 from pathlib import Path
 from shutil import which
 
@@ -44,6 +45,25 @@ def imports_of(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.module or ""
+
+
+def test_constraints_lock_everything_that_an_installation_brings() -> None:
+    """What a requirement requires is locked too. pip does not list setuptools, and CI installs no CUDA."""
+    locked, seen = pinned(), set[tuple[str, str]]()
+    waiting = requirements()
+    while waiting:
+        asked = waiting.pop()
+        for extra in asked.extras or {""}:
+            if (key := (canonicalize_name(asked.name), extra)) in seen:
+                continue
+            seen.add(key)
+            with suppress(PackageNotFoundError):  # for another system
+                needed = map(Requirement, requires(asked.name) or [])
+                waiting += [
+                    r for r in needed if r.marker is None or r.marker.evaluate({"extra": extra})
+                ]
+    unlocked = {name for name, _ in seen} - locked.keys()
+    assert unlocked <= {"setuptools", "mlx-cuda-13"}
 
 
 @pytest.mark.skipif(which("git") is None, reason="git is not installed")
