@@ -30,7 +30,7 @@ from mtp.checkpoint.convert.convert import convert as convert_checkpoint
 from mtp.checkpoint.convert.foreign import open_source, plan_packed
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import is_head, join_names
-from mtp.checkpoint.format.parts import head_norms, missing_from_backbone, report
+from mtp.checkpoint.format.parts import head_norms, missing_from_backbone, report, settle_norms
 from mtp.checkpoint.hub.remote_checkpoint import fetch_head, open_model, open_remote
 from mtp.checkpoint.hub.repo import HubRepo
 from mtp.checkpoint.hub.resolve import find_model, resolve_model
@@ -91,14 +91,13 @@ def assess_head(checkpoint: Checkpoint) -> HeadHealth:
         repo = checkpoint.path
         verdict = f"head complete. Its norms were not read. Download {repo} first"
         return HeadHealth(None, f"{verdict}: hf download {repo}")
-    match head_norms(checkpoint):
-        case "as they should be":
-            return HeadHealth(True, "head complete, and its norms look right")
-        case "shifted twice":
-            return HeadHealth(None, f"norms look double-shifted. {hint}")
-        case _:
-            fault = "norms look unshifted: the head is raw, the model is converted"
-            return HeadHealth(None, f"{fault}. {hint}")
+    settled = settle_norms(checkpoint)
+    if head_norms(settled) != "as they should be":
+        return HeadHealth(None, f"norms look wrong: 1 was added to them twice or never. {hint}")
+    if settled is not checkpoint:
+        other = "a head of another layout than the model's, whose norms are corrected as it loads"
+        return HeadHealth(True, f"head complete: {other}")
+    return HeadHealth(True, "head complete, and its norms look right")
 
 
 def _summary(model: str, facts: dict[str, Any]) -> Table:

@@ -71,7 +71,7 @@ class WeightProvider:
                     name=name,
                     dtype=info.dtype,
                     shape=info.shape,
-                    file=info.file.name,
+                    file=self.checkpoint.file_name(info),
                     start=info.start,
                     nbytes=info.nbytes,
                 )

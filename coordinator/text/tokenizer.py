@@ -132,6 +132,16 @@ CUT_TOKENS = 16
 """Tokens that a cut between two pieces may add."""
 
 
+def _separate_template(checkpoint: Path) -> dict[str, Any]:
+    """Return the template of chat_template.json, which transformers gives to processors only, if there is no other."""
+    file, usual = checkpoint / "chat_template.json", checkpoint / "tokenizer_config.json"
+    if not file.is_file() or (checkpoint / "chat_template.jinja").exists():
+        return {}
+    if usual.is_file() and read_json_object(usual).get("chat_template") is not None:
+        return {}
+    return {"chat_template": read_json_object(file).get("chat_template")}
+
+
 class Tokenizer:
     """The byte-level BPE tokenizer and chat template of a Qwen3.5 checkpoint. Safe to call from several threads."""
 
@@ -173,9 +183,8 @@ class Tokenizer:
                 public="the checkpoint has no tokenizer.json",
             )
         try:
-            wrapper = tokenizer_utils.load(
-                checkpoint, {"local_files_only": True, "trust_remote_code": False}
-            )
+            options = {"local_files_only": True, "trust_remote_code": False}
+            wrapper = tokenizer_utils.load(checkpoint, options | _separate_template(checkpoint))
         except Exception as error:
             raise CheckpointError(
                 f"{checkpoint}: the tokenizer does not load: {error}. Copy tokenizer.json and "

@@ -167,6 +167,8 @@ def _offered_parts(offer: pb.WeightsOffer, config: ModelConfig) -> dict[str, lis
         entry = Entry(name, dtype, tuple(offered.shape))
         if dtype not in STORED_BYTES or entry.nbytes != offered.nbytes:
             raise ProtocolError(f"the size of tensor {name!r:.120} contradicts its shape")
+        if Path(offered.file).is_absolute() or ".." in Path(offered.file).parts:
+            raise ProtocolError(f"{offered.file!r:.120} is not the name of a file in a repo")
         found = split_part(local_name(name) or "", config.num_layers)
         if found is None:
             raise ProtocolError(f"tensor {name!r:.120} belongs to no part of this model")

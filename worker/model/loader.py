@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +23,12 @@ from mtp.checkpoint.format.parts import (
     open_table,
     part_module,
     read_part,
+    settle_norms,
 )
 from mtp.device import this_device
 from mtp.head.drafter import MTPHead
 from mtp.layers.communicator import ALONE, Communicator
+from mtp.layers.experts import OrderedExperts
 from mtp.layers.layer import Layer, Picks
 from mtp.layers.reference import REFERENCE
 from mtp.layers.reference.slices import SlicedOutputs, SlicedSums, join_layer
@@ -34,6 +37,8 @@ from proto.errors import CheckpointError, SpanError, UsageError
 from proto.span import Span
 from proto.terminal.progress import OnProgress
 from proto.wire import DTYPE_BYTES
+
+log = logging.getLogger(__name__)
 
 DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in DTYPE_BYTES}
 """The values of `--dtype`."""
@@ -122,6 +127,13 @@ def load_stage(
         raise checkpoint.missing_tensors_error(missing)
     for part in parts:
         check_types(checkpoint, part)
+    if "mtp" in parts:
+        settled = settle_norms(checkpoint)
+        if settled is not checkpoint:
+            log.warning("the MTP head has another layout than the model; its norms are corrected")
+        checkpoint = settled
+        if (layers := checkpoint.config.mtp_layers) > 1:
+            log.warning("the MTP head drafts with its first layer", extra={"layers": layers})
     tokens_of = [f"layers.{layer}" for layer in checkpoint.config.token_layers if layer in span]
     if lacking := [part for part in tokens_of if part not in checkpoint.tables]:
         raise CheckpointError(
@@ -201,6 +213,9 @@ def _build(
     _check(checkpoint, part, module, weights)
     _check_experts(part, module, weights)
     module.load_weights(list(weights.items()))
+    for layer in module.layers if part == "mtp" else [module]:
+        if "mlp" in layer:
+            layer.mlp = OrderedExperts.of(layer.mlp)
     if part.startswith("layers."):
         config = checkpoint.config
         module = config.family.engine_layer(config.text(), module)

@@ -65,7 +65,7 @@ class HeadAddition:
         convert.write_shard(writer, groups, lambda _: on_progress(writer.written, total))
         convert.save_config(self.target.path, self._config())
         stays = {name: info for name, info in self.target.tensors.items() if not is_head(name)}
-        weight_map = {name: info.file.name for name, info in stays.items()}
+        weight_map = {name: self.target.file_name(info) for name, info in stays.items()}
         weight_map |= dict.fromkeys((entry.name for entry in writer.entries), convert.HEAD_FILE)
         nbytes = total + sum(info.nbytes for info in stays.values())
         convert.save_index(self.target.path, nbytes, weight_map)

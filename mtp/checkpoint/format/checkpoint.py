@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from mtp.checkpoint.format.names import (
     IGNORED,
     Layout,
     Source,
+    holds_model,
+    is_bare_head,
     is_head,
     join_names,
     local_name,
@@ -101,14 +104,17 @@ class Checkpoint:
 
         `to_convert` permits a checkpoint that another program packed, `allow_head_only` one that is only an MTP head.
         """
-        named = (path / CONFIG, path / INDEX, *path.glob("*.safetensors"))
+        named = (path / CONFIG, path / INDEX, *_weight_files(path))
         files = {file: file_state(file) for file in named}
         config = ModelConfig.load(path)
         if not to_convert:
             check_not_packed(path, config)
+        headers = _read_headers(path)
+        config, headers = settle_head(config, headers)
         if not allow_head_only:
             check_not_head_only(path, config)
-        headers = _read_headers(path)
+        if not config.head_only:
+            headers = _with_head(path, headers)
         layout = detect_layout(path, headers, head_only=config.head_only)
         found = cls.assemble(path, config, layout, merge_headers(headers))
         return replace(found, files=files)
@@ -172,6 +178,10 @@ class Checkpoint:
         missing = [module_path("mtp", name) for name in names if name not in plan]
         missing += self.missing_sources("mtp")
         return MtpStatus(self.config.mtp_layers > 0, bool(plan), tuple(missing))
+
+    def file_name(self, info: TensorInfo) -> str:
+        """Return the path of a tensor's file within the checkpoint, as a hub and an index name it."""
+        return info.file.relative_to(self.path).as_posix()
 
     def tensors_of(self, part: str) -> set[str]:
         """Return the stored names of a part, those whose rows stay on disk included."""
@@ -291,13 +301,79 @@ def model_name(path: Path) -> str:
     return found[1].replace("--", "/", 1) if found else str(path)
 
 
-def _read_headers(path: Path) -> dict[Path, Header]:
-    """Read the headers of the files in the index, or of all safetensors files when there is no index.
+def _weight_files(path: Path) -> list[Path]:
+    """Return the safetensors files in `path`, then those in its folders, both by name."""
+    found = [
+        *sorted(path.glob("*.safetensors")),
+        *sorted(f for f in path.glob("*/*.safetensors") if not f.parent.name.startswith(".")),
+    ]
+    return [file for file in found if not ADAPTER_FILES.fullmatch(file.name)]
 
-    If they have no `mtp.*` tensors, a head may lie in a file that was added without an update of the index.
+
+def _holds_head(headers: dict[Path, Header]) -> bool:
+    return any(is_head(name) for header in headers.values() for name in header.tensors)
+
+
+def settle_head(
+    config: ModelConfig, headers: dict[Path, Header]
+) -> tuple[ModelConfig, dict[Path, Header]]:
+    """Decide by the tensors whether a repo is a head alone, and give the names of a head beside a model their `mtp.`.
+
+    Some tools write the `model_type` of a head into the config of a whole model.
     """
-    files = path.glob("*.safetensors")
-    found = sorted(file for file in files if not ADAPTER_FILES.fullmatch(file.name))
+    if config.head_only:
+        if not holds_model(name for header in headers.values() for name in header.tensors):
+            return config, headers
+        config = replace(config, head_only=False)
+    return config, {file: _with_prefix(header) for file, header in headers.items()}
+
+
+def _with_prefix(header: Header) -> Header:
+    """Return the header of a file of a head with the prefix `mtp.` in its names; others as they are."""
+    if not is_bare_head(header.tensors):
+        return header
+    named = ((with_head_prefix(local_name(n) or n), n) for n in header.tensors)
+    tensors = {local: replace(header.tensors[n], stored=n) for local, n in named if is_head(local)}
+    return Header(tensors, header.metadata)
+
+
+def head_alone(header: Header) -> Header:
+    """Return the header with the tensors of a head only, all with the prefix `mtp.`."""
+    header = _with_prefix(header)
+    heads = {name: info for name, info in header.tensors.items() if is_head(name)}
+    return Header(heads, header.metadata)
+
+
+def _with_head(path: Path, known: dict[Path, Header]) -> dict[Path, Header]:
+    """Return the `known` headers of a model, with a head that lies beside its files. Its tensors tell it, not its name.
+
+    The file that config.json names replaces any other head. If the model has none, the first file beside its own is
+    taken, or the first folder.
+    """
+    files = [file for file in _weight_files(path) if file not in known]
+    extra = read_json_object(path / CONFIG).get("mlx_lm_extra_tensors")
+    named = path / str(extra.get("mtp_file") if isinstance(extra, dict) else None)
+    if named in files or named in known:
+        head = {named: head_alone(known.get(named) or read_header(named))}
+        if _holds_head(head):
+            others = {file: _without_head(h) for file, h in known.items() if file != named}
+            return others | {named: known.get(named, head[named])}
+    groups = [] if _holds_head(known) else groupby(files, key=lambda file: file.parent)
+    for _, group in groups:
+        head = {file: head_alone(read_header(file)) for file in group}
+        if _holds_head(head):
+            return known | head
+    return known
+
+
+def _without_head(header: Header) -> Header:
+    rest = {name: info for name, info in header.tensors.items() if not is_head(name)}
+    return Header(rest, header.metadata)
+
+
+def _read_headers(path: Path) -> dict[Path, Header]:
+    """Read the headers of the files in the index, or of all safetensors files when there is no index."""
+    found = [file for file in _weight_files(path) if file.parent == path]
     index = path / INDEX
     if not index.exists():
         if not found:
@@ -317,12 +393,6 @@ def _read_headers(path: Path) -> dict[Path, Header]:
                 f"{path / name}: has no tensor {tensor}, which {INDEX} expects there. Download both again."
             )
     drop_replaced(headers, weight_map)
-    if not any(is_head(name) for header in headers.values() for name in header.tensors):
-        for file in found:
-            if file not in headers:
-                beside = read_header(file)
-                heads = {n: info for n, info in beside.tensors.items() if is_head(n)}
-                headers[file] = Header(heads, beside.metadata)
     return headers
 
 

@@ -352,11 +352,10 @@ class _Reader:
         layers = family.announced_head_layers(self.text) or 0
         valid = type(layers) is int and layers >= 0
         self._check("mtp_num_hidden_layers", layers, valid, "a positive integer")
-        own = bool(layers and self.text.get("mtp_use_dedicated_embeddings"))
-        if layers > 1 or own:
+        if layers and self.text.get("mtp_use_dedicated_embeddings"):
             raise self._error(
-                f"mtp_num_hidden_layers is {layers} and mtp_use_dedicated_embeddings {own}, and only heads of one "
-                "layer without own embeddings are supported. Set mtp_num_hidden_layers to 0 to leave the head out."
+                "mtp_use_dedicated_embeddings is true, and only heads without own embeddings are supported. Set "
+                "mtp_num_hidden_layers to 0 to leave the head out."
             )
         return layers
 
@@ -404,6 +403,8 @@ def with_quantization(config: dict[str, Any], beside: dict[str, Any] | None) -> 
     """
     text = config.get("text_config")
     places = [config, text if isinstance(text, dict) else {}]
+    if config.get("quantization") is None and places[1].get("quantization") is not None:
+        config = {**config, "quantization": places[1]["quantization"]}
     stored = (place.get("quantization_config") for place in places)
     found = next((fields for fields in stored if fields is not None), beside)
     if found is None or config.get("quantization") is not None:

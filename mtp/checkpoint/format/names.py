@@ -32,6 +32,20 @@ _OF_THE_MODEL = ("mtp", "embed_tokens", "lm_head")
 """Modules that have their full name in a repo of a head alone."""
 
 
+_BARE_HEAD = re.compile(r"(fc|fc_embedding|fc_hidden|eh_proj|enorm|hnorm|pre_fc_norm_\w+)\.")
+"""The beginnings of names that only a head has, where a file of a head leaves out `mtp.`."""
+
+
+def is_bare_head(names: Iterable[str]) -> bool:
+    """Return whether the `names` of a file are those of a head without the prefix `mtp.`."""
+    return any(_BARE_HEAD.match(name) for name in names)
+
+
+def holds_model(names: Iterable[str]) -> bool:
+    """Return whether a model is among the tensors `names`, and not only a head, which has no such layer."""
+    return any("linear_attn." in name for name in names)
+
+
 def with_head_prefix(local: str) -> str:
     """Return a local name of a repo that holds a head alone, where names may lack the prefix."""
     return local if local.partition(".")[0] in _OF_THE_MODEL else _in_head(local)
@@ -58,8 +72,11 @@ _MIXER = "hyper_connection_mixer"
 
 _ENDS = {"embed_tokens": "embed", _MIXER: "norm", "norm": "norm", "lm_head": "lm_head"}
 
-IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|self_attn\.(k_scale|v_scale|kv_scale))")
-"""Extra tensors that do not change results: `inv_freq` follows from the config, and no K/V is stored as FP8 here."""
+IGNORED = re.compile(
+    r"(.*\.)?(rotary_emb\.inv_freq|self_attn\.(k_scale|v_scale|kv_scale)|mtp\.layers\.[1-9]\d*\..*)"
+)
+"""Extra tensors that do not change results: `inv_freq` follows from the config, no K/V is stored as FP8 here, and only
+the first layer of a head drafts."""
 
 ADAPTER_FILES = re.compile(r"adapter_model\.safetensors|(\d+_)?adapters\.safetensors")
 """Files of fine-tuning adapters, as peft and mlx-lm name them. They are no part of the model."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -248,7 +248,7 @@ def load_tensor(checkpoint: Checkpoint, name: str, files: Files) -> mx.array:
             ) from error
         assert isinstance(loaded, dict)
         files[file] = loaded
-    return files[file][name]
+    return files[file][checkpoint.tensors[name].stored or name]
 
 
 def _half(which: int) -> Callable[[mx.array], mx.array]:
@@ -287,12 +287,35 @@ def head_norms(checkpoint: Checkpoint) -> Norms:
     if not attention:
         return "as they should be"
     twin = _norm_means(checkpoint, f"layers.{attention[-1]}", "")
+    if not twin:  # a worker may have fetched the last layers only
+        return "as they should be"
     difference = median(head[name] - twin[name] for name in head)
     # The raw offsets of the 27B's embedding norm are all negative, and would invert the sign of its input.
     embedding = read_part(checkpoint, "mtp", mx.float32)["pre_fc_norm_embedding.weight"]
     if difference < -_OFF or float(mx.max(embedding)) < 0:
         return "not shifted"
     return "shifted twice" if difference > _OFF else "as they should be"
+
+
+def settle_norms(checkpoint: Checkpoint) -> Checkpoint:
+    """Return `checkpoint` with the norms of its head read as weights, where the head has another layout than the model.
+
+    A raw head beside a converted model gets the 1 that its norms lack, and a converted one beside a raw model none.
+    """
+    changes: dict[Norms, dict[Transform, Transform]] = {
+        "not shifted": {"as stored": "norm + 1"},
+        "shifted twice": {"norm + 1": "as stored"},
+    }
+    change = changes.get(head_norms(checkpoint), {})
+    plan = {
+        name: replace(source, transform=change.get(source.transform, source.transform))
+        if is_shifted_norm("mtp", name)
+        else source
+        for name, source in checkpoint.plans["mtp"].items()
+    }
+    if plan == checkpoint.plans["mtp"]:
+        return checkpoint
+    return replace(checkpoint, plans={**checkpoint.plans, "mtp": plan})
 
 
 def _norm_means(checkpoint: Checkpoint, part: str, prefix: str) -> dict[str, float]:

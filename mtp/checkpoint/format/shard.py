@@ -53,6 +53,8 @@ class TensorInfo:
     shape: tuple[int, ...]
     start: int
     nbytes: int
+    stored: str = ""
+    """The name in the file, where the checkpoint has the tensor under another name."""
 
 
 @dataclass(frozen=True)

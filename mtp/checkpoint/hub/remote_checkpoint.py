@@ -15,9 +15,12 @@ from mtp.checkpoint.format.checkpoint import (
     checked_weight_map,
     detect_layout,
     drop_replaced,
+    head_alone,
     merge_headers,
+    settle_head,
 )
 from mtp.checkpoint.format.config import QUANTIZATION_FILE, ModelConfig, with_quantization
+from mtp.checkpoint.format.names import is_head
 from mtp.checkpoint.format.shard import (
     Entry,
     Header,
@@ -25,7 +28,7 @@ from mtp.checkpoint.format.shard import (
     check_free_space,
     parse_json_object,
 )
-from mtp.checkpoint.hub.repo import HubRepo
+from mtp.checkpoint.hub.repo import HubRepo, find_blobs
 from mtp.checkpoint.hub.resolve import find_model
 from proto.errors import CheckpointError
 from proto.terminal.progress import OnProgress
@@ -86,10 +89,12 @@ def fetch_head(
 def open_remote(hub: HubRepo, wanted: Callable[[str], bool] = lambda name: True) -> Checkpoint:
     """Open the checkpoint in `hub` with the stored names that `wanted` accepts; all of them if it is a head alone."""
     path = Path(hub.repo)
+    fields = _read_object(hub, "config.json")
     beside = None if hub.size(QUANTIZATION_FILE) is None else _read_object(hub, QUANTIZATION_FILE)
-    fields = with_quantization(_read_object(hub, "config.json"), beside)
+    fields = with_quantization(fields, beside)
     config = ModelConfig.parse(path / "config.json", fields)
     headers = _headers(hub, lambda name: config.head_only or wanted(name))
+    config, headers = settle_head(config, headers)
     merged = merge_headers(headers).items()
     tensors = {n: info for n, info in merged if config.head_only or wanted(n)}
     layout = detect_layout(path, headers, head_only=config.head_only)
@@ -107,6 +112,11 @@ def _headers(hub: HubRepo, wanted: Callable[[str], bool]) -> dict[Path, Header]:
         files.update(telling[:1])
     headers = {Path(file): hub.read_header(file) for file in sorted(files)}
     drop_replaced(headers, weight_map)
+    if not any(map(is_head, weight_map)):
+        beside = (blob.file for blob in find_blobs(hub.repo, hub.revision))
+        for file in sorted(set(beside) - set(weight_map.values()), key=lambda f: (f.count("/"), f)):
+            if (head := head_alone(hub.read_header(file))).tensors:
+                return headers | {Path(file): head}
     return headers
 
 

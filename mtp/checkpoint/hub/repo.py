@@ -54,6 +54,15 @@ def unreadable(repo: str) -> CheckpointError:
     )
 
 
+_ADDRESS = re.compile(r"https?://[^/]+/([^/?#]+/[^/?#]+)")
+
+
+def repo_name(name: str) -> str:
+    """Return the repo of a hub's page whose address is `name`; other names as they are."""
+    found = _ADDRESS.match(name)
+    return found[1] if found else name
+
+
 class TransientError(Exception):
     """A failure of the hub that may be temporary."""
 
@@ -66,7 +75,7 @@ class HubRepo:
     """
 
     def __init__(self, repo: str, revision: str = "main") -> None:
-        self.repo = repo
+        self.repo = repo_name(repo)
         self.revision = revision
         self._sizes: dict[str, int] = {}
         timeout = httpx.Timeout(READ_SECONDS, connect=CONNECT_SECONDS)
@@ -138,7 +147,8 @@ class HubRepo:
                 if failures == ATTEMPTS:
                     raise CheckpointError(
                         f"{self.repo}/{file}: the hub at {constants.ENDPOINT} is unavailable or interrupts the "
-                        f"download: {str(error) or type(error).__name__}. Try again later.",
+                        f"download: {str(error) or type(error).__name__}. Try again later. Without a network give "
+                        "the directory of a checkpoint.",
                         public="a download failed",
                     ) from error
                 time.sleep(FIRST_PAUSE * 2 ** (failures - 1))
@@ -147,7 +157,7 @@ class HubRepo:
         """Yield the bytes of `infos` after the first `skip`. Adjacent tensors share a request and its pieces."""
         ranges: list[tuple[str, int, int]] = []
         for info in infos:
-            file, start, end = info.file.name, info.start, info.start + info.nbytes
+            file, start, end = info.file.as_posix(), info.start, info.start + info.nbytes
             if ranges and ranges[-1][0] == file and ranges[-1][2] == start:
                 start = ranges.pop()[1]
             ranges.append((file, start, end))

@@ -16,7 +16,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import INDEX, checked_weight_map
 from mtp.checkpoint.format.config import read_json_object
-from mtp.checkpoint.hub.repo import SHA256, download_blobs, find_blobs, unreadable
+from mtp.checkpoint.hub.repo import SHA256, download_blobs, find_blobs, repo_name, unreadable
 from proto.errors import CheckpointError, ClusterError
 from proto.terminal.progress import OnProgress
 
@@ -47,14 +47,21 @@ def resolve_model(
     Downloads what the local cache lacks of a repo. `on_progress(done, total)` receives the bytes of weights on this
     disk. Raises CheckpointError, and NotReadyError when `stop` interrupts the download.
     """
-    return find_model(name) or _download(name, on_progress, stop)
+    return find_model(name) or _download(repo_name(name), on_progress, stop)
 
 
 def find_model(name: str) -> Path | None:
     """Return the directory of `name` without the network, also in LM Studio's folders; None for an incomplete repo."""
     if name == BUILTIN:
         return checkpoint_dir()
+    name = repo_name(name)
     path = Path(name).expanduser()
+    is_gguf = name.lower().endswith("gguf")
+    if is_gguf or (name and any(path.glob("*.gguf")) > any(path.glob("*.safetensors"))):
+        raise CheckpointError(
+            f"model {name:.200}: GGUF files are not read. Give the checkpoint in safetensors that they were made from, "
+            "such as Qwen/Qwen3.5-4B, or its conversion for MLX."
+        )
     if name and path.is_dir():
         return path
     if "/" not in name:
@@ -128,7 +135,7 @@ def _check_hashes(repo: str, snapshot: Path) -> None:
     Raises CheckpointError for a file that does not match its name, and removes the file.
     """
     log.info("checking the files against the hub's hashes", extra={"model": repo})
-    for link in sorted(snapshot.iterdir()):
+    for link in sorted(snapshot.rglob("*.*")):
         file = link.resolve()
         if not SHA256.fullmatch(file.name):
             continue

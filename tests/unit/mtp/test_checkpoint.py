@@ -53,7 +53,6 @@ def test_config_is_read_from_text_config_or_top_level(dense: Path) -> None:
         ({"full_attention_interval": 2}, "layer_types"),
         ({"rope_parameters": {}}, "rope_theta"),
         ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
-        ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers is 2"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"linear_num_key_heads": 3}, "linear_num_key_heads 3"),
         (
@@ -294,7 +293,6 @@ def test_qwen3_next_has_a_head_that_its_config_does_not_mention() -> None:
         ({"mlp_only_layers": [0], "intermediate_size": None}, "intermediate_size is missing"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
         ({"rope_theta": None}, "rope_theta"),
-        ({"num_nextn_predict_layers": 2}, "only heads of one layer without own"),
     ],
     ids=repr,
 )

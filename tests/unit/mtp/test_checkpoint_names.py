@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,19 @@ import pytest
 
 from coordinator.cli import import_command
 from mtp.checkpoint.convert.convert import Settings, convert
-from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.checkpoint import INDEX, Checkpoint
 from mtp.checkpoint.format.names import Layout, Source, Transform, is_head, local_name, plan_part
 from proto.errors import CheckpointError
+from proto.span import Span
 from tests.conftest import Checkpoints
-from tests.support.checkpoints.checkpoints import assert_same_tensors, head_of, read_tensors
+from tests.support.checkpoints.checkpoints import (
+    assert_same_tensors,
+    edit_config,
+    edit_tensors,
+    head_of,
+    read_tensors,
+)
+from worker.model.loader import load_stage
 
 
 @pytest.mark.parametrize(
@@ -199,3 +208,108 @@ def test_a_head_alone_is_no_model(checkpoints: Checkpoints, tmp_path: Path) -> N
     for to_convert in (False, True):
         with pytest.raises(CheckpointError, match=command):
             Checkpoint.open(head, to_convert=to_convert)
+
+
+def _move_head(path: Path, source: Path, place: str, prefix: str, *, index: bool = False) -> Path:
+    """Copy `source`, with its head in the file `place` under names that begin with `prefix`.
+
+    An `index` names the other tensors only.
+    """
+    shutil.copytree(source, path)
+    heads = {name: weight for name, weight in read_tensors(path).items() if is_head(name)}
+    edit_tensors(path, lambda weights: [weights.pop(name) for name in heads])
+    rest = read_tensors(path)
+    (path / place).parent.mkdir(exist_ok=True)
+    moved = {prefix + name.partition("mtp.")[2]: weight for name, weight in heads.items()}
+    mx.save_safetensors(str(path / place), moved, {"format": "pt"})
+    if index:
+        names = dict.fromkeys(rest, "model.safetensors")
+        (path / INDEX).write_text(json.dumps({"weight_map": names}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("place", "prefix"),
+    [
+        ("mtp/weights.safetensors", "mtp."),
+        ("optiq/mtp.safetensors", "language_model.mtp."),
+        ("mtp/model.safetensors", ""),
+        ("head.safetensors", ""),
+    ],
+)
+@pytest.mark.parametrize("index", [False, True])
+@pytest.mark.parametrize("options", [{}, {"moe": True}], ids=["dense", "experts"])
+def test_a_head_beside_the_model_is_found_by_its_tensors(
+    checkpoints: Checkpoints,
+    tmp_path: Path,
+    options: dict[str, Any],
+    index: bool,
+    place: str,
+    prefix: str,
+) -> None:
+    """Neither the folder nor the name of its file, nor the prefix of its tensors matters."""
+    source = checkpoints(**options)
+    found = Checkpoint.open(_move_head(tmp_path / "moved", source, place, prefix, index=index))
+    assert found.mtp.complete
+    assert found.unknown == ()
+    assert_same_tensors(head_of(found), head_of(Checkpoint.open(source)))
+
+
+def test_the_file_of_the_head_that_config_names_comes_first(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """Of two heads that is taken which `mlx_lm_extra_tensors.mtp_file` names, else the nearest."""
+    path = _move_head(tmp_path / "two", checkpoints(), "mtp.safetensors", "mtp.")
+    other = path / "optiq" / "mtp.safetensors"
+    other.parent.mkdir()
+    shutil.copy(path / "mtp.safetensors", other)
+    place = {info.file for name, info in Checkpoint.open(path).tensors.items() if is_head(name)}
+    assert place == {path / "mtp.safetensors"}
+    edit_config(
+        path, lambda c: c.update(mlx_lm_extra_tensors={"mtp_file": "optiq/mtp.safetensors"})
+    )
+    place = {info.file for name, info in Checkpoint.open(path).tensors.items() if is_head(name)}
+    assert place == {other}
+
+
+def test_a_whole_model_with_the_type_of_a_head_is_served(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """The tensors decide, not the `model_type`."""
+    path = shutil.copytree(checkpoints(), tmp_path / "whole")
+    edit_config(path, lambda config: config.update(model_type="qwen3_5_mtp"))
+    found = Checkpoint.open(path)
+    assert not found.config.head_only
+    assert found.mtp.complete
+
+
+def test_of_a_head_of_two_layers_the_first_drafts(
+    checkpoints: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tensors of the second layer are ignored, and loading says so."""
+    path = shutil.copytree(checkpoints(), tmp_path / "two layers")
+    edit_config(path, lambda config: config["text_config"].update(mtp_num_hidden_layers=2))
+    second = {
+        name.replace("mtp.layers.0.", "mtp.layers.1."): weight
+        for name, weight in read_tensors(path).items()
+        if "mtp.layers.0." in name
+    }
+    edit_tensors(path, lambda weights: weights.update(second))
+    found = Checkpoint.open(path)
+    assert set(found.ignored) == set(second)
+    whole = Span(0, found.config.num_layers)
+    assert load_stage(found, whole, first=True, last=True, dtype=mx.float32).head is not None
+    assert "drafts with its first layer" in caplog.text
+
+
+def test_a_quantization_in_the_text_config_counts(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Some tools leave out the copy at the top."""
+    path = shutil.copytree(checkpoints(layout="mlx", quantize=4), tmp_path / "inner")
+    whole = Checkpoint.open(path).config.quantization
+
+    def move(config: dict[str, Any]) -> None:
+        config["text_config"]["quantization"] = config.pop("quantization")
+        config.pop("quantization_config", None)
+
+    edit_config(path, move)
+    assert Checkpoint.open(path).config.quantization == whole

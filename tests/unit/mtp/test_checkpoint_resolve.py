@@ -63,3 +63,22 @@ def test_what_is_no_repo_is_never_asked_of_the_hub(name: str) -> None:
     """The error for a missing path names the path."""
     with pytest.raises(CheckpointError, match="no such directory"):
         resolve_model(name)
+
+
+@pytest.mark.parametrize("form", ["model.gguf", "someone/some-GGUF", "folder"])
+def test_gguf_is_refused_with_what_to_give_instead(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files, folders and repos of GGUF files are named before anything is read."""
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("folder", "some-Q4_K_M.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"GGUF files are not read\. Give the checkpoint"):
+        resolve_model(form)
+
+
+@pytest.mark.parametrize("rest", ["", "/", "/tree/main", "?library=mlx", "/blob/main/config.json"])
+def test_the_address_of_a_page_is_its_repo(offline: Path, rest: str) -> None:
+    """People paste the address of a model's page."""
+    found = put_in_cache(offline, checkpoint_dir())
+    assert find_model(f"https://hub.example/someone/some-model{rest}") == found

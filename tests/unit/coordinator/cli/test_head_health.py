@@ -7,6 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from coordinator.cli.checkpoint_commands import HeadHealth, assess_head
 from coordinator.drafts.controller import MtpMode
@@ -17,8 +18,10 @@ from mtp.checkpoint.convert.convert import Settings, convert
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.parts import head_norms
 from proto.errors import UsageError
+from proto.span import Span
 from tests.conftest import Checkpoints
 from tests.support.checkpoints.checkpoints import edit_tensors, read_tensors
+from worker.model.loader import load_stage
 
 pytestmark = pytest.mark.thorough
 
@@ -54,24 +57,42 @@ def test_a_good_head_works(path: Path | None, good: Path) -> None:
     assert health.verdict == "head complete, and its norms look right"
 
 
-@pytest.mark.parametrize(
-    ("shift", "words"),
-    [
-        (-1.0, "norms look unshifted: the head is raw"),
-        (1.0, "norms look double-shifted"),
-    ],
-)
-def test_wrong_norms_are_found(good: Path, tmp_path: Path, shift: float, words: str) -> None:
-    """Wrong norms are suspected, with the repair hint."""
-    path = with_head(good, tmp_path / "wrong", shift)
+def loaded_norms(path: Path) -> dict[str, mx.array]:
+    """Return the norms of the head as the engine computes with them."""
+    checkpoint = Checkpoint.open(path)
+    whole = Span(0, checkpoint.config.num_layers)
+    head = load_stage(checkpoint, whole, first=True, last=True, dtype=mx.float32).head
+    assert head is not None
+    return {name: w for name, w in dict(tree_flatten(head.parameters())).items() if w.ndim == 1}
+
+
+def test_wrong_norms_are_found(good: Path, tmp_path: Path) -> None:
+    """Norms to which 1 was added twice are suspected, with the repair hint."""
+    path = with_head(good, tmp_path / "wrong", 1.0)
     found = examined(path)
     assert found.works is None
-    assert found.verdict.startswith(words)
+    assert found.verdict.startswith("norms look wrong")
     assert f"Run mtp-coord add-mtp --replace --mlx-path {path}" in found.verdict
 
 
+def test_a_raw_head_beside_a_converted_model_loads_right(good: Path, tmp_path: Path) -> None:
+    """Loading adds the 1 that the norms of a raw head lack, so it drafts as the converted one."""
+    path = with_head(good, tmp_path / "raw head", -1.0)
+    found = examined(path)
+    assert found.works
+    assert found.verdict.startswith("head complete: a head of another layout")
+    assert_same_norms(path, good)
+
+
+def assert_same_norms(path: Path, good: Path) -> None:
+    right = loaded_norms(good)
+    assert right
+    for name, weight in loaded_norms(path).items():
+        assert mx.allclose(weight, right[name], atol=1e-2), name
+
+
 def test_a_raw_model_with_a_converted_head(tmp_path: Path, good: Path) -> None:
-    """A converted head in a raw model is reported, because its norms would be shifted twice."""
+    """Loading does not add another 1 to the norms of a converted head in a raw model."""
     path = tmp_path / "mixed"
     shutil.copytree(checkpoint_dir(), path)
     norms = {
@@ -79,8 +100,8 @@ def test_a_raw_model_with_a_converted_head(tmp_path: Path, good: Path) -> None:
     }
     edit_tensors(path, lambda weights: weights.update(norms))
     assert head_norms(Checkpoint.open(path)) == "shifted twice"
-    verdict = examined(path).verdict
-    assert verdict.startswith("norms look double-shifted. Download the checkpoint again")
+    assert examined(path).verdict.startswith("head complete: a head of another layout")
+    assert_same_norms(path, good)
 
 
 @pytest.mark.parametrize(

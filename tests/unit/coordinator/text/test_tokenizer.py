@@ -195,3 +195,19 @@ def test_a_panic_of_the_library_is_a_request_error(
     monkeypatch.setattr(builtin, "backend", Panicking())
     with pytest.raises(RequestError, match="valid Unicode"):
         builtin.encode("anything")
+
+
+def test_the_template_may_be_in_chat_template_json(tmp_path: Path) -> None:
+    """It is taken where neither tokenizer_config.json nor a .jinja file has one."""
+    path = write_tokenizer(tmp_path)
+    usual = path / "tokenizer_config.json"
+    config = json.loads(usual.read_text())
+    jinja = path / "chat_template.jinja"
+    template = config.pop("chat_template", None) or jinja.read_text()
+    jinja.unlink(missing_ok=True)
+    usual.write_text(json.dumps(config))
+    messages = [{"role": "user", "content": "hello"}]
+    with pytest.raises(RequestError, match="template"):
+        Tokenizer.load(path).chat_prompt(messages)
+    (path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert Tokenizer.load(path).chat_prompt(messages).tokens
