@@ -17,7 +17,7 @@ from mlx_lm.models.qwen3_5 import SparseMoeBlock
 
 from mtp.layers.layer import Picks
 from mtp.layers.linear import FusedLinear, pad_outputs
-from mtp.layers.source_kernel import THREADS, SourceKernel
+from mtp.layers.source_kernel import THREADS, CudaKernel, SourceKernel
 
 SORTED_FROM = 64
 """Pairs of a row and an expert that are computed expert by expert, as mlx-lm does. Fewer are not worth the sorting."""
@@ -71,7 +71,7 @@ class FusedExperts(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         """Return the sum of the chosen experts and the shared one for `x [rows, hidden]`."""
         few = x.shape[0] <= FEW_ROWS
-        routed = self.router.multiply_alone(x) if few else self.router(x)
+        routed = self.router.multiply_alone(x, CudaKernel.alone_rows) if few else self.router(x)
         logits = routed[:, : self.count]
         chosen = highest(logits, self.chosen)
         # The softmax of the chosen logits is that of all logits, over its sum for the chosen ones.
@@ -328,7 +328,7 @@ class RowExperts(FusedExperts):
         template += [("HIDDEN", hidden), ("INNER", inner), ("OUTS", OUTPUTS)]
         template.append(("GROUP", self.down.format.group_size))
         chosen, shares = choose(
-            [self.router.multiply_alone(x)],
+            [self.router.multiply_alone(x, self._language.alone_rows)],
             blocks=(-(-rows * 32 // THREADS), 1, 1),
             template=template[:3],
             shapes=[(rows, places)] * 2,

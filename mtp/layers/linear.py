@@ -99,13 +99,15 @@ class FusedLinear:
         """Return the outputs for `x [rows, inputs]`."""
         return self.format.multiply(x, self.weights)
 
-    def multiply_alone(self, x: mx.array) -> mx.array:
-        """Return the outputs for few `x [rows, inputs]`, each row with the bits that it has alone.
+    def multiply_alone(self, x: mx.array, most: int) -> mx.array:
+        """Return the outputs for few `x [rows, inputs]`; quantized weights give each row the bits that it has alone.
 
-        MLX multiplies several rows in another order than one. Each row is a product of its own for `gather`.
+        MLX multiplies more than `most` rows in another order than one. The dense product stays as it is.
         """
-        one = FusedLinear(self.format, tuple(weight[None] for weight in self.weights))
-        return one.gather(x[:, None], mx.zeros((x.shape[0],), mx.uint32))[:, 0]
+        if self.format.bits is None or x.shape[0] <= most:
+            return self(x)
+        parts = mx.split(x, list(range(most, x.shape[0], most)))
+        return mx.concatenate([self(part) for part in parts])
 
     def gather(self, x: mx.array, experts: mx.array, *, is_sorted: bool = False) -> mx.array:
         """Return `x [..., 1, inputs]` times the weights of `experts [...]`, where the layers are those of experts."""

@@ -28,6 +28,8 @@ class SourceKernel(ABC):
     """The replacements of the names in a source."""
     most_rows: ClassVar[int]
     """Rows up to which it pays that each reads its weights by itself."""
+    alone_rows: ClassVar[int]
+    """Rows up to which MLX multiplies each with quantized weights as if it were alone."""
 
     def __init__(
         self,
@@ -78,6 +80,7 @@ class CudaKernel(SourceKernel):
     """A CUDA kernel. MLX compiles it anew in each process, and keeps only its own kernels on disk."""
 
     most_rows = 32
+    alone_rows = 7
     names: ClassVar[Mapping[str, str]] = {
         "$device ": "",
         "$shared ": "",
@@ -116,6 +119,7 @@ class MetalKernel(SourceKernel):
     """A Metal kernel. Its sources have lambdas, which Metal knows from macOS 15 on."""
 
     most_rows = 8
+    alone_rows = 8
     names: ClassVar[Mapping[str, str]] = {
         "$device ": "device ",
         "$shared ": "threadgroup ",

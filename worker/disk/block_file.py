@@ -7,6 +7,7 @@ and renamed, so a reader never sees half of one.
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
@@ -117,11 +118,11 @@ class BlockWriter:
         self._place = 0
         """Pieces of the newest tensor."""
         self._end = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        self._file = io.FileIO(os.open(self._temporary, flags, 0o600), "w")
+        self._file.seek(8 + self._room)
 
     def __enter__(self) -> BlockWriter:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        self._file = open(os.open(self._temporary, flags, 0o600), "wb", buffering=0)
-        self._file.seek(8 + self._room)
         return self
 
     def write_pieces(self, pieces: Iterable[Piece]) -> None:

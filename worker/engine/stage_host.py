@@ -325,11 +325,11 @@ class StageHost:
         self.thread.run_deferred()
         if engine.failed:
             return
+        engine.failed = isinstance(begun, Exception)
+        del engine  # after a failure no thread may keep its weights in memory
         if isinstance(begun, Exception):
-            engine.failed = True
             on_error(begun)
             return
-        del engine  # after a failure no thread may keep its weights in memory
         finish = partial(self._finish_frame, begun, seconds, on_done, on_error)
         queued, engine = self.thread.queued, begun.engine
         runs_ahead = (frame.continues or queued) and engine.can_run_ahead(frame)

@@ -82,9 +82,11 @@ def choose_variants(
     mx.clear_cache()
     kinds = Counter(layer.kind for layer in modules.layers)
     summary = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    summary += ", exact" if exact else ""
-    summary += f" in {modules.slices} slices" if modules.slices > 1 else ""
-    arithmetic = ", ".join([summary, *choice.used])
+    how = ", exact" if exact else ""
+    how += f" in {modules.slices} slices" if modules.slices > 1 else ""
+    # Without the numbers of layers, so that another cut of the model has the same.
+    arithmetic = ", ".join([*sorted(kinds), *choice.used]) + how
+    summary += how
     summary += f"; {choice.summary}" if choice.summary else ""
     log.info(
         "layers", extra={"span": str(modules.span), "backend": device.backend, "layers": summary}

@@ -31,7 +31,9 @@ def check_experts(language: type[SourceKernel], dtype: mx.Dtype, rows: int) -> N
     # Rounded logits may choose others, so both take the same.
     router = block.router
     exact.router = SimpleNamespace(
-        multiply_alone=lambda x: router.multiply_alone(x.astype(dtype)).astype(mx.float32)
+        multiply_alone=lambda x, most: router.multiply_alone(x.astype(dtype), most).astype(
+            mx.float32
+        )
     )
     own = RowExperts(block, language)
     x = mx.random.normal((rows, 128), key=mx.random.key(rows)).astype(dtype)

@@ -92,7 +92,7 @@ def test_a_loaded_stage_holds_what_mlx_lm_holds(
     for ours, reference in zip(stage.layers, theirs.layers, strict=True):
         modules = dict(module_of(ours).named_modules())
         for name, module in reference.named_modules():
-            assert type(modules[name]) is type(module)
+            assert isinstance(modules[name], type(module))
             for setting in ("bits", "group_size", "mode"):
                 assert getattr(modules[name], setting, None) == getattr(module, setting, None)
 

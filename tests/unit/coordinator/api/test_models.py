@@ -135,6 +135,7 @@ async def test_load_needs_the_scope_admin(tmp_path: Any) -> None:
     assert progress.json() == {
         "model": "owner/big",
         "phase": "opening",
+        "answer_seconds": 60.0,
         "done": 5,
         "total": 10,
         "error": "",
