@@ -114,7 +114,7 @@ class Checkpoint:
         if not allow_head_only:
             check_not_head_only(path, config)
         if not config.head_only:
-            headers = _with_head(path, headers)
+            headers = _with_head(path, headers, config.head_file)
         layout = detect_layout(path, headers, head_only=config.head_only)
         found = cls.assemble(path, config, layout, merge_headers(headers))
         return replace(found, files=files)
@@ -344,15 +344,14 @@ def head_alone(header: Header) -> Header:
     return Header(heads, header.metadata)
 
 
-def _with_head(path: Path, known: dict[Path, Header]) -> dict[Path, Header]:
+def _with_head(path: Path, known: dict[Path, Header], head_file: str) -> dict[Path, Header]:
     """Return the `known` headers of a model, with a head that lies beside its files. Its tensors tell it, not its name.
 
     The file that config.json names replaces any other head. If the model has none, the first file beside its own is
     taken, or the first folder.
     """
     files = [file for file in _weight_files(path) if file not in known]
-    extra = read_json_object(path / CONFIG).get("mlx_lm_extra_tensors")
-    named = path / str(extra.get("mtp_file") if isinstance(extra, dict) else None)
+    named = path / head_file
     if named in files or named in known:
         head = {named: head_alone(known.get(named) or read_header(named))}
         if _holds_head(head):

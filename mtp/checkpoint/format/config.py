@@ -113,6 +113,8 @@ class ModelConfig:
     text_config: dict[str, Any] = field(repr=False, hash=False)
     foreign: ForeignPacking | None = None
     head_only: bool = False
+    head_file: str = ""
+    """The file that config.json names for the MTP head, if it names one."""
     cut: Cut = WHOLE
     """The share of the layers that these fields describe."""
     whole: ModelConfig | None = None
@@ -279,6 +281,7 @@ class _Reader:
             text_config=self.text,
             foreign=self._foreign(),
             head_only=head_only,
+            head_file=self._head_file(),
             vision=vision,
             image_token=image,
         )
@@ -358,6 +361,10 @@ class _Reader:
                 "mtp_num_hidden_layers to 0 to leave the head out."
             )
         return layers
+
+    def _head_file(self) -> str:
+        extra = self.config.get("mlx_lm_extra_tensors")
+        return str(extra.get("mtp_file", "")) if isinstance(extra, dict) else ""
 
     def _foreign(self) -> ForeignPacking | None:
         found = self.config.get("quantization_config")
