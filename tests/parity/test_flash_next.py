@@ -235,9 +235,11 @@ def test_a_faulty_commit_of_a_state_is_seen(
 
 
 def test_a_prefix_and_a_disk_change_nothing(
-    model: Path, expected: list[Answered], tmp_path: Path
+    model: Path, expected: list[Answered], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that are asked again, in memory and after a restart over another cut, have the same answers."""
+    # A machine that runs other tests too may take long to write.
+    monkeypatch.setattr("worker.engine.prefix_disk.CLOSE_SECONDS", 30.0)
     for stages in (1, 2):
         options: dict[str, Any] = {"state": tmp_path, "prefix_disk": 2**28, "one_by_one": True}
         found = answers(model, "2", stages, 64, **options)
