@@ -75,8 +75,10 @@ class FlashNext(Family):
         return None if found is None else (found[1], found[3], int(found[2] or 0))
 
     def derived_values(self, text: Text, local: str) -> list[int] | None:
-        found, ngrams = _DERIVED.fullmatch(local), FlashNextArgs.of(text).ngrams
-        if found is None or ngrams is None or int(found[1]) not in ngrams.layers:
+        if (found := _DERIVED.fullmatch(local)) is None:
+            return None
+        ngrams = FlashNextArgs.of(text).ngrams
+        if ngrams is None or int(found[1]) not in ngrams.layers:
             return None
         return NgramHash(ngrams, ngrams.layers.index(int(found[1]))).stored_values.get(found[2])
 

@@ -29,7 +29,7 @@ from mtp.checkpoint.format.shard import (
     parse_json_object,
 )
 from mtp.checkpoint.hub.repo import HubRepo, find_blobs
-from mtp.checkpoint.hub.resolve import find_model
+from mtp.checkpoint.hub.resolve import find_model, hub_errors
 from proto.errors import CheckpointError
 from proto.terminal.progress import OnProgress
 
@@ -113,8 +113,10 @@ def _headers(hub: HubRepo, wanted: Callable[[str], bool]) -> dict[Path, Header]:
     headers = {Path(file): hub.read_header(file) for file in sorted(files)}
     drop_replaced(headers, weight_map)
     if not any(map(is_head, weight_map)):
-        beside = (blob.file for blob in find_blobs(hub.repo, hub.revision))
-        for file in sorted(set(beside) - set(weight_map.values()), key=lambda f: (f.count("/"), f)):
+        with hub_errors(hub.repo):
+            stored = {blob.file for blob in find_blobs(hub.repo, hub.revision)}
+        beside = stored.difference(weight_map.values())
+        for file in sorted(beside, key=lambda file: (file.count("/"), file)):
             if (head := head_alone(hub.read_header(file))).tensors:
                 return headers | {Path(file): head}
     return headers

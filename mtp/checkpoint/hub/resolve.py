@@ -56,8 +56,8 @@ def find_model(name: str) -> Path | None:
         return checkpoint_dir()
     name = repo_name(name)
     path = Path(name).expanduser()
-    is_gguf = name.lower().endswith("gguf")
-    if is_gguf or (name and any(path.glob("*.gguf")) > any(path.glob("*.safetensors"))):
+    is_gguf = any(path.glob("*.gguf")) if path.is_dir() else name.lower().endswith("gguf")
+    if name and is_gguf and not any(path.glob("*.safetensors")):
         raise CheckpointError(
             f"model {name:.200}: GGUF files are not read. Give the checkpoint in safetensors that they were made from, "
             "such as Qwen/Qwen3.5-4B, or its conversion for MLX."
@@ -122,7 +122,7 @@ def _download(repo: str, on_progress: OnProgress, stop: threading.Event | None) 
     """Download a repo, and check every file with a known SHA-256 before downloading config.json."""
     log.info("downloading the checkpoint", extra={"model": repo, "to": constants.HF_HUB_CACHE})
     small = _snapshot(repo, skip=[_LAST, "*.safetensors"])
-    with _hub_errors(repo):
+    with hub_errors(repo):
         download_blobs(repo, small.name, find_blobs(repo, small.name), on_progress, stop)
     found = _snapshot(repo, small.name, skip=[_LAST])
     _check_hashes(repo, found)
@@ -154,7 +154,7 @@ def _check_hashes(repo: str, snapshot: Path) -> None:
 def _snapshot(repo: str, revision: str | None = None, skip: list[str] | None = None) -> Path:
     """Download the missing files but `skip`. Return the snapshot's directory, or raise CheckpointError."""
     disable_progress_bars()  # the caller shows progress, and log lines would break the library's bars
-    with _hub_errors(repo):
+    with hub_errors(repo):
         path = snapshot_download(
             repo, revision=revision, allow_patterns=FILES, ignore_patterns=skip
         )
@@ -162,7 +162,8 @@ def _snapshot(repo: str, revision: str | None = None, skip: list[str] | None = N
 
 
 @contextmanager
-def _hub_errors(repo: str) -> Iterator[None]:
+def hub_errors(repo: str) -> Iterator[None]:
+    """Raise the errors of the hub's library as CheckpointErrors that name `repo` and what to do."""
     try:
         yield
     except ClusterError:

@@ -77,6 +77,13 @@ def test_gguf_is_refused_with_what_to_give_instead(
         resolve_model(form)
 
 
+def test_a_folder_of_safetensors_may_have_any_name(tmp_path: Path) -> None:
+    """The files decide, also beside a GGUF file."""
+    path = shutil.copytree(checkpoint_dir(), tmp_path / "once-a-gguf")
+    (path / "other.gguf").touch()
+    assert find_model(str(path)) == path
+
+
 @pytest.mark.parametrize("rest", ["", "/", "/tree/main", "?library=mlx", "/blob/main/config.json"])
 def test_the_address_of_a_page_is_its_repo(offline: Path, rest: str) -> None:
     """People paste the address of a model's page."""
