@@ -20,7 +20,7 @@ from mtp.checkpoint.format.checkpoint import (
     settle_head,
 )
 from mtp.checkpoint.format.config import QUANTIZATION_FILE, ModelConfig, with_quantization
-from mtp.checkpoint.format.names import is_head
+from mtp.checkpoint.format.names import is_bare_head, is_head
 from mtp.checkpoint.format.shard import (
     Entry,
     Header,
@@ -93,7 +93,7 @@ def open_remote(hub: HubRepo, wanted: Callable[[str], bool] = lambda name: True)
     beside = None if hub.size(QUANTIZATION_FILE) is None else _read_object(hub, QUANTIZATION_FILE)
     fields = with_quantization(fields, beside)
     config = ModelConfig.parse(path / "config.json", fields)
-    headers = _headers(hub, lambda name: config.head_only or wanted(name))
+    headers = _headers(hub, lambda name: config.head_only or wanted(name), config.head_file)
     config, headers = settle_head(config, headers)
     merged = merge_headers(headers).items()
     tensors = {n: info for n, info in merged if config.head_only or wanted(n)}
@@ -101,24 +101,37 @@ def open_remote(hub: HubRepo, wanted: Callable[[str], bool] = lambda name: True)
     return Checkpoint.assemble(path, config, layout, tensors)
 
 
-def _headers(hub: HubRepo, wanted: Callable[[str], bool]) -> dict[Path, Header]:
-    """Read the headers of the files with wanted tensors, and of one file whose convolution shows the layout."""
+def _headers(hub: HubRepo, wanted: Callable[[str], bool], head_file: str) -> dict[Path, Header]:
+    """Read the headers of the files with wanted tensors, and of one file whose convolution shows the layout.
+
+    Without a head among them, they include that of a file beside them that holds one, `head_file` before others.
+    """
     if hub.size(INDEX) is None:
-        return {Path(_ONLY_FILE): hub.read_header(_ONLY_FILE)}
-    weight_map = checked_weight_map(_read_object(hub, INDEX), f"{hub.repo}/{INDEX}")
+        headers = {Path(_ONLY_FILE): hub.read_header(_ONLY_FILE)}
+        places = dict.fromkeys(headers[Path(_ONLY_FILE)].tensors, _ONLY_FILE)
+    else:
+        places = checked_weight_map(_read_object(hub, INDEX), f"{hub.repo}/{INDEX}")
+        headers = _indexed_headers(hub, places, wanted)
+    if any(map(is_head, places)) or is_bare_head(places):
+        return headers
+    with hub_errors(hub.repo):
+        stored = {blob.file for blob in find_blobs(hub.repo, hub.revision)}
+    beside = stored.difference(places.values())
+    for name in sorted(beside, key=lambda name: (name != head_file, name.count("/"), name)):
+        if (head := head_alone(hub.read_header(name))).tensors:
+            return headers | {Path(name): head}
+    return headers
+
+
+def _indexed_headers(
+    hub: HubRepo, weight_map: dict[str, str], wanted: Callable[[str], bool]
+) -> dict[Path, Header]:
     files = {file for name, file in weight_map.items() if wanted(name)}
     telling = [file for name, file in weight_map.items() if name.endswith(_CONVOLUTION)]
     if files.isdisjoint(telling):
         files.update(telling[:1])
     headers = {Path(file): hub.read_header(file) for file in sorted(files)}
     drop_replaced(headers, weight_map)
-    if not any(map(is_head, weight_map)):
-        with hub_errors(hub.repo):
-            stored = {blob.file for blob in find_blobs(hub.repo, hub.revision)}
-        beside = stored.difference(weight_map.values())
-        for file in sorted(beside, key=lambda file: (file.count("/"), file)):
-            if (head := head_alone(hub.read_header(file))).tensors:
-                return headers | {Path(file): head}
     return headers
 
 

@@ -21,7 +21,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3_5 import TextModelArgs
 from mlx_lm.utils import load_model, quantize_model, save_config
 
-from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.checkpoint import INDEX, Checkpoint
+from mtp.checkpoint.format.names import is_head
 from mtp.checkpoint.format.parts import read_part
 from mtp.head.drafter import MTPHead
 from tests.support.checkpoints.qwen3_next import next_config, next_weights
@@ -187,6 +188,24 @@ def edit_config(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     config = json.loads(file.read_text())
     change(config)
     file.write_text(json.dumps(config))
+
+
+def move_head(path: Path, source: Path, place: str, prefix: str, *, index: bool = False) -> Path:
+    """Copy `source`, with its head in the file `place` under names that begin with `prefix`.
+
+    An `index` names the other tensors only.
+    """
+    shutil.copytree(source, path)
+    heads = {name: weight for name, weight in read_tensors(path).items() if is_head(name)}
+    edit_tensors(path, lambda weights: [weights.pop(name) for name in heads])
+    rest = read_tensors(path)
+    (path / place).parent.mkdir(exist_ok=True)
+    moved = {prefix + name.partition("mtp.")[2]: weight for name, weight in heads.items()}
+    mx.save_safetensors(str(path / place), moved, {"format": "pt"})
+    if index:
+        names = dict.fromkeys(rest, "model.safetensors")
+        (path / INDEX).write_text(json.dumps({"weight_map": names}))
+    return path
 
 
 def head_of(checkpoint: Checkpoint) -> Weights:

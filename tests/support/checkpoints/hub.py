@@ -197,12 +197,12 @@ class _Handler(BaseHTTPRequestHandler):
             [
                 {
                     "type": "file",
-                    "path": file.name,
+                    "path": file.relative_to(repo.path).as_posix(),
                     "size": file.stat().st_size,
                     "oid": hashlib.sha1(file.name.encode()).hexdigest(),
                     **self._lfs(file),
                 }
-                for file in sorted(repo.path.iterdir())
+                for file in sorted(repo.path.rglob("*"))
                 if file.is_file()
             ]
         )

@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.cli import import_command
 from mtp.checkpoint.convert.convert import Settings, convert
-from mtp.checkpoint.format.checkpoint import INDEX, Checkpoint
+from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import Layout, Source, Transform, is_head, local_name, plan_part
 from proto.errors import CheckpointError
 from proto.span import Span
@@ -23,6 +23,7 @@ from tests.support.checkpoints.checkpoints import (
     edit_config,
     edit_tensors,
     head_of,
+    move_head,
     read_tensors,
 )
 from worker.model.loader import load_stage
@@ -210,24 +211,6 @@ def test_a_head_alone_is_no_model(checkpoints: Checkpoints, tmp_path: Path) -> N
             Checkpoint.open(head, to_convert=to_convert)
 
 
-def _move_head(path: Path, source: Path, place: str, prefix: str, *, index: bool = False) -> Path:
-    """Copy `source`, with its head in the file `place` under names that begin with `prefix`.
-
-    An `index` names the other tensors only.
-    """
-    shutil.copytree(source, path)
-    heads = {name: weight for name, weight in read_tensors(path).items() if is_head(name)}
-    edit_tensors(path, lambda weights: [weights.pop(name) for name in heads])
-    rest = read_tensors(path)
-    (path / place).parent.mkdir(exist_ok=True)
-    moved = {prefix + name.partition("mtp.")[2]: weight for name, weight in heads.items()}
-    mx.save_safetensors(str(path / place), moved, {"format": "pt"})
-    if index:
-        names = dict.fromkeys(rest, "model.safetensors")
-        (path / INDEX).write_text(json.dumps({"weight_map": names}))
-    return path
-
-
 @pytest.mark.parametrize(
     ("place", "prefix"),
     [
@@ -249,7 +232,7 @@ def test_a_head_beside_the_model_is_found_by_its_tensors(
 ) -> None:
     """Neither the folder nor the name of its file, nor the prefix of its tensors matters."""
     source = checkpoints(**options)
-    found = Checkpoint.open(_move_head(tmp_path / "moved", source, place, prefix, index=index))
+    found = Checkpoint.open(move_head(tmp_path / "moved", source, place, prefix, index=index))
     assert found.mtp.complete
     assert found.unknown == ()
     assert_same_tensors(head_of(found), head_of(Checkpoint.open(source)))
@@ -259,7 +242,7 @@ def test_the_file_of_the_head_that_config_names_comes_first(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     """Of two heads that is taken which `mlx_lm_extra_tensors.mtp_file` names, else the nearest."""
-    path = _move_head(tmp_path / "two", checkpoints(), "mtp.safetensors", "mtp.")
+    path = move_head(tmp_path / "two", checkpoints(), "mtp.safetensors", "mtp.")
     other = path / "optiq" / "mtp.safetensors"
     other.parent.mkdir()
     shutil.copy(path / "mtp.safetensors", other)

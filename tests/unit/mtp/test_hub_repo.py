@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 from coordinator.cli import import_command
 from coordinator.cli.checkpoint_commands import assess_head
@@ -21,6 +22,7 @@ from mtp.checkpoint.hub.repo import ATTEMPTS, HubRepo
 from mtp.checkpoint.hub.resolve import find_model, resolve_model
 from proto.errors import CheckpointError, NotReadyError
 from tests.conftest import Checkpoints
+from tests.support.checkpoints.checkpoints import move_head
 from tests.support.checkpoints.hub import TOKEN, Hub
 
 FILE = "model-00002-of-00003.safetensors"
@@ -196,6 +198,41 @@ def test_headers_of_a_repo(hub: Hub, checkpoints: Checkpoints, options: dict[str
     hub.sent.clear()
     assert open_model(str(source)).path == source
     assert hub.sent.total() == 0
+
+
+@pytest.mark.parametrize("index", [False, True])
+@pytest.mark.parametrize(
+    ("place", "prefix"), [("mtp/weights.safetensors", "mtp."), ("head.safetensors", "")]
+)
+def test_a_head_beside_the_files_of_a_repo_is_found(
+    hub: Hub, source: Path, tmp_path: Path, index: bool, place: str, prefix: str
+) -> None:
+    """By its headers, in a copy of the whole repo, and as the only thing that is read of it."""
+    path = move_head(tmp_path / "moved", source, place, prefix, index=index)
+    hub.add(REPO, path)
+    here, there = Checkpoint.open(path), open_model(REPO)
+    assert there.mtp.complete
+    assert there.plans == here.plans
+    with HubRepo(REPO) as repo:
+        infos = {n: there.tensors[n] for n in there.tensors_of("mtp")}
+        read = b"".join(repo.read_tensors(list(infos.values())))
+    places = [here.tensors[name] for name in infos]
+    assert read == b"".join(i.file.read_bytes()[i.start :][: i.nbytes] for i in places)
+    assert Checkpoint.open(resolve_model(REPO)).mtp.complete
+
+
+def test_a_hub_that_lists_no_files_is_an_error_that_says_so(
+    hub: Hub, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search for a head fails as any other request does."""
+    hub.add(REPO, move_head(tmp_path / "moved", source, "head.safetensors", "mtp."))
+
+    def fail(*_: object) -> None:
+        raise OfflineModeIsEnabled("offline")
+
+    monkeypatch.setattr("mtp.checkpoint.hub.remote_checkpoint.find_blobs", fail)
+    with pytest.raises(CheckpointError, match=f"{REPO}.*the hub is unavailable"):
+        open_model(REPO)
 
 
 def verdict(checkpoint: Checkpoint) -> str:
