@@ -22,9 +22,19 @@ def error(found: mx.array, expected: mx.array) -> float:
 
 
 def check_experts(language: type[SourceKernel], dtype: mx.Dtype, rows: int) -> None:
-    """Check that the chosen experts, their shares and the shared expert are those of MLX, and rows alone."""
-    sizes = {"experts": 64, "inner": 192}
-    block, exact = fuse_experts(block_of(4, dtype, **sizes)), block_of(4, dtype, **sizes)
+    """Check that the chosen experts, their shares and the shared expert are those of MLX, and rows alone.
+
+    Once with the logits of a router, and once with equal ones, of which the lower experts are chosen.
+    """
+    for equal in (False, True):
+        _check_experts(language, dtype, rows, equal=equal)
+
+
+def _check_experts(
+    language: type[SourceKernel], dtype: mx.Dtype, rows: int, *, equal: bool
+) -> None:
+    block, exact = (block_of(4, dtype, 64, 192, equal=equal) for _ in range(2))
+    block = fuse_experts(block)
     exact.set_dtype(mx.float32)
     exact = fuse_experts(exact)
     assert isinstance(block, FusedExperts) and has_row_kernels(block, dtype)

@@ -12,8 +12,15 @@ from mlx_lm.models.qwen3_5 import SparseMoeBlock, TextModelArgs
 from mtp.layers.experts import FusedExperts, OrderedExperts, fuse_experts, highest
 
 
-def block_of(bits: int | None, dtype: Any = mx.float32, experts: int = 16, inner: int = 64) -> Any:
-    """Return the same random experts for each call."""
+def block_of(
+    bits: int | None,
+    dtype: Any = mx.float32,
+    experts: int = 16,
+    inner: int = 64,
+    *,
+    equal: bool = False,
+) -> Any:
+    """Return the same random experts for each call. With `equal` a row has the same logit for all of them."""
     sizes: dict[str, Any] = {
         "num_experts": experts,
         "num_experts_per_tok": 4,
@@ -24,6 +31,8 @@ def block_of(bits: int | None, dtype: Any = mx.float32, experts: int = 16, inner
     args.norm_topk_prob = True
     mx.random.seed(1)
     block = SparseMoeBlock(args)
+    if equal:
+        block.gate.weight = mx.zeros_like(block.gate.weight)
     block.set_dtype(dtype)
     if bits is not None:
         nn.quantize(block, 64, bits)
@@ -54,13 +63,11 @@ def test_of_equal_logits_the_lower_expert_is_chosen() -> None:
 @pytest.mark.parametrize("bits", [None, 4])
 def test_the_reference_and_the_fused_experts_choose_alike(bits: int | None) -> None:
     """Experts of equal logits give both the same result, that of the lower experts."""
-    blocks = [block_of(bits), block_of(bits)]
-    for block in blocks:
-        for name in ("weight", "scales", "biases"):
-            if name in block.gate:
-                block.gate[name] = mx.zeros_like(block.gate[name])
     x = mx.random.normal((3, 128), key=mx.random.key(4))
-    own, fused = OrderedExperts.of(blocks[0]), fuse_experts(blocks[1])
+    own, fused = (
+        OrderedExperts.of(block_of(bits, equal=True)),
+        fuse_experts(block_of(bits, equal=True)),
+    )
     first = own.shared_expert(x) * mx.sigmoid(own.shared_expert_gate(x))
     first = first + own.switch_mlp(x, mx.array([[0, 1, 2, 3]] * 3)).mean(axis=-2)
     assert mx.allclose(own(x), first, rtol=0.0, atol=1e-6)
