@@ -17,14 +17,10 @@ from mlx_lm.models.qwen3_5 import SparseMoeBlock
 
 from mtp.layers.layer import Picks
 from mtp.layers.linear import FusedLinear, pad_outputs
-from mtp.layers.source_kernel import THREADS, CudaKernel, SourceKernel
+from mtp.layers.source_kernel import THREADS, SourceKernel
 
 SORTED_FROM = 64
 """Pairs of a row and an expert that are computed expert by expert, as mlx-lm does. Fewer are not worth the sorting."""
-
-
-FEW_ROWS = 32
-"""Rows whose router computes each alone, so that no sequence changes the experts of another: those of a frame."""
 
 
 def highest(logits: mx.array, count: int) -> mx.array:
@@ -70,8 +66,7 @@ class FusedExperts(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return the sum of the chosen experts and the shared one for `x [rows, hidden]`."""
-        few = x.shape[0] <= FEW_ROWS
-        routed = self.router.multiply_alone(x, CudaKernel.alone_rows) if few else self.router(x)
+        routed = self.router(x)
         logits = routed[:, : self.count]
         chosen = highest(logits, self.chosen)
         # The softmax of the chosen logits is that of all logits, over its sum for the chosen ones.

@@ -48,7 +48,7 @@ def imports_of(path: Path) -> Iterator[str]:
 
 
 def test_constraints_lock_everything_that_an_installation_brings() -> None:
-    """What a requirement requires is locked too. pip does not list setuptools, and CI installs no CUDA."""
+    """The requirements of requirements are locked too. pip does not list setuptools, and CI installs no CUDA."""
     locked, seen = pinned(), set[tuple[str, str]]()
     waiting = requirements()
     while waiting:

@@ -365,7 +365,7 @@ def _begin(engine: StageEngine, frame: Frame, stamps: FrameStamps) -> BegunFrame
         return error
 
 
-log = logging.getLogger(__name__)
+# ---- the warm-up
 
 COMPILE_SECONDS = 120.0
 """Seconds. Longest time that one frame of the warm-up may take, since it may compile several kernels."""

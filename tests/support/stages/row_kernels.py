@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import mlx.core as mx
 
 from mtp.layers.experts import FusedExperts, RowExperts, fuse_experts, has_row_kernels
@@ -40,11 +38,8 @@ def _check_experts(
     assert isinstance(block, FusedExperts) and has_row_kernels(block, dtype)
     # Rounded logits may choose others, so both take the same.
     router = block.router
-    exact.router = SimpleNamespace(
-        multiply_alone=lambda x, most: router.multiply_alone(x.astype(dtype), most).astype(
-            mx.float32
-        )
-    )
+    most = language.alone_rows
+    exact.router = lambda x: router.multiply_alone(x.astype(dtype), most).astype(mx.float32)
     own = RowExperts(block, language)
     x = mx.random.normal((rows, 128), key=mx.random.key(rows)).astype(dtype)
     found = own(x)

@@ -241,7 +241,7 @@ def test_a_head_beside_the_model_is_found_by_its_tensors(
 def test_the_file_of_the_head_that_config_names_comes_first(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    """Of two heads that is taken which `mlx_lm_extra_tensors.mtp_file` names, else the nearest."""
+    """Of two heads the one that `mlx_lm_extra_tensors.mtp_file` names is read, or else the nearest."""
     path = move_head(tmp_path / "two", checkpoints(), "mtp.safetensors", "mtp.")
     other = path / "optiq" / "mtp.safetensors"
     other.parent.mkdir()

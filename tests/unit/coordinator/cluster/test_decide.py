@@ -171,7 +171,7 @@ SHORT = [
     ("", 3, REMOTE, 2),
     ("", 3, ANY_NUMBER, 1),
 ]
-"""Who serves, the number of events, and how many workers are enough. With `a` the other one is there or not."""
+"""Who serves, the number of events, and how many workers are enough. Where only `a` serves, `b` may come."""
 
 MORE = [
     ("ab", 3, PATIENT, 2),
