@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mtp.device import this_device
 from mtp.flash_next import modules
 from mtp.flash_next.args import IndexerArgs
 from mtp.flash_next.ngrams import Ints
@@ -354,6 +355,62 @@ def sparse_attention(
 
     `index_queries` are `[w, heads, dim]`, and `blocks [n, dim]` the keys of the whole blocks.
     """
+    if q.shape[2] > GATHERED_ROWS and keys.shape[2] <= this_device().masked_keys:
+        return masked_attention(q, keys, values, index_queries, blocks, offset, args, scale)
+    return gathered_attention(q, keys, values, index_queries, blocks, offset, args, scale)
+
+
+GATHERED_ROWS = 32
+"""Rows of a window, which gather their own keys everywhere, so that a row's result depends on no other row."""
+
+SCORE_BYTES = 2**29
+"""Bytes. Bound of the scores of some queries and all keys. On an H200 512 queries at once are as fast as 2,048."""
+
+
+def masked_attention(
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    index_queries: mx.array,
+    blocks: mx.array,
+    offset: int,
+    args: IndexerArgs,
+    scale: float,
+) -> mx.array:
+    """Return `sparse_attention` as one of all keys, most of which are masked."""
+    count = min(args.budget // args.block, blocks.shape[0])
+    tile = max(1, SCORE_BYTES // (q.shape[1] * keys.shape[2] * q.itemsize))
+    outputs = []
+    for start in range(0, q.shape[2], tile):
+        own = slice(start, min(start + tile, q.shape[2]))
+        seen, rows = offset + own.stop, own.stop - own.start
+        places = mx.arange(offset + own.start, seen)[:, None]
+        whole = (places + 1) // args.block
+        chosen = chosen_blocks(index_queries[own], blocks, whole[:, 0], count)
+        picked = mx.zeros((rows, -(-seen // args.block)), mx.bool_)
+        picked = mx.put_along_axis(picked, chosen, mx.array(True), axis=1)
+        tokens = mx.arange(seen)
+        inside = mx.repeat(picked, args.block, axis=1)[:, :seen]
+        mask = mx.where(tokens < whole * args.block, inside, tokens <= places)
+        k, v = keys[:, :, :seen], values[:, :, :seen]
+        found = mx.fast.scaled_dot_product_attention(q[:, :, own], k, v, scale=scale, mask=mask)
+        outputs.append(found)
+        if own.stop < q.shape[2]:
+            mx.eval(found)  # one tile at a time is in memory
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+
+
+def gathered_attention(
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    index_queries: mx.array,
+    blocks: mx.array,
+    offset: int,
+    args: IndexerArgs,
+    scale: float,
+) -> mx.array:
+    """Return `sparse_attention` with the keys that each query reads next to each other."""
     count = min(args.budget // args.block, blocks.shape[0])
     read = count * args.block + args.block - 1
     row = 2 * keys.shape[1] * keys.shape[3] * keys.itemsize

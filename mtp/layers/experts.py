@@ -15,12 +15,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.qwen3_5 import SparseMoeBlock
 
+from mtp.device import this_device
 from mtp.layers.layer import Picks
 from mtp.layers.linear import FusedLinear, pad_outputs
 from mtp.layers.source_kernel import THREADS, SourceKernel
 
 SORTED_FROM = 64
-"""Pairs of a row and an expert that are computed expert by expert, as mlx-lm does. Fewer are not worth the sorting."""
+"""Pairs of a row and an expert that are computed expert by expert. Fewer are not worth the sorting."""
 
 
 def highest(logits: mx.array, count: int) -> mx.array:
@@ -81,12 +82,34 @@ class FusedExperts(nn.Module):
         if chosen.size < SORTED_FROM:
             both = self.gate_up.gather(x[:, None, None], chosen)
             return self.down.gather(_halves_gated(both), chosen).squeeze(-2)
-        experts = chosen.flatten()
-        order = mx.argsort(experts)
-        rows, experts = x[order // self.chosen][:, None], experts[order]
-        gated = _halves_gated(self.gate_up.gather(rows, experts, is_sorted=True))
+        tile = this_device().expert_tile
+        tiles, experts, places = tiles_of(chosen.flatten(), self.count, tile)
+        gated = _halves_gated(self.gate_up.gather(x[tiles // self.chosen], experts, is_sorted=True))
         found = self.down.gather(gated, experts, is_sorted=True)
-        return found[mx.argsort(order)].reshape(*chosen.shape, -1)
+        return found.reshape(-1, found.shape[-1])[places].reshape(*chosen.shape, -1)
+
+
+def tiles_of(experts: mx.array, count: int, rows: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Put pairs of a row and an expert into tiles of `rows` pairs of one expert, in the order of the experts.
+
+    Returns the pairs of the tiles `[tiles, rows]`, where free places hold pair 0, the experts of the tiles `[tiles]`,
+    which free tiles repeat, and the place of each pair of `experts [pairs]`. The number of tiles follows from the
+    shapes alone, so that nothing waits for the GPU.
+    """
+    order = mx.argsort(experts)
+    if rows == 1:
+        return order[:, None], experts[order], mx.argsort(order)
+    pairs = experts.size
+    sizes = mx.zeros(count, mx.int32).at[experts].add(1)
+    ends = mx.cumsum((sizes + rows - 1) // rows)
+    # The first pair of an expert takes the first place of its first tile, and the others follow it.
+    shift = (ends - (sizes + rows - 1) // rows) * rows - (mx.cumsum(sizes) - sizes)
+    places = mx.argsort(order).astype(mx.int32) + shift[experts]
+    tiles = min(pairs, pairs // rows + count)
+    found = mx.zeros(tiles * rows, mx.int32)
+    found[places] = mx.arange(pairs, dtype=mx.int32)
+    owners = (ends <= mx.arange(tiles, dtype=mx.int32)[:, None]).sum(axis=-1)
+    return found.reshape(tiles, rows), mx.minimum(owners, count - 1).astype(mx.uint32), places
 
 
 def _halves_gated(both: mx.array) -> mx.array:

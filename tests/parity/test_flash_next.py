@@ -22,7 +22,13 @@ from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.convert.foreign import open_source
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.flash_next.args import IndexerArgs
-from mtp.flash_next.layers import IndexedKV, NgramState, chosen_blocks, sparse_attention
+from mtp.flash_next.layers import (
+    IndexedKV,
+    NgramState,
+    chosen_blocks,
+    gathered_attention,
+    masked_attention,
+)
 from mtp.flash_next.ngrams import Mapped
 from mtp.layers.kv_cache import PlainKV
 from mtp.layers.layer import KVFormat
@@ -262,15 +268,21 @@ def test_a_conversion_keeps_the_answers(model: Path, tmp_path: Path, bits: int |
     assert different(answers(tmp_path / "mlx", "2", 2, 64), alone) == 0
 
 
-def test_the_blocks_with_the_highest_scores_are_read() -> None:
+@pytest.mark.parametrize("tokens", [75, 100])
+@pytest.mark.parametrize("attention", [gathered_attention, masked_attention])
+def test_the_blocks_with_the_highest_scores_are_read(
+    attention: Any, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The attention of each query is that over its best blocks and the newest tokens, and equal scores are in order."""
     mx.random.seed(2)
-    args, tokens, width = IndexerArgs(4, 16, 32, 4), 75, 6
+    args, width = IndexerArgs(4, 16, 32, 4), 6
+    for limit in ("TILE_BYTES", "SCORE_BYTES"):  # some queries at once
+        monkeypatch.setattr(f"mtp.flash_next.layers.{limit}", 2**14)
     q = mx.random.normal((1, 4, width, 16))
     k, v = (mx.random.normal((1, 2, tokens, 16)) for _ in range(2))
     queries = mx.random.normal((width, 4, 16))
     blocks = mx.random.normal((tokens // 4, 16))
-    found = sparse_attention(q, k, v, queries, blocks, tokens - width, args, 0.25)
+    found = attention(q, k, v, queries, blocks, tokens - width, args, 0.25)
     for i in range(width):
         last = tokens - width + i
         whole = (last + 1) // 4

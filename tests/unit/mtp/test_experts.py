@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -9,7 +10,8 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.qwen3_5 import SparseMoeBlock, TextModelArgs
 
-from mtp.layers.experts import FusedExperts, OrderedExperts, fuse_experts, highest
+from mtp.device import this_device
+from mtp.layers.experts import FusedExperts, OrderedExperts, fuse_experts, highest, tiles_of
 
 
 def block_of(
@@ -58,6 +60,32 @@ def test_of_equal_logits_the_lower_expert_is_chosen() -> None:
     for rows in (1, 32):
         chosen = highest(mx.broadcast_to(logits, (rows, 8)), 4)
         assert mx.sort(chosen, axis=-1).tolist() == [[1, 2, 3, 4]] * rows
+
+
+@pytest.mark.parametrize("tile", [1, 2, 16])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_tiles_of_rows_change_nothing(
+    bits: int | None, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of one expert that are multiplied together have the outputs that each has alone."""
+    block, x = fuse_experts(block_of(bits)), mx.random.normal((40, 128), key=mx.random.key(3))
+    alone = mx.concatenate([block(x[i : i + 1]) for i in range(40)])
+    device = replace(this_device(), expert_tile=tile)
+    monkeypatch.setattr("mtp.layers.experts.this_device", lambda: device)
+    assert mx.allclose(block(x), alone, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("used", [1, 3, 16], ids=["one", "few", "all"])
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_each_pair_has_a_place_in_a_tile_of_its_expert(rows: int, used: int) -> None:
+    """Also where one expert has all pairs, and where some have none."""
+    experts = mx.random.randint(16 - used, 16, (70,), key=mx.random.key(used))
+    tiles, owners, places = tiles_of(experts, 16, rows)
+    flat = mx.repeat(owners, rows)
+    assert sorted(places.tolist()) == sorted(set(places.tolist()))  # type: ignore[arg-type]
+    assert mx.array_equal(tiles.flatten()[places], mx.arange(70))
+    assert mx.array_equal(flat[places], experts)
+    assert owners.tolist() == sorted(owners.tolist())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bits", [None, 4])

@@ -75,7 +75,9 @@ async def test_requests_that_wait_for_one_image_are_bounded(
     encoder = ImageEncoder(Checkpoint.open(path))
     asked = [asyncio.create_task(encoder.encode(FILES[0], "m")) for _ in range(5)]
     found = await asyncio.gather(*asked, return_exceptions=True)
-    assert [isinstance(one, CapacityError) for one in found] == [False] * 4 + [True]
+    assert sum(isinstance(one, CapacityError) for one in found) == 1, (
+        "files are hashed in threads, in any order"
+    )
     assert encoder.towers_run == 1
     assert await encoder.encode(FILES[0], "m") is found[0]
     await encoder.close()
