@@ -168,11 +168,21 @@ class Outcome:
             self.lost += max(0, wanted.tokens - answer.tokens)
             self.duplicated += max(0, answer.tokens - wanted.tokens)
         if (answer.text, answer.logprobs) != (wanted.text, wanted.logprobs):
-            self.wrong.append(f"{answer} instead of {wanted}")
+            self.wrong.append(_difference(answer, wanted))
 
     def silence(self, start: float, end: float) -> float:
         """Return the longest wait of a client, in seconds, that overlaps the time from `start` to `end`."""
         return max((b - a for a, b in self.gaps if a < end and b > start), default=0.0)
+
+
+def _difference(answer: Answer, wanted: Answer) -> str:
+    """Return the first place where two answers differ, with what stands there."""
+    pairs: list[tuple[Any, Any, str]] = [(answer.text, wanted.text, "text")]
+    pairs.append((answer.logprobs, wanted.logprobs, "log-probabilities"))
+    own, other, name = next(pair for pair in pairs if pair[0] != pair[1])
+    at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), None)
+    at = min(len(own), len(other)) if at is None else at
+    return f"{name} from {at} of {len(other)}: {own[at : at + 3]!r} instead of {other[at : at + 3]!r}"
 
 
 class Clients:
