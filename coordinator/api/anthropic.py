@@ -20,9 +20,9 @@ from coordinator.api.image_parts import ImageBlock, prompt_of, text_of, with_ima
 from coordinator.api.openai_schemas import SamplingBody, TextPart
 from coordinator.api.request_body import Body, Many, named, read_body
 from coordinator.api.stored_answers import serve_answer
-from coordinator.text.calls import CallArguments, CallStart, Json
-from coordinator.text.chat_parser import Content, Reasoning
+from coordinator.text.answer_reader import CallArguments, CallStart, Content, Reasoning
 from coordinator.text.grammars import OutputFormat
+from coordinator.text.schemas import Json
 from coordinator.text.tokenizer import ContextLengthError
 
 

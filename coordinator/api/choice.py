@@ -20,8 +20,16 @@ from coordinator.schedule.request import (
     PrefillProgress,
     TokenChunk,
 )
-from coordinator.text.calls import CallArguments, CallEnd, CallStart
-from coordinator.text.chat_parser import ChatParser, Content, Part, Reasoning, join_parts
+from coordinator.text.answer_reader import (
+    AnswerReader,
+    CallArguments,
+    CallEnd,
+    CallStart,
+    Content,
+    Part,
+    Reasoning,
+    join_parts,
+)
 from coordinator.text.grammars import OutputFormat
 from coordinator.text.tokenizer import Piece, TextStream, Tokenizer
 from proto.errors import RequestError, WorkerLostError
@@ -75,7 +83,7 @@ class AnswerEvent:
 class Choice:
     """One choice while it is generated. Each token that adds text makes its own event.
 
-    With `parser` the text is split into content, reasoning and calls; without it all text is content. `tokens`,
+    With `reader` the text is split into content, reasoning and calls; without it all text is content. `tokens`,
     `drafted` and `accepted` count up to the end of a stop string. `began` and `first_token_at` are times of
     `perf_counter`. `calls` includes calls that are not complete. Above `reasoning_budget` tokens of reasoning, it needs
     a continuation: a request whose prompt closes the reasoning. With `one_call` it ends after its first call. `replay`
@@ -86,7 +94,7 @@ class Choice:
     request: GenerationRequest
     tokenizer: Tokenizer
     stop: tuple[str, ...]
-    parser: ChatParser | None = None
+    reader: AnswerReader | None = None
     reasoning_budget: int | None = None
     one_call: bool = False
 
@@ -110,7 +118,7 @@ class Choice:
         self._earlier_drafted = 0  # before the continuation
         self._earlier_accepted = 0
         self._new: list[tuple[str, TokenLogprob | None]] = []  # of tokens without a piece yet
-        self._held: list[tuple[str, TokenLogprob | None]] = []  # whose text the parser holds back
+        self._held: list[tuple[str, TokenLogprob | None]] = []  # whose text the reader holds back
         """The origin and the log-probability of each token that no event has shown."""
 
     @property
@@ -184,18 +192,18 @@ class Choice:
             events += self._read_piece(self._text.add_token(token))
             if self._text.stopped or (self.one_call and self.complete_calls):
                 return events + self._end("stop")
-            budget, parser = self.reasoning_budget, self.parser
-            reasoning = parser is not None and parser.reasoning
+            budget, reader = self.reasoning_budget, self.reader
+            reasoning = reader is not None and reader.reasoning
             if budget is not None and reasoning and self.reasoning_tokens >= budget:
                 return events + self._close_reasoning()
         return events
 
     def _close_reasoning(self) -> list[AnswerEvent]:
         """Close the reasoning, and continue from its tokens up to the budget, whatever the size of windows."""
-        assert self.parser is not None
+        assert self.reader is not None
         events = self._read_piece(self._text.finish())
         closing = self.tokenizer.reasoning_end
-        events += self._record_parts(self.parser.add_text(closing))
+        events += self._record_parts(self.reader.add_text(closing))
         self._text = TextStream(self.tokenizer.text_bytes, self.stop)
         self.reasoning_budget = None
         self._earlier_drafted, self._earlier_accepted = self.drafted, self.accepted
@@ -210,8 +218,8 @@ class Choice:
 
     def _end(self, reason: EndReason) -> list[AnswerEvent]:
         events = self._read_piece(self._text.finish())
-        if self.parser is not None:
-            events += self._record_parts(self.parser.finish(cut=reason == "length"))
+        if self.reader is not None:
+            events += self._record_parts(self.reader.finish(cut=reason == "length"))
         if self.complete_calls and reason == "stop":
             reason = "tool_calls"
         self.finish_reason = reason
@@ -220,14 +228,14 @@ class Choice:
     def _read_piece(self, piece: Piece) -> list[AnswerEvent]:
         self._held += self._new[: len(piece.tokens)]
         del self._new[: len(piece.tokens)]
-        if self.parser is None:
+        if self.reader is None:
             if not piece.text and not any(logprob for _, logprob in self._held):
                 return []
             self.content.append(piece.text)
             return [AnswerEvent(self.index, Content(piece.text), **self._release())]
-        was_reasoning = self.parser.reasoning
-        parts = self.parser.add_text(piece.text)
-        if was_reasoning or self.parser.reasoning:
+        was_reasoning = self.reader.reasoning
+        parts = self.reader.add_text(piece.text)
+        if was_reasoning or self.reader.reasoning:
             self.reasoning_tokens += len(piece.tokens)
         return self._record_parts(parts)
 
@@ -361,7 +369,12 @@ async def chat_answer(
             request,
             api.tokenizer,
             stop,
-            ChatParser(api.tokenizer, thinking=prompt.thinking, tools=chat.tools),
+            AnswerReader(
+                api.tokenizer.marks,
+                thinking=prompt.thinking,
+                reasons=prompt.reasons,
+                tools=chat.tools,
+            ),
             reasoning_budget=chat.reasoning_budget,
             one_call=chat.one_call,
         )

@@ -26,7 +26,7 @@ from coordinator.schedule.request import (
     PrefillProgress,
 )
 from coordinator.status.metrics import RequestMeter
-from coordinator.text.calls import Json
+from coordinator.text.schemas import Json
 from proto.errors import ClusterError, RequestError
 
 log = logging.getLogger(__name__)

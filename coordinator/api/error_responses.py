@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from coordinator.text.calls import Json
+from coordinator.text.schemas import Json
 from proto.errors import CapacityError, ClusterError, NotReadyError, RequestError
 
 RETRY_SECONDS = 5.0

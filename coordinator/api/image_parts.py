@@ -19,7 +19,7 @@ from coordinator.api.request_body import Body
 from coordinator.api.request_settings import ChatRequest, render_chat
 from coordinator.images.encoder import EncodedImage
 from coordinator.schedule.request import PromptImage
-from coordinator.text.calls import Json
+from coordinator.text.schemas import Json
 from coordinator.text.tokenizer import ChatPrompt, ContextLengthError
 from proto.errors import RequestError
 from proto.images import ImageSpan

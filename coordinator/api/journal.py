@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import msgpack
 
-from coordinator.text.calls import Json
+from coordinator.text.schemas import Json
 
 log = logging.getLogger(__name__)
 

@@ -32,9 +32,9 @@ from coordinator.api.model_catalog import ModelFacts
 from coordinator.api.openai_schemas import SamplingBody
 from coordinator.api.request_body import Body, Many, read_body
 from coordinator.api.stored_answers import serve_answer
-from coordinator.text.calls import CallEnd, Json
-from coordinator.text.chat_parser import Content, Reasoning
+from coordinator.text.answer_reader import CallEnd, Content, Reasoning
 from coordinator.text.grammars import ANY_OBJECT, OutputFormat
+from coordinator.text.schemas import Json
 from coordinator.text.tokenizer import ModelInfo
 from proto.errors import RequestError
 

@@ -34,8 +34,8 @@ from coordinator.api.request_settings import (
     template_tool,
 )
 from coordinator.api.stored_answers import serve_answer
-from coordinator.text.calls import CallArguments, CallEnd, CallStart, Json
-from coordinator.text.chat_parser import Content, Reasoning
+from coordinator.text.answer_reader import CallArguments, CallEnd, CallStart, Content, Reasoning
+from coordinator.text.schemas import Json
 from coordinator.text.tokenizer import Tokenizer
 from proto.frame import TokenLogprob
 

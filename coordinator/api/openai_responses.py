@@ -24,8 +24,8 @@ from coordinator.api.request_body import Body, Many, TokenLimit, named, read_bod
 from coordinator.api.responses_writer import ResponseWriter
 from coordinator.api.stored_answers import owner_of, pin_request, serve_answer, stored_of
 from coordinator.schedule.request import GenerationRequest
-from coordinator.text.calls import Json
 from coordinator.text.grammars import ANY_OBJECT, OutputFormat
+from coordinator.text.schemas import Json
 from proto.errors import RequestError
 
 

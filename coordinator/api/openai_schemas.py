@@ -24,8 +24,8 @@ from coordinator.api.request_settings import (
     ReasoningEffort,
     reasoning_of,
 )
-from coordinator.text.calls import Json
 from coordinator.text.grammars import ANY_OBJECT, OutputFormat
+from coordinator.text.schemas import Json
 from proto.errors import RequestError
 
 

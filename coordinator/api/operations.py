@@ -17,7 +17,7 @@ from coordinator.api.model_catalog import ModelLoader
 from coordinator.api.ollama import utc_time
 from coordinator.api.request_body import Body, keys_are_set, read_body, require_json
 from coordinator.api.request_settings import TAG, check_model
-from coordinator.text.calls import Json
+from coordinator.text.schemas import Json
 from coordinator.text.tokenizer import ModelInfo
 from coordinator.trust.cluster_trust import Invitation
 from coordinator.web.live_feed import feed_of

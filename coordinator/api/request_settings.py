@@ -14,8 +14,8 @@ from coordinator.api.context import Api
 from coordinator.api.error_responses import ModelNotLoadedError, UnknownModelError, refused_field
 from coordinator.schedule.prompts import most_waiting
 from coordinator.schedule.request import GenerationRequest
-from coordinator.text.calls import Json
 from coordinator.text.grammars import OutputFormat, call_grammar, check_schema
+from coordinator.text.schemas import Json
 from coordinator.text.tokenizer import ChatPrompt, ContextLengthError
 from proto.errors import RequestError
 from proto.params import SamplingParams
@@ -329,8 +329,8 @@ def _forced_output(api: Api, chat: ChatRequest) -> OutputFormat | None:
     style = api.tokenizer.call_form
     if style is None:
         raise refused_field("tool_choice", "this model's call format cannot be forced. Use auto.")
-    for path, schema in _tool_schemas(chat):
-        check_schema(schema, path)
+    for (path, _), tool in zip(_tool_schemas(chat), chat.tools, strict=True):
+        check_schema(tool, path, style)
     single = chat.one_call or bool(chat.forced_tool)
     grammar = call_grammar(tools, style, api.tokenizer.tool_markers, single=single)
     return OutputFormat("lark", grammar, "tools")

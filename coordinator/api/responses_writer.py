@@ -9,8 +9,8 @@ from typing import Literal
 from coordinator.api.choice import AnswerEvent, ChoiceEnd, GeneratedAnswer
 from coordinator.api.delivery import AnswerWriter, sse_event
 from coordinator.api.error_responses import error_body
-from coordinator.text.calls import CallArguments, CallEnd, CallStart, Json
-from coordinator.text.chat_parser import Content, Reasoning
+from coordinator.text.answer_reader import CallArguments, CallEnd, CallStart, Content, Reasoning
+from coordinator.text.schemas import Json
 
 AnswerStatus = Literal["queued", "in_progress", "ended", "failed", "cancelled"]
 

@@ -25,7 +25,7 @@ from coordinator.api.journal import Journal, Record
 from coordinator.api.responses_writer import AnswerStatus, ResponseWriter
 from coordinator.schedule.request import GenerationRequest
 from coordinator.status.metrics import RequestMeter
-from coordinator.text.calls import Json
+from coordinator.text.schemas import Json
 from proto.errors import CapacityError, ClusterError, NotReadyError, RequestError, StaleEpochError
 from proto.params import SamplingParams
 

@@ -25,7 +25,7 @@ from coordinator.schedule.request import (
 )
 from coordinator.schedule.request import generate as generate_events
 from coordinator.serve import options
-from coordinator.text.chat_parser import ChatParser, Content, Part, Reasoning
+from coordinator.text.answer_reader import AnswerReader, Content, Part, Reasoning
 from coordinator.text.tokenizer import TextStream, Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
@@ -66,7 +66,9 @@ class PrintedAnswer:
         self._stream = stream
         self._shown = ""
         self._in_reasoning = False
-        self._parser = None if thinking is None else ChatParser(tokenizer, thinking=thinking)
+        self._parser = (
+            None if thinking is None else AnswerReader(tokenizer.marks, thinking=thinking)
+        )
         self._pieces = TextStream(tokenizer.text_bytes)
 
     def add_event(self, event: GenerationEvent) -> None:

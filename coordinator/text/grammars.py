@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 from llguidance import LLMatcher, LLTokenizer
 
-from coordinator.text.calls import ArgumentTypes, Json
+from coordinator.text.schemas import DEFINITIONS, Json, ToolSchemas
 from mtp.sampling.grammar import Vocabulary, grammar_problem, tokenizer_of
 from proto.errors import CapacityError, NotReadyError, RequestError
 from proto.params import MAX_GRAMMAR_BYTES
@@ -35,11 +36,32 @@ if TYPE_CHECKING:  # at run time it would take seconds in the process that compi
     from mtp.checkpoint.families.family import CallForm
 
 
-def check_schema(schema: Any, path: str) -> None:
+UNFORCED = (
+    *(
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "not",
+        "if",
+        "patternProperties",
+        "propertyNames",
+        "minProperties",
+    ),
+    *("maxProperties", "dependentRequired", "dependentSchemas"),
+)
+"""Rules of an object whose properties stand in a fixed order, each once or not at all, that no grammar holds."""
+
+
+def check_schema(tool: Json, path: str, style: CallForm) -> None:
     """Raise RequestError for a schema of arguments from which no grammar can be built. The compiler checks the rest."""
+    function = tool["function"]
+    schema = ToolSchemas([tool]).parameters(function["name"])
     for name, kind, noun in (("properties", dict, "an object"), ("required", list, "a list")):
         if not isinstance(schema.get(name, kind()), kind):
             raise RequestError(f"{path}.{name}: {noun} is required", param=f"{path}.{name}")
+    if style == "xml" and (rules := [name for name in UNFORCED if name in schema]):
+        text = f"{path}.{rules[0]}: cannot be forced in this model's form of calls. Use tool_choice auto."
+        raise RequestError(text, param=f"{path}.{rules[0]}")
     check_numbers(schema, path)
 
 
@@ -149,46 +171,99 @@ def _json_call(rule: str, function: Json) -> list[str]:
 _CLOSING = r"/\n?<\/parameter>\n/"
 """The end of a parameter, as the parser of calls reads it."""
 
+_NO_ENDS = r"~/(?s:.*)<\/(parameter|function|tool_call)>(?s:.*)/"
+
 _TEXT_RULES = (
     f"text[suffix={_CLOSING}]: TEXT",
-    r"TEXT: /(?s:.*)/ & ~/(?s:.*)<\/(parameter|function|tool_call)>(?s:.*)/",
+    f"TEXT: /(?s:.*)/ & {_NO_ENDS}",
 )
 """The rules of a string with the end of its parameter. No string contains the end of a parameter, function or call."""
 
 
 def _xml_call(rule: str, function: Json) -> list[str]:
-    parameters = function.get("parameters") or {}
-    properties = parameters.get("properties") or {}
-    required = parameters.get("required") or ()
+    schemas = ToolSchemas([{"function": function}])
+    name = function["name"]
+    required = schemas.parameters(name).get("required") or ()
     rules, items = [], []
-    for number, name in enumerate(properties):
+    for number, argument in enumerate(schemas.properties(name)):
         item = f"{rule}_p{number}"
-        items.append(item if name in required else f"{item}?")
-        opening = _text(f"<parameter={name}>\n")
-        value, extra = _xml_value(f"{item}_v", name, function)
-        rules += [f"{item}: {opening} {value}", *extra]
-    opening = _text(f"<function={function['name']}>\n")
+        items.append(item if argument in required else f"{item}?")
+        found = [
+            _xml_value(f"{item}_v{i}", member, schemas.parameters(name))
+            for i, member in enumerate(schemas.members(name, argument))
+        ]
+        values = ["text"] if any(v == "text" for v, _ in found) else [v for v, _ in found]
+        opening = _text(f"<parameter={argument}>\n")
+        rules.append(f"{item}: {opening} ({' | '.join(values)})")
+        rules += [extra for _, extras in found for extra in extras]
+    opening = _text(f"<function={name}>\n")
     head = f"{rule}: {' '.join([opening, *items, _text('</function>' + chr(10))])}"
     return [head, *rules]
 
 
-def _xml_value(rule: str, name: str, function: Json) -> tuple[str, list[str]]:
-    """Return the expression of an argument's value with the end of its parameter, and the rules it uses."""
-    parameters = function["parameters"]
-    schema = parameters["properties"][name]
-    kinds = ArgumentTypes([{"function": function}]).kinds(function["name"], name)
-    if isinstance(schema, dict) and kinds == {"string"}:
-        choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if choices and isinstance(choices, list):
-            return f"({' | '.join(_text(str(choice)) for choice in choices)}) {_CLOSING}", []
-    if not kinds or "string" in kinds:
-        return "text", []
-    return f"{rule} {_CLOSING}", [f"{rule}: {_json_rule({**schema, **_definitions(parameters)})}"]
+def _xml_value(rule: str, member: Json, parameters: Json) -> tuple[str, list[str]]:
+    """Return the expression of a value that fits `member`, with the end of its parameter, and the rules it uses."""
+    kind = member.get("type")
+    choices = member.get("enum", [member["const"]] if "const" in member else None)
+    if isinstance(choices, list) and kind in (None, "string", "null"):
+        fits = [c for c in choices if kind is None or (c is None) == (kind == "null")]
+        texts = [c if isinstance(c, str) else json.dumps(c) for c in fits]
+        return f"({' | '.join(map(_text, texts))}) {_CLOSING}" if texts else "NOTHING", []
+    if kind == "null":
+        return f'"null" {_CLOSING}', []
+    if kind in (None, "string"):
+        expressions = string_rules(member)
+        if not expressions:
+            return "text", []
+        name = rule.upper()
+        terms = " & ".join(f"/{expression}/" for expression in expressions)
+        return f"{name} {_CLOSING}", [f"{name}: {terms} & {_NO_ENDS}"]
+    return f"{rule} {_CLOSING}", [f"{rule}: {_json_rule({**member, **_definitions(parameters)})}"]
+
+
+ANY = "(?s:.*)"
+
+FORMATS = {
+    "date": r"[0-9]{4}-[0-9]{2}-[0-9]{2}",
+    "time": r"[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]+)?(Z|[+-][0-9]{2}:[0-9]{2})",
+    "uuid": r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "email": r"[^@\s]+@[^@\s]+",
+    "ipv4": r"[0-9]{1,3}(\.[0-9]{1,3}){3}",
+}
+FORMATS["date-time"] = f"{FORMATS['date']}T{FORMATS['time']}"
+
+
+def string_rules(schema: Json) -> list[str]:
+    """Return the regular expressions that a string of `schema` fits, all of them. An unknown format is a hint."""
+    found = [FORMATS[f] for f in [schema.get("format")] if isinstance(f, str) and f in FORMATS]
+    parts = [schema, *(schema.get("allOf") or ())]
+    found += [_searched(part["pattern"]) for part in parts if isinstance(part.get("pattern"), str)]
+    least, most = schema.get("minLength"), schema.get("maxLength")
+    if least or most is not None:
+        found.append(f"(?s:.{{{least or 0},{'' if most is None else most}}})")
+    return [re.sub(r"(?<!\\)/", r"\/", each).replace("\n", r"\n") for each in found]
+
+
+_CLASSES = {"d": "[0-9]", "w": "[A-Za-z0-9_]"}
+
+
+def _searched(pattern: str) -> str:
+    """Return the expression of texts in which JSON Schema's `pattern` is found. Anchors hold at its ends only."""
+    text = re.sub(r"\\(.)", lambda m: _CLASSES.get(m[1], m[0]), pattern)
+    plain = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "_", pattern)
+    if "|" in re.sub(r"\([^()]*\)", "", plain):
+        return f"{ANY}(?:{text}){ANY}"  # the compiler refuses anchors inside
+    before, after = ANY, ANY
+    if text.startswith("^"):
+        text, before = text[1:], ""
+    if plain.endswith("$"):
+        text, after = text[:-1], ""
+    return f"{before}(?:{text}){after}"
 
 
 def _definitions(parameters: Json) -> Json:
     """Return the schemas that references in `parameters` name."""
-    return {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
+    return {name: parameters[name] for name in DEFINITIONS if name in parameters}
 
 
 def _json_rule(schema: Json) -> str:

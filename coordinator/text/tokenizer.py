@@ -6,7 +6,7 @@ import codecs
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ import jinja2.meta
 import jinja2.sandbox
 import tokenizers
 from mlx_lm import tokenizer_utils
-from mlx_lm.generate import TextStateMachine
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from coordinator.text.calls import Json, held_back
+from coordinator.text.answer_reader import Marks, held_back
+from coordinator.text.schemas import Json
 from mtp.checkpoint.families.family import CallForm, Family
 from mtp.checkpoint.format.config import read_json_object
 from proto.errors import CheckpointError, RequestError
@@ -111,7 +111,8 @@ _RESERVED_VARIABLES = frozenset(
 class ChatPrompt:
     """A rendered chat.
 
-    `thinking` is True if the template has opened a reasoning block that the answer continues. The first `turn`
+    `thinking` is True if the template has opened a reasoning block that the answer continues, and `reasons` False if
+    it has closed one, so that the answer has none. The first `turn`
     tokens are the chat so far, with which the next turn's prompt begins too; the remaining tokens open the answer.
     `continued` is True if the next turn's prompt also contains that opening and the answer unchanged.
     """
@@ -120,6 +121,7 @@ class ChatPrompt:
     thinking: bool
     turn: int
     continued: bool
+    reasons: bool = True
 
 
 PIECE_CHARACTERS = 131_072
@@ -267,11 +269,12 @@ class Tokenizer:
         kwargs.pop("continue_final_message", None)
         before = messages[:-1] if continue_final else messages
         history = self._render(before, tools, kwargs, answer=False) if before else ""
-        thinking = False
+        thinking, reasons = False, kwargs.get("enable_thinking") is not False
         if self._wrapper.has_thinking:
             # Only the text the template adds for the answer counts: a message may contain the markers.
             opening, wrapper = prompt.removeprefix(history), self._wrapper
             thinking = opening.rfind(wrapper.think_start) > opening.rfind(wrapper.think_end)
+            reasons = thinking or (reasons and wrapper.think_end not in opening)
         encoded = self._encode(prompt, add_special_tokens=False)
         return ChatPrompt(
             tuple(encoded.ids),
@@ -279,6 +282,7 @@ class Tokenizer:
             # A token that spans the end of the history is not shared. None: the template adds no opening.
             turn=(encoded.char_to_token(len(history)) or 0) if prompt.startswith(history) else 0,
             continued=self._continued(tools, kwargs, thinking=thinking),
+            reasons=reasons,
         )
 
     def _continued(self, tools: Sequence[Json], kwargs: Json, *, thinking: bool) -> bool:
@@ -362,18 +366,16 @@ class Tokenizer:
 
     # ---- markup in answers, with the markers that mlx-lm finds
 
-    def markup(self, *, tools: bool) -> TextStateMachine:
-        """Return the machine that splits an answer into the states normal, reasoning and, with `tools`, tool."""
-        wrapper = self._wrapper
-        states: dict[str, list[tuple[str, str]]] = {"normal": []}
-        if wrapper.has_thinking:
-            states["normal"].append((wrapper.think_start, "reasoning"))
-            states["reasoning"] = [(wrapper.think_end, "normal")]
-        if tools and wrapper.has_tool_calling:
-            for edges in states.values():
-                edges.append((wrapper.tool_call_start, "tool"))
-            states["tool"] = []  # the parser of the call finds its end
-        return TextStateMachine(states)
+    @property
+    def marks(self) -> Marks:
+        """The marks of reasoning and calls, as far as the model has them."""
+        found = Marks()
+        if self._wrapper.has_thinking:
+            found = Marks(self._wrapper.think_start, self._wrapper.think_end)
+        if self.has_tools:
+            call, call_end = self.tool_markers
+            found = replace(found, call=call, call_end=call_end)
+        return found
 
     @property
     def reasoning_end(self) -> str:

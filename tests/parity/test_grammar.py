@@ -13,8 +13,13 @@ import pytest
 
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest
-from coordinator.text.calls import CallArguments, CallEnd, CallStart
-from coordinator.text.chat_parser import ChatParser, join_parts
+from coordinator.text.answer_reader import (
+    AnswerReader,
+    CallArguments,
+    CallEnd,
+    CallStart,
+    join_parts,
+)
 from coordinator.text.grammars import OutputFormat, call_grammar
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
@@ -123,8 +128,8 @@ def test_every_complete_answer_has_its_format() -> None:
             assert found["kind"] in ("file", "folder")
             assert all(isinstance(size, int) for size in found["sizes"])
         elif request.params.grammar == call_format:
-            parser = ChatParser(tokenizer(), thinking=False, tools=[TOOL])
-            start, arguments, end = join_parts([*parser.add_text(text), *parser.finish()])
+            reader = AnswerReader(tokenizer().marks, tools=[TOOL])
+            start, arguments, end = join_parts([*reader.add_text(text), *reader.finish()])
             assert (start, end) == (CallStart("weather"), CallEnd(complete=True))
             assert isinstance(arguments, CallArguments)
             assert set(json.loads(arguments.json)) == {"unit", "days"}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.prefix_cache import BLOCK, SMALLEST_ENTRY, PrefixCache, Tokens
-from coordinator.text.calls import Json
+from coordinator.text.schemas import Json
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 
