@@ -92,9 +92,9 @@ class FusedExperts(nn.Module):
 def tiles_of(experts: mx.array, count: int, rows: int) -> tuple[mx.array, mx.array, mx.array]:
     """Put pairs of a row and an expert into tiles of `rows` pairs of one expert, in the order of the experts.
 
-    Returns the pairs of the tiles `[tiles, rows]`, where free places hold pair 0, the experts of the tiles `[tiles]`,
-    which free tiles repeat, and the place of each pair of `experts [pairs]`. The number of tiles follows from the
-    shapes alone, so that nothing waits for the GPU.
+    Returns the pairs of the tiles `[tiles, rows]`, the experts of the tiles `[tiles]`, and the place of each pair of
+    `experts [pairs]`. Free places hold pair 0. The number of tiles follows from the shapes alone, so that nothing waits
+    for the GPU.
     """
     order = mx.argsort(experts)
     if rows == 1:

@@ -37,7 +37,7 @@ mtp.checkpoint.families: mtp.flash_next mtp.head mtp.layers mtp.layers.reference
 mtp.checkpoint.format: mtp.checkpoint.families mtp.flash_next mtp.head mtp.layers proto
     proto.terminal
 mtp.checkpoint.hub: mtp.builtin mtp.checkpoint.convert mtp.checkpoint.format proto proto.terminal
-mtp.flash_next: mtp.head mtp.layers mtp.layers.reference mtp.sampling proto
+mtp.flash_next: mtp mtp.head mtp.layers mtp.layers.reference mtp.sampling proto
 mtp.head: mtp.layers mtp.layers.reference mtp.sampling proto
 mtp.layers: mtp proto
 mtp.layers.cuda: mtp.layers mtp.layers.reference
@@ -136,7 +136,7 @@ MAX_FUNCTION_LINES = 90
 LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 60, 5
 """Lines of a function with its signature that one screen holds, and the number of functions that exceed them."""
 
-MAX_LINES, MAX_FILES = 42_750, 215
+MAX_LINES, MAX_FILES = 42_850, 215
 """Size of the product without generated code. Lower both when code goes. Before adding, ask what goes."""
 
 VARIANTS = {"__init__", "attention", "fuse", "gdn", "head", "kernel", "options"}
