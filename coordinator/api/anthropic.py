@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from coordinator.api import request_settings
 from coordinator.api.choice import AnswerEvent, GeneratedAnswer, GeneratedCall, chat_answer, new_id
 from coordinator.api.context import Api, api_of
+from coordinator.api.conversation import Call, Turn, role_of, template_tool
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, sse_event
 from coordinator.api.error_responses import field_error, message_of, status_of
-from coordinator.api.image_parts import ImageBlock, prompt_of, text_of, with_images
-from coordinator.api.openai_schemas import SamplingBody, TextPart
+from coordinator.api.image_parts import ContentPart, Contents, images_of, prompt_of, text_of
+from coordinator.api.openai_schemas import SamplingBody
 from coordinator.api.request_body import Body, Many, named, read_body
 from coordinator.api.stored_answers import serve_answer
 from coordinator.text.answer_reader import CallArguments, CallStart, Content, Reasoning
@@ -47,47 +49,97 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Many[TextPart | ImageBlock] | None = None
+    content: Contents = None
     is_error: bool | None = None
 
 
+_OWN = {"thinking", "redacted_thinking", "tool_use", "tool_result"}
+
+
+def _tag(block: Any) -> str:
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    return str(kind).removeprefix("redacted_") if kind in _OWN else "part"
+
+
 Block = Annotated[
-    TextPart | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
-    Field(discriminator="type"),
+    Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[ContentPart, Tag("part")],
+    Discriminator(_tag),
 ]
 
 
 class Message(Body):
     """One message. System messages may stand anywhere."""
 
-    role: Literal["user", "assistant", "system"]
+    role: str
     content: str | Many[Block]
 
-    @property
-    def blocks(self) -> list[Block]:
-        if isinstance(self.content, str):
-            return [TextPart(type="text", text=self.content)]
-        return self.content
-
-    @model_validator(mode="after")
-    def _blocks_fit_the_role(self) -> Message:
-        allowed = {
-            "user": (TextPart, ImageBlock, ToolResultBlock),
-            "assistant": (TextPart, ThinkingBlock, ToolUseBlock),
-            "system": (TextPart,),
-        }
-        for block in self.blocks:
-            if not isinstance(block, allowed[self.role]):
-                raise field_error(
-                    "content", f"a {block.type} block is invalid in a message of role {self.role}"
+    def turns(self) -> Iterator[Turn]:
+        """Yield the message as all dialects have it. Each result of a tool is a message of its own."""
+        parts: list[Any] = []
+        for block in [self.content] if isinstance(self.content, str) else self.content:
+            if isinstance(block, ToolResultBlock):
+                text = (
+                    f"Error: {text_of(block.content)}" if block.is_error else text_of(block.content)
                 )
-        return self
+                yield Turn("tool", text, images=images_of(block.content), call_id=block.tool_use_id)
+            else:
+                parts.append(block)
+        if not parts:
+            return
+        thoughts = [part.thinking for part in parts if isinstance(part, ThinkingBlock)]
+        uses = [part for part in parts if isinstance(part, ToolUseBlock)]
+        told = [p for p in parts if not isinstance(p, ThinkingBlock | ToolUseBlock)]
+        yield Turn(
+            role_of(self.role),
+            "".join(text_of(part) if isinstance(part, str) else text_of([part]) for part in told),
+            "\n".join(filter(None, thoughts)),
+            tuple(Call(use.id, use.name, use.input) for use in uses),
+            images_of(part for part in told if not isinstance(part, str)),
+        )
+
+
+def _parameters(required: Sequence[str], **properties: Any) -> Json:
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+_TEXT: Json = {"type": "string"}
+_EDITS = {
+    "path": _TEXT,
+    "file_text": _TEXT,
+    "old_str": _TEXT,
+    "new_str": _TEXT,
+    "insert_line": {"type": "integer"},
+    "insert_text": _TEXT,
+    "view_range": {"type": "array", "items": {"type": "integer"}},
+}
+KNOWN_TOOLS = {
+    "text_editor": _parameters(
+        ["command", "path"],
+        command={"enum": ["view", "create", "str_replace", "insert", "undo_edit"]},
+        **_EDITS,
+    ),
+    "bash": _parameters([], command=_TEXT, restart={"type": "boolean"}),
+    "memory": _parameters(
+        ["command"],
+        command={"enum": ["view", "create", "str_replace", "insert", "delete", "rename"]},
+        **_EDITS,
+        old_path=_TEXT,
+        new_path=_TEXT,
+    ),
+}
+"""The schemas of tools that clients of Anthropic run and name by their type."""
+
+SERVER_TOOLS = ("web_search", "web_fetch", "code_execution", "tool_search_tool", "mcp_toolset")
+"""Tools that Anthropic's server runs. Its agents offer them, and they are left out of the prompt."""
 
 
 class Tool(Body):
-    """A tool of the client. Anthropic's web search, which its own agents offer, is left out of the prompt."""
+    """A tool of the client."""
 
-    name: str
+    name: str = ""
     type: str | None = None
     description: str | None = None
     input_schema: Json | None = None
@@ -97,7 +149,7 @@ class Tool(Body):
         if self.type in (None, "custom"):
             if self.input_schema is None:
                 raise field_error("input_schema", "required. Send the schema of the tool's input.")
-        elif not self.is_search:
+        elif not self.is_left_out and self.known is None and self.input_schema is None:
             raise field_error(
                 "type",
                 f"{self.type!r:.80} is not supported. Send the tool with its own input_schema.",
@@ -105,9 +157,14 @@ class Tool(Body):
         return self
 
     @property
-    def is_search(self) -> bool:
-        """True for a search that Anthropic's server runs."""
-        return bool(self.type and self.type.startswith("web_search_"))
+    def is_left_out(self) -> bool:
+        """True for a tool that Anthropic's server runs."""
+        return (self.type or "").startswith(SERVER_TOOLS)
+
+    @property
+    def known(self) -> Json | None:
+        """The schema of a tool that its type names."""
+        return KNOWN_TOOLS.get(re.sub(r"_\d+$", "", self.type or ""))
 
 
 class ToolChoice(Body):
@@ -137,7 +194,7 @@ class PromptBody(Body):
 
     model: str | None = None
     messages: Many[Message] = Field(min_length=1)
-    system: str | Many[TextPart] | None = None
+    system: Contents = None
     tools: Many[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -146,7 +203,7 @@ class PromptBody(Body):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> PromptBody:
-        if self.messages[-1].role == "assistant":
+        if role_of(self.messages[-1].role) == "assistant":
             raise field_error("messages", "the last message must have the role user")
         if self.thinking and self.thinking.type == "enabled" and not self.thinking.budget_tokens:
             raise field_error("thinking", "budget_tokens is required with the type enabled")
@@ -157,7 +214,7 @@ class PromptBody(Body):
 
     @property
     def functions(self) -> list[Tool]:
-        return [tool for tool in self.tools or () if not tool.is_search]
+        return [tool for tool in self.tools or () if not tool.is_left_out]
 
     @property
     def forced_tool(self) -> str | None:
@@ -195,11 +252,11 @@ def internal_request(body: PromptBody) -> request_settings.ChatRequest:
     if thinking and thinking.type != "disabled":
         budget = thinking.budget_tokens or request_settings.BUDGETS.get(body.effort or "")
     tools = [
-        request_settings.template_tool(tool.name, tool.description, tool.input_schema)
+        template_tool(tool.name, tool.description, tool.input_schema or tool.known)
         for tool in body.functions
     ]
     return request_settings.ChatRequest(
-        messages=template_messages(body),
+        turns=turns_of(body),
         settings=settings,
         tools=[] if choice and choice.type == "none" else tools,
         thinking=bool(thinking and thinking.type != "disabled"),
@@ -210,55 +267,12 @@ def internal_request(body: PromptBody) -> request_settings.ChatRequest:
     )
 
 
-def template_messages(body: PromptBody) -> list[Json]:
-    """Return the conversation as chat templates read it."""
-    system = body.system or ""
-    text = system if isinstance(system, str) else "\n\n".join(block.text for block in system)
-    first = [{"role": "system", "content": text}] if text else []
-    return request_settings.with_system_first(
-        [*first, *(t for message in body.messages for t in _turns(message))]
-    )
-
-
-def _turns(message: Message) -> Iterator[Json]:
-    if message.role == "assistant":
-        yield _assistant(message.blocks)
-    elif message.role == "system":
-        yield {"role": "system", "content": _text(message.blocks)}
-    else:
-        texts: list[Block] = []
-        for block in message.blocks:
-            if isinstance(block, ToolResultBlock):
-                yield _tool_result(block)
-            else:
-                texts.append(block)
-        if texts:
-            yield with_images({"role": "user", "content": _text(texts)}, texts)
-
-
-def _assistant(blocks: list[Block]) -> Json:
-    turn: Json = {"role": "assistant", "content": _text(blocks)}
-    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
-    if any(thoughts):
-        turn["reasoning_content"] = "\n".join(thoughts)
-    if uses := [block for block in blocks if isinstance(block, ToolUseBlock)]:
-        turn["tool_calls"] = [
-            request_settings.template_call(block.id, block.name, block.input) for block in uses
-        ]
-    return turn
-
-
-def _tool_result(block: ToolResultBlock) -> Json:
-    content = block.content or ""
-    text = content if isinstance(content, str) else _text(content)
-    if block.is_error:
-        text = f"Error: {text}"
-    turn = {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
-    return with_images(turn, content)
-
-
-def _text(blocks: Iterable[Block]) -> str:
-    return text_of(block for block in blocks if isinstance(block, TextPart | ImageBlock))
+def turns_of(body: PromptBody) -> list[Turn]:
+    """Return the conversation."""
+    blocks = [body.system] if isinstance(body.system, str) else body.system or ()
+    texts = (block if isinstance(block, str) else text_of([block]) for block in blocks)
+    system = [Turn("system", text) for text in texts if text]
+    return [*system, *(turn for message in body.messages for turn in message.turns())]
 
 
 _TYPES = {

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import json
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, AliasChoices, AliasPath, Field
+from pydantic import AfterValidator, AliasChoices, AliasPath, Discriminator, Field, Tag
 
 from coordinator.api.context import Api
+from coordinator.api.conversation import note_of
 from coordinator.api.error_responses import refused_field
-from coordinator.api.request_body import Body
+from coordinator.api.request_body import Body, Many
 from coordinator.api.request_settings import ChatRequest, render_chat
 from coordinator.images.encoder import EncodedImage
 from coordinator.schedule.request import PromptImage
@@ -26,16 +26,23 @@ from proto.images import ImageSpan
 
 IMAGE_WORD = "<|image_pad|>"
 
-_PLACE = f"image {secrets.token_hex(16)}"
-"""It stands for IMAGE_WORD until the prompt is rendered, so that a client's text with this word is no image."""
+IMAGE_PLACE = f"image {secrets.token_hex(16)}"
+"""It stands for an image until the prompt is rendered. What spells its tokens in a client's text is ordinary text."""
 
-IMAGE_PLACE = f"<|vision_start|>{_PLACE}<|vision_end|>"
-"""An image as Qwen's chat templates write it."""
+_AS_TEMPLATES_WRITE_IT = f"<|vision_start|>{IMAGE_WORD}<|vision_end|>"
+
+
+class TextPart(Body):
+    """Text of a message, of reasoning or of a tool's output."""
+
+    type: Literal["text", "input_text", "output_text", "reasoning_text", "summary_text"]
+    text: str
 
 
 class _Image(Body):
     """A part of a message that is an image."""
 
+    url: str
     text: ClassVar[str] = IMAGE_PLACE
 
 
@@ -68,12 +75,41 @@ class ImageBlock(_Image):
     )
 
 
-def with_images(turn: Json, parts: Any) -> Json:
-    """Return a message as chat templates read it, with the URLs of the images among `parts`, if there are any."""
-    urls = [
-        part.url for part in parts if isinstance(part, ImageUrlPart | InputImagePart | ImageBlock)
-    ]
-    return {**turn, "images": urls} if urls else turn
+_PARTS = {"image_url", "input_image", "image"}
+_TEXTS = {"text", "input_text", "output_text", "reasoning_text", "summary_text"}
+
+
+def _tag(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    if kind in _TEXTS:
+        return "text"
+    return str(kind) if kind in _PARTS else "other"
+
+
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("text")]
+    | Annotated[ImageUrlPart, Tag("image_url")]
+    | Annotated[InputImagePart, Tag("input_image")]
+    | Annotated[ImageBlock, Tag("image")]
+    | Annotated[Json, Tag("other")],
+    Discriminator(_tag),
+]
+"""A part of a message in any dialect. One that this server does not know is a line of text, or nothing."""
+
+Contents = str | Many[ContentPart] | None
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a message's content, the places of images included."""
+    if isinstance(content, str) or content is None:
+        return content or ""
+    return "".join(note_of(part) if isinstance(part, dict) else part.text for part in content)
+
+
+def images_of(content: Any) -> tuple[str, ...]:
+    """Return the URLs of the images in a message's content."""
+    parts = () if isinstance(content, str) or content is None else content
+    return tuple(part.url for part in parts if isinstance(part, _Image))
 
 
 async def prompt_of(api: Api, chat: ChatRequest) -> tuple[ChatPrompt, tuple[PromptImage, ...]]:
@@ -82,7 +118,7 @@ async def prompt_of(api: Api, chat: ChatRequest) -> tuple[ChatPrompt, tuple[Prom
     Raises RequestError, naming the field, for an unreadable image, or if the template rejects the messages.
     """
     param = chat.settings.client_name("prompt")
-    urls = [url for message in chat.messages for url in message.get("images", ())]
+    urls = [url for turn in chat.turns for url in turn.images]
     if not urls:
         return await render_chat(api, chat), ()
     if len(urls) > api.options.max_images:
@@ -110,16 +146,8 @@ async def prompt_of(api: Api, chat: ChatRequest) -> tuple[ChatPrompt, tuple[Prom
                 limit,
                 param=param,
             )
-    plain = [{k: v for k, v in message.items() if k != "images"} for message in chat.messages]
-    prompt = await render_chat(api, replace(chat, messages=_with_places(plain)))
+    prompt = await render_chat(api, chat, {IMAGE_PLACE: _AS_TEMPLATES_WRITE_IT})
     return placed(prompt, encoded, api.tokenizer.control_id(IMAGE_WORD), param)
-
-
-def _with_places(messages: Sequence[Json]) -> list[Json]:
-    """Return `messages` with IMAGE_WORD for images alone. Within other text it is broken by a space of no width."""
-    text = json.dumps(messages).replace(IMAGE_WORD, IMAGE_WORD.replace("|", r"|\u200b", 1))
-    found: list[Json] = json.loads(text.replace(_PLACE, IMAGE_WORD))
-    return found
 
 
 def placed(
@@ -159,8 +187,3 @@ def _decoded(url: str, param: str) -> bytes:
         return base64.b64decode("".join(content.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise refused_field(param, "the Base64 of an image is invalid. Send it again.") from error
-
-
-def text_of(parts: Iterable[Any]) -> str:
-    """Return the text of the parts of a message, images included."""
-    return "".join(part.text for part in parts)

@@ -25,12 +25,13 @@ from coordinator.api.choice import (
     text_answer,
 )
 from coordinator.api.context import Api, api_of
+from coordinator.api.conversation import Call, Turn, role_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, json_line
 from coordinator.api.error_responses import message_of
 from coordinator.api.image_parts import IMAGE_PLACE, data_url
 from coordinator.api.model_catalog import ModelFacts
 from coordinator.api.openai_schemas import SamplingBody
-from coordinator.api.request_body import Body, Many, read_body
+from coordinator.api.request_body import Body, Many, named, read_body
 from coordinator.api.stored_answers import serve_answer
 from coordinator.text.answer_reader import CallEnd, Content, Reasoning
 from coordinator.text.grammars import ANY_OBJECT, OutputFormat
@@ -61,7 +62,7 @@ class ModelBody(Body):
     model: str
     stream: bool | None = None
     options: Options | None = None
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
     format: Literal["", "json"] | Json | None = None
 
     @property
@@ -85,13 +86,13 @@ class MessageCall(Body):
 
     id: str | None = None
     name: str = Field(validation_alias=AliasPath("function", "name"))
-    arguments: Json = Field(validation_alias=AliasPath("function", "arguments"))
+    arguments: Json | str | None = named("function.arguments")
 
 
 class Message(Body):
     """One message."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: str
     content: str | None = None
     thinking: str | None = None
     tool_calls: Many[MessageCall] | None = None
@@ -99,26 +100,18 @@ class Message(Body):
     tool_call_id: str | None = None
     images: Many[str] | None = None
 
-    def for_template(self) -> Json:
+    def turn(self) -> Turn:
+        """Return the message as all dialects have it."""
         images = self.images or ()
-        turn: Json = {
-            "role": self.role,
-            "content": IMAGE_PLACE * len(images) + (self.content or ""),
-        }
-        if images:
-            turn["images"] = [data_url(image) for image in images]
-        if self.thinking:
-            turn["reasoning_content"] = self.thinking
-        if self.tool_name:
-            turn["name"] = self.tool_name
-        if self.tool_call_id:
-            turn["tool_call_id"] = self.tool_call_id
-        if self.tool_calls:
-            turn["tool_calls"] = [
-                request_settings.template_call(call.id or str(number), call.name, call.arguments)
-                for number, call in enumerate(self.tool_calls)
-            ]
-        return turn
+        return Turn(
+            role_of(self.role),
+            IMAGE_PLACE * len(images) + (self.content or ""),
+            self.thinking or "",
+            tuple(Call(each.id or "", each.name, each.arguments) for each in self.tool_calls or ()),
+            tuple(map(data_url, images)),
+            self.tool_call_id,
+            self.tool_name,
+        )
 
 
 class Tool(Body):
@@ -241,9 +234,9 @@ async def chat(request: Request) -> Response:
 
     async def prepare(api: Api, request: Request) -> PreparedAnswer:
         """Render the conversation. Raises RequestError, naming the invalid field."""
-        messages = [message.for_template() for message in body.messages or ()]
+        turns = [message.turn() for message in body.messages or ()]
         tools = [{"type": "function", "function": tool.function} for tool in body.tools or ()]
-        answer = await _chat_answer(request, body, messages, "messages", tools)
+        answer = await _chat_answer(request, body, turns, "messages", tools)
         return _prepared(answer, body)
 
     return await serve_answer(request, "ollama_chat", prepare)
@@ -267,9 +260,9 @@ async def generate(request: Request) -> Response:
             settings = body.settings("prompt")
             answer = await text_answer(api, settings, [tokens], new_id("gen-"), output=body.output)
         else:
-            messages = [{"role": "system", "content": body.system}] if body.system else []
-            messages.append(Message(role="user", content=prompt, images=body.images).for_template())
-            answer = await _chat_answer(request, body, messages, "prompt")
+            turns = [Turn("system", body.system)] if body.system else []
+            turns.append(Message(role="user", content=prompt, images=body.images).turn())
+            answer = await _chat_answer(request, body, turns, "prompt")
         return _prepared(answer, body)
 
     return await serve_answer(request, "ollama_generate", prepare)
@@ -278,7 +271,7 @@ async def generate(request: Request) -> Response:
 async def _chat_answer(
     request: Request,
     body: ModelBody,
-    messages: list[Json],
+    turns: list[Turn],
     prompt_field: str,
     tools: Sequence[Json] = (),
 ) -> GeneratedAnswer:
@@ -288,7 +281,7 @@ async def _chat_answer(
         thinking, budget = body.think, None
     settings, output = body.settings(prompt_field), body.output
     chat = request_settings.ChatRequest(
-        messages, settings, tools, thinking=thinking, reasoning_budget=budget, output=output
+        turns, settings, tools, thinking=thinking, reasoning_budget=budget, output=output
     )
     return await chat_answer(api_of(request), chat, new_id("chat-"))
 

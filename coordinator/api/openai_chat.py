@@ -21,17 +21,15 @@ from coordinator.api.choice import (
     text_answer,
 )
 from coordinator.api.context import Api
+from coordinator.api.conversation import freeform_input
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, sse_data
-from coordinator.api.error_responses import error_body
-from coordinator.api.image_parts import with_images
+from coordinator.api.error_responses import error_body, refused_field
 from coordinator.api.request_body import read_body
 from coordinator.api.request_settings import (
     ChatRequest,
-    call_message,
     check_choices,
     check_model,
     check_tokens,
-    template_tool,
 )
 from coordinator.api.stored_answers import serve_answer
 from coordinator.text.answer_reader import CallArguments, CallEnd, CallStart, Content, Reasoning
@@ -55,36 +53,24 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
     thinking, budget = body.thinking
     variables = body.chat_template_kwargs or {}
     variables = {name: v for name, v in variables.items() if api.tokenizer.uses_variable(name)}
-    tools = [template_tool(t.name, t.description, t.parameters) for t in body.tools or ()]
+    offered = [tool.for_template() for tool in body.tools or ()]
+    tools, forced = openai_schemas.chosen_tools(body.tool_choice, offered)
     chat = ChatRequest(
-        messages=[template_message(each, api.tokenizer.tool_markers) for each in body.messages],
+        turns=[message.turn() for message in body.messages],
         settings=body.generation_settings(
             "messages", (body.top_logprobs or 0) if body.logprobs else None
         ),
-        tools=[] if body.tool_choice == "none" else tools,
+        tools=tools,
         template_kwargs=variables,
         thinking=thinking,
         reasoning_budget=budget,
         one_call=body.parallel_tool_calls is False,
-        forced_tool=body.forced_tool,
+        forced_tool=forced,
         output=body.output,
         continue_final=bool(body.continue_final_message),
     )
     answer = await chat_answer(api, chat, new_id("chatcmpl-"))
     return PreparedAnswer(answer, ChatWriter(answer, api.tokenizer, body), bool(body.stream))
-
-
-def template_message(message: openai_schemas.Message, markers: tuple[str, str]) -> Json:
-    """Return a message as chat templates read it: no nulls, `system` for `developer`, arguments as objects."""
-    role = "system" if message.role == "developer" else message.role
-    turn: Json = {"role": role, "content": message.text}
-    if message.tool_calls is not None:
-        calls = [(c.id or "", c.name, c.arguments) for c in message.tool_calls]
-        turn |= call_message(turn["content"], calls, markers)
-    for name in ("name", "reasoning_content", "tool_call_id"):
-        if (value := getattr(message, name)) is not None:
-            turn[name] = value
-    return with_images(turn, message.content or ())
 
 
 @router.post("/v1/completions")
@@ -100,6 +86,8 @@ async def prepare_completion(api: Api, request: Request) -> PreparedAnswer:
     settings = body.generation_settings("prompt", body.logprobs)
     check_choices(api, len(body.prompts), settings.n)
     prompts = [await _tokens(api, prompt) for prompt in body.prompts]
+    if body.suffix:
+        prompts = [await _around(api, prompt, body.suffix) for prompt in prompts]
     answer = await text_answer(api, settings, prompts, new_id("cmpl-"), output=body.output)
     return PreparedAnswer(answer, CompletionWriter(answer, api.tokenizer, body), bool(body.stream))
 
@@ -109,6 +97,19 @@ async def _tokens(api: Api, prompt: str | list[int]) -> tuple[int, ...]:
         return await api.large_work.run(len(prompt), partial(api.tokenizer.encode, prompt))
     check_tokens(api, prompt, "prompt")
     return tuple(prompt)
+
+
+async def _around(api: Api, prompt: tuple[int, ...], suffix: str) -> tuple[int, ...]:
+    """Return the prompt of a text between `prompt` and `suffix`, in the form of Qwen's coding models."""
+    found = [api.tokenizer.backend.token_to_id(f"<|fim_{name}|>") for name in FIM]
+    ids = [token for token in found if token is not None]
+    if len(ids) < len(FIM):
+        raise refused_field("suffix", "this model has no tokens for it. Omit the field.")
+    prefix, after, middle = ids
+    return (prefix, *prompt, after, *await _tokens(api, suffix), middle)
+
+
+FIM = ("prefix", "suffix", "middle")
 
 
 def usage_of(answer: GeneratedAnswer) -> Json:
@@ -184,7 +185,7 @@ class ChunkWriter(AnswerWriter):
 
     @abc.abstractmethod
     def choice_entry(self, event: AnswerEvent) -> Json:
-        """Return the entry of an event in a chunk's `choices`. A CallEnd has none."""
+        """Return the entry of an event in a chunk's `choices`."""
 
     def whole(self) -> Json:
         choices = [self.choice_result(choice.index) for choice in self._answer.choices]
@@ -193,8 +194,11 @@ class ChunkWriter(AnswerWriter):
         )
 
     def write_event(self, event: AnswerEvent) -> bytes:
-        # The next chunk shows that a call has ended.
-        return b"" if isinstance(event.part, CallEnd) else self.chunk(self.choice_entry(event))
+        return self.chunk(self.choice_entry(event)) if self.shows(event) else b""
+
+    def shows(self, event: AnswerEvent) -> bool:
+        """Return whether an event has a chunk. The next one shows that a call has ended."""
+        return not isinstance(event.part, CallEnd)
 
     def closing(self) -> bytes:
         if not self._body.include_usage:
@@ -248,13 +252,30 @@ class ChatWriter(ChunkWriter):
             message["reasoning_content"] = "".join(choice.reasoning)
         if calls := choice.shown_calls:
             message["content"] = message["content"] or None
-            message["tool_calls"] = [_call(call, call.arguments) for call in calls]
+            message["tool_calls"] = [self._call(call, call.arguments) for call in calls]
         return {
             "index": index,
             "message": message,
             "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
         }
+
+    def _call(self, call: GeneratedCall, arguments: str) -> Json:
+        if call.name in self._custom:
+            own = {"name": call.name, "input": arguments and freeform_input(arguments)}
+            return {"id": call.id, "type": "custom", "custom": own}
+        function = {"name": call.name, "arguments": arguments}
+        return {"id": call.id, "type": "function", "function": function}
+
+    @property
+    def _custom(self) -> set[str]:
+        """The names of custom tools, whose input is sent when it is whole."""
+        assert isinstance(self._body, openai_schemas.ChatBody)
+        return {t.name for t in self._body.tools or () if isinstance(t, openai_schemas.CustomTool)}
+
+    def shows(self, event: AnswerEvent) -> bool:
+        custom = event.call is not None and event.call.name in self._custom
+        return not isinstance(event.part, CallArguments if custom else CallEnd)
 
     def choice_entry(self, event: AnswerEvent) -> Json:
         reason: str | None = None
@@ -264,10 +285,13 @@ class ChatWriter(ChunkWriter):
             case Reasoning(text):
                 delta = {"reasoning_content": text}
             case CallStart() if event.call:
-                delta = {"tool_calls": [{"index": event.call.index, **_call(event.call, "")}]}
+                delta = {"tool_calls": [{"index": event.call.index, **self._call(event.call, "")}]}
             case CallArguments(text) if event.call:
                 part = {"index": event.call.index, "function": {"arguments": text}}
                 delta = {"tool_calls": [part]}
+            case CallEnd() if event.call:
+                text = freeform_input(event.call.arguments)
+                delta = {"tool_calls": [{"index": event.call.index, "custom": {"input": text}}]}
             case ChoiceEnd(reason):
                 delta = {}
             case _:
@@ -301,11 +325,6 @@ class ChatWriter(ChunkWriter):
             for entry in entries
         ]
         return {"content": content, "refusal": None} if content else None
-
-
-def _call(call: GeneratedCall, arguments: str) -> Json:
-    function = {"name": call.name, "arguments": arguments}
-    return {"id": call.id, "type": "function", "function": function}
 
 
 class CompletionWriter(ChunkWriter):

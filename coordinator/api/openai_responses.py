@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
@@ -12,12 +13,22 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from coordinator.api import request_settings
+from coordinator.api import openai_schemas, request_settings
 from coordinator.api.choice import ID_LENGTH, chat_answer, new_id
 from coordinator.api.context import Api
+from coordinator.api.conversation import (
+    FREEFORM,
+    Call,
+    Turn,
+    freeform_tool,
+    joined,
+    note_of,
+    role_of,
+    template_tool,
+)
 from coordinator.api.delivery import PreparedAnswer
 from coordinator.api.error_responses import field_error, refused_field
-from coordinator.api.image_parts import InputImagePart, text_of, with_images
+from coordinator.api.image_parts import Contents, images_of, text_of
 from coordinator.api.journal import Record
 from coordinator.api.openai_schemas import SamplingBody
 from coordinator.api.request_body import Body, Many, TokenLimit, named, read_body
@@ -38,15 +49,23 @@ class Tool(Body):
     parameters: Json | None = None
 
 
+class CustomTool(Body):
+    """A tool whose input is any text."""
+
+    type: Literal["custom"]
+    name: str
+    description: str | None = None
+    format: Json | None = None
+
+
 class LeftOutTool(Body):
-    """A tool that agents offer by default, a hint: this server has no search, and the model writes only functions."""
+    """A tool that agents offer by default, a hint: this server has no search, and clients run no shell for it."""
 
     type: Literal[
         "web_search",
         "web_search_2025_08_26",
         "web_search_preview",
         "web_search_preview_2025_03_11",
-        "custom",
         "local_shell",
         "shell",
         "apply_patch",
@@ -61,7 +80,7 @@ class NamespaceTool(Body):
     type: Literal["namespace"]
     name: str
     description: str | None = None
-    tools: Many[Annotated[Tool | LeftOutTool, Field(discriminator="type")]]
+    tools: Many[Annotated[Tool | CustomTool | LeftOutTool, Field(discriminator="type")]]
 
 
 def full_name(namespace: str | None, name: str) -> str:
@@ -69,11 +88,9 @@ def full_name(namespace: str | None, name: str) -> str:
     return f"{namespace}.{name}" if namespace else name
 
 
-class NamedTool(Body):
-    """The choice of one tool."""
+class NamedTool(openai_schemas.NamedTool):
+    """The choice of one tool, perhaps in a namespace."""
 
-    type: Literal["function"]
-    name: str
     namespace: str | None = None
 
 
@@ -96,9 +113,16 @@ class ResponsesBody(SamplingBody):
     background: bool | None = None
     stream: bool | None = None
     tools: (
-        Many[Annotated[Tool | NamespaceTool | LeftOutTool, Field(discriminator="type")]] | None
+        Many[
+            Annotated[Tool | CustomTool | NamespaceTool | LeftOutTool, Field(discriminator="type")]
+        ]
+        | None
     ) = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: (
+        Literal["auto", "none", "required"]
+        | Annotated[NamedTool | openai_schemas.AllowedTools, Field(discriminator="type")]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: TokenLimit | None = named(
         "max_output_tokens", "max_completion_tokens", "max_tokens"
@@ -119,14 +143,14 @@ class ResponsesBody(SamplingBody):
         return self
 
     @property
-    def functions(self) -> dict[str, tuple[str | None, Tool]]:
-        """The functions among the tools with their namespaces, by the names that the model sees."""
-        found: dict[str, tuple[str | None, Tool]] = {}
+    def functions(self) -> dict[str, tuple[str | None, Tool | CustomTool]]:
+        """The functions and custom tools with their namespaces, by the names that the model sees."""
+        found: dict[str, tuple[str | None, Tool | CustomTool]] = {}
         for tool in self.tools or ():
             namespace = tool.name if isinstance(tool, NamespaceTool) else None
             members = tool.tools if isinstance(tool, NamespaceTool) else [tool]
             for each in members:
-                if isinstance(each, Tool):
+                if isinstance(each, Tool | CustomTool):
                     found[full_name(namespace, each.name)] = (namespace, each)
         return found
 
@@ -137,13 +161,6 @@ class ResponsesBody(SamplingBody):
         return self.input
 
     @property
-    def forced_tool(self) -> str | None:
-        """The name of the tool that must be called, an empty string for any tool, or None."""
-        if isinstance(self.tool_choice, NamedTool):
-            return full_name(self.tool_choice.namespace, self.tool_choice.name)
-        return "" if self.tool_choice == "required" else None
-
-    @property
     def output(self) -> OutputFormat | None:
         found = self.text_format
         if found is None or found.type == "text":
@@ -152,44 +169,43 @@ class ResponsesBody(SamplingBody):
         return OutputFormat("json_schema", schema, "text.format.schema")
 
 
-class TextPart(Body):
-    """Text of a message, of reasoning or of a tool's output."""
-
-    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
-    text: str
-
-
 class MessageItem(Body):
     """A message. Items that the server sent may be sent back."""
 
     type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | Many[TextPart | InputImagePart]
+    role: str
+    content: Contents
 
 
 class CallItem(Body):
     """A tool call of an earlier answer."""
 
-    type: Literal["function_call"]
+    type: Literal["function_call", "custom_tool_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: str | Json | None = None
+    input: str | None = None
     namespace: str | None = None
+
+    def call(self) -> Call:
+        """Return the call."""
+        arguments = self.arguments if self.input is None else {FREEFORM: self.input}
+        return Call(self.call_id, full_name(self.namespace, self.name), arguments)
 
 
 class CallOutputItem(Body):
     """The output of a tool call."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: str | Many[TextPart | InputImagePart]
+    output: Contents
 
 
 class ReasoningItem(Body):
     """The reasoning of an earlier answer. Encrypted reasoning of another model is ignored."""
 
     type: Literal["reasoning"]
-    content: Many[TextPart] | None = None
+    content: Contents = None
 
 
 class ReferenceItem(Body):
@@ -199,69 +215,65 @@ class ReferenceItem(Body):
     id: str
 
 
-def _kind(item: Any) -> str:
+_KINDS = {
+    "message": "message",
+    "function_call": "call",
+    "custom_tool_call": "call",
+    "function_call_output": "output",
+    "custom_tool_call_output": "output",
+    "reasoning": "reasoning",
+    "item_reference": "reference",
+}
+
+
+def _tag(item: Any) -> str:
     kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "")
-    return kind if isinstance(kind, str) else ""
+    return _KINDS.get(kind, "other") if isinstance(kind, str) else "other"
 
 
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[CallItem, Tag("call")]
+    | Annotated[CallOutputItem, Tag("output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[ReferenceItem, Tag("item_reference")],
-    Discriminator(_kind),
+    | Annotated[ReferenceItem, Tag("reference")]
+    | Annotated[Json, Tag("other")],
+    Discriminator(_tag),
 ]
+"""An item of the history. One of another server's tools is a line of text, or nothing."""
 
 
-def template_messages(
-    instructions: str | None, items: Sequence[Item], markers: tuple[str, str]
-) -> list[Json]:
-    """Return the conversation as chat templates read it. Consecutive items of the assistant become one message."""
-    turns: list[Json] = []
-    if instructions:
-        turns.append({"role": "system", "content": instructions})
-    pending: list[Item] = []
-    for item in items:
-        if isinstance(item, CallItem | ReasoningItem) or getattr(item, "role", "") == "assistant":
-            pending.append(item)
-            continue
-        turns += _assistant(pending, markers)
-        pending = []
-        if isinstance(item, CallOutputItem):
-            output = _text(item.output)
-            turn = {"role": "tool", "tool_call_id": item.call_id, "content": output}
-            turns.append(with_images(turn, item.output))
-        elif isinstance(item, MessageItem):
-            role = "system" if item.role == "developer" else item.role
-            turn = with_images({"role": role, "content": _text(item.content)}, item.content)
-            if role == "system" and "images" in turn:
+def turns_of(instructions: str | None, items: Sequence[Item]) -> list[Turn]:
+    """Return the conversation. Consecutive items of the assistant become one message."""
+    found = [Turn("system", instructions)] if instructions else []
+    own = [turn for item in items if (turn := _turn(item)) is not None]
+    for role, group in groupby(own, key=lambda turn: turn.role):
+        turns = [*group]
+        found += [joined(turns)] if role == "assistant" else turns
+    return found
+
+
+def _turn(item: Item) -> Turn | None:
+    match item:
+        case MessageItem():
+            turn = Turn(role_of(item.role), text_of(item.content), images=images_of(item.content))
+            if turn.images and turn.role != "user":
                 raise refused_field("input", ONLY_USERS)
-            turns.append(turn)
-    return request_settings.with_system_first([*turns, *_assistant(pending, markers)])
+            return turn
+        case CallItem():
+            return Turn("assistant", calls=(item.call(),))
+        case CallOutputItem():
+            images = images_of(item.output)
+            return Turn("tool", text_of(item.output), images=images, call_id=item.call_id)
+        case ReasoningItem():
+            return Turn("assistant", reasoning=text_of(item.content))
+        case ReferenceItem():
+            return None
+    note = note_of(item)
+    return Turn("assistant", note) if note else None
 
 
 ONLY_USERS = "images are read in messages of the user and in outputs of tools. Move them there."
-
-
-def _assistant(items: Sequence[Item], markers: tuple[str, str]) -> list[Json]:
-    if not items:
-        return []
-    messages = [item for item in items if isinstance(item, MessageItem)]
-    if any(with_images({}, item.content) for item in messages):
-        raise refused_field("input", ONLY_USERS)
-    text = "".join(_text(item.content) for item in messages)
-    calls = [item for item in items if isinstance(item, CallItem)]
-    named = [(c.call_id, full_name(c.namespace, c.name), c.arguments) for c in calls]
-    turn = request_settings.call_message(text, named, markers)
-    thoughts = [_text(i.content or ()) for i in items if isinstance(i, ReasoningItem)]
-    if any(thoughts):
-        turn["reasoning_content"] = "\n".join(thoughts)
-    return [turn]
-
-
-def _text(content: str | Iterable[TextPart | InputImagePart]) -> str:
-    return content if isinstance(content, str) else text_of(content)
 
 
 router = APIRouter()
@@ -337,7 +349,7 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
 
 def stored_item(item: Item) -> Json:
     """Return `item` as the history of a record has it, in the client's names."""
-    return item.model_dump(exclude_none=True, by_alias=True)
+    return item if isinstance(item, dict) else item.model_dump(exclude_none=True, by_alias=True)
 
 
 async def restore(api: Api, record: Record, request: GenerationRequest) -> PreparedAnswer:
@@ -375,34 +387,44 @@ async def _referenced_item(request: Request, reference: ReferenceItem) -> Item:
     raise refused_field("input", f"no stored item has the id {reference.id!r:.80}")
 
 
+def _for_template(name: str, tool: Tool | CustomTool) -> Json:
+    if isinstance(tool, CustomTool):
+        return freeform_tool(name, tool.description, tool.format)
+    return template_tool(name, tool.description, tool.parameters)
+
+
 def _internal_request(
     api: Api, body: ResponsesBody, history: list[Item]
 ) -> request_settings.ChatRequest:
     thinking, budget = request_settings.reasoning_of(body.reasoning_effort)
-    found = body.functions.items()
-    tools = [
-        request_settings.template_tool(name, tool.description, tool.parameters)
-        for name, (_, tool) in found
-    ]
+    offered = [_for_template(name, tool) for name, (_, tool) in body.functions.items()]
+    choice = body.tool_choice
+    if isinstance(choice, NamedTool):
+        choice = choice.model_copy(update={"name": full_name(choice.namespace, choice.name)})
+    tools, forced = openai_schemas.chosen_tools(choice, offered)
     return request_settings.ChatRequest(
-        messages=template_messages(body.instructions, history, api.tokenizer.tool_markers),
+        turns=turns_of(body.instructions, history),
         settings=body.sampling_settings(
             max_tokens=body.max_output_tokens,
             field_names={"prompt": "input", "max_tokens": "max_output_tokens"},
         ),
-        tools=[] if body.tool_choice == "none" else tools,
+        tools=tools,
         thinking=thinking,
         reasoning_budget=budget,
         one_call=body.parallel_tool_calls is False,
-        forced_tool=body.forced_tool,
+        forced_tool=forced,
         output=body.output,
     )
 
 
 def _names(body: ResponsesBody) -> dict[str, Json]:
-    """Return the fields that name a function of a namespace in an output item, by the name that the model sees."""
-    found = ((name, *function) for name, function in body.functions.items())
-    return {name: {"name": tool.name, "namespace": space} for name, space, tool in found if space}
+    """Return the fields of an output item that name a tool, by the name that the model sees, where they are others."""
+    found: dict[str, Json] = {}
+    for name, (space, tool) in body.functions.items():
+        kind = {"type": "custom_tool_call"} if isinstance(tool, CustomTool) else {}
+        if space or kind:
+            found[name] = {"name": tool.name, **({"namespace": space} if space else {}), **kind}
+    return found
 
 
 def _repeated_fields(body: ResponsesBody) -> Json:

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasPath, BeforeValidator, Field, model_validator
+from pydantic import AliasChoices, AliasPath, BeforeValidator, Field, model_validator
 
-from coordinator.api.error_responses import field_error
-from coordinator.api.image_parts import ImageUrlPart, text_of
+from coordinator.api.conversation import (
+    FREEFORM,
+    Call,
+    Turn,
+    freeform_tool,
+    role_of,
+    template_tool,
+)
+from coordinator.api.error_responses import field_error, refused_field
+from coordinator.api.image_parts import Contents, images_of, text_of
 from coordinator.api.request_body import (
     Body,
     Many,
@@ -76,8 +84,46 @@ class SamplingBody(Body):
 class NamedTool(Body):
     """The choice of one tool."""
 
-    type: Literal["function"]
-    name: str = Field(validation_alias=AliasPath("function", "name"))
+    type: Literal["function", "custom"]
+    name: str = Field(
+        validation_alias=AliasChoices(
+            AliasPath("function", "name"), AliasPath("custom", "name"), "name"
+        )
+    )
+
+
+class AllowedTools(Body):
+    """The choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = Field(
+        validation_alias=AliasChoices(AliasPath("allowed_tools", "mode"), "mode")
+    )
+    tools: Many[NamedTool] = Field(
+        min_length=1,
+        validation_alias=AliasChoices(AliasPath("allowed_tools", "tools"), "tools"),
+    )
+
+
+ToolChoice = (
+    Literal["auto", "none", "required"]
+    | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
+)
+
+
+def chosen_tools(choice: Any, tools: Sequence[Json]) -> tuple[list[Json], str | None]:
+    """Return the tools that the model may call, and the one it must call, an empty string for any, or None."""
+    if choice == "none":
+        return [], None
+    if isinstance(choice, AllowedTools):
+        names = {tool.name for tool in choice.tools}
+        allowed = [tool for tool in tools if tool["function"]["name"] in names]
+        if not allowed:
+            raise refused_field("tool_choice", "none of its tools is in tools. Send them there.")
+        return allowed, "" if choice.mode == "required" else None
+    if isinstance(choice, NamedTool):
+        return list(tools), choice.name
+    return list(tools), "" if choice == "required" else None
 
 
 class GenerationBody(SamplingBody):
@@ -141,52 +187,71 @@ class GenerationBody(SamplingBody):
 
 
 class MessageToolCall(Body):
-    """A call in the history."""
+    """A call in the history, of a function or of a custom tool."""
 
     id: str | None = None
-    type: Literal["function"] = "function"
-    name: str = Field(validation_alias=AliasPath("function", "name"))
-    arguments: str = Field(validation_alias=AliasPath("function", "arguments"))
+    name: str = Field(
+        validation_alias=AliasChoices(AliasPath("function", "name"), AliasPath("custom", "name"))
+    )
+    arguments: str | Json | None = named("function.arguments")
+    input: str | None = named("custom.input")
 
-
-class TextPart(Body):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
+    def call(self) -> Call:
+        """Return the call."""
+        arguments = self.arguments if self.input is None else {FREEFORM: self.input}
+        return Call(self.id or "", self.name, arguments)
 
 
 class Message(Body):
-    """One message for the chat template. Those that OpenAI's client returned may come back with null fields."""
+    """One message. Those that OpenAI's client returned may come back with null fields."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Many[Annotated[TextPart | ImageUrlPart, Field(discriminator="type")]] | None = (
-        None
-    )
+    role: str
+    content: Contents = None
     name: str | None = None
     reasoning_content: str | None = named("reasoning_content", "reasoning", "thinking")
     tool_calls: Many[MessageToolCall] | None = None
     tool_call_id: str | None = None
 
-    @model_validator(mode="after")
-    def _content_fits_the_role(self) -> Message:
-        if self.content is None and self.role != "assistant":
-            raise ValueError(f"a {self.role} message requires content")
-        return self
+    def turn(self) -> Turn:
+        """Return the message as all dialects have it."""
+        return Turn(
+            role_of(self.role),
+            text_of(self.content),
+            self.reasoning_content or "",
+            tuple(each.call() for each in self.tool_calls or ()),
+            images_of(self.content),
+            self.tool_call_id,
+            self.name,
+        )
 
-    @property
-    def text(self) -> str:
-        content = self.content or ""
-        return content if isinstance(content, str) else text_of(content)
 
-
-class Tool(Body):
-    """A tool that the model may call."""
+class FunctionTool(Body):
+    """A function that the model may call."""
 
     type: Literal["function"]
     name: str = Field(validation_alias=AliasPath("function", "name"))
     description: str | None = named("function.description")
     parameters: Json | None = named("function.parameters")
+
+    def for_template(self) -> Json:
+        """Return the tool as chat templates read it."""
+        return template_tool(self.name, self.description, self.parameters)
+
+
+class CustomTool(Body):
+    """A tool whose input is any text."""
+
+    type: Literal["custom"]
+    name: str = Field(validation_alias=AliasPath("custom", "name"))
+    description: str | None = named("custom.description")
+    format: Json | None = named("custom.format.grammar", "custom.format")
+
+    def for_template(self) -> Json:
+        """Return the tool as chat templates read it."""
+        return freeform_tool(self.name, self.description, self.format)
+
+
+Tool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
 
 
 _SWITCH = {"enabled": True, "adaptive": True, "disabled": False}
@@ -200,7 +265,7 @@ class ChatBody(GenerationBody):
 
     messages: Many[Message] = Field(min_length=1)
     tools: Many[Tool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Json | None = None
     reasoning_effort: ReasoningEffort | None = named("reasoning_effort", "reasoning.effort")
@@ -215,18 +280,11 @@ class ChatBody(GenerationBody):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatBody:
-        if self.continue_final_message and self.messages[-1].role != "assistant":
+        if self.continue_final_message and role_of(self.messages[-1].role) != "assistant":
             raise field_error("continue_final_message", "requires a last message of the assistant")
         if self.add_generation_prompt is False and not self.continue_final_message:
             raise field_error("add_generation_prompt", "false requires continue_final_message")
         return self
-
-    @property
-    def forced_tool(self) -> str | None:
-        """The name of the tool that must be called, an empty string for any tool, or None."""
-        if isinstance(self.tool_choice, NamedTool):
-            return self.tool_choice.name
-        return "" if self.tool_choice == "required" else None
 
     @property
     def thinking(self) -> tuple[bool | None, int | None]:
@@ -240,6 +298,7 @@ class CompletionBody(GenerationBody):
     """The body of `POST /v1/completions`."""
 
     prompt: str | Many[str] | Many[int] | Many[list[int]]
+    suffix: str | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
 
     @model_validator(mode="after")

@@ -24,7 +24,7 @@ _REFUSED = {
     "": """
         bad_words banned_strings banned_tokens custom_token_bans allowed_token_ids logits_processors lora
         grammar grammar_string grammar_triggers guided_grammar structured_outputs.grammar structural_tag
-        structured_outputs.structural_tag negative_prompt chat_template template documents functions suffix
+        structured_outputs.structural_tag negative_prompt chat_template template documents functions
         context images audio refusal prompt_logprobs prompt_embeds prompt conversation container mcp_servers""",
     "0": """
         min_tokens min_length mirostat mirostat_mode dynatemp_range dry_multiplier n_probs top_logprobs

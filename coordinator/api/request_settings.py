@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 from coordinator.api.context import Api
+from coordinator.api.conversation import Turn, template_messages
 from coordinator.api.error_responses import ModelNotLoadedError, UnknownModelError, refused_field
 from coordinator.schedule.prompts import most_waiting
 from coordinator.schedule.request import GenerationRequest
@@ -20,10 +20,10 @@ from coordinator.text.tokenizer import ChatPrompt, ContextLengthError
 from proto.errors import RequestError
 from proto.params import SamplingParams
 
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 BUDGETS = {"minimal": 256, "low": 1024, "medium": 8192}
-"""Tokens. Maximum reasoning per level. `high` and `xhigh` have no limit of their own."""
+"""Tokens. Maximum reasoning per level. Higher ones have no limit of their own."""
 
 
 def reasoning_of(effort: ReasoningEffort | None) -> tuple[bool | None, int | None]:
@@ -69,8 +69,8 @@ TAG = ":latest"
 
 
 def check_model(api: Api, name: str | None) -> None:
-    """Raise UnknownModelError or ModelNotLoadedError unless `name`, perhaps with Ollama's tag, is None or served."""
-    if name is None or api.model.answers_to(name):
+    """Raise UnknownModelError or ModelNotLoadedError unless `name`, perhaps with Ollama's tag, is empty or served."""
+    if not name or api.model.answers_to(name):
         return
     plain = name.removesuffix(TAG)
     if api.model.answers_to(plain):
@@ -145,6 +145,8 @@ def _sampling_params(api: Api, settings: GenerationSettings) -> SamplingParams:
     chosen: Json = {name: value for name, value in settings.sampling.items() if value is not None}
     if "top_k" in chosen:
         chosen["top_k"] = max(chosen["top_k"], 0)  # vLLM's clients send -1 for no limit
+    if chosen.get("top_p") == 0:  # the smallest share, which the likeliest token has alone
+        chosen |= {"top_p": 1.0, "top_k": 1}
     if settings.logit_bias:
         check_tokens(api, settings.logit_bias, "logit_bias")
         chosen["logit_bias"] = settings.logit_bias
@@ -204,15 +206,14 @@ THINKING_SWITCH = "enable_thinking"
 class ChatRequest:
     """A conversation and the settings of its next message.
 
-    `messages` are dicts as chat templates read them: role, content as text, `reasoning_content`, and `tool_calls`
-    whose arguments are objects. `tools` are function tools in OpenAI's format. `thinking` switches reasoning on or
+    `tools` are function tools in OpenAI's format. `thinking` switches reasoning on or
     off, where None leaves it to the template; `reasoning_budget` is its maximum number of tokens. With `one_call` the
     answer ends after its first tool call. `forced_tool` is the tool that the answer must call, or an empty string for
     any tool. `output` is the format of the content, which a forced call replaces. With `continue_final` the answer
     continues the last message.
     """
 
-    messages: Sequence[Json]
+    turns: Sequence[Turn]
     settings: GenerationSettings
     tools: Sequence[Json] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -224,70 +225,25 @@ class ChatRequest:
     continue_final: bool = False
 
 
-async def render_chat(api: Api, chat: ChatRequest) -> ChatPrompt:
-    """Render the conversation in a thread. Raises RequestError, naming the field, if the template rejects it."""
+async def render_chat(
+    api: Api, chat: ChatRequest, places: Mapping[str, str] | None = None
+) -> ChatPrompt:
+    """Render the conversation in a thread. Raises RequestError, naming the field, if the template rejects it.
+
+    `places` are texts of the turns that stand for others, which may have control tokens.
+    """
     kwargs = dict(chat.template_kwargs)
     if chat.thinking is not None and api.tokenizer.uses_variable(THINKING_SWITCH):
         kwargs[THINKING_SWITCH] = chat.thinking
-    render = partial(api.tokenizer.chat_prompt, continue_final=chat.continue_final)
-    size = sum(len(message.get("content") or "") for message in chat.messages)
+    messages = template_messages(chat.turns, api.tokenizer.tool_markers)
+    options: Json = {"continue_final": chat.continue_final, "places": places}
+    render = partial(api.tokenizer.chat_prompt, messages, chat.tools, kwargs, **options)
+    size = sum(len(turn.text) for turn in chat.turns)
     try:
-        return await api.large_work.run(size, partial(render, chat.messages, chat.tools, kwargs))
+        return await api.large_work.run(size, render)
     except ContextLengthError as error:
         error.param = chat.settings.client_name("prompt")
         raise
-
-
-def template_tool(name: str, description: str | None, parameters: Any) -> Json:
-    """Return a tool in OpenAI's format, as chat templates read it."""
-    fields = {"name": name, "description": description, "parameters": parameters}
-    function = {key: value for key, value in fields.items() if value is not None}
-    return {"type": "function", "function": function}
-
-
-def template_call(call_id: str, name: str, arguments: Any) -> Json:
-    """Return a call of the history as chat templates read it. `arguments` is an object."""
-    function = {"name": name, "arguments": arguments}
-    return {"id": call_id, "type": "function", "function": function}
-
-
-def call_message(
-    content: str, calls: Iterable[tuple[str, str, str]], markers: tuple[str, str]
-) -> Json:
-    """Return an assistant's message with calls of id, name and JSON, which is text between `markers` if invalid."""
-    message: Json = {"role": "assistant", "content": content}
-    parsed = []
-    for call_id, name, arguments in calls:
-        try:
-            value = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, dict):
-            parsed.append(template_call(call_id, name, value))
-        else:
-            start, end = markers
-            text = f"{start}\n{name}: {arguments}\n{end}"
-            message["content"] = "\n\n".join(part for part in (message["content"], text) if part)
-    if parsed:
-        message["tool_calls"] = parsed
-    return message
-
-
-def with_system_first(turns: Sequence[Json]) -> list[Json]:
-    """Return a conversation whose only system message is the first message.
-
-    Those at the beginning are joined. Most templates reject later ones, which become marked messages of the user.
-    """
-    rest = list(turns)
-    system = []
-    while rest and rest[0]["role"] == "system":
-        system.append(rest.pop(0)["content"])
-    first = [{"role": "system", "content": "\n\n".join(system)}] if system else []
-    for index, turn in enumerate(rest):
-        if turn["role"] == "system":
-            text = f"<system>\n{turn['content']}\n</system>"
-            rest[index] = {"role": "user", "content": text}
-    return [*first, *rest]
 
 
 async def grammar_fields(api: Api, chat: ChatRequest, *, thinking: bool) -> Json:

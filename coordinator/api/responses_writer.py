@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from coordinator.api.choice import AnswerEvent, ChoiceEnd, GeneratedAnswer
+from coordinator.api.conversation import freeform_input
 from coordinator.api.delivery import AnswerWriter, sse_event
 from coordinator.api.error_responses import error_body
 from coordinator.text.answer_reader import CallArguments, CallEnd, CallStart, Content, Reasoning
@@ -14,12 +15,14 @@ from coordinator.text.schemas import Json
 
 AnswerStatus = Literal["queued", "in_progress", "ended", "failed", "cancelled"]
 
-PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 EVENTS = {
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
     "function_call": "response.function_call_arguments",
+    "custom_tool_call": "response.custom_tool_call_input",
 }
+CALLS = ("function_call", "custom_tool_call")
 
 
 @dataclass(eq=False)
@@ -45,6 +48,13 @@ class OutputItem:
             return {"type": "output_text", "text": self.text, "annotations": []}
         return {"type": "reasoning_text", "text": self.text} if self.kind == "reasoning" else None
 
+    @property
+    def arguments(self) -> Json:
+        """The field of a call with what the model wrote. The input of a custom tool is sent when it is whole."""
+        if self.kind == "function_call":
+            return {"arguments": self.text}
+        return {"input": "" if self.open else freeform_input(self.text)}
+
     def close(self, *, complete: bool) -> None:
         """End the item."""
         self.open = False
@@ -53,8 +63,8 @@ class OutputItem:
     def as_json(self) -> Json:
         """Return the item."""
         item: Json = {"id": self.id, "type": self.kind, "status": self.status}
-        if self.kind == "function_call":
-            return item | {"call_id": self.call_id, **self.named, "arguments": self.text}
+        if self.kind in CALLS:
+            return item | {"call_id": self.call_id, **self.named, **self.arguments}
         item["content"] = [] if self.open else [self.part()]
         own: Json = {"role": "assistant"} if self.kind == "message" else {"summary": []}
         return item | own
@@ -79,7 +89,7 @@ class ResponseWriter(AnswerWriter):
         if choice.content or not choice.calls:
             self._add("message").text = "".join(choice.content)
         for call in choice.shown_calls:
-            self._add("function_call", call.id, call.name).text = call.arguments
+            self._add_call(call.id, call.name).text = call.arguments
         for item in self._items:
             item.close(complete=item is not self._items[-1] or self._status() == "completed")
         return self._response(self._status())
@@ -119,9 +129,12 @@ class ResponseWriter(AnswerWriter):
                 opened, item = self._open("reasoning")
             case CallStart(name):
                 assert event.call is not None
-                return self._close() + self._added(self._add("function_call", event.call.id, name))
+                return self._close() + self._added(self._add_call(event.call.id, name))
             case CallArguments(text):
                 opened, item = b"", self._items[-1]
+                if item.kind == "custom_tool_call":
+                    item.text += text
+                    return b""
             case CallEnd(complete):
                 return self._close(complete=complete)
             case ChoiceEnd(reason):
@@ -137,11 +150,14 @@ class ResponseWriter(AnswerWriter):
         item = self._add(kind)
         return closed + self._added(item), item
 
-    def _add(self, kind: str, call_id: str = "", name: str = "") -> OutputItem:
-        named = self._names.get(name, {"name": name})
+    def _add_call(self, call_id: str, name: str) -> OutputItem:
+        named = {"type": "function_call", **self._names.get(name, {"name": name})}
+        return self._add(named.pop("type"), call_id, named)
+
+    def _add(self, kind: str, call_id: str = "", named: Json | None = None) -> OutputItem:
         index = len(self._items)
         item_id = f"{PREFIXES[kind]}_{self._answer.id.partition('_')[2]}{index}"
-        item = OutputItem(kind, index, item_id, call_id, named)
+        item = OutputItem(kind, index, item_id, call_id, named or {})
         self._items.append(item)
         return item
 
@@ -158,11 +174,13 @@ class ResponseWriter(AnswerWriter):
         item = self._items[-1]
         item.close(complete=complete)
         content = b""
-        if complete or item.kind != "function_call":  # arguments that were cut off are never done
+        if complete or item.kind not in CALLS:  # arguments that were cut off are never done
             final = {"text": item.text}
-            if item.kind == "function_call":
-                final = {"name": item.named["name"], "arguments": item.text}
-            content = self._part_event(item, f"{EVENTS[item.kind]}.done", **final)
+            if item.kind in CALLS:
+                final = {"name": item.named["name"], **item.arguments}
+            if item.kind == "custom_tool_call":
+                content = self._part_event(item, f"{EVENTS[item.kind]}.delta", delta=final["input"])
+            content += self._part_event(item, f"{EVENTS[item.kind]}.done", **final)
         if (part := item.part()) is not None:
             content += self._part_event(item, "response.content_part.done", part=part)
         place = {"output_index": item.index, "item": item.as_json()}

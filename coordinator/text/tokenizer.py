@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import json
+import re
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -130,6 +133,9 @@ PIECE_CHARACTERS = 131_072
 SHORT_CHARACTERS = 16_384
 """Characters. Shorter texts are encoded on the calling thread, which stops all others for up to about 10 ms."""
 
+GUARD = secrets.token_hex(12)
+"""It stands inside the spelling of a control token in a client's text, so that the token is no token of the prompt."""
+
 CUT_TOKENS = 16
 """Tokens that a cut between two pieces may add."""
 
@@ -167,6 +173,10 @@ class Tokenizer:
         self.control_ids = special.difference(*(tokens or () for tokens in markers))
         """The control tokens, which add no text to an answer."""
         self._template_names = _template_names(wrapper.chat_template)
+        controls = [json.dumps(added[token].content)[1:-1] for token in special]
+        self._controls = _any_of(controls)
+        self._added_ids = {entry.content: token for token, entry in added.items()}
+        self._added = _any_of(self._added_ids)
 
     @classmethod
     def load(
@@ -256,12 +266,17 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         *,
         continue_final: bool = False,
+        places: Mapping[str, str] | None = None,
     ) -> ChatPrompt:
         """Render a chat up to the answer, which with `continue_final` continues the last message.
 
+        Control tokens that the messages, tools or variables spell are ordinary text. `places` are texts that stand for
+        others, which may have control tokens.
         Raises RequestError if the template rejects the messages, ignores tools, or does not use a given variable.
         """
-        kwargs = dict(template_kwargs or {})
+        messages, tools, kwargs = self._guarded(
+            [list(messages), list(tools), dict(template_kwargs or {})], places or {}
+        )
         self._check_template(kwargs, bool(tools))
         if continue_final:
             kwargs["continue_final_message"] = True
@@ -275,15 +290,60 @@ class Tokenizer:
             opening, wrapper = prompt.removeprefix(history), self._wrapper
             thinking = opening.rfind(wrapper.think_start) > opening.rfind(wrapper.think_end)
             reasons = thinking or (reasons and wrapper.think_end not in opening)
-        encoded = self._encode(prompt, add_special_tokens=False)
+        tokens, turn = self._tokens_of(prompt, history)
         return ChatPrompt(
-            tuple(encoded.ids),
+            tokens,
             thinking,
-            # A token that spans the end of the history is not shared. None: the template adds no opening.
-            turn=(encoded.char_to_token(len(history)) or 0) if prompt.startswith(history) else 0,
+            turn=turn,
             continued=self._continued(tools, kwargs, thinking=thinking),
             reasons=reasons,
         )
+
+    def _guarded(self, content: list[Any], places: Mapping[str, str]) -> list[Any]:
+        """Return `content`, an array of JSON, with GUARD in each control token, and then with `places` replaced."""
+        text = json.dumps(content)
+        guarded = self._controls.sub(lambda found: f"{found[0][0]}{GUARD}{found[0][1:]}", text)
+        for place, stands_for in places.items():
+            guarded = guarded.replace(place, json.dumps(stands_for)[1:-1])
+        return content if guarded == text else list(json.loads(guarded))
+
+    def _tokens_of(self, prompt: str, history: str) -> tuple[tuple[int, ...], int]:
+        """Return the tokens of a rendered prompt, and how many of them are those of `history`, its beginning.
+
+        A token that spans the end of the history is not shared. 0: the template adds no opening.
+        """
+        begins = prompt.startswith(history)
+        if GUARD not in prompt:
+            encoded = self._encode(prompt, add_special_tokens=False)
+            return tuple(encoded.ids), (encoded.char_to_token(len(history)) or 0) if begins else 0
+        tokens = self._encode_guarded(prompt)
+        known = self._encode_guarded(history) if begins else []
+        pairs = enumerate(zip(tokens, known, strict=False))
+        return tuple(tokens), next(
+            (i for i, (a, b) in pairs if a != b), min(len(tokens), len(known))
+        )
+
+    def _encode_guarded(self, prompt: str) -> list[int]:
+        """Encode a prompt in which GUARD makes spellings of control tokens ordinary text."""
+        tokens: list[int] = []
+        place = 0
+        for found in (*self._added.finditer(prompt), None):
+            text = prompt[place : found.start() if found else len(prompt)]
+            if GUARD in text:
+                tokens += self._encode_ordinary(text.replace(GUARD, ""))
+            else:
+                tokens += self._encode(text, add_special_tokens=False).ids
+            if found:
+                tokens.append(self._added_ids[found[0]])
+                place = found.end()
+        return tokens
+
+    def _encode_ordinary(self, text: str) -> list[int]:
+        """Encode `text` without added tokens, as the backend encodes the text between them."""
+        normalizer, split = self.backend.normalizer, self.backend.pre_tokenizer
+        normal = text if normalizer is None else normalizer.normalize_str(text)
+        pieces = [(normal, None)] if split is None else split.pre_tokenize_str(normal)
+        return [token.id for piece, _ in pieces for token in self.backend.model.tokenize(piece)]
 
     def _continued(self, tools: Sequence[Json], kwargs: Json, *, thinking: bool) -> bool:
         """Return whether the template renders a past answer as the prompt and the model wrote it.
@@ -397,6 +457,12 @@ class Tokenizer:
     def tool_markers(self) -> tuple[str, str]:
         """The start and end marker of a tool call; the end marker may be empty."""
         return self._wrapper.tool_call_start or "", self._wrapper.tool_call_end or ""
+
+
+def _any_of(spellings: Iterable[str]) -> re.Pattern[str]:
+    """Return the pattern of any of `spellings`, the longest first."""
+    longest_first = sorted({s for s in spellings if len(s) > 1}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _byte_table(backend: tokenizers.Tokenizer) -> list[bytes]:

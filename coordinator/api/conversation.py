@@ -1,0 +1,185 @@
+"""The conversation that all dialects build, and the form in which chat templates read it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from coordinator.text.schemas import Json
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "assistant": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+
+
+def role_of(name: str) -> Role:
+    """Return the role of a message in any dialect. An unknown one speaks as the user."""
+    return ROLES.get(name, "user")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool call of the history. `arguments` are an object, or its JSON text as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: Any
+
+    @property
+    def values(self) -> Json | None:
+        """The arguments as an object, or None for text that is none."""
+        found = self.arguments
+        if isinstance(found, str) or found is None:
+            try:
+                found = json.loads(found or "{}", strict=False)
+            except (ValueError, RecursionError):
+                return None
+        return found if isinstance(found, dict) else None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A message. `images` are the URLs of the images that have a place in `text`."""
+
+    role: Role
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+    images: tuple[str, ...] = ()
+    call_id: str | None = None
+    name: str | None = None
+
+    def for_template(self, markers: tuple[str, str]) -> Json:
+        """Return the message as chat templates read it. A call without an object stands between `markers` as text."""
+        start, end = markers
+        texts, calls = [self.text] if self.text else [], []
+        for number, call in enumerate(self.calls):
+            if (values := call.values) is None:
+                texts.append(f"{start}\n{call.name}: {call.arguments}\n{end}")
+                continue
+            function = {"name": call.name, "arguments": values}
+            calls.append({"id": call.id or str(number), "type": "function", "function": function})
+        found: Json = {"role": self.role, "content": "\n\n".join(texts)}
+        optional = {
+            "reasoning_content": self.reasoning,
+            "tool_calls": calls,
+            "tool_call_id": self.call_id,
+            "name": self.name,
+        }
+        return found | {name: value for name, value in optional.items() if value}
+
+
+def template_messages(turns: Iterable[Turn], markers: tuple[str, str]) -> list[Json]:
+    """Return a conversation as chat templates read it, with at most one system message, which is the first message.
+
+    Those at the beginning are joined. Later ones become marked messages of the user, since most templates reject them,
+    and as part of the first they would change the prompt from its beginning. Without a message of the user an empty
+    one is added, which templates of Qwen3.5 and later require.
+    """
+    rest = list(turns)
+    system = []
+    while rest and rest[0].role == "system":
+        system.append(rest.pop(0).text)
+    text = "\n\n".join(filter(None, map(without_changing_lines, system)))
+    first = [Turn("system", text)] if text else []
+    for index, turn in enumerate(rest):
+        if turn.role == "system":
+            marked = f"<system>\n{without_changing_lines(turn.text)}\n</system>"
+            rest[index] = replace(turn, role="user", text=marked)
+    if not any(turn.role == "user" for turn in rest):
+        rest.insert(0, Turn("user"))
+    return [turn.for_template(markers) for turn in [*first, *rest]]
+
+
+_CHANGING = re.compile(r"^x-anthropic-billing-header:[^\n]*(?:\n+|$)")
+"""The first line of Claude Code's system prompt. It has a hash of each request, after which no prefix is known."""
+
+
+def without_changing_lines(system: str) -> str:
+    """Return a system prompt without the lines that agents change with every request and the model does not need."""
+    return _CHANGING.sub("", system)
+
+
+def template_tool(name: str, description: str | None, parameters: Any) -> Json:
+    """Return a tool in OpenAI's format, as chat templates read it."""
+    fields = {"name": name, "description": description, "parameters": parameters}
+    function = {key: value for key, value in fields.items() if value is not None}
+    return {"type": "function", "function": function}
+
+
+FREEFORM = "input"
+"""The argument of a custom tool, which takes any text."""
+
+
+def freeform_tool(name: str, description: str | None, form: Any) -> Json:
+    """Return a custom tool, whose input is a text, as a function. `form` is the format that OpenAI's models force."""
+    texts = [description] if description else []
+    if isinstance(form, dict) and isinstance(form.get("definition"), str):
+        texts.append(f"The input has this grammar ({form.get('syntax')}):\n{form['definition']}")
+    schema = {
+        "type": "object",
+        "properties": {FREEFORM: {"type": "string"}},
+        "required": [FREEFORM],
+    }
+    return template_tool(name, "\n\n".join(texts) or None, schema)
+
+
+def freeform_input(arguments: str) -> str:
+    """Return the input of a call of a custom tool, or the arguments as they are if they were cut off."""
+    try:
+        return str(json.loads(arguments)[FREEFORM])
+    except (ValueError, KeyError, TypeError):
+        return arguments
+
+
+NOTE_CHARACTERS = 20_000
+"""Longest text of a part of the history that this server does not know."""
+
+_TOLD = ("title", "text", "name", "tool_name", "url", "query", "input", "output", "content", "data")
+
+
+def note_of(part: Any, kind: str = "") -> str:
+    """Return a line about a part of the history that another server made, or nothing if it has no words.
+
+    A document of text is its text. No part of a history is refused: the client could not go on.
+    """
+    if isinstance(part, dict):
+        kind = str(part.get("type") or kind)
+    words = "\n".join(dict.fromkeys(_words(part)))[:NOTE_CHARACTERS]
+    return f"[{kind}] {words}" if words else ""
+
+
+def _words(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from _words(each)
+    elif isinstance(value, dict):
+        if value.get("type") in ("base64", "image"):
+            return
+        source = value.get("source")
+        yield from _words(source) if isinstance(source, dict | str) else ()
+        for name in _TOLD:
+            yield from _words(value.get(name))
+
+
+def joined(turns: Sequence[Turn]) -> Turn:
+    """Return consecutive messages of one role as one."""
+    return replace(
+        turns[0],
+        text="".join(turn.text for turn in turns),
+        reasoning="\n".join(turn.reasoning for turn in turns if turn.reasoning),
+        calls=tuple(call for turn in turns for call in turn.calls),
+        images=tuple(image for turn in turns for image in turn.images),
+    )
