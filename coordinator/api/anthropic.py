@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from coordinator.api import request_settings
 from coordinator.api.choice import AnswerEvent, GeneratedAnswer, GeneratedCall, chat_answer, new_id
 from coordinator.api.context import Api, api_of
-from coordinator.api.conversation import Call, Turn, role_of, template_tool
+from coordinator.api.conversation import Call, RoleName, Turn, role_of, template_tool
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, sse_event
 from coordinator.api.error_responses import field_error, message_of, status_of
 from coordinator.api.image_parts import ContentPart, Contents, images_of, prompt_of, text_of
@@ -73,7 +73,7 @@ Block = Annotated[
 class Message(Body):
     """One message. System messages may stand anywhere."""
 
-    role: str
+    role: RoleName
     content: str | Many[Block]
 
     def turns(self) -> Iterator[Turn]:

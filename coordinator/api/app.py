@@ -8,6 +8,7 @@ from typing import Any, cast
 from fastapi import APIRouter, Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.api import anthropic, ollama, openai_chat, openai_responses, operations
 from coordinator.api.context import Api, ApiOptions
@@ -29,6 +30,35 @@ ERROR_FORMATS: dict[str, ErrorFormat] = {
     "/api/": ollama.ollama_error,
 }
 """The error format of each path prefix, the first that matches; other paths use OpenAI's format."""
+
+
+UNVERSIONED = (
+    *("/chat/completions", "/completions", "/responses", "/messages", "/messages/count_tokens"),
+    "/models",
+)
+"""Paths that clients ask without `/v1`, because their users left it out of the server's address."""
+
+
+def served_path(path: str) -> str:
+    """Return the path that a client means: without a slash at the end, with `/v1`, and with one of them."""
+    path = path.rstrip("/") or "/"
+    while path.startswith("/v1/v1/"):
+        path = path.removeprefix("/v1")
+    unversioned = path in UNVERSIONED or path.startswith("/responses/")
+    return f"/v1{path}" if unversioned else path
+
+
+class ServedPaths:
+    """An ASGI app in front of another one, which gets the path that the client means."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] == "http" and (path := served_path(scope["path"])) != scope["path"]:
+            scope = {**scope, "path": path, "raw_path": path.encode()}
+        await self._app(scope, receive, send)
 
 
 def create_app(
@@ -62,6 +92,7 @@ def create_app(
 def _new_app(api: Api, routers: Sequence[APIRouter], frames: FrameRecords | None = None) -> FastAPI:
     # No generated pages: they would load scripts from other sites.
     app = FastAPI(title="mtp-cluster", openapi_url=None, docs_url=None, redoc_url=None)
+    app.add_middleware(ServedPaths)
     app.state.api, metrics = api, api.metrics
     frames = frames or FrameRecords()
     feed = LiveFeed(api.status, metrics.latency, metrics.clock, frames, metrics.request_log)

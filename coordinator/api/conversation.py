@@ -6,25 +6,21 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from coordinator.text.schemas import Json
 
 Role = Literal["system", "user", "assistant", "tool"]
 
-ROLES: dict[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "assistant": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "function": "tool",
-}
+RoleName = Literal["system", "developer", "user", "assistant", "tool", "function"]
+"""The roles of messages in all dialects."""
+
+_OTHER_NAMES: dict[RoleName, Role] = {"developer": "system", "function": "tool"}
 
 
-def role_of(name: str) -> Role:
-    """Return the role of a message in any dialect. An unknown one speaks as the user."""
-    return ROLES.get(name, "user")
+def role_of(name: RoleName) -> Role:
+    """Return the role of a message as chat templates know it."""
+    return _OTHER_NAMES.get(name) or cast(Role, name)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from coordinator.api.choice import (
     text_answer,
 )
 from coordinator.api.context import Api, api_of
-from coordinator.api.conversation import Call, Turn, role_of
+from coordinator.api.conversation import Call, RoleName, Turn, role_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, json_line
 from coordinator.api.error_responses import message_of
 from coordinator.api.image_parts import IMAGE_PLACE, data_url
@@ -92,7 +92,7 @@ class MessageCall(Body):
 class Message(Body):
     """One message."""
 
-    role: str
+    role: RoleName
     content: str | None = None
     thinking: str | None = None
     tool_calls: Many[MessageCall] | None = None

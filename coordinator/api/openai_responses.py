@@ -19,6 +19,7 @@ from coordinator.api.context import Api
 from coordinator.api.conversation import (
     FREEFORM,
     Call,
+    RoleName,
     Turn,
     freeform_tool,
     joined,
@@ -173,7 +174,7 @@ class MessageItem(Body):
     """A message. Items that the server sent may be sent back."""
 
     type: Literal["message"] = "message"
-    role: str
+    role: RoleName
     content: Contents
 
 

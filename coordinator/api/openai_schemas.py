@@ -10,6 +10,7 @@ from pydantic import AliasChoices, AliasPath, BeforeValidator, Field, model_vali
 from coordinator.api.conversation import (
     FREEFORM,
     Call,
+    RoleName,
     Turn,
     freeform_tool,
     role_of,
@@ -205,12 +206,18 @@ class MessageToolCall(Body):
 class Message(Body):
     """One message. Those that OpenAI's client returned may come back with null fields."""
 
-    role: str
+    role: RoleName
     content: Contents = None
     name: str | None = None
     reasoning_content: str | None = named("reasoning_content", "reasoning", "thinking")
     tool_calls: Many[MessageToolCall] | None = None
     tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _content_fits_the_role(self) -> Message:
+        if self.content is None and role_of(self.role) in ("system", "user"):
+            raise ValueError(f"a {self.role} message requires content")
+        return self
 
     def turn(self) -> Turn:
         """Return the message as all dialects have it."""

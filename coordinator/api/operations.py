@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -49,7 +49,7 @@ async def status(request: Request) -> Response:
     api, feed = api_of(request), feed_of(request)
     return JSONResponse(
         {
-            **asdict(api.status.status()),
+            **asdict(replace(api.status.status(), changing_prompts=api.prompts.found)),
             "open_requests": [asdict(one) for one in api.metrics.request_log.open_requests()],
             "ended_requests": [asdict(one) for one in api.metrics.request_log.recent],
             "events": [asdict(event) for event in feed.events.events],
