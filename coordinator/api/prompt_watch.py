@@ -22,8 +22,8 @@ SAME = 64
 LONGEST = 256
 """Tokens of the longest change that is looked for."""
 
-CLIENTS = 256
-"""Clients whose last prompt is known."""
+CLIENTS, KNOWN = 64, 8192
+"""Clients whose last prompt is known, and how many of its tokens."""
 
 WORDS = 12
 """Tokens of the text that is shown."""
@@ -32,11 +32,10 @@ WORDS = 12
 def change_of(before: Sequence[int], now: Sequence[int]) -> int | None:
     """Return the place of a change near the start of a prompt, after which both prompts go on alike, or None."""
     shorter = min(len(before), len(now))
-    if shorter < SHORTEST:
+    early = int(EARLY * shorter)
+    if shorter < SHORTEST or before[:early] == now[:early]:
         return None
-    place = next((i for i in range(shorter) if before[i] != now[i]), shorter)
-    if place > EARLY * shorter:
-        return None
+    place = next(i for i in range(early) if before[i] != now[i])
     starts = {tuple(now[place + i : place + i + SAME]) for i in range(LONGEST)}
     for i in range(LONGEST):
         same = tuple(before[place + i : place + i + SAME])
@@ -64,7 +63,7 @@ class PromptWatch:
 
     def look(self, client: str, prompt: tuple[int, ...]) -> None:
         """Compare the next prompt of `client` with the one before, and log its first change."""
-        before = self._last.pop(client, None)
+        before, prompt = self._last.pop(client, None), prompt[:KNOWN]
         self._last[client] = prompt
         while len(self._last) > CLIENTS:
             gone, _ = self._last.popitem(last=False)

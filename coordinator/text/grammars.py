@@ -171,6 +171,8 @@ def _json_call(rule: str, function: Json) -> list[str]:
 _CLOSING = r"/\n?<\/parameter>\n/"
 """The end of a parameter, as the parser of calls reads it."""
 
+_NEXT_LINE = r"/\n<\/parameter>\n/"
+
 _NO_ENDS = r"~/(?s:.*)<\/(parameter|function|tool_call)>(?s:.*)/"
 
 _TEXT_RULES = (
@@ -217,7 +219,8 @@ def _xml_value(rule: str, member: Json, parameters: Json) -> tuple[str, list[str
             return "text", []
         name = rule.upper()
         terms = " & ".join(f"/{expression}/" for expression in expressions)
-        return f"{name} {_CLOSING}", [f"{name}: {terms} & {_NO_ENDS}"]
+        # With its line break, so that this one is no character of the string.
+        return rule, [f"{rule}[suffix={_NEXT_LINE}]: {name}", f"{name}: {terms} & {_NO_ENDS}"]
     return f"{rule} {_CLOSING}", [f"{rule}: {_json_rule({**member, **_definitions(parameters)})}"]
 
 

@@ -6,18 +6,25 @@ import json
 import random
 import time
 from functools import cache
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from coordinator.text.grammars import OutputFormat, call_grammar, compile_format, pack_vocabulary
+from coordinator.text.grammars import (
+    OutputFormat,
+    call_grammar,
+    check_schema,
+    compile_format,
+    pack_vocabulary,
+)
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from mtp.sampling import grammar as grammar_module
 from mtp.sampling.grammar import Answer, GrammarState, Vocabulary, grammar_problem, tokenizer_of
-from proto.errors import ProtocolError
+from proto.errors import ProtocolError, RequestError
 from proto.params import SamplingParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
@@ -231,6 +238,56 @@ def test_no_string_of_a_forced_call_holds_its_end(value: str, allowed: bool) -> 
             encode(HEAD + value + TAIL),
         )
         assert (matcher.try_consume_tokens(tokens) == len(tokens)) is allowed
+
+
+RULES: list[tuple[Any, list[str], list[str]]] = [
+    ({"type": "string", "pattern": "^[a-z]+$"}, ["abc"], ["aBc", "", "a1"]),
+    ({"type": "string", "pattern": "b+"}, ["abc", "b"], ["ac"]),
+    ({"type": "string", "pattern": r"^\d{4}/x"}, ["1234/xyz"], ["123/x"]),
+    ({"type": "string", "maxLength": 3}, ["abc", ""], ["abcd"]),
+    ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab"], ["a", "abcd"]),
+    ({"type": "string", "format": "date"}, ["2026-11-27"], ["today"]),
+    ({"enum": ["a", "b", None]}, ["a", "null"], ["c", "nul"]),
+    ({"type": ["string", "null"], "enum": ["a", None]}, ["a", "null"], ["b"]),
+    ({"allOf": [{"type": "integer"}, {"minimum": 1}]}, ["7"], ["x", "0"]),
+    ({"$ref": "#/$defs/n"}, ["7"], ["x"]),
+    ({"anyOf": [{"type": "string", "maxLength": 2}, {"type": "null"}]}, ["ab", "null"], ["abc"]),
+    ({"anyOf": [{"$ref": "#/$defs/n"}, {"enum": ["all"]}]}, ["7", "all"], ["x"]),
+    ({"allOf": [{"type": "string", "pattern": "^a"}, {"pattern": "z$"}]}, ["a-z"], ["a", "z"]),
+]
+
+
+@pytest.mark.parametrize(("schema", "allowed", "refused"), RULES)
+def test_a_forced_argument_has_the_rules_of_its_schema(
+    schema: Any, allowed: list[str], refused: list[str]
+) -> None:
+    """References and `allOf` are resolved, and strings without quotes keep their rules."""
+    root: Any = {"$ref": "#/$defs/all", "$defs": {"n": {"type": "integer"}}}
+    root["$defs"]["all"] = {"properties": {"a": schema}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": root}}
+    text = call_grammar([tool], "xml", ("<tool_call>", "</tool_call>"), single=True)
+    grammar = compiled(OutputFormat("lark", text, "x")).decode()
+    for value in (*allowed, *refused):
+        matcher = LLMatcher(tokenizer_of(vocabulary()), grammar)
+        tokens = encode(f"{HEAD}{value}\n</parameter>\n{TAIL}")
+        fits = matcher.try_consume_tokens(tokens) == len(tokens)
+        assert fits is (value in allowed), value
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field"),
+    [
+        ({"properties": {}, "patternProperties": {"^a": {}}}, "patternProperties"),
+        ({"properties": {"a": {}}, "anyOf": [{"required": ["a"]}]}, "anyOf"),
+        ({"minProperties": 1}, "minProperties"),
+        ({"properties": 5}, "properties"),
+    ],
+)
+def test_rules_that_no_grammar_holds_are_refused(parameters: Any, field: str) -> None:
+    """The error names the field, where the form of calls cannot hold it."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with pytest.raises(RequestError, match=field):
+        check_schema(tool, "tools[0].function.parameters", "xml")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,373 @@
+"""Histories and fields as agents really send them, in every dialect: taken, with the words that the model needs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from coordinator.api.anthropic import Tool
+from coordinator.api.prompt_watch import PromptWatch, change_of
+from tests.support.api.api_client import ApiClient, tiny_tokenizer
+from tests.support.api.fake_generator import FakeGenerator
+
+USER: Any = {"role": "user", "content": "Hi"}
+CALL: Any = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+OLLAMA = "/api/chat"
+
+
+def api() -> ApiClient:
+    """Return an API whose model answers shortly."""
+    return ApiClient(FakeGenerator(tiny_tokenizer(), "Yes."))
+
+
+async def prompt_of(path: str, body: Any) -> str:
+    """Return the prompt that a request gives."""
+    client = api()
+    fields: dict[str, Any] = {
+        MESSAGES: {"max_tokens": 5},
+        OLLAMA: {"model": "tiny", "stream": False},
+    }
+    response = await client.post(path, {**fields.get(path, {}), **body})
+    assert response.status_code == 200, response.text
+    return client.generator.prompt_text()
+
+
+SYSTEMS = [
+    (CHAT, {"messages": [{"role": "system", "content": t} for t in ("A", "B")] + [USER]}),
+    (OLLAMA, {"messages": [{"role": "system", "content": t} for t in ("A", "B")] + [USER]}),
+    (RESPONSES, {"instructions": "A", "input": [{"role": "developer", "content": "B"}, USER]}),
+    (MESSAGES, {"system": "A", "messages": [{"role": "system", "content": "B"}, USER]}),
+    (MESSAGES, {"system": [{"type": "text", "text": t} for t in "AB"], "messages": [USER]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), SYSTEMS)
+async def test_system_messages_at_the_beginning_are_joined(path: str, body: Any) -> None:
+    prompt = await prompt_of(path, body)
+    assert prompt.startswith("<|im_start|>system\nA\n\nB<|im_end|>\n<|im_start|>user\nHi")
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize("path", [CHAT, OLLAMA, RESPONSES, MESSAGES])
+async def test_a_later_system_message_is_marked(path: str, role: str) -> None:
+    """Templates of Qwen3.5 and later refuse it, and moved to the front it would change every prefix."""
+    turns = [
+        USER,
+        {"role": "assistant", "content": "Yes."},
+        {"role": role, "content": "New."},
+        USER,
+    ]
+    body = {"input" if path == RESPONSES else "messages": turns}
+    prompt = await prompt_of(path, body)
+    assert "<|im_start|>user\n<system>\nNew.\n</system><|im_end|>" in prompt
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (CHAT, {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]}, "b"),
+        (CHAT, {"messages": [USER, {"role": "tool", "tool_call_id": "c1", "content": None}]}, ""),
+        (CHAT, {"messages": [USER, {"role": "function", "name": "f", "content": "18"}]}, "18"),
+        (
+            CHAT,
+            {
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {"id": "c", "function": {"name": "f", "arguments": {"a": "b"}}}
+                        ],
+                    },
+                ]
+            },
+            "<parameter=a>\nb\n",
+        ),
+        (
+            CHAT,
+            {
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {"id": "c", "type": "custom", "custom": {"name": "p", "input": "x y"}}
+                        ],
+                    },
+                ]
+            },
+            "<parameter=input>\nx y\n",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "input_text", "text": "T"}]}]},
+            "T",
+        ),
+        (
+            CHAT,
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "file", "file": {"file_id": "x"}}]}
+                ]
+            },
+            "",
+        ),
+        (
+            OLLAMA,
+            {
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "b"}'}}],
+                    },
+                ]
+            },
+            "<parameter=a>\nb\n",
+        ),
+        (
+            MESSAGES,
+            {
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {
+                                "type": "server_tool_use",
+                                "id": "s1",
+                                "name": "web_search",
+                                "input": {"query": "rome weather"},
+                            },
+                            {
+                                "type": "web_search_tool_result",
+                                "tool_use_id": "s1",
+                                "content": [
+                                    {
+                                        "type": "web_search_result",
+                                        "title": "Weather",
+                                        "url": "https://w.example",
+                                        "encrypted_content": "SECRET",
+                                    }
+                                ],
+                            },
+                            {"type": "text", "text": "Warm."},
+                        ],
+                    },
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "tool_reference", "tool_name": "later"},
+                            {
+                                "type": "document",
+                                "title": "Notes",
+                                "source": {"type": "text", "media_type": "text/plain", "data": "D"},
+                            },
+                            {"type": "text", "text": "And now?"},
+                        ],
+                    },
+                ]
+            },
+            "rome weather",
+        ),
+        (
+            RESPONSES,
+            {
+                "input": [
+                    USER,
+                    {"type": "web_search_call", "id": "w", "action": {"query": "rome"}},
+                    {"type": "custom_tool_call", "call_id": "c", "name": "p", "input": "x y"},
+                    {"type": "custom_tool_call_output", "call_id": "c", "output": "Done"},
+                    {"type": "something_new", "data": "words"},
+                ]
+            },
+            "<parameter=input>\nx y\n",
+        ),
+    ],
+)
+async def test_a_history_never_locks_a_session(path: str, body: Any, words: str) -> None:
+    """Parts of other servers become a line of text, or nothing."""
+    prompt = await prompt_of(path, body)
+    assert words in prompt
+    assert "SECRET" not in prompt
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_p": 0},
+        {"user": "u" * 300},
+        {"reasoning_effort": "max"},
+        {"model": ""},
+        {"n": 1, "frequency_penalty": None},
+    ],
+)
+async def test_fields_that_clients_send_are_taken(fields: Any) -> None:
+    await prompt_of(CHAT, {"messages": [USER], **fields})
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions/", {"messages": [USER]}),
+        ("/chat/completions", {"messages": [USER]}),
+        ("/v1/v1/chat/completions", {"messages": [USER]}),
+        ("/messages", {"messages": [USER], "max_tokens": 5}),
+        ("/v1/messages/count_tokens/", {"messages": [USER]}),
+        ("/responses", {"input": "Hi"}),
+        ("/completions/", {"prompt": "Hi"}),
+        ("/api/chat/", {"model": "tiny", "messages": [USER]}),
+    ],
+)
+async def test_paths_that_clients_mean(path: str, body: Any) -> None:
+    """With a slash at the end, and with or without the version."""
+    assert (await api().post(path, body)).status_code == 200
+
+
+# ---- custom tools, and the choice of tools
+
+PATCH = '*** Begin Patch\n+ a "b"\n*** End Patch'
+
+
+def patching() -> ApiClient:
+    """Return an API whose model calls a custom tool."""
+    value = f"<parameter=input>\n{PATCH}\n</parameter>\n"
+    call = f"</think>\n\n<tool_call>\n<function=apply_patch>\n{value}</function>\n</tool_call>"
+    return ApiClient(FakeGenerator(tiny_tokenizer(), call, window=3))
+
+
+def events_of(text: str) -> list[Any]:
+    """Return the data of a stream."""
+    lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+async def test_a_custom_tool_of_responses() -> None:
+    """The model sees a function with one string. Its call is an item with the input, whole and streamed."""
+    client = patching()
+    form = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
+    tool = {"type": "custom", "name": "apply_patch", "description": "Patches.", "format": form}
+    whole = (await client.post(RESPONSES, {"input": "Hi", "tools": [tool]})).json()
+    (item,) = [item for item in whole["output"] if item["type"] == "custom_tool_call"]
+    assert (item["name"], item["input"], item["status"]) == ("apply_patch", PATCH, "completed")
+    assert 'start: \\"x\\"' in client.generator.prompt_text()
+    streamed = await client.post(RESPONSES, {"input": "Hi", "tools": [tool], "stream": True})
+    events = events_of(streamed.text)
+    deltas = [e["delta"] for e in events if e["type"] == "response.custom_tool_call_input.delta"]
+    done = [e for e in events if e["type"] == "response.custom_tool_call_input.done"]
+    assert "".join(deltas) == done[0]["input"] == PATCH
+    again = [{"role": "user", "content": "Hi"}, item]
+    again.append({"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "Done"})
+    next_turn = await client.post(RESPONSES, {"input": again, "tools": [tool]})
+    assert next_turn.status_code == 200, next_turn.text
+
+
+async def test_a_custom_tool_of_chat_completions() -> None:
+    """The call has `custom` with the input, whole and streamed."""
+    tool = {"type": "custom", "custom": {"name": "apply_patch"}}
+    body = {"messages": [USER], "tools": [tool]}
+    whole = (await patching().post(CHAT, body)).json()["choices"][0]
+    (call,) = whole["message"]["tool_calls"]
+    assert (call["type"], call["custom"]) == ("custom", {"name": "apply_patch", "input": PATCH})
+    assert whole["finish_reason"] == "tool_calls"
+    streamed = await patching().post(CHAT, {**body, "stream": True})
+    deltas = [e["choices"][0]["delta"] for e in events_of(streamed.text)]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert calls[0]["custom"] == {"name": "apply_patch", "input": ""}
+    assert "".join(call["custom"]["input"] for call in calls) == PATCH
+
+
+def function(name: str) -> Any:
+    """Return a function of chat completions."""
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+async def test_allowed_tools_are_the_only_ones(path: str, mode: str) -> None:
+    """The model sees the named tools, and with `required` it must call one of them."""
+    client = patching()
+    if path == CHAT:
+        inner = {"mode": mode, "tools": [function("apply_patch")]}
+        body: Any = {
+            "messages": [USER],
+            "tools": [function("apply_patch"), function("other_one")],
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": inner},
+        }
+    else:
+        named = [{"type": "function", "name": n} for n in ("apply_patch", "other_one")]
+        choice = {"type": "allowed_tools", "mode": mode, "tools": named[:1]}
+        body = {"input": "Hi", "tools": named, "tool_choice": choice}
+    response = await client.post(path, body)
+    assert response.status_code == 200, response.text
+    assert "apply_patch" in client.generator.prompt_text()
+    assert "other_one" not in client.generator.prompt_text()
+    assert bool(client.generator.requests[-1].params.grammar) is (mode == "required")
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [
+        ("text_editor_20250728", "old_str"),
+        ("bash_20250124", "restart"),
+        ("memory_20250818", "old_path"),
+    ],
+)
+def test_tools_that_anthropic_names_have_their_schema(kind: str, word: str) -> None:
+    known = Tool.model_validate({"type": kind, "name": "it"}).known
+    assert known is not None
+    assert word in known["properties"]
+
+
+async def test_a_suffix_needs_the_tokens_of_its_form() -> None:
+    """The small tokenizer of the tests has none."""
+    response = await api().post("/v1/completions", {"prompt": "a", "suffix": "b"})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "suffix"
+
+
+# ---- prefixes
+
+HEADER = "x-anthropic-billing-header: cc_version=2.1.104; cc_entrypoint=cli; cch={};"
+
+
+@pytest.mark.parametrize("shape", ["text", "blocks"])
+async def test_the_changing_block_of_claude_code_is_left_out(shape: str) -> None:
+    """Ten turns with another hash each have prompts that begin alike."""
+    prompts = []
+    for turn in range(3):
+        texts = [HEADER.format(turn), "You are an agent."]
+        system: Any = [{"type": "text", "text": text} for text in texts]
+        if shape == "text":
+            system = "\n".join(texts)
+        prompts.append(await prompt_of(MESSAGES, {"system": system, "messages": [USER]}))
+    assert len({*prompts}) == 1
+    assert "billing" not in prompts[0]
+    assert "You are an agent." in prompts[0]
+
+
+def test_a_prompt_that_changes_near_its_start_is_named() -> None:
+    """A short change in the first half counts; another conversation, and the next turn of one, do not."""
+    long = [*range(2000)]
+    changed = [*long[:20], 9001, 9002, *long[22:]]
+    assert change_of(long, changed) == 20
+    assert change_of(long, [*long[:20], 9001, 9002, 9003, *long[21:]]) == 20
+    assert change_of(long, [*long[:20], *range(5000, 7000)]) is None
+    assert change_of(long, [*long[:1900], 9001, *long[1901:]]) is None
+    assert change_of(long, [*long, *range(100)]) is None
+    assert change_of(long[:100], changed[:100]) is None
+
+
+def test_the_watch_names_the_client_and_the_words() -> None:
+    watch = PromptWatch(lambda tokens: " ".join(map(str, tokens)))
+    long = tuple(range(2000))
+    for turn in range(3):
+        watch.look("address 1", (*long[:20], 9000 + turn, *long[21:]))
+        watch.look("address 2", long + tuple(range(turn)))
+    (found,) = watch.found
+    assert (found.client, found.count, found.place) == ("address 1", 2, 20)
+    assert "9001" in found.before
+    assert "9002" in found.now
