@@ -83,6 +83,20 @@ def test_a_session_of_claude_code(coordinator: Coordinator) -> None:
     assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
+SHARE = 0.95
+"""Least share of a prompt that the cache has from the second turn on."""
+
+
+def test_ten_turns_whose_first_block_changes_find_their_prefix(coordinator: Coordinator) -> None:
+    """Claude Code sends another hash with every request, before everything else."""
+    usages = replay_claude_code(coordinator.url, words=800, steps=9, tools=12)
+    for usage in usages[1:]:
+        cached = usage["cache_read_input_tokens"]
+        assert cached / (cached + usage["input_tokens"]) >= SHARE, usages
+    status = httpx.get(f"{coordinator.url}/status", timeout=60).json()
+    assert status["changing_prompts"] == []
+
+
 def test_a_session_of_codex(coordinator: Coordinator) -> None:
     """Instructions, tools, reasoning items, a call with broken arguments and its result reach the model."""
     cached = []

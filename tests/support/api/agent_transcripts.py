@@ -30,6 +30,9 @@ RULES = (
     "Use absolute paths in every call.",
 )
 
+BILLING = "x-anthropic-billing-header:"
+"""The beginning of Claude Code's first block, which has a hash of each request."""
+
 PATH = "/repo/parse.py"
 
 STEPS: tuple[tuple[str, Json, str], ...] = (
@@ -92,7 +95,6 @@ def claude_code(
     ]
     offered[-1] |= CACHED
     system = [
-        {"type": "text", "text": "x-billing-header: cc_version=2"},
         {"type": "text", "text": "You are Claude Code.", **CACHED},
         {"type": "text", "text": system_text(words), **CACHED},
     ]
@@ -107,9 +109,12 @@ def claude_code(
         }
     ]
     for number in range(steps + 1):
+        changing = (
+            f"{BILLING} cc_version=2.1.104.{number:03x}; cc_entrypoint=cli; cch={number:05x};"
+        )
         yield {
             "max_tokens": max_tokens,
-            "system": system,
+            "system": [{"type": "text", "text": changing}, *system],
             "tools": offered,
             "messages": list(messages),
             "metadata": {"user_id": "user_1_account__session_2"},
