@@ -20,7 +20,7 @@ from coordinator.api.delivery import AnswerWriter, PreparedAnswer, sse_event
 from coordinator.api.error_responses import field_error, message_of, status_of
 from coordinator.api.image_parts import ContentPart, Contents, images_of, prompt_of, text_of
 from coordinator.api.openai_schemas import SamplingBody
-from coordinator.api.request_body import Body, Many, named, read_body
+from coordinator.api.request_body import Body, Many, Told, named, read_body
 from coordinator.api.stored_answers import serve_answer
 from coordinator.text.answer_reader import CallArguments, CallStart, Content, Reasoning
 from coordinator.text.grammars import OutputFormat
@@ -28,14 +28,14 @@ from coordinator.text.schemas import Json
 from coordinator.text.tokenizer import ContextLengthError
 
 
-class ThinkingBlock(Body):
+class ThinkingBlock(Told):
     """Reasoning of an earlier answer, sent back. That of another model is encrypted, and omitted."""
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: str = ""
 
 
-class ToolUseBlock(Body):
+class ToolUseBlock(Told):
     """A tool call of an earlier answer."""
 
     type: Literal["tool_use"]
@@ -44,7 +44,7 @@ class ToolUseBlock(Body):
     input: Any
 
 
-class ToolResultBlock(Body):
+class ToolResultBlock(Told):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
@@ -70,7 +70,7 @@ Block = Annotated[
 ]
 
 
-class Message(Body):
+class Message(Told):
     """One message. System messages may stand anywhere."""
 
     role: RoleName

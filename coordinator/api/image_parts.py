@@ -15,7 +15,7 @@ from pydantic import AfterValidator, AliasChoices, AliasPath, Discriminator, Fie
 from coordinator.api.context import Api
 from coordinator.api.conversation import note_of
 from coordinator.api.error_responses import refused_field
-from coordinator.api.request_body import Body, Many
+from coordinator.api.request_body import Many, Told
 from coordinator.api.request_settings import ChatRequest, render_chat
 from coordinator.images.encoder import EncodedImage
 from coordinator.schedule.request import PromptImage
@@ -32,14 +32,14 @@ IMAGE_PLACE = f"image {secrets.token_hex(16)}"
 _AS_TEMPLATES_WRITE_IT = f"<|vision_start|>{IMAGE_WORD}<|vision_end|>"
 
 
-class TextPart(Body):
+class TextPart(Told):
     """Text of a message, of reasoning or of a tool's output."""
 
     type: Literal["text", "input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
 
 
-class _Image(Body):
+class _Image(Told):
     """A part of a message that is an image."""
 
     url: str

@@ -31,7 +31,7 @@ from coordinator.api.error_responses import message_of
 from coordinator.api.image_parts import IMAGE_PLACE, data_url
 from coordinator.api.model_catalog import ModelFacts
 from coordinator.api.openai_schemas import SamplingBody
-from coordinator.api.request_body import Body, Many, named, read_body
+from coordinator.api.request_body import Body, Many, Told, named, read_body
 from coordinator.api.stored_answers import serve_answer
 from coordinator.text.answer_reader import CallEnd, Content, Reasoning
 from coordinator.text.grammars import ANY_OBJECT, OutputFormat
@@ -81,7 +81,7 @@ class ModelBody(Body):
         )
 
 
-class MessageCall(Body):
+class MessageCall(Told):
     """A call in the history."""
 
     id: str | None = None
@@ -89,7 +89,7 @@ class MessageCall(Body):
     arguments: Json | str | None = named("function.arguments")
 
 
-class Message(Body):
+class Message(Told):
     """One message."""
 
     role: RoleName

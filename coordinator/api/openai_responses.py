@@ -32,7 +32,7 @@ from coordinator.api.error_responses import field_error, refused_field
 from coordinator.api.image_parts import Contents, images_of, text_of
 from coordinator.api.journal import Record
 from coordinator.api.openai_schemas import SamplingBody
-from coordinator.api.request_body import Body, Many, TokenLimit, named, read_body
+from coordinator.api.request_body import Body, Many, TokenLimit, Told, named, read_body
 from coordinator.api.responses_writer import ResponseWriter
 from coordinator.api.stored_answers import owner_of, pin_request, serve_answer, stored_of
 from coordinator.schedule.request import GenerationRequest
@@ -170,7 +170,7 @@ class ResponsesBody(SamplingBody):
         return OutputFormat("json_schema", schema, "text.format.schema")
 
 
-class MessageItem(Body):
+class MessageItem(Told):
     """A message. Items that the server sent may be sent back."""
 
     type: Literal["message"] = "message"
@@ -178,7 +178,7 @@ class MessageItem(Body):
     content: Contents
 
 
-class CallItem(Body):
+class CallItem(Told):
     """A tool call of an earlier answer."""
 
     type: Literal["function_call", "custom_tool_call"]
@@ -194,7 +194,7 @@ class CallItem(Body):
         return Call(self.call_id, full_name(self.namespace, self.name), arguments)
 
 
-class CallOutputItem(Body):
+class CallOutputItem(Told):
     """The output of a tool call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -202,14 +202,14 @@ class CallOutputItem(Body):
     output: Contents
 
 
-class ReasoningItem(Body):
+class ReasoningItem(Told):
     """The reasoning of an earlier answer. Encrypted reasoning of another model is ignored."""
 
     type: Literal["reasoning"]
     content: Contents = None
 
 
-class ReferenceItem(Body):
+class ReferenceItem(Told):
     """A reference to an output item of a stored response. Clients send it instead of the item."""
 
     type: Literal["item_reference"]

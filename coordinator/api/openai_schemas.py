@@ -25,6 +25,7 @@ from coordinator.api.request_body import (
     StopString,
     StopStrings,
     TokenLimit,
+    Told,
     named,
 )
 from coordinator.api.request_settings import (
@@ -187,7 +188,7 @@ class GenerationBody(SamplingBody):
         )
 
 
-class MessageToolCall(Body):
+class MessageToolCall(Told):
     """A call in the history, of a function or of a custom tool."""
 
     id: str | None = None
@@ -203,7 +204,18 @@ class MessageToolCall(Body):
         return Call(self.id or "", self.name, arguments)
 
 
-class Message(Body):
+class FunctionCall(Told):
+    """The only call of a message."""
+
+    name: str
+    arguments: str | Json | None = None
+
+    def call(self) -> Call:
+        """Return the call."""
+        return Call("", self.name, self.arguments)
+
+
+class Message(Told):
     """One message. Those that OpenAI's client returned may come back with null fields."""
 
     role: RoleName
@@ -212,6 +224,8 @@ class Message(Body):
     reasoning_content: str | None = named("reasoning_content", "reasoning", "thinking")
     tool_calls: Many[MessageToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
+    """The call of older clients, which had one."""
 
     @model_validator(mode="after")
     def _content_fits_the_role(self) -> Message:
@@ -219,13 +233,17 @@ class Message(Body):
             raise ValueError(f"a {self.role} message requires content")
         return self
 
+    @property
+    def _older_call(self) -> list[FunctionCall]:
+        return [] if self.function_call is None else [self.function_call]
+
     def turn(self) -> Turn:
         """Return the message as all dialects have it."""
         return Turn(
             role_of(self.role),
             text_of(self.content),
             self.reasoning_content or "",
-            tuple(each.call() for each in self.tool_calls or ()),
+            tuple(each.call() for each in [*(self.tool_calls or ()), *self._older_call]),
             images_of(self.content),
             self.tool_call_id,
             self.name,

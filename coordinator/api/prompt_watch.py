@@ -30,7 +30,7 @@ WORDS = 12
 
 
 def change_of(before: Sequence[int], now: Sequence[int]) -> int | None:
-    """Return the place of a change near the start of a prompt, after which both prompts go on alike, or None."""
+    """Return the place of a change near the start of a prompt, after which both prompts are the same again, or None."""
     shorter = min(len(before), len(now))
     early = int(EARLY * shorter)
     if shorter < SHORTEST or before[:early] == now[:early]:

@@ -99,6 +99,15 @@ class Body(pydantic.BaseModel):
         return self
 
 
+class Told(Body):
+    """An object of the history. Nothing of what other servers have added to it is refused."""
+
+    @pydantic.model_validator(mode="after")
+    def _check_others(self) -> Self:
+        (self.__pydantic_extra__ or {}).clear()
+        return self
+
+
 def named(*names: str) -> Any:
     """Return an optional field of several names. The first that is sent counts; one with a dot is a path."""
     paths = [AliasPath(*name.split(".")) if "." in name else name for name in names]

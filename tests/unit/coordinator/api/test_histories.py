@@ -116,6 +116,38 @@ async def test_a_later_system_message_is_marked(path: str, role: str) -> None:
             "",
         ),
         (
+            CHAT,
+            {
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
+                        "content": None,
+                        "refusal": "No.",
+                        "audio": {"id": "a"},
+                        "function_call": {"name": "f", "arguments": '{"a": "b"}'},
+                    },
+                ]
+            },
+            "<parameter=a>\nb\n",
+        ),
+        (
+            RESPONSES,
+            {
+                "input": [
+                    USER,
+                    {
+                        "type": "message",
+                        "role": "assistant",
+                        "content": [
+                            {"type": "output_text", "text": "T", "logprobs": [{"token": "T"}]}
+                        ],
+                    },
+                ]
+            },
+            "T",
+        ),
+        (
             OLLAMA,
             {
                 "messages": [
