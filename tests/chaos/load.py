@@ -182,7 +182,9 @@ def _difference(answer: Answer, wanted: Answer) -> str:
     own, other, name = next(pair for pair in pairs if pair[0] != pair[1])
     at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), None)
     at = min(len(own), len(other)) if at is None else at
-    return f"{name} from {at} of {len(other)}: {own[at : at + 3]!r} instead of {other[at : at + 3]!r}"
+    return (
+        f"{name} from {at} of {len(other)}: {own[at : at + 3]!r} instead of {other[at : at + 3]!r}"
+    )
 
 
 class Clients:
