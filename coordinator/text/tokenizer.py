@@ -114,8 +114,8 @@ _RESERVED_VARIABLES = frozenset(
 class ChatPrompt:
     """A rendered chat.
 
-    `thinking` is True if the template has opened a reasoning block that the answer continues, and `reasons` False if
-    it has closed one, so that the answer has none. The first `turn`
+    `thinking` is True if the template has opened a reasoning block that the answer continues. `reasons` is False if it
+    has closed one. The first `turn`
     tokens are the chat so far, with which the next turn's prompt begins too; the remaining tokens open the answer.
     `continued` is True if the next turn's prompt also contains that opening and the answer unchanged.
     """
