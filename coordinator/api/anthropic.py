@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -18,7 +18,14 @@ from coordinator.api.context import Api, api_of
 from coordinator.api.conversation import Call, RoleName, Turn, role_of, template_tool
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, sse_event
 from coordinator.api.error_responses import field_error, message_of, status_of
-from coordinator.api.image_parts import ContentPart, Contents, images_of, prompt_of, text_of
+from coordinator.api.image_parts import (
+    ContentPart,
+    Contents,
+    images_of,
+    listed,
+    prompt_of,
+    text_of,
+)
 from coordinator.api.openai_schemas import SamplingBody
 from coordinator.api.request_body import Body, Many, Told, named, read_body
 from coordinator.api.stored_answers import serve_answer
@@ -32,23 +39,23 @@ class ThinkingBlock(Told):
     """Reasoning of an earlier answer, sent back. That of another model is encrypted, and omitted."""
 
     type: Literal["thinking", "redacted_thinking"]
-    thinking: str = ""
+    thinking: str | None = None
 
 
 class ToolUseBlock(Told):
     """A tool call of an earlier answer."""
 
     type: Literal["tool_use"]
-    id: str
+    id: str | None = None
     name: str
-    input: Any
+    input: Any = None
 
 
 class ToolResultBlock(Told):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
-    tool_use_id: str
+    tool_use_id: str | None = None
     content: Contents = None
     is_error: bool | None = None
 
@@ -74,12 +81,12 @@ class Message(Told):
     """One message. System messages may stand anywhere."""
 
     role: RoleName
-    content: str | Many[Block]
+    content: Annotated[str | Many[Block] | None, BeforeValidator(listed)] = None
 
     def turns(self) -> Iterator[Turn]:
         """Yield the message as all dialects have it. Each result of a tool is a message of its own."""
         parts: list[Any] = []
-        for block in [self.content] if isinstance(self.content, str) else self.content:
+        for block in [self.content] if isinstance(self.content, str) else self.content or ():
             if isinstance(block, ToolResultBlock):
                 text = (
                     f"Error: {text_of(block.content)}" if block.is_error else text_of(block.content)
@@ -96,7 +103,7 @@ class Message(Told):
             role_of(self.role),
             "".join(text_of(part) if isinstance(part, str) else text_of([part]) for part in told),
             "\n".join(filter(None, thoughts)),
-            tuple(Call(use.id, use.name, use.input) for use in uses),
+            tuple(Call(use.id or "", use.name, use.input) for use in uses),
             images_of(part for part in told if not isinstance(part, str)),
         )
 
@@ -270,8 +277,8 @@ def internal_request(body: PromptBody) -> request_settings.ChatRequest:
 def turns_of(body: PromptBody) -> list[Turn]:
     """Return the conversation."""
     blocks = [body.system] if isinstance(body.system, str) else body.system or ()
-    texts = (block if isinstance(block, str) else text_of([block]) for block in blocks)
-    system = [Turn("system", text) for text in texts if text]
+    own = [block if isinstance(block, str) else [block] for block in blocks]
+    system = [Turn("system", text_of(each), images=images_of(each)) for each in own]
     return [*system, *(turn for message in body.messages for turn in message.turns())]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -43,9 +45,16 @@ class Call:
         return found if isinstance(found, dict) else None
 
 
+IMAGE_PLACE = f"image {secrets.token_hex(16)}"
+"""It stands for an image until the prompt is rendered. What spells its tokens in a client's text is ordinary text."""
+
+
 @dataclass(frozen=True)
 class Turn:
-    """A message. `images` are the URLs of the images that have a place in `text`."""
+    """A message. `images` are the URLs of the images that have a place in `text`.
+
+    Templates read images of the user and of tools. Those of others are named in the text.
+    """
 
     role: Role
     text: str = ""
@@ -54,6 +63,11 @@ class Turn:
     images: tuple[str, ...] = ()
     call_id: str | None = None
     name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.images and self.role not in ("user", "tool"):
+            object.__setattr__(self, "text", self.text.replace(IMAGE_PLACE, "[image]"))
+            object.__setattr__(self, "images", ())
 
     def for_template(self, markers: tuple[str, str]) -> Json:
         """Return the message as chat templates read it. A call without an object stands between `markers` as text."""
@@ -131,17 +145,24 @@ def freeform_tool(name: str, description: str | None, form: Any) -> Json:
 
 
 def freeform_input(arguments: str) -> str:
-    """Return the input of a call of a custom tool, or the arguments as they are if they were cut off."""
-    try:
-        return str(json.loads(arguments)[FREEFORM])
-    except (ValueError, KeyError, TypeError):
-        return arguments
+    """Return the input of a call of a custom tool, as far as it goes if it was cut off."""
+    for end in ("", '"}'):
+        with suppress(ValueError, KeyError, TypeError):
+            return str(json.loads(arguments + end)[FREEFORM])
+    return ""
 
 
 NOTE_CHARACTERS = 20_000
 """Longest text of a part of the history that this server does not know."""
 
-_TOLD = ("title", "text", "name", "tool_name", "url", "query", "input", "output", "content", "data")
+_UNTOLD = (
+    *("type", "id", "status", "index", "signature", "role", "format", "media_type", "mime_type"),
+    *("mimeType", "annotations", "citations", "logprobs", "file_data", "cache_control", "detail"),
+)
+"""Fields without words, besides ids and what is encrypted."""
+
+LONGEST_WORD = 2000
+"""Characters of the longest text without blanks. A longer one is data in Base64, and left out."""
 
 
 def note_of(part: Any, kind: str = "") -> str:
@@ -152,22 +173,21 @@ def note_of(part: Any, kind: str = "") -> str:
     if isinstance(part, dict):
         kind = str(part.get("type") or kind)
     words = "\n".join(dict.fromkeys(_words(part)))[:NOTE_CHARACTERS]
-    return f"[{kind}] {words}" if words else ""
+    return f"\n[{kind}] {words}\n" if words else ""
 
 
 def _words(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        yield value
+        if value and (len(value) < LONGEST_WORD or " " in value[:LONGEST_WORD]):
+            yield value
     elif isinstance(value, list):
         for each in value:
             yield from _words(each)
     elif isinstance(value, dict):
-        if value.get("type") in ("base64", "image"):
-            return
-        source = value.get("source")
-        yield from _words(source) if isinstance(source, dict | str) else ()
-        for name in _TOLD:
-            yield from _words(value.get(name))
+        for name, part in value.items():
+            hidden = name in _UNTOLD or name.endswith("_id") or name.startswith("encrypted")
+            if not hidden and not (name == "data" and value.get("type") != "text"):
+                yield from _words(part)
 
 
 def joined(turns: Sequence[Turn]) -> Turn:

@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, AliasChoices, AliasPath, Discriminator, Field, Tag
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    AliasPath,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+)
 
 from coordinator.api.context import Api
-from coordinator.api.conversation import note_of
+from coordinator.api.conversation import IMAGE_PLACE, note_of
 from coordinator.api.error_responses import refused_field
 from coordinator.api.request_body import Many, Told
 from coordinator.api.request_settings import ChatRequest, render_chat
@@ -25,9 +32,6 @@ from proto.errors import RequestError
 from proto.images import ImageSpan
 
 IMAGE_WORD = "<|image_pad|>"
-
-IMAGE_PLACE = f"image {secrets.token_hex(16)}"
-"""It stands for an image until the prompt is rendered. What spells its tokens in a client's text is ordinary text."""
 
 _AS_TEMPLATES_WRITE_IT = f"<|vision_start|>{IMAGE_WORD}<|vision_end|>"
 
@@ -50,7 +54,9 @@ class ImageUrlPart(_Image):
     """An image in a message of OpenAI's chat."""
 
     type: Literal["image_url"]
-    url: str = Field(validation_alias=AliasChoices(AliasPath("image_url", "url"), "image_url"))
+    url: str = Field(
+        validation_alias=AliasChoices(AliasPath("image_url", "url"), "image_url", "url")
+    )
 
 
 class InputImagePart(_Image):
@@ -61,17 +67,19 @@ class InputImagePart(_Image):
 
 
 def data_url(content: str) -> str:
-    """Return the URL of an image in Base64. Its type is read from its bytes."""
-    return f"data:;base64,{content}"
+    """Return the URL of an image in Base64, which may be one already. Its type is read from its bytes."""
+    return content if content.startswith("data:") else f"data:;base64,{content}"
 
 
 class ImageBlock(_Image):
     """An image in a message or in the result of a tool, of Anthropic."""
 
     type: Literal["image"]
-    form: Literal["base64"] = Field(validation_alias=AliasPath("source", "type"))
+    form: Literal["base64"] = Field(
+        validation_alias=AliasChoices(AliasPath("source", "type"), "form")
+    )
     url: Annotated[str, AfterValidator(data_url)] = Field(
-        validation_alias=AliasPath("source", "data")
+        validation_alias=AliasChoices(AliasPath("source", "data"), "url")
     )
 
 
@@ -82,7 +90,8 @@ _TEXTS = {"text", "input_text", "output_text", "reasoning_text", "summary_text"}
 def _tag(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
     if kind in _TEXTS:
-        return "text"
+        text = part.get("text") if isinstance(part, dict) else part.text
+        return "text" if isinstance(text, str) else "other"
     return str(kind) if kind in _PARTS else "other"
 
 
@@ -96,7 +105,17 @@ ContentPart = Annotated[
 ]
 """A part of a message in any dialect. One that this server does not know is a line of text, or nothing."""
 
-Contents = str | Many[ContentPart] | None
+
+def listed(content: Any) -> Any:
+    """Return a message's content as a list of parts, if it is one part, or has texts among its parts."""
+    if isinstance(content, dict):
+        content = [content]
+    if not isinstance(content, list):
+        return content
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+
+
+Contents = Annotated[str | Many[ContentPart] | None, BeforeValidator(listed)]
 
 
 def text_of(content: Any) -> str:

@@ -25,10 +25,10 @@ from coordinator.api.choice import (
     text_answer,
 )
 from coordinator.api.context import Api, api_of
-from coordinator.api.conversation import Call, RoleName, Turn, role_of
+from coordinator.api.conversation import IMAGE_PLACE, Call, RoleName, Turn, role_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, json_line
 from coordinator.api.error_responses import message_of
-from coordinator.api.image_parts import IMAGE_PLACE, data_url
+from coordinator.api.image_parts import data_url
 from coordinator.api.model_catalog import ModelFacts
 from coordinator.api.openai_schemas import SamplingBody
 from coordinator.api.request_body import Body, Many, Told, named, read_body

@@ -175,31 +175,31 @@ class MessageItem(Told):
 
     type: Literal["message"] = "message"
     role: RoleName
-    content: Contents
+    content: Contents = None
 
 
 class CallItem(Told):
     """A tool call of an earlier answer."""
 
     type: Literal["function_call", "custom_tool_call"]
-    call_id: str
+    call_id: str | None = None
     name: str
-    arguments: str | Json | None = None
+    arguments: Any = None
     input: str | None = None
     namespace: str | None = None
 
     def call(self) -> Call:
         """Return the call."""
         arguments = self.arguments if self.input is None else {FREEFORM: self.input}
-        return Call(self.call_id, full_name(self.namespace, self.name), arguments)
+        return Call(self.call_id or "", full_name(self.namespace, self.name), arguments)
 
 
 class CallOutputItem(Told):
     """The output of a tool call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: str
-    output: Contents
+    call_id: str | None = None
+    output: Contents = None
 
 
 class ReasoningItem(Told):
@@ -212,7 +212,7 @@ class ReasoningItem(Told):
 class ReferenceItem(Told):
     """A reference to an output item of a stored response. Clients send it instead of the item."""
 
-    type: Literal["item_reference"]
+    type: Literal["item_reference"] = "item_reference"
     id: str
 
 
@@ -228,7 +228,9 @@ _KINDS = {
 
 
 def _tag(item: Any) -> str:
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "")
+    kind = getattr(item, "type", "")
+    if isinstance(item, dict):
+        kind = item.get("type", "message" if "role" in item else "item_reference")
     return _KINDS.get(kind, "other") if isinstance(kind, str) else "other"
 
 
@@ -257,10 +259,8 @@ def turns_of(instructions: str | None, items: Sequence[Item]) -> list[Turn]:
 def _turn(item: Item) -> Turn | None:
     match item:
         case MessageItem():
-            turn = Turn(role_of(item.role), text_of(item.content), images=images_of(item.content))
-            if turn.images and turn.role != "user":
-                raise refused_field("input", ONLY_USERS)
-            return turn
+            images = images_of(item.content)
+            return Turn(role_of(item.role), text_of(item.content), images=images)
         case CallItem():
             return Turn("assistant", calls=(item.call(),))
         case CallOutputItem():
@@ -272,9 +272,6 @@ def _turn(item: Item) -> Turn | None:
             return None
     note = note_of(item)
     return Turn("assistant", note) if note else None
-
-
-ONLY_USERS = "images are read in messages of the user and in outputs of tools. Move them there."
 
 
 router = APIRouter()

@@ -94,6 +94,18 @@ class NamedTool(Body):
     )
 
 
+class AllowedTool(Body):
+    """One of some tools. Those that this server leaves out have no name."""
+
+    name: str | None = Field(
+        None,
+        validation_alias=AliasChoices(
+            AliasPath("function", "name"), AliasPath("custom", "name"), "name"
+        ),
+    )
+    namespace: str | None = None
+
+
 class AllowedTools(Body):
     """The choice among some of the tools."""
 
@@ -101,7 +113,7 @@ class AllowedTools(Body):
     mode: Literal["auto", "required"] = Field(
         validation_alias=AliasChoices(AliasPath("allowed_tools", "mode"), "mode")
     )
-    tools: Many[NamedTool] = Field(
+    tools: Many[AllowedTool] = Field(
         min_length=1,
         validation_alias=AliasChoices(AliasPath("allowed_tools", "tools"), "tools"),
     )
@@ -118,7 +130,8 @@ def chosen_tools(choice: Any, tools: Sequence[Json]) -> tuple[list[Json], str | 
     if choice == "none":
         return [], None
     if isinstance(choice, AllowedTools):
-        names = {tool.name for tool in choice.tools}
+        spaces = [f"{tool.namespace}." if tool.namespace else "" for tool in choice.tools]
+        names = {f"{space}{tool.name}" for space, tool in zip(spaces, choice.tools, strict=True)}
         allowed = [tool for tool in tools if tool["function"]["name"] in names]
         if not allowed:
             raise refused_field("tool_choice", "none of its tools is in tools. Send them there.")
@@ -191,17 +204,17 @@ class GenerationBody(SamplingBody):
 class MessageToolCall(Told):
     """A call in the history, of a function or of a custom tool."""
 
-    id: str | None = None
+    id: Any = None
     name: str = Field(
         validation_alias=AliasChoices(AliasPath("function", "name"), AliasPath("custom", "name"))
     )
-    arguments: str | Json | None = named("function.arguments")
+    arguments: Any = named("function.arguments")
     input: str | None = named("custom.input")
 
     def call(self) -> Call:
         """Return the call."""
         arguments = self.arguments if self.input is None else {FREEFORM: self.input}
-        return Call(self.id or "", self.name, arguments)
+        return Call(str(self.id or ""), self.name, arguments)
 
 
 class FunctionCall(Told):
@@ -221,16 +234,20 @@ class Message(Told):
     role: RoleName
     content: Contents = None
     name: str | None = None
-    reasoning_content: str | None = named("reasoning_content", "reasoning", "thinking")
+    reasoning_content: Any = named("reasoning_content", "reasoning", "thinking")
     tool_calls: Many[MessageToolCall] | None = None
     tool_call_id: str | None = None
     function_call: FunctionCall | None = None
     """The call of older clients, which had one."""
+    images: Any = None
+    """Ollama's field, which would be lost without a word."""
 
     @model_validator(mode="after")
     def _content_fits_the_role(self) -> Message:
         if self.content is None and role_of(self.role) in ("system", "user"):
             raise ValueError(f"a {self.role} message requires content")
+        if self.images:
+            raise field_error("images", "not supported here. Send image_url parts.")
         return self
 
     @property
@@ -242,7 +259,7 @@ class Message(Told):
         return Turn(
             role_of(self.role),
             text_of(self.content),
-            self.reasoning_content or "",
+            self.reasoning_content if isinstance(self.reasoning_content, str) else "",
             tuple(each.call() for each in [*(self.tool_calls or ()), *self._older_call]),
             images_of(self.content),
             self.tool_call_id,

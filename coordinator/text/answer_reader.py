@@ -74,6 +74,8 @@ STRUCTURE = ("<parameter=", "<parameter name=", FUNCTION_END)
 TAG = re.compile(r"</parameter>|</function>|<parameter(?=[=\s])|<function(?=[=\s])")
 VALUE_TAGS = (PARAMETER_END, FUNCTION_END, "<parameter=", "<function=")
 
+SPACE = re.compile(r"\s*")
+
 LONGEST_TAG = 240
 """Characters of the longest opening tag."""
 
@@ -126,6 +128,7 @@ class AnswerReader:
         self._taken: list[str] | None = None  # the text of the call so far
         self._waiting: list[Part] = []  # parts of a call in reasoning
         self._begun = False  # a part of the call is sent
+        self._line_begun = False  # the part of a value that is sent ends in a line with text
         self._fresh = True  # reasoning may open here
         self._quoted = 0  # marks of reasoning that are open in the content
         self._unended = False  # a call's end mark may still come
@@ -184,14 +187,17 @@ class AnswerReader:
 
     def _open_marks(self) -> list[str]:
         marks = self._marks
-        found = [marks.think_end] if self.reasoning else [marks.think, marks.think_end]
+        found = [marks.think, marks.think_end]
         found += [marks.call, *OPENINGS] if self._tools else []
         found += [marks.call_end] if self._unended else []
         return [mark for mark in found if mark]
 
     def _read_mark(self, mark: str) -> Steps:
         """Read a mark of reasoning. In the content it is dropped, or text that quotes it."""
-        if self.reasoning:
+        if self.reasoning and mark == self._marks.think:
+            text = self._take(len(mark))
+            self._emit("" if self._fresh else text)  # the template has opened it
+        elif self.reasoning:
             self._take(len(mark))
             self._enter(Content)
         elif mark == self._marks.think:
@@ -242,7 +248,7 @@ class AnswerReader:
     def _read_calls(self, opening: str) -> Steps:
         """Read the calls behind an opening mark, or leave the mark as text."""
         bare = opening != self._marks.call
-        if self._line.fenced or (bare and not self._line.blank):
+        if bare and not self._line.blank:
             self._emit(self._take(len(opening)))
             return
         self._taken, self._waiting, self._begun = [], [], False
@@ -258,18 +264,36 @@ class AnswerReader:
 
     def _read_call(self) -> Steps:
         """Read one call, in either form."""
-        while not self._buffer.strip():
-            yield from self._more()
-        self._take(len(self._buffer) - len(self._buffer.lstrip()))
+        while True:
+            while self._follows(0, (self._marks.call,), at_end=False) is None:
+                yield from self._more()
+            self._take(len(self._buffer) - len(self._buffer.lstrip()))
+            if not self._marks.call or not self._buffer.startswith(self._marks.call):
+                break
+            self._take(len(self._marks.call))  # written twice
         yield from self._read_json() if self._buffer.startswith("{") else self._read_function()
         if self.reasoning and self._marks.think_end in "".join(self._taken or ()):
             raise _NoCallError  # the reasoning has ended before the call
+        if self._line.fence and (yield from self._fence_closes()):
+            raise _NoCallError
         self._parts += self._waiting
         self._taken, self._waiting, self._begun = [], [], False
         for lines in self._lines.values():
             lines.drop()
             lines.trim = True
         self._fresh, self._line = True, _Line()
+
+    def _fence_closes(self) -> Generator[None, None, bool]:
+        """Return whether the block of code ends behind the call, which is then an example."""
+        end, fence = self._marks.call_end, self._line.fence
+        while (found := self._follows(0, (end, fence), at_end=False)) is None:
+            yield
+        place = SPACE.match(self._buffer).end()  # type: ignore[union-attr]
+        if not found or self._buffer.startswith(fence, place):
+            return found
+        while (found := self._follows(place + len(end), (fence,), at_end=False)) is None:
+            yield
+        return found
 
     def _another(self) -> Generator[None, None, bool]:
         """Read the end mark of calls. Returns True if another call follows without one."""
@@ -282,7 +306,6 @@ class AnswerReader:
         self._take(len(self._buffer) - len(self._buffer.lstrip()))
         if self._marks.call_end and self._buffer.startswith(self._marks.call_end):
             self._take(len(self._marks.call_end))
-            self._unended = False
             return False
         return True
 
@@ -299,8 +322,8 @@ class AnswerReader:
         self._emit(self._take(len(self._buffer if self._begun else opening)))
 
     def _send(self, *parts: Part) -> None:
-        """Send parts of a call: at once in the content, and when it is whole in reasoning."""
-        if self.reasoning:
+        """Send parts of a call: at once in the content, and when it is whole in reasoning or a block of code."""
+        if self.reasoning or self._line.fence:
             self._waiting += parts
         else:
             self._parts += parts
@@ -311,7 +334,7 @@ class AnswerReader:
         if self._last:
             raise _NoCallError(unfinished=True)
         if self._reasoning_ends:
-            raise _NoCallError
+            raise _NoCallError(unfinished=True)
         yield
 
     @property
@@ -320,8 +343,7 @@ class AnswerReader:
 
     def _follows(self, at: int, tags: Iterable[str], *, at_end: bool = True) -> bool | None:
         """Return whether one of `tags` follows behind blanks, None if that is open, and `at_end` at the text's end."""
-        while at < len(self._buffer) and self._buffer[at].isspace():
-            at += 1
+        at = SPACE.match(self._buffer, at).end()  # type: ignore[union-attr]
         rest = self._buffer[at : at + LONGEST_TAG]
         tags = [tag for tag in tags if tag]
         if rest and any(rest.startswith(tag) for tag in tags):
@@ -355,18 +377,20 @@ class AnswerReader:
                 searched = max(searched, len(self._buffer) - max(map(len, ends), default=0))
                 yield from self._more()
                 continue
-            found = _json_call(self._buffer[:at] if at >= 0 else self._buffer)
-            if found is None and at >= 0:  # the mark is inside a string
-                searched = at + 1
-                continue
-            if found is None:
-                raise _NoCallError(unfinished=True)
-            name, arguments = found
-            if self._tools is None or not self._tools.declares(name):
+            found, length = _json_calls(self._buffer[:at] if at >= 0 else self._buffer)
+            if found or at < 0:
+                break
+            if not length:
                 raise _NoCallError
-            self._take(at if at >= 0 else len(self._buffer))
+            searched = at + 1  # the mark is inside a string
+        if not found:
+            raise _NoCallError(unfinished=True)
+        if self._tools is None or not all(self._tools.declares(name) for name, _ in found):
+            raise _NoCallError
+        further = any(mark in self._buffer[length:at] for mark in (marks.call or "{", *OPENINGS))
+        self._take(length if at < 0 or further else at)
+        for name, arguments in found:
             self._send(CallStart(name), CallArguments(arguments), CallEnd(complete=True))
-            return
 
     # ---- the XML form
 
@@ -374,21 +398,29 @@ class AnswerReader:
         function = yield from self._name(FUNCTION, "<function")
         if self._tools is None or not self._tools.declares(function):
             raise _NoCallError
-        while (found := self._follows(0, STRUCTURE, at_end=False)) is None:
+        begin = (*STRUCTURE, self._marks.call_end)
+        while (found := self._follows(0, begin, at_end=False)) is None:
             yield from self._more()
         rest = self._buffer.lstrip()
-        if not found and not (self._cut and any(tag.startswith(rest) for tag in STRUCTURE)):
+        if not found and not (self._cut and any(tag.startswith(rest) for tag in begin)):
             raise _NoCallError
         self._send(CallStart(function), CallArguments("{"))
         given: list[str] = []
         while True:
-            tags = [tag for tag in (*STRUCTURE, self._marks.call_end) if tag]
+            marks = (self._marks.call_end, self._marks.call)
+            tags = [tag for tag in (*STRUCTURE, *OPENINGS, *marks) if tag]
             while not (places := [at for tag in tags if (at := self._buffer.find(tag)) >= 0]):
                 yield from self._more()
             self._take(min(places))  # other text has no meaning
             if not self._buffer.startswith("<parameter"):
                 break
-            name = yield from self._name(PARAMETER, "<parameter")
+            try:
+                name = yield from self._name(PARAMETER, "<parameter")
+            except _NoCallError as error:
+                if error.unfinished:
+                    raise
+                self._take(1)
+                continue
             comma = ", " if given else ""
             given.append(name)
             self._send(CallArguments(f"{comma}{json.dumps(name, ensure_ascii=False)}: "))
@@ -405,28 +437,33 @@ class AnswerReader:
         while not self._buffer:
             yield from self._more()
         self._take(self._buffer.startswith("\n"))
-        opened, looked = False, 0
-        while True:
+        opened, looked, end = False, 0, -1
+        self._line_begun = False
+        while end < 0:
             tag = TAG.search(self._buffer, looked)
+            nested = tag is not None and tag[0] not in (PARAMETER_END, FUNCTION_END)
+            ends = None if tag is None or nested else self._ends(tag)
             if tag is None:
-                sure = len(self._buffer) - held_back(self._buffer, VALUE_TAGS)
-            elif tag[0] not in (PARAMETER_END, FUNCTION_END):
-                end = yield from self._nested_end(function, given)
-                break
-            elif (ends := self._ends(tag)) is None:
-                sure = tag.start()
+                sure = looked = len(self._buffer) - held_back(self._buffer, VALUE_TAGS)
             elif ends:
                 end = tag.start()
                 break
-            else:
+            elif ends is False:
                 looked = tag.end()
                 continue
+            else:
+                sure = looked = tag.start()
             sure -= self._buffer[:sure].endswith("\n")  # it may belong to the end
             if streams and sure and (opened or not _may_be_null(self._buffer[:sure], kinds)):
-                text = _escaped(self._take(sure))
-                self._send(CallArguments(text if opened else f'"{text}'))
-                opened, looked = True, max(looked - sure, 0)
-            yield from self._more()
+                text = self._take(sure)
+                self._send(CallArguments(_escaped(text) if opened else f'"{_escaped(text)}'))
+                opened, looked = True, looked - sure
+                line = text.rpartition("\n")
+                self._line_begun = bool(line[2].strip()) or (self._line_begun and not line[1])
+            if nested:
+                end = yield from self._nested_end(function, given)
+            else:
+                yield from self._more()
         value = self._take(end).removesuffix("\n")
         if self._buffer.startswith(PARAMETER_END):
             self._take(len(PARAMETER_END))
@@ -434,10 +471,17 @@ class AnswerReader:
 
     def _ends(self, tag: re.Match[str]) -> bool | None:
         """Return whether a closing tag ends a value, because structure follows it, or None if that is open."""
-        marks = self._marks
-        if tag[0] == PARAMETER_END:
-            return self._follows(tag.end(), (*STRUCTURE, marks.call_end))
-        return self._follows(tag.end(), (marks.call_end, marks.call, *OPENINGS))
+        ends = (self._marks.call_end, self._marks.call, *OPENINGS)
+        if tag[0] == FUNCTION_END:
+            return self._follows(tag.end(), ends)
+        if (found := self._follows(tag.end(), (*STRUCTURE, *ends))) is not False:
+            return found
+        # Some models close the function with a second mark of a parameter.
+        second = SPACE.match(self._buffer, tag.end())
+        place = second.end() if second else tag.end()
+        if not self._buffer.startswith(PARAMETER_END, place):
+            return None if self._follows(tag.end(), (PARAMETER_END,)) is None else False
+        return self._follows(place + len(PARAMETER_END), (self._marks.call_end,), at_end=False)
 
     def _nested_end(self, function: str, given: Sequence[str]) -> Generator[None, None, int]:
         """Return the end of a value that has opening tags, once the call that it belongs to is whole.
@@ -466,6 +510,7 @@ class AnswerReader:
                 looked = tag.end()
             if self._last or self._reasoning_ends:
                 break
+            looked = max(looked, len(self._buffer) - LONGEST_TAG) if tag is None else looked
             yield from self._more()
         assert self._tools is not None
         declared = self._tools.properties(function).keys() - {*given}
@@ -477,7 +522,9 @@ class AnswerReader:
         raise _NoCallError(unfinished=True)
 
     def _opens_line(self, at: int) -> bool:
-        return not self._buffer[self._buffer.rfind("\n", 0, at) + 1 : at].strip()
+        start = self._buffer.rfind("\n", 0, at)
+        begun = start < 0 and self._line_begun
+        return not begun and not self._buffer[start + 1 : at].strip()
 
 
 def _may_be_null(text: str, kinds: Iterable[str]) -> bool:
@@ -488,26 +535,38 @@ def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _json_call(text: str) -> tuple[str, str] | None:
-    """Return name and arguments of a call, or None for text that ends in a string. Raises _NoCallError for no call."""
-    try:
-        call = json.loads(text, strict=False)
-    except RecursionError:
-        raise _NoCallError from None
-    except ValueError as error:
-        if str(error).startswith("Unterminated string"):
-            return None
-        raise _NoCallError from None
-    if isinstance(call, dict) and isinstance(call.get("function"), dict):
-        call = call["function"]
-    name = call.get("name") if isinstance(call, dict) else None
+def _json_calls(text: str) -> tuple[list[tuple[str, str]], int]:
+    """Return names and arguments of the calls at the beginning of `text`, and the length of what was read.
+
+    Without a call the length is 0, or that of `text` if it ends inside a string.
+    """
+    found: list[tuple[str, str]] = []
+    place, decoder = 0, json.JSONDecoder(strict=False)
+    while text[place:].lstrip().startswith("{"):
+        start = len(text) - len(text[place:].lstrip())
+        try:
+            value, place = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError) as error:
+            inside = str(error).startswith("Unterminated string")
+            return found, place if found else len(text) * inside
+        if (call := _json_call(value)) is None:
+            break
+        found.append(call)
+    return found, place if found else 0
+
+
+def _json_call(call: Json) -> tuple[str, str] | None:
+    """Return name and arguments of a call, or None for another object."""
+    inner = call.get("function")
+    call = inner if isinstance(inner, dict) else call
+    name = call.get("name")
     if name and isinstance(name, str):
         arguments = call.get("arguments") or call.get("parameters") or {}
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             if isinstance(arguments, dict) and (content := dumps(arguments)):
                 return name, content
-    raise _NoCallError
+    return None
 
 
 def join_parts(parts: Iterable[Part]) -> list[Part]:
@@ -552,9 +611,11 @@ class _Line:
     """The line that a text ends in."""
 
     def __init__(self) -> None:
-        self.fenced = False
-        """The line is inside a block of code."""
-        self._begin = ""  # its first characters that are not blank
+        self.fence = ""
+        """The mark that opened the block of code around the line, or an empty string."""
+        self._begin = (
+            ""  # the line from its first character that is not blank, as far as it matters
+        )
 
     @property
     def blank(self) -> bool:
@@ -566,7 +627,14 @@ class _Line:
         first, *others = text.split("\n")
         for number, part in enumerate((first, *others)):
             if number:
-                self.fenced ^= self._begin.startswith(("```", "~~~"))
-                self._begin = ""
-            if len(self._begin) < 3:
-                self._begin = (self._begin + part[: part.find(part.strip()[:1]) + 8]).lstrip()[:3]
+                self._end()
+            if len(self._begin) < LONGEST_TAG:
+                self._begin = (self._begin + part).lstrip()[:LONGEST_TAG]
+
+    def _end(self) -> None:
+        mark = self._begin[:3]
+        if self.fence:
+            self.fence = "" if mark == self.fence else self.fence
+        elif mark == "~~~" or (mark == "```" and "`" not in self._begin[3:]):
+            self.fence = mark
+        self._begin = ""

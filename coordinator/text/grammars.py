@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -62,7 +62,18 @@ def check_schema(tool: Json, path: str, style: CallForm) -> None:
     if style == "xml" and (rules := [name for name in UNFORCED if name in schema]):
         text = f"{path}.{rules[0]}: cannot be forced in this model's form of calls. Use tool_choice auto."
         raise RequestError(text, param=f"{path}.{rules[0]}")
+    for name, member in _members(tool):
+        if style == "xml" and member.get("type") in (None, "string") and "not" in member:
+            text = f"{path}.properties.{name}: not cannot be forced for a string. Use tool_choice auto."
+            raise RequestError(text, param=f"{path}.properties.{name}")
     check_numbers(schema, path)
+
+
+def _members(tool: Json) -> Iterator[tuple[str, Json]]:
+    schemas, function = ToolSchemas([tool]), tool["function"]["name"]
+    for name in schemas.properties(function):
+        for member in schemas.members(function, name):
+            yield name, member
 
 
 def check_numbers(content: Any, path: str) -> None:
@@ -187,7 +198,10 @@ def _xml_call(rule: str, function: Json) -> list[str]:
     name = function["name"]
     required = schemas.parameters(name).get("required") or ()
     rules, items = [], []
-    for number, argument in enumerate(schemas.properties(name)):
+    undeclared = [
+        each for each in required if isinstance(each, str) and each not in schemas.properties(name)
+    ]
+    for number, argument in enumerate([*schemas.properties(name), *undeclared]):
         item = f"{rule}_p{number}"
         items.append(item if argument in required else f"{item}?")
         found = [
@@ -210,6 +224,7 @@ def _xml_value(rule: str, member: Json, parameters: Json) -> tuple[str, list[str
     if isinstance(choices, list) and kind in (None, "string", "null"):
         fits = [c for c in choices if kind is None or (c is None) == (kind == "null")]
         texts = [c if isinstance(c, str) else json.dumps(c) for c in fits]
+        texts = [text for text in texts if _fits(text, string_rules(member))]
         return f"({' | '.join(map(_text, texts))}) {_CLOSING}" if texts else "NOTHING", []
     if kind == "null":
         return f'"null" {_CLOSING}', []
@@ -222,6 +237,12 @@ def _xml_value(rule: str, member: Json, parameters: Json) -> tuple[str, list[str
         # With its line break, so that this one is no character of the string.
         return rule, [f"{rule}[suffix={_NEXT_LINE}]: {name}", f"{name}: {terms} & {_NO_ENDS}"]
     return f"{rule} {_CLOSING}", [f"{rule}: {_json_rule({**member, **_definitions(parameters)})}"]
+
+
+def _fits(text: str, rules: Sequence[str]) -> bool:
+    with contextlib.suppress(re.error):  # a pattern that Python does not know
+        return all(re.fullmatch(rule, text) for rule in rules)
+    return True
 
 
 ANY = "(?s:.*)"
@@ -251,17 +272,33 @@ _CLASSES = {"d": "[0-9]", "w": "[A-Za-z0-9_]"}
 
 
 def _searched(pattern: str) -> str:
-    """Return the expression of texts in which JSON Schema's `pattern` is found. Anchors hold at its ends only."""
-    text = re.sub(r"\\(.)", lambda m: _CLASSES.get(m[1], m[0]), pattern)
-    plain = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "_", pattern)
-    if "|" in re.sub(r"\([^()]*\)", "", plain):
-        return f"{ANY}(?:{text}){ANY}"  # the compiler refuses anchors inside
-    before, after = ANY, ANY
-    if text.startswith("^"):
-        text, before = text[1:], ""
-    if plain.endswith("$"):
-        text, after = text[:-1], ""
-    return f"{before}(?:{text}){after}"
+    """Return the expression of texts in which JSON Schema's `pattern` is found. Anchors hold at the ends of choices."""
+    text = re.sub(r"\\(.)", lambda m: "/" if m[1] == "/" else _CLASSES.get(m[1], m[0]), pattern)
+    choices = []
+    for choice in _choices(text):
+        before, after = ANY, ANY
+        if choice.startswith("^"):
+            choice, before = choice[1:], ""
+        if choice.endswith("$") and not choice.endswith("\\$"):
+            choice, after = choice[:-1], ""
+        choices.append(f"{before}(?:{choice}){after}")
+    return choices[0] if len(choices) == 1 else f"(?:{'|'.join(choices)})"
+
+
+def _choices(text: str) -> list[str]:
+    """Return the choices of a regular expression, outside of groups and classes."""
+    found, depth, in_class, start = [], 0, False, 0
+    for token in re.finditer(r"\\.|.", text, re.DOTALL):
+        if token[0] == "]":
+            in_class = False
+        elif in_class or token[0] == "[":
+            in_class = True
+        elif token[0] in "()":
+            depth += 1 if token[0] == "(" else -1
+        elif token[0] == "|" and depth == 0:
+            found.append(text[start : token.start()])
+            start = token.end()
+    return [*found, text[start:]]
 
 
 def _definitions(parameters: Json) -> Json:

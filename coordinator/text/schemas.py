@@ -6,6 +6,7 @@ import ast
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 Json = dict[str, Any]
@@ -16,6 +17,9 @@ Kinds = frozenset[str]
 
 MAX_DEPTH = 8
 """Levels of references and unions that are followed, so that a reference to itself ends."""
+
+MOST_MEMBERS = 64
+"""Schemas of one argument that are looked at. A union of references to itself has any number."""
 
 DEFINITIONS = ("$defs", "definitions")
 
@@ -46,6 +50,18 @@ def _target(reference: str, root: Json) -> Any:
     return target
 
 
+LEAST = ("minimum", "exclusiveMinimum", "minLength", "minItems")
+MOST = ("maximum", "exclusiveMaximum", "maxLength", "maxItems")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_types(value: Any) -> bool:
+    return all(isinstance(each, str) for each in (value if isinstance(value, list) else [value]))
+
+
 def _joined(one: Json, other: Json) -> Json:
     """Return the schema of values that fit both."""
     both, apart = dict(one), {}
@@ -60,11 +76,11 @@ def _joined(one: Json, other: Json) -> Json:
             both[key] = list(dict.fromkeys([*held, *value]))
         elif key == "enum" and isinstance(held, list) and isinstance(value, list):
             both[key] = [each for each in held if each in value]
-        elif key == "type":
+        elif key == "type" and _are_types(held) and _are_types(value):
             both[key] = _shared_types(held, value)
-        elif key in ("minimum", "exclusiveMinimum", "minLength", "minItems"):
+        elif key in LEAST and _is_number(held) and _is_number(value):
             both[key] = max(held, value)
-        elif key in ("maximum", "exclusiveMaximum", "maxLength", "maxItems"):
+        elif key in MOST and _is_number(held) and _is_number(value):
             both[key] = min(held, value)
         elif key in DEFINITIONS and isinstance(held, dict) and isinstance(value, dict):
             both[key] = {**value, **held}
@@ -126,7 +142,7 @@ class ToolSchemas:
     def members(self, function: str, argument: str) -> list[Json]:
         """Return the resolved schemas of which an argument fits one. One that has no schema is a string."""
         schema = self.properties(function).get(argument, {"type": "string"})
-        return list(members(schema, self._parameters.get(function, {})))
+        return list(islice(members(schema, self._parameters.get(function, {})), MOST_MEMBERS))
 
     def kinds(self, function: str, argument: str) -> Kinds:
         """Return the types of an argument."""
@@ -150,7 +166,7 @@ def kind_of(value: Any) -> str:
     if isinstance(value, bool):
         return "boolean"
     names = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}
-    return names.get(type(value), "null")
+    return names.get(type(value), "null" if value is None else "")
 
 
 def json_of(text: str, kinds: Kinds) -> str:
@@ -159,7 +175,11 @@ def json_of(text: str, kinds: Kinds) -> str:
     A text that no other type of `kinds` fits is a string, so that the client can tell the model what is wrong. Without
     `kinds` only objects and lists are JSON, and other text is a string. Python's notation of values is accepted too.
     """
-    for value in _readings(text) if kinds != {"string"} else ():
+    if text.strip().lower() in ("null", "none") and (
+        "null" in kinds or (kinds and "string" not in kinds)
+    ):
+        return "null"
+    for value in () if "string" in kinds and kinds <= {"string", "null"} else _readings(text):
         kind = kind_of(value)
         if kind == "string":
             continue  # quotes around a string belong to it
@@ -176,8 +196,8 @@ def _readings(text: str) -> Iterator[Any]:
     with suppress(ValueError, RecursionError):
         yield json.loads(text, strict=False, parse_constant=lambda name: name)
     lower = text.strip().lower()
-    if lower in ("true", "false", "null", "none"):
-        yield {"true": True, "false": False}.get(lower)
+    if lower in ("true", "false"):
+        yield lower == "true"
         return
     with suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
         yield ast.literal_eval(text)

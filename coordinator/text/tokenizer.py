@@ -173,7 +173,8 @@ class Tokenizer:
         self.control_ids = special.difference(*(tokens or () for tokens in markers))
         """The control tokens, which add no text to an answer."""
         self._template_names = _template_names(wrapper.chat_template)
-        controls = [json.dumps(added[token].content)[1:-1] for token in special]
+        # Without their last character, which a template may add to a name.
+        controls = [json.dumps(added[token].content[:-1])[1:-1] for token in special]
         self._controls = _any_of(controls)
         self._added_ids = {entry.content: token for token, entry in added.items()}
         self._added = _any_of(self._added_ids)

@@ -227,6 +227,38 @@ async def test_a_history_never_locks_a_session(path: str, body: Any, words: str)
     assert "SECRET" not in prompt
 
 
+ODD: list[tuple[str, list[Any]]] = [
+    (CHAT, [{"role": "tool", "tool_call_id": "c", "content": {"a": 1}}]),
+    (CHAT, [{"role": "user", "content": ["one", {"type": "text", "text": None}]}]),
+    (CHAT, [{"role": "assistant", "content": "A", "reasoning": {"text": "so"}}]),
+    (CHAT, [{"role": "assistant", "tool_calls": [{"id": 5, "function": {"name": "f"}}]}]),
+    (MESSAGES, [{"role": "assistant", "content": [{"type": "thinking", "thinking": None}]}]),
+    (MESSAGES, [{"role": "assistant", "content": [{"type": "tool_use", "name": "f"}]}]),
+    (MESSAGES, [{"role": "user", "content": [{"type": "tool_result", "content": {"a": 1}}]}]),
+    (MESSAGES, [{"role": "assistant", "content": None}]),
+    (MESSAGES, [{"role": "assistant", "content": [{"type": "mcp_tool_use", "name": "f"}]}]),
+    (RESPONSES, [{"type": "function_call_output", "output": {"a": 1}}]),
+    (RESPONSES, [{"type": "function_call", "name": "f", "arguments": [1]}]),
+    (RESPONSES, [{"type": "local_shell_call", "action": {"command": ["ls"]}}]),
+    (RESPONSES, [{"type": "mcp_list_tools", "tools": []}]),
+]
+
+
+@pytest.mark.parametrize(("path", "turns"), ODD)
+async def test_odd_parts_are_taken(path: str, turns: list[Any]) -> None:
+    """With missing ids, objects in place of texts, and items of other servers."""
+    await prompt_of(path, {"input" if path == RESPONSES else "messages": [USER, *turns, USER]})
+
+
+async def test_what_other_tools_said_is_told() -> None:
+    """Their output is told; data in Base64 is not."""
+    shell = {"type": "shell_call_output", "output": [{"stdout": "18 degrees", "stderr": ""}]}
+    audio = {"type": "audio", "data": "QUJD" * 900}
+    prompt = await prompt_of(RESPONSES, {"input": [USER, shell, audio, USER]})
+    assert "18 degrees" in prompt
+    assert "QUJD" not in prompt
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -182,6 +182,10 @@ def test_a_string_may_hold_marks(content: str, step: int) -> None:
         '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>',
         '<tool_call>{"function": {"name": "weather", "parameters": {"city": "Rome", "days": 2}}}',
         "<tool_call>\n\n" + CALL.removeprefix("<tool_call>\n"),
+        f"<tool_call>\n{CALL}",
+        f"{CALL}\n</tool_call>",
+        CALL.replace("</function>", "</parameter>"),
+        CALL.replace("<parameter=days>", "<parameter=>\n<parameter=days>"),
     ],
 )
 def test_a_call_is_read_as_models_write_it(text: str, step: int) -> None:
@@ -213,6 +217,38 @@ def test_a_call_is_read_as_models_write_it(text: str, step: int) -> None:
 def test_other_text_with_marks_stays_text(text: str, step: int) -> None:
     """Prose, blocks of code, functions that no one declared, and what is no call. The client gets no call of it."""
     assert parse(text, step) == [Content(text)]
+
+
+@STEPS
+@pytest.mark.parametrize(
+    "first",
+    [
+        "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n",
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n',
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}}\n</tool_call>\n',
+    ],
+)
+def test_a_call_without_its_end_leaves_the_next_one(first: str, step: int) -> None:
+    assert parse(first + CALL, step) == [*call("weather", {"city": "Rome"}), *ROME]
+
+
+@STEPS
+@pytest.mark.parametrize("code", ["```ls -la```", "```bash\nls"])
+def test_a_call_after_code_is_one(code: str, step: int) -> None:
+    """Only one that the block of code ends behind is an example."""
+    assert parse(f"{code}\n\n{CALL}", step) == [Content(code), *ROME]
+
+
+def test_a_call_without_arguments() -> None:
+    assert parse("<tool_call>\n<function=weather>\n</tool_call>") == call("weather", {})
+
+
+@STEPS
+@pytest.mark.parametrize(
+    "end", ["", '"na', '"name": "weather",', '"name": "weather", "arguments": {"a": 1']
+)
+def test_a_cut_call_of_the_json_form_is_no_text(end: str, step: int) -> None:
+    assert parse(f"<tool_call>\n{{{end}", step, cut=True) == []
 
 
 @STEPS
@@ -298,6 +334,13 @@ FRAGMENTS = st.sampled_from(
         *("<think>", "</think>", "<tool_call>", "</tool_call>", "</function>", "</parameter>"),
         *("<function=weather>", "<function=reboot>", "<parameter=city>", "<parameter=days>"),
         *("<parameter=x>", '<function name="weather">', "\n", "\n\n", " ", "```", "2", "null", "<"),
+        *(
+            "<function=write_file>",
+            "<parameter=path>",
+            "<parameter=content>",
+            "`<parameter=path>` ",
+        ),
+        *("a ", "(1, 2)", "```bash\nls\n", "~~~"),
         *('{"name": "weather", "arguments": {}}', CALL, f"\n{CALL}\n", written("x")),
     ]
 )
