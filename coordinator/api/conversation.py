@@ -161,6 +161,9 @@ _UNTOLD = (
 )
 """Fields without words, besides ids and what is encrypted."""
 
+MEDIA = ("audio", "video", "image", "file", "document")
+"""Words in the types of parts whose absence the model should know."""
+
 LONGEST_WORD = 2000
 """Characters of the longest text without blanks. A longer one is data in Base64, and left out."""
 
@@ -173,7 +176,9 @@ def note_of(part: Any, kind: str = "") -> str:
     if isinstance(part, dict):
         kind = str(part.get("type") or kind)
     words = "\n".join(dict.fromkeys(_words(part)))[:NOTE_CHARACTERS]
-    return f"\n[{kind}] {words}\n" if words else ""
+    if words:
+        return f"\n[{kind}] {words}\n"
+    return f"\n[{kind}: not readable here]\n" if any(word in kind for word in MEDIA) else ""
 
 
 def _words(value: Any) -> Iterator[str]:

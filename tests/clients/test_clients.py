@@ -20,6 +20,7 @@ from tests.support.api.api_server import serving
 from tests.support.api.fake_generator import FakeGenerator
 from tests.support.api.scripted_tools import (
     COUNT,
+    FORMS,
     GREETING,
     OBJECT,
     REPORT,
@@ -248,11 +249,15 @@ def test_a_client_in_node(client: str, url: str, tmp_path: Path, record_property
     check(f"{client}, node", found, NODE[client], record_property)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("agent", AGENTS)
 def test_a_turn_of_an_agent(
-    agent: str, wide_url: str, tmp_path: Path, record_property: Record
+    agent: str, form: str, wide_url: str, tmp_path: Path, record_property: Record
 ) -> None:
-    """The agent sends its own prompt and tools, runs the command of the model's call, and prints the report."""
+    """The agent sends its own prompt and tools, runs the command of the model's call, and prints the report.
+
+    Also if the model leaves a mark of the call out, or writes JSON.
+    """
     program = INSTALLED / "node" / "node_modules" / ".bin" / agent
     if not program.exists():
         pytest.skip(f"{agent} is not installed: `make clients` installs it")
@@ -261,7 +266,7 @@ def test_a_turn_of_an_agent(
     (tmp_path / file).write_text(settings.replace("@URL", wide_url))
     names = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL", "ANTHROPIC_SMALL_FAST_MODEL")
     found = subprocess.run(
-        [str(program), *arguments],
+        [str(program), *(f"{ASKED} Write calls {form}." if a == ASKED else a for a in arguments)],
         env={
             "PATH": os.environ["PATH"],
             "HOME": str(tmp_path),

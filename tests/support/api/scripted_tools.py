@@ -25,6 +25,10 @@ SHELLS: dict[str, dict[str, Any]] = {
 """The arguments of a command for the shell tools of agents, by the tool's name."""
 
 
+FORMS = ("as usual", "without a closing mark", "without an opening mark", "as JSON")
+"""How the script writes the calls of an agent whose prompt says `Write calls FORM.`, as models do."""
+
+
 def scripted_answer(request: GenerationRequest) -> str:
     """Return the answer to a request.
 
@@ -48,13 +52,25 @@ def _answer(prompt: str, forced: bool) -> str:
     if "weather" in tools and not has_result:
         return _call("weather", {"city": "Rome"})
     for name in SHELLS.keys() & tools.keys() if not has_result else ():
-        return _call(name, SHELLS[name])
+        return _formed(_call(name, SHELLS[name]), name, prompt)
     for name, properties in tools.items():
         if "degrees" in properties:
             return _call(name, OBJECT)
     if forced:
         return json.dumps(OBJECT)
     return REPORT if has_result else GREETING
+
+
+def _formed(call: str, name: str, prompt: str) -> str:
+    form = next((form for form in FORMS if f"Write calls {form}." in prompt), FORMS[0])
+    if form == "without a closing mark":
+        return call.replace("\n</parameter>\n</function>", "\n</function>")
+    if form == "without an opening mark":
+        return call.removeprefix("<tool_call>\n")
+    if form == "as JSON":
+        text = json.dumps({"name": name, "arguments": SHELLS[name]})
+        return f"<tool_call>\n{text}\n</tool_call>"
+    return call
 
 
 def _tools(prompt: str) -> dict[str, Any]:

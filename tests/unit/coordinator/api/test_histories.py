@@ -256,6 +256,7 @@ async def test_what_other_tools_said_is_told() -> None:
     audio = {"type": "audio", "data": "QUJD" * 900}
     prompt = await prompt_of(RESPONSES, {"input": [USER, shell, audio, USER]})
     assert "18 degrees" in prompt
+    assert "[audio: not readable here]" in prompt
     assert "QUJD" not in prompt
 
 
