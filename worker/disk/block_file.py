@@ -99,8 +99,8 @@ class Piece:
 class BlockWriter:
     """The writing of a block to `path`, piece by piece. Use it as a context: an error removes the temporary file.
 
-    `layers` and `nbytes` bound the layers and their bytes, for the room of the header. Raises OSError for a disk that
-    fails.
+    `layers` and `nbytes` bound the layers and their bytes, for the room of the header. The file is opened with the first
+    piece, or when it is finished. Raises OSError for a disk that fails.
     """
 
     def __init__(self, path: Path, layers: int, nbytes: int) -> None:
@@ -118,9 +118,14 @@ class BlockWriter:
         self._place = 0
         """Pieces of the newest tensor."""
         self._end = 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        self._file = io.FileIO(os.open(self._temporary, flags, 0o600), "w")
-        self._file.seek(8 + self._room)
+        self._file: io.FileIO | None = None
+
+    def _opened(self) -> io.FileIO:
+        if self._file is None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            self._file = io.FileIO(os.open(self._temporary, flags, 0o600), "w")
+            self._file.seek(8 + self._room)
+        return self._file
 
     def __enter__(self) -> BlockWriter:
         return self
@@ -152,22 +157,24 @@ class BlockWriter:
         header = json.dumps({"__metadata__": metadata, **self._header}).encode()
         if len(header) > self._room:
             raise OSError(f"the header of {self.path.name} exceeds its room of {self._room} bytes")
-        self._file.seek(0)
+        file = self._opened()
+        file.seek(0)
         self._put(memoryview(struct.pack("<Q", self._room) + header.ljust(self._room)))
-        os.fsync(self._file.fileno())
+        os.fsync(file.fileno())
         os.replace(self._temporary, self.path)
         return 8 + self._room + self._end
 
     def _put(self, view: memoryview) -> None:
         while view:
-            view = view[self._file.write(view) :]
+            view = view[self._opened().write(view) :]
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Close the file, and remove it unless it is finished."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         self._temporary.unlink(missing_ok=True)
 
 

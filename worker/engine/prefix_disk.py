@@ -14,12 +14,13 @@ import sqlite3
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -36,6 +37,8 @@ from worker.engine.engine_thread import EngineThread
 from worker.engine.stage_backups import ReceivedBackup, head_arrays, host_array, type_name
 
 log = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 FORMAT = 4
 """Version of the states in blocks and of the kernels that computed them. Blocks of another one are never found."""
@@ -160,20 +163,18 @@ class StagePrefixes:
         if parent is not None and await self._chains(parent.key):
             start, before = parent.length, parent.key
         name = block_file(self.namespace, border.key, self.layers)
-        writer = await asyncio.to_thread(
-            BlockWriter, self.index.folder / name, len(self.layers), entry.nbytes
-        )
+        writer = BlockWriter(self.index.folder / name, len(self.layers), entry.nbytes)
         try:
             take = partial(_take, _pieces(entry, self.layers, start))
             free, more = 0, True  # `free` are bytes before the next rest
             while more:
                 pieces, more = await self.thread.call(take)
                 started = time.monotonic()
-                await asyncio.to_thread(writer.write_pieces, pieces)
+                await _whole(writer.write_pieces, pieces)
                 free -= sum(piece.data.nbytes for piece in pieces)
                 if free <= 0 and more:
                     free = IDLE_BYTES if await self._rest(time.monotonic() - started) else 0
-            size = await asyncio.to_thread(writer.finish_file)
+            size = await _whole(writer.finish_file)
         finally:  # a slow disk must not hold up the event loop
             await asyncio.shield(asyncio.to_thread(writer.close))
         block = Block(self.namespace, border.key, self.layers, start, border.length, before, name)
@@ -287,6 +288,15 @@ class StagePrefixes:
             with self.index.removing(part.block):
                 states += part.reader.load([n for n in layers if n in part.wanted]).items()
         return states
+
+
+async def _whole(function: Callable[..., R], *arguments: Any) -> R:
+    """Run `function` in a thread. A cancelled task waits for it, so that no file is closed while it is used."""
+    running = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(running)
+    finally:
+        await asyncio.wait({running})
 
 
 @dataclass(frozen=True)

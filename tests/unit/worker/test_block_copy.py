@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import struct
+import threading
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
@@ -16,8 +19,9 @@ from proto.backup import prefix_key
 from proto.errors import ClusterError, NotReadyError, ProtocolError
 from proto.span import Span
 from worker.disk.block_copy import read_blocks, receive_blocks
-from worker.disk.block_file import BlockReader, BlockWriter, LayerTensors, Tensor
+from worker.disk.block_file import SUFFIX, BlockReader, BlockWriter, LayerTensors, Tensor
 from worker.disk.block_index import Block, BlockIndex, block_file
+from worker.engine.prefix_disk import _whole
 
 TOKENS = tuple(range(1000))
 LENGTHS = (128, 256, 300)
@@ -186,3 +190,31 @@ def test_a_header_that_fits_nothing_is_damage(source: BlockIndex, change: dict[s
     path.write_bytes(data[:8] + changed + data[8 + length :])
     with pytest.raises(ProtocolError, match="damaged"):
         BlockReader(path)
+
+
+async def test_a_cancelled_write_ends_before_its_file_is_closed(tmp_path: Path) -> None:
+    """A plan that ends may cancel a write on a slow disk. The thread then still uses the file."""
+    begun, go_on = threading.Event(), threading.Event()
+    writer = BlockWriter(tmp_path / f"slow{SUFFIX}", 1, 0)
+
+    def write() -> None:
+        begun.set()
+        go_on.wait(10)
+        writer.write_pieces([])
+        writer.finish_file()
+
+    writing = asyncio.create_task(_whole(write))
+    await asyncio.to_thread(begun.wait, 10)
+    writing.cancel()
+    await asyncio.sleep(0.05)
+    assert not writing.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    writer.close()
+    assert os.listdir(tmp_path) == [f"slow{SUFFIX}"]
+
+
+def test_a_writer_that_wrote_nothing_leaves_no_file(tmp_path: Path) -> None:
+    BlockWriter(tmp_path / f"never{SUFFIX}", 1, 0).close()
+    assert list(tmp_path.iterdir()) == []
