@@ -99,8 +99,8 @@ class Piece:
 class BlockWriter:
     """The writing of a block to `path`, piece by piece. Use it as a context: an error removes the temporary file.
 
-    `layers` and `nbytes` bound the layers and their bytes, for the room of the header. The file is opened with the first
-    piece, or when it is finished. Raises OSError for a disk that fails.
+    `layers` and `nbytes` bound the layers and their bytes, for the room of the header. The file is opened with the
+    first piece, or when it is finished. Raises OSError for a disk that fails.
     """
 
     def __init__(self, path: Path, layers: int, nbytes: int) -> None:
