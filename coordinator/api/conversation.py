@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-from coordinator.text.schemas import Json
+from coordinator.text.schemas import Json, dumps
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -40,6 +40,9 @@ class Call:
         if isinstance(found, str) or found is None:
             try:
                 found = json.loads(found or "{}", strict=False)
+                found = (
+                    json.loads(dumps(found) or "null") if r"\u" in str(self.arguments) else found
+                )
             except (ValueError, RecursionError):
                 return None
         return found if isinstance(found, dict) else None
@@ -145,10 +148,12 @@ def freeform_tool(name: str, description: str | None, form: Any) -> Json:
 
 
 def freeform_input(arguments: str) -> str:
-    """Return the input of a call of a custom tool, as far as it goes if it was cut off."""
+    """Return the input of a call of a custom tool, or its only value, as far as it goes if it was cut off."""
     for end in ("", '"}'):
-        with suppress(ValueError, KeyError, TypeError):
-            return str(json.loads(arguments + end)[FREEFORM])
+        with suppress(ValueError):
+            values = json.loads(arguments + end)
+            (found,) = values.values() if len(values) == 1 else (values.get(FREEFORM),)
+            return found if isinstance(found, str) else "" if found is None else json.dumps(found)
     return ""
 
 

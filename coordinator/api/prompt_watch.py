@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 from coordinator.status.cluster_status import ChangingPrompts
@@ -22,18 +22,23 @@ SAME = 64
 LONGEST = 256
 """Tokens of the longest change that is looked for."""
 
-CLIENTS, KNOWN = 64, 8192
+CLIENTS, KNOWN = 32, 8192
 """Clients whose last prompt is known, and how many of its tokens."""
+
+CONVERSATIONS = 4
+"""Prompts of a client that are compared."""
 
 WORDS = 12
 """Tokens of the text that is shown."""
 
 
-def change_of(before: Sequence[int], now: Sequence[int]) -> int | None:
-    """Return the place of a change near the start of a prompt, after which both prompts are the same again, or None."""
-    shorter = min(len(before), len(now))
-    early = int(EARLY * shorter)
-    if shorter < SHORTEST or before[:early] == now[:early]:
+def change_of(before: Sequence[int], now: Sequence[int], length: int) -> int | None:
+    """Return the place of a change near the start of a prompt, after which both prompts are the same again, or None.
+
+    Both are beginnings of prompts, the shorter of which has `length` tokens.
+    """
+    early = min(int(EARLY * length), len(before), len(now))
+    if length < SHORTEST or before[:early] == now[:early]:
         return None
     place = next(i for i in range(early) if before[i] != now[i])
     starts = {tuple(now[place + i : place + i + SAME]) for i in range(LONGEST)}
@@ -52,7 +57,7 @@ class PromptWatch:
 
     def __init__(self, text_of: Callable[[Sequence[int]], str]) -> None:
         self._text_of = text_of
-        self._last: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self._last: OrderedDict[str, deque[tuple[int, tuple[int, ...]]]] = OrderedDict()
         self._found: dict[str, ChangingPrompts] = {}
         self._counts: Counter[str] = Counter()
 
@@ -62,15 +67,21 @@ class PromptWatch:
         return tuple(self._found.values())
 
     def look(self, client: str, prompt: tuple[int, ...]) -> None:
-        """Compare the next prompt of `client` with the one before, and log its first change."""
-        before, prompt = self._last.pop(client, None), prompt[:KNOWN]
-        self._last[client] = prompt
+        """Compare the next prompt of `client` with those before, and log its first change.
+
+        A prompt that goes on one of them is no change: a client may have several conversations.
+        """
+        length, prompt = len(prompt), prompt[:KNOWN]
+        known = self._last.pop(client, deque(maxlen=CONVERSATIONS))
+        places = [change_of(tokens, prompt, min(n, length)) for n, tokens in known]
+        before, place = (known[-1][1], places[-1]) if known else ((), None)
+        self._last[client] = known
+        known.append((length, prompt))
         while len(self._last) > CLIENTS:
             gone, _ = self._last.popitem(last=False)
             self._found.pop(gone, None)
             self._counts.pop(gone, None)
-        place = None if before is None else change_of(before, prompt)
-        if before is None or place is None:
+        if place is None or None in places:
             return
         self._counts[client] += 1
         first = max(0, place - WORDS // 2)

@@ -286,7 +286,8 @@ def _forced_output(api: Api, chat: ChatRequest) -> OutputFormat | None:
     if style is None:
         raise refused_field("tool_choice", "this model's call format cannot be forced. Use auto.")
     for (path, _), tool in zip(_tool_schemas(chat), chat.tools, strict=True):
-        check_schema(tool, path, style)
+        if tool in tools:
+            check_schema(tool, path, style)
     single = chat.one_call or bool(chat.forced_tool)
     grammar = call_grammar(tools, style, api.tokenizer.tool_markers, single=single)
     return OutputFormat("lark", grammar, "tools")

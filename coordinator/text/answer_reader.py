@@ -74,7 +74,7 @@ STRUCTURE = ("<parameter=", "<parameter name=", FUNCTION_END)
 TAG = re.compile(r"</parameter>|</function>|<parameter(?=[=\s])|<function(?=[=\s])")
 VALUE_TAGS = (PARAMETER_END, FUNCTION_END, "<parameter=", "<function=")
 
-SPACE = re.compile(r"\s*")
+SPACE, LINE_BREAK = re.compile(r"\s*"), re.compile(r"(\r?\n)?")
 
 LONGEST_TAG = 240
 """Characters of the longest opening tag."""
@@ -128,7 +128,9 @@ class AnswerReader:
         self._taken: list[str] | None = None  # the text of the call so far
         self._waiting: list[Part] = []  # parts of a call in reasoning
         self._begun = False  # a part of the call is sent
+        self._muted = False
         self._line_begun = False  # the part of a value that is sent ends in a line with text
+        self._hopeless = False  # an earlier call does not end in this part, so none does
         self._fresh = True  # reasoning may open here
         self._quoted = 0  # marks of reasoning that are open in the content
         self._unended = False  # a call's end mark may still come
@@ -188,7 +190,7 @@ class AnswerReader:
     def _open_marks(self) -> list[str]:
         marks = self._marks
         found = [marks.think, marks.think_end]
-        found += [marks.call, *OPENINGS] if self._tools else []
+        found += [marks.call, *OPENINGS] if self._tools and not self._hopeless else []
         found += [marks.call_end] if self._unended else []
         return [mark for mark in found if mark]
 
@@ -224,7 +226,7 @@ class AnswerReader:
     def _enter(self, part: type[Content] | type[Reasoning]) -> None:
         """Change to reasoning or content. Line breaks between the two belong to neither."""
         self._lines[self._part].drop()
-        self._part, self._fresh = part, False
+        self._part, self._fresh, self._hopeless = part, False, False
         self._lines[part].trim = True
         self._line = _Line()
 
@@ -251,7 +253,7 @@ class AnswerReader:
         if bare and not self._line.blank:
             self._emit(self._take(len(opening)))
             return
-        self._taken, self._waiting, self._begun = [], [], False
+        self._taken, self._waiting, self._begun, self._muted = [], [], False, False
         if not bare:
             self._take(len(opening))
         try:
@@ -318,11 +320,13 @@ class AnswerReader:
         if self._cut and unfinished and (self._begun or wrapped):
             self._buffer = ""
             return
-        self._buffer = text + self._buffer
+        self._buffer, self._hopeless = text + self._buffer, unfinished
         self._emit(self._take(len(self._buffer if self._begun else opening)))
 
     def _send(self, *parts: Part) -> None:
         """Send parts of a call: at once in the content, and when it is whole in reasoning or a block of code."""
+        if self._muted:
+            return
         if self.reasoning or self._line.fence:
             self._waiting += parts
         else:
@@ -422,9 +426,11 @@ class AnswerReader:
                 self._take(1)
                 continue
             comma = ", " if given else ""
+            self._muted = name in given  # a second value would make the object invalid
             given.append(name)
             self._send(CallArguments(f"{comma}{json.dumps(name, ensure_ascii=False)}: "))
             yield from self._read_value(function, given)
+            self._muted = False
         if self._buffer.startswith(FUNCTION_END):
             self._take(len(FUNCTION_END))
         self._send(CallArguments("}"), CallEnd(complete=True))
@@ -434,9 +440,9 @@ class AnswerReader:
         assert self._tools is not None
         kinds = self._tools.kinds(function, given[-1])
         streams = "string" in kinds and kinds <= {"string", "null"}
-        while not self._buffer:
+        while self._buffer in ("", "\r"):
             yield from self._more()
-        self._take(self._buffer.startswith("\n"))
+        self._take(len(LINE_BREAK.match(self._buffer)[0]))  # type: ignore[index]
         opened, looked, end = False, 0, -1
         self._line_begun = False
         while end < 0:
@@ -453,7 +459,8 @@ class AnswerReader:
                 continue
             else:
                 sure = looked = tag.start()
-            sure -= self._buffer[:sure].endswith("\n")  # it may belong to the end
+            # A line break may belong to the end.
+            sure = len(self._buffer[:sure].removesuffix("\n").removesuffix("\r"))
             if streams and sure and (opened or not _may_be_null(self._buffer[:sure], kinds)):
                 text = self._take(sure)
                 self._send(CallArguments(_escaped(text) if opened else f'"{_escaped(text)}'))
@@ -464,7 +471,8 @@ class AnswerReader:
                 end = yield from self._nested_end(function, given)
             else:
                 yield from self._more()
-        value = self._take(end).removesuffix("\n")
+        value = self._take(end)
+        value = value.removesuffix("\r\n" if value.endswith("\r\n") else "\n")
         if self._buffer.startswith(PARAMETER_END):
             self._take(len(PARAMETER_END))
         self._send(CallArguments(f'{_escaped(value)}"' if opened else json_of(value, kinds)))

@@ -62,11 +62,21 @@ def check_schema(tool: Json, path: str, style: CallForm) -> None:
     if style == "xml" and (rules := [name for name in UNFORCED if name in schema]):
         text = f"{path}.{rules[0]}: cannot be forced in this model's form of calls. Use tool_choice auto."
         raise RequestError(text, param=f"{path}.{rules[0]}")
+    for name in schema.get("properties", ()) if style == "xml" else ():
+        if not WRITABLE.fullmatch(name) or name != name.strip():
+            text = (
+                f"{path}.properties: the name {name!r:.60} cannot be forced. Use tool_choice auto."
+            )
+            raise RequestError(text, param=f"{path}.properties")
     for name, member in _members(tool):
         if style == "xml" and member.get("type") in (None, "string") and "not" in member:
             text = f"{path}.properties.{name}: not cannot be forced for a string. Use tool_choice auto."
             raise RequestError(text, param=f"{path}.properties.{name}")
     check_numbers(schema, path)
+
+
+WRITABLE = re.compile(r"""[^<>"'\n]{1,200}""")
+"""Names of arguments that the XML form can write."""
 
 
 def _members(tool: Json) -> Iterator[tuple[str, Json]]:
@@ -184,7 +194,7 @@ _CLOSING = r"/\n?<\/parameter>\n/"
 
 _NEXT_LINE = r"/\n<\/parameter>\n/"
 
-_NO_ENDS = r"~/(?s:.*)<\/(parameter|function|tool_call)>(?s:.*)/"
+_NO_ENDS = r"~/(?s:.*)<(\/(parameter|function|tool_call)>|(parameter|function)[= ])(?s:.*)/"
 
 _TEXT_RULES = (
     f"text[suffix={_CLOSING}]: TEXT",

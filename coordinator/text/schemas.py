@@ -204,8 +204,9 @@ def _readings(text: str) -> Iterator[Any]:
 
 
 def dumps(value: Any) -> str | None:
-    """Return a value as JSON, or None for one that JSON does not have."""
+    """Return a value as JSON, or None for one that JSON does not have. Half a pair of UTF-16 becomes U+FFFD."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     except (ValueError, TypeError, RecursionError):  # Python's notation also has sets and bytes
         return None

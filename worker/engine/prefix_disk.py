@@ -293,10 +293,16 @@ class StagePrefixes:
 async def _whole(function: Callable[..., R], *arguments: Any) -> R:
     """Run `function` in a thread. A cancelled task waits for it, so that no file is closed while it is used."""
     running = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
-    try:
-        return await asyncio.shield(running)
-    finally:
-        await asyncio.wait({running})
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait({running})
+        except asyncio.CancelledError as error:  # perhaps not the first
+            cancelled = error
+    failed = running.exception()
+    if cancelled or failed:
+        raise cancelled or failed  # type: ignore[misc]
+    return running.result()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from coordinator.api.anthropic import Tool
+from coordinator.api.conversation import freeform_input
 from coordinator.api.prompt_watch import PromptWatch, change_of
 from tests.support.api.api_client import ApiClient, tiny_tokenizer
 from tests.support.api.fake_generator import FakeGenerator
@@ -345,6 +346,52 @@ async def test_a_custom_tool_of_chat_completions() -> None:
     assert "".join(call["custom"]["input"] for call in calls) == PATCH
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"input": "a"}', "a"),
+        ('{"patch": "a"}', "a"),
+        ('{"input": {"a": true}}', '{"a": true}'),
+        ('{"input": null}', ""),
+        ('{"input": "a\\nb', "a\nb"),
+        ("{", ""),
+    ],
+)
+def test_the_input_of_a_custom_tool(arguments: str, expected: str) -> None:
+    assert freeform_input(arguments) == expected
+
+
+async def test_a_stop_string_inside_a_call_leaves_no_marks() -> None:
+    """The call is cut there, as by a limit."""
+    body = {"messages": [USER], "tools": [function("apply_patch")], "stop": ["Begin"]}
+    choice = (await patching().post(CHAT, body)).json()["choices"][0]
+    assert choice["message"]["content"] in ("", None)
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_half_a_character_in_arguments_is_replaced() -> None:
+    """Models write escapes of half a pair of UTF-16, which no client reads."""
+    call = '</think>\n\n<tool_call>\n{"name": "f", "arguments": {"a": "\\ud83d x"}}\n</tool_call>'
+    client = ApiClient(FakeGenerator(tiny_tokenizer(), call))
+    response = await client.post(CHAT, {"messages": [USER], "tools": [function("f")]})
+    (made,) = response.json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(made["function"]["arguments"]) == {"a": "\ufffd x"}
+    broken = {"id": "c", "function": {"name": "f", "arguments": '{"a": "\\ud83d x"}'}}
+    turns = [USER, {"role": "assistant", "tool_calls": [broken]}, USER]
+    assert "\ufffd x" in await prompt_of(CHAT, {"messages": turns})
+
+
+async def test_only_the_named_tool_is_checked() -> None:
+    """Another tool may have rules that no grammar holds."""
+    other = {"type": "function", "function": {"name": "g", "parameters": {"minProperties": 1}}}
+    body = {
+        "messages": [USER],
+        "tools": [function("apply_patch"), other],
+        "tool_choice": function("apply_patch"),
+    }
+    assert (await patching().post(CHAT, body)).status_code == 200
+
+
 def function(name: str) -> Any:
     """Return a function of chat completions."""
     return {"type": "function", "function": {"name": name}}
@@ -418,12 +465,13 @@ def test_a_prompt_that_changes_near_its_start_is_named() -> None:
     """A short change in the first half counts; another conversation, and the next turn of one, do not."""
     long = [*range(2000)]
     changed = [*long[:20], 9001, 9002, *long[22:]]
-    assert change_of(long, changed) == 20
-    assert change_of(long, [*long[:20], 9001, 9002, 9003, *long[21:]]) == 20
-    assert change_of(long, [*long[:20], *range(5000, 7000)]) is None
-    assert change_of(long, [*long[:1900], 9001, *long[1901:]]) is None
-    assert change_of(long, [*long, *range(100)]) is None
-    assert change_of(long[:100], changed[:100]) is None
+    assert change_of(long, changed, 2000) == 20
+    assert change_of(long, [*long[:20], 9001, 9002, 9003, *long[21:]], 2000) == 20
+    assert change_of(long, [*long[:20], *range(5000, 7000)], 2000) is None
+    assert change_of(long, [*long[:1900], 9001, *long[1901:]], 2000) is None
+    assert change_of(long, [*long[:1500], 9001, *long[1501:]], 100_000) == 1500
+    assert change_of(long, [*long, *range(100)], 2000) is None
+    assert change_of(long[:100], changed[:100], 100) is None
 
 
 def test_the_watch_names_the_client_and_the_words() -> None:
@@ -432,7 +480,10 @@ def test_the_watch_names_the_client_and_the_words() -> None:
     for turn in range(3):
         watch.look("address 1", (*long[:20], 9000 + turn, *long[21:]))
         watch.look("address 2", long + tuple(range(turn)))
-    (found,) = watch.found
+        watch.look("address 3", (*long[:20], 9000 + turn % 2, *long[21:]))
+        watch.look("address 3", (*long[:20], 9000 + turn % 2, *long[21:]))
+    (found,) = [one for one in watch.found if one.client != "address 3"]
+    assert all(one.count == 1 for one in watch.found if one.client == "address 3")
     assert (found.client, found.count, found.place) == ("address 1", 2, 20)
     assert "9001" in found.before
     assert "9002" in found.now

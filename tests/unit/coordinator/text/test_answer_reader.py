@@ -239,6 +239,13 @@ def test_a_call_after_code_is_one(code: str, step: int) -> None:
     assert parse(f"{code}\n\n{CALL}", step) == [Content(code), *ROME]
 
 
+@STEPS
+def test_line_breaks_of_windows_and_a_second_value(step: int) -> None:
+    assert parse(CALL.replace("\n", "\r\n"), step) == ROME
+    again = "<parameter=city>\nOslo\n</parameter>\n</function>"
+    assert parse(CALL.replace("</function>", again), step) == ROME
+
+
 def test_a_call_without_arguments() -> None:
     assert parse("<tool_call>\n<function=weather>\n</tool_call>") == call("weather", {})
 
@@ -383,4 +390,6 @@ def test_long_answers_take_linear_time() -> None:
     began = time.perf_counter()
     parts = parse(written(content), 4)
     assert isinstance(parts[0], CallStart | Content)
+    for begin in ("", "```\n"):  # calls that never end
+        parse(begin + "<function=weather>\n<parameter=city>\n" * 3000, thinking=not begin)
     assert time.perf_counter() - began < 20
