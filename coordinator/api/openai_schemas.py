@@ -302,6 +302,10 @@ Switch = Annotated[bool, BeforeValidator(lambda sent: _SWITCH.get(str(sent), sen
 """The switch of the reasoning, also in the words of Anthropic's `thinking.type`."""
 
 
+SOUNDS_AND_FILMS = {"audio", "audio_url", "input_audio", "video", "video_url", "input_video"}
+"""Parts that are refused in the newest message. In earlier ones they become a line that says so."""
+
+
 class ChatBody(GenerationBody):
     """The body of `POST /v1/chat/completions`."""
 
@@ -322,6 +326,10 @@ class ChatBody(GenerationBody):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatBody:
+        newest = self.messages[-1].content
+        for part in newest if isinstance(newest, list) else ():
+            if isinstance(part, dict) and (kind := str(part.get("type"))) in SOUNDS_AND_FILMS:
+                raise field_error("messages", f"a part of type {kind} is not read. Send text.")
         if self.continue_final_message and role_of(self.messages[-1].role) != "assistant":
             raise field_error("continue_final_message", "requires a last message of the assistant")
         if self.add_generation_prompt is False and not self.continue_final_message:
