@@ -73,7 +73,8 @@ _MIXER = "hyper_connection_mixer"
 _ENDS = {"embed_tokens": "embed", _MIXER: "norm", "norm": "norm", "lm_head": "lm_head"}
 
 IGNORED = re.compile(
-    r"(.*\.)?(rotary_emb\.inv_freq|self_attn\.(k_scale|v_scale|kv_scale)|mtp\.layers\.[1-9]\d*\..*)"
+    r"(.*\.)?(rotary_emb\.inv_freq|self_attn\.([kv]_proj\.)?(k_scale|v_scale|kv_scale)"
+    r"|mtp\.layers\.[1-9]\d*\..*)"
 )
 """Extra tensors that do not change results: `inv_freq` follows from the config, no K/V is stored as FP8 here, and only
 the first layer of a head drafts."""

@@ -14,7 +14,15 @@ import pytest
 from coordinator.cli import import_command
 from mtp.checkpoint.convert.convert import Settings, convert
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.names import Layout, Source, Transform, is_head, local_name, plan_part
+from mtp.checkpoint.format.names import (
+    IGNORED,
+    Layout,
+    Source,
+    Transform,
+    is_head,
+    local_name,
+    plan_part,
+)
 from proto.errors import CheckpointError
 from proto.span import Span
 from tests.conftest import Checkpoints
@@ -296,3 +304,9 @@ def test_a_quantization_in_the_text_config_counts(checkpoints: Checkpoints, tmp_
 
     edit_config(path, move)
     assert Checkpoint.open(path).config.quantization == whole
+
+
+@pytest.mark.parametrize("name", ["k_proj.k_scale", "v_proj.v_scale", "k_scale", "kv_scale"])
+def test_the_scales_of_stored_keys_are_ignored(name: str) -> None:
+    """As ModelOpt's NVFP4 has them, in the projections, and as others have them."""
+    assert IGNORED.fullmatch(f"model.layers.3.self_attn.{name}")
