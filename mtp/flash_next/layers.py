@@ -387,7 +387,8 @@ def masked_attention(
         places = mx.arange(offset + own.start, seen)[:, None]
         whole = (places + 1) // args.block
         chosen = chosen_blocks(index_queries[own], blocks, whole[:, 0], count)
-        picked = mx.zeros((rows, -(-seen // args.block)), mx.bool_)
+        # With room for blocks behind a query's own, which the mask hides, and for the newest tokens.
+        picked = mx.zeros((rows, blocks.shape[0] + 1), mx.bool_)
         picked = mx.put_along_axis(picked, chosen, mx.array(True), axis=1)
         tokens = mx.arange(seen)
         inside = mx.repeat(picked, args.block, axis=1)[:, :seen]

@@ -268,6 +268,16 @@ def test_a_conversion_keeps_the_answers(model: Path, tmp_path: Path, bits: int |
     assert different(answers(tmp_path / "mlx", "2", 2, 64), alone) == 0
 
 
+def test_a_chunk_may_cross_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first queries see fewer blocks than the budget has."""
+    monkeypatch.setattr("mtp.flash_next.layers.SCORE_BYTES", 2**12)
+    mx.random.seed(3)
+    q, k = mx.random.normal((1, 4, 60, 16)), mx.random.normal((1, 2, 70, 16))
+    rest = mx.random.normal((60, 4, 16)), mx.random.normal((17, 16)), 10
+    args: Any = (q, k, k, *rest, IndexerArgs(4, 16, 32, 4), 0.25)
+    assert mx.allclose(gathered_attention(*args), masked_attention(*args), atol=1e-6)
+
+
 @pytest.mark.parametrize("tokens", [75, 100])
 @pytest.mark.parametrize("attention", [gathered_attention, masked_attention])
 def test_the_blocks_with_the_highest_scores_are_read(
