@@ -290,7 +290,7 @@ class AnswerReader:
         end, fence = self._marks.call_end, self._line.fence
         while (found := self._follows(0, (end, fence), at_end=False)) is None:
             yield
-        place = SPACE.match(self._buffer).end()  # type: ignore[union-attr]
+        place = self._behind_blanks(0)
         if not found or self._buffer.startswith(fence, place):
             return found
         while (found := self._follows(place + len(end), (fence,), at_end=False)) is None:
@@ -335,9 +335,7 @@ class AnswerReader:
 
     def _more(self) -> Steps:
         """Wait for more text of a call. Raises _NoCallError if there is none, or if the reasoning ends before."""
-        if self._last:
-            raise _NoCallError(unfinished=True)
-        if self._reasoning_ends:
+        if self._last or self._reasoning_ends:
             raise _NoCallError(unfinished=True)
         yield
 
@@ -345,9 +343,13 @@ class AnswerReader:
     def _reasoning_ends(self) -> bool:
         return self.reasoning and self._marks.think_end in self._buffer
 
+    def _behind_blanks(self, at: int) -> int:
+        found = SPACE.match(self._buffer, at)
+        return found.end() if found else at
+
     def _follows(self, at: int, tags: Iterable[str], *, at_end: bool = True) -> bool | None:
         """Return whether one of `tags` follows behind blanks, None if that is open, and `at_end` at the text's end."""
-        at = SPACE.match(self._buffer, at).end()  # type: ignore[union-attr]
+        at = self._behind_blanks(at)
         rest = self._buffer[at : at + LONGEST_TAG]
         tags = [tag for tag in tags if tag]
         if rest and any(rest.startswith(tag) for tag in tags):
@@ -442,7 +444,7 @@ class AnswerReader:
         streams = "string" in kinds and kinds <= {"string", "null"}
         while self._buffer in ("", "\r"):
             yield from self._more()
-        self._take(len(LINE_BREAK.match(self._buffer)[0]))  # type: ignore[index]
+        self._take(found.end() if (found := LINE_BREAK.match(self._buffer)) else 0)
         opened, looked, end = False, 0, -1
         self._line_begun = False
         while end < 0:
@@ -485,8 +487,7 @@ class AnswerReader:
         if (found := self._follows(tag.end(), (*STRUCTURE, *ends))) is not False:
             return found
         # Some models close the function with a second mark of a parameter.
-        second = SPACE.match(self._buffer, tag.end())
-        place = second.end() if second else tag.end()
+        place = self._behind_blanks(tag.end())
         if not self._buffer.startswith(PARAMETER_END, place):
             return None if self._follows(tag.end(), (PARAMETER_END,)) is None else False
         return self._follows(place + len(PARAMETER_END), (self._marks.call_end,), at_end=False)

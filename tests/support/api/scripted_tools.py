@@ -26,7 +26,7 @@ SHELLS: dict[str, dict[str, Any]] = {
 
 
 FORMS = ("as usual", "without a closing mark", "without an opening mark", "as JSON")
-"""How the script writes the calls of an agent whose prompt says `Write calls FORM.`, as models do."""
+"""Forms in which models write calls. A prompt that says `Write calls FORM.` chooses one."""
 
 
 def scripted_answer(request: GenerationRequest) -> str:

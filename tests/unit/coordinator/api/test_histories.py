@@ -252,7 +252,7 @@ async def test_odd_parts_are_taken(path: str, turns: list[Any]) -> None:
 
 
 async def test_what_other_tools_said_is_told() -> None:
-    """Their output is told; data in Base64 is not."""
+    """The prompt has the output of a shell, and no data in Base64."""
     shell = {"type": "shell_call_output", "output": [{"stdout": "18 degrees", "stderr": ""}]}
     audio = {"type": "audio", "data": "QUJD" * 900}
     prompt = await prompt_of(RESPONSES, {"input": [USER, shell, audio, USER]})
