@@ -245,7 +245,11 @@ class Drafter:
         return out if len(ends) == out.shape[0] else out[mx.array(ends)]
 
     def catch_up_if_full(self, states: Sequence[HeadState]) -> None:
-        """Compute the waiting pairs of states that have too many. For the others, release the memory of the frame."""
+        """Compute the waiting pairs of states that have too many. For the others, release the memory of the frame.
+
+        It has no collective, so members of a group may call it at different moments: the output of the head's one
+        layer is dropped, and its keys and values need no sum.
+        """
         full = [s for s in states if len(s.waiting_tokens) >= MOST_WAITING]
         if full:
             self.catch_up(full)

@@ -88,6 +88,14 @@ def test_a_group_gives_the_tokens_of_one_process(
     assert found.accepted == expected.accepted
 
 
+def test_members_run_ahead_of_each_other(tmp_path: Path) -> None:
+    """The first member is a frame ahead, and the head catches up at another moment on each: the tokens are the same."""
+    path = checkpoint_for(tmp_path, "dense")
+    work = Work(str(path), small(PROMPTS), count=80, drafts=0, temperature=0.8, ahead=True)
+    expected = answer(replace(work, ahead=False))
+    assert answer_in_group(work, 2).tokens == expected.tokens
+
+
 def test_a_member_holds_its_share(tmp_path: Path) -> None:
     """The memory of a member of two is half of the layers and of lm_head, and all of the embedding."""
     path = checkpoint_for(tmp_path, "dense")

@@ -170,6 +170,7 @@ class StageEngine:
         self.disk: StagePrefixes | None = None
         self._borders: dict[int, Border] = {}
         """The newest saved or restored prefix of each sequence."""
+        self._drafts_asked = False  # by the newest frame
         self._saved: list[tuple[int, PrefixEntry]] = []
         """Sequences and prefix entries that the present header saves. Their copies are lazy."""
 
@@ -216,6 +217,7 @@ class StageEngine:
                 stamps.mark(StageStep.BUILT)
                 mx.async_eval(plain, *states)
         self.frames_done += 1
+        self._drafts_asked = any(segment.drafts for segment in segments)
         return BegunFrame(
             self, frame, segments, runs, verdict, x, plain, stamps, started, late_copies
         )
@@ -227,9 +229,12 @@ class StageEngine:
         """
         if self.stage.token_layers:
             return False
-        if not (self.first and self.verifier is not None) or self.group.size > 1:
-            # The token comes from another stage, and the next stage waits for the rows. The members of a group finish
-            # a frame before they begin the next one, so that all of them have one order of collectives.
+        if not (self.first and self.verifier is not None):
+            # The token comes from another stage, and the next stage waits for the rows.
+            return False
+        if self.group.size > 1 and self._drafts_asked:
+            # The end of that frame may have collectives, of drafts that the host draws. Members end it at different
+            # moments, and all of them must have one order of collectives.
             return False
         held = (self.sequences.get(segment.seq_id) for segment in frame.segments)
         rows = sum(max(1, len(segment.tokens)) for segment in frame.segments)

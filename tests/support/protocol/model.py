@@ -49,7 +49,7 @@ from tests.support.stages.token_stages import (
     tokens_of,
     truth,
 )
-from worker.engine.stage_engine import StageEngine, relayed_tokens
+from worker.engine.stage_engine import BegunFrame, StageEngine, relayed_tokens
 
 Known = Callable[[int], int]
 """Function from a sequence to the number of its tokens that the coordinator knows, including the prompt."""
@@ -392,9 +392,11 @@ class World:
                 yield f"pass {at}", partial(World.pass_on, at=at)
         if self.ring:
             yield "relay", World.relay
-        ahead = len(self.stages) == 1 and not self.grouped
-        if ahead and len(self.channels[0]) > 1 and self.channels[0][1].continues:
-            yield "ahead", World.run_ahead
+        ahead = len(self.stages) == 1 and len(self.channels[0]) > 1
+        if ahead and self.channels[0][1].continues:
+            yield "ahead", partial(World.run_ahead, news=None)
+            for news in self.news:
+                yield f"ahead of {news}", partial(World.run_ahead, news=news)
         for stage, news in product(range(len(self.stages)), self.news):
             if self._matters(stage, news):
                 yield f"{news} to {stage}", partial(World.deliver, stage=stage, news=news)
@@ -468,17 +470,37 @@ class World:
         stage = self.stages[0] = clone_stage(self.stages[0])
         stage.receive_tokens(self.ring.popleft())
 
-    def run_ahead(self, _: Chooser) -> None:
-        """Let a single stage begin the second frame of its channel before it has finished the first."""
+    def run_ahead(self, _: Chooser, *, news: News | None) -> None:
+        """Let a single stage begin the second frame of its channel before it has finished the first.
+
+        A signal may reach it between both. The second member of a group finishes the first frame before or after.
+        """
         stage = self.stages[0] = clone_stage(self.stages[0])
-        begun = [
-            stage.begin_frame(self.channels[0].popleft(), FrameStamps(0, StageStep)) for _ in "12"
-        ]
-        for one in begun:
-            out = one.finish_frame()
-            one.clean_up()
-            self.channels[1].append(out)
+        decided, begun = list[Frame](), list[BegunFrame]()
+        stage.announce = decided.append if self.grouped else None
+        for number in range(2):
+            frame = self.channels[0].popleft()
+            assert number == 0 or stage.can_run_ahead(frame)
+            begun.append(stage.begin_frame(frame, FrameStamps(0, StageStep)))
+            if news is not None and number == 0:
+                deliver(stage, self.coordinator.epoch, news)
+        outs = [_end(one) for one in begun]
+        self.channels[1] += outs
+        for out in outs:
             self.ledger = self.ledger.answered(out)
+        if self.grouped:
+            self._follow_ahead(decided, outs)
+
+    def _follow_ahead(self, decided: Sequence[Frame], outs: Sequence[Frame]) -> None:
+        """Let the second member run both frames of `run_ahead`, one after the other and overlapping."""
+        behind, ahead = (clone_stage(self.followers[0]) for _ in "12")
+        followed = [behind.process(frame) for frame in decided]
+        begun = [ahead.begin_frame(frame, FrameStamps(0, StageStep)) for frame in decided]
+        overlapped = [_end(one) for one in begun]
+        for ours in (followed, overlapped):
+            assert [out.outcomes for out in ours] == [out.outcomes for out in outs]
+        assert stage_key(behind) == stage_key(ahead)
+        self.followers[0] = ahead
 
     def deliver(self, _: Chooser, *, stage: int, news: News) -> None:
         """Let a signal reach a stage."""
@@ -560,6 +582,13 @@ class World:
             assert not stage.sequences, stage.sequences
             assert list(stage.prefixes) == list(self.stages[0].prefixes)
             assert stage.frames_done == self.stages[0].frames_done
+
+
+def _end(begun: BegunFrame) -> Frame:
+    """Finish a frame and clean up behind it."""
+    out = begun.finish_frame()
+    begun.clean_up()
+    return out
 
 
 def deliver(stage: StageEngine, epoch: int, news: News) -> None:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import subprocess
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -23,10 +26,11 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Commit, Frame, Segment
+from proto.frame_stamps import FrameStamps, StageStep
 from proto.params import SamplingParams
 from proto.span import Span
 from worker.engine.group import GroupSpec, join_group
-from worker.engine.stage_engine import StageEngine
+from worker.engine.stage_engine import BegunFrame, StageEngine
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
 from worker.model.verifier import Verifier
@@ -41,7 +45,10 @@ TOKENS_PER_SECOND = 50
 
 @dataclass(frozen=True)
 class Work:
-    """The answers to compute: each of `prompts` in turn, with `count` tokens and `drafts` in each window."""
+    """The answers to compute: each of `prompts` in turn, with `count` tokens and `drafts` in each window.
+
+    With `ahead`, and without drafts, the first member begins each window before it has finished the one before.
+    """
 
     path: str
     prompts: Sequence[Sequence[int]]
@@ -52,6 +59,7 @@ class Work:
     exact: bool = False
     slices: int = 1
     kv_bits: int | None = None
+    ahead: bool = False
     hosts: tuple[str, ...] = ()
 
 
@@ -90,7 +98,8 @@ def answer(work: Work, communicator: Communicator = ALONE) -> Answers:
     engine = StageEngine(stage, epoch=1, first=True, verifier=verifier)
     answered, accepted = [], 0
     for number, prompt in enumerate(work.prompts):
-        found, good = _one(engine, work, number, prompt)
+        one = _ahead if work.ahead else _one
+        found, good = one(engine, work, number, prompt)
         answered.append(found)
         accepted += good
     return Answers(answered, accepted, nbytes, digest.hexdigest())
@@ -137,6 +146,33 @@ def _one(
         position += outcome.accepted_length
         drafts, window = outcome.drafts, window + 1
     return tokens[: work.count], accepted
+
+
+def _ahead(
+    engine: StageEngine, work: Work, number: int, prompt: Sequence[int]
+) -> tuple[list[int], int]:
+    """Let all windows but the first continue. Only the first member overlaps them, the others are late at random."""
+    params = SamplingParams(temperature=work.temperature, seed=number)
+    admit = Admit(number, len(prompt) + work.count + 8, len(prompt), params)
+    chunk = Segment(number, 0, 0, tuple(prompt), sample=True)
+    (outcome,) = engine.process(Frame(1, engine.frames_done, (admit,), (chunk,))).outcomes
+    assert outcome.token is not None
+    tokens, begun = [outcome.token], deque[BegunFrame]()
+    overlaps, late = engine.group.rank == 0, random.Random(engine.group.rank)
+    for window in range(1, work.count):
+        position, known = len(prompt) + window - 1, () if window > 1 else (tokens[0],)
+        ops = (Commit(number, window - 2, 1),) if window > 2 else ()
+        segment = Segment(
+            number, window, position, known, open=True, sample=True, continues=not known
+        )
+        frame = Frame(1, engine.frames_done, ops, (segment,))
+        begun.append(engine.begin_frame(frame, FrameStamps(0, StageStep)))
+        while len(begun) > overlaps or (begun and window == work.count - 1):
+            time.sleep(0 if overlaps else late.choice((0, 0, 0.01)))
+            first = begun.popleft()
+            tokens += [o.token for o in first.finish_frame().outcomes if o.token is not None]
+            first.clean_up()
+    return tokens, 0
 
 
 def answer_in_group(work: Work, size: int) -> Answers:

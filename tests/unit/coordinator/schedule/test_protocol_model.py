@@ -20,6 +20,7 @@ from coordinator.schedule.scheduler import Scheduler
 from tests.support.protocol.model import PROMPT, ROOM, Scheduled, Walk, World, explore
 from tests.support.stages import token_stages
 from tests.support.stages.token_stages import truth
+from worker.engine.stage_engine import StageEngine
 
 MAX_STATES = 10**6
 
@@ -102,6 +103,8 @@ def case(mtp: str, stages: int, *lengths: int, marks: Any = (), **options: Any) 
         case("filled", 2, 3, crashes=1, grouped=True),
         case("filled", 2, 4, leaves=1, crashes=1, grouped=True, marks=SLOW),
         case("off", 1, 4, leaves=1, crashes=1, grouped=True),
+        case("off", 1, 5, leaves=1, stop=2, grouped=True),
+        case("off", 1, 4, 3, stop=2, grouped=True),
         case("off", 2, 4, leaves=1, grouped=True),
     ],
 )
@@ -117,8 +120,15 @@ def test_the_scheduler_over_stages(
     walk = scheduled(mtp, stages, *lengths, room=room, **options)
     assert walk.met["submit"] and walk.met["pass"]
     assert stages == 1 or walk.met["News"]
-    if mtp == "off" and "grouped" not in options:
+    if mtp == "off" and (stages == 1 or "grouped" not in options):
         assert walk.met["ahead" if stages == 1 else "relay"]
+
+
+def test_a_member_that_decides_by_itself_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The walk finds a group whose members run what each of them would, and not what the first has decided."""
+    monkeypatch.setattr(StageEngine, "_decided", lambda _, frame, segments: frame)
+    with pytest.raises(AssertionError, match="after"):
+        scheduled("off", 1, 4, leaves=1, grouped=True)
 
 
 def test_a_prompt_in_one_chunk() -> None:
