@@ -26,7 +26,7 @@ from proto.frame import Admit, Commit, Frame, Op, RestorePrefix, SavePrefix, Seg
 from proto.images import ImageSpan
 from proto.params import SamplingParams
 from proto.span import Span
-from tests.bench.dialled_model import BITS, ModelShape
+from tests.bench.dialled_model import BITS, FULL_BITS, ModelShape
 from tests.support.stages.doubled import Doubled
 from tests.support.stages.reference_kernels import reference_kernels
 from tests.support.stages.rows_behind_a_hole import rows_behind_a_hole
@@ -52,9 +52,9 @@ def _packed() -> Iterator[None]:
         yield
 
 
-def modules_of(start: int, end: int) -> StageModules:
-    """Return random 4-bit weights of layers `start … end`, the same ones for every cut."""
-    raw = SHAPE.config(BITS)
+def modules_of(start: int, end: int, bits: int = BITS) -> StageModules:
+    """Return random weights of layers `start … end`, the same ones for every cut."""
+    raw = SHAPE.config(bits)
     raw["text_config"] |= {
         "vocab_size": VOCAB,
         "linear_num_key_heads": 8,
@@ -68,7 +68,8 @@ def modules_of(start: int, end: int) -> StageModules:
         holder = nn.Module()
         holder.part = part_module(config, name)
         holder.set_dtype(mx.bfloat16)
-        nn.quantize(holder, 64, 4)
+        if bits != FULL_BITS:
+            nn.quantize(holder, 64, bits)
         mx.eval(holder.parameters())
         return holder.part.eval()
 
@@ -183,16 +184,17 @@ def test_the_layers_are_packed() -> None:
     assert modules.head is not None and modules.head.block.kind == "packed"
 
 
+@pytest.mark.parametrize("bits", [BITS, FULL_BITS])
 @pytest.mark.parametrize("width", [1, 3, pytest.param(40, marks=pytest.mark.slow)])
-def test_the_parts_of_the_members_are_added(width: int) -> None:
+def test_the_parts_of_the_members_are_added(width: int, bits: int) -> None:
     """A packed layer of a group adds the parts of all members after both of its halves, as the reference does.
 
-    Rows of an image rotate by its rows and columns.
+    Unquantized weights are fused. Rows of an image rotate by its rows and columns.
     """
     rows = mx.random.normal((width, SHAPE.hidden), key=mx.random.key(width)).astype(mx.bfloat16)
     results = []
     for kernels, shared in ((Kernels.auto, True), (Kernels.mlx, True), (Kernels.mlx, False)):
-        stage = Stage(modules_of(0, SHAPE.layers), KVFormat(), kernels=kernels)
+        stage = Stage(modules_of(0, SHAPE.layers, bits), KVFormat(), kernels=kernels)
         communicator = Doubled()
         if shared:
             stage.modules.communicator = communicator

@@ -20,7 +20,7 @@ from mtp.layers.communicator import ALONE, Communicator, GroupCommunicator
 from proto.control import Kernels
 from proto.errors import MemoryLimitError
 from proto.frame import Admit, Commit, Evict, Frame, Op, Outcome, Segment
-from proto.frame_stamps import FrameStamps, StampRing
+from proto.frame_stamps import FrameStamps, StageStep, StampRing
 from proto.params import SamplingParams
 from proto.span import Span
 from proto.terminal.progress import OnProgress
@@ -109,6 +109,31 @@ PATIENCE = 0.5
 LONGEST_WAIT = 0.02
 """Seconds. Upper bound of that wait."""
 
+LEAST_LEAD, ENOUGH_LEAD = 2e-4, 2e-3
+"""Seconds that a member of a group waits for the device at the end of a frame. With less than the first it stops to run
+ahead, with more than the second it starts again."""
+
+
+class Lead:
+    """Whether it pays that a member of a group begins a frame before it has finished the one before.
+
+    The result of that one then waits until Python has built the next, and so does the coordinator's answer to it. That
+    costs nothing while the device is busy for longer. Where building takes longer, as on a fast GPU, it costs a round
+    trip for each token.
+    """
+
+    def __init__(self) -> None:
+        self.pays = True
+        self._waited: float | None = None
+
+    def record_wait(self, seconds: float) -> None:
+        """Record how long the end of a frame waited for the device."""
+        before = seconds if self._waited is None else self._waited
+        self._waited = before + SMOOTHING * (seconds - before)
+        if self.pays != (self._waited > (LEAST_LEAD if self.pays else ENOUGH_LEAD)):
+            self.pays, self._waited = not self.pays, None
+
+
 OnDone = Callable[[Frame], None]
 OnError = Callable[[Exception], None]
 
@@ -170,6 +195,7 @@ class StageHost:
         self._deadlines = DeadlineEstimate(this_device().compile_seconds)
         self._trimmer = hardware.CacheTrimmer()
         self._stage_prefixes: list[StagePrefixes] = []
+        self._lead = Lead()
         self._usual = 0.0
         """Seconds that the newest finished frame took."""
         self.thread.on_idle = self._trimmer.clear
@@ -316,7 +342,7 @@ class StageHost:
         least = GROUP_SECONDS if engine.group.size > 1 else 0.0
         seconds = max(self._deadlines.seconds(frame), least)
         self.thread.expect(seconds)
-        if not (frame.continues and engine.can_run_ahead(frame)):
+        if not (frame.continues and self._runs_ahead(engine, frame)):
             self.thread.run_deferred(partial(engine.stage.expect_chunks, frame.segments))
             if engine.failed:
                 return
@@ -332,12 +358,15 @@ class StageHost:
             return
         finish = partial(self._finish_frame, begun, seconds, on_done, on_error)
         queued, engine = self.thread.queued, begun.engine
-        runs_ahead = (frame.continues or queued) and engine.can_run_ahead(frame)
+        runs_ahead = (frame.continues or queued) and self._runs_ahead(engine, frame)
         chunks_only = not any(segment.open for segment in frame.segments)
         if runs_ahead or (queued and chunks_only and engine.stage.token_layers):
             self.thread.defer(finish, min(LONGEST_WAIT, PATIENCE * self._usual))
         else:
             finish()
+
+    def _runs_ahead(self, engine: StageEngine, frame: Frame) -> bool:
+        return (engine.group.size == 1 or self._lead.pays) and engine.can_run_ahead(frame)
 
     def _finish_frame(
         self, begun: BegunFrame, seconds: float, on_done: OnDone, on_error: OnError
@@ -346,8 +375,12 @@ class StageHost:
             return
         try:
             self.thread.expect(seconds)
+            started = time.monotonic_ns()
             out = begun.finish_frame()
             on_done(out)
+            if begun.frame.continues:
+                computed = begun.stamps.times[StageStep.COMPUTED]
+                self._lead.record_wait(max(0, computed - started) / 1e9)
             self._usual = out.stage_us[-1] / 1e6
             self._deadlines.record_frame_time(out, self._usual)
             begun.clean_up()

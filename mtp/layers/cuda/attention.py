@@ -14,11 +14,11 @@ from mlx_lm.models.qwen3_next import Qwen3NextAttention
 from mtp.layers.communicator import Communicator
 from mtp.layers.cuda.packed_linear import (
     FEW_ROWS,
-    PackedLinear,
     PackedMLP,
     add_packed_mlp,
     add_product,
     fused,
+    product_of,
 )
 from mtp.layers.cuda.row_attention import (
     MOST_GROUPED,
@@ -55,7 +55,7 @@ class PackedAttentionLayer(Layer):
 
     kind = "packed"
 
-    def __init__(self, layer: DecoderLayer, mlp: PackedMLP | None) -> None:
+    def __init__(self, layer: DecoderLayer, mlp: PackedMLP | None, *, exact: bool = False) -> None:
         """Pack `layer`, whose MLP is `mlp` if that is packed."""
         attention = layer.self_attn
         self.norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
@@ -64,8 +64,8 @@ class PackedAttentionLayer(Layer):
         self.constants = constants_of(attention)
         self.rope = attention.rope
         self.scale = mx.array([attention.scale])
-        self.qkv = fused([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.out = fused([attention.o_proj])
+        self.qkv = fused([attention.q_proj, attention.k_proj, attention.v_proj], exact=exact)
+        self.out = fused([attention.o_proj], exact=exact)
         self._mlp_weights = () if mlp is None else mlp.weights(self.mlp_norm)
         self._one_arithmetic = False
         """True keeps to the row kernel for any number of rows. Otherwise prompt chunks take MLX's attention."""
@@ -98,8 +98,8 @@ class PackedAttentionLayer(Layer):
         if holes:
             groups = _around(groups, holes)
         few = x.shape[0] <= FEW_ROWS
-        if few and qkv.packed:
-            inputs = (self.norm.weight, qkv.w, qkv.factors)
+        if few and qkv.weights:
+            inputs = (self.norm.weight, qkv.weights)
             project = _compiled_projection(self.shape, eps)
             q, new, rows = project(x, inputs, self.constants, _places(groups))
         else:
@@ -107,10 +107,9 @@ class PackedAttentionLayer(Layer):
             q, new = prepare_rows(self.shape, rows, _places(groups), self.constants)
         q, new = rotations.rotate_new(q, new)
         pairs, groups = _write(caches, widths, new, groups, few=few)
-        if few and out.packed:
-            outputs = (out.w, out.factors)
+        if few and out.weights:
             finish = _compiled_end(self.shape, eps, self.communicator)
-            x = finish(x, outputs, self._mlp_weights, q, rows, groups, self.scale, pairs)
+            x = finish(x, out.weights, self._mlp_weights, q, rows, groups, self.scale, pairs)
             return x if self._mlp_weights else self.mlp.add_output(x, self.mlp_norm)
         if few or holes or self._one_arithmetic:
             y = _attend_few(self.shape, q, rows, groups, self.scale, pairs)
@@ -131,8 +130,8 @@ def _compiled_projection(shape: AttentionShape, eps: float) -> Callable[..., Any
     """Return the layer up to the queries, keys and values, traced once for each number of rows."""
 
     def body(x: mx.array, weights: Any, constants: Any, places: mx.array) -> Any:
-        norm, w, factors = weights
-        rows = PackedLinear(w, factors)(mx.fast.rms_norm(x, norm, eps))
+        norm, inputs = weights
+        rows = product_of(inputs)(mx.fast.rms_norm(x, norm, eps))
         return *prepare_rows(shape, rows, places, tuple(constants)), rows
 
     return mx.compile(body)
@@ -152,7 +151,7 @@ def _compiled_end(
         scale: mx.array, pairs: Any,
     ) -> Any:  # fmt: skip
         y = _attend_few(shape, q, rows, groups, scale, pairs)
-        x = add_product(communicator, PackedLinear(*weights), y, x)
+        x = add_product(communicator, product_of(weights), y, x)
         return add_packed_mlp(communicator, mlp, eps, x) if mlp else x
 
     return mx.compile(body)

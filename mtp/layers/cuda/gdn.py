@@ -12,11 +12,11 @@ from mlx_lm.models.qwen3_5 import DecoderLayer
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.cuda.packed_linear import (
     FEW_ROWS,
-    PackedLinear,
     PackedMLP,
     add_packed_mlp,
     add_product,
     fused,
+    product_of,
 )
 from mtp.layers.exact import ExactProducts
 from mtp.layers.gdn_windows import (
@@ -40,7 +40,9 @@ class PackedGDNLayer(Layer):
 
     kind = "packed"
 
-    def __init__(self, layer: DecoderLayer, dtype: mx.Dtype, mlp: PackedMLP | None) -> None:
+    def __init__(
+        self, layer: DecoderLayer, dtype: mx.Dtype, mlp: PackedMLP | None, *, exact: bool = False
+    ) -> None:
         """Pack `layer` for activations of `dtype`. Its MLP is `mlp` if that is packed."""
         net = layer.linear_attn
         self.norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
@@ -49,17 +51,16 @@ class PackedGDNLayer(Layer):
         self.recurrence = recurrence_of(gated_delta_window, net, dtype)
         self.shape, self.constants = self.recurrence.shape, self.recurrence.constants
         inputs = [net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a]
-        self.projection = fused(inputs, padded=True)
-        self.out = fused([net.out_proj])
+        self.projection = fused(inputs, padded=True, exact=exact)
+        self.out = fused([net.out_proj], exact=exact)
         self._body: Callable[..., Any] | None = None
-        self._weights: tuple[tuple[mx.array, ...], ...] = ()
+        self._weights: tuple[Any, ...] = ()
         """The arguments of the compiled layer between the rows and the state: its own weights, the MLP's, constants.
 
         They never change, and looking them up takes as long as building an operation."""
-        if self.projection.packed and self.out.packed:
-            projection, out = self.projection, self.out
+        if self.projection.weights and self.out.weights:
             self._body = _compiled_body(self.shape, self.norm.eps, ALONE)
-            own = (self.norm.weight, projection.w, projection.factors, out.w, out.factors)
+            own = (self.norm.weight, self.projection.weights, self.out.weights)
             mlp_weights = () if mlp is None else mlp.weights(self.mlp_norm)
             self._weights = (own, mlp_weights, self.constants)
 
@@ -118,10 +119,10 @@ def _compiled_body(
         state: mx.array,
         spans: mx.array,
     ) -> Any:
-        norm, w, factors, out_w, out_factors = weights
-        rows = PackedLinear(w, factors)(mx.fast.rms_norm(x, norm, eps))
+        norm, inputs, out = weights
+        rows = product_of(inputs)(mx.fast.rms_norm(x, norm, eps))
         y, conv, state = gated_delta_window(shape, rows, past, conv, state, spans, tuple(constants))
-        x = add_product(communicator, PackedLinear(out_w, out_factors), y, x)
+        x = add_product(communicator, product_of(out), y, x)
         x = add_packed_mlp(communicator, mlp, eps, x) if mlp else x
         return x, rows, conv, state
 

@@ -50,13 +50,13 @@ class Packer:
         if not self._exact:
             fused_experts = fuse_experts(module.mlp)
             module.mlp = row_experts(fused_experts, self._dtype, CudaKernel, self.picks)
-        mlp = pack_mlp(module.mlp)
+        mlp = pack_mlp(module.mlp, exact=self._exact)
         packed: Layer | None = None
         if module.is_linear:
             if has_window_kernel(module.linear_attn):
-                packed = PackedGDNLayer(module, self._dtype, mlp)
+                packed = PackedGDNLayer(module, self._dtype, mlp, exact=self._exact)
         elif self._kv_format.bits is None and can_pack_attention(module.self_attn, self._dtype):
-            packed = PackedAttentionLayer(module, mlp)
+            packed = PackedAttentionLayer(module, mlp, exact=self._exact)
         if packed is None:
             layer.mlp = mlp or PlainMLP(module.mlp)
         mx.clear_cache()

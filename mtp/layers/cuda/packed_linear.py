@@ -12,7 +12,7 @@ g and g + 8. `factors [tiles, chunks, 16]` uint32: scale and bias of outputs g a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -335,7 +335,6 @@ def can_pack(modules: Sequence[nn.Module], *, padded: bool = False) -> bool:
 class PackedLinear(nn.Module):
     """Linear layers side by side, whose outputs follow each other in one row."""
 
-    packed = True
     one_arithmetic = False
     """True keeps to the kernel for any number of rows. Otherwise a dense product takes over above `FEW_ROWS`."""
 
@@ -344,6 +343,11 @@ class PackedLinear(nn.Module):
         self.w = w
         self.factors = factors
         self.dtype = dtype
+
+    @property
+    def weights(self) -> tuple[mx.array, ...]:
+        """The arguments of a compiled layer, from which `product_of` makes this product again."""
+        return self.w, self.factors
 
     @classmethod
     def from_modules(cls, modules: Sequence[nn.Module]) -> Self:
@@ -402,10 +406,54 @@ class PackedEmbedding(PackedLinear):
         return PackedLinear.__call__(self, x)
 
 
+class DenseLinear(nn.Module):
+    """Unquantized linear layers side by side, as one product `x [rows, K]` times `w [N, K]`."""
+
+    def __init__(self, w: mx.array) -> None:
+        super().__init__()
+        self.w = w
+
+    @property
+    def weights(self) -> tuple[mx.array, ...]:
+        """The arguments of a compiled layer."""
+        return (self.w,)
+
+    @classmethod
+    def from_modules(cls, modules: Sequence[nn.Module]) -> Self:
+        """Fuse `modules`, which `can_fuse` approves. They lose their weights."""
+        w = mx.concatenate([module.weight for module in modules])
+        mx.eval(w)
+        for module in modules:
+            del module["weight"]
+        return cls(w)
+
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """Return `x [rows, K]` times the weights, plus `residual`."""
+        y = x @ self.w.T
+        return y if residual is None else y + residual
+
+    def swiglu(self, x: mx.array) -> mx.array:
+        """Return silu(gate) * up, where the outputs are gate and up in equal parts."""
+        gate, up = mx.split(self(x), 2, axis=-1)
+        y: mx.array = nn.silu(gate) * up
+        return y
+
+    def pin_exact(self, products: ExactProducts) -> DenseLinear:
+        """Raise, because a stage in exact mode keeps each layer's own product."""
+        raise NotImplementedError("fused dense weights have no exact mode")
+
+
+def can_fuse(modules: Sequence[nn.Module]) -> bool:
+    """Return whether `modules` are unquantized linear layers of one type."""
+    plain = all(type(module) is nn.Linear and "bias" not in module for module in modules)
+    return plain and len({module.weight.dtype for module in modules}) == 1
+
+
 class SideBySide(nn.Module):
     """Linear layers whose outputs follow each other in one row, each multiplied by itself."""
 
-    packed = False
+    weights: tuple[mx.array, ...] = ()
+    """None of them is the argument of a compiled layer."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -424,16 +472,26 @@ class SideBySide(nn.Module):
         return self
 
 
-Projection = PackedLinear | SideBySide
+Projection = PackedLinear | DenseLinear | SideBySide
 
 
-def fused(modules: Sequence[nn.Module], *, padded: bool = False) -> Projection:
-    """Return `modules` as one projection. If it packs their weights, they lose them.
+def fused(modules: Sequence[nn.Module], *, padded: bool = False, exact: bool = False) -> Projection:
+    """Return `modules` as one projection. If it packs or fuses their weights, they lose them.
 
-    `padded` allows outputs of zero behind the last module's.
+    `padded` allows outputs of zero behind the last module's. In `exact` mode unquantized layers stay apart.
     """
-    packed = can_pack(modules, padded=padded)
-    return PackedLinear.from_modules(modules) if packed else SideBySide(modules)
+    if can_pack(modules, padded=padded):
+        return PackedLinear.from_modules(modules)
+    return (
+        DenseLinear.from_modules(modules)
+        if not exact and can_fuse(modules)
+        else SideBySide(modules)
+    )
+
+
+def product_of(weights: Sequence[mx.array]) -> PackedLinear | DenseLinear:
+    """Return the product of the `weights` of a projection, within a compiled layer."""
+    return PackedLinear(weights[0], weights[1]) if len(weights) == 2 else DenseLinear(weights[0])
 
 
 def add_product(
@@ -444,11 +502,13 @@ def add_product(
 
 
 class PackedMLP(nn.Module):
-    """The gated MLP of a dense layer: two launches for up to `MOST_ROWS` rows."""
+    """The gated MLP of a dense layer: two launches for up to `MOST_ROWS` rows of packed weights."""
 
     communicator: Communicator = ALONE
 
-    def __init__(self, gate_up: PackedLinear, down: PackedLinear) -> None:
+    def __init__(
+        self, gate_up: PackedLinear | DenseLinear, down: PackedLinear | DenseLinear
+    ) -> None:
         super().__init__()
         self.gate_up = gate_up
         self.down = down
@@ -462,31 +522,32 @@ class PackedMLP(nn.Module):
         self.gate_up.pin_exact(products)
         self.down.pin_exact(products)
 
-    def weights(self, norm: nn.RMSNorm) -> tuple[mx.array, ...]:
+    def weights(self, norm: nn.RMSNorm) -> tuple[Any, ...]:
         """Return what `add_packed_mlp` takes of the MLP and its norm."""
-        gate_up, down = self.gate_up, self.down
-        return norm.weight, gate_up.w, gate_up.factors, down.w, down.factors
+        return norm.weight, self.gate_up.weights, self.down.weights
 
 
-def pack_mlp(mlp: nn.Module) -> PackedMLP | None:
-    """Return a dense MLP packed, or None for any other."""
+def pack_mlp(mlp: nn.Module, *, exact: bool = False) -> PackedMLP | None:
+    """Return a dense MLP packed or fused, or None for any other. In `exact` mode unquantized layers stay apart."""
     names = ("gate_proj", "up_proj", "down_proj")
     if not all(name in mlp for name in names):
         return None
     gate, up, down = (mlp[name] for name in names)
     # Each tile of gates needs its own tile of ups beside it.
     if not (can_pack([gate]) and can_pack([up]) and can_pack([down])):
-        return None
+        if exact or not can_fuse([gate, up, down]):
+            return None
+        return PackedMLP(DenseLinear.from_modules([gate, up]), DenseLinear.from_modules([down]))
     return PackedMLP(PackedLinear.from_modules([gate, up]), PackedLinear.from_modules([down]))
 
 
 def add_packed_mlp(
-    communicator: Communicator, weights: Sequence[mx.array], eps: float, x: mx.array
+    communicator: Communicator, weights: Sequence[Any], eps: float, x: mx.array
 ) -> mx.array:
     """Return `PackedMLP.add_output` of up to `FEW_ROWS` rows, as part of a compiled layer."""
-    norm, w, factors, down_w, down_factors = weights
-    y = PackedLinear(w, factors).swiglu(mx.fast.rms_norm(x, norm, eps))
-    return add_product(communicator, PackedLinear(down_w, down_factors), y, x)
+    norm, gate_up, down = weights
+    y = product_of(gate_up).swiglu(mx.fast.rms_norm(x, norm, eps))
+    return add_product(communicator, product_of(down), y, x)
 
 
 def _in_pieces(
