@@ -27,7 +27,7 @@ from tests.support.stages.chain import EPOCH, Chain, random_tokens
 from tests.support.stages.local_run import Answered, answer
 from worker.engine import stage_engine
 from worker.engine.stage_engine import BegunFrame, StageEngine
-from worker.engine.stage_host import StageHost
+from worker.engine.stage_host import StageHost, may_overlap
 
 PROMPT = random_tokens(9)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=4)
@@ -103,6 +103,30 @@ def test_a_stage_that_runs_ahead_chooses_the_same_tokens(
     assert states[0].head is not None and states[1].head is not None
     assert states[0].head.waiting_tokens == states[1].head.waiting_tokens
     assert all(map(mx.array_equal, states[0].head.waiting_hidden, states[1].head.waiting_hidden))
+
+
+def test_chunks_overlap(checkpoints: Checkpoints) -> None:
+    """A prompt whose chunks begin before the ones before are finished has the same first token, layers and pairs."""
+    path, found = checkpoints(layers=4), []
+    prompt = tuple(random_tokens(40))
+    for overlap in (False, True):
+        chain = Chain(path)
+        engine, begun = chain.engines[0], list[BegunFrame]()
+        for number in range(4):
+            part = prompt[10 * number : 10 * number + 10]
+            segment = Segment(0, number, 10 * number, part, sample=number == 3)
+            ops = (Admit(0, 64, 40, SAMPLED),) if number == 0 else ()
+            frame = Frame(EPOCH, engine.frames_done, ops, (segment,))
+            assert may_overlap(frame) == (number > 0)
+            begun.append(engine.begin_frame(frame, FrameStamps(0, StageStep)))
+            while len(begun) > overlap or (begun and number == 3):
+                (outcome,) = begun[0].finish_frame().outcomes
+                begun.pop(0).clean_up()
+        window = Segment(0, 4, 40, (outcome.token or 0,), open=True, sample=True, drafts=3)
+        frame = Frame(EPOCH, engine.frames_done, (), (window,))
+        assert not may_overlap(frame)
+        found.append((outcome, engine.process(frame).outcomes))
+    assert found[0] == found[1]
 
 
 def test_known_tokens_after_a_window_that_continues_keep_their_order(

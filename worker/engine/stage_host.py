@@ -342,7 +342,7 @@ class StageHost:
         least = GROUP_SECONDS if engine.group.size > 1 else 0.0
         seconds = max(self._deadlines.seconds(frame), least)
         self.thread.expect(seconds)
-        if not (frame.continues and self._runs_ahead(engine, frame)):
+        if not (may_overlap(frame) and self._runs_ahead(engine, frame)):
             self.thread.run_deferred(partial(engine.stage.expect_chunks, frame.segments))
             if engine.failed:
                 return
@@ -366,7 +366,8 @@ class StageHost:
             finish()
 
     def _runs_ahead(self, engine: StageEngine, frame: Frame) -> bool:
-        return (engine.group.size == 1 or self._lead.pays) and engine.can_run_ahead(frame)
+        pays = engine.group.size == 1 or self._lead.pays or not frame.continues
+        return pays and engine.can_run_ahead(frame)
 
     def _finish_frame(
         self, begun: BegunFrame, seconds: float, on_done: OnDone, on_error: OnError
@@ -389,6 +390,18 @@ class StageHost:
             on_error(error)
             return
         self._trimmer.record_frame(out)
+
+
+def may_overlap(frame: Frame) -> bool:
+    """Return whether `frame` needs no result of the one before.
+
+    Its windows continue that one, or it has prompt chunks alone. Operations and first drafts may need the head's pairs.
+    """
+    return frame.continues or (
+        bool(frame.segments)
+        and not frame.ops
+        and not any(segment.open or segment.drafts for segment in frame.segments)
+    )
 
 
 def _begin(engine: StageEngine, frame: Frame, stamps: FrameStamps) -> BegunFrame | Exception:
