@@ -133,7 +133,7 @@ async def test_nothing_follows_the_first_fault(at: str, monkeypatch: pytest.Monk
         """Return a frame whose end is sent, or fails."""
         if frame.number == 1 and at.startswith("the beginning"):
             raise MemoryError("at 1")
-        begun = MagicMock(engine=engine)
+        begun = MagicMock(engine=engine, frame=frame)
         begun.finish_frame.return_value = Frame(1, frame.number, stage_us=(1,))
         if frame.number == 0 and at.startswith("the end"):
             begun.finish_frame.side_effect = RuntimeError("[METAL] Timeout at 0")

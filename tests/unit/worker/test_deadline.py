@@ -16,6 +16,7 @@ from worker.engine.stage_host import (
     NEW_SIZE_SECONDS,
     SLACK,
     DeadlineEstimate,
+    Lead,
     StageHost,
 )
 
@@ -23,6 +24,15 @@ from worker.engine.stage_host import (
 def frame(rows: int, position: int = 0) -> Frame:
     """Return a frame with one sequence of `rows` rows, which ends at `position + rows`."""
     return Frame(1, 0, segments=(Segment(1, 0, position, tuple(range(rows))),))
+
+
+def test_a_group_runs_ahead_while_the_device_is_the_slower_one() -> None:
+    """Ends that find the result at once stop it, and ends that wait for it start it again. Neither alternates."""
+    lead = Lead()
+    for waited, pays in ((5e-3, True), (5e-5, False), (1e-3, False), (4e-3, True), (1e-3, True)):
+        for _ in range(40):
+            lead.record_wait(waited)
+        assert lead.pays == pays, waited
 
 
 def test_the_first_frame_has_the_longest_deadline() -> None:

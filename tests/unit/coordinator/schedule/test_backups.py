@@ -12,7 +12,7 @@ import pytest
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.pipeline.pipeline import Pipeline
 from coordinator.planning.capacity import Capacity
-from coordinator.schedule.backups import CALM_PAUSE, STORM_PAUSE
+from coordinator.schedule.backups import CALM_PAUSE, SPARED_SECONDS, STORM_PAUSE
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk, generate
@@ -126,6 +126,23 @@ def test_a_new_plan_computes_what_the_backup_lacks() -> None:
     assert first.position == kept
     assert drive.tokens(seq_id) == plain(prompt, 150)
     assert drive.scheduler.backups.kept == {}, "an answer that has ended has no backup"
+
+
+def test_a_short_answer_has_no_backup_in_a_calm_cluster() -> None:
+    """One that runs for less than SPARED_SECONDS is computed again, unless a failure came before."""
+    spared = []
+    for stormy in (False, True):
+        drive = Drive()
+        drive.submit(range(100), 20)
+        drive.scheduler.next_frame(drive.now)
+        (sequence,) = drive.scheduler.running.values()
+        sequence.scheduled_tokens = 64
+        if stormy:
+            drive.scheduler.backups.record_failure(0.0)
+        for later in (0.9 * SPARED_SECONDS, 1.1 * SPARED_SECONDS):
+            drive.scheduler.backups.choose_due([sequence], sequence.scheduled_at + later)
+            spared.append(drive.scheduler.backups.due is None)
+    assert spared == [True, False, False, False]
 
 
 def test_backups_pause_in_proportion_to_their_transfer() -> None:
