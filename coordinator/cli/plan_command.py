@@ -156,10 +156,12 @@ def answer(
             {
                 "plan": one.text,
                 "token_seconds": one.token,
+                "drafted_seconds": min(one.drafted, default=None),
                 "weight_bytes": max(stage.weight_bytes for stage in one.plan.stages),
             }
             for one in ([] if pinned else groups.predict_plans(planning, machines))
         ],
+        "machines": len(found.nodes),
         "drafts": options.mtp,
         "slowest_seconds": found.slowest_seconds,
         "pass_seconds": found.pass_seconds,
@@ -187,7 +189,8 @@ def _stage_facts(stage: StagePlan) -> dict[str, Any]:
 def _print(model: str, facts: dict[str, Any]) -> None:
     console = Console(emoji=False)
     stages = facts["stages"]
-    title = f"{escape(model)} on {len(stages)} node{'s' * (len(stages) > 1)}"
+    count = facts["machines"]
+    title = f"{escape(model)} on {count} machine{'s' * (count > 1)}"
     table = Table(title=title, title_justify="left")
     for heading in ("node", "layers", "weights", "caches", "limit", "a pass", "and"):
         table.add_column(heading, justify="left" if heading in ("node", "and") else "right")
@@ -220,13 +223,17 @@ def _print(model: str, facts: dict[str, Any]) -> None:
 
 
 def _print_candidates(console: Console, candidates: Sequence[dict[str, Any]]) -> None:
-    table = Table(title="One stream, without drafts", title_justify="left")
+    title = f"Tokens/s of one stream, as predicted. Of drafts {groups.ACCEPTED:g} are accepted"
+    table = Table(title=title, title_justify="left")
     table.add_column("--parallel")
-    for heading in ("tokens/s", "weights of a machine"):
+    for heading in ("plain", "with drafts", "weights of a machine"):
         table.add_column(heading, justify="right")
     for one in candidates:
-        speed = f"{1 / one['token_seconds']:.3g}"
-        table.add_row(one["plan"], speed, format_size(one["weight_bytes"]))
+        speeds = [
+            f"{1 / seconds:.3g}" if seconds else "-"
+            for seconds in (one["token_seconds"], one["drafted_seconds"])
+        ]
+        table.add_row(one["plan"], *speeds, format_size(one["weight_bytes"]))
     console.print(table)
 
 

@@ -20,6 +20,16 @@ MAX_GROUP = 8
 SUMS_PER_LAYER = 2
 """Sums over the members: after attention or the GatedDeltaNet, and after the MLP."""
 
+SUMS_PER_DRAFT = 3
+"""Collectives of one step of the MTP head: the two sums of its layer, and the logits of all members."""
+
+ROW_COST = 0.2
+"""Seconds of each further row of a window over those of the first, before M5. Published passes of two rows with one
+draft take 1.19 to 1.30 times as long as those of one row on an M4 Pro (docs/MTP_HEAD.md)."""
+
+ACCEPTED, MOST_DRAFTS = 0.8, 3
+"""The share of drafts that a prediction takes as right after right ones, and the most drafts of a window."""
+
 DEFAULT_COLLECTIVE = 300e-6
 """Seconds of a sum over a link that was not measured yet: TCP over a Thunderbolt bridge, by its users' figures."""
 
@@ -84,11 +94,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A possible plan, its name for people, and the predicted seconds of a token of one stream."""
+    """A possible plan, its name for people, and the predicted seconds of a token of one stream.
+
+    `token` is that without drafts, `drafted` those with 1 to MOST_DRAFTS drafts a window, none without a head.
+    """
 
     text: str
     plan: Plan
     token: float
+    drafted: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -160,18 +174,33 @@ def predict_plans(
         except ClusterError as error:
             problems.append(error)
         else:
-            found.append(_predict(plan))
+            found.append(_predict(planning, plan, some))
     if not found:
         raise problems[-1] if problems else UsageError("no node to plan for. Start a worker.")
     return found
 
 
-def _predict(plan: Plan) -> Prediction:
+def _predict(planning: Planning, plan: Plan, machines: Sequence[Machine]) -> Prediction:
     stages, size = len(plan.stages), plan.group_size
     kind = {1: "one machine" if stages == 1 else f"a pipeline of {stages}"}.get(size)
     text = kind or (f"a group of {size}" if stages == 1 else f"{stages} groups of {size}")
-    token = plan.pass_seconds + (stages - 1) * HOP_SECONDS
-    return Prediction(text, plan, token)
+    last, costs = plan.stages[-1], planning.costs_of(size)
+    speed = min(machine.node.speed for machine in machines if machine.node.name in last.nodes)
+    draft = costs.draft_seconds / speed
+    sums = sum(stage.sum_seconds for stage in plan.stages)
+    waits = sums + (stages - 1) * HOP_SECONDS
+    reads = plan.pass_seconds - sums - planning.workload.draft_depth * draft
+    draft += SUMS_PER_DRAFT * last.sum_seconds / (SUMS_PER_LAYER * len(last.span))
+    drafted = (
+        (reads * (1 + ROW_COST * depth) + waits + depth * draft) / _tokens(depth)
+        for depth in range(1, MOST_DRAFTS + 1)
+    )
+    return Prediction(text, plan, reads + waits, tuple(drafted) if costs.draft_seconds else ())
+
+
+def _tokens(depth: int) -> float:
+    """Return the expected tokens of a window with `depth` drafts."""
+    return sum(ACCEPTED**right for right in range(depth + 1))
 
 
 def _group_plan(
@@ -213,7 +242,8 @@ def _shared(stage: StagePlan, team: Sequence[Machine], expected: float) -> Stage
             f"the link of {', '.join(names)} is too slow for a group: a sum takes {collective * 1e3:.3g} ms, and those "
             f"of a token {seconds:.3g} s. Connect the machines by a cable, or leave out --parallel."
         )
-    return replace(stage, members=names, predicted_seconds=stage.predicted_seconds + seconds)
+    whole = stage.predicted_seconds + seconds
+    return replace(stage, members=names, predicted_seconds=whole, sum_seconds=seconds)
 
 
 def group_machines(

@@ -129,7 +129,7 @@ class StagePlan:
     """The part of a plan that one node holds. `cache_bytes` counts K/V, states and the reserve.
 
     The nodes of a group hold a stage together. `members` then are all of them, `node` first, and the bytes are those
-    of each.
+    of each. `sum_seconds` of `predicted_seconds` are those of the sums over the members.
     """
 
     node: str
@@ -141,6 +141,7 @@ class StagePlan:
     memory_limit: int
     predicted_seconds: float
     members: tuple[str, ...] = ()
+    sum_seconds: float = 0.0
 
     @property
     def nodes(self) -> tuple[str, ...]:

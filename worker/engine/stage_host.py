@@ -7,9 +7,10 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import mlx.core as mx
 
@@ -20,7 +21,7 @@ from mtp.layers.communicator import ALONE, Communicator, GroupCommunicator
 from proto.control import Kernels
 from proto.errors import MemoryLimitError
 from proto.frame import Admit, Commit, Evict, Frame, Op, Outcome, Segment
-from proto.frame_stamps import FrameStamps, StageStep, StampRing
+from proto.frame_stamps import FrameStamps, StampRing
 from proto.params import SamplingParams
 from proto.span import Span
 from proto.terminal.progress import OnProgress
@@ -109,29 +110,38 @@ PATIENCE = 0.5
 LONGEST_WAIT = 0.02
 """Seconds. Upper bound of that wait."""
 
-LEAST_LEAD, ENOUGH_LEAD = 2e-4, 2e-3
-"""Seconds that a member of a group waits for the device at the end of a frame. With less than the first it stops to run
-ahead, with more than the second it starts again."""
+TRIED_FRAMES = 16
+"""Frames of a trial. The median of their intervals counts."""
+
+SETTLED_FRAMES = 1024
+"""Frames after which the other way is tried again."""
 
 
+@dataclass
 class Lead:
-    """Whether it pays that a member of a group begins a frame before it has finished the one before.
+    """A choice of the first member of a group: to begin a frame before it has finished the one before, or not.
 
     The result of that one then waits until Python has built the next, and so does the coordinator's answer to it. That
     costs nothing while the device is busy for longer. Where building takes longer, as on a fast GPU, it costs a round
-    trip for each token.
+    trip for each token. So both ways are tried, and the one with the shorter interval between frames is kept.
     """
 
-    def __init__(self) -> None:
-        self.pays = True
-        self._waited: float | None = None
+    ahead: bool = True
+    trying: bool = True
+    _known: dict[bool, float] = field(default_factory=dict)
+    _recent: list[float] = field(default_factory=list)
 
-    def record_wait(self, seconds: float) -> None:
-        """Record how long the end of a frame waited for the device."""
-        before = seconds if self._waited is None else self._waited
-        self._waited = before + SMOOTHING * (seconds - before)
-        if self.pays != (self._waited > (LEAST_LEAD if self.pays else ENOUGH_LEAD)):
-            self.pays, self._waited = not self.pays, None
+    def record_interval(self, seconds: float) -> None:
+        """Record the time between the ends of two frames that follow each other."""
+        self._recent.append(seconds)
+        if len(self._recent) < (TRIED_FRAMES if self.trying else SETTLED_FRAMES):
+            return
+        self._known[self.ahead] = median(self._recent)
+        self._recent.clear()
+        if self.trying and len(self._known) == 2:
+            self.ahead, self.trying = min(self._known, key=self._known.__getitem__), False
+        else:
+            self.ahead, self.trying = not self.ahead, True
 
 
 OnDone = Callable[[Frame], None]
@@ -195,7 +205,10 @@ class StageHost:
         self._deadlines = DeadlineEstimate(this_device().compile_seconds)
         self._trimmer = hardware.CacheTrimmer()
         self._stage_prefixes: list[StagePrefixes] = []
-        self._lead = Lead()
+        self._leads: dict[int, Lead] = {}
+        """By the bit length of a frame's windows."""
+        self._ended: tuple[int, float] = (-1, 0.0)
+        """The number of the newest finished frame, and when that was in seconds of `time.perf_counter`."""
         self._usual = 0.0
         """Seconds that the newest finished frame took."""
         self.thread.on_idle = self._trimmer.clear
@@ -366,8 +379,14 @@ class StageHost:
             finish()
 
     def _runs_ahead(self, engine: StageEngine, frame: Frame) -> bool:
-        pays = engine.group.size == 1 or self._lead.pays or not frame.continues
-        return pays and engine.can_run_ahead(frame)
+        if not engine.can_run_ahead(frame):
+            return False
+        # No program waits for the results of the other members.
+        decides = engine.group.size > 1 and engine.group.rank == 0 and frame.continues
+        return not decides or self._lead_of(frame).ahead
+
+    def _lead_of(self, frame: Frame) -> Lead:
+        return self._leads.setdefault(len(frame.segments).bit_length(), Lead())
 
     def _finish_frame(
         self, begun: BegunFrame, seconds: float, on_done: OnDone, on_error: OnError
@@ -376,12 +395,12 @@ class StageHost:
             return
         try:
             self.thread.expect(seconds)
-            started = time.monotonic_ns()
             out = begun.finish_frame()
             on_done(out)
-            if begun.frame.continues:
-                computed = begun.stamps.times[StageStep.COMPUTED]
-                self._lead.record_wait(max(0, computed - started) / 1e9)
+            (number, before), now = self._ended, time.perf_counter()
+            if begun.frame.continues and number == begun.frame.number - 1:
+                self._lead_of(begun.frame).record_interval(now - before)
+            self._ended = begun.frame.number, now
             self._usual = out.stage_us[-1] / 1e6
             self._deadlines.record_frame_time(out, self._usual)
             begun.clean_up()

@@ -40,7 +40,7 @@ def test_json_has_the_promised_keys(model: Path) -> None:
     """The JSON object has the keys that scripts read. Layers cover the model, and bytes fit the limits."""
     facts = facts_of(str(model), "--nodes", "3", "--memory", "1GB")
     assert set(facts) == {
-        "candidates", "drafts", "slowest_seconds", "pass_seconds", "capacity", "unused",
+        "candidates", "drafts", "machines", "slowest_seconds", "pass_seconds", "capacity", "unused",
         "rows_on_disk", "vision_bytes", "stages",
     }  # fmt: skip
     assert [stage["node"] for stage in facts["stages"]] == ["node-1", "node-2", "node-3"]

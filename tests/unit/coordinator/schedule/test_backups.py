@@ -12,7 +12,7 @@ import pytest
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.pipeline.pipeline import Pipeline
 from coordinator.planning.capacity import Capacity
-from coordinator.schedule.backups import CALM_PAUSE, SPARED_SECONDS, STORM_PAUSE
+from coordinator.schedule.backups import CALM_PAUSE, FIRST_PAUSE, SPARED_SECONDS, STORM_PAUSE
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk, generate
@@ -143,6 +143,24 @@ def test_a_short_answer_has_no_backup_in_a_calm_cluster() -> None:
             drive.scheduler.backups.choose_due([sequence], sequence.scheduled_at + later)
             spared.append(drive.scheduler.backups.due is None)
     assert spared == [True, False, False, False]
+
+
+def test_a_slow_backup_waits_until_the_answer_is_worth_it() -> None:
+    """Once a transfer of 64 tokens has taken 2 seconds, the first backup of an answer is made after 9 times as long."""
+    drive = Drive()
+    backups = drive.scheduler.backups
+    backups.begin_backup(7, 64, 0)
+    assert backups.in_flight is not None
+    backups.end_backup(backups.in_flight, 2.0, -2.0 * CALM_PAUSE)
+    drive.submit(range(100), 20)
+    drive.scheduler.next_frame(drive.now)
+    (sequence,) = drive.scheduler.running.values()
+    sequence.scheduled_tokens = 64
+    due = []
+    for later in (1.5 * FIRST_PAUSE, 2.5 * FIRST_PAUSE):
+        backups.choose_due([sequence], later)
+        due.append(backups.due is not None)
+    assert due == [False, True]
 
 
 def test_backups_pause_in_proportion_to_their_transfer() -> None:
