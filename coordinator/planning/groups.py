@@ -280,8 +280,14 @@ def _too_few(machines: Sequence[Machine], size: int, groups: int, found: int) ->
             f"{', '.join(without)} has no direct link. Members of a group exchange partial results unencrypted: "
             "start the worker with --direct HOST, the address of a cable between the machines."
         )
+    advice = "Add equal machines, or choose another --parallel."
+    if len({machine.kind for machine in machines}) > 1:
+        advice = (
+            "Chips of other kinds round otherwise, so members would choose other tokens. Use --parallel pipeline: each "
+            "machine gets layers by its speed."
+        )
     described = "; ".join(f"{m.node.name}: {m.kind or 'unknown'}" for m in machines)
     return SpanError(
         f"{len(machines)} machines make {found} groups of {size} equal ones, {groups} are needed "
-        f"({described}). Add equal machines, or choose another --parallel."
+        f"({described}). {advice}"
     )

@@ -126,8 +126,15 @@ class NgramTable:
     """The rows of a PLE, plain or quantized by MLX in groups along a row."""
 
     def __init__(
-        self, weight: Sequence[Rows], scales: Sequence[Rows] = (), biases: Sequence[Rows] = ()
+        self,
+        weight: Sequence[Rows],
+        scales: Sequence[Rows] = (),
+        biases: Sequence[Rows] = (),
+        *,
+        factor: float = 1.0,
     ) -> None:
+        """Read rows of these parts, times `factor`."""
+        self._factor = factor
         self._parts = [Mapped(parts) for parts in (weight, scales, biases) if parts]
         self._advised = np.empty(0, np.int64)
 
@@ -153,4 +160,4 @@ class NgramTable:
             group, bits = dim // factors[0].shape[1], 32 * rows.shape[1] // dim
             biases = factors[1] if factors[1:] else None
             rows = mx.dequantize(rows, factors[0], biases, group_size=group, bits=bits)
-        return rows.astype(dtype)
+        return (rows if self._factor == 1 else rows * self._factor).astype(dtype)

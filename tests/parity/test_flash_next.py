@@ -21,6 +21,7 @@ from mtp.checkpoint.convert.add_head import plan_head_addition
 from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.convert.foreign import open_source
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.parts import open_table
 from mtp.flash_next.args import IndexerArgs
 from mtp.flash_next.layers import (
     IndexedKV,
@@ -403,6 +404,16 @@ def test_rows_in_fp8_are_converted(tmp_path: Path, text: dict[str, Any], referen
     rows = next(value for name, value in converted.items() if ".shards.0.weight" in name)
     wanted = read_tensors(plain)[base]
     assert mx.allclose(rows, wanted, rtol=0.07, atol=0.01)
+    halved = write_flash_next(tmp_path / "halved", reference, text)
+    edit_tensors(halved, partial(_with_factor, scale))
+    tables = [
+        open_table(checkpoint, part, sum(checkpoint.tensors[n].shape[0] for n in kinds["weight"]))
+        for checkpoint in map(Checkpoint.open, (plain, halved))
+        for part, kinds in checkpoint.tables.items()
+    ]
+    ids, width = np.arange(9), wanted.shape[1]
+    found = [table.read(ids, width, mx.float32) for table in tables]
+    assert mx.array_equal(found[0], found[1]) and mx.array_equal(found[0], wanted[:9])
     edit_tensors(plain, _other_multipliers)
     with pytest.raises(CheckpointError, match="hashed in another way"):
         load_stage(Checkpoint.open(plain), Span(0, 8), first=True, last=True, dtype=None)
@@ -411,6 +422,13 @@ def test_rows_in_fp8_are_converted(tmp_path: Path, text: dict[str, Any], referen
 def _other_multipliers(weights: dict[str, mx.array]) -> None:
     name = next(name for name in weights if name.endswith("layer_multipliers"))
     weights[name] = weights[name] + 2
+
+
+def _with_factor(scale: str, weights: dict[str, mx.array]) -> None:
+    """Store half of the rows, and the factor 2, which oMLX keeps beside rows that it has quantized."""
+    for name in [name for name in weights if "ngram_embedding" in name]:
+        weights[name] = weights[name] / 2
+    weights[scale] = mx.array([2.0], mx.bfloat16)
 
 
 def _set_fields(fields: dict[str, Any], config: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +21,7 @@ from mlx_lm.utils import load_model
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.flash_next.args import IndexerArgs
 from mtp.flash_next.layers import sparse_attention
+from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.layer import KVFormat
 from proto.control import Kernels
 from proto.frame import Admit, Segment
@@ -28,6 +29,7 @@ from proto.span import Span
 from tests.bench.dialled_model import ModelShape, write_dialled_model
 from tests.support.checkpoints import checkpoints
 from tests.support.metal.metal_path import metal_choices
+from tests.support.stages.doubled import Doubled
 from worker.model import layer_variants
 from worker.model.layer_variants import KernelChoice
 from worker.model.loader import load_stage
@@ -124,10 +126,13 @@ class StockSteps:
 class OwnSteps:
     """Steps of a stage, whose windows are accepted whole."""
 
-    def __init__(self, path: Path, count: int, width: int) -> None:
+    def __init__(
+        self, path: Path, count: int, width: int, communicator: Communicator = ALONE
+    ) -> None:
         checkpoint = Checkpoint.open(path)
         span = Span(0, checkpoint.config.num_layers)
         modules = load_stage(checkpoint, span, first=True, last=True, dtype=None, with_head=False)
+        modules.communicator = communicator
         self.stage = Stage(modules, KVFormat())
         self.sequences = [self.stage.new_sequence(Admit(i, CAPACITY, 1)) for i in range(count)]
         self.width, self.number = width, 0
@@ -169,6 +174,14 @@ def write_models(folder: Path, *, moe: bool = False) -> dict[int, Path]:
             )
             for layers in (SHORT, LONG)
         }
+
+
+class MarkedSums(Doubled):
+    """A communicator of two members, each of whose sums is one operation of the graph."""
+
+    def sum(self, x: mx.array) -> mx.array:
+        """Return zeros like `x`."""
+        return _marked([x], (x.shape, x.dtype))[0]
 
 
 Steps = StockSteps | OwnSteps
@@ -233,6 +246,15 @@ def test_a_layer_launches_no_more_kernels(
         own, stock = (layer_cost(steps, models[moe], *shape) for steps in (OwnSteps, StockSteps))
     assert own.kernels <= (EXPERTS_KERNELS if moe else MOST_KERNELS)[shape], own.names
     assert stock.kernels == (43.75 if moe else 24.75), stock.names
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_a_member_launches_two_sums_more(models: dict[bool, dict[int, Path]], moe: bool) -> None:
+    """A layer of a group has the kernels of one machine, and a sum after each of its halves."""
+    with counted_kernels():
+        member = partial(OwnSteps, communicator=MarkedSums())
+        alone, shared = (layer_cost(steps, models[moe], 1, 1) for steps in (OwnSteps, member))
+    assert shared.kernels == alone.kernels + 2, shared.names
 
 
 @pytest.fixture(scope="module")

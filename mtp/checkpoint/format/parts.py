@@ -195,6 +195,12 @@ def open_table(checkpoint: Checkpoint, part: str, rows: int) -> NgramTable:
     check_derived(checkpoint, part)
     for info in (piece for pieces in tables.values() for piece in pieces):
         checkpoint.check_file(info.file)
+    # Beside rows of MLX, which others have converted from FP8, stands the factor of all values.
+    factors = [
+        load_tensor(checkpoint, n, {}) for n in checkpoint.tables[part].get("weight_scale", [])
+    ]
+    tables.pop("weight_scale", None)
+    factor = float(np.array(factors[0].astype(mx.float32))[0]) if factors else 1.0
     found = {kind: sum(piece.shape[0] for piece in pieces) for kind, pieces in tables.items()}
     if set(found.values()) != {rows} or "weight" not in found:
         raise CheckpointError(
@@ -205,7 +211,7 @@ def open_table(checkpoint: Checkpoint, part: str, rows: int) -> NgramTable:
         kind: [np.memmap(i.file, ROW_TYPES[i.dtype], "r", i.start, i.shape) for i in pieces]
         for kind, pieces in tables.items()
     }
-    return NgramTable(**mapped)
+    return NgramTable(factor=factor, **mapped)
 
 
 _NUMPY = {"F32": "f4", "F16": "f2", "BF16": "u2", "U32": "u4", "U8": "u1"}
