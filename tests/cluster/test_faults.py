@@ -178,6 +178,8 @@ async def test_an_engine_that_is_stuck(team: Team, toy: Path, wanted: Wanted) ->
 
 @patch("coordinator.schedule.backups.MIN_NEW_TOKENS", 4)
 @patch("coordinator.schedule.backups.CALM_PAUSE", 0.0)
+@patch("coordinator.schedule.backups.SPARED_SECONDS", 0.0)
+@patch("coordinator.schedule.backups.FIRST_PAUSE", 0.0)
 @again_if_slow
 async def test_a_worker_that_is_stopped(
     team: Team, toy: Path, wanted: Wanted, caplog: pytest.LogCaptureFixture

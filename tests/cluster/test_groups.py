@@ -39,6 +39,8 @@ from tests.support.processes.processes import (
 from tests.support.processes.reserved_port import reserved_port
 from worker.node.process import LOCAL_TOKEN
 
+ROOT = Path(__file__).resolve().parents[2]
+
 TOKENS = 24
 LONG = 160
 """Tokens of an answer that a fault interrupts."""
@@ -193,6 +195,53 @@ def test_a_lost_process_changes_no_answer(
     check_recovery(pair.url, expected, lambda: fault(before[member]))
     psutil.wait_procs(before, timeout=20)
     assert not [process for process in before if process.is_running()]
+
+
+RUN_AHEAD = """
+import os
+from dataclasses import replace
+from mtp import device
+from worker.engine.engine_thread import EngineThread
+from worker.engine.stage_host import Lead
+Lead.record_interval = lambda *_: None
+device.DEVICES["cpu"] = replace(device.DEVICES["cpu"], ahead_kv_bytes=2**30)
+defer = EngineThread.defer
+def counted(self, *arguments):
+    with open(os.environ["AHEAD"], "ab") as file:
+        file.write(b".")
+    defer(self, *arguments)
+EngineThread.defer = counted
+"""
+"""Makes each program run ahead on CPUs, as on GPUs, and count in the file AHEAD how often."""
+
+
+@pytest.mark.chaos
+@pytest.mark.thorough
+def test_faults_while_a_group_runs_ahead(tmp_path: Path, expected: list[str]) -> None:
+    """A member stops for a while or dies while the next frame has begun, and a client leaves: the text stays."""
+    (tmp_path / "sitecustomize.py").write_text(RUN_AHEAD)
+    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    count = tmp_path / "count"
+    env = {"PYTHONPATH": path, "AHEAD": str(count)}
+    with running_workers(tmp_path, MODEL[0], 2, env=env) as workers:
+        named = [worker.address for worker in workers]
+        flags = (*MODEL[1:], "--parallel", "tensor", "--mtp", "off")
+        with serving(tmp_path, MODEL[0], named, *flags) as coordinator:
+            cluster = Cluster(workers, coordinator)
+            assert ask(cluster.url, LONG, **SETTINGS[0]).text == expected[0]
+            assert count.stat().st_size > LONG, "both members ran ahead"
+            members = wait_for_members(cluster)
+
+            def stop_for_a_while() -> None:
+                members[1].suspend()
+                time.sleep(3)
+                members[1].resume()
+
+            check_recovery(cluster.url, expected, stop_for_a_while)
+            body = {"prompt": "def fibonacci(n):", "max_tokens": 400, "stream": True}
+            with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body) as left:
+                next(left.iter_lines())
+            check_recovery(cluster.url, expected, members[0].kill)
 
 
 @pytest.mark.chaos
