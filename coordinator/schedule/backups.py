@@ -109,8 +109,10 @@ class Backups:
         self._too_large: set[int] = set()
         """Sequences whose backup alone exceeds `limit`. They have none, and leave the room to others."""
         self._next_at = 0.0
-        self._seconds_per_token = 0.0
-        """Seconds of the newest transfer for each of its tokens."""
+        self._sizes = 0.0, 0.0
+        """Bytes of the newest backup that every backup has, and those for each token."""
+        self._seconds_per_byte = 0.0
+        """Seconds of the newest transfer for each of its bytes."""
         self._storm_until = -1.0
 
     def record_failure(self, now: float) -> None:
@@ -137,7 +139,7 @@ class Backups:
         for s in running:
             # What the stages hold for certain when its next segment arrives.
             held = len(s.tokens) - 1 if s.decoding else s.scheduled_tokens
-            spared = max(SPARED_SECONDS, FIRST_PAUSE * self._seconds_per_token * held)
+            spared = max(SPARED_SECONDS, FIRST_PAUSE * self._expected_seconds(held))
             if not self.stormy and now - s.scheduled_at < spared:
                 continue
             if s.seq_id < self._full_from and s.seq_id not in self._too_large:
@@ -145,6 +147,11 @@ class Backups:
         seq_id = max(missing, key=lambda one: missing[one], default=None)
         if seq_id is not None and missing[seq_id] >= MIN_NEW_TOKENS:
             self.due = seq_id
+
+    def _expected_seconds(self, tokens: int) -> float:
+        """Return the expected seconds of a first backup after `tokens` tokens, 0 before any was made."""
+        fixed, per_token = self._sizes
+        return (fixed + tokens * per_token) * self._seconds_per_byte
 
     def begin_backup(self, seq_id: int, tokens: int, frame: int) -> BackUp:
         """Return the operation of frame number `frame` that backs up the first `tokens` tokens of a sequence."""
@@ -164,6 +171,8 @@ class Backups:
         """Keep a backup that was read, unless it is stale. Above `limit` the youngest sequences lose theirs."""
         if made is not self.in_flight:
             return
+        fixed, added = (sum(len(s.data) for s in states if s.appends == a) for a in (False, True))
+        self._sizes = fixed, added / max(1, made.tokens - made.start)
         former = self.kept.get(made.seq_id, Backup())
         if tokens != made.tokens or former.tokens != made.start:
             return  # the states continue a backup that was dropped while they were in flight
@@ -184,7 +193,9 @@ class Backups:
         """Wait in proportion to the `seconds` of the transfer before the next backup, even if it has failed."""
         if made is self.in_flight:
             self.in_flight = None
-            self._seconds_per_token = seconds / max(1, made.tokens - made.start)
+            fixed, per_token = self._sizes
+            moved = fixed + per_token * (made.tokens - made.start)
+            self._seconds_per_byte = seconds / moved if moved else 0.0
             pause = STORM_PAUSE if now < self._storm_until else CALM_PAUSE
             self._next_at = now + pause * seconds
 

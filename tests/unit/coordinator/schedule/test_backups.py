@@ -146,18 +146,21 @@ def test_a_short_answer_has_no_backup_in_a_calm_cluster() -> None:
 
 
 def test_a_slow_backup_waits_until_the_answer_is_worth_it() -> None:
-    """Once a transfer of 64 tokens has taken 2 seconds, the first backup of an answer is made after 9 times as long."""
+    """A transfer of 10 bytes has taken 2 seconds. A backup of 64 tokens has 4 + 32 bytes, and waits for 9 times 7.2."""
     drive = Drive()
     backups = drive.scheduler.backups
-    backups.begin_backup(7, 64, 0)
-    assert backups.in_flight is not None
-    backups.end_backup(backups.in_flight, 2.0, -2.0 * CALM_PAUSE)
+    backups.begin_backup(7, 12, 0)
+    made = backups.in_flight
+    assert made is not None
+    states = [LayerState(0, False, b"4444"), LayerState(1, True, b"666666")]
+    backups.complete_backup(made, 12, states)
+    backups.end_backup(made, 2.0, -2.0 * CALM_PAUSE)
     drive.submit(range(100), 20)
     drive.scheduler.next_frame(drive.now)
     (sequence,) = drive.scheduler.running.values()
     sequence.scheduled_tokens = 64
     due = []
-    for later in (1.5 * FIRST_PAUSE, 2.5 * FIRST_PAUSE):
+    for later in (7 * FIRST_PAUSE, 8 * FIRST_PAUSE):
         backups.choose_due([sequence], later)
         due.append(backups.due is not None)
     assert due == [False, True]
