@@ -415,9 +415,10 @@ def may_overlap(frame: Frame) -> bool:
     """Return whether `frame` needs no result of the one before.
 
     Its windows continue that one, or it has prompt chunks alone. Operations and first drafts may need the head's pairs.
+    A stage reserves memory for the activations of two chunks of CHUNK tokens, and not of longer ones.
     """
     return frame.continues or (
-        bool(frame.segments)
+        0 < frame.rows <= CHUNK
         and not frame.ops
         and not any(segment.open or segment.drafts for segment in frame.segments)
     )
