@@ -399,6 +399,8 @@ def test_rows_in_fp8_are_converted(tmp_path: Path, text: dict[str, Any], referen
     stored[scale] = ("BF16", mx.array([0.5], mx.bfloat16))
     save_tensors(source / "model.safetensors", stored)
     edit_config(source, lambda config: config.update(quantization_config={"quant_method": "fp8"}))
+    with pytest.raises(CheckpointError, match=r"stored as F8_E4M3.*mtp-coord convert"):
+        open_table(open_source(source), "layers.1", len(stored[base][1]) * 4)
     convert(open_source(source), tmp_path / "out", Settings(dtype="float32"))
     converted = read_tensors(tmp_path / "out")
     rows = next(value for name, value in converted.items() if ".shards.0.weight" in name)

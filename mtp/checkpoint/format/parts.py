@@ -207,6 +207,11 @@ def open_table(checkpoint: Checkpoint, part: str, rows: int) -> NgramTable:
             f"{checkpoint.path}: the table of {part}.ple has {found} rows, and config.json requires {rows} of its "
             "weight. Download the checkpoint again."
         )
+    if unread := {i.dtype for pieces in tables.values() for i in pieces} - ROW_TYPES.keys():
+        raise CheckpointError(
+            f"{checkpoint.path}: the table of {part}.ple is stored as {min(unread)}, which is not served. Convert the "
+            "checkpoint with mtp-coord convert."
+        )
     mapped = {
         kind: [np.memmap(i.file, ROW_TYPES[i.dtype], "r", i.start, i.shape) for i in pieces]
         for kind, pieces in tables.items()
