@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -127,6 +128,25 @@ def test_chunks_overlap(checkpoints: Checkpoints) -> None:
         assert not may_overlap(frame)
         found.append((outcome, engine.process(frame).outcomes))
     assert found[0] == found[1]
+
+
+def test_a_group_ends_a_frame_with_drafts_first(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end may have collectives, which every member must have before those of the next frame."""
+    device = replace(this_device(), ahead_kv_bytes=2**30)
+    monkeypatch.setattr(stage_engine, "this_device", lambda: device)
+    found = {}
+    for size in (1, 2):
+        plain = in_turn(checkpoints(layers=4), SamplingParams(), 1)
+        monkeypatch.setattr(plain.engine, "group", SimpleNamespace(size=size, rank=0))
+        for drafts in (0, 2):
+            number = 2 + drafts // 2
+            window = replace(plain.window(number, ahead=False), drafts=drafts)
+            plain.finish(plain.begin(plain.commit(number - 1), [window]))
+            following = Frame(EPOCH, 9, segments=(plain.window(number + 1, ahead=True),))
+            found[size, drafts] = plain.engine.can_run_ahead(following)
+    assert found == {(1, 0): True, (1, 2): True, (2, 0): True, (2, 2): False}
 
 
 def test_known_tokens_after_a_window_that_continues_keep_their_order(
