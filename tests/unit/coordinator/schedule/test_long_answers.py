@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import time
 from dataclasses import replace
-from statistics import median
 
+import numpy as np
 import pytest
 
 from coordinator.drafts.controller import Controller, MtpMode
@@ -28,6 +28,9 @@ FRAMES = 2_000
 
 GROWTH = 2.5
 """Factor. One copy of 100,000 tokens takes 200 us or more, and a frame without one about 150."""
+
+ROUNDS = 2
+"""Measurements of each length, in turns, since other programs slow a machine for seconds."""
 
 OBJECTS = FRAMES // 2
 """Live objects that may come and go."""
@@ -69,15 +72,22 @@ def generate(mtp: str, stages: int, ngram: NgramMode, prompt: int, tokens: int) 
     return times
 
 
+def fast(times: list[float]) -> float:
+    """Return the seconds that a tenth of the frames stay below: a copy slows every frame, another program some."""
+    return float(np.quantile(times, 0.1))
+
+
 @pytest.mark.parametrize(("mtp", "stages", "ngram"), MODES)
 def test_a_frame_costs_the_same_after_a_long_prompt(
     mtp: str, stages: int, ngram: NgramMode
 ) -> None:
-    """The median frame after 100,000 tokens is as fast as after 100."""
-    short, long = (
-        median(generate(mtp, stages, ngram, prompt, 3 * FRAMES)[-FRAMES:]) for prompt in (100, LONG)
-    )
-    assert long < GROWTH * short, (short, long)
+    """A fast frame after 100,000 tokens is as fast as after 100."""
+    seconds: dict[int, float] = {}
+    for _ in range(ROUNDS):
+        for prompt in (100, LONG):
+            frames = generate(mtp, stages, ngram, prompt, 3 * FRAMES)[-FRAMES:]
+            seconds[prompt] = min(fast(frames), seconds.get(prompt, float("inf")))
+    assert seconds[LONG] < GROWTH * seconds[100], seconds
 
 
 @pytest.mark.thorough
@@ -85,4 +95,4 @@ def test_the_end_of_a_long_answer_is_as_fast_as_its_beginning() -> None:
     """An answer of 100,000 tokens leaves no chain of frames behind."""
     times = generate("off", 1, NgramMode.off, 100, LONG)
     assert len(times) >= LONG
-    assert median(times[-FRAMES:]) < GROWTH * median(times[FRAMES : 2 * FRAMES])
+    assert fast(times[-FRAMES:]) < GROWTH * fast(times[FRAMES : 2 * FRAMES])
