@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -143,13 +143,3 @@ class FrameLimits:
 def fuses_prompts(rows: int) -> bool:
     """Return whether MLX's attention holds no scores of a prompt chunk of `rows` rows."""
     return rows >= FUSED_ROWS and (Arithmetic.here().generation or 0) >= M5
-
-
-def unlike_machines(machines: Iterable[tuple[str, str]]) -> str:
-    """Return for people which of `machines`, pairs of name and arithmetic, round in the same way; empty if all do."""
-    groups: dict[str, list[str]] = {}
-    for name, arithmetic in machines:
-        groups.setdefault(arithmetic, []).append(name)
-    if len(groups) < 2:
-        return ""
-    return "; ".join(f"{', '.join(names)}: {kind or 'unknown'}" for kind, names in groups.items())

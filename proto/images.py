@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from proto.errors import ProtocolError
 from proto.wire import check_ints
@@ -16,6 +17,14 @@ MAX_IMAGES = 64
 """Images of one prompt."""
 
 _WORDS_PER_DIGEST = 8
+
+
+class VisionMode(StrEnum):
+    """The value of `--vision`: read the tower when the first image comes, at the start, or never."""
+
+    auto = "auto"
+    always = "always"
+    off = "off"
 
 
 @dataclass(frozen=True, slots=True)

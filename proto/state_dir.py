@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import json
 import logging
 import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +113,31 @@ def claim(directory: Path) -> None:
 def _open_lock(directory: Path, name: str) -> int:
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     return os.open(directory / name, os.O_RDWR | os.O_CREAT, 0o600)
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """A JSON object in the state directory that several processes change. `defaults` are its missing fields."""
+
+    path: Path
+    defaults: dict[str, Any]
+
+    @property
+    def version(self) -> int:
+        """A number that changes with the file; 0 without a file."""
+        try:
+            return self.path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def read(self) -> dict[str, Any]:
+        """Return the content. Raises UsageError for a damaged file."""
+        return {**copy.deepcopy(self.defaults), **read_json(self.path)}
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[dict[str, Any]]:
+        """Give the content under a lock, and write it when the block ends without an error."""
+        with locked(self.path.parent):
+            content = self.read()
+            yield content
+            write_private(self.path, json.dumps(content, indent=1))

@@ -22,7 +22,7 @@ from coordinator.status.metrics import Metrics
 from coordinator.text.grammars import GrammarProcess, pack_vocabulary
 from coordinator.text.tokenizer import ModelInfo, Tokenizer
 from coordinator.trust.cluster_trust import Invitation
-from coordinator.trust.registry import KeyRing
+from coordinator.trust.keys import KeyRing
 from proto.errors import CapacityError
 
 log = logging.getLogger(__name__)

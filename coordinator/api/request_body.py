@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from coordinator.api.context import LARGE_BYTES, ApiOptions, api_of
 from coordinator.api.error_responses import field_error, request_error
-from coordinator.trust.registry import Scope
+from coordinator.trust.keys import Scope
 from proto.errors import AccessError, ClusterError, RequestError
 
 _REFUSED = {

@@ -35,10 +35,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Show how a model would be split over your Macs, and the predicted speed.",
     ),
     "convert": (
-        "checkpoint_commands",
+        "convert_commands",
         "Convert a checkpoint for MLX, and keep its MTP head and its vision part.",
     ),
-    "add-mtp": ("checkpoint_commands", "Add the MTP head to an MLX checkpoint that lacks it."),
+    "add-mtp": ("convert_commands", "Add the MTP head to an MLX checkpoint that lacks it."),
     "doctor": (
         "doctor_command",
         "Check this machine, its kernels and its workers, and print advice.",
@@ -51,11 +51,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "key": ("trust_commands", "Create, list or revoke the API keys of HTTP clients."),
     "ca": ("trust_commands", "Rotate the certificate authority of the cluster."),
     "models": (
-        "checkpoint_commands",
+        "model_commands",
         "List the models on this machine that can be served, and the problems of the others.",
     ),
     "inspect": (
-        "checkpoint_commands",
+        "model_commands",
         "Show a checkpoint's layers, sizes, quantization and MTP head.",
     ),
 }

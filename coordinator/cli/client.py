@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 import typer
 
-from coordinator.trust.registry import API_KEY, OWNER_KEY
+from coordinator.trust.keys import API_KEY, OWNER_KEY
 from proto import errors
 from proto.state_dir import STATE_DIR, read_json, state_dir
 

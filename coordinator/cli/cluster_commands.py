@@ -16,8 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli.client import DEFAULT_URL, KeyOption, UrlOption, call
-from coordinator.status.cluster_status import ClusterStatus, LoadReport, NodeStatus
-from mtp.device import unlike_machines
+from coordinator.status.cluster_status import ClusterStatus, LoadReport, NodeStatus, unlike_machines
 from proto.errors import DeadlineError, NotReadyError, ProtocolError, UsageError
 from proto.terminal.options import JsonOption
 from proto.terminal.progress import byte_bar, format_size

@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 
 from coordinator.cli.cluster_commands import parse, render
-from coordinator.trust.registry import API_KEY
+from coordinator.trust.keys import API_KEY
 from proto.errors import WorkerLostError
 from proto.state_dir import STATE_DIR
 

@@ -8,7 +8,7 @@ import os
 
 from coordinator.serve.options import PREFER_ADVICE, ServeOptions
 from coordinator.serve.server import serve as run_server
-from coordinator.trust.registry import API_KEY, KeyRing
+from coordinator.trust.keys import API_KEY, KeyRing
 from proto.errors import UsageError
 from proto.terminal.logs import configure
 from proto.terminal.options import takes_options

@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from coordinator.trust.authority import Authority
-from coordinator.trust.registry import KeyRing, Registry, Scope
+from coordinator.trust.keys import KeyRing, Scope
+from coordinator.trust.registry import Registry
 from proto.announcement import join_address, parse_address
 from proto.errors import UsageError
 from proto.state_dir import state_dir as directory_of

@@ -16,7 +16,6 @@ import warnings
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -151,14 +150,6 @@ PLAIN_ROPE = ("default", "linear")
 NO_IMAGES = (
     "this server reads text only: the checkpoint has no vision part, or --vision is off. Send text."
 )
-
-
-class VisionMode(StrEnum):
-    """The value of `--vision`: read the tower when the first image comes, at the start, or never."""
-
-    auto = "auto"
-    always = "always"
-    off = "off"
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,16 +11,15 @@ import typer
 
 from coordinator.drafts.controller import MtpMode
 from coordinator.drafts.prompt_lookup import NgramMode
-from coordinator.images.encoder import VisionMode
 from coordinator.planning.capacity import DEFAULT_SEQUENCES
 from coordinator.planning.groups import MAX_GROUP, Parallel
-from coordinator.trust.registry import API_KEY
+from coordinator.trust.keys import API_KEY
 from mtp.checkpoint.hub.resolve import BUILTIN
 from proto import state_dir
 from proto.announcement import is_loopback, parse_address
 from proto.control import Kernels
 from proto.errors import UsageError
-from proto.images import MAX_IMAGES
+from proto.images import MAX_IMAGES, VisionMode
 from proto.terminal.logs import LogFormat, LogLevel
 from proto.terminal.options import (
     KernelsOption,

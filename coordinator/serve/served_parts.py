@@ -18,7 +18,7 @@ from coordinator.cluster.membership import ManagerOptions
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Settings
 from coordinator.drafts.controller import Controller
-from coordinator.images.encoder import ImageEncoder, VisionMode
+from coordinator.images.encoder import ImageEncoder
 from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines
 from coordinator.pipeline.pipeline import PipelineSource
 from coordinator.pipeline.worker_connection import ConnectionPolicy
@@ -36,6 +36,7 @@ from mtp.checkpoint.hub.resolve import snapshot_of
 from mtp.vision.tower import tower_bytes
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, MemoryLimitError, UsageError
+from proto.images import VisionMode
 from proto.span import Span
 from proto.terminal.progress import format_size
 from proto.trust.node_trust import NodeTrust

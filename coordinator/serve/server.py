@@ -32,7 +32,7 @@ from coordinator.serve.served_parts import (
 )
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
 from coordinator.trust.cluster_trust import ClusterTrust
-from coordinator.trust.registry import KeyRing
+from coordinator.trust.keys import KeyRing
 from mtp.checkpoint.hub.resolve import resolve_model
 from proto import cluster_pb2 as pb
 from proto.announcement import UNSPECIFIED, join_address

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -169,3 +170,13 @@ class StatusSource(Protocol):
 
     def status(self) -> ClusterStatus:
         """Return a snapshot. Runs on the event loop, so it must neither lock nor block."""
+
+
+def unlike_machines(machines: Iterable[tuple[str, str]]) -> str:
+    """Return for people which of `machines`, pairs of name and arithmetic, round in the same way; empty if all do."""
+    groups: dict[str, list[str]] = {}
+    for name, arithmetic in machines:
+        groups.setdefault(arithmetic, []).append(name)
+    if len(groups) < 2:
+        return ""
+    return "; ".join(f"{', '.join(names)}: {kind or 'unknown'}" for kind, names in groups.items())

@@ -16,7 +16,8 @@ from typing import Any
 import jinja2.meta
 import jinja2.sandbox
 import tokenizers
-from mlx_lm import tokenizer_utils
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from coordinator.text.answer_reader import Marks, held_back
@@ -155,7 +156,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        wrapper: tokenizer_utils.TokenizerWrapper,
+        wrapper: TokenizerWrapper,
         eos_ids: frozenset[int] = frozenset(),
         call_forms: Mapping[str, CallForm] = Family.call_forms,
     ) -> None:
@@ -197,7 +198,7 @@ class Tokenizer:
             )
         try:
             options = {"local_files_only": True, "trust_remote_code": False}
-            wrapper = tokenizer_utils.load(checkpoint, options | _separate_template(checkpoint))
+            wrapper = load_tokenizer(checkpoint, options | _separate_template(checkpoint))
         except Exception as error:
             raise CheckpointError(
                 f"{checkpoint}: the tokenizer does not load: {error}. Copy tokenizer.json and "

@@ -25,6 +25,9 @@ Weights = tuple[mx.array, ...]
 PRODUCT_ROWS = 8
 """Metal's fast product of one row with quantized weights has a multiple of this number of outputs."""
 
+MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
+"""The modes of MLX besides the affine one, by bits and group size."""
+
 
 @dataclass(frozen=True)
 class Format:
@@ -44,6 +47,20 @@ class Format:
         if type(module) in (nn.QuantizedLinear, QuantizedSwitchLinear):
             return cls(module.bits, module.group_size, module.mode)
         return None
+
+    @classmethod
+    def stored(cls, weight: Any, scales: Any, inputs: int) -> Format:
+        """Return the format of a stored weight of `inputs` columns, by the shapes and types of it and of its scales.
+
+        Only the affine mode has scales in the type of the weights. Each other mode has one number of bits and one group
+        size. Raises ValueError for any other pair.
+        """
+        bits, group = weight.shape[-1] * 32 // inputs, inputs // scales.shape[-1]
+        if scales.dtype != mx.uint8:
+            return cls(bits, group, "affine")
+        if (bits, group) not in MODES:
+            raise ValueError(f"{bits} bits in groups of {group}")
+        return cls(bits, group, MODES[bits, group])
 
     def multiply(self, x: mx.array, weights: Weights) -> mx.array:
         """Return `x [rows, inputs]` times the weights: `[rows, outputs]`."""

@@ -50,6 +50,12 @@ def keep_open_file_limit() -> None:
     resource.setrlimit = set_other_limit
 
 
+def hide_torch() -> None:
+    """Let transformers import no torch, of which no part is used: two seconds and 200 MB. Call this before it."""
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # of its absence
+
+
 @contextlib.contextmanager
 def keep_awake(*, enabled: bool = True) -> Iterator[None]:
     """Prevent sleep on macOS inside the block, if `enabled`. The coordinator plans without a Mac that sleeps."""
@@ -73,6 +79,7 @@ def run(program: str, app: Callable[[], object]) -> None:
     """Call `app` and exit with the status for its result. A ClusterError prints one line, a bug its traceback."""
     raise_open_file_limit()
     keep_open_file_limit()
+    hide_torch()
     try:
         app()
     except ClusterError as error:

@@ -26,7 +26,7 @@ import pytest
 
 from coordinator.cli.cluster_commands import fetch, parse
 from coordinator.trust.cluster_trust import ClusterTrust
-from coordinator.trust.registry import OWNER_KEY, Scope
+from coordinator.trust.keys import OWNER_KEY, Scope
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.frame import VERSION

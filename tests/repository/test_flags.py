@@ -17,9 +17,10 @@ from typer.main import get_command
 
 import worker.cli
 from coordinator.cli import import_command
-from coordinator.cli.checkpoint_commands import AddOptions, ConvertOptions, InspectOptions
+from coordinator.cli.convert_commands import AddOptions, ConvertOptions
 from coordinator.cli.doctor_command import DoctorOptions
 from coordinator.cli.generate_command import GenerateOptions
+from coordinator.cli.model_commands import InspectOptions
 from coordinator.cli.plan_command import PlanOptions
 from coordinator.drafts.controller import MtpMode
 from coordinator.planning.groups import Parallel

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
-from mlx_lm.utils import infer_quant_config
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
@@ -30,6 +29,7 @@ from mtp.head.drafter import MTPHead
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.experts import OrderedExperts
 from mtp.layers.layer import Layer, Picks
+from mtp.layers.linear import Format
 from mtp.layers.reference import REFERENCE
 from mtp.layers.reference.slices import SlicedOutputs, SlicedSums, join_layer
 from mtp.layers.source_kernel import SourceKernel
@@ -229,7 +229,7 @@ def _quantize(
 ) -> nn.Module:
     """Replace every module whose weight is stored with scales by a quantized one.
 
-    Bits, group size and mode follow from the shapes, by mlx-lm's own rule, and not from the paths in config.json.
+    Bits, group size and mode follow from the shapes, and not from the paths in config.json.
     """
     config = checkpoint.config
     if config.quantization is None:
@@ -243,7 +243,8 @@ def _quantize(
         """Return the quantization of a leaf that is stored with scales, or False."""
         if not {f"{path}.weight", f"{path}.scales"} <= stored.keys():
             return False
-        found: dict[str, Any] = infer_quant_config(path, leaf, stored)
+        weight, scales = (stored[f"{path}.{name}"] for name in ("weight", "scales"))
+        found = asdict(Format.stored(weight, scales, leaf.weight.shape[-1]))
         if f"{path}.global_scale" in stored:
             found["global_scale"] = True
         return found

@@ -32,15 +32,14 @@ PROGRAM = (
     sys.executable,
     "-P",
     "-c",
-    "import sys; sys.modules['torch'] = None; from worker.cli import main; main()",
+    "from worker.cli import main; main()",
     "--member",
 )
-"""The command of a member process, to which the flags of its worker are added. transformers would import torch."""
+"""The command of a member process, to which the flags of its worker are added."""
 
-ENVIRONMENT = {"MLX_USE_CUDA_GRAPHS": "0", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+ENVIRONMENT = {"MLX_USE_CUDA_GRAPHS": "0"}
 """Settings of a member process. MLX builds a CUDA graph anew for each collective in it, which takes longer than to
-launch its kernels one by one: with 27B on two H200s a step of a group takes .58 of the time. transformers would warn
-that it has no torch."""
+launch its kernels one by one: with 27B on two H200s a step of a group takes .58 of the time."""
 
 
 def group_address(host: str, port: int = 0) -> str:

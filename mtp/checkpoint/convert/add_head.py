@@ -6,14 +6,13 @@ The head gets a file of its own. Then the index and config.json are updated. No 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.utils import infer_quant_config
 
 from mtp.checkpoint.convert import convert
 from mtp.checkpoint.convert.convert import SAFETENSORS, Group, group_parameters
@@ -22,6 +21,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import is_head
 from mtp.checkpoint.format.parts import read_part
 from mtp.checkpoint.format.shard import check_free_space
+from mtp.layers.linear import Format
 from proto.errors import CheckpointError, UsageError
 from proto.terminal.progress import OnProgress
 
@@ -152,7 +152,6 @@ def _packed(source: Checkpoint) -> dict[str, dict[str, Any]]:
         return {}
     types = {name: dtype for dtype, name in SAFETENSORS.items()}
     infos = {n: source.tensors[made.stored[0]] for n, made in source.plans["mtp"].items()}
-    # mlx-lm reads no other property of a weight than its shape and its type.
     shapes = {n: SimpleNamespace(shape=i.shape, dtype=types.get(i.dtype)) for n, i in infos.items()}
     return _inferred(source.config.head(), shapes)
 
@@ -160,7 +159,9 @@ def _packed(source: Checkpoint) -> dict[str, dict[str, Any]]:
 def _inferred(module: nn.Module, stored: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the quantization of every module of `module` that is stored with scales, by path."""
     return {
-        path: infer_quant_config(path, leaf, stored)
+        path: asdict(
+            Format.stored(stored[f"{path}.weight"], stored[f"{path}.scales"], leaf.weight.shape[-1])
+        )
         for path, leaf in module.named_modules()
         if hasattr(leaf, "to_quantized") and f"{path}.scales" in stored
     }

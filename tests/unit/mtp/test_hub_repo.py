@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from coordinator.cli import import_command
-from coordinator.cli.checkpoint_commands import assess_head
+from coordinator.cli.model_commands import assess_head
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.remote_checkpoint import open_model
 from mtp.checkpoint.hub.repo import ATTEMPTS, HubRepo

@@ -24,7 +24,8 @@ from proto.terminal.console import WANTED, keep_awake, raise_open_file_limit
 from proto.terminal.options import Parsed, takes_options
 from tests.support.processes.waits import wait_until
 
-HEAVY = {"mlx", "mlx_lm", "torch", "transformers", "fastapi", "grpc", "numpy", "zeroconf"}
+HEAVY = {"mlx", "mlx_lm.models", "torch", "transformers", "fastapi", "grpc", "numpy", "zeroconf"}
+LIBRARIES = {"torch", "transformers", "fastapi", "grpc", "mlx_lm.utils"}
 
 
 @pytest.mark.parametrize(
@@ -65,13 +66,43 @@ def test_help_loads_nothing_heavy(module: str) -> None:
         "sys.argv[1:] = ['--help']\n"
         "try:\n    program.main()\n"
         "except SystemExit as end:\n    assert not end.code\n"
-        f"sys.exit(' '.join({HEAVY!r} & sys.modules.keys()))"
+        f"sys.exit(' '.join(name for name in {HEAVY!r} if sys.modules.get(name)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stderr.strip() == ""
     assert "--version" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "libraries"),
+    [
+        ("coordinator.cli.cluster_commands", HEAVY),
+        ("coordinator.cli.trust_commands", HEAVY),
+        ("coordinator.cli.model_commands", LIBRARIES),
+        ("coordinator.cli.convert_commands", LIBRARIES),
+        ("worker.node.process", LIBRARIES - {"grpc"}),
+    ],
+)
+def test_a_command_loads_what_it_needs(module: str, libraries: set[str]) -> None:
+    """A question to a server loads no array library. No command that reads headers and no worker loads transformers."""
+    code = (
+        f"import sys, {module}\nsys.exit(' '.join(n for n in {libraries!r} if sys.modules.get(n)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stderr.strip() == ""
+
+
+def test_the_names_of_mlx_lm_are_there_when_they_are_asked_for() -> None:
+    """`import mtp` runs the parts of mlx-lm one by one, and the package itself on demand."""
+    code = (
+        "import sys, mtp, mlx_lm\nassert 'mlx_lm.utils' not in sys.modules\n"
+        "from mlx_lm import generate, load\nassert callable(generate) and callable(load)"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

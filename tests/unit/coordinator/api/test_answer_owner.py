@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from coordinator.api.context import ApiOptions
-from coordinator.trust.registry import KeyRing, Scope
+from coordinator.trust.keys import KeyRing, Scope
 from tests.support.api.api_client import USER, ApiClient, tiny_tokenizer
 from tests.support.api.fake_generator import FakeGenerator
 

@@ -16,7 +16,7 @@ from coordinator.api.model_catalog import ModelFacts, describe_model, find_liste
 from coordinator.status.cluster_status import LoadReport
 from coordinator.text.tokenizer import ModelInfo
 from coordinator.trust.cluster_trust import Invitation
-from coordinator.trust.registry import KeyRing, Scope
+from coordinator.trust.keys import KeyRing, Scope
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub import resolve

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from coordinator.cli.checkpoint_commands import HeadHealth, assess_head
+from coordinator.cli.model_commands import HeadHealth, assess_head
 from coordinator.drafts.controller import MtpMode
 from coordinator.schedule.local_generator import effective_mtp_mode
 from mtp.builtin import checkpoint_dir

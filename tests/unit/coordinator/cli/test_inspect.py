@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from mlx.utils import tree_flatten
 
-from coordinator.cli.checkpoint_commands import inspect
+from coordinator.cli.model_commands import inspect
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.span import Span
 from tests.conftest import Checkpoints

@@ -16,7 +16,7 @@ from coordinator.cluster.events import Event, apply
 from coordinator.cluster.membership import ArithmeticGroup, ManagerOptions, Membership
 from coordinator.cluster.view import Member, MemberState, Settings, View
 from coordinator.pipeline.worker_connection import Candidate
-from mtp.device import unlike_machines
+from coordinator.status.cluster_status import unlike_machines
 from proto import cluster_pb2 as pb
 from proto.errors import WorkerLostError
 from proto.rpc.status_codes import NO_MEMBERS

@@ -9,7 +9,8 @@ import pytest
 
 from coordinator.api.context import ApiOptions
 from coordinator.api.request_body import keys_are_set
-from coordinator.trust.registry import OWNER_KEY, ApiKey, KeyRing, Registry, Scope
+from coordinator.trust.keys import OWNER_KEY, ApiKey, KeyRing, Scope
+from coordinator.trust.registry import Registry
 from proto.errors import AccessError, UsageError
 from proto.trust.joining import JoinToken, new_token
 

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.api.request_body import scope_of
 from coordinator.cli import COMMANDS
-from coordinator.trust.registry import Scope
+from coordinator.trust.keys import Scope
 from coordinator.web.live_feed import ASSETS
 from tests.support.api.api_client import ApiClient
 
