@@ -126,6 +126,10 @@ def install_error_handlers(app: FastAPI, formats: Mapping[str, ErrorFormat]) -> 
         path = request.scope["path"]
         if isinstance(error, HTTPException) and error.detail == "Not Found":
             error = HTTPException(404, f"{path}: path not found. docs/API.md lists the paths.")
+        elif isinstance(error, HTTPException) and error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            text = f"{path}: {request.method} is not possible. Use {allowed}."
+            error = HTTPException(405, text, error.headers)
         if isinstance(error, RequestValidationError):  # of the query
             error = request_error([{**each, "loc": each["loc"][1:]} for each in error.errors()])
         for prefix, error_format in formats.items():

@@ -89,7 +89,7 @@ def _facts(cluster: ClusterStatus) -> Table:
     table.add_row("requests", f"{running} running, {waiting} waiting")
     table.add_row("K/V tokens", _of(cluster.kv_tokens, cluster.kv_limit))
     table.add_row("tokens/s", f"{cluster.tokens_per_second:.1f}")
-    table.add_row("MTP", f"{escape(cluster.mtp)}, acceptance {_acceptance(cluster)}")
+    table.add_row("MTP", f"{escape(cluster.mtp)}, {_acceptance(cluster)}")
     for prompt in cluster.prefilling:
         left = prompt.seconds_left
         expected = "" if left is None or left < 1 else f", about {duration(left)} left"
@@ -128,10 +128,10 @@ def _nodes(nodes: tuple[NodeStatus, ...]) -> Table:
     table.add_column("address", no_wrap=True)  # users copy it
     for node in nodes:
         loaded = "" if node.loaded is None else f" {node.loaded:.0%}"
-        limit = "" if node.memory_limit is None else f" of {format_size(node.memory_limit)}"
+        limit = f" of {format_size(node.memory_limit)}" if node.memory_limit else ""
         name, address = escape(node.name), escape(node.address or "this process")
         health = f"[{_COLOURS[node.health]}]{node.health}[/]{loaded}"
-        memory = format_size(node.memory_used) + limit
+        memory = format_size(node.memory_used) + limit if node.memory_used or limit else "-"
         step = "-" if node.stage_ms is None else f"{node.stage_ms:.1f}"
         table.add_row(name, node.span or "-", health, memory, step, address)
     return table
@@ -142,12 +142,19 @@ def _of(count: int, limit: int | None) -> str:
 
 
 def _acceptance(cluster: ClusterStatus) -> str:
-    """Return the acceptance by draft position, such as `83 / 65 / 49 %`."""
-    if not any(cluster.drafted_by_position):
-        return "not known yet"
-    pairs = zip(cluster.drafted_by_position, cluster.accepted_by_position, strict=True)
-    rates = [f"{kept / drafted * 100:.0f}" if drafted else "-" for drafted, kept in pairs]
-    return " / ".join(rates) + " %"
+    """Return the accepted shares, such as `66 % of the head's drafts (83, 65, 49 by position), 90 % of the text's`."""
+    drafted, accepted = cluster.drafted_by_position, cluster.accepted_by_position
+    if not any(drafted) and not cluster.ngram_drafted:
+        return "no drafts yet"
+    shares = []
+    if any(drafted):
+        pairs = zip(drafted, accepted, strict=True)
+        rates = ", ".join(f"{kept / n * 100:.0f}" if n else "-" for n, kept in pairs)
+        mean = sum(accepted) / sum(drafted)
+        shares.append(f"{mean:.0%} of the head's drafts accepted ({rates} by position)")
+    if cluster.ngram_drafted:
+        shares.append(f"{cluster.ngram_accepted / cluster.ngram_drafted:.0%} of the text's")
+    return ", ".join(shares)
 
 
 POLL_SECONDS = 0.25

@@ -135,6 +135,8 @@ def summary(stats: GenerationStats, tokens: int) -> dict[str, Any]:
         "tokens_per_window": _rate(after_first, stats.windows),
         "drafted": stats.drafted,
         "accepted": stats.accepted,
+        "text_drafted": stats.ngram_drafted,
+        "text_accepted": stats.ngram_accepted,
         "acceptance_by_position": [_rate(kept, drafted) for kept, drafted in pairs],
         "peak_memory_bytes": mx.get_peak_memory(),
     }
@@ -148,12 +150,14 @@ def _figures(figures: dict[str, Any], reason: str) -> str:
     """Return the figures as lines for people."""
     drafts = "none"
     if figures["drafted"]:
-        shares = " ".join(f"{p:.0%}" for p in figures["acceptance_by_position"])
-        by_position = f", the head's by position {shares}" if shares else ""
-        drafts = (
-            f"{figures['accepted']} of {figures['drafted']} accepted{by_position}; "
-            f"{figures['tokens_per_window']:.2f} tokens a window"
-        )
+        text, kept = figures["text_drafted"], figures["text_accepted"]
+        parts = []
+        if figures["drafted"] > text:
+            shares = " ".join(f"{p:.0%}" for p in figures["acceptance_by_position"])
+            of_head = f"{figures['accepted'] - kept} of {figures['drafted'] - text}"
+            parts.append(f"the head's {of_head} accepted, by position {shares}")
+        parts += [f"{kept} of {text} repeated from the text accepted"] if text else []
+        drafts = f"{'; '.join(parts)}; {figures['tokens_per_window']:.2f} tokens a window"
     return (
         f"prompt      {figures['prompt_tokens']} tokens, {figures['prompt_tps']:.1f} tokens/s, "
         f"first token after {figures['first_token_seconds']:.2f} s\n"

@@ -48,11 +48,14 @@ def token(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Where machines join.  [default: serve's --listen]"),
     ] = None,
+    bare: Annotated[
+        bool, typer.Option("--bare", help="Print the token without the command.")
+    ] = False,
     state_dir: StateOption = None,
 ) -> None:
     """Create, list or revoke the tokens with which machines join the cluster.
 
-    `create` prints one line: pass it to `mtp-worker --join` on the new machine. It is a secret until it is used.
+    `create` prints the line for the new machine. It has a secret until it is used. `--bare` prints the token alone.
     """
     state, authority = open_authority(state_dir)
     registry = Registry(state)
@@ -67,7 +70,7 @@ def token(
                 )
             new = new_token(authority.cluster, authority.fingerprint, where)
             registry.add_token(new, _seconds(ttl), uses)
-            typer.echo(str(new))
+            typer.echo(str(new) if bare else f"mtp-worker --join {new}")
         case "list", None:
             tokens = registry.tokens().items()
             rows = [(known, str(t["uses"]), shown_time(t["expires"])) for known, t in tokens]

@@ -31,6 +31,9 @@ from proto.span import Span
 
 log = logging.getLogger(__name__)
 
+LEAVING = "is leaving"
+"""Why a worker that drains is not used."""
+
 MAX_MEMORY = 2**50
 """Bytes. One pebibyte: far above any machine, and small enough for sums."""
 
@@ -249,9 +252,9 @@ class Membership:
                 f"Start it with --model {model.ref.name}, or without --model"
             )
         if not info.fingerprint and not model.provider.can_provide:
-            return "has no copy of the model. Start it with --model, or serve with --share-weights"
+            return "has no copy of the model. Start it with --model, or serve without --no-share-weights"
         if info.state == pb.WORKER_STATE_DRAINING:
-            return "is leaving"
+            return LEAVING
         return ""
 
     def _mixing_reason(self, client: WorkerClient) -> str:
@@ -270,7 +273,8 @@ class Membership:
     def _refuse_worker(self, member: Member, reason: str) -> None:
         before = self.view().members.get(member.address)
         if before is None or before.reason != reason:
-            log.warning("worker refused", extra={"address": member.address, "reason": reason})
+            level = logging.INFO if reason == LEAVING else logging.WARNING
+            log.log(level, "worker refused", extra={"address": member.address, "reason": reason})
         self.apply_event(events.WorkerRefused(member, reason))
 
     # ---- another model

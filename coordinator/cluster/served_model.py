@@ -1,7 +1,7 @@
 """The model that a cluster serves, with the options of every Load request, and its weights for workers without files.
 
-Workers get offers of tensors, their hashes, and with `--share-weights` their bytes. Without it they read the bytes from
-the hub, at the commit of the coordinator's copy.
+Workers get offers of tensors, their hashes and their bytes. With `--no-share-weights` they read the bytes from the hub,
+at the commit of the coordinator's copy.
 """
 
 from __future__ import annotations

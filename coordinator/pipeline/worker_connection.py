@@ -58,9 +58,10 @@ class ConnectionPolicy:
                 )
             return None
         if self.trust is None:
+            where = "of a cluster" if announced else "on another machine"
             raise AccessError(
-                f"{address} is on another machine and this coordinator has no cluster. Start mtp-coord serve "
-                "with --listen and let the worker join, or use --insecure on both"
+                f"{address} is a worker {where}, and this coordinator has no cluster. Start mtp-coord serve with "
+                "--listen, or with --state-dir of that cluster"
             )
         if candidate.announcement is not None and announced != self.trust.identity.cluster:
             state = "belongs to another cluster" if announced else "has not joined the cluster"

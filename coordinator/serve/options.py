@@ -20,6 +20,7 @@ from proto.announcement import is_loopback, parse_address
 from proto.control import Kernels
 from proto.errors import UsageError
 from proto.images import MAX_IMAGES, VisionMode
+from proto.span import Span
 from proto.terminal.logs import LogFormat, LogLevel
 from proto.terminal.options import (
     KernelsOption,
@@ -132,6 +133,19 @@ class ServeOptions:
         bool, typer.Option("--single-node", help="Use no worker: serve in this process.")
     ] = False
     no_mdns: NoMdnsOption = False
+    own_worker: Annotated[
+        bool,
+        typer.Option(
+            "--own-worker",
+            help="Start a worker on this machine too, which counts like any other. With --nodes above 1, other "
+            "machines join by the line that is printed.",
+        ),
+    ] = False
+    own_layers: Annotated[
+        Span | None,
+        typer.Option(metavar="A-B", help="Layers of the own worker, both included."),
+        Parsed(Span.parse),
+    ] = None
     dtype: DtypeOption = None
     mtp: MtpOption = AUTO
     ngram: NgramOption = NgramMode.auto
@@ -178,11 +192,11 @@ class ServeOptions:
     share_weights: Annotated[
         bool,
         typer.Option(
-            "--share-weights",
-            help="Send workers that lack the model's files their layers from here. Without it they read "
-            "them from the hub, where the model is a hub repo.",
+            "--share-weights/--no-share-weights",
+            help="Send workers that lack the model's files their layers from here, or let them read those of a hub "
+            "repo from the hub.",
         ),
-    ] = False
+    ] = True
     failure_timeout: Annotated[
         float, typer.Option(min=0.2, help="Seconds of silence after which a worker counts as lost.")
     ] = 3.0
@@ -319,8 +333,12 @@ class ServeOptions:
             raise UsageError(
                 f"--parallel {self.parallel} needs {machines} machines, and --nodes is {self.nodes}"
             )
-        if self.single_node and (self.worker or self.nodes):
-            raise UsageError("--single-node uses no worker. Leave out --worker and --nodes")
+        if self.single_node and (self.worker or self.nodes or self.own_worker):
+            raise UsageError(
+                "--single-node uses no worker. Leave out --worker, --own-worker and --nodes"
+            )
+        if self.own_layers and not self.own_worker:
+            raise UsageError("--own-layers are those of --own-worker. Add --own-worker")
         if self.alone_ok and self.required_nodes is None:
             raise UsageError("--alone-ok needs --nodes. Without it, serving alone is allowed")
         if self.prefix_disk is not None and self.no_prefix_cache:

@@ -7,6 +7,7 @@ import gc
 import logging
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Coroutine
@@ -23,6 +24,7 @@ from coordinator.serve.certificate import TlsFiles, http_tls, renew_forever
 from coordinator.serve.http_server import HostCheck, HttpServer
 from coordinator.serve.model_switch import ModelSwitch
 from coordinator.serve.options import ServeOptions
+from coordinator.serve.own_worker import OwnWorker, with_own_worker
 from coordinator.serve.served_parts import (
     LastingParts,
     OpenedModel,
@@ -55,6 +57,7 @@ async def serve(options: ServeOptions) -> None:
     Raises UsageError if the port or the state directory is in use, and ClusterError if no first plan is possible or the
     cluster fails.
     """
+    options, own = with_own_worker(options)
     host, port = options.host, options.port
     listener = bind_listener(f"--host {host} --port {port}", host, port)
     # A full collection would read every object of the imported modules and stop all streams for about 0.1 s.
@@ -63,10 +66,17 @@ async def serve(options: ServeOptions) -> None:
     trust = None
     if not (options.insecure or options.single_node):
         trust = ClusterTrust.open(options.state, create=options.listen is not None)
-    server = _Server(options, listener, trust)
+    server = _Server(options, listener, trust, own)
     async with AsyncExitStack() as stack:
         if trust is not None and options.listen is not None:
             await stack.enter_async_context(trust.listening(*options.listen))
+        if own is not None:
+            await stack.enter_async_context(own.running())
+            if (
+                trust is not None
+                and (others := (options.required_nodes or 1) - len(options.worker)) > 0
+            ):
+                _show_invitation(trust.invite(others).command)
         stack.enter_context(keep_awake(enabled=not options.allow_sleep))
         if server.tls is not None:
             renewal = renew_forever(options, server.tls, server.http.config)
@@ -76,6 +86,13 @@ async def serve(options: ServeOptions) -> None:
             raise server.failure
     # In the interpreter's own cleanup gRPC was seen to hang forever.
     end_process(130 if server.http.interrupted else 0)
+
+
+def _show_invitation(command: str) -> None:
+    """Show `command`, which has a secret, on a terminal. Logs have no secrets."""
+    if sys.stdout.isatty():
+        sys.stdout.write(f"\nOn each other machine, within an hour:\n\n  {command}\n\n")
+        sys.stdout.flush()
 
 
 class ModelDownload(StatusSource):
@@ -107,10 +124,15 @@ class _Server:
     """The parts of one server, made one after another while HTTP already answers."""
 
     def __init__(
-        self, options: ServeOptions, listener: socket.socket, trust: ClusterTrust | None
+        self,
+        options: ServeOptions,
+        listener: socket.socket,
+        trust: ClusterTrust | None,
+        own_worker: OwnWorker | None,
     ) -> None:
         self.options = options
         self.trust = trust
+        self.own_worker = own_worker
         self.tls = tls = http_tls(options)
         host, self.port = listener.getsockname()[:2]
         self.url = _url(host, self.port, tls)
@@ -163,6 +185,8 @@ class _Server:
             self.download.stop.set()
         stack.push_async_callback(self.journal.close)
         model = await asyncio.to_thread(OpenedModel, self.options, path)
+        if self.own_worker is not None:
+            await self.own_worker.wait_until_it_listens()
         source = self._make_source(model, stack)
         stack.push_async_callback(self._end_answers)
         switch = ModelSwitch(self, model)

@@ -197,11 +197,11 @@ class ClusterTrust:
         address = self.registry.address()
         return joining.new_token(self.authority.cluster, self.authority.fingerprint, address)
 
-    def invite(self) -> Invitation:
-        """Return a new invitation. Machines join while `listening` runs."""
+    def invite(self, machines: int = 1) -> Invitation:
+        """Return a new invitation of `machines` machines. They join while `listening` runs."""
         token = self._new_token()
-        self.registry.add_token(token, INVITATION_SECONDS, 1)
-        command = f"mtp-worker --listen 0.0.0.0:50505 --join {token}"
+        self.registry.add_token(token, INVITATION_SECONDS, machines)
+        command = f"mtp-worker --join {token}"
         return Invitation(command, round(time.time() + INVITATION_SECONDS))
 
     @contextlib.asynccontextmanager
@@ -216,7 +216,7 @@ class ClusterTrust:
             self.registry.add_token(token, LOCAL_TOKEN_SECONDS, LOCAL_TOKEN_USES, is_local=True)
             write_private(local, str(token))
             log.info("machines join here", extra={"address": address})
-            log.info("add a machine with: mtp-coord token create")
+            log.info("add a machine by the line that mtp-coord token create prints")
             try:
                 yield
             finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import math
@@ -166,6 +167,32 @@ def own_addresses() -> list[str]:
     entries = (entry for entries in psutil.net_if_addrs().values() for entry in entries)
     found = {entry.address for entry in entries if entry.family in families}
     return sorted(a for a in found if "%" not in a and not a.startswith("fe80:"))
+
+
+def reachable_address() -> str:
+    """Return the IPv4 address at which other machines reach this one. Raises UsageError without one.
+
+    On a Mac that is an address that its owner gave the Thunderbolt bridge, else the one that its default route uses.
+    """
+    if (direct := thunderbolt_host()) and not direct.startswith("169.254."):
+        return direct
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # an address of documentation (RFC 5737); no packet is sent
+        return str(probe.getsockname()[0])
+    found = [a for a in own_addresses() if "." in a and not a.startswith(("127.", "169.254."))]
+    if not found:
+        raise UsageError(
+            "this machine has no address on a network. Connect it, or name one with --listen"
+        )
+    return found[0]
+
+
+def thunderbolt_host() -> str:
+    """Return the IPv4 address of the Thunderbolt bridge of macOS, or an empty string without one."""
+    if sys.platform != "darwin":
+        return ""
+    found = psutil.net_if_addrs().get("bridge0", [])
+    return next((str(one.address) for one in found if one.family == socket.AF_INET), "")
 
 
 def _problem(error: OSError) -> str:

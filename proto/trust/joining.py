@@ -60,7 +60,7 @@ class JoinToken:
             "--join: the token is malformed or incomplete. Copy the whole line that "
             "mtp-coord token create printed"
         )
-        text = text.strip()
+        text = "".join(text.split())  # a terminal breaks a long line
         if not text.startswith(PREFIX) or len(text) > 1000:
             raise malformed
         body = text.removeprefix(PREFIX)

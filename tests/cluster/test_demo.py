@@ -132,7 +132,7 @@ def test_the_demo_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
     assert "Read the configuration file" in output
     assert re.search(r"24 tokens, first after [\d.]+ s, then [\d.]+ tokens/s", output), output
-    assert re.search(r"acceptance \d+ ", output), output
+    assert re.search(r"\d+% of the head.s drafts accepted", output), output
     rows = re.findall(r"(worker-\d) +(\d)-(\d) ", output)
     assert {name for name, _, _ in rows} == {"worker-1", "worker-2", "worker-3"}
     layers = sorted(n for _, a, b in rows for n in range(int(a), int(b) + 1))

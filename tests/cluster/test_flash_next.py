@@ -50,7 +50,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         for process in launched:
             stack.enter_context(ending(process))
         workers = [as_worker(process) for process in launched]
-        flags = ("--mtp", "2", "--share-weights")
+        flags = ("--mtp", "2")
         with serving(folder, model, [w.address for w in workers], *flags) as coordinator:
             yield Cluster(workers, coordinator)
 

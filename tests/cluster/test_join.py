@@ -102,7 +102,7 @@ def joined_cluster(host: str, folder: Path) -> Iterator[tuple[Any, list[Process]
         )
         stack.enter_context(ending(process))
         join_address(process)
-        token = command(folder / "a", "token", "create")
+        token = command(folder / "a", "token", "create", "--bare")
         local = launch_worker(folder, "mac-1", "--listen", f"{host}:{ports[0]}", *state)
         stack.enter_context(ending(local))
         other = joining_worker(folder, "mac-2", f"{host}:{ports[1]}", folder / "b", token)

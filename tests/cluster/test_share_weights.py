@@ -88,7 +88,7 @@ def stored_files(home: Path) -> dict[str, int]:
 @pytest.mark.parametrize(
     "share",
     [True, pytest.param(False, marks=pytest.mark.slow)],
-    ids=["--share-weights", "--model REPO"],
+    ids=["--share-weights", "--no-share-weights"],
 )
 def test_the_commands_people_type(
     source: Path,
@@ -111,7 +111,7 @@ def test_the_commands_people_type(
     checkpoint = Checkpoint.open(source)
     (answer,) = local_run.run(source, [REQUEST], mtp="2")
     expected = Tokenizer.from_file(str(source / "tokenizer.json")).decode(list(answer.tokens))
-    model, flags = (str(source), ("--share-weights",)) if share else (REPO, ())
+    model, flags = (str(source), ()) if share else (REPO, ("--no-share-weights",))
     how: dict[str, Any] = {"env": hub.environment(theirs / "home")}
     addresses = [worker.address for worker in workers]
     asked = {"prompt": list(REQUEST.prompt), "max_tokens": 24, "temperature": 0, "ignore_eos": True}

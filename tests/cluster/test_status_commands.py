@@ -68,7 +68,7 @@ def test_once_shows_the_cluster(url: str) -> None:
             "2 running",
             "1 of 64 waiting",
             "41.5",
-            "80 / 50 %",
+            "67% of the head's drafts accepted (80, 50 by position)",
         ),
         *("mac-1", "0-3", "ready", "1.07 GB of 2.15 GB", "12.5", "10.0.0.1:7000", "loading 50%"),
         *("it holds another checkpoint", "up for 2 min", "1 recovery"),

@@ -29,34 +29,25 @@ def start(machine: Machine, folder: Path, name: str, program: str, *words: str) 
 def test_the_session_of_the_readme(tmp_path: Path) -> None:
     """mac-2 joins by one line and serves layers. mDNS finds both workers. Packets hold no prompt and no token."""
     with two_machines() as (mac_1, mac_2), capturing(mac_2, tmp_path / "packets"):
-        serve = ("serve", "--listen", mac_1.address, "--port", "0", "--nodes", "2", "--wait", "80")
+        serve = ("serve", "builtin", "--nodes", "2", "--own-worker", "--port", "0", "--wait", "80")
         coordinator = start(mac_1, tmp_path, "coordinator", "coordinator.cli", *serve)
         with ending(coordinator):
             coordinator.wait_for("machines join here")
             code = "from coordinator.cli import main; main()"
             state = str(tmp_path / f"state-{mac_1.address}")
             create = [sys.executable, "-c", code, "token", "create", "--state-dir", state]
-            token = subprocess.run(
+            line = subprocess.run(
                 [*mac_1.prefix, *create],
                 check=True,
                 capture_output=True,
                 text=True,
                 timeout=DEADLINE,
             ).stdout.strip()
-            own = start(
-                mac_1, tmp_path, "mac-1", "worker.cli", "--listen", f"{mac_1.address}:50505"
-            )
-            other = start(
-                mac_2,
-                tmp_path,
-                "mac-2",
-                "worker.cli",
-                "--listen",
-                f"{mac_2.address}:50505",
-                "--join",
-                token,
-            )
-            with ending(own), ending(other):
+            program, *flags = line.split()
+            assert program == "mtp-worker"
+            other = start(mac_2, tmp_path, "mac-2", "worker.cli", *flags)
+            token = flags[-1]
+            with ending(other):
                 url = coordinator.wait_for("serving", DEADLINE)["url"]
                 answer = subprocess.run(
                     [*mac_1.prefix, sys.executable, "-c", ASK, url, PROMPT],

@@ -84,8 +84,8 @@ class LocalModels:
         found = "; ".join(others) or "it has none"
         raise CheckpointError(
             f"no checkpoint here is {wanted.name} (fingerprint {wanted.fingerprint[:12]}): {found}. "
-            "Start mtp-worker with --model and the coordinator's checkpoint, or mtp-coord serve with "
-            "--share-weights",
+            "Start mtp-worker with --model and the coordinator's checkpoint, or mtp-coord serve without "
+            "--no-share-weights",
             public=f"a worker lacks the checkpoint {wanted.name}",
         )
 

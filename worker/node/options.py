@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import socket
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import psutil
 import typer
 
 from proto.announcement import is_loopback, join_address, parse_address
 from proto.control import Kernels
 from proto.errors import UsageError
+from proto.rpc.listener import thunderbolt_host
 from proto.span import Span
 from proto.terminal import console
 from proto.terminal.logs import LogFormat, LogLevel
@@ -29,6 +28,10 @@ from proto.terminal.progress import parse_size
 PROGRAM = "mtp-worker"
 
 DEFAULT_PORT = 50505
+
+LOOPBACK = f"127.0.0.1:{DEFAULT_PORT}"
+EVERYWHERE = f"0.0.0.0:{DEFAULT_PORT}"
+"""The defaults of --listen: for a worker alone, and for one that joins over the network."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,14 @@ class WorkerOptions:
         ),
     ] = None
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 takes any free one.")
-    ] = f"127.0.0.1:{DEFAULT_PORT}"
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where to listen; port 0 takes any free one.  "
+            f"[default: as at the last --join, which takes {EVERYWHERE}; else {LOOPBACK}]",
+            show_default=False,
+        ),
+    ] = None
     data_port: Annotated[
         int,
         typer.Option(
@@ -135,6 +144,9 @@ class WorkerOptions:
     member: Annotated[
         bool, typer.Option("--member", hidden=True, help="Be the process of a worker for a group.")
     ] = False
+    owned: Annotated[
+        bool, typer.Option("--owned", hidden=True, help="End when the standard input ends.")
+    ] = False
     log_level: LogLevelOption = LogLevel.info
     log_format: LogFormatOption = LogFormat.text
     version: Annotated[bool, console.version_option(PROGRAM)] = False
@@ -142,7 +154,7 @@ class WorkerOptions:
     @property
     def address(self) -> tuple[str, int]:
         """The host and port of --listen. Raises UsageError."""
-        return parse_address("--listen", self.listen, DEFAULT_PORT)
+        return parse_address("--listen", self.listen or LOOPBACK, DEFAULT_PORT)
 
     @property
     def own_name(self) -> str:
@@ -179,11 +191,3 @@ class WorkerOptions:
         flags += ["--state-dir", str(self.state_dir)] if self.state_dir else []
         flags += ["--no-wired-memory"] if self.no_wired_memory else []
         return (*flags, *(() if secured else ("--insecure",)))
-
-
-def thunderbolt_host() -> str:
-    """Return the IPv4 address of the Thunderbolt bridge of macOS, or an empty string without one."""
-    if sys.platform != "darwin":
-        return ""
-    found = psutil.net_if_addrs().get("bridge0", [])
-    return next((str(one.address) for one in found if one.family == socket.AF_INET), "")

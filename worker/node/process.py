@@ -9,9 +9,11 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from proto.errors import ClusterError, UsageError
 from proto.rpc.channels import add_port
 from proto.rpc.data_connection import DataPort
 from proto.rpc.listener import bind_listener
-from proto.state_dir import read_text, state_dir
+from proto.state_dir import read_text, state_dir, write_private
 from proto.terminal.console import keep_awake
 from proto.trust.joining import JoinToken, join
 from proto.trust.node_trust import NodeTrust
@@ -30,7 +32,7 @@ from worker.engine.prefix_disk import open_index
 from worker.node.announce import announced
 from worker.node.member import group_address, report_ready
 from worker.node.node import Identity, LocalModels, WorkerNode
-from worker.node.options import WorkerOptions
+from worker.node.options import EVERYWHERE, WorkerOptions
 from worker.node.service import STOP_SECONDS, make_server
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,9 @@ LOCAL_TOKEN = Path("authority", "local.token")
 
 CREDENTIALS = "worker"
 """The folder of the worker's credentials in the state directory."""
+
+LAST_LISTEN = Path(CREDENTIALS, "listen")
+"""The file in the state directory with the address at which the worker listened when it joined."""
 
 
 async def worker_trust(
@@ -135,7 +140,12 @@ async def run(options: WorkerOptions) -> None:
     if options.member:
         await _run_member(options)
         return
+    if options.listen is None:
+        known = read_text(state_dir(options.state_dir) / LAST_LISTEN)
+        options = replace(options, listen=EVERYWHERE if options.join else known)
     identity, stopping = _identity(options), asyncio.Event()
+    if options.owned:
+        _stop_with_stdin(asyncio.get_running_loop(), stopping)
     models = identity.models
     if models.own is not None:
         checkpoint, _ = models.open(models.own)
@@ -148,11 +158,26 @@ async def run(options: WorkerOptions) -> None:
             identity.trust = await worker_trust(
                 host, identity.name, options.join, given, insecure=options.insecure
             )
+            if options.join and options.listen:
+                write_private(state_dir(given) / LAST_LISTEN, options.listen)
             identity.direct = options.direct_host()
             identity.member_flags = options.member_flags(
                 models.own, identity.memory_limit, secured=identity.trust is not None
             )
             port = await _serve(identity, options, port, stopping, known)
+
+
+def _stop_with_stdin(loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> None:
+    """Set `stopping` when the program that started this one ends, and with it the standard input."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 64):
+                pass
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(stopping.set)
+
+    threading.Thread(target=watch, name="owner-watch", daemon=True).start()
 
 
 def _identity(options: WorkerOptions, trust: NodeTrust | None = None) -> Identity:

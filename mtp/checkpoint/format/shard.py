@@ -279,7 +279,7 @@ class PartFile:
             rest = format_size(self.nbytes - self.written)
             raise CheckpointError(
                 f"{self.path.parent}: the disk is full, and {self.path.name} needs {rest} more. Free some space and "
-                "repeat the command: it resumes here.",
+                "repeat the command.",
                 public="a disk is full",
             ) from error
 

@@ -255,7 +255,9 @@ def test_a_hub_with_other_bytes_is_found(checkpoints: Checkpoints, hub: Hub) -> 
     first = coordinator.offer(Span(2, 4)).tensors[0]
     hub.faults.flip[first.file] = first.start + 3
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"differs from the coordinator.*--share-weights"):
+        with pytest.raises(
+            CheckpointError, match=r"differs from the coordinator.*--no-share-weights"
+        ):
             coordinator.fill_span(Span(2, 4))
     hub.faults.flip.clear()
     coordinator.fill_span(Span(2, 4))

@@ -58,7 +58,9 @@ async def test_unknown_paths_and_methods_have_openais_shape() -> None:
         response = await api.get(path)
         assert response.status_code == 404
         assert response.json()["error"]["type"] == "invalid_request_error"
-    assert (await api.get("/v1/chat/completions")).status_code == 405
+    wrong = await api.get("/v1/chat/completions")
+    assert wrong.status_code == 405
+    assert wrong.json()["error"]["message"].endswith("GET is not possible. Use POST.")
 
 
 async def test_status_is_the_whole_snapshot() -> None:

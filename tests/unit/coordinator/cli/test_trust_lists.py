@@ -42,7 +42,7 @@ def test_the_list_of_tokens_has_those_of_the_user(tmp_path: Path) -> None:
     registry.add_token(token, 60.0, 100, is_local=True)
     assert lines(tmp_path, "token", "list")[1:] == ["none"]
     registry.use_token(token.token_id, token.proof(b"session", "request"), b"session", "request")
-    created = lines(tmp_path, "token", "create", "--address", "10.0.0.1:50504")
+    created = lines(tmp_path, "token", "create", "--bare", "--address", "10.0.0.1:50504")
     (row,) = lines(tmp_path, "token", "list")[1:]
     token_id = row.split()[0]
     assert token_id == JoinToken.parse(created[0]).token_id
