@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mtp.checkpoint.convert.add_head import HeadAddition, plan_head_addition
+from mtp.checkpoint.convert.add_head import plan_head_addition
 from mtp.checkpoint.convert.convert import (
     HEAD_FILE,
     FloatType,
@@ -18,10 +17,9 @@ from mtp.checkpoint.convert.convert import (
     Settings,
 )
 from mtp.checkpoint.convert.convert import convert as convert_checkpoint
-from mtp.checkpoint.convert.foreign import open_source, plan_packed
+from mtp.checkpoint.convert.foreign import open_source
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.names import is_head
-from mtp.checkpoint.hub.remote_checkpoint import fetch_head, open_remote
+from mtp.checkpoint.hub.missing_head import add_head_from
 from mtp.checkpoint.hub.repo import HubRepo
 from mtp.checkpoint.hub.resolve import find_model, resolve_model
 from proto.errors import UsageError
@@ -100,10 +98,6 @@ def convert(options: ConvertOptions) -> None:
         typer.echo("For an M1, convert with --dtype float16: its GPU has no bfloat16.")
 
 
-_DOWNLOADS = "mtp-source"
-"""Directory inside the checkpoint for downloaded files. It is removed when the head is added."""
-
-
 @dataclass(frozen=True)
 class AddOptions:
     """The flags of `mtp-coord add-mtp`."""
@@ -140,24 +134,13 @@ def add_mtp(options: AddOptions) -> None:
     if (found := find_model(options.hf_path)) is not None:
         source = open_source(found, allow_head_only=True)
         addition = plan_head_addition(target, source, replace=options.replace)
-        _write(addition, source)
+        with byte_bar("adding") as on_progress:
+            addition.write(source, on_progress)
     else:
-        with HubRepo(options.hf_path) as hub:
-            head = plan_packed(open_remote(hub, is_head))
-            addition = plan_head_addition(target, head, replace=options.replace)
-            directory, needed = path / _DOWNLOADS, addition.needed
-            with byte_bar("downloading") as show:
-                source = fetch_head(hub, head, needed, directory, show, beside=addition.nbytes)
-            _write(addition, source)
-            shutil.rmtree(directory)
-            downloaded = sum(head.tensors[name].nbytes for name in needed)
-            typer.echo(f"downloaded from {options.hf_path}: {format_size(downloaded)}")
+        with HubRepo(options.hf_path) as hub, byte_bar("downloading") as show:
+            addition, downloaded = add_head_from(hub, target, show, replace=options.replace)
+        typer.echo(f"downloaded from {options.hf_path}: {format_size(downloaded)}")
     packed = sorted({how["bits"] for how in addition.quantization.values()})
     bits = " and ".join(f"{n} bits" for n in packed) or "unquantized"
     typer.echo(f"{path / HEAD_FILE}: {format_size(addition.nbytes)}, {bits}")
     typer.echo(f"mtp-coord inspect {path} says whether it works.")
-
-
-def _write(addition: HeadAddition, source: Checkpoint) -> None:
-    with byte_bar("adding") as on_progress:
-        addition.write(source, on_progress)

@@ -28,6 +28,7 @@ from coordinator.serve import options
 from coordinator.text.answer_reader import AnswerReader, Content, Part, Reasoning
 from coordinator.text.tokenizer import TextStream, Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.hub.missing_head import with_fetched_head
 from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
 from proto.errors import RequestError, UsageError, WorkerLostError
 from proto.params import SamplingParams
@@ -227,7 +228,8 @@ def generate(options: GenerateOptions) -> None:
     sampling = (options.temp, options.top_k, options.top_p, options.min_p)
     params = SamplingParams(*sampling, seed=options.seed)
     with byte_bar("downloading the model") as on_progress:
-        checkpoint = Checkpoint.open(resolve_model(options.model, on_progress))
+        path = with_fetched_head(resolve_model(options.model, on_progress))
+    checkpoint = Checkpoint.open(path)
     config = checkpoint.config
     tokenizer = Tokenizer.load(checkpoint.path, config.eos_token_ids)
     tokens, thinking = encode_prompt(tokenizer, text, raw=options.raw)

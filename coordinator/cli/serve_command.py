@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
+from dataclasses import replace
+
+import typer
 
 from coordinator.serve.options import PREFER_ADVICE, ServeOptions
 from coordinator.serve.server import serve as run_server
 from coordinator.trust.keys import API_KEY, KeyRing
-from proto.errors import UsageError
+from mtp.checkpoint.hub.missing_head import with_fetched_head
+from mtp.checkpoint.hub.remote_checkpoint import open_model
+from mtp.checkpoint.hub.resolve import find_model
+from proto.errors import ClusterError, UsageError
 from proto.terminal.logs import configure
 from proto.terminal.options import takes_options
 
@@ -22,6 +29,24 @@ REMOVED = {
     "--prefill-chunk N": "The lengths of chunks suit the machines of the plan.",
 }
 """Flags of earlier releases, and what to use instead."""
+
+
+def _wants_head(options: ServeOptions) -> bool:
+    """Ask on a terminal for the head of a model that lacks it, and return whether to download it."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()) or options.mtp.depth == 0:
+        return False
+    try:
+        path = find_model(options.model)
+        checkpoint = open_model(options.model if path is None else str(with_fetched_head(path)))
+    except ClusterError:
+        return False  # the server says what is wrong
+    if checkpoint.mtp.complete:
+        return False
+    return typer.confirm(
+        f"{options.model} has no complete MTP head, so it would decode without drafts. Download the head alone, from "
+        "the model that it was converted from?",
+        default=True,
+    )
 
 
 @takes_options(ServeOptions, REMOVED)
@@ -42,6 +67,8 @@ def serve(options: ServeOptions) -> None:
             f"--host {options.host} is open to the network, so clients need an API key. Create one with mtp-coord key "
             "create NAME, or add --insecure to serve everyone without encryption"
         )
+    if not options.fetch_head and _wants_head(options):
+        options = replace(options, fetch_head=True)
     if options.insecure:
         log.warning("insecure: HTTP is not encrypted, and any worker on the network is accepted")
     asyncio.run(run_server(options))

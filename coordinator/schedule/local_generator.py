@@ -82,7 +82,7 @@ def effective_mtp_mode(checkpoint: Checkpoint, requested: MtpMode) -> MtpMode:
     missing = missing_head_tensors(checkpoint)
     if requested == AUTO:
         log.warning(
-            "decoding without drafts: this checkpoint has no complete MTP head",
+            "decoding without drafts: this checkpoint has no complete MTP head. mtp-coord serve --fetch-head adds it",
             extra={"missing": missing},
         )
         return MtpMode(0)

@@ -21,6 +21,7 @@ from coordinator.pipeline.pipeline import PipelineSource
 from coordinator.serve.options import ServeOptions
 from coordinator.serve.served_parts import OpenedModel, ServedParts, served_model
 from coordinator.status.cluster_status import FINISH_SECONDS, LoadPhase, LoadReport
+from mtp.checkpoint.hub.missing_head import with_fetched_head
 from mtp.checkpoint.hub.resolve import resolve_model
 from proto import errors
 
@@ -143,6 +144,7 @@ class ModelSwitch(ModelLoader):
         assert before is not None
         try:
             path = await asyncio.to_thread(resolve_model, argument, self._show, self._stop)
+            path = await asyncio.to_thread(with_fetched_head, path)
             options = replace(self._host.options, model=argument)
             model = await asyncio.to_thread(OpenedModel, options, path)
             await self._check_fit(model)

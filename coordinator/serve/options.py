@@ -149,6 +149,14 @@ class ServeOptions:
     dtype: DtypeOption = None
     mtp: MtpOption = AUTO
     ngram: NgramOption = NgramMode.auto
+    fetch_head: Annotated[
+        bool,
+        typer.Option(
+            "--fetch-head",
+            help="If the checkpoint lost its MTP head, as most conversions for MLX, download the head alone from the "
+            "model that its card names. On a terminal you are asked.",
+        ),
+    ] = False
     kv_bits: KvBitsOption = None
     exact: ExactOption = False
     slices: SlicesOption = None

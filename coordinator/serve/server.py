@@ -35,6 +35,8 @@ from coordinator.serve.served_parts import (
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
 from coordinator.trust.cluster_trust import ClusterTrust
 from coordinator.trust.keys import KeyRing
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.hub.missing_head import fetch_missing_head, with_fetched_head
 from mtp.checkpoint.hub.resolve import resolve_model
 from proto import cluster_pb2 as pb
 from proto.announcement import UNSPECIFIED, join_address
@@ -113,7 +115,22 @@ class ModelDownload(StatusSource):
             self._detail = f"downloading the model: {format_size(done)} of {format_size(total)}"
             on_progress(done, total)
 
-        return resolve_model(self._model, show, self.stop)
+        return with_fetched_head(resolve_model(self._model, show, self.stop))
+
+    def fetch_head(self, path: Path, on_progress: OnProgress) -> Path:
+        """Return a copy of the checkpoint in `path` with its head. Without one to be had, warn and return `path`."""
+        if Checkpoint.open(path).mtp.complete:
+            return path
+
+        def show(done: int, total: int) -> None:
+            self._detail = f"downloading the MTP head: {format_size(done)} of {format_size(total)}"
+            on_progress(done, total)
+
+        try:
+            return fetch_missing_head(path, show)
+        except ClusterError as error:
+            log.warning("the MTP head was not fetched", extra={"error": str(error)})
+            return path
 
     def status(self) -> ClusterStatus:
         uptime = time.monotonic() - self._started
@@ -181,6 +198,9 @@ class _Server:
         try:
             with byte_bar("downloading the model", log) as show:
                 path = await asyncio.to_thread(self.download.run, show)
+            if self.options.fetch_head:
+                with byte_bar("downloading the MTP head", log) as show:
+                    path = await asyncio.to_thread(self.download.fetch_head, path, show)
         finally:
             self.download.stop.set()
         stack.push_async_callback(self.journal.close)

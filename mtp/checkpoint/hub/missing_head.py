@@ -1,10 +1,30 @@
-"""A head that a checkpoint lacks: its tensors, and where to get it."""
+"""A head that a checkpoint lacks: its tensors, the model that has it, and a copy of the checkpoint with the head.
+
+The copy has links to the checkpoint's files, whose content never changes, and a config.json and an index of its own.
+"""
 
 from __future__ import annotations
 
-from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.names import join_names
+import os
+import shutil
+from pathlib import Path
+
+from huggingface_hub import ModelCard, constants
+
+from mtp.checkpoint.convert.add_head import HeadAddition, plan_head_addition
+from mtp.checkpoint.convert.foreign import plan_packed
+from mtp.checkpoint.format.checkpoint import INDEX, Checkpoint
+from mtp.checkpoint.format.names import is_head, join_names
+from mtp.checkpoint.hub.remote_checkpoint import fetch_head, open_remote
+from mtp.checkpoint.hub.repo import HubRepo
 from mtp.checkpoint.hub.resolve import snapshot_of
+from proto.errors import CheckpointError
+from proto.terminal.progress import OnProgress
+
+CARD = "README.md"
+
+MAX_PARENTS = 4
+"""Cards that are read in a row. A conversion of a conversion has two."""
 
 
 def missing_head_tensors(checkpoint: Checkpoint) -> str:
@@ -26,3 +46,97 @@ def repair_hint(checkpoint: Checkpoint, *, replace: bool) -> str:
         path, copy = "DIRECTORY", f"hf download {repo} --local-dir DIRECTORY, then "
     flag = " --replace" if replace else ""
     return f"Run {copy}mtp-coord add-mtp{flag} --mlx-path {path} --hf-path RAW-CHECKPOINT"
+
+
+def with_fetched_head(path: Path) -> Path:
+    """Return the copy with a head that `fetch_missing_head` made of the checkpoint in `path`; else `path`."""
+    checkpoint = Checkpoint.open(path)
+    if checkpoint.mtp.complete or not (copy := _copy_of(checkpoint)).is_dir():
+        return path
+    return copy
+
+
+def fetch_missing_head(path: Path, on_progress: OnProgress) -> Path:
+    """Return a copy of the checkpoint in `path` that has its head, downloaded from the base model that its card names.
+
+    Only the bytes of the head are downloaded. They get the quantization of the checkpoint. Raises CheckpointError
+    without such a model, and the errors of `plan_head_addition`.
+    """
+    checkpoint = Checkpoint.open(path)
+    copy = _copy_of(checkpoint)
+    part = copy.with_suffix(".part")
+    try:
+        part.mkdir(parents=True, exist_ok=True)
+        for file in path.iterdir():
+            place = part / file.name
+            if file.name in ("config.json", INDEX):
+                shutil.copyfile(file, place)
+            elif not place.is_symlink():
+                place.symlink_to(file.resolve())
+    except OSError as error:
+        raise CheckpointError(f"{part}: cannot be written: {error.strerror}") from error
+    target = Checkpoint.open(part)
+    with HubRepo(base_model(path)) as hub:
+        add_head_from(hub, target, on_progress, replace=target.mtp.present)
+    os.replace(part, copy)
+    return copy
+
+
+def add_head_from(
+    hub: HubRepo, target: Checkpoint, on_progress: OnProgress, *, replace: bool = False
+) -> tuple[HeadAddition, int]:
+    """Add the head of the model in `hub` to `target`. Return the addition, and the bytes that were downloaded.
+
+    Raises the errors of `plan_head_addition` and of the download.
+    """
+    head = plan_packed(open_remote(hub, is_head))
+    addition = plan_head_addition(target, head, replace=replace)
+    directory = target.path / DOWNLOADS
+    source = fetch_head(hub, head, addition.needed, directory, on_progress, beside=addition.nbytes)
+    addition.write(source)
+    shutil.rmtree(directory)
+    return addition, sum(head.tensors[name].nbytes for name in addition.needed)
+
+
+DOWNLOADS = "mtp-source"
+"""Directory inside the checkpoint for downloaded files. It is removed when the head is added."""
+
+
+def base_model(path: Path) -> str:
+    """Return the repo with a complete head from which the checkpoint in `path` was converted, by the cards of both.
+
+    A card may name another conversion, which lacks the head too, so parents are followed. Raises CheckpointError where
+    no card names one.
+    """
+    card = (path / CARD).read_bytes() if (path / CARD).is_file() else None
+    if card is None and (snapshot := snapshot_of(path)):
+        with HubRepo(*snapshot) as hub:
+            card = hub.read(CARD)
+    for _ in range(MAX_PARENTS):
+        if (parent := _parent(card)) is None:
+            break
+        with HubRepo(parent) as hub:
+            if open_remote(hub, is_head).mtp.complete:
+                return parent
+            card = hub.read(CARD)
+    raise CheckpointError(
+        f"{path}: its model card names no base model that has an MTP head. Use mtp-coord add-mtp with the checkpoint "
+        "from which this one was converted"
+    )
+
+
+def _parent(card: bytes | None) -> str | None:
+    """Return the `base_model` of a card, the first of several."""
+    if card is None:
+        return None
+    try:
+        data = ModelCard(card.decode(errors="replace"), ignore_metadata_errors=True).data
+    except ValueError:
+        return None
+    found = data.get("base_model")
+    first = found[0] if isinstance(found, list) and found else found
+    return first if isinstance(first, str) and first.count("/") == 1 else None
+
+
+def _copy_of(checkpoint: Checkpoint) -> Path:
+    return Path(constants.HF_HOME) / "mtp-cluster" / "heads" / checkpoint.fingerprint()
