@@ -19,7 +19,7 @@ app = typer.Typer(
 
 
 @app.command()
-@takes_options(WorkerOptions)
+@takes_options(WorkerOptions, usual="layers model listen name memory_limit join version")
 def worker(options: WorkerOptions) -> None:
     """Hold some of a model's layers and run them for a coordinator.
 

@@ -17,55 +17,79 @@ from proto.terminal import console
 
 PROGRAM = "mtp-coord"
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("demo_command", "Run a whole cluster on this machine with the built-in model."),
+START, OPERATE, MODELS, TRUST = "Start", "A running cluster", "Models", "Trust"
+
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "serve": (START, "serve_command", "Serve a model to OpenAI clients at http://HOST:PORT/v1."),
+    "demo": (START, "demo_command", "Run a whole cluster on this machine with the built-in model."),
     "generate": (
+        START,
         "generate_command",
         "Generate text from one prompt in this process, without workers.",
     ),
-    "serve": ("serve_command", "Serve a model to OpenAI clients at http://HOST:PORT/v1."),
     "status": (
+        OPERATE,
         "cluster_commands",
         "Show a cluster: nodes, layers, memory, health, tokens a second, acceptance.",
     ),
-    "load": ("cluster_commands", "Serve another model without a restart."),
-    "trace": ("cluster_commands", "Write the path of every frame of the last seconds to a file."),
-    "plan": (
-        "plan_command",
-        "Show how a model would be split over your Macs, and the predicted speed.",
+    "load": (OPERATE, "cluster_commands", "Serve another model without a restart."),
+    "trace": (
+        OPERATE,
+        "cluster_commands",
+        "Write the path of every frame of the last seconds to a file.",
     ),
-    "convert": (
-        "convert_commands",
-        "Convert a checkpoint for MLX, and keep its MTP head and its vision part.",
-    ),
-    "add-mtp": ("convert_commands", "Add the MTP head to an MLX checkpoint that lacks it."),
     "doctor": (
+        OPERATE,
         "doctor_command",
         "Check this machine, its kernels and its workers, and print advice.",
     ),
-    "token": (
-        "trust_commands",
-        "Create, list or revoke the tokens with which machines join the cluster.",
+    "recommend": (
+        MODELS,
+        "recommend_command",
+        "List the published models that fit your Macs, the largest first, with their predicted speed.",
     ),
-    "node": ("trust_commands", "List the machines of the cluster, or remove one."),
-    "key": ("trust_commands", "Create, list or revoke the API keys of HTTP clients."),
-    "ca": ("trust_commands", "Rotate the certificate authority of the cluster."),
+    "pull": (MODELS, "model_commands", "Download a model with its MTP head."),
     "models": (
+        MODELS,
         "model_commands",
         "List the models on this machine that can be served, and the problems of the others.",
     ),
+    "plan": (
+        MODELS,
+        "plan_command",
+        "Show how a model would be split over your Macs, and the predicted speed.",
+    ),
     "inspect": (
+        MODELS,
         "model_commands",
         "Show a checkpoint's layers, sizes, quantization and MTP head.",
     ),
+    "convert": (
+        MODELS,
+        "convert_commands",
+        "Convert a checkpoint for MLX, and keep its MTP head and its vision part.",
+    ),
+    "add-mtp": (
+        MODELS,
+        "convert_commands",
+        "Add the MTP head to an MLX checkpoint that lacks it.",
+    ),
+    "token": (
+        TRUST,
+        "trust_commands",
+        "Create, list or revoke the tokens with which machines join the cluster.",
+    ),
+    "node": (TRUST, "trust_commands", "List the machines of the cluster, or remove one."),
+    "key": (TRUST, "trust_commands", "Create, list or revoke the API keys of HTTP clients."),
+    "ca": (TRUST, "trust_commands", "Rotate the certificate authority of the cluster."),
 }
-"""The file and the line on the help page of every command, in the order in which a new user needs them."""
+"""The group on the help page, the file and the line of every command, in the order in which a new user needs them."""
 
 
 def import_command(name: str) -> TyperCommand:
     """Import the file of the command `name`, and return the command."""
     function = name.replace("-", "_")
-    module = import_module(f"{__name__}.{COMMANDS[name][0]}")
+    module = import_module(f"{__name__}.{COMMANDS[name][1]}")
     alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     alone.command(name)(getattr(module, function))
     command = get_command(alone)
@@ -92,8 +116,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for _name, (_, _summary) in COMMANDS.items():
-    app.command(_name, help=_summary)(lambda: None)  # until its file is imported
+for _name, (_panel, _, _summary) in COMMANDS.items():
+    # until its file is imported
+    app.command(_name, help=_summary, rich_help_panel=_panel)(lambda: None)
 
 
 @app.callback()

@@ -19,7 +19,7 @@ from mtp.checkpoint.convert.convert import (
 from mtp.checkpoint.convert.convert import convert as convert_checkpoint
 from mtp.checkpoint.convert.foreign import open_source
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.hub.missing_head import add_head_from
+from mtp.checkpoint.hub.missing_head import add_head_from, base_model
 from mtp.checkpoint.hub.repo import HubRepo
 from mtp.checkpoint.hub.resolve import find_model, resolve_model
 from proto.errors import UsageError
@@ -41,9 +41,12 @@ class ConvertOptions:
 
     hf_path: Annotated[
         str,
-        typer.Option(
-            "--hf-path", "--model", help="What to convert: a directory, a hub repo, or 'builtin'."
+        typer.Argument(
+            metavar="MODEL",
+            help="What to convert: a directory, a hub repo, or 'builtin'.",
+            show_default=False,
         ),
+        typer.Option("--hf-path", "--model", metavar="MODEL", help="The same, as an option."),
     ]
     mlx_path: Annotated[Path, typer.Option(help="New directory to write.")] = Path("mlx_model")
     quantize: Annotated[bool, typer.Option("-q", "--quantize", help="Quantize weights.")] = False
@@ -84,7 +87,7 @@ def convert(options: ConvertOptions) -> None:
     Weights that another program packed as integers (GPTQ, AutoRound) keep their codes. FP8 and NVFP4 are
     dequantized, and -q quantizes them.
 
-    `mtp-coord convert --hf-path Qwen/Qwen3.5-27B --mlx-path Qwen3.5-27B-4bit -q`
+    `mtp-coord convert Qwen/Qwen3.5-27B --mlx-path Qwen3.5-27B-4bit -q`
     """
     settings = options.settings()
     source = open_source(resolve_model(options.hf_path))
@@ -102,14 +105,21 @@ def convert(options: ConvertOptions) -> None:
 class AddOptions:
     """The flags of `mtp-coord add-mtp`."""
 
-    mlx_path: Annotated[Path, typer.Option(help="Directory of the MLX checkpoint to add to.")]
+    mlx_path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIRECTORY", help="The MLX checkpoint to add to.", show_default=False
+        ),
+        typer.Option(metavar="DIRECTORY", help="The same, as an option."),
+    ]
     hf_path: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="The checkpoint with the head, from which the model was converted: a directory, a hub repo, or "
-            "'builtin'."
+            "'builtin'.  [default: the model that its card names]",
+            show_default=False,
         ),
-    ]
+    ] = None
     replace: Annotated[bool, typer.Option("--replace", help="Replace the present head.")] = False
 
 
@@ -123,7 +133,7 @@ def add_mtp(options: AddOptions) -> None:
     From a hub repo, only the bytes of the head are downloaded. The files of the model do not change. The head gets a
     file of its own, and the index and config.json are updated.
 
-    `mtp-coord add-mtp --mlx-path Qwen3.5-27B-4bit --hf-path Qwen/Qwen3.5-27B`
+    `mtp-coord add-mtp Qwen3.5-27B-4bit --hf-path Qwen/Qwen3.5-27B`
     """
     path = options.mlx_path
     if not path.is_dir():
@@ -131,15 +141,16 @@ def add_mtp(options: AddOptions) -> None:
             f"--mlx-path {path}: no such directory. Copy a hub repo first: hf download {path} --local-dir DIRECTORY"
         )
     target = Checkpoint.open(path)
-    if (found := find_model(options.hf_path)) is not None:
+    hf_path = options.hf_path or base_model(path)
+    if (found := find_model(hf_path)) is not None:
         source = open_source(found, allow_head_only=True)
         addition = plan_head_addition(target, source, replace=options.replace)
         with byte_bar("adding") as on_progress:
             addition.write(source, on_progress)
     else:
-        with HubRepo(options.hf_path) as hub, byte_bar("downloading") as show:
+        with HubRepo(hf_path) as hub, byte_bar("downloading") as show:
             addition, downloaded = add_head_from(hub, target, show, replace=options.replace)
-        typer.echo(f"downloaded from {options.hf_path}: {format_size(downloaded)}")
+        typer.echo(f"downloaded from {hf_path}: {format_size(downloaded)}")
     packed = sorted({how["bits"] for how in addition.quantization.values()})
     bits = " and ".join(f"{n} bits" for n in packed) or "unquantized"
     typer.echo(f"{path / HEAD_FILE}: {format_size(addition.nbytes)}, {bits}")

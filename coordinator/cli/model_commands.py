@@ -1,11 +1,11 @@
-"""`mtp-coord models` and `inspect`: what a checkpoint holds, without reading its weights."""
+"""`mtp-coord pull`, `models` and `inspect`: models on this machine, and the content of a checkpoint."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE
@@ -18,11 +18,18 @@ from coordinator.serve.options import ModelOption
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import join_names
 from mtp.checkpoint.format.parts import head_norms, missing_from_backbone, report, settle_norms
-from mtp.checkpoint.hub.missing_head import missing_head_tensors, repair_hint
+from mtp.checkpoint.hub.missing_head import (
+    fetch_missing_head,
+    missing_head_tensors,
+    repair_hint,
+    with_fetched_head,
+)
 from mtp.checkpoint.hub.remote_checkpoint import open_model
-from mtp.checkpoint.hub.resolve import find_model
+from mtp.checkpoint.hub.repo import repo_name
+from mtp.checkpoint.hub.resolve import find_model, resolve_model
+from proto.errors import ClusterError
 from proto.terminal.options import JsonOption, takes_options
-from proto.terminal.progress import format_size
+from proto.terminal.progress import byte_bar, format_size
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,38 @@ def _quantization(found: dict[str, Any] | None) -> str:
         "unquantized" if o is False else f"{o['bits']} bit" for o in found["overrides"].values()
     )
     return "; ".join([text, *(f"{n} modules {what}" for what, n in sorted(overrides.items()))])
+
+
+@dataclass(frozen=True)
+class PullOptions:
+    """The flags of `mtp-coord pull`."""
+
+    model: ModelOption
+    no_head: Annotated[
+        bool, typer.Option("--no-head", help="Do not look for a head that the repo lacks.")
+    ] = False
+
+
+@takes_options(PullOptions)
+def pull(options: PullOptions) -> None:
+    """Download a model with its MTP head. After an interruption the next call continues.
+
+    `mtp-coord pull qwen3.6:27b` takes a repo with 4 bits, `qwen3.6:27b-8bit` one with 8. `mtp-coord recommend` lists
+    the names. If the repo lacks the head, it is downloaded alone from the model that its card names.
+    """
+    repo = repo_name(options.model)
+    with byte_bar(f"downloading {repo}") as on_progress:
+        path = with_fetched_head(resolve_model(repo, on_progress))
+    checkpoint = Checkpoint.open(path)
+    if not checkpoint.mtp.complete and not options.no_head:
+        try:
+            with byte_bar("downloading the MTP head") as on_progress:
+                checkpoint = Checkpoint.open(fetch_missing_head(path, on_progress))
+        except ClusterError as error:
+            typer.echo(f"The MTP head was not downloaded: {error}", err=True)
+    head = "with" if checkpoint.mtp.complete else "without"
+    size = format_size(sum(checkpoint.part_bytes().values()))
+    typer.echo(f"{repo}: {size}, {head} its MTP head. Serve it: mtp-coord serve {options.model}")
 
 
 def models() -> None:

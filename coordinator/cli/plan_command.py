@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -15,12 +15,14 @@ from rich.table import Table
 
 from coordinator.planning import groups
 from coordinator.planning.capacity import model_costs, plan_capacity, reserve_bytes
+from coordinator.planning.chips import mac_specs
 from coordinator.planning.plan import MAX_FREE_NODES, ModelCosts, NodeSpec, StagePlan, Workload
 from coordinator.serve import options
 from coordinator.serve.options import PREFER_ADVICE
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.format.parts import missing_from_backbone
+from mtp.checkpoint.hub.published import MODELS, converted_headers, find_published
 from mtp.checkpoint.hub.remote_checkpoint import open_model
 from mtp.vision.tower import tower_bytes
 from proto.errors import UsageError
@@ -52,6 +54,15 @@ class PlanOptions:
         typer.Option(metavar="SIZE", help="Memory of each of --nodes."),
         Parsed(parse_size),
     ] = None
+    mac: Annotated[
+        tuple[str, ...],
+        typer.Option(metavar="'M4 Pro 64GB'", help="A Mac by its chip and memory; repeatable."),
+    ] = ()
+    bits: Annotated[
+        int | None,
+        typer.Option(help="Plan a conversion of a published model with these bits: no download."),
+        Parsed(int, Literal["2", "3", "4", "5", "6", "8", "16"]),
+    ] = None
     mtp: Annotated[
         int, typer.Option(min=0, max=8, help="Drafts a step that the last stage is charged for.")
     ] = 1
@@ -75,12 +86,13 @@ class PlanOptions:
 def plan(options: PlanOptions) -> None:
     """Show how a model would be split over your Macs, and the predicted speed. Reads headers only, no weights.
 
-    The machines are those of --node, and --nodes with --memory. The times are those of reading the active weights at
-    each machine's bandwidth. They are lower bounds that real passes come near. A table compares one machine, a
-    pipeline and groups of machines of equal speed that share every layer.
+    The machines are those of --mac, --node, and --nodes with --memory. The times are those of reading the active
+    weights at each machine's bandwidth, and for a Mac of its launches, within a third of what people measured. A table
+    compares one machine, a pipeline and groups of equal machines that share every layer.
+    `mtp-coord plan qwen3.5:397b-a17b --bits 4 --mac "M4 Max 128GB" --mac "M3 Ultra 256GB"` needs no download.
     """
     specs = given_nodes(options)
-    checkpoint = open_model(options.model)
+    checkpoint = _checkpoint(options)
     if missing := missing_from_backbone(checkpoint):
         raise checkpoint.missing_tensors_error(missing)
     facts = answer(checkpoint, specs, options)
@@ -90,15 +102,32 @@ def plan(options: PlanOptions) -> None:
         _print(options.model, facts)
 
 
+def _checkpoint(options: PlanOptions) -> Checkpoint:
+    """Return the model of the plan, with --bits from the configs that come with this program."""
+    if options.bits is None:
+        return open_model(options.model)
+    model = find_published(options.model)
+    if model is None:
+        names = ", ".join(one.name for one in MODELS)
+        raise UsageError(
+            f"--bits needs a published model, and {options.model!r:.80} is none of {names}. Leave out --bits to plan "
+            "any other checkpoint"
+        )
+    return converted_headers(model, options.bits if options.bits < 16 else None)
+
+
 def given_nodes(options: PlanOptions) -> list[NodeSpec]:
-    """Return the machines of --node and --nodes. Raises UsageError without one."""
+    """Return the machines of --node, --nodes and --mac. Raises UsageError without one."""
     if (options.nodes is None) != (options.memory is None):
         raise UsageError("--nodes and --memory go together, as in --nodes 3 --memory 64GB")
     specs = [parse_node(text) for text in options.node]
+    specs += mac_specs(options.mac)
     if options.nodes is not None and options.memory is not None:
         specs += [NodeSpec(f"node-{i}", options.memory) for i in range(1, options.nodes + 1)]
     if not specs:
-        raise UsageError("no machine to plan for. Name some, as in --nodes 2 --memory 64GB")
+        raise UsageError(
+            "no machine to plan for. Name some, as in --mac 'M4 Pro 64GB' or --nodes 2 --memory 64GB"
+        )
     return specs
 
 
@@ -167,6 +196,8 @@ def answer(
         "pass_seconds": found.pass_seconds,
         "capacity": asdict(capacity),
         "unused": list(found.unused),
+        "reason": found.reason,
+        "sequences": options.sequences,
         "rows_on_disk": checkpoint.table_bytes,
         "vision_bytes": tower_bytes(checkpoint),
         "stages": [_stage_facts(stage) for stage in found.stages],
@@ -206,10 +237,13 @@ def _print(model: str, facts: dict[str, Any]) -> None:
         f"Slowest stage: {_milliseconds(slowest)}, drafting {facts['drafts']} ahead."
     )
     room = facts["capacity"]
+    fewer = f" of the {facts['sequences']} asked for" * (room["sequences"] < facts["sequences"])
     console.print(
-        f"Room for {room['sequences']} requests with {room['kv_tokens']:,} tokens between them, "
+        f"Room for {room['sequences']} requests{fewer} with {room['kv_tokens']:,} tokens between them, "
         f"and {format_size(room['prefix_bytes'])} of prefixes a stage."
     )
+    if facts["reason"]:
+        console.print(f"{facts['reason'].capitalize()}.")
     if len(facts["candidates"]) > 1:
         _print_candidates(console, facts["candidates"])
     if facts["rows_on_disk"]:

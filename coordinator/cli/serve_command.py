@@ -15,7 +15,8 @@ from coordinator.serve.server import serve as run_server
 from coordinator.trust.keys import API_KEY, KeyRing
 from mtp.checkpoint.hub.missing_head import with_fetched_head
 from mtp.checkpoint.hub.remote_checkpoint import open_model
-from mtp.checkpoint.hub.resolve import find_model
+from mtp.checkpoint.hub.repo import repo_name
+from mtp.checkpoint.hub.resolve import BUILTIN, find_model
 from proto.errors import ClusterError, UsageError
 from proto.terminal.logs import configure
 from proto.terminal.options import takes_options
@@ -49,7 +50,11 @@ def _wants_head(options: ServeOptions) -> bool:
     )
 
 
-@takes_options(ServeOptions, REMOVED)
+USUAL = "model host port nodes own_worker own_layers worker parallel single_node mtp fetch_head listen api_key"
+"""The flags that the help page shows first."""
+
+
+@takes_options(ServeOptions, REMOVED, USUAL)
 def serve(options: ServeOptions) -> None:
     """Serve a model to OpenAI clients at http://HOST:PORT/v1.
 
@@ -58,6 +63,7 @@ def serve(options: ServeOptions) -> None:
     """
     configure(options.log_level, options.log_format)
     options.check()
+    options = replace(options, model=repo_name(options.model))
     if not options.api_key and API_KEY in os.environ:
         raise UsageError(
             f"{API_KEY} is set and empty, which would let everybody in: unset it, or give a key"
@@ -69,6 +75,10 @@ def serve(options: ServeOptions) -> None:
         )
     if not options.fetch_head and _wants_head(options):
         options = replace(options, fetch_head=True)
+    if options.model == BUILTIN:
+        log.info(
+            "this is the small built-in model, for trying only. mtp-coord recommend lists models for your machines"
+        )
     if options.insecure:
         log.warning("insecure: HTTP is not encrypted, and any worker on the network is accepted")
     asyncio.run(run_server(options))

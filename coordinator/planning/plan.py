@@ -109,12 +109,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """A machine: the bytes it may use, its speed relative to the others, and the layers it is pinned to."""
+    """A machine: the bytes it may use, its speed relative to the others, and the layers it is pinned to.
+
+    A layer takes `layer_seconds` besides reading its weights.
+    """
 
     name: str
     memory_limit: int
     speed: float = 1.0
     pinned: Span | None = None
+    layer_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.memory_limit <= 0 or not 1e-6 <= self.speed <= 1e6:
@@ -211,10 +215,41 @@ def make_plan(
     runs = best_runs(seconds, pinned)
     if runs is None:
         raise MemoryLimitError(_shortage(costs, nodes, pinned))
+    runs, reason = _with_room(costs, nodes, pinned, seconds, runs)
     used = {v for v, _, _ in runs}
     stages = tuple(costs.stage(nodes[v], Span(start, end)) for v, start, end in runs)
     unused = tuple(node.name for v, node in enumerate(nodes) if v not in used)
-    return Plan(epoch=epoch, stages=stages, unused=unused)
+    return Plan(epoch=epoch, stages=stages, unused=unused, reason=reason)
+
+
+SLOWER = 0.1
+"""The part of its speed that a plan gives up at most for room."""
+
+ROOMIER = 1.5
+"""Factor of the tokens that must have room in turn."""
+
+
+def _with_room(
+    costs: _Costs,
+    nodes: Sequence[NodeSpec],
+    pinned: Mapping[int, Span],
+    seconds: Array,
+    fastest: list[Run],
+) -> tuple[list[Run], str]:
+    """Return `fastest`, or a cut that is little slower and has room for many more tokens, with the reason for people.
+
+    Layers of equal times may hold very unequal weights, as where the last stage drafts: one stage is then full.
+    """
+    room = np.stack([costs.room(node) for node in nodes])
+    slowest = max(seconds[run] for run in fastest)
+    load = np.where(seconds <= slowest * (1 + SLOWER), np.rint(1e15 / np.maximum(room, 1)), np.inf)
+    runs = best_runs(load, pinned) or fastest
+    few, many = (min(room[run] for run in cut) for cut in (fastest, runs))
+    if len(runs) != len(fastest) or many <= ROOMIER * few:
+        return fastest, ""
+    loss = max(seconds[run] for run in runs) / slowest - 1 if slowest else 0.0
+    more = f"{many / max(few, 1):.1f} times the tokens"
+    return runs, f"{loss:.0%} slower than the fastest cut, with room for {more}"
 
 
 class _Costs:
@@ -241,6 +276,13 @@ class _Costs:
         ticks[self.weight_bytes + self.cache_bytes > node.memory_limit] = np.inf
         return ticks
 
+    def room(self, node: NodeSpec) -> Array:
+        """Return the tokens for whose K/V each run leaves room on `node`."""
+        tokens = self._sums([layer.kv_bytes for layer in self.model.layers])
+        tokens[:, -1] += self.model.head_kv_bytes
+        free = node.memory_limit - self.weight_bytes - self.cache_bytes
+        return np.maximum(free, 0.0) / np.maximum(tokens, 1.0)
+
     def overflow(self, node: NodeSpec) -> Array:
         """Return the bytes by which each run exceeds the memory of `node`; inf for empty runs."""
         missing = self.weight_bytes + self.cache_bytes - node.memory_limit
@@ -263,7 +305,8 @@ class _Costs:
     def _ticks(self, node: NodeSpec) -> Array:
         scale = _TICKS / node.speed
         ends = self.model.lm_head_seconds + self.workload.draft_depth * self.model.draft_seconds
-        ticks = self._sums([np.rint(layer.seconds * scale) for layer in self.model.layers])
+        fixed = node.layer_seconds * _TICKS
+        ticks = self._sums([np.rint(layer.seconds * scale + fixed) for layer in self.model.layers])
         ticks[:, -1] += np.rint(ends * scale)
         return ticks + self._nothing()
 

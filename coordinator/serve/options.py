@@ -44,7 +44,9 @@ AUTO = MtpMode()
 ModelOption = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A directory, a hub repo, or 'builtin'.", show_default=False
+        metavar="MODEL",
+        help="A short name such as qwen3.6:27b, a hub repo, a directory, or 'builtin'.",
+        show_default=False,
     ),
     typer.Option("--model", metavar="MODEL", help="The same, as an option."),
 ]

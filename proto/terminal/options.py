@@ -8,6 +8,7 @@ A field is annotated as `Annotated[int, typer.Option(help=…)]`, and its flag h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature
@@ -56,15 +57,25 @@ _BY_POSITION = "_by_position"
 """Suffix of the parameter that holds the value of a field that is given by position."""
 
 
+ADVANCED = "Advanced"
+"""The panel of the help page with the flags that few need."""
+
+
 def takes_options(
-    options: type[Options], removed: Mapping[str, str] | None = None
+    options: type[Options],
+    removed: Mapping[str, str] | None = None,
+    usual: str = "",
 ) -> Callable[[Command[Options]], Callable[..., None]]:
     """Return a decorator that makes a command of typer from a function of the dataclass `options`.
 
-    `removed` has the advice for flags of earlier releases, by `--flag` or `--flag VALUE`. They raise UsageError.
+    `removed` has the advice for flags of earlier releases, by `--flag` or `--flag VALUE`. They raise UsageError. With
+    `usual`, the help page shows all fields but those named there in a panel of their own.
     """
     hints = get_type_hints(options, include_extras=True)
     flags = [_Flag(field, hints[field.name]) for field in fields(options)]  # type: ignore[arg-type]
+    for flag in flags if usual else ():
+        if flag.option and flag.field.name not in usual.split():
+            flag.option.rich_help_panel = ADVANCED
     parameters = [parameter for flag in flags for parameter in flag.parameters()]
     parameters += [_removed_parameter(*entry) for entry in (removed or {}).items()]
     signature = Signature(parameters)
@@ -88,7 +99,10 @@ class _Flag:
         self.type, *metadata = get_args(hint)
         self.repeatable = get_origin(self.type) is tuple
         self.argument = next((m for m in metadata if isinstance(m, ArgumentInfo)), None)
-        self.option = next((m for m in metadata if isinstance(m, OptionInfo)), None)
+        option = next((m for m in metadata if isinstance(m, OptionInfo)), None)
+        self.option = copy(option)  # other commands have the same one
+        if self.option and self.type is bool:
+            self.option.metavar = ""  # typer shows <bool>
         self.parsed = next((m for m in metadata if isinstance(m, Parsed)), None)
         self.default = Parameter.empty if field.default is MISSING else field.default
 

@@ -23,8 +23,8 @@ from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.names import module_path, part_names
 from mtp.checkpoint.format.parts import part_module
+from mtp.checkpoint.hub.published import FLASH_NEXT
 from tests.support.checkpoints.checkpoints import config_of
-from tests.support.checkpoints.published import FLASH_NEXT
 
 VOCAB = 248_320
 

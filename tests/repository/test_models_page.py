@@ -11,8 +11,8 @@ from coordinator.planning.plan import NodeSpec
 from mtp.checkpoint.families import FAMILIES
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.parts import missing_from_backbone
+from mtp.checkpoint.hub.published import MODELS, Published, converted_headers
 from proto.errors import CheckpointError
-from tests.support.checkpoints.published import MODELS, Published, converted_headers
 
 LINES = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text().splitlines()
 

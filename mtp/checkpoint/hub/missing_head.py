@@ -60,7 +60,7 @@ def fetch_missing_head(path: Path, on_progress: OnProgress) -> Path:
     """Return a copy of the checkpoint in `path` that has its head, downloaded from the base model that its card names.
 
     Only the bytes of the head are downloaded. They get the quantization of the checkpoint. Raises CheckpointError
-    without such a model, and the errors of `plan_head_addition`.
+    without one, and the errors of `plan_head_addition`.
     """
     checkpoint = Checkpoint.open(path)
     copy = _copy_of(checkpoint)

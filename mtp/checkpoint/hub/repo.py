@@ -22,6 +22,7 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.hf_api import RepoFile
 
 from mtp.checkpoint.format import shard
+from mtp.checkpoint.hub.known_repos import known_repo
 from proto.errors import CheckpointError, ClusterError, NotReadyError
 from proto.terminal.progress import OnProgress
 
@@ -58,9 +59,11 @@ _ADDRESS = re.compile(r"https?://[^/]+/([^/?#]+/[^/?#]+)")
 
 
 def repo_name(name: str) -> str:
-    """Return the repo of a hub's page whose address is `name`; other names as they are."""
-    found = _ADDRESS.match(name)
-    return found[1] if found else name
+    """Return the repo of a hub's page whose address is `name`, or that a short name means; other names as they are."""
+    if found := _ADDRESS.match(name):
+        return found[1]
+    known = known_repo(name) if "/" not in name else None
+    return known.name if known else name
 
 
 class TransientError(Exception):

@@ -16,6 +16,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import INDEX, checked_weight_map
 from mtp.checkpoint.format.config import read_json_object
+from mtp.checkpoint.hub.known_repos import close_names
 from mtp.checkpoint.hub.repo import SHA256, download_blobs, find_blobs, repo_name, unreadable
 from proto.errors import CheckpointError, ClusterError
 from proto.terminal.progress import OnProgress
@@ -112,9 +113,11 @@ def _is_whole(snapshot: Path) -> bool:
 
 
 def _unknown(name: str) -> CheckpointError:
+    names = close_names(name)
+    meant = f" Did you mean {' or '.join(names)}?" if names else ""
     return CheckpointError(
-        f"model {name!r:.200}: no such directory. Give a directory, a hub repo such as Qwen/Qwen3.5-4B, or "
-        f"{BUILTIN}."
+        f"model {name!r:.200}: no such directory.{meant} Give a directory, a hub repo such as Qwen/Qwen3.5-4B, a short "
+        f"name such as qwen3.6:27b, or {BUILTIN}."
     )
 
 

@@ -15,11 +15,11 @@ from mtp.checkpoint.families import FAMILIES, find_family
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.shard import MAX_HEADER_BYTES
+from mtp.checkpoint.hub.published import MODELS
 from proto.errors import CheckpointError, SpanError
 from proto.span import Span
 from tests.conftest import Checkpoints
 from tests.support.checkpoints.checkpoints import edit_config, edit_tensors, write_checkpoint
-from tests.support.checkpoints.published import MODELS
 
 
 @pytest.fixture

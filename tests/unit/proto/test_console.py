@@ -111,7 +111,7 @@ def test_every_command_is_there_and_says_what_the_help_page_says(name: str) -> N
     command = import_command(name)
     assert command.name == name
     first_sentence = " ".join((command.help or "").split()).partition(". ")[0].rstrip(".")
-    assert f"{first_sentence}." == COMMANDS[name][1]
+    assert f"{first_sentence}." == COMMANDS[name][2]
 
 
 BUSY = """

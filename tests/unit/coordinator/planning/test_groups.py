@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from coordinator.planning.capacity import model_costs
+from coordinator.planning.chips import LAYER_SECONDS, mac_spec
 from coordinator.planning.groups import (
     DEFAULT_COLLECTIVE,
     Machine,
@@ -18,11 +18,10 @@ from coordinator.planning.groups import (
     predict_plans,
 )
 from coordinator.planning.plan import LayerCost, ModelCosts, NodeSpec, Workload
-from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
+from mtp.checkpoint.hub.published import converted_headers, find_published
 from proto.errors import ClusterError, MemoryLimitError, SpanError, UsageError
 from proto.span import Span
-from tests.support.checkpoints.published_headers import read_published
 
 LAYERS = 8
 LAYER_BYTES = 2**30
@@ -173,28 +172,28 @@ def test_a_machine_that_cannot_be_a_member_is_left_out(
     assert (len(plan.stages), plan.group_size, plan.unused) == (2, 2, ("fifth",))
 
 
-M4_PRO, THUNDERBOLT, RDMA = 2.4, 180e-6, 30e-6
-"""240 GB/s of 273, and the seconds of a sum that users of MLX report."""
+THUNDERBOLT, RDMA = 180e-6, 30e-6
+"""Seconds of a sum over the links of the published figures, by users of mlx-lm."""
 
 
-def test_predictions_come_near_what_others_measured(tmp_path: Path) -> None:
-    """All published figures of 27B on one and two Macs are met within a fifth, with one constant for each Mac and link.
+def test_predictions_come_near_what_others_measured() -> None:
+    """All published figures of 27B on one and two Macs are met within a fifth, with the same constants for all Macs.
 
     mlx-lm's request 990 has M4 Pro minis: 15.5 alone, and two with 17.0 plain and 25.0 with one draft a window. It is
-    not known how the weights on the M3 Ultra of oMLX's 2423 (16.1) are stored, so its own figure gives that constant.
+    not known how the weights on the M3 Ultra of oMLX's 2423 (16.1) are stored, so its own figure gives its speed.
     """
-    kind = read_published()["mlx-qwen3.6-27b-4bit-mtp-inline"]
-    checkpoint = Checkpoint.open(kind.write(tmp_path, layers=64))
+    model = find_published("qwen3.5:27b")
+    assert model is not None
+    checkpoint = converted_headers(model, 4)
 
     def shares(size: int) -> ModelCosts:
         """Return the costs of a share."""
         return model_costs(checkpoint.cut_for(Cut(0, size)))
 
-    def predicted(speed: float, count: int, collective: float = 0.0, depth: int = 0) -> float:
+    def predicted(mac: NodeSpec, count: int, collective: float = 0.0, depth: int = 0) -> float:
         """Return the tokens a second of `count` Macs."""
         macs = [
-            Machine(NodeSpec(f"mac-{i}", 2**36, speed), "one kind", "10.0.0.1")
-            for i in range(count)
+            Machine(replace(mac, name=f"mac-{i}"), "one kind", "10.0.0.1") for i in range(count)
         ]
         plans = predict_plans(
             Planning(shares, Workload(), Parallel.parse("auto"), collective=collective), macs
@@ -202,15 +201,19 @@ def test_predictions_come_near_what_others_measured(tmp_path: Path) -> None:
         group = next(one for one in plans if one.plan.group_size == count)
         return 1 / (group.drafted[depth - 1] if depth else group.token)
 
-    m3_ultra = 16.1 / predicted(1.0, 1)
+    mini = mac_spec("M4 Pro 64GB")
+    reads = 1 / predicted(NodeSpec("bytes alone", 2**36), 1)
+    launches = len(shares(1).layers) * LAYER_SECONDS
+    ultra = replace(mini, speed=reads / (1 / 16.1 - launches))
     found = {
-        15.5: predicted(M4_PRO, 1),
-        17.0: predicted(M4_PRO, 2, THUNDERBOLT),
-        25.0: predicted(M4_PRO, 2, THUNDERBOLT, depth=1),
-        16.1: predicted(m3_ultra, 1),
-        28.6: predicted(m3_ultra, 2, RDMA),
+        15.5: predicted(mini, 1),
+        17.0: predicted(mini, 2, THUNDERBOLT),
+        25.0: predicted(mini, 2, THUNDERBOLT, depth=1),
+        16.1: predicted(ultra, 1),
+        28.6: predicted(ultra, 2, RDMA),
     }
     assert found == {measured: pytest.approx(measured, rel=0.2) for measured in found}
+    assert found[25.0] == pytest.approx(25.0, rel=0.05)
 
 
 @pytest.mark.parametrize("text", ["", "2", "0x2", "2x0", "2x9", "4x1", "x", "tensor2", "999x2"])

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.planning.plan import (
+    SLOWER,
     LayerCost,
     ModelCosts,
     NodeSpec,
@@ -130,7 +131,7 @@ def brute_force(
 def test_as_good_as_trying_everything(problem: tuple[ModelCosts, list[NodeSpec], Workload]) -> None:
     """For up to 5 nodes the plan's value is that of the best of all plans, tie-breaker included.
 
-    Where no plan exists, the planner raises.
+    A plan that says so gives up at most SLOWER of it. Where no plan exists, the planner raises.
     """
     model, nodes, work = problem
     expected = brute_force(model, nodes, work)
@@ -141,6 +142,10 @@ def test_as_good_as_trying_everything(problem: tuple[ModelCosts, list[NodeSpec],
         return
     assert expected is not None
     times = [stage.predicted_seconds for stage in plan.stages]
+    if plan.reason:
+        assert len(times) == expected[0]
+        assert max(times) <= expected[1] * (1 + SLOWER) + 1e-9
+        return
     assert (len(times), max(times), sum(t * t for t in times)) == pytest.approx(expected)
 
 
@@ -170,6 +175,25 @@ def test_a_plan_keeps_its_promises(problem: tuple[ModelCosts, list[NodeSpec], Wo
 
 
 # ---- what a user sees
+
+
+def test_a_stage_that_drafts_does_not_fill_the_others() -> None:
+    """A cut that is little slower has room for many more tokens, and the plan says so. A much slower one is not taken.
+
+    The last stage's drafts take as long as a layer, so the fastest cut gives the first machine more layers than half.
+    """
+    layers = tuple(LayerCost(GB, 0.001, kv_bytes=1000) for _ in range(48))
+    nodes = [NodeSpec("first", 30 * GB), NodeSpec("last", 30 * GB)]
+
+    def cut(drafts: int) -> tuple[int, str]:
+        model = ModelCosts(layers=layers, draft_seconds=0.001)
+        plan = make_plan(model, nodes, workload=Workload(1000, drafts))
+        return len(plan.stages[0].span), plan.reason
+
+    assert cut(2) == (25, "")
+    layers_of_first, reason = cut(10)
+    assert layers_of_first == 27
+    assert reason.startswith("7% slower than the fastest cut, with room for 3.3 times")
 
 
 def model_of(layers: int, *, seconds: float = 0.001, weight: int = GB) -> ModelCosts:

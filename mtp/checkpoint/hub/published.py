@@ -18,6 +18,7 @@ from mtp.checkpoint.convert.convert import SAFETENSORS, TABLE_GROUP
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.shard import TensorInfo
+from mtp.checkpoint.hub.known_repos import known_repo
 from proto.wire import STORED_BYTES
 
 Choose = Callable[[str, nn.Module], bool | dict[str, Any]]
@@ -123,6 +124,19 @@ MODELS = (
     Published("Qwen3.5-397B-A17B", "3.5", "qwen3_5_moe", 4096, 60, 32, 2, 1024, 64, 512, 10),
     Published("Qwen3.8-2.4T-A95B", "3.8", "qwen3_5_moe", 8192, 92, 64, 4, 2048, 128, 512, 10),
 )
+
+
+def find_published(text: str) -> Published | None:
+    """Return the published model that a repo, its short name or its conversion names; None for any other text."""
+    known = known_repo(text.rpartition("/")[2])
+    if known is None:
+        plain = text.rpartition("/")[2].lower()
+        return next((one for one in MODELS if plain.startswith(one.name.lower())), None)
+    for one in MODELS:
+        size = one.name.partition("-")[2].lower()
+        if size == known.size and known.release in one.releases:
+            return one
+    return None
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,102 @@
+"""Short names of published models, such as `qwen3.6:27b` or `qwen3.5-35b-a3b-8bit`, and repos that hold them.
+
+The repos are those that programs for MLX name in their documents (November 2026). `tests/published` has the headers of
+some. Where a conversion lacks the head, `fetch_missing_head` gets it from Qwen's own repo.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+
+@dataclass(frozen=True)
+class KnownRepo:
+    """A repo with a model that can be served. `bits` None is unquantized. `head` is False where it was lost."""
+
+    name: str
+    release: str
+    size: str
+    bits: int | None = None
+    head: bool = True
+
+    @property
+    def short(self) -> str:
+        """The name that people type, without the bits."""
+        return f"qwen{self.release}:{self.size}"
+
+
+_OFFICIAL = {
+    "3.5": "0.8B 2B 4B 9B 27B 35B-A3B 122B-A10B 397B-A17B",
+    "3.6": "27B 35B-A3B",
+    "3.8": "27B Flash-Next 2.4T-A95B",
+}
+
+_CONVERSIONS = (
+    ("mlx-community/Qwen3.5-4B-MLX-4bit", 4, False),
+    ("mlx-community/Qwen3.5-4B-8bit", 8, False),
+    ("mlx-community/Qwen3.5-9B-4bit", 4, False),
+    ("mlx-community/Qwen3.5-9B-8bit", 8, False),
+    ("mlx-community/Qwen3.5-27B-4bit", 4, False),
+    ("mlx-community/Qwen3.5-27B-8bit", 8, False),
+    ("mlx-community/Qwen3.5-35B-A3B-4bit", 4, False),
+    ("mlx-community/Qwen3.5-35B-A3B-8bit", 8, False),
+    ("mlx-community/Qwen3.5-122B-A10B-8bit", 8, False),
+    ("mlx-community/Qwen3.5-397B-A17B-4bit", 4, False),
+    ("kradih/Qwen3.6-27B-MTP-4bit-MLX", 4, True),
+    ("mlx-community/Qwen3.6-27B-4bit", 4, False),
+    ("unsloth/Qwen3.6-27B-MLX-8bit", 8, False),
+    ("mlx-community/Qwen3.6-35B-A3B-4bit", 4, False),
+    ("mlx-community/Qwen3.6-35B-A3B-8bit", 8, False),
+    ("mlx-community/Qwen3.8-27B-4bit", 4, False),
+    ("Jundot/Qwen3.8-Flash-Next-oQ4e-mtp", 4, True),
+)
+"""Repo, bits, and whether it has the head. Of those with equal bits the first one is taken."""
+
+_NAME = re.compile(
+    r"(?i)qwen[-_ ]?(?P<release>3\.\d)[-_:/ ]?"
+    r"(?P<size>flash-next|\d+(?:\.\d+)?[bt](?:-a\d+b)?)(?P<rest>.*)"
+)
+_BITS = re.compile(r"(?i)(?:[-_@:. ]|q)([2-8])(?:-?bit|_[0k]|\b)")
+
+
+def _known() -> tuple[KnownRepo, ...]:
+    found = []
+    for repo, bits, head in _CONVERSIONS:
+        match = _NAME.search(repo)
+        assert match is not None
+        found.append(KnownRepo(repo, match["release"], match["size"].lower(), bits, head))
+    for release, sizes in _OFFICIAL.items():
+        found += [KnownRepo(f"Qwen/Qwen{release}-{s}", release, s.lower()) for s in sizes.split()]
+    return tuple(found)
+
+
+KNOWN = _known()
+
+DEFAULT_BITS = 4
+
+
+def known_repo(text: str) -> KnownRepo | None:
+    """Return the repo that a short name means, with 4 bits if it names none; None for any other text."""
+    match = _NAME.fullmatch(text.strip().removeprefix("qwen/"))
+    if match is None or "/" in match["rest"]:
+        return None
+    size = match["size"].lower()
+    found = _BITS.search(match["rest"])
+    full = "16" in match["rest"]
+    bits = None if full else int(found[1]) if found else DEFAULT_BITS
+    of_size = [
+        one
+        for one in KNOWN
+        if one.release == match["release"] and size in (one.size, one.size.partition("-a")[0])
+    ]
+    exact = [one for one in of_size if one.bits == bits]
+    others = [] if found else of_size
+    return next(iter((*exact, *others)), None)
+
+
+def close_names(text: str) -> list[str]:
+    """Return up to three short names that `text` may mean."""
+    names = list(dict.fromkeys(one.short for one in KNOWN))
+    return get_close_matches(text.lower(), names, 3, 0.5)

@@ -1,0 +1,73 @@
+"""Macs by their chip and memory, and the speeds that people published of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.planning.capacity import model_costs
+from coordinator.planning.chips import BANDWIDTHS, mac_spec, mac_specs
+from coordinator.planning.plan import make_plan
+from mtp.checkpoint.hub.published import converted_headers, find_published
+from proto.errors import UsageError
+
+PUBLISHED = [
+    ("Qwen3.5-27B", 4, "M4 Pro 64GB", 15.5),  # mlx-lm's request 990
+    ("Qwen3.5-27B", 4, "M5 Pro 64GB", 16.0),  # llmfit's request 811
+    ("Qwen3.5-27B", 4, "M5 Max 128GB", 33.0),  # mlx-vlm's request 2014
+    ("Qwen3.5-27B", 4, "M5 Max 48GB", 28.9),  # llmfit's measurements of users
+    ("Qwen3.5-27B", 4, "M3 Ultra 256GB", 33.0),  # oMLX's issues 2516 and 3695
+    ("Qwen3.5-27B", 6, "M5 Max 128GB", 22.5),  # mlx-serve's issue 120
+    ("Qwen3.5-9B", 4, "M4 Pro 24GB", 44.6),  # Rapid-MLX's issue 567, and llmfit
+    ("Qwen3.5-9B", 4, "M3 Ultra 256GB", 101.0),  # Rapid-MLX's issue 567
+    ("Qwen3.5-4B", 4, "M4 Pro 24GB", 72.4),  # llmfit
+    ("Qwen3.5-4B", 4, "M3 Ultra 256GB", 170.0),  # Rapid-MLX's issue 3115
+    ("Qwen3.5-2B", 4, "M5 Max 48GB", 174.0),  # llmfit
+    ("Qwen3.5-0.8B", 4, "M5 Max 48GB", 319.0),  # llmfit
+    ("Qwen3.5-35B-A3B", 4, "M5 Pro 64GB", 80.5),  # llmfit's request 811
+    ("Qwen3.5-35B-A3B", 4, "M5 Max 128GB", 124.0),  # Mac-MLX's issue 24, and llmfit
+    ("Qwen3.5-35B-A3B", 4, "M2 Max 64GB", 74.5),  # Rapid-MLX's request 1065
+    ("Qwen3.5-35B-A3B", 4, "M3 Ultra 256GB", 92.3),  # Rapid-MLX's request 183
+]
+
+
+def predicted(name: str, bits: int, mac: str) -> float:
+    """Return the tokens a second of one stream without drafts."""
+    model = find_published(name)
+    assert model is not None
+    costs = model_costs(converted_headers(model, bits), with_head=False)
+    return 1 / make_plan(costs, [mac_spec(mac)]).pass_seconds
+
+
+@pytest.mark.parametrize(("name", "bits", "mac", "measured"), PUBLISHED)
+def test_predictions_are_within_a_third_of_what_people_measured(
+    name: str, bits: int, mac: str, measured: float
+) -> None:
+    assert 2 / 3 < predicted(name, bits, mac) / measured < 4 / 3
+
+
+def test_27b_on_an_m4_pro_comes_within_a_tenth() -> None:
+    assert predicted("qwen3.5:27b", 4, "M4 Pro 64GB") == pytest.approx(15.5, rel=0.1)
+
+
+@pytest.mark.parametrize("text", ["M4 Pro 64GB", "m4 pro 64", "Apple M4 Pro, 64 GB", "M4-Pro-64GB"])
+def test_a_mac_is_written_as_people_write_it(text: str) -> None:
+    spec = mac_spec(text)
+    assert spec.name == "M4 Pro 64GB"
+    assert spec.memory_limit == int(64 * 2**30 * 0.81 * 0.85)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "M4", "64GB", "M4 Giga 64GB", "M9 64GB", "RTX 4090 24GB", "M4 4GB"]
+)
+def test_other_machines_are_refused_with_an_example(text: str) -> None:
+    with pytest.raises(UsageError, match="--mac"):
+        mac_spec(text)
+
+
+def test_variants_differ_by_their_memory() -> None:
+    """The smaller M4 Max and M5 Max are sold with 36 GB only. Equal Macs get names of their own."""
+    slow, fast = mac_spec("M4 Max 36GB"), mac_spec("M4 Max 48GB")
+    assert fast.speed / slow.speed == pytest.approx(546 / 410)
+    assert all(0 in table for table in BANDWIDTHS.values())
+    names = [spec.name for spec in mac_specs(["M4 16GB"] * 3)]
+    assert names == ["M4 16GB", "M4 16GB 2", "M4 16GB 3"]
