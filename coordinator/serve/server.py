@@ -118,7 +118,7 @@ class ModelDownload(StatusSource):
         return with_fetched_head(resolve_model(self._model, show, self.stop))
 
     def fetch_head(self, path: Path, on_progress: OnProgress) -> Path:
-        """Return a copy of the checkpoint in `path` with its head. Without one to be had, warn and return `path`."""
+        """Return a copy of the checkpoint in `path` with its head. If it cannot be fetched, warn and return `path`."""
         if Checkpoint.open(path).mtp.complete:
             return path
 
