@@ -94,6 +94,8 @@ class ApiOptions:
     max_body_bytes: int = 16 * 2**20
     body_seconds: float = 30.0
     clamp_max_tokens: bool = False
+    strict_names: bool = True
+    """Refuse names of models that are not served."""
     max_images: int = 32
     """Images of one request."""
     key_ring: KeyRing | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Annotated
@@ -12,14 +13,17 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from coordinator.api.client_settings import AGENTS, Endpoint, other_clients
 from coordinator.api.context import Api, api_of
 from coordinator.api.model_catalog import ModelLoader
 from coordinator.api.ollama import utc_time
 from coordinator.api.request_body import Body, keys_are_set, read_body, require_json
 from coordinator.api.request_settings import TAG, check_model
+from coordinator.planning.recommend import joined_spec, recommendations
 from coordinator.text.schemas import Json
 from coordinator.text.tokenizer import ModelInfo
 from coordinator.trust.cluster_trust import Invitation
+from coordinator.trust.keys import is_own_socket
 from coordinator.web.live_feed import feed_of
 from proto.errors import AccessError, ClusterError, NotReadyError
 
@@ -93,22 +97,29 @@ async def cluster_models(request: Request) -> Response:
 async def invite(request: Request) -> Response:
     """Return the command with which a machine joins. It holds a secret, so a server without API keys refuses."""
     require_json(request)
-    return JSONResponse(asdict(_inviter(api_of(request))()))
+    return JSONResponse(asdict((await _inviter(request))()))
 
 
 @cluster_router.get("/invitations")
 async def invitations(request: Request) -> Response:
     """Return `problem`: why this server cannot invite a machine, for people; empty if it can."""
     try:
-        _inviter(api_of(request))
+        await _inviter(request)
     except ClusterError as error:
         return JSONResponse({"problem": str(error)})
     return JSONResponse({"problem": ""})
 
 
-def _inviter(api: Api) -> Callable[[], Invitation]:
-    """Return the function that makes an invitation. Raises AccessError or NotReadyError if there is none."""
-    if not keys_are_set(api.options):
+async def _inviter(request: Request) -> Callable[[], Invitation]:
+    """Return the function that makes an invitation. Raises AccessError or NotReadyError if there is none.
+
+    Without keys only the user of this process gets one: others of this machine could read the token.
+    """
+    api, client = api_of(request), request.client
+    known = keys_are_set(api.options) or (
+        client and await asyncio.to_thread(is_own_socket, *client)
+    )
+    if not known:
         raise AccessError(
             "invitations need an API key with the scope admin. Create one with mtp-coord key create NAME "
             "--scope admin, or run mtp-coord token create on the coordinator's machine"
@@ -116,6 +127,44 @@ def _inviter(api: Api) -> Callable[[], Invitation]:
     if api.invite is None:
         raise NotReadyError("machines cannot join: start mtp-coord serve with --listen")
     return api.invite
+
+
+@cluster_router.get("/recommendations")
+async def recommendations_of(request: Request) -> Response:
+    """Return the published models that fit the machines of the cluster, the largest first."""
+    nodes = api_of(request).status.status().nodes
+    specs = [
+        joined_spec(n.name, n.memory_limit, n.bytes_per_second, n.chip)
+        for n in nodes
+        if n.memory_limit and n.health != "refused"
+    ]
+    found = await asyncio.to_thread(lambda: list(recommendations(specs)) if specs else [])
+    return JSONResponse({"models": [asdict(one) for one in sorted(found, key=lambda m: -m.nbytes)]})
+
+
+PLACE = "~/mtp-settings"
+"""A directory for the files of settings that are copied by hand."""
+
+
+@cluster_router.get("/connect")
+async def connect(request: Request) -> Response:
+    """Return the settings of other programs for this server: `agents` that `mtp-coord launch` starts, and `clients`."""
+    model, root = api_of(request).model, str(request.base_url).rstrip("/")
+    # The key of the page is not known here.
+    server = Endpoint(root, "YOUR_KEY", model.id, model.context_length)
+    agents = [
+        {
+            "name": a.name,
+            "title": a.title,
+            "install": a.install,
+            "text": a.setup(server).placed(PLACE).text(a.program),
+        }
+        for a in AGENTS.values()
+    ]
+    clients = [
+        dict(zip(("title", "hint", "text"), one, strict=True)) for one in other_clients(server)
+    ]
+    return JSONResponse({"agents": agents, "clients": clients})
 
 
 # ---- `/v1/models` in the formats of OpenAI and Anthropic, and the change of the served model
@@ -184,7 +233,7 @@ async def model(request: Request, name: str) -> Response:
     api = api_of(request)
     loadable = [entry for entry in await _loadable(api) if entry["id"] == name]
     if not loadable:
-        check_model(api, name)
+        check_model(api, name, strictly=True)
     found = loadable[0] if loadable else describe_model(api.model)
     return JSONResponse(anthropic_model(found) if wants_anthropic_format(request) else found)
 

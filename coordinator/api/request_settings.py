@@ -68,8 +68,12 @@ TAG = ":latest"
 """The tag that Ollama's clients add to a name without one."""
 
 
-def check_model(api: Api, name: str | None) -> None:
-    """Raise UnknownModelError or ModelNotLoadedError unless `name`, perhaps with Ollama's tag, is empty or served."""
+def check_model(api: Api, name: str | None, *, strictly: bool = False) -> None:
+    """Raise UnknownModelError or ModelNotLoadedError unless `name`, perhaps with Ollama's tag, is empty or served.
+
+    A name of no model on this machine is served too, unless the server has strict names or this is to be done
+    `strictly`: clients have fixed names, and the answer names the model that wrote it.
+    """
     if not name or api.model.answers_to(name):
         return
     plain = name.removesuffix(TAG)
@@ -81,9 +85,10 @@ def check_model(api: Api, name: str | None) -> None:
             "/v1/models/load.",
             param="model",
         )
-    raise UnknownModelError(
-        f"model: {name!r} is not served here. Use {api.model.id!r}.", param="model"
-    )
+    if strictly or api.options.strict_names:
+        raise UnknownModelError(
+            f"model: {name!r} is not served here. Use {api.model.id!r}.", param="model"
+        )
 
 
 def stops_of(api: Api, settings: GenerationSettings) -> tuple[frozenset[int], tuple[str, ...]]:

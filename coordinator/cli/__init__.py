@@ -22,6 +22,11 @@ START, OPERATE, MODELS, TRUST = "Start", "A running cluster", "Models", "Trust"
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "serve": (START, "serve_command", "Serve a model to OpenAI clients at http://HOST:PORT/v1."),
     "demo": (START, "demo_command", "Run a whole cluster on this machine with the built-in model."),
+    "launch": (
+        START,
+        "launch_command",
+        "Start an agent's program against a running server, with every setting that it needs.",
+    ),
     "generate": (
         START,
         "generate_command",

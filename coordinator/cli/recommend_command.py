@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -15,36 +12,12 @@ from rich.table import Table
 
 from coordinator.cli.client import DEFAULT_URL
 from coordinator.cli.cluster_commands import fetch, parse
-from coordinator.planning.capacity import model_costs, plan_capacity, reserve_bytes
-from coordinator.planning.chips import GB_SPEED, LAYER_SECONDS, mac_specs
-from coordinator.planning.groups import Machine, Planning, predict_plans
-from coordinator.planning.plan import ModelCosts, NodeSpec, Workload
-from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.cut import Cut
-from mtp.checkpoint.hub.known_repos import KNOWN, KnownRepo
-from mtp.checkpoint.hub.published import converted_headers, find_published
+from coordinator.planning.chips import mac_specs
+from coordinator.planning.plan import NodeSpec
+from coordinator.planning.recommend import joined_spec, recommendations
 from proto.errors import ClusterError, UsageError
 from proto.terminal.options import JsonOption
 from proto.terminal.progress import format_size
-
-LEAST_CONTEXT = 16_384
-"""Tokens that a recommended model must have room for: an agent's first prompt."""
-
-
-@dataclass(frozen=True)
-class Recommendation:
-    """A model that fits. Speeds are tokens a second of one stream over the best plan, plain and with drafts."""
-
-    name: str
-    repo: str
-    bits: int
-    nbytes: int
-    context: int
-    plain: float
-    drafted: float
-    machines: int
-    plan: str
-    head: bool
 
 
 def recommend(
@@ -94,62 +67,8 @@ def _joined(url: str) -> list[NodeSpec]:
     specs = []
     for node in cluster.nodes:
         if node.memory_limit:
-            speed = (node.bytes_per_second or GB_SPEED * 1e9) / 1e9 / GB_SPEED
-            fixed = LAYER_SECONDS if node.chip.startswith("Apple") else 0.0
-            specs.append(NodeSpec(node.name, node.memory_limit, speed, layer_seconds=fixed))
+            machine = (node.name, node.memory_limit, node.bytes_per_second, node.chip)
+            specs.append(joined_spec(*machine))
     if not specs:
         raise UsageError(f"no machine has joined {url}. Name your Macs, as in --mac 'M4 Pro 64GB'")
     return specs
-
-
-def recommendations(specs: Sequence[NodeSpec]) -> Iterator[Recommendation]:
-    """Yield the known models that fit `specs`: of each size and number of bits the newest release.
-
-    Unquantized ones are left out where there are others.
-    """
-    packed = {repo.size for repo in KNOWN if repo.bits is not None}
-    seen = set()
-    for repo in sorted(KNOWN, key=lambda one: one.release, reverse=True):
-        key = repo.size, repo.bits
-        if key in seen or (repo.bits is None and repo.size in packed):
-            continue
-        seen.add(key)
-        with suppress(ClusterError):  # it does not fit
-            yield _recommendation(repo, specs)
-
-
-def _recommendation(repo: KnownRepo, specs: Sequence[NodeSpec]) -> Recommendation:
-    """Return the figures of a model on `specs`. Raises the errors of the planner if it does not fit."""
-    model = find_published(repo.name)
-    assert model is not None
-    checkpoint = converted_headers(model, repo.bits)
-    costs_of = partial(_share, checkpoint)
-    workload = Workload(LEAST_CONTEXT, 0, reserve_bytes(costs_of(1)))
-    machines = [Machine(spec, f"{spec.speed:g}", spec.name) for spec in specs]
-    found = predict_plans(Planning(costs_of, workload), machines)
-    best = min(found, key=lambda one: one.token)
-    roomiest = max(
-        plan_capacity(
-            costs_of(one.plan.group_size), one.plan.stages, checkpoint.config.max_positions, 1
-        ).kv_tokens
-        for one in found
-    )
-    name = repo.short + (f"-{repo.bits}bit" if repo.bits not in (4, None) else "")
-    name += "-bf16" if repo.bits is None else ""
-    return Recommendation(
-        name,
-        repo.name,
-        repo.bits or 16,
-        sum(checkpoint.part_bytes().values()),
-        min(roomiest, checkpoint.config.max_positions),
-        1 / best.token,
-        1 / min(min(one.drafted) for one in found),
-        len(best.plan.nodes),
-        best.text,
-        repo.head,
-    )
-
-
-def _share(checkpoint: Checkpoint, size: int) -> ModelCosts:
-    """Return the costs of the share of one of `size` members."""
-    return model_costs(checkpoint.cut_for(Cut(0, size)))

@@ -234,6 +234,13 @@ class ServeOptions:
             help="Another name of the model, for clients with a hard-coded one; repeatable.",
         ),
     ] = ()
+    strict_names: Annotated[
+        bool,
+        typer.Option(
+            "--strict-names",
+            help="Refuse requests for other models. Without it the served model answers under any name.",
+        ),
+    ] = False
     clamp_max_tokens: Annotated[
         bool,
         typer.Option(

@@ -160,6 +160,7 @@ class _Server:
             tuple(key.strip() for key in options.api_key),
             options.allowed_origins,
             clamp_max_tokens=options.clamp_max_tokens,
+            strict_names=options.strict_names,
             max_images=options.max_images,
             key_ring=key_ring,
         )

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import os
 import secrets
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+import psutil
+
+from proto.announcement import is_loopback
 from proto.errors import AccessError, UsageError
 from proto.state_dir import StateFile, write_private
 
@@ -111,3 +116,19 @@ class KeyRing:
 def _new_key() -> tuple[str, str]:
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     return key, hashlib.sha256(key.encode()).hexdigest()
+
+
+def is_own_socket(host: str, port: int) -> bool:
+    """Return whether a process of this user on this machine, but not this one, has the socket `host`:`port`.
+
+    It reads the sockets of all processes of this user, so it blocks for up to a second.
+    """
+    if not is_loopback(host):
+        return False
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid == os.getpid() or process.uids().real != os.getuid():
+                continue
+            if any(one.laddr.port == port for one in process.net_connections("tcp")):
+                return True
+    return False

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from coordinator.api.context import ApiOptions
 from coordinator.api.request_body import keys_are_set
-from coordinator.trust.keys import OWNER_KEY, ApiKey, KeyRing, Scope
+from coordinator.trust.keys import OWNER_KEY, ApiKey, KeyRing, Scope, is_own_socket
 from coordinator.trust.registry import Registry
 from proto.errors import AccessError, UsageError
 from proto.trust.joining import JoinToken, new_token
@@ -33,6 +36,21 @@ def add_token(registry: Registry, seconds: float = 60.0, uses: int = 1) -> JoinT
 def use_token(registry: Registry, token: JoinToken, session: bytes = b"session") -> None:
     """Use a token as the join server does."""
     registry.use_token(token.token_id, token.proof(session, "request"), session, "request")
+
+
+def test_the_socket_of_another_process_of_this_user_is_known() -> None:
+    """That of this process and of no process is not, and neither is one on the network."""
+    listen = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+    command = [sys.executable, "-c", listen]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        port = int(other.stdout.readline())
+        assert is_own_socket("127.0.0.1", port)
+        assert not is_own_socket("10.0.0.1", port)
+        other.communicate(b"\n", timeout=30)
+    assert not is_own_socket("127.0.0.1", port)
+    with socket.create_server(("127.0.0.1", 0)) as mine:
+        assert not is_own_socket("127.0.0.1", mine.getsockname()[1])
 
 
 def test_a_token_joins_as_often_as_it_says(registry: Registry) -> None:
