@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import ModelCard, constants
@@ -50,10 +51,11 @@ def repair_hint(checkpoint: Checkpoint, *, replace: bool) -> str:
 
 def with_fetched_head(path: Path) -> Path:
     """Return the copy with a head that `fetch_missing_head` made of the checkpoint in `path`; else `path`."""
-    checkpoint = Checkpoint.open(path)
-    if checkpoint.mtp.complete or not (copy := _copy_of(checkpoint)).is_dir():
-        return path
-    return copy
+    with suppress(CheckpointError):  # the one who opens it says what is wrong
+        checkpoint = Checkpoint.open(path)
+        if not checkpoint.mtp.complete and (copy := _copy_of(checkpoint)).is_dir():
+            return copy
+    return path
 
 
 def fetch_missing_head(path: Path, on_progress: OnProgress) -> Path:
