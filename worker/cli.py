@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from pathlib import Path
 
 import typer
 
+from proto.state_dir import state_dir
 from proto.terminal import console
+from proto.terminal.config_file import write_flags
 from proto.terminal.logs import configure
 from proto.terminal.options import takes_options
+from proto.terminal.user_service import Service, service_app
 from worker.node.options import PROGRAM, WorkerOptions
 
 app = typer.Typer(
@@ -18,15 +23,18 @@ app = typer.Typer(
 )
 
 
+CONFIG, USUAL = "worker.toml", "layers model listen name memory_limit join version"
+
+
 @app.command()
-@takes_options(WorkerOptions, usual="layers model listen name memory_limit join version")
+@takes_options(WorkerOptions, usual=USUAL, file=CONFIG)
 def worker(options: WorkerOptions) -> None:
     """Hold some of a model's layers and run them for a coordinator.
 
     Start one on each machine, then `mtp-coord serve` on one of them. On Ctrl-C or SIGTERM the worker waits until the
     coordinator has planned without it, and ends.
     """
-    configure(options.log_level, options.log_format)
+    configure(options.log_level, options.log_format, file=options.log_file)
     options.check()
     # It imports MLX, which --help and a wrong flag do not need.
     from worker.node.process import run
@@ -34,6 +42,34 @@ def worker(options: WorkerOptions) -> None:
     asyncio.run(run(options))
 
 
+def _service(state: Path) -> Service:
+    return Service(PROGRAM, (), state)
+
+
+service = service_app("Run mtp-worker as a service, at every login.", _service)
+
+
+@service.command()
+@takes_options(WorkerOptions, usual=USUAL, file=CONFIG)
+def install(options: WorkerOptions) -> None:
+    """Start mtp-worker with these flags, now and at every login. The flags are kept in worker.toml.
+
+    With --join the machine joins now. The service needs no token.
+    """
+    options.check()
+    state = state_dir(options.state_dir).absolute()
+    if options.join:
+        from worker.node.process import join_now
+
+        asyncio.run(join_now(options))
+    write_flags(state / CONFIG, options)
+    typer.echo(
+        f"{_service(state).install()}: installed and started. Its log: {PROGRAM} service logs"
+    )
+
+
 def main() -> None:
-    """Entry point of `mtp-worker`."""
+    """Entry point of `mtp-worker`, also of `mtp-worker service`."""
+    if sys.argv[1:2] == ["service"]:
+        console.run_process(PROGRAM, lambda: service(sys.argv[2:], prog_name=f"{PROGRAM} service"))
     console.run_process(PROGRAM, lambda: app(prog_name=PROGRAM))

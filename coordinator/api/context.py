@@ -14,7 +14,6 @@ from typing import Any, TypeVar, cast
 from starlette.requests import Request
 
 from coordinator.api.model_catalog import ModelFacts, ModelLoader
-from coordinator.api.prompt_watch import PromptWatch
 from coordinator.images.encoder import ImageEncoder
 from coordinator.schedule.request import Generator
 from coordinator.status.cluster_status import StatusSource
@@ -134,15 +133,6 @@ class Api:
     def metrics(self) -> Metrics:
         """Return the metrics of the app."""
         return Metrics(self.status)
-
-    @cached_property
-    def prompts(self) -> PromptWatch:
-        """Return the watch over prompts that change near their start."""
-        return PromptWatch(
-            lambda tokens: b"".join(map(self.tokenizer.token_bytes, tokens)).decode(
-                errors="replace"
-            )
-        )
 
     @cached_property
     def compiler(self) -> GrammarProcess:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -53,7 +53,7 @@ async def status(request: Request) -> Response:
     api, feed = api_of(request), feed_of(request)
     return JSONResponse(
         {
-            **asdict(replace(api.status.status(), changing_prompts=api.prompts.found)),
+            **asdict(api.status.status()),
             "open_requests": [asdict(one) for one in api.metrics.request_log.open_requests()],
             "ended_requests": [asdict(one) for one in api.metrics.request_log.recent],
             "events": [asdict(event) for event in feed.events.events],
@@ -143,7 +143,7 @@ async def recommendations_of(request: Request) -> Response:
 
 
 PLACE = "~/mtp-settings"
-"""A directory for the files of settings that are copied by hand."""
+"""A directory for the files of settings that are copied without mtp-coord."""
 
 
 @cluster_router.get("/connect")

@@ -409,8 +409,6 @@ async def serve_answer(request: Request, endpoint: str, prepare: Prepare) -> Res
     for choice in prepared.answer.choices:
         choice.request = replace(choice.request, client=client)
         choice.next_request = replace(choice.next_request, client=client)
-    if prepared.answer.choices:
-        api.prompts.look(client, prepared.answer.choices[0].request.prompt)
     record = prepared.record
     if record is not None and (prepared.stream or record.background):
         answer = await stored_of(request).start(prepared, meter)

@@ -43,6 +43,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "cluster_commands",
         "Write the path of every frame of the last seconds to a file.",
     ),
+    "service": (OPERATE, "service_command", "Run mtp-coord serve as a service, at every login."),
     "doctor": (
         OPERATE,
         "doctor_command",
@@ -91,14 +92,17 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 """The group on the help page, the file and the line of every command, in the order in which a new user needs them."""
 
 
-def import_command(name: str) -> TyperCommand:
+def import_command(name: str) -> TyperCommand | TyperGroup:
     """Import the file of the command `name`, and return the command."""
     function = name.replace("-", "_")
     module = import_module(f"{__name__}.{COMMANDS[name][1]}")
-    alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-    alone.command(name)(getattr(module, function))
-    command = get_command(alone)
-    assert isinstance(command, TyperCommand)
+    found = getattr(module, function)
+    if not isinstance(found, typer.Typer):
+        alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+        alone.command(name)(found)
+        found = alone
+    command = get_command(found)
+    assert isinstance(command, TyperCommand | TyperGroup)
     return command
 
 
@@ -107,7 +111,7 @@ class LazyGroup(TyperGroup):
 
     def resolve_command(
         self, ctx: Any, args: list[str]
-    ) -> tuple[str | None, TyperCommand | None, list[str]]:
+    ) -> tuple[str | None, TyperCommand | TyperGroup | None, list[str]]:
         """Return the loaded command that `args` name. See click."""
         name, known, rest = super().resolve_command(ctx, args)
         return name, import_command(name) if name and known else None, rest

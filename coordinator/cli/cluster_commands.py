@@ -101,11 +101,6 @@ def _facts(cluster: ClusterStatus) -> Table:
         table.add_row(
             "idle", f"{names}: used once no answer is open, if a plan is better with them"
         )
-    for one in cluster.changing_prompts:
-        change = (
-            f"{one.client}: prompts change at token {one.place}, {one.before!r} became {one.now!r}"
-        )
-        table.add_row("prefixes", escape(f"{change}. Nothing behind it is found again"))
     computing = [(node.name, node.arithmetic) for node in cluster.nodes if node.span]
     if unlike := unlike_machines(computing):
         table.add_row("rounding", f"{escape(unlike)}. Answers may depend on the cut")

@@ -26,14 +26,6 @@ from proto.errors import UsageError
 from proto.terminal.options import takes_options
 from proto.terminal.progress import byte_bar, format_size
 
-REMOVED = {
-    "--mtp-bits N": "Convert the raw checkpoint with -q and other --q-bits, and take its head by mtp-coord add-mtp "
-    "--replace.",
-    "--mtp-dtype TYPE": "Use convert --dtype, which is for the head too.",
-    "--quant-predicate RECIPE": "Use mlx_lm.convert with it, then mtp-coord add-mtp.",
-}
-"""Flags of earlier releases of convert and add-mtp, and what to use instead."""
-
 
 @dataclass(frozen=True)
 class ConvertOptions:
@@ -77,7 +69,7 @@ class ConvertOptions:
         return Settings(packing if self.quantize else None, self.dtype, self.keep_vision)
 
 
-@takes_options(ConvertOptions, REMOVED)
+@takes_options(ConvertOptions)
 def convert(options: ConvertOptions) -> None:
     """Convert a checkpoint for MLX, and keep its MTP head and its vision part.
 
@@ -123,10 +115,7 @@ class AddOptions:
     replace: Annotated[bool, typer.Option("--replace", help="Replace the present head.")] = False
 
 
-@takes_options(
-    AddOptions,
-    REMOVED | {"--dry-run": "The command checks the head before it writes, and changes no weight."},
-)
+@takes_options(AddOptions)
 def add_mtp(options: AddOptions) -> None:
     """Add the MTP head to an MLX checkpoint that lacks it.
 

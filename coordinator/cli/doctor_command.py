@@ -164,7 +164,7 @@ class DoctorOptions:
     json: JsonOption = False
 
 
-@takes_options(DoctorOptions, {"--retry": "Remove kernels.json from the state directory."})
+@takes_options(DoctorOptions)
 def doctor(options: DoctorOptions) -> None:
     """Check this machine, its kernels and its workers, and print advice.
 

@@ -172,15 +172,6 @@ def _figures(figures: dict[str, Any], reason: str) -> str:
 DEFAULT_TOKENS = 512
 """Tokens to generate without --max-tokens, or fewer if the context ends earlier."""
 
-REMOVED = {
-    "--prompt-file FILE": "Give the prompt as text, or as - for stdin.",
-    "--stages N": "Without workers one process runs all layers.",
-    "--slices N": "Use it with mtp-coord serve --exact.",
-    "--logprobs N": "Requests to mtp-coord serve have the field logprobs.",
-    "--stop TEXT": "Requests to mtp-coord serve have the field stop.",
-}
-"""Flags of earlier releases, and what to use instead."""
-
 
 @dataclass(frozen=True)
 class GenerateOptions:
@@ -214,7 +205,7 @@ class GenerateOptions:
     json: JsonOption = False
 
 
-@takes_options(GenerateOptions, REMOVED)
+@takes_options(GenerateOptions)
 def generate(options: GenerateOptions) -> None:
     """Generate text from one prompt in this process, without workers.
 

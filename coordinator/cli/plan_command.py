@@ -18,7 +18,6 @@ from coordinator.planning.capacity import model_costs, plan_capacity, reserve_by
 from coordinator.planning.chips import mac_specs
 from coordinator.planning.plan import MAX_FREE_NODES, ModelCosts, NodeSpec, StagePlan, Workload
 from coordinator.serve import options
-from coordinator.serve.options import PREFER_ADVICE
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.format.parts import missing_from_backbone
@@ -82,7 +81,7 @@ class PlanOptions:
     json: JsonOption = False
 
 
-@takes_options(PlanOptions, {"--prefer VALUE": PREFER_ADVICE})
+@takes_options(PlanOptions)
 def plan(options: PlanOptions) -> None:
     """Show how a model would be split over your Macs, and the predicted speed. Reads headers only, no weights.
 

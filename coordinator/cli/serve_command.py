@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import typer
 
-from coordinator.serve.options import PREFER_ADVICE, ServeOptions
+from coordinator.serve.options import ServeOptions
 from coordinator.serve.server import serve as run_server
 from coordinator.trust.keys import API_KEY, KeyRing
 from mtp.checkpoint.hub.missing_head import with_fetched_head
@@ -22,14 +22,6 @@ from proto.terminal.logs import configure
 from proto.terminal.options import takes_options
 
 log = logging.getLogger(__name__)
-
-REMOVED = {
-    "--fetch-images": "Clients send images in the request, as a data URL or in Base64.",
-    "--no-auto-replan": "Workers that join later are used when no answer is open, or after a minute.",
-    "--prefer VALUE": PREFER_ADVICE,
-    "--prefill-chunk N": "The lengths of chunks suit the machines of the plan.",
-}
-"""Flags of earlier releases, and what to use instead."""
 
 
 def _wants_head(options: ServeOptions) -> bool:
@@ -54,14 +46,18 @@ USUAL = "model host port nodes own_worker own_layers worker parallel single_node
 """The flags that the help page shows first."""
 
 
-@takes_options(ServeOptions, REMOVED, USUAL)
+CONFIG = "serve.toml"
+"""The file of flags in the state directory."""
+
+
+@takes_options(ServeOptions, USUAL, CONFIG)
 def serve(options: ServeOptions) -> None:
     """Serve a model to OpenAI clients at http://HOST:PORT/v1.
 
     The server finds workers by mDNS and --worker, splits the layers over them, and continues when one is lost. Without
     workers the same engine runs in this process.
     """
-    configure(options.log_level, options.log_format)
+    configure(options.log_level, options.log_format, file=options.log_file)
     options.check()
     options = replace(options, model=repo_name(options.model))
     if not options.api_key and API_KEY in os.environ:

@@ -24,6 +24,7 @@ from proto.span import Span
 from proto.terminal.logs import LogFormat, LogLevel
 from proto.terminal.options import (
     KernelsOption,
+    LogFileOption,
     LogFormatOption,
     LogLevelOption,
     Parsed,
@@ -87,7 +88,6 @@ ParallelOption = Annotated[
     ),
     Parsed(Parallel.parse),
 ]
-PREFER_ADVICE = "auto takes the fastest plan for one stream. Use --parallel pipeline for many."
 DtypeOption = Annotated[
     Literal["float32", "float16", "bfloat16"] | None,
     typer.Option(help="Compute in this type instead of the stored one."),
@@ -299,6 +299,7 @@ class ServeOptions:
         ),
     ] = False
     log_level: LogLevelOption = LogLevel.info
+    log_file: LogFileOption = None
     log_format: LogFormatOption = LogFormat.text
 
     @property

@@ -114,20 +114,6 @@ class PrefillStatus:
 
 
 @dataclass(frozen=True)
-class ChangingPrompts:
-    """A client whose prompts change near their start, `count` times so far, at token `place` the last time.
-
-    `before` and `now` are the words there.
-    """
-
-    client: str
-    count: int
-    place: int
-    before: str
-    now: str
-
-
-@dataclass(frozen=True)
 class ClusterStatus:
     """The cluster at one moment.
 
@@ -162,7 +148,6 @@ class ClusterStatus:
     workers_wanted: int | None = None
     architecture: ModelStatus | None = None
     mtp_choices: tuple[SearchReport, ...] = ()
-    changing_prompts: tuple[ChangingPrompts, ...] = ()
 
 
 class StatusSource(Protocol):

@@ -17,6 +17,8 @@ import re
 import sys
 from datetime import UTC, datetime
 from enum import StrEnum
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
 from typing import Any, TextIO
 
 
@@ -35,6 +37,12 @@ class LogFormat(StrEnum):
     text = "text"
     json = "json"
 
+
+LOG_FILE = "--log-file"
+"""The flag of both programs that names the file of the log. A service has it."""
+
+FILE_BYTES, FILES = 10 * 2**20, 5
+"""Size of a log file, and how many are kept."""
 
 OURS = ("proto", "mtp", "worker", "coordinator")
 """The loggers that `--log-level` controls. Modules log under their own names."""
@@ -92,13 +100,21 @@ class _Stderr:
 
 
 def configure(
-    level: LogLevel = LogLevel.info, form: LogFormat = LogFormat.text, stream: TextIO | None = None
+    level: LogLevel = LogLevel.info,
+    form: LogFormat = LogFormat.text,
+    stream: TextIO | None = None,
+    file: Path | None = None,
 ) -> None:
-    """Send this project's records from `level` on, and libraries' warnings, to `stream` (default stderr).
+    """Send this project's records from `level` on, and libraries' warnings, to `stream` (default stderr) or `file`.
 
-    Replaces any earlier configuration. Call this function once, before the first thread starts.
+    The file rotates. Replaces any earlier configuration. Call this function once, before the first thread starts.
     """
-    handler = logging.StreamHandler(_Stderr() if stream is None else stream)
+    handler: logging.Handler
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handler = RotatingFileHandler(file, maxBytes=FILE_BYTES, backupCount=FILES)
+    else:
+        handler = logging.StreamHandler(_Stderr() if stream is None else stream)
     handler.setFormatter(JsonFormatter() if form is LogFormat.json else TextFormatter())
     threshold = logging.getLevelNamesMapping()[level.upper()]
     logging.basicConfig(level=max(threshold, logging.WARNING), handlers=[handler], force=True)

@@ -93,8 +93,6 @@ def test_turns_whose_first_block_changes_find_their_prefix(coordinator: Coordina
     for usage in usages[1:]:
         cached = usage["cache_read_input_tokens"]
         assert cached / (cached + usage["input_tokens"]) >= SHARE, usages
-    status = httpx.get(f"{coordinator.url}/status", timeout=60).json()
-    assert status["changing_prompts"] == []
 
 
 def test_a_session_of_codex(coordinator: Coordinator) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 import worker.cli
@@ -68,7 +68,7 @@ SERVE: Rows = {
 
 
 def deciding(
-    monkeypatch: pytest.MonkeyPatch, module: str, edge: str, command: TyperCommand
+    monkeypatch: pytest.MonkeyPatch, module: str, edge: str, command: TyperCommand | TyperGroup
 ) -> Decide:
     """Return the Decide of `command` of `module`, which runs the coroutine named `edge`."""
     monkeypatch.delenv("MTP_API_KEY", raising=False)
@@ -82,7 +82,7 @@ def deciding(
             found.update({name: getattr(options, name) for name, _ in properties})
             found.update(vars(options))
 
-        monkeypatch.setattr(f"{module}.configure", lambda level, form: None)
+        monkeypatch.setattr(f"{module}.configure", lambda level, form, file: None)
         monkeypatch.setattr(edge, run)
         command.main(list(words), prog_name="test", standalone_mode=False)
         assert found, "it did not come as far as running"
@@ -150,14 +150,6 @@ def test_the_name_of_a_worker(decide_worker: Decide) -> None:
     assert decide_worker()["own_name"] == host
     assert decide_worker("--listen", "127.0.0.2:7")["own_name"] == f"{host}-7"
     assert decide_worker("--name", "mac-9")["own_name"] == "mac-9"
-
-
-def test_a_removed_flag_says_what_to_use(decide_serve: Decide) -> None:
-    """A flag of an earlier release is an error with advice."""
-    with pytest.raises(UsageError, match="--fetch-images was removed"):
-        decide_serve("--fetch-images")
-    with pytest.raises(UsageError, match="Use --parallel pipeline for many"):
-        decide_serve("--prefer", "throughput")
 
 
 def test_keys_from_the_environment(

@@ -45,7 +45,7 @@ mtp.layers.metal: mtp.layers mtp.layers.reference
 mtp.layers.reference: mtp mtp.layers
 mtp.sampling: proto
 mtp.vision: mtp.checkpoint.format mtp.layers proto
-worker: mtp proto.terminal worker.node
+worker: mtp proto proto.terminal worker.node
 worker.cache: mtp.head mtp.layers mtp.sampling proto
 worker.engine: mtp mtp.checkpoint.format mtp.head mtp.layers proto proto.terminal worker.cache
     worker.disk worker.model
@@ -72,7 +72,7 @@ coordinator.doctor: coordinator.drafts coordinator.pipeline coordinator.schedule
 coordinator.images: mtp.checkpoint.format mtp.vision proto worker.engine
 coordinator.pipeline: coordinator.planning coordinator.status mtp mtp.checkpoint.format mtp.vision
     proto proto.rpc proto.terminal proto.trust worker.disk worker.engine
-coordinator.planning: mtp.checkpoint.format mtp.head proto proto.terminal
+coordinator.planning: mtp.checkpoint.format mtp.checkpoint.hub mtp.head proto proto.terminal
 coordinator.schedule: coordinator.drafts coordinator.pipeline coordinator.planning
     coordinator.status mtp mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.terminal
 coordinator.serve: coordinator.api coordinator.cluster coordinator.drafts coordinator.images

@@ -18,6 +18,7 @@ from proto.terminal import console
 from proto.terminal.logs import LogFormat, LogLevel
 from proto.terminal.options import (
     KernelsOption,
+    LogFileOption,
     LogFormatOption,
     LogLevelOption,
     Parsed,
@@ -148,6 +149,7 @@ class WorkerOptions:
         bool, typer.Option("--owned", hidden=True, help="End when the standard input ends.")
     ] = False
     log_level: LogLevelOption = LogLevel.info
+    log_file: LogFileOption = None
     log_format: LogFormatOption = LogFormat.text
     version: Annotated[bool, console.version_option(PROGRAM)] = False
 

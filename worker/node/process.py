@@ -89,6 +89,14 @@ async def worker_trust(
     return trust
 
 
+async def join_now(options: WorkerOptions) -> None:
+    """Join the cluster of `options.join`, and keep where the worker will listen. Raises the errors of a join."""
+    assert options.join is not None
+    state = state_dir(options.state_dir)
+    await _join(options.join, options.own_name, state / CREDENTIALS)
+    write_private(state / LAST_LISTEN, options.listen or EVERYWHERE)
+
+
 async def _join(token: str, name: str, directory: Path) -> NodeTrust:
     trust = await join(JoinToken.parse(token), name, directory)
     log.info("joined", extra={"cluster": trust.identity.cluster, "node": trust.identity.node})

@@ -52,7 +52,9 @@ class CommandLine:
 def _flags_of_command(name: str) -> set[str]:
     if name not in COMMANDS:
         raise KeyError(f"mtp-coord has no command {name!r}")
-    return {flag for param in import_command(name).params for flag in _flags(param)}
+    command = import_command(name)
+    inner = getattr(command, "commands", {}).values()
+    return {flag for one in (command, *inner) for param in one.params for flag in _flags(param)}
 
 
 def _flags(param: object) -> Iterator[str]:

@@ -257,7 +257,7 @@ def options_of(*words: str, **environment: str) -> Options:
     app = typer.Typer()
 
     @app.command()
-    @takes_options(Options, {"--old": "Use --port."})
+    @takes_options(Options)
     def command(options: Options) -> None:
         found.append(options)
 
@@ -291,12 +291,11 @@ def test_the_environment_sets_a_field() -> None:
     [
         (["a", "--model", "b"], "name one model, not both 'a' and --model 'b'"),
         ([], "name a model. A directory."),
-        (["m", "--old"], "--old was removed. Use --port."),
         (["m", "--layers", "x"], "layers 'x'"),
     ],
 )
 def test_what_is_wrong_is_named(words: list[str], message: str) -> None:
-    """Two values, none, a removed flag and an unreadable text are errors that name the flag."""
+    """Two values, none and an unreadable text are errors that name the flag."""
     with pytest.raises(UsageError) as raised:
         options_of(*words)
     assert message in str(raised.value)

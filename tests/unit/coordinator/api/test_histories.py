@@ -9,7 +9,6 @@ import pytest
 
 from coordinator.api.anthropic import Tool
 from coordinator.api.conversation import freeform_input
-from coordinator.api.prompt_watch import PromptWatch, change_of
 from tests.support.api.api_client import ApiClient, tiny_tokenizer
 from tests.support.api.fake_generator import FakeGenerator
 
@@ -459,31 +458,3 @@ async def test_the_changing_block_of_claude_code_is_left_out(shape: str) -> None
     assert len({*prompts}) == 1
     assert "billing" not in prompts[0]
     assert "You are an agent." in prompts[0]
-
-
-def test_a_prompt_that_changes_near_its_start_is_named() -> None:
-    """A short change in the first half counts; another conversation, and the next turn of one, do not."""
-    long = [*range(2000)]
-    changed = [*long[:20], 9001, 9002, *long[22:]]
-    assert change_of(long, changed, 2000) == 20
-    assert change_of(long, [*long[:20], 9001, 9002, 9003, *long[21:]], 2000) == 20
-    assert change_of(long, [*long[:20], *range(5000, 7000)], 2000) is None
-    assert change_of(long, [*long[:1900], 9001, *long[1901:]], 2000) is None
-    assert change_of(long, [*long[:1500], 9001, *long[1501:]], 100_000) == 1500
-    assert change_of(long, [*long, *range(100)], 2000) is None
-    assert change_of(long[:100], changed[:100], 100) is None
-
-
-def test_the_watch_names_the_client_and_the_words() -> None:
-    watch = PromptWatch(lambda tokens: " ".join(map(str, tokens)))
-    long = tuple(range(2000))
-    for turn in range(3):
-        watch.look("address 1", (*long[:20], 9000 + turn, *long[21:]))
-        watch.look("address 2", long + tuple(range(turn)))
-        watch.look("address 3", (*long[:20], 9000 + turn % 2, *long[21:]))
-        watch.look("address 3", (*long[:20], 9000 + turn % 2, *long[21:]))
-    (found,) = [one for one in watch.found if one.client != "address 3"]
-    assert all(one.count == 1 for one in watch.found if one.client == "address 3")
-    assert (found.client, found.count, found.place) == ("address 1", 2, 20)
-    assert "9001" in found.before
-    assert "9002" in found.now

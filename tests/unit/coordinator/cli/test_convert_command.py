@@ -52,12 +52,3 @@ def test_a_flag_without_effect_is_refused(
     """A quantization flag without --quantize is an error. mlx-lm would ignore it."""
     with pytest.raises(UsageError, match=f"{flag[0]} needs --quantize"):
         command("--hf-path", checkpoints(), "--mlx-path", tmp_path / "out", *flag)
-
-
-@pytest.mark.parametrize(
-    "flag", [("--quant-predicate", "mixed_4_6"), ("--mtp-dtype", "float16"), ("--mtp-bits", "8")]
-)
-def test_a_removed_flag_names_what_to_use(tmp_path: Path, flag: tuple[str, str]) -> None:
-    """The recipes of mlx-lm and other bits or another type for the head have another way."""
-    with pytest.raises(UsageError, match=f"{flag[0]} was removed. (Use|Convert)"):
-        command("--hf-path", "builtin", "--mlx-path", tmp_path / "out", *flag)

@@ -11,12 +11,16 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import typer
+
 from proto.errors import UsageError
+from proto.state_dir import state_dir as directory_of
 from proto.terminal.logs import LOG_FILE
+from proto.terminal.options import StateOption
 
 COMMAND_SECONDS = 60.0
 """Seconds. Bound of a call of launchctl or systemctl. Stopping a program takes up to 30."""
@@ -145,7 +149,7 @@ class Service:
         }
 
     def _unit(self) -> str:
-        """Return the definition for systemd. Status 2 is a wrong flag, which a restart would not mend."""
+        """Return the definition for systemd. Status 2 is a wrong flag, with which no start succeeds."""
         command = " ".join(f'"{_escaped(part)}"' for part in self.command)
         return (
             f"[Unit]\nDescription={self.program} of mtp-cluster\nAfter=network-online.target\n\n"
@@ -179,17 +183,27 @@ def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
 
 
-def run_action(service: Service, action: str, extra: Sequence[str] = ()) -> str:
-    """Carry out `uninstall`, `status` or `logs`, and return what to print. Raises UsageError for any other word."""
-    match action, *extra:
-        case ["uninstall"]:
-            service.uninstall()
-            return f"{service.file}: removed"
-        case ["status"]:
-            return service.status()
-        case ["logs"]:
-            service.follow_log(once=not sys.stdout.isatty())
-            return ""
-        case _:
-            words = "service install, uninstall, status or logs"
-            raise UsageError(f"{service.program} service {action!r:.40}: write {words}")
+def service_app(what: str, make: Callable[[Path], Service]) -> typer.Typer:
+    """Return the commands `uninstall`, `status` and `logs` of the service that `make` returns for a state directory."""
+    app = typer.Typer(name="service", no_args_is_help=True, add_completion=False, help=what)
+
+    def of(given: Path | None) -> Service:
+        return make(directory_of(given).absolute())
+
+    @app.command()
+    def uninstall(state_dir: StateOption = None) -> None:
+        """Stop the service and remove it. The file of its flags stays."""
+        of(state_dir).uninstall()
+        typer.echo("removed")
+
+    @app.command()
+    def status(state_dir: StateOption = None) -> None:
+        """Show whether the service runs."""
+        typer.echo(of(state_dir).status())
+
+    @app.command()
+    def logs(state_dir: StateOption = None) -> None:
+        """Show the log of the service, and on a terminal what comes, until Ctrl-C."""
+        of(state_dir).follow_log(once=not sys.stdout.isatty())
+
+    return app
