@@ -233,6 +233,8 @@ def _cline(server: Endpoint) -> Setup:
     variables = {
         "CLINE_PROVIDER_SETTINGS_PATH": "DIR/providers.json",
         "CLINE_NO_AUTO_UPDATE": "1",
+        # Otherwise a daemon with the settings of an earlier start may answer.
+        "CLINE_SESSION_BACKEND_MODE": "local",
     }
     return Setup(("-P", provider, "-m", server.model), variables, {"providers.json": file})
 

@@ -9,12 +9,14 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coordinator.api.client_settings import AGENTS as LAUNCHED
 from tests.support.api.api_client import ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving
 from tests.support.api.fake_generator import FakeGenerator
@@ -146,32 +148,22 @@ FEATURES = {
 Record = Callable[[str, object], None]
 
 
-CODEX = """
-model = "tiny"
-model_provider = "cluster"
-[model_providers.cluster]
-name = "cluster"
-base_url = "@URL/v1"
-wire_api = "responses"
-"""
-OPENCODE = """{
-  "model": "cluster/tiny",
-  "permission": {"bash": "allow"},
-  "provider": {"cluster": {"npm": "@ai-sdk/openai-compatible", "options": {"baseURL": "@URL/v1"},
-    "models": {"tiny": {"limit": {"context": 400000, "output": 1000}}}}}
-}"""
 ASKED = "How warm is it?"
-AGENTS: dict[str, tuple[str, str, str, list[str]]] = {
+AGENTS: dict[str, tuple[str, list[str]]] = {
+    "claude": ("anthropic", ["-p", ASKED, "--allowedTools", "Bash"]),
     "codex": (
         "responses",
-        ".codex/config.toml",
-        CODEX,
         ["exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", ASKED],
     ),
-    "claude": ("anthropic", ".claude/settings.json", "{}", ["-p", ASKED, "--allowedTools", "Bash"]),
-    "opencode": ("chat", "opencode.json", OPENCODE, ["run", ASKED]),
+    "opencode": ("chat", ["run", ASKED]),
+    "pi": ("chat", ["--no-session", "-p", ASKED]),
+    "cline-cli": ("chat", ["--auto-approve", "true", ASKED]),
+    "copilot": ("chat", ["-p", ASKED, "-s", "--allow-all-tools", "--no-ask-user"]),
 }
-"""The dialect of each agent, its settings with their file, and its arguments for one turn."""
+"""The dialect of each agent that `mtp-coord launch` starts and npm has, and its arguments for one turn.
+
+Crush's package downloads its program from elsewhere, and goose is in no registry of packages.
+"""
 
 
 def served(context: int) -> Iterator[str]:
@@ -258,23 +250,20 @@ def test_a_turn_of_an_agent(
 
     Also if the model leaves a mark of the call out, or writes JSON.
     """
-    program = INSTALLED / "node" / "node_modules" / ".bin" / agent
-    if not program.exists():
+    programs = INSTALLED / "node" / "node_modules" / ".bin"
+    if not (programs / LAUNCHED[agent].program).exists():
         pytest.skip(f"{agent} is not installed: `make clients` installs it")
-    dialect, file, settings, arguments = AGENTS[agent]
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_text(settings.replace("@URL", wide_url))
-    names = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL", "ANTHROPIC_SMALL_FAST_MODEL")
+    dialect, arguments = AGENTS[agent]
+    launch = "from coordinator.cli import main; main()"
     found = subprocess.run(
-        [str(program), *(f"{ASKED} Write calls {form}." if a == ASKED else a for a in arguments)],
+        [
+            *(sys.executable, "-c", launch, "launch", agent, "--url", wide_url, "--"),
+            *(f"{ASKED} Write calls {form}." if a == ASKED else a for a in arguments),
+        ],
         env={
-            "PATH": os.environ["PATH"],
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "PYTHONPATH": str(HERE.parents[1]),
             "HOME": str(tmp_path),
-            "ANTHROPIC_BASE_URL": wide_url,
-            "ANTHROPIC_API_KEY": "none",
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "OPENCODE_DISABLE_AUTOUPDATE": "1",
-            **dict.fromkeys(names, "tiny"),
         },
         cwd=tmp_path,
         stdin=subprocess.DEVNULL,

@@ -21,6 +21,7 @@ SHELLS: dict[str, dict[str, Any]] = {
     "exec_command": {"cmd": COMMAND},
     "Bash": {"command": COMMAND, "description": "Measure"},
     "bash": {"command": COMMAND, "description": "Measure"},
+    "run_commands": {"commands": [COMMAND]},
 }
 """The arguments of a command for the shell tools of agents, by the tool's name."""
 
@@ -85,6 +86,7 @@ def _tools(prompt: str) -> dict[str, Any]:
 
 def _call(name: str, arguments: dict[str, Any]) -> str:
     values = "".join(
-        f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()
+        f"<parameter={key}>\n{json.dumps(value) if isinstance(value, list) else value}\n</parameter>\n"
+        for key, value in arguments.items()
     )
     return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"

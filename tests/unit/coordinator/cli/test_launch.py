@@ -1,0 +1,111 @@
+"""`mtp-coord launch` without the programs themselves, which `make clients` installs and starts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.api.client_settings import AGENTS, Endpoint, other_clients
+from coordinator.api.context import ApiOptions
+from coordinator.cli import import_command
+from proto.errors import AccessError, NotReadyError, UsageError
+from tests.support.api.api_client import ApiClient
+from tests.support.api.api_server import serving
+
+SERVER = Endpoint("http://10.0.0.1:8080", "a-key", "org/model", 100_000)
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with serving(ApiClient(options=ApiOptions(api_keys=("a-key",))).app) as found:
+        yield found
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Pretend that every program is installed, and record what is started."""
+    found: list[Any] = []
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MTP_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "the user's")
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr("os.execve", lambda *call: found.extend(call))
+    return found
+
+
+def launch(*words: str) -> None:
+    import_command("launch").main(list(words), standalone_mode=False)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_every_agent_gets_address_key_model_and_context(name: str) -> None:
+    """Its settings have all four, and none of its user's files is among them."""
+    setup = AGENTS[name].setup(SERVER)
+    whole = json.dumps([setup.arguments, dict(setup.variables), dict(setup.files)])
+    for part in ("http://10.0.0.1:8080", "a-key", "org/model"):
+        assert part in whole, part
+    assert "100000" in whole or "75000" in whole  # the prompt's part of it
+    assert all("/" not in file for file in setup.files)
+    assert "DIR" not in setup.placed("/tmp/x").text(name).replace("GLOBAL_DATA", "")
+    assert not [text for _, _, text in other_clients(SERVER) if "10.0.0.1" not in text]
+
+
+def test_a_program_is_started_with_its_arguments(
+    url: str, started: list[Any], tmp_path: Path
+) -> None:
+    """Files are private and in the state directory, and a variable that would lead elsewhere is gone."""
+    launch("claude", "--url", url, "--api-key", "a-key", "--", "--continue")
+    program, arguments, environment = started
+    file = tmp_path / "state" / "launch" / "claude" / "settings.json"
+    assert program == "/bin/claude"
+    assert arguments == [program, "--settings", str(file), "--continue"]
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert json.loads(file.read_text())["env"]["ANTHROPIC_BASE_URL"] == url
+    assert environment["ANTHROPIC_MODEL"] == "tiny"
+    assert "ANTHROPIC_API_KEY" not in environment
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_programs_own_file_is_merged_and_kept(
+    url: str, started: list[Any], tmp_path: Path
+) -> None:
+    own = tmp_path / "home" / ".claude" / "settings.json"
+    own.parent.mkdir(parents=True)
+    own.write_text('{"theme": "dark", "env": {"EDITOR": "vi", "ANTHROPIC_MODEL": "other"}}')
+    before = own.read_text()
+    launch("claude", "--url", url, "--api-key", "a-key", "--write")
+    found = json.loads(own.read_text())
+    assert (found["theme"], found["env"]["EDITOR"]) == ("dark", "vi")
+    assert found["env"]["ANTHROPIC_MODEL"] == "tiny"
+    assert own.with_name("settings.json.before-mtp").read_text() == before
+    assert started
+    own.write_text("{ // a comment\n}")
+    with pytest.raises(UsageError, match="not plain JSON"):
+        launch("claude", "--url", url, "--api-key", "a-key", "--write")
+    with pytest.raises(UsageError, match="export GOOSE_MODEL=tiny"):
+        launch("goose", "--url", url, "--api-key", "a-key", "--write")
+
+
+def test_what_is_missing_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown program, one that is not installed, a key, and a server that is not there."""
+    monkeypatch.setenv("PATH", os.devnull)
+    with pytest.raises(UsageError, match=r"no such program\. Known are claude, codex"):
+        launch("cursor", "--url", url)
+    with pytest.raises(UsageError, match="Install it: npm install --global @openai/codex"):
+        launch("codex", "--url", url, "--api-key", "a-key")
+    with pytest.raises(AccessError, match="requires an API key"):
+        launch("codex", "--url", url)
+    with pytest.raises(NotReadyError, match="no coordinator answers"):
+        launch("codex", "--url", "127.0.0.1:1")
+
+
+def test_the_settings_are_shown(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    launch("opencode", "--url", url, "--api-key", "a-key", "--show")
+    shown = capsys.readouterr().out
+    assert "export MTP_CLUSTER_KEY=a-key" in shown
+    assert shown.splitlines()[-1] == "opencode"
