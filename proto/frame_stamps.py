@@ -106,6 +106,10 @@ class StampRing:
                 return stamps
         return None
 
+    def newest_ns(self) -> int:
+        """Return the time of the newest frame's first step, 0 without a frame."""
+        return self._stamps[-1].times[0] if self._stamps else 0
+
     def since(self, moment_ns: int) -> list[FrameStamps]:
         """Return the frames whose first step was at `moment_ns` or later, oldest first."""
         newest = []

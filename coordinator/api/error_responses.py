@@ -119,13 +119,17 @@ def request_error(errors: Sequence[Any]) -> RequestError:
     return RequestError(f"{name}: {message}" if name else message, param=name or None)
 
 
+EMBEDDINGS = "This server computes no embeddings. Run Ollama or LM Studio beside it for them, at a port of their own."
+
+
 def install_error_handlers(app: FastAPI, formats: Mapping[str, ErrorFormat]) -> None:
     """Answer exceptions in the format that `formats` has for the prefix of the path, or in OpenAI's."""
 
     async def answer(request: Request, error: Exception) -> Response:
         path = request.scope["path"]
         if isinstance(error, HTTPException) and error.detail == "Not Found":
-            error = HTTPException(404, f"{path}: path not found. docs/API.md lists the paths.")
+            advice = EMBEDDINGS if "/embed" in path else "docs/API.md lists the paths."
+            error = HTTPException(404, f"{path}: path not found. {advice}")
         elif isinstance(error, HTTPException) and error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "another method")
             text = f"{path}: {request.method} is not possible. Use {allowed}."

@@ -216,7 +216,7 @@ def trace(
     except OSError as error:
         raise UsageError(f"--output {output}: {error.strerror}") from error
     if len(table.splitlines()) < 2:  # a header only
-        typer.echo(f"no frame in the last {seconds:g} s: the server was idle. Send a request first")
+        typer.echo("the server has computed nothing since its plan began. Send a request first")
         return
     typer.echo(table)
     typer.echo(f"\n{len(events['traceEvents'])} events in {output}. Open it at ui.perfetto.dev")

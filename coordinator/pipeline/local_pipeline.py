@@ -212,7 +212,8 @@ class LocalPipeline(Pipeline):
             raise result
         return result
 
-    async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
+    async def collect_trace(self, window_ns: int) -> list[ProcessTrace]:
+        since_ns = self.stamps.newest_ns() - window_ns
         found = [process_trace("coordinator", COORDINATOR, self.stamps.since(since_ns))]
         stamps = self.host.stamps.since(since_ns)
         for i in range(self.stages):

@@ -145,8 +145,8 @@ class Pipeline(Protocol):
         """Use the status of a worker of this plan to detect frames that do not move."""
         return
 
-    async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
-        """Return the traces of the coordinator and of all stages since `since_ns` in the coordinator's clock."""
+    async def collect_trace(self, window_ns: int) -> list[ProcessTrace]:
+        """Return the traces of the coordinator and of all stages from `window_ns` before the newest frame on."""
 
     def fail(self, error: ClusterError) -> None:
         """Make `receive_frame` raise `error`, because the plan ends."""

@@ -285,7 +285,8 @@ class RemotePipeline(Pipeline):
         self.stall_detector.record_returned(time.monotonic())
         self._results.put_nowait(frame)
 
-    async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
+    async def collect_trace(self, window_ns: int) -> list[ProcessTrace]:
+        since_ns = self.stamps.newest_ns() - window_ns
         own = process_trace("coordinator", COORDINATOR, self.stamps.since(since_ns))
         calls = (w.collect_trace(i, self.epoch, since_ns) for i, w in enumerate(self.workers))
         return [own, *await asyncio.gather(*calls)]

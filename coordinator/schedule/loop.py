@@ -128,10 +128,10 @@ class GenerationLoop(Generator):
         )
 
     async def collect_trace(self, seconds: float) -> list[ProcessTrace]:
-        """Return all processes' traces of the last `seconds`. Raises NotReadyError or WorkerLostError."""
+        """Return all processes' traces of the last `seconds` with frames. Raises NotReadyError or WorkerLostError."""
         if self.pipeline is None:
             raise NotReadyError("no plan is serving yet. Try again later")
-        return await self.pipeline.collect_trace(time.monotonic_ns() - int(seconds * 1e9))
+        return await self.pipeline.collect_trace(int(seconds * 1e9))
 
     # ---- requests
 

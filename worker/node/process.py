@@ -19,7 +19,13 @@ from pathlib import Path
 
 from mtp.checkpoint.hub.resolve import find_model
 from proto.announcement import JOIN_FLAG, UNSPECIFIED, Announcement, is_loopback, join_address
-from proto.errors import ClusterError, UsageError
+from proto.errors import (
+    AccessError,
+    ClusterError,
+    DeadlineError,
+    UsageError,
+    WorkerLostError,
+)
 from proto.rpc.channels import add_port
 from proto.rpc.data_connection import DataPort
 from proto.rpc.listener import bind_listener
@@ -65,7 +71,7 @@ async def worker_trust(
     if insecure or (is_loopback(host) and not token and not local):
         return None
     if token:
-        return await _join(token, name, directory)
+        return await _join_or_stay(token, name, directory)
     problem: UsageError | None = None
     try:
         trust = NodeTrust.load(directory)
@@ -87,6 +93,18 @@ async def worker_trust(
     me = trust.identity
     log.info("member of a cluster", extra={"cluster": me.cluster, "node": me.node})
     return trust
+
+
+async def _join_or_stay(token: str, name: str, directory: Path) -> NodeTrust:
+    """Join the cluster of `token`. A machine that belongs to it already needs no valid token. Raises as `join`."""
+    try:
+        return await _join(token, name, directory)
+    except (AccessError, WorkerLostError, DeadlineError) as error:
+        trust = NodeTrust.load(directory)
+        if trust is None or trust.identity.cluster != JoinToken.parse(token).cluster:
+            raise
+        log.warning("a member of this cluster already", extra={"token": str(error)})
+        return trust
 
 
 async def join_now(options: WorkerOptions) -> None:

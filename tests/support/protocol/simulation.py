@@ -120,7 +120,7 @@ class PipelineWithoutWorkers:
     def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
         """Do nothing: no worker process takes part."""
 
-    async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
+    async def collect_trace(self, window_ns: int) -> list[ProcessTrace]:
         """Return no traces: the times are virtual."""
         return []
 
