@@ -127,6 +127,28 @@ def test_what_an_invitation_needs_is_said_before_the_click(
     assert page.get_by_role("button", name="Download and use").count() == 0
 
 
+def test_a_running_answer_shows_its_speed(opened: WatchedPage, client: ApiClient) -> None:
+    """Tokens a second since the first piece, until the final figures replace them."""
+    generator = client.generator
+    generator.text = "hm</think>Hello world, how are you?"
+    generator.pause, generator.hang_after = 0.1, 5
+    page = opened.page
+    opened.show("chat")
+    begin(page, "Hi")
+    figures = page.locator(".message.assistant .answer-figures")
+    expect(figures).to_have_text(re.compile(r"^\d+\.\d tokens/s$"))
+    page.keyboard.press("Escape")
+    expect(figures).to_have_text(re.compile("^first token"))
+    speeds = page.evaluate(
+        """async () => {
+            const { rateSoFar } = await import("/assets/completion.js");
+            const running = { first: 1000, last: 3000, later: 10 };
+            return [{ ...running, first: null, last: null }, { ...running, last: 1199 }, running].map(rateSoFar);
+        }"""
+    )
+    assert speeds == [None, None, 5]
+
+
 def test_a_question_can_be_chosen_and_edited(opened: WatchedPage, client: ApiClient) -> None:
     """An example is sent by a click. An edited question replaces what followed it, and Escape changes nothing."""
     page = opened.page
