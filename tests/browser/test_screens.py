@@ -114,6 +114,19 @@ def test_the_figures_of_a_machine_are_those_of_the_coordinator(
     assert all(int(share) <= 100 for share in shares)
 
 
+def test_only_a_running_cluster_has_a_longest_step(opened: WatchedPage, client: ApiClient) -> None:
+    """The machine that bounds the others is marked while something ran in the last ten seconds."""
+    status = client.status.status()
+    nodes = [replace(status.nodes[i], health="ready", stage_ms=5.0 + i, busy=0.0) for i in (0, 1)]
+    client.status.status = lambda: replace(status, nodes=tuple(nodes))  # type: ignore[method-assign]
+    machines = opened.page.locator(".machine")
+    expect(machines.nth(1)).to_contain_text("6.00 ms")
+    assert machines.get_by_text("longest step").count() == 0
+    nodes[0] = replace(nodes[0], busy=0.1)
+    expect(machines.nth(1)).to_contain_text("longest step")
+    assert machines.get_by_text("longest step").count() == 1
+
+
 def test_what_an_invitation_needs_is_said_before_the_click(
     opened: WatchedPage, client: ApiClient
 ) -> None:
