@@ -26,7 +26,7 @@ from tests.support.processes.processes import (
 from tests.support.processes.reserved_port import reserved_port
 
 COMPLETIONS = "**/v1/chat/completions"
-VIEWS = ("cluster", "chat", "timeline", "speed", "models", "connect")
+VIEWS = ("cluster", "chat", "inside", "models", "connect")
 AXE = (files("axe_playwright_python") / "axe.min.js").read_text()
 PHONE, DESK = ViewportSize(width=390, height=844), ViewportSize(width=1280, height=860)
 FIRST_PAINT_MS = 1000
@@ -259,7 +259,7 @@ def test_the_timeline_shows_pauses_and_exports_frames(opened: WatchedPage) -> No
     """Frames of the last answer are there, as a trace that Perfetto reads too."""
     page = opened.page
     opened.ask("Write a loop over a dictionary.")
-    opened.show("timeline")
+    opened.show("inside")
     page.focus("canvas.timeline")
     page.keyboard.press("Space")
     page.wait_for_selector("text=Resume")
@@ -281,7 +281,7 @@ def test_the_timeline_shows_pauses_and_exports_frames(opened: WatchedPage) -> No
 
 def test_speed_shows_acceptance_and_ten_minutes(opened: WatchedPage) -> None:
     """Acceptance by position, and charts with the last values."""
-    opened.show("speed")
+    opened.show("inside")
     page = opened.page
     page.wait_for_selector("table th:has-text('Draft 1')")
     assert page.locator(".chart").count() == 5
@@ -326,8 +326,8 @@ def test_the_chat_changes_the_model(opened: WatchedPage) -> None:
 def test_tabs_work_from_the_keyboard(opened: WatchedPage) -> None:
     """Arrows change the view, and only one tab is in the order of the Tab key."""
     page = opened.page
-    opened.show("speed")
-    page.focus("#tab-speed")
+    opened.show("inside")
+    page.focus("#tab-inside")
     page.keyboard.press("ArrowRight")
     assert page.evaluate("document.activeElement.id") == "tab-models"
     assert page.locator("#view-models").is_visible()

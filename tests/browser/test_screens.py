@@ -64,7 +64,7 @@ def test_charts_show_sparse_values_scales_and_the_value_at_the_pointer(
     with serving(client.app) as url:
         opened = WatchedPage.open(browser, url, viewport={"width": 1280, "height": 860})
         page = opened.page
-        opened.show("speed")
+        opened.show("inside")
         drafts, rate = chart_of(opened, "Drafts accepted"), chart_of(opened, "Tokens per second")
         page.wait_for_selector(".chart .stroke")
         bridges = drafts.locator("path.bridge").get_attribute("d") or ""
@@ -138,6 +138,20 @@ def test_what_an_invitation_needs_is_said_before_the_click(
     assert page.get_by_role("button", name="Create the join command").count() == 0
     expect(page.locator(".invitation code")).to_contain_text("mtp-coord token create")
     assert page.get_by_role("button", name="Download and use").count() == 0
+
+
+@pytest.mark.parametrize("former", ["timeline", "speed"])
+def test_former_links_lead_inside(opened: WatchedPage, former: str) -> None:
+    """The timeline and the charts are one view, with the timeline first."""
+    page = opened.page
+    page.evaluate("(name) => { location.hash = name; }", former)
+    expect(page.locator("#tab-inside")).to_have_attribute("aria-selected", "true")
+    assert page.evaluate("location.hash") == "#inside"
+    timeline, chart = page.locator("canvas.timeline"), page.locator(".chart").first
+    boxes = timeline.bounding_box(), chart.bounding_box()
+    assert boxes[0] is not None
+    assert boxes[1] is not None
+    assert boxes[0]["y"] < boxes[1]["y"]
 
 
 def test_a_running_answer_shows_its_speed(opened: WatchedPage, client: ApiClient) -> None:
@@ -335,7 +349,7 @@ def test_figures_agree_and_say_what_to_do(opened: WatchedPage, client: ApiClient
     expect(page.locator(".other .why")).to_have_text(
         "Lost: connection refused. Start mtp-worker on it again."
     )
-    opened.show("speed")
+    opened.show("inside")
     page.wait_for_selector("table th:has-text('Draft 1')")
     assert page.locator(".choice").count() == 0, "one shape is compared with nothing"
     empty = chart_of(opened, "Drafts accepted")
