@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from coordinator.drafts.controller import SearchReport, ShapeReport
+from coordinator.planning.recommend import Recommendation
 from coordinator.status.history import Sample
+from coordinator.text.schemas import Json
 from tests.support.api.api_client import ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving
 from tests.support.api.fake_generator import FakeGenerator
@@ -130,14 +133,52 @@ def test_only_a_running_cluster_has_a_longest_step(opened: WatchedPage, client: 
 def test_what_an_invitation_needs_is_said_before_the_click(
     opened: WatchedPage, client: ApiClient
 ) -> None:
-    """Without an API key there is no button, but its reason and the commands to copy."""
+    """Where machines cannot join there is no button, but the reason and the command to copy."""
     opened.expected += ("503",)  # the app of this test has no catalog of models
     page = opened.page
     opened.show("models")
-    expect(page.locator("#view-models")).to_contain_text("need an API key with the scope admin")
+    expect(page.locator("#view-models")).to_contain_text("Machines cannot join")
     assert page.get_by_role("button", name="Create the join command").count() == 0
-    expect(page.locator(".invitation code")).to_contain_text("mtp-coord token create")
+    expect(page.locator(".invitation code")).to_have_text("mtp-coord token create")
     assert page.get_by_role("button", name="Download and use").count() == 0
+
+
+def answer_with(page: Page, path: str, *contents: Json) -> list[Any]:
+    """Answer requests for `path` with `contents` in turn, the last one again and again. Return the bodies sent."""
+    sent: list[Any] = []
+
+    def answer(route: Route) -> None:
+        """Answer one request."""
+        sent.append(route.request.post_data_json)
+        route.fulfill(json=contents[min(len(sent), len(contents)) - 1])
+
+    page.route(f"**{path}", answer)
+    return sent
+
+
+FITTING = Recommendation(
+    "qwen3.8:27b", "own/27B-4bit", 4, 15_400_000_000, 262_144, 15.9, 27.9, 2, "a group of 2", False
+)
+
+
+def test_a_model_that_fits_is_downloaded_and_used(opened: WatchedPage) -> None:
+    """Its row has the predicted speeds and the progress of its repo. Without such a model there is no card."""
+    page = opened.page
+    answer_with(page, "/v1/cluster/models", {"served": "tiny", "models": []})
+    answer_with(page, "/v1/cluster/recommendations", {"models": [asdict(FITTING)]}, {"models": []})
+    half = {"phase": "downloading", "model": FITTING.repo, "done": 1, "total": 2, "error": ""}
+    sent = answer_with(page, "/v1/models/load", half, half, {**half, "phase": "ready"})
+    opened.show("models")
+    row = page.locator(".fitting .model-row")
+    for text in ("15.4 GB", "262,144", "15.9 → 27.9 tokens/s", "2 machines", "head fetched"):
+        expect(row).to_contain_text(text)
+    row.get_by_role("button").click()
+    expect(row.locator("progress")).to_have_attribute("value", "0.5")
+    expect(row).to_contain_text("It is in use now.")
+    assert sent[0] == {"model": "own/27B-4bit"}
+    opened.show("connect")
+    opened.show("models")
+    expect(page.get_by_text("Fits your machines")).to_be_hidden()
 
 
 @pytest.mark.parametrize("former", ["timeline", "speed"])
