@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 
+from coordinator.api.client_settings import AGENTS
 from coordinator.drafts.controller import SearchReport, ShapeReport
 from coordinator.planning.recommend import Recommendation
 from coordinator.status.history import Sample
@@ -179,6 +180,41 @@ def test_a_model_that_fits_is_downloaded_and_used(opened: WatchedPage) -> None:
     opened.show("connect")
     opened.show("models")
     expect(page.get_by_text("Fits your machines")).to_be_hidden()
+
+
+def test_agents_start_by_one_command(opened: WatchedPage) -> None:
+    """Each agent has its command with the address of the page, and its settings. Other clients follow."""
+    page = opened.page
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    opened.show("connect")
+    expect(page.locator(".agents .card")).to_have_count(len(AGENTS))
+    claude = page.get_by_role("article", name="Claude Code")
+    origin = page.evaluate("location.origin")
+    command = f"mtp-coord launch claude --url {origin}"
+    expect(claude.locator("code").first).to_have_text(command)
+    claude.get_by_role("button", name="Copy: command").click()
+    assert page.evaluate("navigator.clipboard.readText()") == command
+    claude.locator("summary").click()
+    expect(claude.locator("details pre")).to_contain_text("export ANTHROPIC_AUTH_TOKEN=any")
+    expect(page.get_by_role("article", name="Open WebUI")).to_contain_text(f"{origin}/v1")
+    short = page.evaluate(
+        """async () => {
+            const { serverOptions } = await import("/assets/connect.js");
+            return ["http://localhost:8080", "http://127.0.0.1:8080"].map((one) => serverOptions(one));
+        }"""
+    )
+    assert short == ["", ""], "commands assume this address"
+
+
+def test_a_refused_page_has_the_settings_that_it_knows(opened: WatchedPage) -> None:
+    """Without the answer of the coordinator the four blocks of the page remain."""
+    opened.expected += ("403",)
+    page = opened.page
+    page.route("**/v1/cluster/connect", lambda route: route.fulfill(status=403))
+    with page.expect_response("**/v1/cluster/connect"):
+        opened.show("connect")
+    expect(page.locator(".blocks .card")).to_have_count(4)
+    expect(page.get_by_role("heading", name="Agents")).to_be_hidden()
 
 
 @pytest.mark.parametrize("former", ["timeline", "speed"])
