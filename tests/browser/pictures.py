@@ -104,8 +104,7 @@ def take_views(browser: Browser, folder: Path) -> None:
             warm = WatchedPage.open(browser, cluster.url)
             warm.page.wait_for_timeout(WARM_UP_MS)
             take(browser, cluster.url, "cluster", "cluster", "light", 1180)
-            take(browser, cluster.url, "timeline", "timeline", "dark", 1180)
-            take(browser, cluster.url, "speed", "speed", "dark", 1180)
+            take(browser, cluster.url, "inside", "inside", "dark", 1180)
             take(browser, cluster.url, "phone", "cluster", "light", 390)
         take(browser, cluster.url, "models", "models", "light", 1180)
 
@@ -127,7 +126,7 @@ def take_image_chat(browser: Browser, folder: Path) -> None:
         watched.page.click(".settings")
         watched.page.fill("input[name=max_tokens]", "24")
         watched.page.keyboard.press("Escape")
-        files = [FOLDER / "page-phone.png", FOLDER / "page-speed.png"]
+        files = [FOLDER / "page-phone.png", FOLDER / "page-inside.png"]
         watched.page.set_input_files(".composer input[type=file]", files[:1])
         watched.ask("What does this page show?")
         watched.page.set_input_files(".composer input[type=file]", files[1:])

@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
+from coordinator.api.client_settings import AGENTS
 from coordinator.drafts.controller import SearchReport, ShapeReport
+from coordinator.planning.recommend import Recommendation
 from coordinator.status.history import Sample
+from coordinator.text.schemas import Json
 from tests.support.api.api_client import ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving
 from tests.support.api.fake_generator import FakeGenerator
@@ -64,7 +68,7 @@ def test_charts_show_sparse_values_scales_and_the_value_at_the_pointer(
     with serving(client.app) as url:
         opened = WatchedPage.open(browser, url, viewport={"width": 1280, "height": 860})
         page = opened.page
-        opened.show("speed")
+        opened.show("inside")
         drafts, rate = chart_of(opened, "Drafts accepted"), chart_of(opened, "Tokens per second")
         page.wait_for_selector(".chart .stroke")
         bridges = drafts.locator("path.bridge").get_attribute("d") or ""
@@ -114,17 +118,139 @@ def test_the_figures_of_a_machine_are_those_of_the_coordinator(
     assert all(int(share) <= 100 for share in shares)
 
 
+def test_only_a_running_cluster_has_a_longest_step(opened: WatchedPage, client: ApiClient) -> None:
+    """The machine that bounds the others is marked while something ran in the last ten seconds."""
+    status = client.status.status()
+    nodes = [replace(status.nodes[i], health="ready", stage_ms=5.0 + i, busy=0.0) for i in (0, 1)]
+    client.status.status = lambda: replace(status, nodes=tuple(nodes))  # type: ignore[method-assign]
+    machines = opened.page.locator(".machine")
+    expect(machines.nth(1)).to_contain_text("6.00 ms")
+    assert machines.get_by_text("longest step").count() == 0
+    nodes[0] = replace(nodes[0], busy=0.1)
+    expect(machines.nth(1)).to_contain_text("longest step")
+    assert machines.get_by_text("longest step").count() == 1
+
+
 def test_what_an_invitation_needs_is_said_before_the_click(
     opened: WatchedPage, client: ApiClient
 ) -> None:
-    """Without an API key there is no button, but its reason and the commands to copy."""
+    """Where machines cannot join there is no button, but the reason and the command to copy."""
     opened.expected += ("503",)  # the app of this test has no catalog of models
     page = opened.page
     opened.show("models")
-    expect(page.locator("#view-models")).to_contain_text("need an API key with the scope admin")
+    expect(page.locator("#view-models")).to_contain_text("Machines cannot join")
     assert page.get_by_role("button", name="Create the join command").count() == 0
-    expect(page.locator(".invitation code")).to_contain_text("mtp-coord token create")
+    expect(page.locator(".invitation code")).to_have_text("mtp-coord token create")
     assert page.get_by_role("button", name="Download and use").count() == 0
+
+
+def answer_with(page: Page, path: str, *contents: Json) -> list[Any]:
+    """Answer requests for `path` with `contents` in turn, the last one again and again. Return the bodies sent."""
+    sent: list[Any] = []
+
+    def answer(route: Route) -> None:
+        """Answer one request."""
+        sent.append(route.request.post_data_json)
+        route.fulfill(json=contents[min(len(sent), len(contents)) - 1])
+
+    page.route(f"**{path}", answer)
+    return sent
+
+
+FITTING = Recommendation(
+    "qwen3.8:27b", "own/27B-4bit", 4, 15_400_000_000, 262_144, 15.9, 27.9, 2, "a group of 2", False
+)
+
+
+def test_a_model_that_fits_is_downloaded_and_used(opened: WatchedPage) -> None:
+    """Its row has the predicted speeds and the progress of its repo. Without such a model there is no card."""
+    page = opened.page
+    answer_with(page, "/v1/cluster/models", {"served": "tiny", "models": []})
+    answer_with(page, "/v1/cluster/recommendations", {"models": [asdict(FITTING)]}, {"models": []})
+    half = {"phase": "downloading", "model": FITTING.repo, "done": 1, "total": 2, "error": ""}
+    sent = answer_with(page, "/v1/models/load", half, half, {**half, "phase": "ready"})
+    opened.show("models")
+    row = page.locator(".fitting .model-row")
+    for text in ("15.4 GB", "262,144", "15.9 → 27.9 tokens/s", "2 machines", "head fetched"):
+        expect(row).to_contain_text(text)
+    row.get_by_role("button").click()
+    expect(row.locator("progress")).to_have_attribute("value", "0.5")
+    expect(row).to_contain_text("It is in use now.")
+    assert sent[0] == {"model": "own/27B-4bit"}
+    opened.show("connect")
+    opened.show("models")
+    expect(page.get_by_text("Fits your machines")).to_be_hidden()
+
+
+def test_agents_start_by_one_command(opened: WatchedPage) -> None:
+    """Each agent has its command with the address of the page, and its settings. Other clients follow."""
+    page = opened.page
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    opened.show("connect")
+    expect(page.locator(".agents .card")).to_have_count(len(AGENTS))
+    claude = page.get_by_role("article", name="Claude Code")
+    origin = page.evaluate("location.origin")
+    command = f"mtp-coord launch claude --url {origin}"
+    expect(claude.locator("code").first).to_have_text(command)
+    claude.get_by_role("button", name="Copy: command").click()
+    assert page.evaluate("navigator.clipboard.readText()") == command
+    claude.locator("summary").click()
+    expect(claude.locator("details pre")).to_contain_text("export ANTHROPIC_AUTH_TOKEN=any")
+    expect(page.get_by_role("article", name="Open WebUI")).to_contain_text(f"{origin}/v1")
+    short = page.evaluate(
+        """async () => {
+            const { serverOptions } = await import("/assets/connect.js");
+            return ["http://localhost:8080", "http://127.0.0.1:8080"].map((one) => serverOptions(one));
+        }"""
+    )
+    assert short == ["", ""], "commands assume this address"
+
+
+def test_a_refused_page_has_the_settings_that_it_knows(opened: WatchedPage) -> None:
+    """Without the answer of the coordinator the four blocks of the page remain."""
+    opened.expected += ("403",)
+    page = opened.page
+    page.route("**/v1/cluster/connect", lambda route: route.fulfill(status=403))
+    with page.expect_response("**/v1/cluster/connect"):
+        opened.show("connect")
+    expect(page.locator(".blocks .card")).to_have_count(4)
+    expect(page.get_by_role("heading", name="Agents")).to_be_hidden()
+
+
+@pytest.mark.parametrize("former", ["timeline", "speed"])
+def test_former_links_lead_inside(opened: WatchedPage, former: str) -> None:
+    """The timeline and the charts are one view, with the timeline first."""
+    page = opened.page
+    page.evaluate("(name) => { location.hash = name; }", former)
+    expect(page.locator("#tab-inside")).to_have_attribute("aria-selected", "true")
+    assert page.evaluate("location.hash") == "#inside"
+    timeline, chart = page.locator("canvas.timeline"), page.locator(".chart").first
+    boxes = timeline.bounding_box(), chart.bounding_box()
+    assert boxes[0] is not None
+    assert boxes[1] is not None
+    assert boxes[0]["y"] < boxes[1]["y"]
+
+
+def test_a_running_answer_shows_its_speed(opened: WatchedPage, client: ApiClient) -> None:
+    """Tokens a second since the first piece, until the final figures replace them."""
+    generator = client.generator
+    generator.text = "hm</think>Hello world, how are you?"
+    generator.pause, generator.hang_after = 0.1, 5
+    page = opened.page
+    opened.show("chat")
+    begin(page, "Hi")
+    figures = page.locator(".message.assistant .answer-figures")
+    expect(figures).to_have_text(re.compile(r"^\d+\.\d tokens/s$"))
+    page.keyboard.press("Escape")
+    expect(figures).to_have_text(re.compile("^first token"))
+    speeds = page.evaluate(
+        """async () => {
+            const { rateSoFar } = await import("/assets/completion.js");
+            const running = { first: 1000, last: 3000, later: 10 };
+            return [{ ...running, first: null, last: null }, { ...running, last: 1199 }, running].map(rateSoFar);
+        }"""
+    )
+    assert speeds == [None, None, 5]
 
 
 def test_a_question_can_be_chosen_and_edited(opened: WatchedPage, client: ApiClient) -> None:
@@ -300,7 +426,7 @@ def test_figures_agree_and_say_what_to_do(opened: WatchedPage, client: ApiClient
     expect(page.locator(".other .why")).to_have_text(
         "Lost: connection refused. Start mtp-worker on it again."
     )
-    opened.show("speed")
+    opened.show("inside")
     page.wait_for_selector("table th:has-text('Draft 1')")
     assert page.locator(".choice").count() == 0, "one shape is compared with nothing"
     empty = chart_of(opened, "Drafts accepted")

@@ -6,24 +6,24 @@ import { LiveState } from "./stream.js";
 import { ChatView } from "./chat.js";
 import { ClusterView } from "./cluster.js";
 import { ConnectView } from "./connect.js";
+import { InsideView } from "./inside.js";
 import { ModelsView } from "./models.js";
-import { SpeedView } from "./speed.js";
-import { TimelineView } from "./timeline.js";
 
-const NAMES = ["cluster", "chat", "timeline", "speed", "models", "connect"];
+const NAMES = ["cluster", "chat", "inside", "models", "connect"];
+const FORMER = { timeline: "inside", speed: "inside" }; // links to views that are parts of another one now
 const live = new LiveState();
 const views = {
   cluster: new ClusterView(byId("view-cluster"), live),
   chat: new ChatView(byId("view-chat"), live),
-  timeline: new TimelineView(byId("view-timeline"), live),
-  speed: new SpeedView(byId("view-speed"), live),
+  inside: new InsideView(byId("view-inside"), live),
   models: new ModelsView(byId("view-models")),
   connect: new ConnectView(byId("view-connect"), live),
 };
 let shown = "";
 
-function show(name, focus = false) {
-  if (!NAMES.includes(name)) name = "cluster";
+function show(wanted, focus = false) {
+  const name = NAMES.includes(wanted) ? wanted : FORMER[wanted] ?? "cluster";
+  if (location.hash.slice(1) !== name) history.replaceState(null, "", `#${name}`);
   if (name === shown) return;
   shown = name;
   document.body.dataset.view = name;
@@ -36,7 +36,6 @@ function show(name, focus = false) {
     if (selected && focus) tab.focus();
     views[other].setVisible?.(selected);
   }
-  if (location.hash.slice(1) !== name) history.replaceState(null, "", `#${name}`);
   update();
 }
 
@@ -70,7 +69,7 @@ function setTheme(theme) {
   button.textContent = sign;
   button.title = `Colour scheme: ${name}`;
   button.setAttribute("aria-label", button.title);
-  views.timeline.redraw?.();
+  views.inside.redraw();
 }
 
 function startTheme() {

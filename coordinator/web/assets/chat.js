@@ -2,7 +2,7 @@
 
 import { Attachments, picture } from "./attachments.js";
 import { callAdmin, loadModel, sentence, whyNoAdmin } from "./admin.js";
-import { figuresOf, streamAnswer } from "./completion.js";
+import { figuresOf, rateSoFar, streamAnswer } from "./completion.js";
 import { Conversations } from "./conversations.js";
 import { copyText, h, setText } from "./dom.js";
 import { count, rate, seconds, share } from "./format.js";
@@ -359,6 +359,8 @@ function figureParts(message, partial) {
     parts.push(prompt ? `reading the prompt: ${count(prompt[0])} of ${count(prompt[1])} tokens` : "waiting for the first token");
   }
   const figures = message.figures;
+  const running = partial && !figures ? rateSoFar(partial) : null;
+  if (running !== null) parts.push(`${rate(running)} tokens/s`);
   if (figures) {
     if (figures.firstToken !== null) parts.push(`first token ${seconds(figures.firstToken)}`);
     if (figures.rate !== null) parts.push(`${rate(figures.rate)} tokens/s`);

@@ -169,11 +169,13 @@ function range(span) {
 
 function machine(node, index, stages) {
   const longest = Math.max(...stages.map((one) => one.stage_ms ?? 0), 1e-9);
+  const bounds = stages.length > 1 && node.stage_ms === longest && stages.some((one) => one.busy > 0);
   const next = stages[index + 1];
   return h("li", { class: "machine", "data-health": node.health },
     h("div", { class: "machine-head" },
       h("i", { class: "dot", "data-health": node.health }), h("b", {}, node.name),
-      h("span", { class: "badge" }, layersText(node.span))),
+      h("span", { class: "badge" }, layersText(node.span)),
+      bounds && h("span", { class: "badge warn", title: "The other machines wait for this one" }, "longest step")),
     h("p", { class: "hint" }, [node.chip, node.bytes_per_second && `${bytes(node.bytes_per_second)}/s of memory`, node.address ?? "in the coordinator", node.pinned && `pinned to ${node.pinned}`].filter(Boolean).join(" · ")),
     node.health === "loading" ? loading(node) : stageTime(node, longest),
     memory(node),

@@ -2,9 +2,11 @@
 
 import { authorization } from "./key.js";
 
+const LEAST_MS = 200; // pieces that arrive together would show an absurd speed
+
 // Calls `onChange(answer)` as text arrives. Resolves with the finished answer; rejects with an Error for people.
 export async function streamAnswer(body, signal, onChange) {
-  const answer = { content: "", reasoning: "", calls: [], usage: null, finish: null, started: performance.now(), first: null, last: null, prompt: null, pieces: [] };
+  const answer = { content: "", reasoning: "", calls: [], usage: null, finish: null, started: performance.now(), first: null, last: null, later: 0, prompt: null, pieces: [] };
   const response = await fetch("/v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json", ...authorization() },
@@ -48,7 +50,8 @@ function applyDelta(answer, choice) {
   const text = delta.content || delta.reasoning_content || delta.tool_calls;
   if (!text) return;
   answer.last = performance.now();
-  answer.first ??= answer.last;
+  if (answer.first === null) answer.first = answer.last;
+  else answer.later += choice.token_origins?.length ?? 1; // tokens after the first piece
   if (delta.content) addPiece(answer.pieces, delta.content, choice.token_origins ?? "");
   answer.content += delta.content ?? "";
   answer.reasoning += delta.reasoning_content ?? "";
@@ -73,6 +76,11 @@ async function errorText(response) {
   } catch {
     return `The coordinator answered ${response.status}.`;
   }
+}
+
+// Tokens a second since the first piece of an answer that is still running; null for too short a time.
+export function rateSoFar({ first, last, later }) {
+  return first !== null && last - first >= LEAST_MS ? later / ((last - first) / 1000) : null;
 }
 
 // The figures shown under an answer.

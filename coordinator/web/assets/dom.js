@@ -30,6 +30,12 @@ export function byId(id) {
   return document.getElementById(id);
 }
 
+// A text to copy: its button, and the element that shows it. `name` says what it is.
+export function copyable(name, text) {
+  const button = h("button", { "aria-label": `Copy: ${name}`, onclick: () => copyText(text, button) }, "Copy");
+  return [button, h("pre", { tabindex: "0", "aria-label": `${name}: text to copy` }, h("code", {}, text))];
+}
+
 export async function copyText(text, button) {
   const label = button.textContent;
   try {

@@ -1,11 +1,11 @@
-// Models: what is on this machine, the change of the served model, and invitations for machines.
+// Models: what is on this machine and what fits, the change of the served model, and invitations for machines.
 
 import { callAdmin, loadModel, sentence } from "./admin.js";
-import { copyText, h, setText } from "./dom.js";
-import { bytes, clockTime, count } from "./format.js";
+import { copyable, h, setText } from "./dom.js";
+import { bytes, clockTime, count, rate } from "./format.js";
 
 const HEADS = { complete: "drafts tokens (MTP head)", incomplete: "MTP head incomplete: no drafts", missing: "no MTP head: no drafts" };
-const BY_HAND = "mtp-coord token create\nmtp-worker --listen 0.0.0.0:50505 --join TOKEN";
+const BY_HAND = "mtp-coord token create";
 
 export class ModelsView {
   constructor(root) {
@@ -16,19 +16,23 @@ export class ModelsView {
     this.invitation = h("div", {});
     this.inviteNote = h("p", { class: "hint", role: "status" });
     this.inviteButton = h("button", { onclick: () => this.invite() }, "Create the join command");
-    this.byHand = h("div", { hidden: true }, h("p", { class: "hint" }, "The first command runs beside the coordinator and prints a token. The second runs on the new machine, with this token."), copyable("commands for the new machine", BY_HAND));
+    this.byHand = h("div", { hidden: true }, h("p", { class: "hint" }, "Run this beside the coordinator. It prints the line for the new machine, ", h("code", { class: "word" }, "mtp-worker --join TOKEN"), "."), toCopy("Command beside the coordinator", BY_HAND));
+    this.fitting = h("ul", { class: "models fitting" });
+    this.fittingCard = card("Fits your machines", "fitting-title", h("p", { class: "hint" }, "Published models, the largest first. The speed of one answer is predicted, without and with drafts."), this.fitting);
+    this.fittingCard.hidden = true;
+    this.hubCard = card("From Hugging Face", "hub-title",
+      h("form", { class: "row search", onsubmit: (event) => { event.preventDefault(); this.load(this.hubPanel, this.repo.value.trim()); } },
+        this.repo, h("button", { type: "submit" }, "Download and use")), this.hubPanel);
     root.append(h("h2", { class: "hidden" }, "Models"),
-      card("On this machine", "local-title", this.localNote, this.local),
-      (this.hubCard = card("From Hugging Face", "hub-title",
-        h("form", { class: "row search", onsubmit: (event) => { event.preventDefault(); this.load(this.hubPanel, this.repo.value.trim()); } },
-          this.repo, h("button", { type: "submit" }, "Download and use")), this.hubPanel)),
-      card("Add a machine", "add-title", this.inviteNote,
-        h("div", { class: "row" }, this.inviteButton), this.invitation, this.byHand));
+      h("div", { class: "panels" },
+        h("div", { class: "group" }, card("On this machine", "local-title", this.localNote, this.local), this.hubCard),
+        card("Add a machine", "add-title", this.inviteNote, h("div", { class: "row" }, this.inviteButton), this.invitation, this.byHand)),
+      this.fittingCard);
   }
 
   setVisible(visible) {
-    if (!visible) return;
-    this.refresh();
+    if (!visible || this.loading) return; // the list that shows the progress stays
+    this.refresh().then(() => this.listFitting());
     this.checkInvitations();
   }
 
@@ -53,6 +57,7 @@ export class ModelsView {
   }
 
   async load(panel, name) {
+    this.loading = true;
     try {
       await loadModel(name, (report) => panel.replaceChildren(...loadParts(report)));
       showNote(panel, "It is in use now.");
@@ -60,6 +65,22 @@ export class ModelsView {
     } catch (error) {
       showNote(panel, error.message, true);
     }
+    this.loading = false;
+  }
+
+  // The models that fit. The card is hidden without one, and where a model cannot be loaded.
+  async listFitting() {
+    const models = this.hubCard.hidden ? [] : await fittingModels();
+    this.fitting.replaceChildren(...models.map((model) => this.fittingModel(model)));
+    this.fittingCard.hidden = !models.length;
+  }
+
+  fittingModel(model) {
+    const panel = h("div", { class: "model-panel", role: "status" });
+    const facts = [bytes(model.nbytes), `${count(model.context)} tokens of context`, `${rate(model.plain)} → ${rate(model.drafted)} tokens/s`,
+      model.machines === 1 ? model.plan : `${model.plan} machines`, `MTP head ${model.head ? "included" : "fetched"}`];
+    return h("li", { class: "model-row" }, h("b", { title: model.repo }, model.name), facts.map((fact) => h("span", {}, fact)),
+      h("button", { "aria-label": `Download and use: ${model.name}`, onclick: () => this.load(panel, model.repo) }, "Download and use"), panel);
   }
 
   // ---- machines
@@ -80,9 +101,17 @@ export class ModelsView {
     await guarded(this.inviteNote, async () => {
       const { command, expires_at: until } = await callAdmin("POST", "/v1/cluster/invitations", {});
       setText(this.inviteNote, `Run this on the new machine. It admits one machine until ${clockTime(until)}.`);
-      this.invitation.replaceChildren(copyable("command for the new machine", command));
+      this.invitation.replaceChildren(toCopy("Command for the new machine", command));
     });
     this.inviteButton.disabled = false;
+  }
+}
+
+async function fittingModels() {
+  try {
+    return (await callAdmin("GET", "/v1/cluster/recommendations")).models;
+  } catch {
+    return []; // this key may not ask
   }
 }
 
@@ -100,9 +129,8 @@ function loadParts(report) {
   return [h("p", { class: "hint" }, `${sentence(report.phase)}${text}`), h("progress", { max: 1, value: part, "aria-label": `Loading ${report.model}` })];
 }
 
-function copyable(name, text) {
-  const copy = h("button", { "aria-label": `Copy: ${name}`, onclick: () => copyText(text, copy) }, "Copy");
-  return h("div", { class: "invitation" }, h("pre", { tabindex: "0", "aria-label": sentence(name) }, h("code", {}, text)), copy);
+function toCopy(name, text) {
+  return h("div", { class: "invitation" }, copyable(name, text).toReversed());
 }
 
 // Runs `work` and returns true. An error becomes the text of `note`.

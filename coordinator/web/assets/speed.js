@@ -20,9 +20,9 @@ export class SpeedView {
     this.charts = [
       chart({ label: "Tokens per second", format: rate, series: [["tokens/s", "tokensPerSecond"]] }),
       chart({ label: "Drafts accepted", format: share, max: 1, series: [["accepted", "acceptance"]], empty: "No drafts yet" }),
+      chart({ label: "Requests", format: count, whole: true, series: [["answering", "running"], ["waiting", "waiting"]] }),
       chart({ label: "Wait for the first token", format: seconds, series: [["median", "first50"], ["95 % below", "first95"]], empty: "No requests yet" }),
       chart({ label: "Time between pieces of text", format: seconds, series: [["median", "gap50"], ["95 % below", "gap95"]], empty: "No requests yet" }),
-      chart({ label: "Requests", format: count, whole: true, series: [["answering", "running"], ["waiting", "waiting"]] }),
     ];
     this.ranges = RANGES.map(([span, name]) => h("button", { "aria-pressed": String(span === this.span), onclick: () => this.setSpan(span) }, name));
     this.mtp = h("div", {});
