@@ -28,9 +28,7 @@ def parse_address(flag: str, text: str, default_port: int | None = None) -> tupl
         example = f"127.0.0.1:{default_port}" if default_port else "192.168.1.7:50505"
         raise UsageError(f"{flag} {text!r:.100}: write HOST:PORT, as in {example}")
     if bare.isdigit() and not colon:
-        raise UsageError(
-            f"{flag} {text!r:.100} has no host. Write HOST:PORT, as in 127.0.0.1:{bare}"
-        )
+        raise UsageError(f"{flag} {text!r:.100} has no host. Write HOST:PORT, as in 127.0.0.1:{bare}")
     return bare, number
 
 

@@ -51,9 +51,7 @@ def split(states: Iterable[LayerState]) -> Iterator[pb.BackupPiece]:
         for start in range(0, max(1, len(state.data)), PIECE_BYTES):
             end = start + PIECE_BYTES
             data, ends = state.data[start:end], end >= len(state.data)
-            yield pb.BackupPiece(
-                layer=layer, appends=appends, data=data, ends=ends, rank=rank, size=size
-            )
+            yield pb.BackupPiece(layer=layer, appends=appends, data=data, ends=ends, rank=rank, size=size)
 
 
 class BackupTooLargeError(ProtocolError):

@@ -282,9 +282,7 @@ def _segment_from_wire(wire: Any) -> Segment:
     check_int(flags, "segment flags", len(_FLAGS) - 1)
     stays_open, sample, cancelled, continues, relay = _FLAGS[flags]
     tokens = unpack_tokens(packed, "tokens")
-    return Segment(
-        seq_id, window, position, tokens, stays_open, sample, drafts, cancelled, continues, relay
-    )
+    return Segment(seq_id, window, position, tokens, stays_open, sample, drafts, cancelled, continues, relay)
 
 
 def _outcome_to_wire(o: Outcome) -> tuple[Any, ...]:

@@ -78,11 +78,7 @@ class SamplingParams:
     @property
     def penalized(self) -> bool:
         """True if the history of the sequence changes its logits."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def needs_host(self) -> bool:
@@ -92,9 +88,7 @@ class SamplingParams:
     def to_wire(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, as msgpack encodes them."""
         default = SamplingParams()
-        return {
-            name: value for name, value in asdict(self).items() if value != getattr(default, name)
-        }
+        return {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
 
     @classmethod
     def from_wire(cls, wire: Any) -> SamplingParams:

@@ -45,6 +45,4 @@ class Span:
     def check_within(self, num_layers: int) -> None:
         """Raise SpanError unless every layer exists in a model of `num_layers`."""
         if self.end > num_layers:
-            raise SpanError(
-                f"--layers {self}: the model has {num_layers} layers, 0-{num_layers - 1}"
-            )
+            raise SpanError(f"--layers {self}: the model has {num_layers} layers, 0-{num_layers - 1}")

@@ -63,9 +63,7 @@ def install(options: WorkerOptions) -> None:
 
         asyncio.run(join_now(options))
     write_flags(state / CONFIG, options)
-    typer.echo(
-        f"{_service(state).install()}: installed and started. Its log: {PROGRAM} service logs"
-    )
+    typer.echo(f"{_service(state).install()}: installed and started. Its log: {PROGRAM} service logs")
 
 
 def main() -> None:

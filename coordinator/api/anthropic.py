@@ -88,9 +88,7 @@ class Message(Told):
         parts: list[Any] = []
         for block in [self.content] if isinstance(self.content, str) else self.content or ():
             if isinstance(block, ToolResultBlock):
-                text = (
-                    f"Error: {text_of(block.content)}" if block.is_error else text_of(block.content)
-                )
+                text = f"Error: {text_of(block.content)}" if block.is_error else text_of(block.content)
                 yield Turn("tool", text, images=images_of(block.content), call_id=block.tool_use_id)
             else:
                 parts.append(block)
@@ -234,9 +232,7 @@ class PromptBody(Body):
     def output(self) -> OutputFormat | None:
         if self.output_format is None:
             return None
-        return OutputFormat(
-            "json_schema", self.output_format.schema_, "output_config.format.schema"
-        )
+        return OutputFormat("json_schema", self.output_format.schema_, "output_config.format.schema")
 
 
 class MessagesBody(PromptBody, SamplingBody):
@@ -258,10 +254,7 @@ def internal_request(body: PromptBody) -> request_settings.ChatRequest:
     budget = None
     if thinking and thinking.type != "disabled":
         budget = thinking.budget_tokens or request_settings.BUDGETS.get(body.effort or "")
-    tools = [
-        template_tool(tool.name, tool.description, tool.input_schema or tool.known)
-        for tool in body.functions
-    ]
+    tools = [template_tool(tool.name, tool.description, tool.input_schema or tool.known) for tool in body.functions]
     return request_settings.ChatRequest(
         turns=turns_of(body),
         settings=settings,
@@ -349,9 +342,7 @@ class MessageWriter(AnswerWriter):
         return _event("ping")
 
     def closing(self) -> bytes:
-        return _event("message_delta", delta=self._stop(), usage=self._usage()) + _event(
-            "message_stop"
-        )
+        return _event("message_delta", delta=self._stop(), usage=self._usage()) + _event("message_stop")
 
     def error(self, error: Exception) -> bytes:
         return sse_event("error", anthropic_error(error))

@@ -61,9 +61,7 @@ class ServedPaths:
         await self._app(scope, receive, send)
 
 
-def create_app(
-    api: Api, frames: FrameRecords | None = None, journal: Journal | None = None
-) -> FastAPI:
+def create_app(api: Api, frames: FrameRecords | None = None, journal: Journal | None = None) -> FastAPI:
     """Return an ASGI app of one model. The page shows `frames`; without `journal` answers stay in memory."""
     routers = (
         openai_chat.router,

@@ -219,9 +219,7 @@ class Choice:
     def _end(self, reason: EndReason) -> list[AnswerEvent]:
         events = self._read_piece(self._text.finish())
         if self.reader is not None:
-            events += self._record_parts(
-                self.reader.finish(cut=reason == "length" or self._text.stopped)
-            )
+            events += self._record_parts(self.reader.finish(cut=reason == "length" or self._text.stopped))
         if self.complete_calls and reason == "stop":
             reason = "tool_calls"
         self.finish_reason = reason

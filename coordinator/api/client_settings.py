@@ -164,9 +164,7 @@ def _pi(server: Endpoint) -> Setup:
         "api": "openai-completions",
         "models": [model],
     }
-    extension = (
-        f"export default function (pi) {{\n  pi.registerProvider('mtp', {_json(provider)});\n}}\n"
-    )
+    extension = f"export default function (pi) {{\n  pi.registerProvider('mtp', {_json(provider)});\n}}\n"
     arguments = ("-e", "DIR/mtp.ts", "--provider", "mtp", "--model", server.model)
     return Setup(arguments, {KEY_VARIABLE: server.key}, {"mtp.ts": extension})
 

@@ -40,9 +40,7 @@ class Call:
         if isinstance(found, str) or found is None:
             try:
                 found = json.loads(found or "{}", strict=False)
-                found = (
-                    json.loads(dumps(found) or "null") if r"\u" in str(self.arguments) else found
-                )
+                found = json.loads(dumps(found) or "null") if r"\u" in str(self.arguments) else found
             except (ValueError, RecursionError):
                 return None
         return found if isinstance(found, dict) else None

@@ -193,9 +193,7 @@ class Delivery:
     opening of the stream already.
     """
 
-    def __init__(
-        self, api: Api, prepared: PreparedAnswer, meter: RequestMeter, *, opened: bool = False
-    ) -> None:
+    def __init__(self, api: Api, prepared: PreparedAnswer, meter: RequestMeter, *, opened: bool = False) -> None:
         self._answer = prepared.answer
         self._writer = prepared.writer
         self._meter = meter

@@ -105,9 +105,7 @@ def request_error(errors: Sequence[Any]) -> RequestError:
     where = tuple(part for part in found["loc"] if isinstance(part, int) or not _TYPE.match(part))
     if found["type"] == FIELD:
         where = (*where, found["ctx"]["field"])
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)[
-        1:MAX_NAME
-    ]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)[1:MAX_NAME]
     if found["type"] == "json_invalid":
         return RequestError(f"request body: invalid JSON: {found['ctx']['error']}")
     # Each type that the field may have has an error of its own.

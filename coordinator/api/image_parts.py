@@ -54,9 +54,7 @@ class ImageUrlPart(_Image):
     """An image in a message of OpenAI's chat."""
 
     type: Literal["image_url"]
-    url: str = Field(
-        validation_alias=AliasChoices(AliasPath("image_url", "url"), "image_url", "url")
-    )
+    url: str = Field(validation_alias=AliasChoices(AliasPath("image_url", "url"), "image_url", "url"))
 
 
 class InputImagePart(_Image):
@@ -75,9 +73,7 @@ class ImageBlock(_Image):
     """An image in a message or in the result of a tool, of Anthropic."""
 
     type: Literal["image"]
-    form: Literal["base64"] = Field(
-        validation_alias=AliasChoices(AliasPath("source", "type"), "form")
-    )
+    form: Literal["base64"] = Field(validation_alias=AliasChoices(AliasPath("source", "type"), "form"))
     url: Annotated[str, AfterValidator(data_url)] = Field(
         validation_alias=AliasChoices(AliasPath("source", "data"), "url")
     )
@@ -177,9 +173,7 @@ def placed(
     if len(places) != len(encoded):
         problem = f"the text contains {IMAGE_WORD}, which stands for an image. Remove it."
         if len(places) < len(encoded):
-            problem = (
-                "the model's chat template leaves out images. Send them in messages of the user."
-            )
+            problem = "the model's chat template leaves out images. Send them in messages of the user."
         raise refused_field(param, problem)
     tokens: list[int] = []
     images: list[PromptImage] = []
@@ -199,9 +193,7 @@ def _decoded(url: str, param: str) -> bytes:
     """Return the bytes of an image. Raises RequestError for another URL than a data URL in Base64."""
     head, comma, content = url.partition(",")
     if not comma or not head.lower().startswith("data:") or not head.endswith(";base64"):
-        raise refused_field(
-            param, f"{url!r:.40} is no image. Send a data URL, data:image/png;base64,…"
-        )
+        raise refused_field(param, f"{url!r:.40} is no image. Send a data URL, data:image/png;base64,…")
     try:
         return base64.b64decode("".join(content.split()), validate=True)
     except (binascii.Error, ValueError) as error:

@@ -78,9 +78,7 @@ def open_database(file: Path | None = None) -> sqlite3.Connection:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
         os.fchmod(descriptor, 0o600)
         os.close(descriptor)
-    database = sqlite3.connect(
-        file or ":memory:", timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
-    )
+    database = sqlite3.connect(file or ":memory:", timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if version not in (0, VERSION):
         raise sqlite3.DatabaseError(f"its version is {version}, this release reads {VERSION}")
@@ -221,9 +219,7 @@ class Journal:
         assert self._database is not None
         self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
-    def _commit(
-        self, tokens: list[tuple[str, int, bytes]], run: Callable[[sqlite3.Connection], T]
-    ) -> T:
+    def _commit(self, tokens: list[tuple[str, int, bytes]], run: Callable[[sqlite3.Connection], T]) -> T:
         """Apply changes in one transaction, in memory if the file cannot be written, and return the result of `run`."""
         try:
             while True:

@@ -84,9 +84,7 @@ class LiveStatus(StatusSource):
             loads = (StageLoad(None, 0.0),) * len(planned)
         return tuple(self._members(stages, loads))
 
-    def _members(
-        self, stages: dict[str, tuple[int, StagePlan]], loads: tuple[StageLoad, ...]
-    ) -> list[NodeStatus]:
+    def _members(self, stages: dict[str, tuple[int, StagePlan]], loads: tuple[StageLoad, ...]) -> list[NodeStatus]:
         assert self.manager is not None
         members = sorted(
             self.manager.view.members.values(),
@@ -104,9 +102,7 @@ class LiveStatus(StatusSource):
         seconds = self.manager.loads.collectives.get(member.address)
         return f"{share}, {seconds * 1e6:.0f} us a sum" if seconds else share
 
-    def _member(
-        self, member: Member, stage: tuple[int, StagePlan] | None, loads: tuple[StageLoad, ...]
-    ) -> NodeStatus:
+    def _member(self, member: Member, stage: tuple[int, StagePlan] | None, loads: tuple[StageLoad, ...]) -> NodeStatus:
         assert self.manager is not None
         view = self.manager.view
         client = self.manager.membership.clients.get(member.address)

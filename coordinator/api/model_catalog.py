@@ -46,9 +46,7 @@ def find_listed(name: str) -> Path | None:
     A name never holds a path, because clients send it.
     """
     if name != BUILTIN and (not _REPO.fullmatch(name) or ".." in name):
-        raise CheckpointError(
-            f"model {name!r:.120}: not found. Give the name of a listed model, or a hub repo"
-        )
+        raise CheckpointError(f"model {name!r:.120}: not found. Give the name of a listed model, or a hub repo")
     return find_model(name)
 
 

@@ -57,9 +57,7 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
     tools, forced = openai_schemas.chosen_tools(body.tool_choice, offered)
     chat = ChatRequest(
         turns=[message.turn() for message in body.messages],
-        settings=body.generation_settings(
-            "messages", (body.top_logprobs or 0) if body.logprobs else None
-        ),
+        settings=body.generation_settings("messages", (body.top_logprobs or 0) if body.logprobs else None),
         tools=tools,
         template_kwargs=variables,
         thinking=thinking,
@@ -171,9 +169,7 @@ class ChunkWriter(AnswerWriter):
     chunk_kind: str
     prompt_on_top = False
 
-    def __init__(
-        self, answer: GeneratedAnswer, tokenizer: Tokenizer, body: openai_schemas.GenerationBody
-    ) -> None:
+    def __init__(self, answer: GeneratedAnswer, tokenizer: Tokenizer, body: openai_schemas.GenerationBody) -> None:
         super().__init__(answer)
         self._tokenizer = tokenizer
         self._body = body
@@ -189,9 +185,7 @@ class ChunkWriter(AnswerWriter):
 
     def whole(self) -> Json:
         choices = [self.choice_result(choice.index) for choice in self._answer.choices]
-        return self._add_token_ids(
-            {**self._head(self.kind), "choices": choices, "usage": usage_of(self._answer)}
-        )
+        return self._add_token_ids({**self._head(self.kind), "choices": choices, "usage": usage_of(self._answer)})
 
     def write_event(self, event: AnswerEvent) -> bytes:
         return self.chunk(self.choice_entry(event)) if self.shows(event) else b""

@@ -113,24 +113,15 @@ class ResponsesBody(SamplingBody):
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = None
-    tools: (
-        Many[
-            Annotated[Tool | CustomTool | NamespaceTool | LeftOutTool, Field(discriminator="type")]
-        ]
-        | None
-    ) = None
+    tools: Many[Annotated[Tool | CustomTool | NamespaceTool | LeftOutTool, Field(discriminator="type")]] | None = None
     tool_choice: (
         Literal["auto", "none", "required"]
         | Annotated[NamedTool | openai_schemas.AllowedTools, Field(discriminator="type")]
         | None
     ) = None
     parallel_tool_calls: bool | None = None
-    max_output_tokens: TokenLimit | None = named(
-        "max_output_tokens", "max_completion_tokens", "max_tokens"
-    )
-    reasoning_effort: request_settings.ReasoningEffort | None = named(
-        "reasoning_effort", "reasoning.effort"
-    )
+    max_output_tokens: TokenLimit | None = named("max_output_tokens", "max_completion_tokens", "max_tokens")
+    reasoning_effort: request_settings.ReasoningEffort | None = named("reasoning_effort", "reasoning.effort")
     text_format: TextFormat | None = named("text_format", "text.format")
     metadata: Json | None = None
     """Repeated in the response, without effect."""
@@ -321,10 +312,7 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
     before: list[Json] = []
     if body.previous_response_id is not None:
         before = await _conversation(request, body.previous_response_id)
-    own = [
-        await _referenced_item(request, item) if isinstance(item, ReferenceItem) else item
-        for item in body.items
-    ]
+    own = [await _referenced_item(request, item) if isinstance(item, ReferenceItem) else item for item in body.items]
     items = [*_items.validate_python(before), *own]
     chat = _internal_request(api, body, items)
     answer = await chat_answer(api, chat, new_id("resp_"))
@@ -391,9 +379,7 @@ def _for_template(name: str, tool: Tool | CustomTool) -> Json:
     return template_tool(name, tool.description, tool.parameters)
 
 
-def _internal_request(
-    api: Api, body: ResponsesBody, history: list[Item]
-) -> request_settings.ChatRequest:
+def _internal_request(api: Api, body: ResponsesBody, history: list[Item]) -> request_settings.ChatRequest:
     thinking, budget = request_settings.reasoning_of(body.reasoning_effort)
     offered = [_for_template(name, tool) for name, (_, tool) in body.functions.items()]
     choice = body.tool_choice

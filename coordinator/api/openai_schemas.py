@@ -87,11 +87,7 @@ class NamedTool(Body):
     """The choice of one tool."""
 
     type: Literal["function", "custom"]
-    name: str = Field(
-        validation_alias=AliasChoices(
-            AliasPath("function", "name"), AliasPath("custom", "name"), "name"
-        )
-    )
+    name: str = Field(validation_alias=AliasChoices(AliasPath("function", "name"), AliasPath("custom", "name"), "name"))
 
 
 class AllowedTool(Body):
@@ -99,9 +95,7 @@ class AllowedTool(Body):
 
     name: str | None = Field(
         None,
-        validation_alias=AliasChoices(
-            AliasPath("function", "name"), AliasPath("custom", "name"), "name"
-        ),
+        validation_alias=AliasChoices(AliasPath("function", "name"), AliasPath("custom", "name"), "name"),
     )
     namespace: str | None = None
 
@@ -110,19 +104,14 @@ class AllowedTools(Body):
     """The choice among some of the tools."""
 
     type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"] = Field(
-        validation_alias=AliasChoices(AliasPath("allowed_tools", "mode"), "mode")
-    )
+    mode: Literal["auto", "required"] = Field(validation_alias=AliasChoices(AliasPath("allowed_tools", "mode"), "mode"))
     tools: Many[AllowedTool] = Field(
         min_length=1,
         validation_alias=AliasChoices(AliasPath("allowed_tools", "tools"), "tools"),
     )
 
 
-ToolChoice = (
-    Literal["auto", "none", "required"]
-    | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
-)
+ToolChoice = Literal["auto", "none", "required"] | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
 
 
 def chosen_tools(choice: Any, tools: Sequence[Json]) -> tuple[list[Json], str | None]:
@@ -152,9 +141,7 @@ class GenerationBody(SamplingBody):
     """Our extension: each chunk of a chat has one letter for each of its tokens, `d` for an accepted draft."""
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = named("ignore_eos", "ban_eos_token")
-    max_tokens: TokenLimit | None = named(
-        "max_tokens", "n_predict", "num_predict", "max_new_tokens"
-    )
+    max_tokens: TokenLimit | None = named("max_tokens", "n_predict", "num_predict", "max_new_tokens")
     max_completion_tokens: TokenLimit | None = None
     logit_bias: dict[Annotated[int, Field(ge=0, lt=2**31)], float] | None = None
     return_token_ids: bool | None = None
@@ -194,9 +181,7 @@ class GenerationBody(SamplingBody):
             field_names={
                 "prompt": prompt_field,
                 "parameters": "function.parameters",
-                "max_tokens": "max_completion_tokens"
-                if self.max_completion_tokens
-                else "max_tokens",
+                "max_tokens": "max_completion_tokens" if self.max_completion_tokens else "max_tokens",
             },
         )
 
@@ -205,9 +190,7 @@ class MessageToolCall(Told):
     """A call in the history, of a function or of a custom tool."""
 
     id: Any = None
-    name: str = Field(
-        validation_alias=AliasChoices(AliasPath("function", "name"), AliasPath("custom", "name"))
-    )
+    name: str = Field(validation_alias=AliasChoices(AliasPath("function", "name"), AliasPath("custom", "name")))
     arguments: Any = named("function.arguments")
     input: str | None = named("custom.input")
 

@@ -72,9 +72,7 @@ MAX_SECONDS = 600.0
 
 
 @router.get("/trace")
-async def trace(
-    request: Request, seconds: Annotated[float, Query(gt=0, le=MAX_SECONDS)] = 5
-) -> Response:
+async def trace(request: Request, seconds: Annotated[float, Query(gt=0, le=MAX_SECONDS)] = 5) -> Response:
     """Return the trace of the last `seconds`: `trace` in Chrome's trace format, and `table` with median times."""
     collect_trace = api_of(request).collect_trace
     if collect_trace is None:
@@ -116,9 +114,7 @@ async def _inviter(request: Request) -> Callable[[], Invitation]:
     Without keys only the user of this process gets one: others of this machine could read the token.
     """
     api, client = api_of(request), request.client
-    known = keys_are_set(api.options) or (
-        client and await asyncio.to_thread(is_own_socket, *client)
-    )
+    known = keys_are_set(api.options) or (client and await asyncio.to_thread(is_own_socket, *client))
     if not known:
         raise AccessError(
             "invitations need an API key with the scope admin. Create one with mtp-coord key create NAME "
@@ -161,9 +157,7 @@ async def connect(request: Request) -> Response:
         }
         for a in AGENTS.values()
     ]
-    clients = [
-        dict(zip(("title", "hint", "text"), one, strict=True)) for one in other_clients(server)
-    ]
+    clients = [dict(zip(("title", "hint", "text"), one, strict=True)) for one in other_clients(server)]
     return JSONResponse({"agents": agents, "clients": clients})
 
 

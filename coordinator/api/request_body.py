@@ -223,9 +223,7 @@ async def read_body(request: Request, kind: type[B]) -> B:
     with api.large_work.reading() as reserve:
         try:
             async with asyncio.timeout(options.body_seconds):
-                content = await _read_bytes(
-                    request, options.max_body_bytes, JsonBounds(context), reserve
-                )
+                content = await _read_bytes(request, options.max_body_bytes, JsonBounds(context), reserve)
         except TimeoutError:
             raise HTTPException(
                 408, f"request body: not complete after {options.body_seconds:g} s. Send it faster."
@@ -246,9 +244,7 @@ def parse_body(kind: type[B], content: bytes | bytearray) -> B:
         raise request_error(error.errors(include_url=False, include_input=False)) from error
 
 
-async def _read_bytes(
-    request: Request, limit: int, bounds: JsonBounds, reserve: Callable[[int], None]
-) -> bytearray:
+async def _read_bytes(request: Request, limit: int, bounds: JsonBounds, reserve: Callable[[int], None]) -> bytearray:
     """Return the body. A refused one is read to its end, because most clients read no answer before."""
     content, size, refusal = bytearray(), 0, None
     async for chunk in request.stream():

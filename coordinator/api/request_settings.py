@@ -86,9 +86,7 @@ def check_model(api: Api, name: str | None, *, strictly: bool = False) -> None:
             param="model",
         )
     if strictly or api.options.strict_names:
-        raise UnknownModelError(
-            f"model: {name!r} is not served here. Use {api.model.id!r}.", param="model"
-        )
+        raise UnknownModelError(f"model: {name!r} is not served here. Use {api.model.id!r}.", param="model")
 
 
 def stops_of(api: Api, settings: GenerationSettings) -> tuple[frozenset[int], tuple[str, ...]]:
@@ -167,9 +165,7 @@ def check_tokens(api: Api, tokens: Collection[int], param: str) -> None:
     """Raise RequestError, naming `param`, for a token outside the vocabulary."""
     size = api.tokenizer.vocab_size
     if wrong := [token for token in tokens if not 0 <= token < size]:
-        raise refused_field(
-            param, f"token {wrong[0]} is invalid. The vocabulary has {size} tokens."
-        )
+        raise refused_field(param, f"token {wrong[0]} is invalid. The vocabulary has {size} tokens.")
 
 
 def _token_limit(api: Api, settings: GenerationSettings, prompt: int) -> int:
@@ -230,9 +226,7 @@ class ChatRequest:
     continue_final: bool = False
 
 
-async def render_chat(
-    api: Api, chat: ChatRequest, places: Mapping[str, str] | None = None
-) -> ChatPrompt:
+async def render_chat(api: Api, chat: ChatRequest, places: Mapping[str, str] | None = None) -> ChatPrompt:
     """Render the conversation in a thread. Raises RequestError, naming the field, if the template rejects it.
 
     `places` are texts of the turns that stand for others, which may have control tokens.
@@ -267,9 +261,7 @@ async def grammar_fields(api: Api, chat: ChatRequest, *, thinking: bool) -> Json
     grammar = await api.compiler.compile([output, *causes])
     start = api.tokenizer.reasoning_end_id if thinking else None
     if thinking and start is None:
-        raise refused_field(
-            output.param, "this model's reasoning has no end token. Switch reasoning off."
-        )
+        raise refused_field(output.param, "this model's reasoning has no end token. Switch reasoning off.")
     return {"grammar": grammar, "grammar_start": start}
 
 

@@ -60,9 +60,7 @@ class EventLog:
         self._ended, self._last = True, last
         self._wake_followers()
 
-    async def follow(
-        self, after: int, keep_alive: bytes, seconds: float
-    ) -> AsyncGenerator[bytes, None]:
+    async def follow(self, after: int, keep_alive: bytes, seconds: float) -> AsyncGenerator[bytes, None]:
         """Yield the events after number `after` until the end, and `keep_alive` after `seconds` of silence."""
         position = after + 1
         while True:
@@ -109,9 +107,7 @@ def pinned_request(content: dict[str, Any]) -> GenerationRequest:
 class StoredAnswer:
     """A stored answer in progress. `on_end` is called after its end; `log` has its events."""
 
-    def __init__(
-        self, api: Api, prepared: PreparedAnswer, journal: Journal, on_end: Callable[[], object]
-    ) -> None:
+    def __init__(self, api: Api, prepared: PreparedAnswer, journal: Journal, on_end: Callable[[], object]) -> None:
         assert prepared.record is not None
         assert len(prepared.answer.choices) == 1, "the order of events must follow from the tokens"
         self.record = prepared.record
@@ -338,9 +334,7 @@ class StoredAnswers:
         running = self._running.get(answer_id)
         record = running.record if running else await self.journal.find(answer_id)
         if record is None or record.owner != owner_of(request):
-            raise UnknownAnswerError(
-                f"{answer_id!r:.80}: not found. It was not stored, or is too old.", param=param
-            )
+            raise UnknownAnswerError(f"{answer_id!r:.80}: not found. It was not stored, or is too old.", param=param)
         if running := self._running.get(answer_id):
             record = replace(record, result=running.result())
         return record, running

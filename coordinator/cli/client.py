@@ -79,17 +79,13 @@ def call(
     tls, own = ssl.create_default_context(), state_dir(None) / "authority" / "authorities.pem"
     if own.is_file():
         tls.load_verify_locations(own)
-    with httpx.Client(
-        base_url=base, headers=headers, verify=tls, timeout=deadline, trust_env=False
-    ) as client:
+    with httpx.Client(base_url=base, headers=headers, verify=tls, timeout=deadline, trust_env=False) as client:
         try:
             with client.stream(method, path, json=content) as reply:
                 for part in reply.iter_raw():
                     body += part
                     if len(body) > MAX_REPLY_BYTES:
-                        raise errors.ProtocolError(
-                            f"{url}{path}: the answer exceeds {MAX_REPLY_BYTES} bytes"
-                        )
+                        raise errors.ProtocolError(f"{url}{path}: the answer exceeds {MAX_REPLY_BYTES} bytes")
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise _no_answer(url, error) from error
     if not reply.is_success:

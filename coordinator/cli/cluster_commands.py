@@ -31,9 +31,7 @@ _COLOURS = {
 }
 
 
-def status(
-    url: UrlOption = DEFAULT_URL, api_key: KeyOption = None, as_json: JsonOption = False
-) -> None:
+def status(url: UrlOption = DEFAULT_URL, api_key: KeyOption = None, as_json: JsonOption = False) -> None:
     """Show a cluster: nodes, layers, memory, health, tokens a second, acceptance. The page shows it live.
 
     **Health** of a node: `ready` runs its layers; `loading` reads them; `idle` is not in the plan and keeps
@@ -98,9 +96,7 @@ def _facts(cluster: ClusterStatus) -> Table:
     idle = [node.name for node in cluster.nodes if node.health == "idle" and not node.detail]
     if idle and cluster.ready:  # otherwise the server looks for a plan anyway
         names = escape(", ".join(idle))
-        table.add_row(
-            "idle", f"{names}: used once no answer is open, if a plan is better with them"
-        )
+        table.add_row("idle", f"{names}: used once no answer is open, if a plan is better with them")
     computing = [(node.name, node.arithmetic) for node in cluster.nodes if node.span]
     if unlike := unlike_machines(computing):
         table.add_row("rounding", f"{escape(unlike)}. Answers may depend on the cut")

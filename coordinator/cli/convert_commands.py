@@ -43,15 +43,12 @@ class ConvertOptions:
     mlx_path: Annotated[Path, typer.Option(help="New directory to write.")] = Path("mlx_model")
     quantize: Annotated[bool, typer.Option("-q", "--quantize", help="Quantize weights.")] = False
     q_bits: Annotated[int | None, typer.Option(help="Bits per weight.  [default: 4]")] = None
-    q_group_size: Annotated[
-        int | None, typer.Option(help="Weights that share a scale.  [default: 64]")
-    ] = None
+    q_group_size: Annotated[int | None, typer.Option(help="Weights that share a scale.  [default: 64]")] = None
     q_mode: Annotated[Mode, typer.Option(help="How weights are packed.")] = "affine"
     dtype: Annotated[
         FloatType | None,
         typer.Option(
-            help="Type of what is not quantized: float16 for an M1, whose GPU has no bfloat16.  "
-            "[default: as stored]"
+            help="Type of what is not quantized: float16 for an M1, whose GPU has no bfloat16.  [default: as stored]"
         ),
     ] = None
     keep_vision: Annotated[
@@ -99,9 +96,7 @@ class AddOptions:
 
     mlx_path: Annotated[
         Path,
-        typer.Argument(
-            metavar="DIRECTORY", help="The MLX checkpoint to add to.", show_default=False
-        ),
+        typer.Argument(metavar="DIRECTORY", help="The MLX checkpoint to add to.", show_default=False),
         typer.Option(metavar="DIRECTORY", help="The same, as an option."),
     ]
     hf_path: Annotated[

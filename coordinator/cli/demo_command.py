@@ -119,8 +119,7 @@ def _start(log: Path, module: str, arguments: list[str]) -> Program:
                 "json",
             ],
             # The user's API key and cluster belong to other servers.
-            env={n: v for n, v in os.environ.items() if n != API_KEY}
-            | {STATE_DIR: str(log.parent / "state")},
+            env={n: v for n, v in os.environ.items() if n != API_KEY} | {STATE_DIR: str(log.parent / "state")},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stream,
@@ -143,9 +142,7 @@ def _wait_for(program: Program, console: Console, message: str, field: str) -> s
         if status is not None:
             raise WorkerLostError(f"{name} ended with status {status}: {said[-500:].strip()}")
         if time.monotonic() > deadline:
-            raise WorkerLostError(
-                f"{name} was not ready after {START_SECONDS:g} s; its log ends with: {said[-500:]}"
-            )
+            raise WorkerLostError(f"{name} was not ready after {START_SECONDS:g} s; its log ends with: {said[-500:]}")
         time.sleep(0.1)
 
 
@@ -168,6 +165,4 @@ def _complete(client: httpx.Client, console: Console, max_tokens: int) -> None:
                 first = first or time.monotonic()
                 console.print(choice["text"], end="", markup=False, soft_wrap=True)
     rate = tokens / max(time.monotonic() - first, 1e-9)
-    console.print(
-        f"\n\n[dim]{tokens} tokens, first after {first - started:.2f} s, then {rate:.1f} tokens/s[/dim]\n"
-    )
+    console.print(f"\n\n[dim]{tokens} tokens, first after {first - started:.2f} s, then {rate:.1f} tokens/s[/dim]\n")

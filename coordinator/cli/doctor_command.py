@@ -64,9 +64,7 @@ class Diagnosis:
         await self.check_model()
         return self.findings
 
-    async def check(
-        self, name: str, check: Callable[..., Finding | Awaitable[Finding]], *arguments: Any
-    ) -> None:
+    async def check(self, name: str, check: Callable[..., Finding | Awaitable[Finding]], *arguments: Any) -> None:
         """Run a check on this thread, because MLX's arrays belong to it. Its error or deadline becomes a finding."""
         try:
             async with asyncio.timeout(CHECK_SECONDS):
@@ -153,13 +151,9 @@ class DoctorOptions:
     no_mdns: NoMdnsOption = False
     full: Annotated[
         bool,
-        typer.Option(
-            "--full", help="Take minutes: longer texts, more depths, and mlx-lm beside it."
-        ),
+        typer.Option("--full", help="Take minutes: longer texts, more depths, and mlx-lm beside it."),
     ] = False
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Connect to workers without encryption.")
-    ] = False
+    insecure: Annotated[bool, typer.Option("--insecure", help="Connect to workers without encryption.")] = False
     state_dir: StateOption = None
     json: JsonOption = False
 

@@ -39,9 +39,7 @@ from proto.terminal.progress import byte_bar, format_size
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-def encode_prompt(
-    tokenizer: Tokenizer, text: str, *, raw: bool
-) -> tuple[tuple[int, ...], bool | None]:
+def encode_prompt(tokenizer: Tokenizer, text: str, *, raw: bool) -> tuple[tuple[int, ...], bool | None]:
     """Return the prompt's tokens, and whether the answer opens in reasoning, None if `raw`. Raises UsageError."""
     if raw:
         return tokenizer.encode(text), None
@@ -67,9 +65,7 @@ class PrintedAnswer:
         self._stream = stream
         self._shown = ""
         self._in_reasoning = False
-        self._parser = (
-            None if thinking is None else AnswerReader(tokenizer.marks, thinking=thinking)
-        )
+        self._parser = None if thinking is None else AnswerReader(tokenizer.marks, thinking=thinking)
         self._pieces = TextStream(tokenizer.text_bytes)
 
     def add_event(self, event: GenerationEvent) -> None:
@@ -183,9 +179,7 @@ class GenerateOptions:
         typer.Option(help="The same, as an option."),
     ]
     model: Annotated[str, typer.Option(help="A directory, a hub repo, or 'builtin'.")] = BUILTIN
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Go on from the prompt itself: no chat template.")
-    ] = False
+    raw: Annotated[bool, typer.Option("--raw", help="Go on from the prompt itself: no chat template.")] = False
     max_tokens: Annotated[
         int | None,
         typer.Option(min=1, help=f"Most tokens to generate.  [default: {DEFAULT_TOKENS}]"),
@@ -193,9 +187,7 @@ class GenerateOptions:
     temp: Annotated[float, typer.Option(help="Temperature; 0 takes the likeliest token.")] = 0.0
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass.")] = 1.0
     top_k: Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")] = 0
-    min_p: Annotated[
-        float, typer.Option(help="Drop tokens less likely than this times the likeliest.")
-    ] = 0.0
+    min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this times the likeliest.")] = 0.0
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0
     mtp: options.MtpOption = options.AUTO
     ngram: options.NgramOption = NgramMode.auto

@@ -20,19 +20,13 @@ from proto.state_dir import state_dir, write_private
 
 def launch(
     agent: Annotated[str, typer.Argument(help=f"The program: {', '.join(AGENTS)}.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="Arguments of the program, after --.")
-    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the program, after --.")] = None,
     url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
-    show: Annotated[
-        bool, typer.Option("--show", help="Print the settings, and start nothing.")
-    ] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the settings, and start nothing.")] = False,
     write: Annotated[
         bool,
-        typer.Option(
-            "--write", help="Also keep the settings in the program's own file, after a copy of it."
-        ),
+        typer.Option("--write", help="Also keep the settings in the program's own file, after a copy of it."),
     ] = False,
 ) -> None:
     """Start an agent's program against a running server, with every setting that it needs.
@@ -100,9 +94,7 @@ def _keep(agent: Agent, setup: Setup) -> None:
         try:
             before = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise UsageError(
-                f"--write: {file} is not plain JSON: {error}. Change it yourself"
-            ) from error
+            raise UsageError(f"--write: {file} is not plain JSON: {error}. Change it yourself") from error
         shutil.copy2(file, file.with_name(f"{file.name}.before-mtp"))
     write_private(file, json.dumps(_merged(before, json.loads(text)), indent=2) + "\n")
     typer.echo(f"{file}: written. The file before is {file.name}.before-mtp", err=True)

@@ -117,9 +117,7 @@ def _quantization(found: dict[str, Any] | None) -> str:
     if found is None:
         return "none"
     text = f"{found['bits']} bit, groups of {found['group_size']}, {found['mode']}"
-    overrides = Counter(
-        "unquantized" if o is False else f"{o['bits']} bit" for o in found["overrides"].values()
-    )
+    overrides = Counter("unquantized" if o is False else f"{o['bits']} bit" for o in found["overrides"].values())
     return "; ".join([text, *(f"{n} modules {what}" for what, n in sorted(overrides.items()))])
 
 
@@ -128,9 +126,7 @@ class PullOptions:
     """The flags of `mtp-coord pull`."""
 
     model: ModelOption
-    no_head: Annotated[
-        bool, typer.Option("--no-head", help="Do not look for a head that the repo lacks.")
-    ] = False
+    no_head: Annotated[bool, typer.Option("--no-head", help="Do not look for a head that the repo lacks.")] = False
 
 
 @takes_options(PullOptions)

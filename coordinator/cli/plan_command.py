@@ -44,9 +44,7 @@ class PlanOptions:
     ] = ()
     nodes: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=MAX_FREE_NODES, help="Number of equal machines with --memory each."
-        ),
+        typer.Option(min=1, max=MAX_FREE_NODES, help="Number of equal machines with --memory each."),
     ] = None
     memory: Annotated[
         int | None,
@@ -62,21 +60,15 @@ class PlanOptions:
         typer.Option(help="Plan a conversion of a published model with these bits: no download."),
         Parsed(int, Literal["2", "3", "4", "5", "6", "8", "16"]),
     ] = None
-    mtp: Annotated[
-        int, typer.Option(min=0, max=8, help="Drafts a step that the last stage is charged for.")
-    ] = 1
+    mtp: Annotated[int, typer.Option(min=0, max=8, help="Drafts a step that the last stage is charged for.")] = 1
     sequences: Annotated[int, typer.Option(min=1, help="Requests at once, at most.")] = 16
-    context: Annotated[
-        int, typer.Option(min=1, help="Tokens that every plan must have room for.")
-    ] = 4096
+    context: Annotated[int, typer.Option(min=1, help="Tokens that every plan must have room for.")] = 4096
     dtype: options.DtypeOption = None
     kv_bits: options.KvBitsOption = None
     parallel: options.ParallelOption = options.ONE_PIPELINE
     sum_us: Annotated[
         float,
-        typer.Option(
-            min=0, help="Microseconds of a sum over the machines of a group, by its link."
-        ),
+        typer.Option(min=0, help="Microseconds of a sum over the machines of a group, by its link."),
     ] = groups.DEFAULT_COLLECTIVE * 1e6
     json: JsonOption = False
 
@@ -124,9 +116,7 @@ def given_nodes(options: PlanOptions) -> list[NodeSpec]:
     if options.nodes is not None and options.memory is not None:
         specs += [NodeSpec(f"node-{i}", options.memory) for i in range(1, options.nodes + 1)]
     if not specs:
-        raise UsageError(
-            "no machine to plan for. Name some, as in --mac 'M4 Pro 64GB' or --nodes 2 --memory 64GB"
-        )
+        raise UsageError("no machine to plan for. Name some, as in --mac 'M4 Pro 64GB' or --nodes 2 --memory 64GB")
     return specs
 
 
@@ -152,18 +142,14 @@ def parse_node(text: str) -> NodeSpec:
     return spec
 
 
-def answer(
-    checkpoint: Checkpoint, specs: Sequence[NodeSpec], options: PlanOptions
-) -> dict[str, Any]:
+def answer(checkpoint: Checkpoint, specs: Sequence[NodeSpec], options: PlanOptions) -> dict[str, Any]:
     """Return the object that --json prints. Sizes are bytes, times are seconds."""
 
     @cache
     def costs_of(size: int) -> ModelCosts:
         """Return the costs of a member's share."""
         share = checkpoint.cut_for(Cut(0, size))
-        return model_costs(
-            share, dtype=options.dtype, kv_bits=options.kv_bits, with_head=options.mtp > 0
-        )
+        return model_costs(share, dtype=options.dtype, kv_bits=options.kv_bits, with_head=options.mtp > 0)
 
     machines = [groups.Machine(spec, f"speed {spec.speed:g}", spec.name) for spec in specs]
     longest = checkpoint.config.max_positions
@@ -172,9 +158,7 @@ def answer(
         draft_depth=options.mtp,
         reserve_bytes=reserve_bytes(costs_of(1)),
     )
-    planning = groups.Planning(
-        costs_of, workload, options.parallel, collective=options.sum_us / 1e6
-    )
+    planning = groups.Planning(costs_of, workload, options.parallel, collective=options.sum_us / 1e6)
     found = groups.choose_plan(planning, machines, 1)
     costs = costs_of(found.group_size)
     capacity = plan_capacity(costs, found.stages, longest, options.sequences)
@@ -263,8 +247,7 @@ def _print_candidates(console: Console, candidates: Sequence[dict[str, Any]]) ->
         table.add_column(heading, justify="right")
     for one in candidates:
         speeds = [
-            f"{1 / seconds:.3g}" if seconds else "-"
-            for seconds in (one["token_seconds"], one["drafted_seconds"])
+            f"{1 / seconds:.3g}" if seconds else "-" for seconds in (one["token_seconds"], one["drafted_seconds"])
         ]
         table.add_row(one["plan"], *speeds, format_size(one["weight_bytes"]))
     console.print(table)

@@ -48,9 +48,7 @@ def token(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Where machines join.  [default: serve's --listen]"),
     ] = None,
-    bare: Annotated[
-        bool, typer.Option("--bare", help="Print the token without the command.")
-    ] = False,
+    bare: Annotated[bool, typer.Option("--bare", help="Print the token without the command.")] = False,
     state_dir: StateOption = None,
 ) -> None:
     """Create, list or revoke the tokens with which machines join the cluster.
@@ -79,9 +77,7 @@ def token(
             registry.revoke_token(known)
             typer.echo(f"revoked {known}")
         case _:
-            raise UsageError(
-                "mtp-coord token: write token create, token list, or token revoke with an id"
-            )
+            raise UsageError("mtp-coord token: write token create, token list, or token revoke with an id")
 
 
 def _print_rows(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
@@ -161,9 +157,7 @@ def key(
             raise UsageError("mtp-coord key: write key create NAME, key list, or key revoke NAME")
 
 
-def ca(
-    action: Annotated[str, typer.Argument(help="rotate.")], state_dir: StateOption = None
-) -> None:
+def ca(action: Annotated[str, typer.Argument(help="rotate.")], state_dir: StateOption = None) -> None:
     """Rotate the certificate authority of the cluster.
 
     The machines get new certificates, and the old authority stays valid for 30 days.

@@ -109,11 +109,7 @@ def _plan_while_gathering(view: View, planner: Planner) -> Action | None:
         else:
             if view.now >= view.retry_at:
                 return StartPlan(plan)
-    if (
-        view.waited >= settings.wait
-        and (may_serve_alone or view.recovering)
-        and _can_serve_alone(view)
-    ):
+    if view.waited >= settings.wait and (may_serve_alone or view.recovering) and _can_serve_alone(view):
         return StartAlone(view.epoch + 1)
     over = view.waited >= (settings.recovery_wait if view.recovering else wait)
     return GiveUp(_failure_reason(view, problem)) if over else None

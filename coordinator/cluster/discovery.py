@@ -52,9 +52,7 @@ class Discovery:
     """
 
     def __init__(self, static: Sequence[str] = (), *, mdns: bool = True) -> None:
-        self._static = tuple(
-            dict.fromkeys(join_address(*parse_address("--worker", text)) for text in static)
-        )
+        self._static = tuple(dict.fromkeys(join_address(*parse_address("--worker", text)) for text in static))
         self._mdns = mdns
         self._known: dict[str, Candidate] = {}
         self._resolving: dict[str, asyncio.Task[None]] = {}

@@ -196,9 +196,7 @@ def apply(view: View, event: Event, now: float) -> View:
             return replace(_without_preparation(view), preparing=workers)
         case PlanPrepared(workers) if view.preparing and workers == view.preparing:
             return replace(_without_preparation(view), prepared=workers)
-        case PreparationFailed(workers, reason, address) if (
-            view.preparing and workers == view.preparing
-        ):
+        case PreparationFailed(workers, reason, address) if view.preparing and workers == view.preparing:
             return _with_failed_preparation(view, reason, address)
         case ModelChanged(why_not_alone):
             settings = replace(view.settings, why_not_alone=why_not_alone)

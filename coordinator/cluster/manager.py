@@ -57,9 +57,7 @@ class ClusterManager(PipelineSource):
         """Called once if an event raises an unexpected exception, after which no plan can start any more."""
         model, options, clock = self.model, self.options, self.clock
         self.view = View(options.settings, now=clock(), since=clock())
-        self.membership = Membership(
-            model, options, lambda: self.view, self._apply_event, self._receive_status, clock
-        )
+        self.membership = Membership(model, options, lambda: self.view, self._apply_event, self._receive_status, clock)
         self.plan: Plan | None = None
         """The plan that serves or starts. None without a plan and while this process serves alone."""
         self.pipeline: Pipeline | None = None

@@ -178,9 +178,7 @@ class Membership:
         model = self.model
         for address in candidate.addresses:
             try:
-                client, info = await connect_worker(
-                    self.options.policy, candidate, address, self.options.me, model.ref
-                )
+                client, info = await connect_worker(self.options.policy, candidate, address, self.options.me, model.ref)
             except ClusterError as error:
                 self._record_silence(candidate, address, error)
                 continue

@@ -292,9 +292,7 @@ class PlanStart:
             lease_ms=self._lease_ms,
         )
 
-    async def _fetch_and_load(
-        self, worker: WorkerClient, request: pb.LoadRequest, show: OnProgress
-    ) -> None:
+    async def _fetch_and_load(self, worker: WorkerClient, request: pb.LoadRequest, show: OnProgress) -> None:
         await self._fetch(worker, request, show)
         await self._load(worker, request, show)
 

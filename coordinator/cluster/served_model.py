@@ -45,9 +45,7 @@ class WeightProvider:
         """True if a worker without the files can receive them."""
         return self.share or bool(self.ref.repo and self.ref.revision)
 
-    async def provide_weights(
-        self, worker: WorkerClient, request: pb.LoadRequest, on_progress: OnProgress
-    ) -> None:
+    async def provide_weights(self, worker: WorkerClient, request: pb.LoadRequest, on_progress: OnProgress) -> None:
         """Give `worker` the tensors that it lacks for the Load `request`. Raises the error of the call."""
         offer = self.offer(request)
         await worker.provide(offer, partial(self.answer_request, offer), on_progress)
@@ -63,9 +61,7 @@ class WeightProvider:
             share=self.share,
         )
         span = Span(request.span.start, request.span.end)
-        for part in self.checkpoint.stage_parts(
-            span, first=request.first, last=request.last, with_head=request.mtp
-        ):
+        for part in self.checkpoint.stage_parts(span, first=request.first, last=request.last, with_head=request.mtp):
             for name, info in self._tensors(part):
                 offer.tensors.add(
                     name=name,
@@ -82,15 +78,11 @@ class WeightProvider:
         found = [(name, self.checkpoint.tensors[name]) for name in names]
         return sorted(found, key=lambda item: (item[1].file, item[1].start))
 
-    async def answer_request(
-        self, offer: pb.WeightsOffer, wanted: pb.WantedTensors
-    ) -> AsyncIterator[pb.Weights]:
+    async def answer_request(self, offer: pb.WeightsOffer, wanted: pb.WantedTensors) -> AsyncIterator[pb.Weights]:
         """Yield the bytes, if shared, and hash of each wanted tensor. Raises ProtocolError or CheckpointError."""
         for tensor in wanted.tensors:
             if tensor.number >= len(offer.tensors):
-                raise ProtocolError(
-                    f"a worker requests tensor {tensor.number}, which the offer does not have"
-                )
+                raise ProtocolError(f"a worker requests tensor {tensor.number}, which the offer does not have")
             name = offer.tensors[tensor.number].name
             self.checkpoint.check_file(self.checkpoint.tensors[name].file)
             if self.share:
@@ -150,9 +142,7 @@ class ServedModel:
         """Return the costs of a member of a group of `size`. Raises SpanError if the layers cannot be cut."""
         if size not in self._costs:
             cut, kv_bits = self.checkpoint.cut_for(Cut(0, size)), self.kv_bits or None
-            self._costs[size] = model_costs(
-                cut, dtype=self.dtype, kv_bits=kv_bits, with_head=self.with_head
-            )
+            self._costs[size] = model_costs(cut, dtype=self.dtype, kv_bits=kv_bits, with_head=self.with_head)
         return self._costs[size]
 
     def planner(self) -> Callable[[Sequence[Member], int], Plan]:
@@ -167,9 +157,7 @@ class ServedModel:
 
         def plan(members: Sequence[Member], epoch: int) -> Plan:
             speeds = _speeds(members)
-            specs = [
-                NodeSpec(m.address, m.memory_limit, speeds[m.address], m.pinned) for m in members
-            ]
+            specs = [NodeSpec(m.address, m.memory_limit, speeds[m.address], m.pinned) for m in members]
             machines = [
                 Machine(spec, kind=m.arithmetic, direct=m.direct, collectives=m.collectives)
                 for spec, m in zip(specs, members, strict=True)

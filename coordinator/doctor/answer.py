@@ -41,13 +41,9 @@ class Answer:
         return (len(self.tokens) - 1) / max(self.stats.decode_seconds, 1e-9)
 
 
-async def measure_answer(
-    checkpoint: Checkpoint, depth: int, tokens: int, *, exact: bool = False
-) -> Answer:
+async def measure_answer(checkpoint: Checkpoint, depth: int, tokens: int, *, exact: bool = False) -> Answer:
     """Generate `tokens` tokens with `depth` drafts a window."""
-    async with local_generator(
-        checkpoint, mtp=MtpMode(depth), prefix_cache=False, exact=exact
-    ) as loop:
+    async with local_generator(checkpoint, mtp=MtpMode(depth), prefix_cache=False, exact=exact) as loop:
         prompt = _encoded_prompt(checkpoint)
         await _generate(loop, prompt, WARM_UP_TOKENS)
         found, stats = await _generate(loop, prompt, tokens)

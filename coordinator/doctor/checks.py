@@ -123,9 +123,7 @@ def check_device() -> Finding:
     return judged("device", figure, slow if seconds > SLOW_SECONDS else "", values)
 
 
-def check_discovery(
-    candidates: Sequence[Candidate], enabled: bool, problem: str, seconds: float
-) -> Finding:
+def check_discovery(candidates: Sequence[Candidate], enabled: bool, problem: str, seconds: float) -> Finding:
     """Report the announced workers. `problem` is the error of the mDNS browser, empty for none."""
     found = [f"{c.name} at {c.addresses[0]}" for c in candidates if c.announcement is not None]
     if not enabled:
@@ -163,9 +161,7 @@ def check_thunderbolt(workers: int, output: Callable[..., str] = command_output)
             f"{', '.join(inside)} is in the Thunderbolt Bridge, where RDMA fails. Take the port out of the bridge."
         )
     rdma = ", ".join(active) or "none" if devices else "off (`rdma_ctl enable` in macOS Recovery)"
-    figure = (
-        f"{len(ports)} of {len(bridge)} ports of the bridge in use, active RDMA devices: {rdma}"
-    )
+    figure = f"{len(ports)} of {len(bridge)} ports of the bridge in use, active RDMA devices: {rdma}"
     values = {"bridge": bridge, "ports": ports, "devices": devices, "active": active}
     return judged("Thunderbolt", figure, " ".join(advice), values)
 
@@ -188,9 +184,7 @@ async def check_worker(
     error = None
     for address in candidate.addresses:
         try:
-            client, info = await connect_worker(
-                policy, candidate, address, me, model, timeout=DESCRIBE_SECONDS
-            )
+            client, info = await connect_worker(policy, candidate, address, me, model, timeout=DESCRIBE_SECONDS)
         except ClusterError as problem:
             error = problem
             continue

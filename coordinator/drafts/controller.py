@@ -54,9 +54,7 @@ class MtpMode:
             return cls(None if word == "auto" else 0)
         if word.isascii() and word.isdigit() and int(word) <= MAX_DEPTH:
             return cls(int(word))
-        raise UsageError(
-            f"--mtp {text!r}: write auto, off, filled, or a number of drafts, 1 to {MAX_DEPTH}"
-        )
+        raise UsageError(f"--mtp {text!r}: write auto, off, filled, or a number of drafts, 1 to {MAX_DEPTH}")
 
     def __str__(self) -> str:
         if self.depth is None:
@@ -114,9 +112,7 @@ class Controller:
     in every mode, where measured costs and the acceptance of matches say that it pays.
     """
 
-    def __init__(
-        self, mode: MtpMode, max_depth: int = AUTO_DEPTH, ngram: NgramMode = NgramMode.off
-    ) -> None:
+    def __init__(self, mode: MtpMode, max_depth: int = AUTO_DEPTH, ngram: NgramMode = NgramMode.off) -> None:
         self.mode = mode
         self.ngram = ngram
         self.max_depth = max_depth
@@ -138,9 +134,7 @@ class Controller:
         """Return a matcher for a new text, or None if the text is not searched."""
         return None if self.ngram is NgramMode.off else NgramMatcher()
 
-    def matched_shapes(
-        self, matchers: Sequence[NgramMatcher | None], fill: int = 1
-    ) -> list[Shape | None]:
+    def matched_shapes(self, matchers: Sequence[NgramMatcher | None], fill: int = 1) -> list[Shape | None]:
         """Return for each sequence of a step the shape of a window with the drafts of its match.
 
         It is None without a match, and where these drafts do not pay.
@@ -149,8 +143,7 @@ class Controller:
         if not any(matches):
             return [None] * len(matches)
         chances = [
-            None if match is None else self._acceptance_of(match.length).by_position(MOST_DRAFTS)
-            for match in matches
+            None if match is None else self._acceptance_of(match.length).by_position(MOST_DRAFTS) for match in matches
         ]
         shapes = shapes_of_matches(len(matches), fill)
         return self._choice(len(matches), fill).matched_shapes(chances, shapes)
@@ -166,9 +159,7 @@ class Controller:
         """Record the results of a window's drafts. Do not call it for invalidated windows, nor for those of a match."""
         self.acceptance.record_drafts(results)
 
-    def record_step_cost(
-        self, sequences: int, fill: int, rows: int, drafts: int, shape: Shape, cost: StepCost
-    ) -> None:
+    def record_step_cost(self, sequences: int, fill: int, rows: int, drafts: int, shape: Shape, cost: StepCost) -> None:
         """Record the cost of a step that verified `rows` tokens of `sequences`, and drafted `drafts` for each.
 
         `shape` is that of its windows, or of one of them. Do not call it for steps with prompt tokens.
@@ -186,9 +177,7 @@ class Controller:
         """Return the shapes that the controller compares, for status pages. It is empty unless in `auto`."""
         if self.mode.filled or self.mode.depth is not None:
             return ()
-        return tuple(
-            choice.report(2**bits, fill) for (bits, fill), choice in sorted(self._choices.items())
-        )
+        return tuple(choice.report(2**bits, fill) for (bits, fill), choice in sorted(self._choices.items()))
 
     def _choice(self, sequences: int, fill: int) -> Choice:
         key = ((sequences - 1).bit_length(), fill)
@@ -287,11 +276,7 @@ class Choice:
         speeds = {s: self._speed(s, chances) for s in self.shapes if s.width <= widest}
         usual = self._speed(self.current, chances)
         trial, self._trial = self._trial, None
-        if (
-            trial is not None
-            and self.costs.is_measured(trial)
-            and (self._speed(trial, chances) > usual)
-        ):
+        if trial is not None and self.costs.is_measured(trial) and (self._speed(trial, chances) > usual):
             if trial != self.current:
                 self._probes, self._next_probe = 0, self._step + FIRST_INTERVAL
             self.current, usual = trial, self._speed(trial, chances)
@@ -312,9 +297,7 @@ class Choice:
         self._probes += 1
         self._next_probe = self._step + min(LAST_INTERVAL, FIRST_INTERVAL << self._probes)
 
-    def matched_shapes(
-        self, chances: Sequence[Sequence[float] | None], shapes: Sequence[Shape]
-    ) -> list[Shape | None]:
+    def matched_shapes(self, chances: Sequence[Sequence[float] | None], shapes: Sequence[Shape]) -> list[Shape | None]:
         """Return for each sequence of a step the best of `shapes` for its match, or None if it does not pay.
 
         `chances` are the acceptances of each match. A match pays if the whole step then has more tokens per second. For

@@ -84,9 +84,7 @@ class PatchReader:
         try:
             self._processor = pil.Qwen2VLImageProcessorPil(**fields, **sizes)
         except (TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{file}: not readable: {error!s:.200}. Download it again."
-            ) from error
+            raise CheckpointError(f"{file}: not readable: {error!s:.200}. Download it again.") from error
 
     def read(self, data: bytes, name: str) -> Patches:
         """Return the patches of an image file. Raises RequestError, naming `name`, for one that is not readable."""
@@ -110,9 +108,7 @@ def _decoded(data: bytes, name: str) -> Image.Image:
             upright = ImageOps.exif_transpose(image)
             return _rgb(upright)
     except Image.DecompressionBombError as error:
-        raise RequestError(
-            f"{name}: more than {MAX_PIXELS} pixels. Send a smaller image."
-        ) from error
+        raise RequestError(f"{name}: more than {MAX_PIXELS} pixels. Send a smaller image.") from error
     except UnidentifiedImageError as error:
         raise RequestError(f"{name}: not an image. Send one of {', '.join(FORMATS)}.") from error
     except Exception as error:  # a damaged file raises errors of many kinds
@@ -147,9 +143,7 @@ RETRY_SECONDS = 10.0
 PLAIN_ROPE = ("default", "linear")
 """Types of RoPE whose angles `mtp.layers.rope` computes."""
 
-NO_IMAGES = (
-    "this server reads text only: the checkpoint has no vision part, or --vision is off. Send text."
-)
+NO_IMAGES = "this server reads text only: the checkpoint has no vision part, or --vision is off. Send text."
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,9 +256,7 @@ class ImageEncoder:
         self._thread = self._tower = None
         self._kept.clear()
 
-    async def _run(
-        self, reader: PatchReader, digest: bytes, data: bytes, name: str
-    ) -> EncodedImage:
+    async def _run(self, reader: PatchReader, digest: bytes, data: bytes, name: str) -> EncodedImage:
         async with self._lock:
             patches = await asyncio.to_thread(reader.read, data, name)
             started = time.monotonic()

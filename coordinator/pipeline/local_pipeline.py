@@ -71,9 +71,7 @@ class LocalModel:
 
     def capacity(self, reserved: int = 0) -> Capacity:
         """Return what fits beside `reserved` bytes and the vision tower. Raises MemoryLimitError without room."""
-        costs = model_costs(
-            self.checkpoint, dtype=self.dtype, kv_bits=self.kv_bits, with_head=self.with_head
-        )
+        costs = model_costs(self.checkpoint, dtype=self.dtype, kv_bits=self.kv_bits, with_head=self.with_head)
         # A large image needs about as much for its activations.
         vision = 2 * tower_bytes(self.checkpoint) if self.vision else 0
         limit = default_memory_limit() - reserved - vision
@@ -224,9 +222,7 @@ class LocalPipeline(Pipeline):
         """Raise NotReadyError: when this process ends, so do its backups."""
         raise NotReadyError("a pipeline of this process makes no backups")
 
-    async def write_backup(
-        self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
-    ) -> None:
+    async def write_backup(self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]) -> None:
         backup = ReceivedBackup(tuple(tokens), by_layer(states))
         for engine in self._engines:
             await self.thread.call(partial(engine.receive_backup, seq_id, backup))
@@ -304,9 +300,7 @@ class LocalPipelines(PipelineSource):
                     raise NotReadyError(f"{STUCK} {stall:.0f} s. Wait, or restart mtp-coord")
             self._last = None
             gc.collect()  # frees the weights of reference cycles
-        pipeline = self._last = LocalPipeline(
-            self.model, epoch, reserved=self.reserved_bytes(), disk=self.disk
-        )
+        pipeline = self._last = LocalPipeline(self.model, epoch, reserved=self.reserved_bytes(), disk=self.disk)
         if self.on_progress is not None:
             await pipeline.start(self.on_progress)
             return pipeline

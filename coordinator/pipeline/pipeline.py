@@ -126,9 +126,7 @@ class Pipeline(Protocol):
         Raises ClusterError if a stage fails, or if the stages have different backups.
         """
 
-    async def write_backup(
-        self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
-    ) -> None:
+    async def write_backup(self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]) -> None:
         """Give every stage its part of a backup, for the operation RestoreBackup. Raises ClusterError if one fails."""
 
     async def find_prefix(self, tokens: Sequence[int]) -> FoundPrefix:

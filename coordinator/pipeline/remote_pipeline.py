@@ -262,9 +262,7 @@ class RemotePipeline(Pipeline):
         reader = LoopFrameReader(connection, self._queue_result)
         self._reader = asyncio.create_task(self._watch_results(call, reader))
 
-    async def _watch_results(
-        self, call: grpc.aio.UnaryStreamCall[bytes, bytes], reader: LoopFrameReader
-    ) -> None:
+    async def _watch_results(self, call: grpc.aio.UnaryStreamCall[bytes, bytes], reader: LoopFrameReader) -> None:
         """Fail when the results end: by the status of the call, or by an invalid frame."""
         worker = self.workers[-1]
         try:
@@ -311,15 +309,9 @@ class RemotePipeline(Pipeline):
         states = [state for one in found for state in one.states]
         return ReceivedStates(lengths.pop(), states, max(one.seconds for one in found))
 
-    async def write_backup(
-        self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
-    ) -> None:
+    async def write_backup(self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]) -> None:
         pairs = zip(self.members, self._parts(states), strict=True)
-        calls = (
-            worker.write_backup(self.epoch, seq_id, tokens, part)
-            for workers, part in pairs
-            for worker in workers
-        )
+        calls = (worker.write_backup(self.epoch, seq_id, tokens, part) for workers, part in pairs for worker in workers)
         await _wait_for_all(calls)
 
     async def find_prefix(self, tokens: Sequence[int]) -> FoundPrefix:
@@ -328,10 +320,7 @@ class RemotePipeline(Pipeline):
 
     async def move_blocks(self, tokens: Sequence[int], moves: Sequence[Move]) -> None:
         workers, key = self._all_workers, prefix_key(tokens)
-        calls = (
-            workers[move.target].copy_blocks(workers[move.source], self.epoch, key, move.layers)
-            for move in moves
-        )
+        calls = (workers[move.target].copy_blocks(workers[move.source], self.epoch, key, move.layers) for move in moves)
         await asyncio.gather(*calls)
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:

@@ -118,9 +118,7 @@ class WorkerClient:
 
     # ---- control
 
-    async def call(
-        self, method: Callable[..., Awaitable[T]], request: object, timeout: float = CONTROL_SECONDS
-    ) -> T:
+    async def call(self, method: Callable[..., Awaitable[T]], request: object, timeout: float = CONTROL_SECONDS) -> T:
         """Return the reply of `method`, one of `stub`, within `timeout` seconds. Raises the worker's error."""
         try:
             return await method(request, timeout=timeout)
@@ -129,9 +127,7 @@ class WorkerClient:
         except grpc.aio.UsageError:  # the channel was closed
             raise self._connection_lost() from None
 
-    async def describe(
-        self, model: pb.ModelRef | None = None, timeout: float = DESCRIBE_SECONDS
-    ) -> pb.WorkerInfo:
+    async def describe(self, model: pb.ModelRef | None = None, timeout: float = DESCRIBE_SECONDS) -> pb.WorkerInfo:
         """Return the worker's description. Raises VersionError for another release, or WorkerLostError."""
         request = pb.DescribeRequest(protocol_version=VERSION, model=model)
         info: pb.WorkerInfo = await self.call(self.stub.Describe, request, timeout)
@@ -278,13 +274,9 @@ class WorkerClient:
             stream.cancel()
         return ReceivedStates(length, joiner.states, time.monotonic() - began)
 
-    async def write_backup(
-        self, epoch: int, seq_id: int, tokens: Sequence[int], states: Iterable[LayerState]
-    ) -> None:
+    async def write_backup(self, epoch: int, seq_id: int, tokens: Sequence[int], states: Iterable[LayerState]) -> None:
         """Give the worker the state of its layers after `tokens`."""
-        head = pb.BackupHead(
-            coordinator=self.me, epoch=epoch, seq_id=seq_id, length=len(tokens), tokens=tokens
-        )
+        head = pb.BackupHead(coordinator=self.me, epoch=epoch, seq_id=seq_id, length=len(tokens), tokens=tokens)
         pieces = chain([pb.BackupPiece(head=head)], split(states))
         await self.call(self.stub.WriteBackup, iter(pieces), BACKUP_SECONDS)
 
@@ -325,13 +317,9 @@ class WorkerClient:
         requests = self._prefix_requests(epoch, seq_id, tokens)
         await self.call(self.stub.LoadPrefix, requests, BACKUP_SECONDS)
 
-    def _prefix_requests(
-        self, epoch: int, seq_id: int, tokens: Sequence[int]
-    ) -> Iterator[pb.PrefixRequest]:
+    def _prefix_requests(self, epoch: int, seq_id: int, tokens: Sequence[int]) -> Iterator[pb.PrefixRequest]:
         """Yield the messages of a call about `tokens`."""
-        yield pb.PrefixRequest(
-            coordinator=self.me, epoch=epoch, seq_id=seq_id, tokens=tokens[:TOKENS_AT_ONCE]
-        )
+        yield pb.PrefixRequest(coordinator=self.me, epoch=epoch, seq_id=seq_id, tokens=tokens[:TOKENS_AT_ONCE])
         for start in range(TOKENS_AT_ONCE, len(tokens), TOKENS_AT_ONCE):
             yield pb.PrefixRequest(tokens=tokens[start : start + TOKENS_AT_ONCE])
 

@@ -53,9 +53,7 @@ class ConnectionPolicy:
             return None
         if self.insecure:
             if announced:
-                raise AccessError(
-                    f"{address} accepts only its cluster. Start this coordinator without --insecure"
-                )
+                raise AccessError(f"{address} accepts only its cluster. Start this coordinator without --insecure")
             return None
         if self.trust is None:
             where = "of a cluster" if announced else "on another machine"

@@ -59,9 +59,7 @@ class Parallel:
             return cls(groups=1, size=0)
         found = re.fullmatch(r"(\d{1,2})x(\d{1,2})", text)
         if found is None or not (int(found[1]) and 2 <= int(found[2]) <= MAX_GROUP):
-            raise UsageError(
-                f"--parallel {text!r:.20}: write auto, pipeline, tensor, or groups x machines, as in 2x2"
-            )
+            raise UsageError(f"--parallel {text!r:.20}: write auto, pipeline, tensor, or groups x machines, as in 2x2")
         return cls(groups=int(found[1]), size=int(found[2]))
 
     @property
@@ -157,9 +155,7 @@ def describe(chosen: Prediction, found: Sequence[Prediction]) -> str:
     return f"{text} ({', '.join(others)})" if others else text
 
 
-def predict_plans(
-    planning: Planning, machines: Sequence[Machine], epoch: int = 1
-) -> list[Prediction]:
+def predict_plans(planning: Planning, machines: Sequence[Machine], epoch: int = 1) -> list[Prediction]:
     """Return every possible plan with its prediction. Raises the errors of the pipeline if there is none."""
     found: list[Prediction] = []
     problems: list[ClusterError] = []
@@ -192,8 +188,7 @@ def _predict(planning: Planning, plan: Plan, machines: Sequence[Machine]) -> Pre
     reads = plan.pass_seconds - sums - planning.workload.draft_depth * draft
     draft += SUMS_PER_DRAFT * last.sum_seconds / (SUMS_PER_LAYER * len(last.span))
     drafted = (
-        (reads * (1 + ROW_COST * depth) + waits + depth * draft) / _tokens(depth)
-        for depth in range(1, MOST_DRAFTS + 1)
+        (reads * (1 + ROW_COST * depth) + waits + depth * draft) / _tokens(depth) for depth in range(1, MOST_DRAFTS + 1)
     )
     return Prediction(text, plan, reads + waits, tuple(drafted) if costs.draft_seconds else ())
 
@@ -203,9 +198,7 @@ def _tokens(depth: int) -> float:
     return sum(ACCEPTED**right for right in range(depth + 1))
 
 
-def _group_plan(
-    planning: Planning, machines: Sequence[Machine], size: int, epoch: int, groups: int = 0
-) -> Plan:
+def _group_plan(planning: Planning, machines: Sequence[Machine], size: int, epoch: int, groups: int = 0) -> Plan:
     """Return the best plan over groups of `size` machines, `groups` of them or as many as there are."""
     if planning.slices is not None and planning.slices % size:
         raise SpanError(
@@ -247,9 +240,7 @@ def _shared(stage: StagePlan, team: Sequence[Machine], expected: float) -> Stage
     return replace(stage, members=names, predicted_seconds=whole, sum_seconds=seconds)
 
 
-def group_machines(
-    machines: Sequence[Machine], size: int, groups: int = 0
-) -> list[tuple[Machine, ...]]:
+def group_machines(machines: Sequence[Machine], size: int, groups: int = 0) -> list[tuple[Machine, ...]]:
     """Return `groups` groups (0: all) of `size` equal machines, the fastest first. Raises UsageError or SpanError."""
     kinds: dict[tuple[str, bool], list[Machine]] = {}
     for machine in machines:
@@ -273,9 +264,7 @@ def _strength(machine: Machine) -> tuple[float, int]:
 def _too_few(machines: Sequence[Machine], size: int, groups: int, found: int) -> ClusterError:
     """Return why `machines` make fewer than `groups` groups of `size`."""
     if pinned := [m.node.name for m in machines if m.node.pinned is not None]:
-        return UsageError(
-            f"{pinned[0]} has --layers, and groups share every layer. Start it without --layers."
-        )
+        return UsageError(f"{pinned[0]} has --layers, and groups share every layer. Start it without --layers.")
     if without := [m.node.name for m in machines if not m.direct]:
         return SpanError(
             f"{', '.join(without)} has no direct link. Members of a group exchange partial results unencrypted: "

@@ -25,8 +25,7 @@ def check_pinned_layers(nodes: Sequence[NodeSpec], model: ModelCosts) -> dict[in
     for v, span in pinned.items():
         if span.end > num_layers:
             raise SpanError(
-                f"{nodes[v].name} is pinned to layers {span}: "
-                f"the model has {num_layers}, 0-{num_layers - 1}"
+                f"{nodes[v].name} is pinned to layers {span}: the model has {num_layers}, 0-{num_layers - 1}"
             )
         if 0 < span.start < first or (span.start == 0 and span.end < first):
             raise SpanError(
@@ -391,15 +390,11 @@ def _around(costs: Array, pinned: Mapping[int, Span], free: Sequence[int]) -> Ar
     costs = costs.copy()
     starts, ends = np.indices(costs.shape[1:])
     for span in pinned.values():
-        costs[np.ix_(free)] = np.where(
-            (starts < span.end) & (ends > span.start), np.inf, costs[np.ix_(free)]
-        )
+        costs[np.ix_(free)] = np.where((starts < span.end) & (ends > span.start), np.inf, costs[np.ix_(free)])
     return costs
 
 
-def _search(
-    costs: Array, free: Sequence[int], pinned: Mapping[int, Span], combine: np.ufunc
-) -> Table:
+def _search(costs: Array, free: Sequence[int], pinned: Mapping[int, Span], combine: np.ufunc) -> Table:
     """Fill the table, set by set. Of equal nodes the last ones hold the last layers."""
     shape = (2 ** len(free), costs.shape[1])
     table = Table(np.full(shape, np.inf), *(np.full(shape, -1, np.int64) for _ in range(2)))

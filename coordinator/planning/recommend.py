@@ -37,9 +37,7 @@ class Recommendation:
     head: bool
 
 
-def joined_spec(
-    name: str, memory_limit: int, bytes_per_second: float | None, chip: str
-) -> NodeSpec:
+def joined_spec(name: str, memory_limit: int, bytes_per_second: float | None, chip: str) -> NodeSpec:
     """Return the machine that a worker has measured."""
     speed = (bytes_per_second or GB_SPEED * 1e9) / 1e9 / GB_SPEED
     fixed = LAYER_SECONDS if chip.startswith("Apple") else 0.0
@@ -73,9 +71,7 @@ def _recommendation(repo: KnownRepo, specs: Sequence[NodeSpec]) -> Recommendatio
     found = predict_plans(Planning(costs_of, workload), machines)
     best = min(found, key=lambda one: one.token)
     roomiest = max(
-        plan_capacity(
-            costs_of(one.plan.group_size), one.plan.stages, checkpoint.config.max_positions, 1
-        ).kv_tokens
+        plan_capacity(costs_of(one.plan.group_size), one.plan.stages, checkpoint.config.max_positions, 1).kv_tokens
         for one in found
     )
     name = repo.short + (f"-{repo.bits}bit" if repo.bits not in (4, None) else "")

@@ -125,9 +125,7 @@ class BackupTransfer:
             scheduler.ops.append(Evict(sequence.seq_id))  # some stages may have it
         then()
 
-    async def _write_backup(
-        self, pipeline: Pipeline, sequence: Sequence, held: int, attempt: int
-    ) -> int:
+    async def _write_backup(self, pipeline: Pipeline, sequence: Sequence, held: int, attempt: int) -> int:
         """Give the stages the backup of a sequence. Return its tokens, or 0 without one or if it fails."""
         async with self._giving:
             backup = self._useful_backup(sequence, held)
@@ -143,9 +141,7 @@ class BackupTransfer:
         log.info("backup restored", extra={"epoch": pipeline.epoch, "tokens": len(tokens)})
         return len(tokens)
 
-    async def _load_prefix(
-        self, pipeline: Pipeline, sequence: Sequence, held: int, attempt: int
-    ) -> int:
+    async def _load_prefix(self, pipeline: Pipeline, sequence: Sequence, held: int, attempt: int) -> int:
         """Let stages load a prefix longer than `held` from their disks, unless it takes too long. Return its length."""
         started, tokens = self._clock(), sequence.tokens
         if not pipeline.has_disk or started < self._no_disk_until:
@@ -176,9 +172,7 @@ class BackupTransfer:
         )
         return found.tokens
 
-    async def _move_blocks(
-        self, pipeline: Pipeline, sequence: Sequence, held: int, found: FoundPrefix
-    ) -> bool:
+    async def _move_blocks(self, pipeline: Pipeline, sequence: Sequence, held: int, found: FoundPrefix) -> bool:
         """Let workers copy the blocks that they lack, if that seems faster than to compute. Return True on success."""
         gained, started = found.most - max(held, found.tokens), self._clock()
         if not found.moves or gained < SMALLEST_ENTRY or started < self._no_moves_until:

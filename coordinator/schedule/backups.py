@@ -165,9 +165,7 @@ class Backups:
         made = self.in_flight
         return made if made is not None and made.frame == frame else None
 
-    def complete_backup(
-        self, made: BackupInFlight, tokens: int, states: Sequence[LayerState]
-    ) -> None:
+    def complete_backup(self, made: BackupInFlight, tokens: int, states: Sequence[LayerState]) -> None:
         """Keep a backup that was read, unless it is stale. Above `limit` the youngest sequences lose theirs."""
         if made is not self.in_flight:
             return

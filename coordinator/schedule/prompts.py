@@ -75,9 +75,7 @@ def check_request(request: GenerationRequest, context: int, vocab: int, kv_token
     if rows != [i for one in request.images for i in range(one.span.start, one.span.end)]:
         raise RequestError("the tokens of an image are not those of its rows", param="prompt")
     if any(token >= vocab for token in request.params.logit_bias):
-        raise RequestError(
-            f"a token of logit_bias is outside the vocabulary of {vocab}", param="logit_bias"
-        )
+        raise RequestError(f"a token of logit_bias is outside the vocabulary of {vocab}", param="logit_bias")
     assert len(request.emitted) < request.max_tokens, "the answer is complete"
     total = len(request.prompt) + request.max_tokens
     field = "prompt" if len(request.prompt) >= min(context, kv_tokens) else "max_tokens"
@@ -88,9 +86,7 @@ def check_request(request: GenerationRequest, context: int, vocab: int, kv_token
             param=field,
         )
     if total > kv_tokens:
-        raise RequestError(
-            f"{total} tokens exceed the K/V memory of this cluster, {kv_tokens} tokens", param=field
-        )
+        raise RequestError(f"{total} tokens exceed the K/V memory of this cluster, {kv_tokens} tokens", param=field)
 
 
 def check_queue(waiting: Collection[Sequence], places: int, client: str, served: int) -> None:
@@ -197,9 +193,7 @@ class Prompts:
                 return None
         return None
 
-    def queue_position(
-        self, running: Running, waiting: Collection[Sequence], request: GenerationRequest
-    ) -> int | None:
+    def queue_position(self, running: Running, waiting: Collection[Sequence], request: GenerationRequest) -> int | None:
         """Return the position of `request` in the order of the waiting prompts, from 1 on, or None."""
         order = self.sort_waiting(running, waiting)
         found = (place for place, one in enumerate(order, 1) if one.request is request)
@@ -269,9 +263,7 @@ def _find_oldest(prompts: Collection[Sequence], running: Running) -> Sequence:
     admitted = _count_clients(running)
     counts = [admitted[one.request.client] for one in prompts if one.seq_id not in running]
     fewest = min(counts, default=0)
-    found = (
-        one for one in prompts if one.seq_id in running or admitted[one.request.client] == fewest
-    )
+    found = (one for one in prompts if one.seq_id in running or admitted[one.request.client] == fewest)
     return min(found, key=lambda sequence: sequence.seq_id)
 
 

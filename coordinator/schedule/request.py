@@ -123,9 +123,7 @@ GenerationEvent = PrefillProgress | TokenChunk | Finished
 class Generator(Protocol):
     """A server of generation requests. `schedule.loop.GenerationLoop` implements it."""
 
-    def submit(
-        self, request: GenerationRequest, deliver: Callable[[GenerationEvent], None]
-    ) -> Callable[[], None]:
+    def submit(self, request: GenerationRequest, deliver: Callable[[GenerationEvent], None]) -> Callable[[], None]:
         """Queue `request`. Each of its events goes to `deliver` on the event loop, the last one a `Finished`.
 
         Return a function that cancels the request on every stage; it may be called at any time. Raises RequestError if
@@ -136,9 +134,7 @@ class Generator(Protocol):
         """Return the position of `request` among the waiting ones, 1 for the next one, or None if it does not wait."""
 
 
-async def generate(
-    generator: Generator, request: GenerationRequest
-) -> AsyncIterator[GenerationEvent]:
+async def generate(generator: Generator, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
     """Yield the events of `request`. Closing the iterator cancels it. Raises the errors of `Generator.submit`."""
     queue: asyncio.Queue[GenerationEvent] = asyncio.Queue()
     cancel = generator.submit(request, queue.put_nowait)

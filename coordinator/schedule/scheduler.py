@@ -301,9 +301,7 @@ class Scheduler:
             chosen = ready[: -(-len(decoding) // self.stages)]
         if not chosen and all_decode:
             chosen = self._next_to_run_ahead(decoding, filled=filled)
-            record.follows = next(
-                (s.newest_frame.number for s in chosen if s.windows_in_flight), None
-            )
+            record.follows = next((s.newest_frame.number for s in chosen if s.windows_in_flight), None)
         shapes = [shape] * len(chosen) if filled else self._next_shapes(chosen)
         relay = all_decode and self.stages > 1
         segments = [
@@ -380,9 +378,7 @@ class Scheduler:
                 return [sequence], sequence.shape
         return [], Shape()
 
-    def _window_segment(
-        self, sequence: Sequence, shape: Shape, record: FrameInFlight, *, relay: bool
-    ) -> Segment:
+    def _window_segment(self, sequence: Sequence, shape: Shape, record: FrameInFlight, *, relay: bool) -> Segment:
         """Return the next window of `sequence`. It never exceeds the request's limit."""
         self._queue_commit(sequence)
         position = len(sequence.tokens) - 1 + sequence.tokens_in_flight
@@ -435,10 +431,7 @@ class Scheduler:
 
     def _with_image_rows(self, frame: Frame) -> Frame:
         """Return `frame` with the rows of its images, if it has some. The rows of text are zeros."""
-        images = [
-            None if s.open else self.running[s.seq_id].request.image_at(s.position)
-            for s in frame.segments
-        ]
+        images = [None if s.open else self.running[s.seq_id].request.image_at(s.position) for s in frame.segments]
         found = next((image for image in images if image is not None), None)
         if found is None:
             return frame
@@ -475,9 +468,7 @@ class Scheduler:
         elif (entry := self.prefixes.find_entry(prompt)) is not None:
             self.ops.append(RestorePrefix(sequence.seq_id, entry.number))
             sequence.start_after(len(entry.tokens))
-        sequence.prefix_boundaries = self.prefixes.boundaries(
-            prompt, sequence.scheduled_tokens, sequence.request.turn
-        )
+        sequence.prefix_boundaries = self.prefixes.boundaries(prompt, sequence.scheduled_tokens, sequence.request.turn)
 
     def _save_prefix(self, sequence: Sequence, tokens: tuple[int, ...]) -> None:
         """Save the stages' state of `sequence`, which is the state after `tokens`, as a prefix entry."""
@@ -534,13 +525,9 @@ class Scheduler:
         if cost is not None:
             rows = sum(segment.width for segment in frame.segments)
             drafts = max(segment.drafts for segment in frame.segments)
-            self.controller.record_step_cost(
-                record.decode_rows, record.fill, rows, drafts, record.shape, cost
-            )
+            self.controller.record_step_cost(record.decode_rows, record.fill, rows, drafts, record.shape, cost)
 
-    def _apply_chunk(
-        self, sequence: Sequence, segment: Segment, outcome: Outcome, result: FrameOutcome
-    ) -> None:
+    def _apply_chunk(self, sequence: Sequence, segment: Segment, outcome: Outcome, result: FrameOutcome) -> None:
         sequence.computed_tokens = segment.position + segment.width
         sequence.open_restores = 0
         done, total = sequence.computed_tokens, sequence.prefill_tokens
@@ -555,9 +542,7 @@ class Scheduler:
         self._follow_text(sequence)
         self._finish(sequence, segment, outcome, result)
 
-    def _apply_window(
-        self, sequence: Sequence, segment: Segment, outcome: Outcome, result: FrameOutcome
-    ) -> None:
+    def _apply_window(self, sequence: Sequence, segment: Segment, outcome: Outcome, result: FrameOutcome) -> None:
         in_flight = sequence.windows_in_flight
         if not in_flight or in_flight[0].number != segment.window:
             return  # an earlier outcome invalidated the window
@@ -589,9 +574,7 @@ class Scheduler:
         if found is not None:
             self.controller.record_match(found)
 
-    def _finish(
-        self, sequence: Sequence, segment: Segment, outcome: Outcome, result: FrameOutcome
-    ) -> None:
+    def _finish(self, sequence: Sequence, segment: Segment, outcome: Outcome, result: FrameOutcome) -> None:
         """If the text has ended, add the last event, save a useful prefix entry, and remove the sequence."""
         if sequence.finished is None:
             return

@@ -281,18 +281,14 @@ class Sequence:
         """Return the results of the window's drafts, and of those in flight that they decide, up to the end."""
         ended = self.finished is not None
         count = min(len(window.tokens) - 1, emitted) if ended else len(window.tokens) - 1
-        results = [
-            DraftResult(window.first + i, i < outcome.accepted_length) for i in range(1, count + 1)
-        ]
+        results = [DraftResult(window.first + i, i < outcome.accepted_length) for i in range(1, count + 1)]
         if ended:
             return tuple(results)
         following = [w for w in self.windows_in_flight if w.matched == window.matched]
         if result is WindowResult.ACCEPTED:
             results += [DraftResult(w.first, True) for w in following[:1] if w.first]
         else:
-            results += [
-                DraftResult(w.first + i, False) for w in following for i in range(len(w.tokens))
-            ]
+            results += [DraftResult(w.first + i, False) for w in following for i in range(len(w.tokens))]
         return tuple(results)
 
     def _drafts_before_stop(self, drafts: tuple[int, ...]) -> tuple[int, ...]:

@@ -63,9 +63,7 @@ RENEWAL_SECONDS = 60.0
 """Seconds between two looks at the certificate of the HTTP server."""
 
 
-def renew_in_context(
-    options: ServeOptions, tls: TlsFiles, context: ssl.SSLContext, loaded: int
-) -> int:
+def renew_in_context(options: ServeOptions, tls: TlsFiles, context: ssl.SSLContext, loaded: int) -> int:
     """Use the certificate's files in `context` for new connections, if they changed since `loaded`.
 
     A certificate of the cluster is issued again after two thirds of its life, and after a rotation. Returns the time of

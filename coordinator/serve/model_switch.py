@@ -95,9 +95,7 @@ class ModelSwitch(ModelLoader):
                     self._listed = await asyncio.to_thread(list_models)
                     self._listed_at = clock()
         except TimeoutError:
-            raise errors.DeadlineError(
-                f"reading the models: no answer within {DISK_SECONDS:g} s. Try again"
-            ) from None
+            raise errors.DeadlineError(f"reading the models: no answer within {DISK_SECONDS:g} s. Try again") from None
         listed = {model.name for model in self._listed}
         served = [ModelFacts(name) for name in self._arguments if name not in listed]
         return [*served, *self._listed]
@@ -112,9 +110,7 @@ class ModelSwitch(ModelLoader):
             name = Path(directory).name
         if self._task is not None and not self._task.done():
             if self.report.model != name:
-                raise errors.BusyError(
-                    f"the server changes to {self.report.model!r:.80}. Try again later"
-                )
+                raise errors.BusyError(f"the server changes to {self.report.model!r:.80}. Try again later")
             return self.report
         if self._host.parts is None:
             raise errors.NotReadyError("the server is starting. Try again later")

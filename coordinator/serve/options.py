@@ -110,13 +110,9 @@ class ServeOptions:
 
     model: ModelOption = BUILTIN
     host: Annotated[str, typer.Option(help="Address for HTTP.")] = "127.0.0.1"
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port for HTTP; 0 chooses a free one.")
-    ] = 8080
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port for HTTP; 0 chooses a free one.")] = 8080
     worker: WorkersOption = ()
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Wait for this many workers before the first plan.")
-    ] = None
+    nodes: Annotated[int | None, typer.Option(min=1, help="Wait for this many workers before the first plan.")] = None
     wait: Annotated[
         float | None,
         typer.Option(
@@ -131,9 +127,7 @@ class ServeOptions:
         typer.Option("--alone-ok", help="Serve with fewer than --nodes, or alone, after --wait."),
     ] = False
     parallel: ParallelOption = ONE_PIPELINE
-    single_node: Annotated[
-        bool, typer.Option("--single-node", help="Use no worker: serve in this process.")
-    ] = False
+    single_node: Annotated[bool, typer.Option("--single-node", help="Use no worker: serve in this process.")] = False
     no_mdns: NoMdnsOption = False
     own_worker: Annotated[
         bool,
@@ -162,14 +156,12 @@ class ServeOptions:
     kv_bits: KvBitsOption = None
     exact: ExactOption = False
     slices: SlicesOption = None
-    max_sequences: Annotated[
-        int, typer.Option(min=1, max=256, help="Most requests served at once; others queue.")
-    ] = DEFAULT_SEQUENCES
+    max_sequences: Annotated[int, typer.Option(min=1, max=256, help="Most requests served at once; others queue.")] = (
+        DEFAULT_SEQUENCES
+    )
     no_prefix_cache: Annotated[
         bool,
-        typer.Option(
-            "--no-prefix-cache", help="Keep no state of prompts for later ones that begin the same."
-        ),
+        typer.Option("--no-prefix-cache", help="Keep no state of prompts for later ones that begin the same."),
     ] = False
     prefix_disk: Annotated[
         int | None,
@@ -192,13 +184,9 @@ class ServeOptions:
     ] = None
     vision: Annotated[
         VisionMode,
-        typer.Option(
-            help="Read the part for images when the first one comes, at the start, or never."
-        ),
+        typer.Option(help="Read the part for images when the first one comes, at the start, or never."),
     ] = VisionMode.auto
-    max_images: Annotated[
-        int, typer.Option(min=0, max=MAX_IMAGES, help="Most images of one request.")
-    ] = 32
+    max_images: Annotated[int, typer.Option(min=0, max=MAX_IMAGES, help="Most images of one request.")] = 32
     share_weights: Annotated[
         bool,
         typer.Option(
@@ -248,9 +236,7 @@ class ServeOptions:
             help="Lower a request's max_tokens to the room left instead of rejecting the request.",
         ),
     ] = False
-    allow_sleep: Annotated[
-        bool, typer.Option("--allow-sleep", help="Let a Mac fall asleep while it serves.")
-    ] = False
+    allow_sleep: Annotated[bool, typer.Option("--allow-sleep", help="Let a Mac fall asleep while it serves.")] = False
     kernels: KernelsOption = Kernels.auto
     no_wired_memory: Annotated[
         bool,
@@ -270,9 +256,7 @@ class ServeOptions:
     ] = None
     tls_cert: Annotated[
         Path | None,
-        typer.Option(
-            help="Certificate of the HTTP server (PEM). Off loopback the default is one of the cluster."
-        ),
+        typer.Option(help="Certificate of the HTTP server (PEM). Off loopback the default is one of the cluster."),
     ] = None
     tls_key: Annotated[Path | None, typer.Option(help="Private key of --tls-cert (PEM).")] = None
     allowed_host: Annotated[
@@ -327,9 +311,7 @@ class ServeOptions:
                 "give the same answers"
             )
         if self.parallel.size and slices % size:
-            raise UsageError(
-                f"--slices {slices} cannot be shared by groups of {size}. Use a multiple of {size}"
-            )
+            raise UsageError(f"--slices {slices} cannot be shared by groups of {size}. Use a multiple of {size}")
         return slices
 
     @property
@@ -344,17 +326,11 @@ class ServeOptions:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UsageError("--tls-cert and --tls-key belong together. Give both, or neither")
         if shared and self.single_node:
-            raise UsageError(
-                f"--parallel {self.parallel} shares layers between workers. Leave out --single-node"
-            )
+            raise UsageError(f"--parallel {self.parallel} shares layers between workers. Leave out --single-node")
         if shared and self.nodes is not None and machines not in (None, self.nodes):
-            raise UsageError(
-                f"--parallel {self.parallel} needs {machines} machines, and --nodes is {self.nodes}"
-            )
+            raise UsageError(f"--parallel {self.parallel} needs {machines} machines, and --nodes is {self.nodes}")
         if self.single_node and (self.worker or self.nodes or self.own_worker):
-            raise UsageError(
-                "--single-node uses no worker. Leave out --worker, --own-worker and --nodes"
-            )
+            raise UsageError("--single-node uses no worker. Leave out --worker, --own-worker and --nodes")
         if self.own_layers and not self.own_worker:
             raise UsageError("--own-layers are those of --own-worker. Add --own-worker")
         if self.alone_ok and self.required_nodes is None:

@@ -45,9 +45,7 @@ AUTO_DEPTH = 1
 """Drafts per step for which the planner charges the last stage while `--mtp auto` chooses the depth."""
 
 
-def make_manager(
-    model: OpenedModel, me: pb.Coordinator, trust: NodeTrust | None = None
-) -> ClusterManager:
+def make_manager(model: OpenedModel, me: pb.Coordinator, trust: NodeTrust | None = None) -> ClusterManager:
     """Return the manager of the workers, which serves `model` in this process when no worker serves."""
     options = model.options
     settings = Settings(
@@ -142,9 +140,7 @@ class OpenedModel:
         self.name = served_name(options.model)
         self.mode = effective_mtp_mode(self.checkpoint, options.mtp)
         config = self.checkpoint.config
-        self.tokenizer = Tokenizer.load(
-            self.checkpoint.path, config.eos_token_ids, config.family.call_forms
-        )
+        self.tokenizer = Tokenizer.load(self.checkpoint.path, config.eos_token_ids, config.family.call_forms)
         self.tokenizer.max_tokens = config.max_positions
         self.vocabulary = pack_vocabulary(self.tokenizer)
         self.info = ModelInfo(

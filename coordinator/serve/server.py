@@ -74,10 +74,7 @@ async def serve(options: ServeOptions) -> None:
             await stack.enter_async_context(trust.listening(*options.listen))
         if own is not None:
             await stack.enter_async_context(own.running())
-            if (
-                trust is not None
-                and (others := (options.required_nodes or 1) - len(options.worker)) > 0
-            ):
+            if trust is not None and (others := (options.required_nodes or 1) - len(options.worker)) > 0:
                 _show_invitation(trust.invite(others).command)
         stack.enter_context(keep_awake(enabled=not options.allow_sleep))
         if server.tls is not None:
@@ -241,9 +238,7 @@ class _Server:
         manager.start()
         if trust is not None:
             watching = asyncio.create_task(
-                trust.watch(
-                    manager.membership.clients.values, manager.membership.drop_removed_nodes
-                )
+                trust.watch(manager.membership.clients.values, manager.membership.drop_removed_nodes)
             )
             stack.callback(watching.cancel)
         return manager

@@ -133,9 +133,7 @@ class FrameRecords:
                 steps.append(record.stage_us)
         times = [round(sum(us) / len(steps) / 1000, 3) for us in zip(*steps, strict=False)]
         shares = [round(min(seconds / RATE_SECONDS, 1.0), 2) for seconds in busy]
-        return tuple(
-            StageLoad(times[i] if times else None, share) for i, share in enumerate(shares)
-        )
+        return tuple(StageLoad(times[i] if times else None, share) for i, share in enumerate(shares))
 
     def since(self, number: int, most: int = MAX_RECORDS) -> list[FrameRecord]:
         """Return the records after record `number`, at most the `most` newest."""

@@ -126,9 +126,7 @@ def hops(processes: Sequence[ProcessTrace]) -> Iterator[Hop]:
             yield from _hops_between(last, receiver, StageStep.TOKENS_RECEIVED)
 
 
-def _hops_between(
-    sender: ProcessTrace | None, receiver: ProcessTrace, came: IntEnum
-) -> Iterator[Hop]:
+def _hops_between(sender: ProcessTrace | None, receiver: ProcessTrace, came: IntEnum) -> Iterator[Hop]:
     """Yield the hops of the frames that `sender` has encoded and whose step `came` took place at the receiver."""
     if sender is None or sender is receiver:
         return
@@ -176,9 +174,7 @@ def step_table(processes: Sequence[ProcessTrace]) -> str:
         for name, times in durations.items():
             if len(times) > 1:
                 middle, p90 = median(times) / 1e6, quantiles(times, n=10)[-1] / 1e6
-                rows.append(
-                    f"{process.name:<28} {name:<12} {middle:>10.3f} {p90:>10.3f} {len(times):>8}"
-                )
+                rows.append(f"{process.name:<28} {name:<12} {middle:>10.3f} {p90:>10.3f} {len(times):>8}")
     return "\n".join(rows)
 
 
@@ -194,8 +190,7 @@ def chrome_trace(processes: Sequence[ProcessTrace]) -> Event:
         named = [("process_name", 0, process.name)]
         named += [("thread_name", tid, track) for tid, track in enumerate(tracks)]
         events += [
-            {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
-            for kind, tid, name in named
+            {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}} for kind, tid, name in named
         ]
         for frame, phase, start, end in phase_times(process):
             arguments = {"frame": frame.number, "epoch": frame.epoch, "rows": frame.rows}
@@ -212,9 +207,7 @@ def chrome_trace(processes: Sequence[ProcessTrace]) -> Event:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _pair(
-    name: str, category: str, pid: int, number: int, start: int, end: int, arguments: Event
-) -> list[Event]:
+def _pair(name: str, category: str, pid: int, number: int, start: int, end: int, arguments: Event) -> list[Event]:
     """Return the two events of an interval that may overlap others."""
     common = {"name": name, "cat": category, "pid": pid, "tid": 0, "id": number}
     return [

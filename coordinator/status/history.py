@@ -194,9 +194,7 @@ class EventLog:
         self.events.extend(new)
         return new
 
-    def _plan_events(
-        self, before: ClusterStatus, status: ClusterStatus, at: float
-    ) -> list[ClusterEvent]:
+    def _plan_events(self, before: ClusterStatus, status: ClusterStatus, at: float) -> list[ClusterEvent]:
         if status.recoveries > before.recoveries and self._failed_at is None:
             self._failed_at = at
             self._lost = []
@@ -215,9 +213,7 @@ class EventLog:
         return [ClusterEvent(at, "recovery", text, seconds)]
 
 
-def _node_events(
-    before: dict[str, NodeStatus], status: ClusterStatus, at: float
-) -> list[ClusterEvent]:
+def _node_events(before: dict[str, NodeStatus], status: ClusterStatus, at: float) -> list[ClusterEvent]:
     present = (node for node in status.nodes if node.address is not None)
     found = [e for n in present for e in _node_event(before.pop(n.address or "", None), n, at)]
     gone = (node for node in before.values() if node.address is not None)

@@ -27,9 +27,7 @@ REQUEST_SECONDS = (0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 class Metrics(Collector):
     """The metrics of one app, in a registry of its own. Each scrape reads the cluster's status."""
 
-    def __init__(
-        self, status: StatusSource, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, status: StatusSource, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self._status = status
         self.latency = LatencyLog()
@@ -44,9 +42,7 @@ class Metrics(Collector):
         )
         self.open_requests = Gauge("mtp_open_requests", "Open requests.", registry=self.registry)
         self.prompt_tokens = counter("mtp_prompt_tokens", "Prompt tokens of completed requests.")
-        self.cached_tokens = counter(
-            "mtp_cached_prompt_tokens", "Prompt tokens found in the prefix cache."
-        )
+        self.cached_tokens = counter("mtp_cached_prompt_tokens", "Prompt tokens found in the prefix cache.")
         self.generated_tokens = counter("mtp_generated_tokens", "Tokens sent to clients.")
         self.first_token = histogram(
             "mtp_time_to_first_token_seconds",

@@ -622,9 +622,7 @@ class _Line:
     def __init__(self) -> None:
         self.fence = ""
         """The mark that opened the block of code around the line, or an empty string."""
-        self._begin = (
-            ""  # the line from its first character that is not blank, as far as it matters
-        )
+        self._begin = ""  # the line from its first character that is not blank, as far as it matters
 
     @property
     def blank(self) -> bool:

@@ -64,9 +64,7 @@ def check_schema(tool: Json, path: str, style: CallForm) -> None:
         raise RequestError(text, param=f"{path}.{rules[0]}")
     for name in schema.get("properties", ()) if style == "xml" else ():
         if not WRITABLE.fullmatch(name) or name != name.strip():
-            text = (
-                f"{path}.properties: the name {name!r:.60} cannot be forced. Use tool_choice auto."
-            )
+            text = f"{path}.properties: the name {name!r:.60} cannot be forced. Use tool_choice auto."
             raise RequestError(text, param=f"{path}.properties")
     for name, member in _members(tool):
         if style == "xml" and member.get("type") in (None, "string") and "not" in member:
@@ -119,9 +117,7 @@ def pack_vocabulary(tokenizer: Tokenizer) -> bytes:
     if not tokenizer.eos_ids:
         return b""
     tokens = map(tokenizer.token_bytes, range(tokenizer.vocab_size))
-    return Vocabulary.of_backend(
-        tokenizer.backend, tokens, tokenizer.control_ids, tokenizer.eos_ids
-    ).pack()
+    return Vocabulary.of_backend(tokenizer.backend, tokens, tokenizer.control_ids, tokenizer.eos_ids).pack()
 
 
 def compile_format(output: OutputFormat, tokenizer: LLTokenizer) -> bytes:
@@ -161,15 +157,11 @@ MAX_CALLS = 16
 """Maximum number of calls in one forced answer. Without a limit a model may repeat calls until the answer's limit."""
 
 
-def call_grammar(
-    tools: Sequence[Json], style: CallForm, markers: tuple[str, str], *, single: bool
-) -> str:
+def call_grammar(tools: Sequence[Json], style: CallForm, markers: tuple[str, str], *, single: bool) -> str:
     """Return a Lark grammar of one call of `tools`, in OpenAI's format, or of up to MAX_CALLS, between `markers`."""
     start, end = markers
     body = _xml_call if style == "xml" else _json_call
-    rules = [
-        f"call: {_text(start + chr(10))} ({' | '.join(f'f{i}' for i in range(len(tools)))}) {_text(end)}"
-    ]
+    rules = [f"call: {_text(start + chr(10))} ({' | '.join(f'f{i}' for i in range(len(tools)))}) {_text(end)}"]
     for number, tool in enumerate(tools):
         rules += body(f"f{number}", tool["function"])
     more = "" if single else f" ({_text(chr(10))} call){{0,{MAX_CALLS - 1}}}"
@@ -208,9 +200,7 @@ def _xml_call(rule: str, function: Json) -> list[str]:
     name = function["name"]
     required = schemas.parameters(name).get("required") or ()
     rules, items = [], []
-    undeclared = [
-        each for each in required if isinstance(each, str) and each not in schemas.properties(name)
-    ]
+    undeclared = [each for each in required if isinstance(each, str) and each not in schemas.properties(name)]
     for number, argument in enumerate([*schemas.properties(name), *undeclared]):
         item = f"{rule}_p{number}"
         items.append(item if argument in required else f"{item}?")
@@ -366,9 +356,7 @@ class GrammarProcess:
         """
         if not self.vocabulary:
             param = outputs[0].param
-            raise RequestError(
-                f"{param}: this checkpoint names no end token, which formats require.", param=param
-            )
+            raise RequestError(f"{param}: this checkpoint names no end token, which formats require.", param=param)
         for output in outputs:
             check_numbers(output.content, output.param)
         job = json.dumps([vars(output) for output in outputs]).encode()

@@ -146,9 +146,7 @@ class ToolSchemas:
 
     def kinds(self, function: str, argument: str) -> Kinds:
         """Return the types of an argument."""
-        return frozenset(
-            kind for member in self.members(function, argument) for kind in kinds_of(member)
-        )
+        return frozenset(kind for member in self.members(function, argument) for kind in kinds_of(member))
 
 
 def kinds_of(member: Json) -> Iterator[str]:
@@ -175,9 +173,7 @@ def json_of(text: str, kinds: Kinds) -> str:
     A text that no other type of `kinds` fits is a string, so that the client can tell the model what is wrong. Without
     `kinds` only objects and lists are JSON, and other text is a string. Python's notation of values is accepted too.
     """
-    if text.strip().lower() in ("null", "none") and (
-        "null" in kinds or (kinds and "string" not in kinds)
-    ):
+    if text.strip().lower() in ("null", "none") and ("null" in kinds or (kinds and "string" not in kinds)):
         return "null"
     for value in () if "string" in kinds and kinds <= {"string", "null"} else _readings(text):
         kind = kind_of(value)

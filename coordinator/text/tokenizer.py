@@ -33,9 +33,7 @@ class ContextLengthError(RequestError):
 
     code = "context_length_exceeded"
 
-    def __init__(
-        self, message: str, prompt: int, limit: int, *, param: str, max_tokens: int | None = None
-    ) -> None:
+    def __init__(self, message: str, prompt: int, limit: int, *, param: str, max_tokens: int | None = None) -> None:
         super().__init__(message, param=param)
         self.prompt, self.limit, self.max_tokens = prompt, limit, max_tokens
 
@@ -105,9 +103,7 @@ class TextStream:
         return Piece(text, tuple(begun))
 
 
-_RESERVED_VARIABLES = frozenset(
-    {"messages", "tools", "add_generation_prompt", "tokenize", "continue_final_message"}
-)
+_RESERVED_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "tokenize", "continue_final_message"})
 """Template variables that `chat_template_kwargs` may not set, because request fields or the server set them."""
 
 
@@ -252,9 +248,7 @@ class Tokenizer:
             if tokens > limit:
                 prompt = tokens * len(text) // min(len(text), start + PIECE_CHARACTERS)
                 problem = f"the prompt: about {prompt} tokens exceed the model's context length"
-                raise ContextLengthError(
-                    f"{problem} of {limit} tokens. Shorten it.", prompt, limit, param="prompt"
-                )
+                raise ContextLengthError(f"{problem} of {limit} tokens. Shorten it.", prompt, limit, param="prompt")
 
     def control_id(self, text: str) -> int | None:
         """Return the id of the control token spelled `text`, such as `<|im_end|>`, or None for other text."""
@@ -321,9 +315,7 @@ class Tokenizer:
         tokens = self._encode_guarded(prompt)
         known = self._encode_guarded(history) if begins else []
         pairs = enumerate(zip(tokens, known, strict=False))
-        return tuple(tokens), next(
-            (i for i, (a, b) in pairs if a != b), min(len(tokens), len(known))
-        )
+        return tuple(tokens), next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(known)))
 
     def _encode_guarded(self, prompt: str) -> list[int]:
         """Encode a prompt in which GUARD makes spellings of control tokens ordinary text."""
@@ -388,9 +380,7 @@ class Tokenizer:
         """Return whether the chat template reads the variable `name`; True if its variables cannot be determined."""
         return not self._template_names or name in self._template_names
 
-    def _render(
-        self, messages: Sequence[Json], tools: Sequence[Json], kwargs: Json, *, answer: bool
-    ) -> str:
+    def _render(self, messages: Sequence[Json], tools: Sequence[Json], kwargs: Json, *, answer: bool) -> str:
         try:
             text = self._wrapper.apply_chat_template(
                 list(messages),
@@ -400,9 +390,7 @@ class Tokenizer:
                 **kwargs,
             )
         except jinja2.TemplateError as error:
-            raise RequestError(
-                f"messages: rejected by the model's chat template: {error}", param="messages"
-            ) from error
+            raise RequestError(f"messages: rejected by the model's chat template: {error}", param="messages") from error
         except Exception as error:
             raise RequestError(
                 f"messages: the model's chat template cannot render them ({type(error).__name__})",

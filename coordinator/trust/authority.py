@@ -124,9 +124,7 @@ class Authority:
         )
         return to_pem(leaf, *self.crosses)
 
-    def issue_to_coordinator(
-        self, hosts: tuple[str, ...] = ()
-    ) -> tuple[ec.EllipticCurvePrivateKey, str]:
+    def issue_to_coordinator(self, hosts: tuple[str, ...] = ()) -> tuple[ec.EllipticCurvePrivateKey, str]:
         """Return a new key of the coordinator, and its certificate chain in PEM."""
         key, identity = new_key(), NodeIdentity(self.cluster, Role.COORDINATOR, new_id())
         return key, self.issue(key.public_key(), identity, hosts)
@@ -187,9 +185,7 @@ def _load(directory: Path) -> Authority | None:
         raise UsageError(f"{directory}: {error}. Restore the directory from a backup") from error
 
 
-def _from_key_on(
-    key: ec.EllipticCurvePrivateKey, chain: list[x509.Certificate]
-) -> tuple[x509.Certificate, ...]:
+def _from_key_on(key: ec.EllipticCurvePrivateKey, chain: list[x509.Certificate]) -> tuple[x509.Certificate, ...]:
     """Return the certificates of `chain`, the newest first, from the first one of `key` on."""
     return tuple(dropwhile(lambda each: each.public_key() != key.public_key(), chain))
 
@@ -199,9 +195,7 @@ def _self_signed(key: ec.EllipticCurvePrivateKey, cluster: str) -> x509.Certific
     return _signed(_builder(subject, subject, key.public_key(), AUTHORITY_LIFE), key)
 
 
-def _signed(
-    builder: x509.CertificateBuilder, issuer_key: ec.EllipticCurvePrivateKey
-) -> x509.Certificate:
+def _signed(builder: x509.CertificateBuilder, issuer_key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
     """Return the certificate of an authority."""
     return (
         builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)

@@ -259,9 +259,7 @@ class ClusterTrust:
 
     async def _update(self, worker: SecuredWorker) -> None:
         """Give one worker the current authorities and removed nodes, and renew its certificate if it asks for it."""
-        update = pb.TrustUpdate(
-            authorities=self.trust.authorities, removed_nodes=sorted(self.trust.removed)
-        )
+        update = pb.TrustUpdate(authorities=self.trust.authorities, removed_nodes=sorted(self.trust.removed))
         try:
             reply = await worker.update_trust(update)
             if reply.signing_request:

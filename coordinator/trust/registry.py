@@ -68,9 +68,7 @@ class Registry:
 
     # ---- tokens
 
-    def add_token(
-        self, token: JoinToken, seconds: float, uses: int, *, is_local: bool = False
-    ) -> None:
+    def add_token(self, token: JoinToken, seconds: float, uses: int, *, is_local: bool = False) -> None:
         """Record a new token. Only the public half of its secret is stored. A local one replaces the last local one."""
         with self.file.changing() as content:
             now = time.time()

@@ -203,9 +203,7 @@ class LiveFeed:
     def subscribe(self) -> AsyncGenerator[bytes, None]:
         """Return the server-sent events of one page. Raises CapacityError beyond MAX_SUBSCRIBERS."""
         if self._is_closed or len(self.subscribers) >= MAX_SUBSCRIBERS:
-            raise CapacityError(
-                f"{MAX_SUBSCRIBERS} live pages are open. Close one.", retry_after=10
-            )
+            raise CapacityError(f"{MAX_SUBSCRIBERS} live pages are open. Close one.", retry_after=10)
         self.start()
         return self._stream()
 
@@ -323,6 +321,4 @@ def feed_of(request: Request) -> LiveFeed:
 async def stream_events(request: Request) -> Response:
     """Stream one `snapshot` event, then `delta` events with what changed."""
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(
-        feed_of(request).subscribe(), media_type="text/event-stream", headers=headers
-    )
+    return StreamingResponse(feed_of(request).subscribe(), media_type="text/event-stream", headers=headers)

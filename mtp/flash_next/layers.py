@@ -246,9 +246,7 @@ class StreamLayer(Layer):
         first.language = second.language = language if won else None
 
     @abstractmethod
-    def _mixed(
-        self, x: mx.array, caches: Sequence[Any], widths: Sequence[int], stay_open: Sequence[bool]
-    ) -> mx.array:
+    def _mixed(self, x: mx.array, caches: Sequence[Any], widths: Sequence[int], stay_open: Sequence[bool]) -> mx.array:
         """Return the output `[rows, hidden]` of the mixer of tokens, and advance the caches."""
 
 
@@ -263,9 +261,7 @@ class StreamGDN(StreamLayer):
     def new_cache(self, kv_format: KVFormat) -> Any:
         return self.mixer.new_cache(kv_format)
 
-    def _mixed(
-        self, x: mx.array, caches: Sequence[Any], widths: Sequence[int], stay_open: Sequence[bool]
-    ) -> mx.array:
+    def _mixed(self, x: mx.array, caches: Sequence[Any], widths: Sequence[int], stay_open: Sequence[bool]) -> mx.array:
         return self.mixer.mix(x, caches, widths, stay_open)
 
 
@@ -304,9 +300,7 @@ class NgramGDN(StreamGDN):
         """Return what the n-grams add to `x [rows, width]`, with one read of the disk for all sequences."""
         tokens = [cache.take_coming(width) for cache, width in zip(caches, widths, strict=True)]
         states = [cache.ngrams for cache in caches]
-        embedded = self.ple.embed(
-            [(state.context, own) for state, own in zip(states, tokens, strict=True)]
-        )
+        embedded = self.ple.embed([(state.context, own) for state, own in zip(states, tokens, strict=True)])
         values, rows = self.ple.gate(x, embedded)
         parts, start = [], 0
         for state, own, keep in zip(states, tokens, stay_open, strict=True):
@@ -481,9 +475,7 @@ class SparseAttention(StreamLayer, AttentionLayer):
             parts = list(mx.split(self._fused(x), self._ends, axis=-1))
         kv_heads = attention.num_key_value_heads
         heads = attention.num_attention_heads, kv_heads, kv_heads, self.sizes.heads + 1
-        both, keys, values, index = (
-            part.reshape(x.shape[0], n, -1) for part, n in zip(parts, heads, strict=True)
-        )
+        both, keys, values, index = (part.reshape(x.shape[0], n, -1) for part, n in zip(parts, heads, strict=True))
         q_rows, gate = mx.split(both, 2, axis=-1)
         q_rows, keys = attention.q_norm(q_rows), attention.k_norm(keys)
         queries, index_keys = indexer.q_layernorm(index[:, :-1]), index[:, -1:]
@@ -502,9 +494,7 @@ class SparseAttention(StreamLayer, AttentionLayer):
         y: mx.array = self.attention.o_proj(gated)
         return y
 
-    def _read(
-        self, q: mx.array, k: mx.array, v: mx.array, queries: mx.array, cache: IndexedKV
-    ) -> mx.array:
+    def _read(self, q: mx.array, k: mx.array, v: mx.array, queries: mx.array, cache: IndexedKV) -> mx.array:
         """Append `k` and `v [1, kv_heads, w, dim]` of one sequence, and return the attention of `q`."""
         offset, scale = cache.offset, self.attention.scale
         keys, values = cache.update_and_fetch(k, v)

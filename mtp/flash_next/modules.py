@@ -69,9 +69,7 @@ class HyperConnection(nn.Module):
         normed = self.hc_norm(x)
         return self._mixed(normed, self.input_mix_weight_down(normed))
 
-    def mix(
-        self, x: mx.array, added: Sequence[mx.array] | None = None
-    ) -> tuple[mx.array, mx.array, mx.array]:
+    def mix(self, x: mx.array, added: Sequence[mx.array] | None = None) -> tuple[mx.array, mx.array, mx.array]:
         """Return the streams, the input `[rows, hidden]` of the next block, and the logits of its gates.
 
         `added` are the output of the block before and its gates, which the streams get. The last columns of the gates

@@ -54,9 +54,7 @@ class NgramHash:
         """Rows of the table, those that pad it included."""
         half = max(1, ((1 << 63) - 1) // args.vocab // 2)
         seed = args.seed + 10007 * place
-        self._factors = [
-            2 * (splitmix64(seed + _GAMMA * (i + 1)) % half) + 1 for i in range(args.size)
-        ]
+        self._factors = [2 * (splitmix64(seed + _GAMMA * (i + 1)) % half) + 1 for i in range(args.size)]
 
     @property
     def stored_values(self) -> dict[str, list[int]]:

@@ -380,9 +380,7 @@ class WindowDrafts:
         """Return the arrays of the heads, to compute with the drafts."""
         return [array for job in self._jobs for array in job.state.arrays()]
 
-    def finish(
-        self, tokens: Sequence[int], accepted: Sequence[tuple[int, int]]
-    ) -> dict[Key, tuple[int, ...]]:
+    def finish(self, tokens: Sequence[int], accepted: Sequence[tuple[int, int]]) -> dict[Key, tuple[int, ...]]:
         """Return the drafts of each window from the read `tokens`. Removes the pairs of rejected rows and of the chain.
 
         `accepted` has the accepted length of each window and the token after it.
@@ -423,8 +421,7 @@ class WindowDrafts:
             none = mx.array([0], mx.int32)
             counts = [none if rejected is None else rejected for rejected in self._rejected]
             self._holes = [
-                Hole(int(job.state.cache.offset), count)
-                for job, count in zip(self._jobs, counts, strict=True)
+                Hole(int(job.state.cache.offset), count) for job, count in zip(self._jobs, counts, strict=True)
             ]
             return out[mx.array(ends, mx.int32) - _concatenated(counts)]
         return out if len(ends) == out.shape[0] else out[mx.array(ends)]

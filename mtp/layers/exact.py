@@ -127,10 +127,7 @@ def narrowed(function: Rows, inputs: Sequence[mx.array], rows: RowRange) -> RowR
     """
     most = inputs[0].shape[0]
     low = rows.low
-    parts = [
-        function(*[x[start : start + low] for x in inputs])
-        for start in range(0, most - low + 1, low)
-    ]
+    parts = [function(*[x[start : start + low] for x in inputs]) for start in range(0, most - low + 1, low)]
     expected = mx.concatenate(parts)
     shifted = function(*[mx.roll(x[:low], 1, 0) for x in inputs])
     if not same_bits(mx.roll(shifted, -1, 0), expected[:low]):
@@ -145,9 +142,7 @@ def narrowed(function: Rows, inputs: Sequence[mx.array], rows: RowRange) -> RowR
     return rows
 
 
-def choose_range(
-    function: Rows, inputs: Sequence[mx.array], ranges: Sequence[RowRange]
-) -> RowRange:
+def choose_range(function: Rows, inputs: Sequence[mx.array], ranges: Sequence[RowRange]) -> RowRange:
     """Return the first of `ranges` that holds, narrowed to what holds.
 
     Raises UsageError if `function` gives different bits for the same row in equal calls.
@@ -179,10 +174,7 @@ class RangedRows(nn.Module):
         parts = cuts(count, self.rows)
         if parts == [(0, count, count)]:
             return self.inner(*inputs)
-        outputs = [
-            self._call([x[start:stop] for x in inputs], size - (stop - start))
-            for start, stop, size in parts
-        ]
+        outputs = [self._call([x[start:stop] for x in inputs], size - (stop - start)) for start, stop, size in parts]
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
     def _call(self, inputs: list[mx.array], missing: int) -> mx.array:

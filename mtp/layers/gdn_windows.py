@@ -169,9 +169,7 @@ class WindowArrays(NamedTuple):
     spans: mx.array
 
 
-def next_windows(
-    caches: Sequence[SnapshotGDNCache], widths: Sequence[int], stay_open: Sequence[bool]
-) -> list[Window]:
+def next_windows(caches: Sequence[SnapshotGDNCache], widths: Sequence[int], stay_open: Sequence[bool]) -> list[Window]:
     """Return the windows of sequences whose rows follow each other."""
     windows, start = [], 0
     for cache, width, stays_open in zip(caches, widths, stay_open, strict=True):
@@ -188,37 +186,28 @@ def gather_windows(rows: mx.array, windows: Sequence[Window]) -> WindowArrays:
             return _joined_windows(rows, windows)
     # Every layer of a frame passes here, so the usual case takes few steps.
     held, past = first.snapshots, rows if first.rows is None else first.rows
-    spans = [
-        (w.point.slot, w.point.start, w.point.count, w.start, w.count, w.saved_after)
-        for w in windows
-    ]
+    spans = [(w.point.slot, w.point.start, w.point.count, w.start, w.count, w.saved_after) for w in windows]
     return WindowArrays(past, held.conv, held.state, _span_array(tuple(spans)))
 
 
 def _joined_windows(rows: mx.array, windows: Sequence[Window]) -> WindowArrays:
     """Return the arrays of windows that did not all run together before."""
     snapshots, slots = _join([w.point.snapshots for w in windows], lambda s: s.conv.shape[0])
-    pasts, starts = _join(
-        [w.point.rows for w in windows if w.point.rows is not None], lambda r: r.shape[0]
-    )
+    pasts, starts = _join([w.point.rows for w in windows if w.point.rows is not None], lambda r: r.shape[0])
     spans, taken = [], 0
     for window, slot in zip(windows, slots, strict=True):
         point, past = window.point, 0
         if point.rows is not None:
             past = starts[taken] + point.start
             taken += 1
-        spans.append(
-            (slot + point.slot, past, point.count, window.start, window.count, window.saved_after)
-        )
+        spans.append((slot + point.slot, past, point.count, window.start, window.count, window.saved_after))
     conv = mx.concatenate([s.conv for s in snapshots]) if snapshots[1:] else snapshots[0].conv
     state = mx.concatenate([s.state for s in snapshots]) if snapshots[1:] else snapshots[0].state
     past_rows = rows if not pasts else pasts[0] if len(pasts) == 1 else mx.concatenate(pasts)
     return WindowArrays(past_rows, conv, state, _span_array(tuple(spans)))
 
 
-def run_windows(
-    recurrence: Recurrence, rows: mx.array, windows: Sequence[Window]
-) -> tuple[mx.array, Snapshots]:
+def run_windows(recurrence: Recurrence, rows: mx.array, windows: Sequence[Window]) -> tuple[mx.array, Snapshots]:
     """Run windows of projected `rows`. Return the outputs and the saved states, a slot for each window."""
     arrays = gather_windows(rows, windows)
     out, conv, state = recurrence.kernel(
@@ -491,11 +480,7 @@ SOURCE = r"""
 
 def has_window_kernel(net: GatedDeltaNet) -> bool:
     """Return whether the kernel computes the layer."""
-    return (
-        net.head_k_dim == net.head_v_dim == HEAD_DIM
-        and net.conv_kernel_size == TAPS
-        and "bias" not in net.conv1d
-    )
+    return net.head_k_dim == net.head_v_dim == HEAD_DIM and net.conv_kernel_size == TAPS and "bias" not in net.conv1d
 
 
 def window_constants(net: GatedDeltaNet, dtype: mx.Dtype) -> tuple[mx.array, ...]:
@@ -511,9 +496,7 @@ def window_constants(net: GatedDeltaNet, dtype: mx.Dtype) -> tuple[mx.array, ...
     return constants
 
 
-def recurrence_of(
-    kernel: WindowKernel, net: GatedDeltaNet, dtype: mx.Dtype, *, silu: bool = True
-) -> Recurrence:
+def recurrence_of(kernel: WindowKernel, net: GatedDeltaNet, dtype: mx.Dtype, *, silu: bool = True) -> Recurrence:
     """Return a layer as `kernel` takes it, with activations of `dtype`. The gate of its output is `silu` or sigmoid."""
     heads = GatedDeltaShape(net.num_k_heads, net.num_v_heads, silu)
     return Recurrence(kernel, heads, window_constants(net, dtype))

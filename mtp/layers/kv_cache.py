@@ -69,11 +69,7 @@ class KVRows(LayerCache):
             first = i * count // slices
             own = slice(first, first + held)
             part = q[:, i * heads : (i + 1) * heads]
-            outputs.append(
-                self._attention(
-                    part, _heads(keys, own), _heads(values, own), offset, scale, queries
-                )
-            )
+            outputs.append(self._attention(part, _heads(keys, own), _heads(values, own), offset, scale, queries))
         return mx.concatenate(outputs, axis=1)
 
     def _attention(
@@ -98,9 +94,7 @@ class KVRows(LayerCache):
     def _empty(self) -> Self:
         """Return an empty cache of the same format."""
 
-    def attend_around(
-        self, q: mx.array, k: mx.array, v: mx.array, scale: float, hole: Hole
-    ) -> mx.array:
+    def attend_around(self, q: mx.array, k: mx.array, v: mx.array, scale: float, hole: Hole) -> mx.array:
         """Append one row, and return its attention to all entries but those of `hole`."""
         keys, values = self.update_and_fetch(k, v)
         places = mx.arange(self.offset)
@@ -134,8 +128,7 @@ class KVRows(LayerCache):
 
     def with_backups(self, states: Sequence[Sequence[mx.array]], length: int) -> Self:
         arrays = [
-            parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=2)
-            for parts in zip(*states, strict=True)
+            parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=2) for parts in zip(*states, strict=True)
         ]
         filled = self._empty()
         if any(a.ndim != 4 or a.shape[0] != 1 or a.shape[2] != length for a in arrays):
@@ -190,9 +183,7 @@ class QuantizedKV(KVRows, QuantizedKVCache):
             keys, values = (tuple(part[:, :, :seen] for part in parts) for parts in held)
             # mlx-lm's annotation lacks the string.
             mask: Any = "causal" if own.shape[2] > 1 else None
-            outputs.append(
-                scaled_dot_product_attention(own, keys, values, cache=self, scale=scale, mask=mask)
-            )
+            outputs.append(scaled_dot_product_attention(own, keys, values, cache=self, scale=scale, mask=mask))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
     def arrays(self) -> list[mx.array]:

@@ -68,9 +68,7 @@ class Format:
             return x @ weights[0].T
         weight, scales, biases = (*weights, None)[:3]
         assert weight is not None and scales is not None
-        return mx.quantized_matmul(
-            x, weight, scales, biases, True, self.group_size, self.bits, self.mode
-        )
+        return mx.quantized_matmul(x, weight, scales, biases, True, self.group_size, self.bits, self.mode)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,9 +99,7 @@ class FusedLinear:
         if (shared_format := Format.of(modules[0])) is None or not cls.fits(modules):
             return None
         names = [name for name in ("weight", "scales", "biases") if name in modules[0]]
-        weights = tuple(
-            _concatenated([module[name] for module in modules], order) for name in names
-        )
+        weights = tuple(_concatenated([module[name] for module in modules], order) for name in names)
         if len(modules) > 1:
             mx.eval(weights)
             for module in modules:
@@ -189,17 +185,13 @@ class FusedMLP:
         raise NotImplementedError("a fused MLP has no exact mode")
 
 
-def gated_products(
-    formats: tuple[Format, Format], weights: tuple[Weights, Weights], x: mx.array
-) -> mx.array:
+def gated_products(formats: tuple[Format, Format], weights: tuple[Weights, Weights], x: mx.array) -> mx.array:
     """Return a gated MLP of `x [rows, hidden]`."""
     gate, up = mx.split(formats[0].multiply(x, weights[0]), 2, axis=-1)
     return formats[1].multiply(nn.silu(gate) * up, weights[1])
 
 
-def add_norm(
-    x: mx.array, y: mx.array, weight: mx.array, eps: float, own: bool
-) -> tuple[mx.array, mx.array]:
+def add_norm(x: mx.array, y: mx.array, weight: mx.array, eps: float, own: bool) -> tuple[mx.array, mx.array]:
     """Return `x + y [rows, hidden]`, and its norm. `own` takes the kernel if all arrays have one type."""
     if not own or not x.dtype == y.dtype == weight.dtype:
         x = x + y

@@ -19,9 +19,7 @@ FIRST_POSITIONS = 4096
 def rotate(x: mx.array, rotations: mx.array) -> mx.array:
     """Return `x [rows, heads, dim]` after RoPE by `rotations [rows, 2, half]`."""
     half = rotations.shape[-1]
-    first, second = _rotated(
-        x[..., :half], x[..., half : 2 * half], rotations[:, :1], rotations[:, 1:]
-    )
+    first, second = _rotated(x[..., :half], x[..., half : 2 * half], rotations[:, :1], rotations[:, 1:])
     parts = [first, second] if x.shape[-1] == 2 * half else [first, second, x[..., 2 * half :]]
     return mx.concatenate(parts, axis=-1).astype(x.dtype)
 
@@ -91,9 +89,7 @@ class KernelRotations:
         starts = tuple(cache.position if rotations is None else None for cache, rotations in pairs)
         if all(rotations is None for rotations in images):
             return cls(starts, None)
-        still = mx.concatenate(
-            [mx.ones((1, 1, rope.dims // 2)), mx.zeros((1, 1, rope.dims // 2))], 1
-        )
+        still = mx.concatenate([mx.ones((1, 1, rope.dims // 2)), mx.zeros((1, 1, rope.dims // 2))], 1)
         rows = [
             mx.repeat(still, n, axis=0) if rotations is None else rotations
             for rotations, n in zip(images, widths, strict=True)

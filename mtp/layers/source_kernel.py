@@ -131,14 +131,10 @@ class MetalKernel(SourceKernel):
 
     def _compiled(self) -> Any:
         name, inputs, outputs, source, header = self._arguments
-        return mx.fast.metal_kernel(
-            name, inputs, outputs, METAL_PLACES + source, METAL_HEADER + header
-        )
+        return mx.fast.metal_kernel(name, inputs, outputs, METAL_PLACES + source, METAL_HEADER + header)
 
 
 @cache
 def report_fallback(kernel: str, error: str) -> None:
     """Log, once for each kernel and cause, that slower operations replace a kernel of this project."""
-    log.warning(
-        "kernel unavailable, using the slower operations", extra={"kernel": kernel, "error": error}
-    )
+    log.warning("kernel unavailable, using the slower operations", extra={"kernel": kernel, "error": error})

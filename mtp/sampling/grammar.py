@@ -62,9 +62,7 @@ class Vocabulary:
         for added in layout["added_tokens"]:
             added["special"] = added["id"] in control
         pairs = tuple(ids[part] for pair in merges for part in pair)
-        return cls(
-            tuple(tokens), tuple(sorted(control)), tuple(sorted(ends)), pairs, json.dumps(layout)
-        )
+        return cls(tuple(tokens), tuple(sorted(control)), tuple(sorted(ends)), pairs, json.dumps(layout))
 
     def backend(self) -> tokenizers.Tokenizer:
         """Return the tokenizer, which adds nothing to a text and reads no control tokens in it. Raises ValueError."""
@@ -253,9 +251,7 @@ class GrammarState:
         """The place after `start`, once it is verified."""
         self._checkpoints: list[tuple[int, LLMatcher]] = []  # copies by the tokens they had read
 
-    def allowed(
-        self, answer: Answer, length: int | None = None
-    ) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+    def allowed(self, answer: Answer, length: int | None = None) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
         """Return which tokens may follow the first `length` tokens of `answer`, booleans `[vocabulary]`, None for all.
 
         A text that the grammar does not allow has no constraint: the target rejects it at an earlier position. Beyond a

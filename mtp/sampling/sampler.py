@@ -43,9 +43,7 @@ def shared_settings(params: SamplingParams) -> tuple[float, ...] | None:
     return () if params.greedy else (params.temperature, params.top_k, params.top_p, params.min_p)
 
 
-def choose_with_keys(
-    logits: mx.array, params: SamplingParams, keys: Callable[[], mx.array]
-) -> mx.array:
+def choose_with_keys(logits: mx.array, params: SamplingParams, keys: Callable[[], mx.array]) -> mx.array:
     """Return the tokens for rows of several sequences with equal `shared_settings`: int32 `[rows]`, lazy.
 
     The noise of row i has `keys()[i]`, perhaps lazy, and is that of `choose`. Greedy rows need no keys.
@@ -98,9 +96,7 @@ def _likeliest(scores: mx.array, top: int) -> tuple[mx.array, mx.array]:
     return mx.concatenate(tokens, axis=-1), mx.concatenate(found, axis=-1)
 
 
-def accepted_length(
-    window: Sequence[int], targets: Sequence[int], expected: int | None = None
-) -> int:
+def accepted_length(window: Sequence[int], targets: Sequence[int], expected: int | None = None) -> int:
     """Return the number of accepted tokens of `window`, given `targets`, one for each of its rows.
 
     For a speculative window, `expected` is the target for its first token. Returns 0 if they differ.
@@ -218,9 +214,7 @@ def _added(counts: mx.array, tokens: Sequence[int]) -> mx.array:
     return counts.at[token_array(tokens)].add(1) if tokens else counts
 
 
-def _scattered(
-    counts: mx.array, rows: int, tokens: mx.array, pairs: list[tuple[int, int]]
-) -> mx.array:
+def _scattered(counts: mx.array, rows: int, tokens: mx.array, pairs: list[tuple[int, int]]) -> mx.array:
     """Repeat `counts` for each row, and add one for `tokens[j]` in row r for each pair (r, j)."""
     repeated = mx.broadcast_to(counts, (rows, counts.size))
     if not pairs:
@@ -280,9 +274,7 @@ def _biased(scores: mx.array, bias: dict[int, float]) -> mx.array:
     return scores.at[:, tokens].add(mx.array(list(bias.values()), dtype=mx.float32))
 
 
-def _penalized(
-    scores: mx.array, params: SamplingParams, in_prompt: mx.array, in_output: mx.array
-) -> mx.array:
+def _penalized(scores: mx.array, params: SamplingParams, in_prompt: mx.array, in_output: mx.array) -> mx.array:
     if params.repetition_penalty != 1.0:
         penalty = params.repetition_penalty
         punished = mx.where(scores > 0, scores / penalty, scores * penalty)

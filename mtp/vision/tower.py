@@ -99,15 +99,11 @@ class _Attention(nn.Module):
         """Yield the attention of all patches `x [patches, hidden]` to each other, some queries at a time."""
         count, hidden = x.shape
         q, k, v = self.qkv(x).reshape(count, 3, self.heads, -1).transpose(1, 0, 2, 3)
-        q, k, v = (
-            t.transpose(1, 0, 2)[None] for t in (rotate(q, rotations), rotate(k, rotations), v)
-        )
+        q, k, v = (t.transpose(1, 0, 2)[None] for t in (rotate(q, rotations), rotate(k, rotations), v))
         scale = (hidden // self.heads) ** -0.5
         tile = max(1, SCORE_BYTES // (4 * self.heads * count))
         for start in range(0, count, tile):
-            out = mx.fast.scaled_dot_product_attention(
-                q[:, :, start : start + tile], k, v, scale=scale
-            )
+            out = mx.fast.scaled_dot_product_attention(q[:, :, start : start + tile], k, v, scale=scale)
             yield self.proj(out[0].transpose(1, 0, 2).reshape(-1, hidden))
 
 
@@ -198,9 +194,7 @@ class VisionTower(nn.Module):
         x = mx.concatenate(parts)[:, :, None]
         return mx.repeat(x, config.temporal_patch_size, axis=2).reshape(count, -1)
 
-    def _learned_positions(
-        self, places: tuple[np.ndarray[Any, Any], ...], sizes: tuple[int, int]
-    ) -> mx.array:
+    def _learned_positions(self, places: tuple[np.ndarray[Any, Any], ...], sizes: tuple[int, int]) -> mx.array:
         """Return the square table of positions at `places`, stretched to `sizes`: bilinear, with equal corners."""
         side = round(self.config.num_position_embeddings**0.5)
         taps = [_taps(place, size, side) for place, size in zip(places, sizes, strict=True)]
@@ -215,9 +209,7 @@ class VisionTower(nn.Module):
         """Return cosines and sines, fp32 `[patches, 2, head_dim / 2]`: one half rotates by row, the other by column."""
         spatial = self.config.hidden_size // self.config.num_heads // 2
         rates = 1.0 / self.config.theta ** (mx.arange(0, spatial, 2, dtype=mx.float32) / spatial)
-        angles = mx.concatenate(
-            [mx.array(place.astype(np.float32))[:, None] * rates for place in places], axis=1
-        )
+        angles = mx.concatenate([mx.array(place.astype(np.float32))[:, None] * rates for place in places], axis=1)
         return mx.stack([mx.cos(angles), mx.sin(angles)], axis=1)
 
 
@@ -228,9 +220,7 @@ def _places(height: int, width: int, merge: int) -> tuple[np.ndarray[Any, Any], 
     return rows, columns
 
 
-def _taps(
-    place: np.ndarray[Any, Any], size: int, side: int
-) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+def _taps(place: np.ndarray[Any, Any], size: int, side: int) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
     """Return the two entries of a table of `side` that lie around each place of `size`, with their weights."""
     exact = place * ((side - 1) / max(1, size - 1))
     low = np.minimum(exact.astype(np.int64), side - 1)

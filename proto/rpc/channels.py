@@ -104,9 +104,7 @@ def add_port(server: grpc.aio.Server, address: str, trust: NodeTrust | None) -> 
         return configuration()
 
     fetcher = cast("Callable[[], grpc.ServerCertificateConfiguration]", changed_configuration)
-    credentials = grpc.dynamic_ssl_server_credentials(
-        configuration(), fetcher, require_client_authentication=True
-    )
+    credentials = grpc.dynamic_ssl_server_credentials(configuration(), fetcher, require_client_authentication=True)
     return server.add_secure_port(address, credentials)
 
 

@@ -213,9 +213,7 @@ class DataTickets:
         work = partial(self._complete, found[0], connection, asyncio.get_running_loop())
         threading.Thread(target=work, name="data handshake", daemon=True).start()
 
-    def _complete(
-        self, ticket: Ticket, connection: socket.socket, loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def _complete(self, ticket: Ticket, connection: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
         """Do the server's part of the handshake, on a thread of its own."""
         error: ClusterError | None = None
         try:
@@ -355,9 +353,7 @@ class DataPort(Acceptor):
     `on_ticket` gets their tickets and sockets on the event loop. It raises AccessError for an unknown ticket.
     """
 
-    def __init__(
-        self, listener: socket.socket, on_ticket: Callable[[bytes, socket.socket], None]
-    ) -> None:
+    def __init__(self, listener: socket.socket, on_ticket: Callable[[bytes, socket.socket], None]) -> None:
         super().__init__(listener, self._receive_ticket, "data connections")
         self._on_ticket = on_ticket
 

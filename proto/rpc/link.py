@@ -234,9 +234,7 @@ class FrameWriter:
                 parts = (memoryview(message)[count:], memoryview(tensor))
                 self._queue.append((parts, on_written))
                 if self._thread is None:
-                    self._thread = threading.Thread(
-                        target=self._drain, name="frame writer", daemon=True
-                    )
+                    self._thread = threading.Thread(target=self._drain, name="frame writer", daemon=True)
                     self._thread.start()
                 self._changed.notify()
                 return
@@ -349,9 +347,7 @@ async def open_connection(
     return await dial_on_thread(address, trust, node, TicketOffer.from_metadata(metadata), timeout)
 
 
-async def end_of_connection(
-    call: Call, address: str, ended: asyncio.Future[ClusterError | None]
-) -> ClusterError:
+async def end_of_connection(call: Call, address: str, ended: asyncio.Future[ClusterError | None]) -> ClusterError:
     """Wait for the end of `call` or of its data connection, whose error is the result of `ended`. Return the cause."""
     status = asyncio.create_task(_status_of(call, address))
     try:
@@ -400,17 +396,13 @@ class Link:
         method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(FRAMES)
         # Kept by no attribute: as long as a call exists, gRPC keeps its connection, although the channel is closed.
         call = method(metadata=self.binding.to_metadata())
-        connection, figures = await open_connection(
-            call, self.address, self.trust, self.node, self.timeout
-        )
+        connection, figures = await open_connection(call, self.address, self.trust, self.node, self.timeout)
         broken: asyncio.Future[ClusterError | None] = asyncio.get_running_loop().create_future()
         self._writer = FrameWriter(connection, self.address, self.timeout, broken.set_result)
         self._task = asyncio.create_task(self._watch(call, broken), name=f"link to {self.address}")
         return figures
 
-    def send(
-        self, data: bytes, on_written: Callable[[], None], tensor: memoryview | bytes = b""
-    ) -> None:
+    def send(self, data: bytes, on_written: Callable[[], None], tensor: memoryview | bytes = b"") -> None:
         """Write or queue an encoded frame. Any thread may call it; see FrameWriter."""
         assert self._writer is not None, "the link is open"
         self._writer.send(data, on_written, tensor)

@@ -181,9 +181,7 @@ def reachable_address() -> str:
         return str(probe.getsockname()[0])
     found = [a for a in own_addresses() if "." in a and not a.startswith(("127.", "169.254."))]
     if not found:
-        raise UsageError(
-            "this machine has no address on a network. Connect it, or name one with --listen"
-        )
+        raise UsageError("this machine has no address on a network. Connect it, or name one with --listen")
     return found[0]
 
 
@@ -220,8 +218,6 @@ async def first_message(requests: AsyncIterator[M]) -> M:
         async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
             return await anext(requests)
     except TimeoutError:
-        raise DeadlineError(
-            f"the stream sent no message within {FIRST_MESSAGE_SECONDS:g} s"
-        ) from None
+        raise DeadlineError(f"the stream sent no message within {FIRST_MESSAGE_SECONDS:g} s") from None
     except StopAsyncIteration:
         raise ProtocolError("the stream ended before its first message") from None

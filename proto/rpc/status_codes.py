@@ -14,9 +14,7 @@ from proto.errors import ClusterError
 MAX_CHARACTERS = 200
 """Characters of a text that has no plain words. A peer may have chosen it."""
 
-_ANOTHER_PROGRAM = (
-    "another program listens there. Give the address of an mtp-worker, not a port of a coordinator"
-)
+_ANOTHER_PROGRAM = "another program listens there. Give the address of an mtp-worker, not a port of a coordinator"
 
 NO_ROUTE = "No route to host"
 
@@ -143,7 +141,5 @@ _FROM_GRPC: dict[str, tuple[type[ClusterError], str]] = {
 }
 
 _KINDS: dict[str, type[ClusterError]] = {
-    name: kind
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, ClusterError)
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, ClusterError)
 }

@@ -176,9 +176,7 @@ class _Flag:
         if allowed and str(value) not in allowed:
             raise ValueError(f"{' or '.join(allowed)} is needed")
         low, high = (self.option.min, self.option.max) if self.option else (None, None)
-        if isinstance(value, int | float) and not (
-            (low is None or value >= low) and (high is None or value <= high)
-        ):
+        if isinstance(value, int | float) and not ((low is None or value >= low) and (high is None or value <= high)):
             raise ValueError(f"a number from {low} to {high or 'any'} is needed")
 
 

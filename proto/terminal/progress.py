@@ -36,9 +36,7 @@ def parse_size(text: str) -> int:
     if match is None or (match[2] and match[2].upper() not in _UNITS) or len(match[1]) > 20:
         raise UsageError(f"invalid size {text!r:.60}. Write it as in 64GB, 512MiB or 1.5TB")
     if not match[2]:
-        raise UsageError(
-            f"the size {text!r:.60} has no unit. Write {match[1]}GB, or {match[1]}B for bytes"
-        )
+        raise UsageError(f"the size {text!r:.60} has no unit. Write {match[1]}GB, or {match[1]}B for bytes")
     size = int(float(match[1]) * _UNITS[match[2].upper()])
     if size == 0:
         raise UsageError(f"invalid size {text!r:.60}. Give a size above zero")

@@ -167,9 +167,7 @@ class Service:
         mac = sys.platform == "darwin"
         command = ["launchctl", *arguments] if mac else ["systemctl", "--user", *arguments]
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=COMMAND_SECONDS
-            )
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise UsageError(f"{command[0]} does not work here: {error}") from error
         said = (done.stdout + done.stderr).strip()

@@ -149,9 +149,7 @@ def fingerprint(certificate: x509.Certificate) -> bytes:
     return certificate.fingerprint(hashes.SHA256())
 
 
-def check_issued_by(
-    certificate: x509.Certificate, authorities: Sequence[x509.Certificate], now: datetime
-) -> None:
+def check_issued_by(certificate: x509.Certificate, authorities: Sequence[x509.Certificate], now: datetime) -> None:
     """Raise AccessError unless one of `authorities` issued `certificate` and both are valid at `now`."""
     for authority in authorities:
         try:

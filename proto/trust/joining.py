@@ -57,8 +57,7 @@ class JoinToken:
     def parse(cls, text: str) -> JoinToken:
         """Invert `str`. Raises UsageError that does not repeat the text, because it is a secret."""
         malformed = UsageError(
-            "--join: the token is malformed or incomplete. Copy the whole line that "
-            "mtp-coord token create printed"
+            "--join: the token is malformed or incomplete. Copy the whole line that mtp-coord token create printed"
         )
         text = "".join(text.split())  # a terminal breaks a long line
         if not text.startswith(PREFIX) or len(text) > 1000:
@@ -167,9 +166,7 @@ async def join(token: JoinToken, name: str, directory: Path) -> NodeTrust:
     context.verify_mode = ssl.CERT_NONE  # _check_server verifies the certificate against the token
     try:
         async with asyncio.timeout(JOIN_SECONDS):
-            reader, writer = await asyncio.open_connection(
-                host, port, ssl=context, limit=MAX_LINE_BYTES
-            )
+            reader, writer = await asyncio.open_connection(host, port, ssl=context, limit=MAX_LINE_BYTES)
             try:
                 return await _exchange(reader, writer, token, name, directory)
             finally:
@@ -204,9 +201,7 @@ async def _exchange(
     reply = await read_message(reader)
     if "refused" in reply:
         raise AccessError(f"--join: {text_of(reply, 'refused')}")
-    trust = NodeTrust(
-        key, text_of(reply, "certificate"), text_of(reply, "authorities"), directory=directory
-    )
+    trust = NodeTrust(key, text_of(reply, "certificate"), text_of(reply, "authorities"), directory=directory)
     try:
         trust.write_files()
     except UsageError as error:

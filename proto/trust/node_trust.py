@@ -90,9 +90,7 @@ class NodeTrust:
 
     def due_request(self) -> str:
         """Return a request for a certificate if it is due or the newest authority did not issue it, else nothing."""
-        own, newest = (
-            certificates.from_pem(text)[0] for text in (self.certificate, self.authorities)
-        )
+        own, newest = (certificates.from_pem(text)[0] for text in (self.certificate, self.authorities))
         if own.issuer == newest.subject and not certificates.is_due(own):
             return ""
         return certificates.signing_request(self.key)
@@ -105,9 +103,7 @@ class NodeTrust:
             raise AccessError("the peer was removed from the cluster")
 
 
-def _checked_identity(
-    key: ec.EllipticCurvePrivateKey, certificate: str, authorities: str
-) -> certificates.NodeIdentity:
+def _checked_identity(key: ec.EllipticCurvePrivateKey, certificate: str, authorities: str) -> certificates.NodeIdentity:
     """Return the identity in the chain `certificate`. Raises AccessError unless the three belong together."""
     chain, trusted = certificates.from_pem(certificate), certificates.from_pem(authorities)
     form = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)

@@ -118,9 +118,7 @@ SHAPES = {
     "toy": ModelShape(1024, 4, 4, 2, 16, 2048),
     "four": ModelShape(256, 4, 8, 4, 16, 512, vocab=4096, state=32),
     # 36 of Flash-Next's 48 layers and 1 of its 51 billion values of n-grams, so that one GPU of 80 GB holds it.
-    "Flash-Next": ModelShape(
-        2560, 36, 24, 2, 48, 640, experts=512, per_token=10, ngram_rows=390_000
-    ),
+    "Flash-Next": ModelShape(2560, 36, 24, 2, 48, 640, experts=512, per_token=10, ngram_rows=390_000),
 }
 
 
@@ -258,11 +256,7 @@ def _quiet(layer: Any, live: float, bits: int) -> None:
     """Scale by `live` what a layer adds to its input."""
     mixer = layer.linear_attn.out_proj if layer.is_linear else layer.self_attn.o_proj
     mlp = layer.mlp
-    downs = (
-        [mlp.down_proj]
-        if "down_proj" in mlp
-        else [mlp.switch_mlp.down_proj, mlp.shared_expert.down_proj]
-    )
+    downs = [mlp.down_proj] if "down_proj" in mlp else [mlp.switch_mlp.down_proj, mlp.shared_expert.down_proj]
     values = [layer.ple.value_proj] if "ple" in layer else []
     for module in (mixer, *downs, *values):
         for name, value in list(module.items()):

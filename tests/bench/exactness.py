@@ -97,9 +97,7 @@ def random_requests(
         yield GenerationRequest(tuple(prompt[:cut]), tokens, random_params(rng))
 
 
-async def answers_alone(
-    loop: GenerationLoop, requests: list[GenerationRequest], rng: random.Random
-) -> list[Answered]:
+async def answers_alone(loop: GenerationLoop, requests: list[GenerationRequest], rng: random.Random) -> list[Answered]:
     """Answer one after another. Extends `requests` by prompts that continue some of the answers."""
     found = [await answer(loop, request) for request in requests]
     for request, answered in list(zip(requests, found, strict=True)):
@@ -131,9 +129,7 @@ async def answers_together(
     return list(await asyncio.gather(*map(one, requests)))
 
 
-async def measure(
-    path: Path, prompts: Sequence[Sequence[int]], options: argparse.Namespace
-) -> None:
+async def measure(path: Path, prompts: Sequence[Sequence[int]], options: argparse.Namespace) -> None:
     """Print what was compared and what differed, by --mtp."""
     rng = random.Random(options.seed)
     checkpoint = Checkpoint.open(path)
@@ -142,10 +138,7 @@ async def measure(
         common["dtype"] = options.dtype
     count = max(
         4,
-        int(
-            options.tokens
-            / (0.75 * options.length * 1.25 * len(options.modes) * len(options.stages))
-        ),
+        int(options.tokens / (0.75 * options.length * 1.25 * len(options.modes) * len(options.stages))),
     )
     requests = list(random_requests(prompts, options.length, count, rng))
     started = time.perf_counter()
@@ -197,17 +190,13 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--tokens", type=int, default=20000, help="tokens to compare, about")
     parser.add_argument("--length", type=int, default=80, help="tokens of the longest answer")
-    parser.add_argument(
-        "--kills", type=int, default=2, help="failures of the pipeline for each --mtp"
-    )
+    parser.add_argument("--kills", type=int, default=2, help="failures of the pipeline for each --mtp")
     parser.add_argument("--modes", nargs="+", default=list(MODES))
     parser.add_argument("--stages", type=int, nargs="+", default=[1])
     parser.add_argument("--ngrams", action="store_true", help="draft from every match of the text")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    print(
-        f"{about()}; {options.model} {options.quantize or ''} {options.dtype or ''} exact={options.exact}"
-    )
+    print(f"{about()}; {options.model} {options.quantize or ''} {options.dtype or ''} exact={options.exact}")
     print(
         "| --mtp | stages | accepted n-gram drafts | answers | tokens | other tokens | other log-probabilities"
         " | recoveries | time |"

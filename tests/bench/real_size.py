@@ -79,9 +79,7 @@ class Program:
 
 
 @contextmanager
-def program(
-    folder: Path, name: str, root: Path, gpu: int | None, module: str, *arguments: str
-) -> Iterator[Program]:
+def program(folder: Path, name: str, root: Path, gpu: int | None, module: str, *arguments: str) -> Iterator[Program]:
     """Run `main` of `module` in the checkout at `root`.
 
     It starts there: Python looks in the directory of a program given with -c before it looks in PYTHONPATH.
@@ -164,9 +162,7 @@ def wait_until_serving(url: str, server: Program) -> None:
 # ---- what is asked
 
 
-async def answer(
-    client: httpx.AsyncClient, url: str, prompt: Sequence[int], tokens: int
-) -> dict[str, Any]:
+async def answer(client: httpx.AsyncClient, url: str, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
     """Return the times of the request, the first and the last piece of an answer, and its usage."""
     body = {
         "prompt": list(prompt),
@@ -393,9 +389,7 @@ def setups(mode: str, gpu_count: int, options: argparse.Namespace) -> list[Setup
     return found
 
 
-def measure_mode(
-    mode: str, folder: Path, model: Path, options: argparse.Namespace
-) -> dict[str, dict[str, float]]:
+def measure_mode(mode: str, folder: Path, model: Path, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Start all programs of one `--mtp` and return their figures. One that fails to start is left out."""
     cycle, cards = json.loads((model / "words.json").read_text()), gpus()
     root = options.root.resolve()

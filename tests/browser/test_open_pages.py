@@ -39,9 +39,7 @@ def test_the_page_asks_for_a_key_and_keeps_it(browser: Browser) -> None:
         page.click("#key-form button[type=submit]")
         page.wait_for_selector(".machine")
         assert page.evaluate("[localStorage.length, sessionStorage.length]")[1] == 1
-        stranger = (
-            page.context.new_page()
-        )  # a tab without the key does not get the state of this one
+        stranger = page.context.new_page()  # a tab without the key does not get the state of this one
         stranger.goto(url)
         stranger.wait_for_selector("#key-dialog[open]")
         assert stranger.locator(".machine").count() == 0

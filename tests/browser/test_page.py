@@ -99,9 +99,7 @@ def test_the_first_paint_takes_less_than_a_second(browser: Browser, cluster: Clu
     for _ in range(PAINTS):
         watched = WatchedPage.open(browser, cluster.url)
         watched.page.wait_for_selector(".figure")
-        paints = watched.page.evaluate(
-            "performance.getEntriesByType('paint').map(e => e.startTime)"
-        )
+        paints = watched.page.evaluate("performance.getEntriesByType('paint').map(e => e.startTime)")
         best = min(best, *paints)
         watched.close()
         if best < FIRST_PAINT_MS:
@@ -168,9 +166,7 @@ def test_a_fixed_seed_gives_the_same_answer_again(opened: WatchedPage) -> None:
     page.reload()
     page.wait_for_selector(".message.assistant")
     assert page.locator(".bubble").last.inner_text() == "Explain what a list is."
-    assert page.locator(".settings").inner_text() == (
-        "Settings: temperature 1.5, seed 7, longest answer 40"
-    )
+    assert page.locator(".settings").inner_text() == ("Settings: temperature 1.5, seed 7, longest answer 40")
     page.click(".settings")
     page.fill("input[name=temperature]", "")
     page.fill("input[name=seed]", "")
@@ -370,9 +366,7 @@ def events_of(page: Page) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_kill_and_a_join_show_while_the_page_is_open(
-    opened: WatchedPage, cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_kill_and_a_join_show_while_the_page_is_open(opened: WatchedPage, cluster: Cluster, tmp_path: Path) -> None:
     """The answer goes on after a kill, the recovery is an event, and a new worker is used."""
     page = opened.page
     opened.show("chat")
@@ -404,9 +398,7 @@ def test_a_kill_and_a_join_show_while_the_page_is_open(
         page.wait_for_selector("#now:has-text('Ready')")
 
 
-def test_a_stopped_coordinator_shows_and_ends_quickly(
-    opened: WatchedPage, cluster: Cluster
-) -> None:
+def test_a_stopped_coordinator_shows_and_ends_quickly(opened: WatchedPage, cluster: Cluster) -> None:
     """An open page does not delay the end of the coordinator, and reports the lost connection."""
     opened.expected += ("ERR_",)  # the browser itself reports the refused connections
     began = time.monotonic()

@@ -49,10 +49,7 @@ def sparse_history() -> list[Sample]:
     """Return samples up to now. Drafts were accepted in four seconds of them, two of which are neighbours."""
     accepted = {SECONDS - 50: 1.0, SECONDS - 40: 1.0, SECONDS - 39: 0.5, SECONDS - 1: 0.25}
     now = time.time()
-    return [
-        Sample(now - SECONDS + i, 80.0, accepted.get(i), 1, 0, 0.2, 4.0, None, None)
-        for i in range(SECONDS)
-    ]
+    return [Sample(now - SECONDS + i, 80.0, accepted.get(i), 1, 0, 0.2, 4.0, None, None) for i in range(SECONDS)]
 
 
 def chart_of(opened: WatchedPage, title: str) -> Locator:
@@ -60,9 +57,7 @@ def chart_of(opened: WatchedPage, title: str) -> Locator:
     return opened.page.locator(f".chart:has(.chart-title:text-is('{title}'))")
 
 
-def test_charts_show_sparse_values_scales_and_the_value_at_the_pointer(
-    browser: Browser, client: ApiClient
-) -> None:
+def test_charts_show_sparse_values_scales_and_the_value_at_the_pointer(browser: Browser, client: ApiClient) -> None:
     """Gaps are bridged, 100 % is inside the plot, scales are short, and pointer and keys read values."""
     client.app.state.live_feed.history.samples.extend(sparse_history())
     with serving(client.app) as url:
@@ -103,9 +98,7 @@ def test_charts_show_sparse_values_scales_and_the_value_at_the_pointer(
         assert opened.errors == []
 
 
-def test_the_figures_of_a_machine_are_those_of_the_coordinator(
-    opened: WatchedPage, client: ApiClient
-) -> None:
+def test_the_figures_of_a_machine_are_those_of_the_coordinator(opened: WatchedPage, client: ApiClient) -> None:
     """The page computes no share of time itself."""
     status = client.status.status()
     busy = replace(status.nodes[0], stage_ms=5.0, busy=0.25)
@@ -131,9 +124,7 @@ def test_only_a_running_cluster_has_a_longest_step(opened: WatchedPage, client: 
     assert machines.get_by_text("longest step").count() == 1
 
 
-def test_what_an_invitation_needs_is_said_before_the_click(
-    opened: WatchedPage, client: ApiClient
-) -> None:
+def test_what_an_invitation_needs_is_said_before_the_click(opened: WatchedPage, client: ApiClient) -> None:
     """Where machines cannot join there is no button, but the reason and the command to copy."""
     opened.expected += ("503",)  # the app of this test has no catalog of models
     page = opened.page
@@ -310,9 +301,7 @@ def test_escape_stops_an_answer(opened: WatchedPage, client: ApiClient) -> None:
     expect(page.locator(".composer button[type=submit]")).to_have_text("Send")
 
 
-def test_a_question_without_an_answer_can_be_asked_again(
-    opened: WatchedPage, client: ApiClient
-) -> None:
+def test_a_question_without_an_answer_can_be_asked_again(opened: WatchedPage, client: ApiClient) -> None:
     """An answer that is stopped before its first token, or loses its connection, says so and can be regenerated."""
     generator = client.generator
     page = opened.page
@@ -332,9 +321,7 @@ def test_a_question_without_an_answer_can_be_asked_again(
     page.get_by_role("button", name="Regenerate").click()
     page.wait_for_selector(".message.streaming")
     page.reload()
-    expect(page.locator(".message.assistant")).to_have_text(
-        re.compile("^AnswerReasoning.*" + CLOSED)
-    )
+    expect(page.locator(".message.assistant")).to_have_text(re.compile("^AnswerReasoning.*" + CLOSED))
 
 
 CLOSED = "The page was closed before the answer ended."
@@ -369,9 +356,7 @@ def test_a_page_that_is_closed_during_an_answer_keeps_what_has_come(
     expect(answer).to_contain_text(CLOSED)
 
 
-def test_a_chat_that_is_opened_during_an_answer_can_be_continued(
-    opened: WatchedPage, client: ApiClient
-) -> None:
+def test_a_chat_that_is_opened_during_an_answer_can_be_continued(opened: WatchedPage, client: ApiClient) -> None:
     """The answer of the other chat ends, and the last answer of this one can be regenerated."""
     generator = client.generator
     page = opened.page
@@ -423,9 +408,7 @@ def test_figures_agree_and_say_what_to_do(opened: WatchedPage, client: ApiClient
     cells = page.locator(".requests tbody tr td")
     expect(cells.nth(2)).to_have_text(re.compile(r"^\d+$"))
     expect(cells.nth(5)).to_contain_text("s")
-    expect(page.locator(".other .why")).to_have_text(
-        "Lost: connection refused. Start mtp-worker on it again."
-    )
+    expect(page.locator(".other .why")).to_have_text("Lost: connection refused. Start mtp-worker on it again.")
     opened.show("inside")
     page.wait_for_selector("table th:has-text('Draft 1')")
     assert page.locator(".choice").count() == 0, "one shape is compared with nothing"

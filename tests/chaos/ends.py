@@ -106,11 +106,7 @@ def end_at_random(folder: Path, chance: random.Random) -> list[str]:
         for victim in victims:
             victim.wait()
         served = bool(coordinator.records("serving"))
-        return [
-            crash
-            for victim in victims
-            for crash in crash_of(victim, started=victim is not coordinator or served)
-        ]
+        return [crash for victim in victims for crash in crash_of(victim, started=victim is not coordinator or served)]
     finally:
         for process in launched:
             process.kill()

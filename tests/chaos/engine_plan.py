@@ -197,9 +197,7 @@ class EnginePlan(PipelineWithoutWorkers):
         assert len(lengths) == 1, f"the backups of a sequence have {lengths} tokens"
         return ReceivedStates(lengths.pop(), states, self._clock.time() - began)
 
-    async def write_backup(
-        self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
-    ) -> None:
+    async def write_backup(self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]) -> None:
         """Give every stage its part of a backup, in turn."""
         for stage, engine in enumerate(self.engines):
             await self._transfer(stage)

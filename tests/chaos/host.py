@@ -204,9 +204,7 @@ def _time_namespace(seconds: int, stack: ExitStack) -> list[str]:
     """Return the command that runs another one with a monotonic clock ahead by `seconds`, or [] if that fails."""
     command = ["unshare", "--time", "--monotonic", str(seconds), "--fork", "--kill-child"]
     try:
-        holder = subprocess.Popen(
-            [*command, "sleep", "infinity"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        holder = subprocess.Popen([*command, "sleep", "infinity"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     except FileNotFoundError:
         return []
     stack.callback(holder.wait, COMMAND_SECONDS)
@@ -214,9 +212,7 @@ def _time_namespace(seconds: int, stack: ExitStack) -> list[str]:
     prefix = ["nsenter", f"--time=/proc/{holder.pid}/ns/time_for_children"]
     script = f"import time; raise SystemExit(time.monotonic() < {seconds})"
     for _ in range(20):
-        tried = subprocess.run(
-            [*prefix, sys.executable, "-c", script], capture_output=True, timeout=COMMAND_SECONDS
-        )
+        tried = subprocess.run([*prefix, sys.executable, "-c", script], capture_output=True, timeout=COMMAND_SECONDS)
         if tried.returncode == 0:
             return prefix
         time.sleep(0.1)

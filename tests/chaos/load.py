@@ -103,9 +103,7 @@ def ask(
     """
     answer = answer or Answer()
     answer.times.append(time.time())
-    with httpx.stream(
-        "POST", f"{url}{question.path}", json=question.body(model), timeout=READ_SECONDS
-    ) as reply:
+    with httpx.stream("POST", f"{url}{question.path}", json=question.body(model), timeout=READ_SECONDS) as reply:
         if reply.status_code != 200:
             raise RuntimeError(f"{reply.status_code}: {reply.read().decode()[:200]}")
         for line in reply.iter_lines():
@@ -159,9 +157,7 @@ class Outcome:
         self.logprobs += len(answer.logprobs)
         if left:
             self.cancelled += 1
-            wanted = Answer(
-                wanted.text[: len(answer.text)], 0, wanted.logprobs[: len(answer.logprobs)]
-            )
+            wanted = Answer(wanted.text[: len(answer.text)], 0, wanted.logprobs[: len(answer.logprobs)])
         else:
             self.finished += 1
             self.tokens += answer.tokens
@@ -182,9 +178,7 @@ def _difference(answer: Answer, wanted: Answer) -> str:
     own, other, name = next(pair for pair in pairs if pair[0] != pair[1])
     at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), None)
     at = min(len(own), len(other)) if at is None else at
-    return (
-        f"{name} from {at} of {len(other)}: {own[at : at + 3]!r} instead of {other[at : at + 3]!r}"
-    )
+    return f"{name} from {at} of {len(other)}: {own[at : at + 3]!r} instead of {other[at : at + 3]!r}"
 
 
 class Clients:

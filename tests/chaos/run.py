@@ -114,9 +114,7 @@ class Plan:
 
 
 @contextmanager
-def surroundings(
-    plan: Plan, folder: Path
-) -> Iterator[tuple[Network | None, list[Host], list[Place]]]:
+def surroundings(plan: Plan, folder: Path) -> Iterator[tuple[Network | None, list[Host], list[Place]]]:
     """Run a network if a fault needs one, and hosts if a fault needs them. Yield both, and the place of each process.
 
     The last place is the coordinator's.
@@ -167,9 +165,7 @@ def coordinating(plan: Plan, folder: Path, team: Team, place: Place) -> Iterator
 class Run:
     """One run: its processes, its faults and its report."""
 
-    def __init__(
-        self, plan: Plan, folder: Path, team: Team, coordinator: Coordinator, faults: Faults
-    ) -> None:
+    def __init__(self, plan: Plan, folder: Path, team: Team, coordinator: Coordinator, faults: Faults) -> None:
         self.plan, self.folder, self.team = plan, folder, team
         self.coordinator, self.faults = coordinator, faults
         self.report = Report()
@@ -202,9 +198,7 @@ class Run:
         """Record the resource use of the coordinator and of the surviving worker."""
         survivor = self.team.workers[SURVIVOR]
         for name, process in (("coordinator", self.coordinator), ("worker", survivor)):
-            self.report.resource_use.setdefault(name, []).append(
-                resource_use(process.pid, self.folder)
-            )
+            self.report.resource_use.setdefault(name, []).append(resource_use(process.pid, self.folder))
 
     def inject_by_the_clock(self, fault: Fault) -> None:
         """Inject `fault` and repair it. Nothing waits for the cluster."""
@@ -285,9 +279,7 @@ def run(plan: Plan, folder: Path) -> Report:
     ):
         wanted = undisturbed(plan, coordinator.url)
         address = coordinator.url.removeprefix("http://")
-        faults = Faults(
-            team, plan.model, coordinator.pid, address=address, network=net, hosts=limited
-        )
+        faults = Faults(team, plan.model, coordinator.pid, address=address, network=net, hosts=limited)
         doing = Run(plan, folder, team, coordinator, faults)
         name = Path(plan.model).name
         with clients(coordinator.url, name, wanted, plan.clients) as asking:
@@ -315,9 +307,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, help="of each study; by default a night's share")
     parser.add_argument("--only", nargs="+", default=[], help="kinds of faults of one study")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--pace", type=float, help="seconds from fault to fault; 6, by the clock 10"
-    )
+    parser.add_argument("--pace", type=float, help="seconds from fault to fault; 6, by the clock 10")
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--serve", nargs="+", default=[], help="options of serve, such as mtp=off")
     parser.add_argument("--worker", nargs="+", default=[], help="such as prefix-disk=2GB")

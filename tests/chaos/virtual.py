@@ -47,9 +47,7 @@ CUTS: tuple[tuple[int, ...], ...] = ((), (4,), (3,), (2, 5), (1, 6), (2, 4, 6))
 
 LAYERS = 8
 
-CAPACITY = Capacity(
-    sequences=3, kv_tokens=2048, prefix_bytes=2**24, token_bytes=8192, state_bytes=2**18
-)
+CAPACITY = Capacity(sequences=3, kv_tokens=2048, prefix_bytes=2**24, token_bytes=8192, state_bytes=2**18)
 """Room for fewer sequences than clients, so that some wait."""
 
 BUDGET = Budget(CAPACITY.sequences, CAPACITY.kv_tokens, CAPACITY.prefix_bytes)
@@ -93,9 +91,7 @@ FAULTS: dict[str, Callable[[EnginePlan, random.Random], None]] = {
     "hop": lambda plan, chance: plan.cut_hop(chance.randrange(plan.stages + 1)),
     "engine": lambda plan, chance: plan.break_engine(chance.randrange(plan.stages)),
     "replaced": lambda plan, _: plan.fail(StaleEpochError("another plan begins")),
-    "twice": lambda plan, chance: plan.damage_frame(
-        chance.randrange(plan.stages + 1), lambda data: [data, data]
-    ),
+    "twice": lambda plan, chance: plan.damage_frame(chance.randrange(plan.stages + 1), lambda data: [data, data]),
     "truncated": lambda plan, chance: plan.damage_frame(
         chance.randrange(plan.stages + 1), lambda data: [data[: len(data) // 2]]
     ),
@@ -211,9 +207,7 @@ class Study:
         """Begin a coordinator with one of the modes."""
         scheduler = Scheduler(
             Limits(context=1024, prefill_chunk=16, step_tokens=32),
-            Controller(
-                MtpMode.parse(self.chance.choice(MODES)), ngram=self.chance.choice(tuple(NgramMode))
-            ),
+            Controller(MtpMode.parse(self.chance.choice(MODES)), ngram=self.chance.choice(tuple(NgramMode))),
         )
         self.loop = GenerationLoop(self.plans, scheduler, self.clock)
         await self.loop.start()
@@ -237,9 +231,7 @@ class Study:
             await self.ready.wait()
             # The journal may lack the newest tokens, and keeps no log-probabilities.
             kept = 0 if params.logprobs else self.chance.randint(0, len(answer.tokens))
-            request = GenerationRequest(
-                self.prompts[number], count, params, emitted=tuple(answer.tokens[:kept])
-            )
+            request = GenerationRequest(self.prompts[number], count, params, emitted=tuple(answer.tokens[:kept]))
             before = Answer(answer.tokens[kept:], list(answer.logprobs))
             del answer.tokens[kept:]
             answer.logprobs.clear()
@@ -257,9 +249,7 @@ class Study:
                 self._record_failure(number, error, answer)
                 return None
 
-    async def _receive(
-        self, request: GenerationRequest, answer: Answer, leave_after: int | None
-    ) -> str | None:
+    async def _receive(self, request: GenerationRequest, answer: Answer, leave_after: int | None) -> str | None:
         """Append what one coordinator sends. Return the error, or None at the end."""
         newest = self.clock()
         events = cast(AsyncGenerator[GenerationEvent], generate(self.loop, request))

@@ -20,9 +20,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not cells:
         return
     rows: list[tuple[str, ...]] = [("client", "dialect", *FEATURES), ("---",) * (2 + len(FEATURES))]
-    rows += [
-        (*key, *(row.get(name, "") for name in FEATURES)) for key, row in sorted(cells.items())
-    ]
+    rows += [(*key, *(row.get(name, "") for name in FEATURES)) for key, row in sorted(cells.items())]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     terminalreporter.section("clients")
     terminalreporter.write_line("\n".join(lines))

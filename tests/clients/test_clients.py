@@ -135,12 +135,8 @@ FEATURES = {
     "text": "chat",
     **dict.fromkeys(("pieces", "streamed"), "stream"),
     **dict.fromkeys(("call", "report"), "tool"),
-    **dict.fromkeys(
-        ("forced", "TOOLS", "TOOLS_STRICT", "RESPONSES_TOOLS", "function_calling"), "forced tool"
-    ),
-    **dict.fromkeys(
-        ("object", "format", "JSON", "JSON_SCHEMA", "json_mode", "json_schema"), "structured"
-    ),
+    **dict.fromkeys(("forced", "TOOLS", "TOOLS_STRICT", "RESPONSES_TOOLS", "function_calling"), "forced tool"),
+    **dict.fromkeys(("object", "format", "JSON", "JSON_SCHEMA", "json_mode", "json_schema"), "structured"),
     "long": "long",
 }
 """The feature that each field of an output shows."""
@@ -243,9 +239,7 @@ def test_a_client_in_node(client: str, url: str, tmp_path: Path, record_property
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("agent", AGENTS)
-def test_a_turn_of_an_agent(
-    agent: str, form: str, wide_url: str, tmp_path: Path, record_property: Record
-) -> None:
+def test_a_turn_of_an_agent(agent: str, form: str, wide_url: str, tmp_path: Path, record_property: Record) -> None:
     """The agent sends its own prompt and tools, runs the command of the model's call, and prints the report.
 
     Also if the model leaves a mark of the call out, or writes JSON.

@@ -85,9 +85,7 @@ Words = list[tuple[str, float]]
 """Every token of an answer with its log-probability. In float32, equal computations give equal bits."""
 
 
-def alone(
-    requests: Sequence[GenerationRequest], tokenizer: Tokenizer, kv_bits: int | None = None
-) -> list[Words]:
+def alone(requests: Sequence[GenerationRequest], tokenizer: Tokenizer, kv_bits: int | None = None) -> list[Words]:
     """Return each answer as one process computes it, without other requests, drafts or a prefix cache."""
     answers = run(
         checkpoint_dir(),
@@ -141,9 +139,7 @@ def status_of(url: str) -> dict[str, Any]:
 def report_state(address: str) -> pb.StateReport:
     """Return the state report of a worker."""
     with grpc.insecure_channel(address) as channel:
-        reply: pb.StateReport = pb_grpc.WorkerStub(channel).ReportState(
-            pb.StateReportRequest(), timeout=10
-        )
+        reply: pb.StateReport = pb_grpc.WorkerStub(channel).ReportState(pb.StateReportRequest(), timeout=10)
         return reply
 
 
@@ -221,9 +217,7 @@ async def disconnect_unanswered(client: httpx.AsyncClient, body: Body, seconds: 
         await client.post("/v1/completions", json=body, timeout=httpx.Timeout(60, read=seconds))
 
 
-def test_clients_that_disconnect_leave_no_state(
-    url: str, workers: list[str], tokenizer: Tokenizer
-) -> None:
+def test_clients_that_disconnect_leave_no_state(url: str, workers: list[str], tokenizer: Tokenizer) -> None:
     """Disconnecting in prefill, decode or queue leaves no state on a worker and changes no other answer.
 
     The status shows the prompts in prefill and the queue.
@@ -272,9 +266,7 @@ def test_clients_that_disconnect_leave_no_state(
 def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     """Serve with one worker that has memory for the weights and a few thousand tokens."""
     folder = tmp_path_factory.mktemp("tight")
-    with running_cluster(
-        folder, "builtin", 1, "--mtp", "off", worker_flags=("--memory-limit", "45MB")
-    ) as cluster:
+    with running_cluster(folder, "builtin", 1, "--mtp", "off", worker_flags=("--memory-limit", "45MB")) as cluster:
         yield cluster.coordinator
 
 

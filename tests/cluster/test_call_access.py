@@ -84,9 +84,7 @@ async def secured_worker(folder: Path, stage: int = 1) -> AsyncIterator[SecuredW
     await node.close()
 
 
-async def call(
-    channel: grpc.aio.Channel, method: str, stage: int = 1, authorities: str = ""
-) -> str:
+async def call(channel: grpc.aio.Channel, method: str, stage: int = 1, authorities: str = "") -> str:
     """Make one call and return the name of its status, OK if the server accepted it."""
     stub = pb_grpc.WorkerStub(channel)
     binding = StreamBinding(1, stage, TOKEN).to_metadata()
@@ -159,9 +157,7 @@ def channel_of(worker: SecuredWorker, peer: str) -> grpc.aio.Channel:
         case "expired":
             return open_channel(worker.address, expired_trust(authority, Role.COORDINATOR))
         case "removed":
-            return open_channel(
-                worker.address, trust_of(authority, Role.COORDINATOR, worker.removed)
-            )
+            return open_channel(worker.address, trust_of(authority, Role.COORDINATOR, worker.removed))
         case "worker, not in the plan":
             return open_channel(worker.address, trust_of(authority, Role.WORKER))
         case "worker, previous stage":
@@ -206,9 +202,7 @@ async def test_every_call_by_every_peer(peer: str, tmp_path: Path) -> None:
                 assert (worker.node.lease, worker.node.epoch, traffic) == before, method
             place = Place(1, 1, 2, TOKEN, worker.previous)
             worker.node.release()
-            worker.node.binding = Binding(
-                place, worker.node.host, worker.node.traffic, lambda: None
-            )
+            worker.node.binding = Binding(place, worker.node.host, worker.node.traffic, lambda: None)
             worker.node.binding.bound = True
 
 
@@ -241,9 +235,7 @@ async def test_a_client_refuses_another_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("opened", [True, False])
-async def test_removal_ends_open_calls(
-    tmp_path: Path, opened: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_removal_ends_open_calls(tmp_path: Path, opened: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream of a removed node ends within a second, and its next call is refused on the same connection.
 
     This holds while gRPC sends its metadata, too.

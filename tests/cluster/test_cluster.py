@@ -106,9 +106,7 @@ def completed(url: str, prompt: tuple[int, ...], asked: Asked) -> Answer:
     assert reply.status_code == 200, reply.text
     (choice,) = reply.json()["choices"]
     logprobs = choice["logprobs"]
-    return Answer(
-        logprobs["tokens"], logprobs["token_logprobs"], choice["text"], choice["finish_reason"]
-    )
+    return Answer(logprobs["tokens"], logprobs["token_logprobs"], choice["text"], choice["finish_reason"])
 
 
 @pytest.mark.timeout(300)  # as many as eight workers start for the first that wants them

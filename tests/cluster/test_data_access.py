@@ -94,9 +94,7 @@ def is_closed(connection: socket.socket) -> bool:
             return True
 
 
-@pytest.mark.parametrize(
-    "peer", ["plaintext", "other cluster", "expired", "coordinator", "worker, not in the plan"]
-)
+@pytest.mark.parametrize("peer", ["plaintext", "other cluster", "expired", "coordinator", "worker, not in the plan"])
 async def test_a_stolen_ticket_is_refused(peer: str, tmp_path: Path) -> None:
     """A ticket is worthless without the certificate of the node that it was given to. No frame is read."""
     async with worker_and_channel(tmp_path) as (worker, channel):

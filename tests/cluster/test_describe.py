@@ -26,14 +26,10 @@ def stub(worker_id: str, **fields: Any) -> StubMember:
     return StubMember(worker_id, MODEL.fingerprint, fields=fields)
 
 
-async def describe(
-    address: str, announced: Announcement | None = None, timeout: float = 30.0
-) -> pb.WorkerInfo:
+async def describe(address: str, announced: Announcement | None = None, timeout: float = 30.0) -> pb.WorkerInfo:
     """Connect to a worker, which may be announced, and return its description."""
     candidate = Candidate(address, (address,), announced)
-    client, found = await connect_worker(
-        ConnectionPolicy(), candidate, address, ME, MODEL, timeout=timeout
-    )
+    client, found = await connect_worker(ConnectionPolicy(), candidate, address, ME, MODEL, timeout=timeout)
     await client.close()
     return found
 

@@ -111,9 +111,7 @@ async def test_malformed_records_are_passed_over() -> None:
 # ---- no multicast
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(19, "No such device"), RuntimeError("No interfaces to listen on")], ids=repr
-)
+@pytest.mark.parametrize("error", [OSError(19, "No such device"), RuntimeError("No interfaces to listen on")], ids=repr)
 async def test_blocked_multicast_is_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
@@ -147,9 +145,7 @@ async def test_leaving_early_is_quick_and_clean() -> None:
     """An end during announcing and resolving leaves no task and no socket."""
     before = asyncio.all_tasks()
     seconds: list[float] = []
-    while (
-        min(seconds, default=60.0) >= 5.0
-    ):  # not always: a machine may be busy, but not again and again
+    while min(seconds, default=60.0) >= 5.0:  # not always: a machine may be busy, but not again and again
         assert len(seconds) < 3, seconds
         async with Discovery(), announced(unique_announcement(), "127.0.0.1"):
             await asyncio.sleep(0.05)

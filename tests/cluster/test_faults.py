@@ -121,9 +121,7 @@ class Load:
         """Inject a fault, and check that the plan ends within its limit."""
         pipeline = self.head.manager.pipeline
         fault()
-        seconds = await self.head.until(
-            lambda: self.head.manager.pipeline is not pipeline, "the fault was noticed"
-        )
+        seconds = await self.head.until(lambda: self.head.manager.pipeline is not pipeline, "the fault was noticed")
         in_time(seconds, limit)
 
     async def end_well(self) -> None:
@@ -221,9 +219,7 @@ async def test_a_connection(how: str, between: str, team: Team, toy: Path, wante
             assert head.view.epoch > 1
             assert (head.view.serving, stages_loaded(team)) == (serving, loads)
         team.end_faults()
-        await head.until(
-            lambda: all(head.state(a) is MemberState.READY for a in team.addresses), "both back"
-        )
+        await head.until(lambda: all(head.state(a) is MemberState.READY for a in team.addresses), "both back")
 
 
 def stages_loaded(team: Team) -> list[int]:
@@ -242,9 +238,7 @@ async def test_a_coordinator_that_was_held_up(team: Team, toy: Path, wanted: Wan
 
 
 @pytest.mark.slow
-async def test_frames_slower_than_the_timeout_are_no_fault(
-    team: Team, toy: Path, wanted: Wanted
-) -> None:
+async def test_frames_slower_than_the_timeout_are_no_fault(team: Team, toy: Path, wanted: Wanted) -> None:
     """Frames that compute for longer than the timeout are no failure."""
     team.restart(1, toy)  # a process without learned times
     (request,) = requests(1, tokens=4)
@@ -271,9 +265,7 @@ async def test_a_load_that_hangs(team: Team, toy: Path) -> None:
 
 async def test_a_second_coordinator(team: Team, toy: Path) -> None:
     """A second coordinator receives the name of the first, and gets the workers when the first ends."""
-    impatient = Settings(
-        nodes=2, wait=3.0, recovery_wait=3.0, why_not_alone="it serves nothing alone here"
-    )
+    impatient = Settings(nodes=2, wait=3.0, recovery_wait=3.0, why_not_alone="it serves nothing alone here")
     async with running_coordinator(toy, team.addresses, name="first") as head:
         answer = asyncio.create_task(head.answer(requests(1)[0]))
         with pytest.raises(NotReadyError, match="serves coordinator first"):
@@ -289,16 +281,12 @@ async def test_a_second_coordinator(team: Team, toy: Path) -> None:
 
 
 @pytest.mark.smoke
-async def test_a_worker_that_joins(
-    team: Team, toy: Path, wanted: Wanted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_joins(team: Team, toy: Path, wanted: Wanted, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is used although answers are open, and they continue."""
     monkeypatch.setattr(decide, "POSTPONED_SECONDS", 2.0)
     first, second = team.addresses
     team.proxies[1].refuse()
-    alone = Settings(
-        nodes=1, wait=40.0, recovery_wait=20.0, why_not_alone="it serves nothing alone here"
-    )
+    alone = Settings(nodes=1, wait=40.0, recovery_wait=20.0, why_not_alone="it serves nothing alone here")
     async with loaded(team, toy, wanted, settings=alone) as (head, clients):
         assert head.view.serving == (first,)
         team.proxies[1].refuse(False)
@@ -323,13 +311,9 @@ async def test_a_worker_that_leaves(team: Team, toy: Path, wanted: Wanted) -> No
 
 
 @again_if_slow
-async def test_requests_that_no_plan_can_serve_end_with_the_reason(
-    team: Team, toy: Path, wanted: Wanted
-) -> None:
+async def test_requests_that_no_plan_can_serve_end_with_the_reason(team: Team, toy: Path, wanted: Wanted) -> None:
     """If no worker returns in time, every answer ends with the reason, and later requests are served."""
-    settings = Settings(
-        nodes=2, wait=40.0, recovery_wait=2.0, why_not_alone="it serves nothing alone here"
-    )
+    settings = Settings(nodes=2, wait=40.0, recovery_wait=2.0, why_not_alone="it serves nothing alone here")
     async with loaded(team, toy, wanted, settings=settings) as (head, clients):
         for proxy in team.proxies:
             proxy.refuse()

@@ -126,9 +126,7 @@ def test_forced_calls_in_three_dialects(client: openai.OpenAI, cluster: Cluster)
             assert block.type == "tool_use"
             assert set(block.input) == {"unit", "days"}
     with ollama.Client(host=cluster.url, timeout=90) as local:
-        found = local.chat(
-            "builtin", USER, format=PARAMETERS, think=False, options={"seed": 2, "num_predict": 90}
-        )
+        found = local.chat("builtin", USER, format=PARAMETERS, think=False, options={"seed": 2, "num_predict": 90})
         assert set(json.loads(found.message.content or "")) == {"unit", "days"}
 
 

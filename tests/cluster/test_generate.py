@@ -114,9 +114,7 @@ def test_text_is_the_same_with_a_summary(call: Call, model: Path) -> None:
     assert [line.split()[0] for line in done.err.splitlines()] == SUMMARY
 
 
-def test_a_prompt_may_be_text_or_stdin(
-    call: Call, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_may_be_text_or_stdin(call: Call, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt by position, from a flag or stdin gives the same answer. Only --raw omits the chat template."""
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
     few = ("--max-tokens", "8", "--json")
@@ -148,9 +146,7 @@ def test_a_prompt_may_be_text_or_stdin(
         (("x", "--stop", "y"), "Requests to mtp-coord serve"),
     ],
 )
-def test_bad_input_is_refused_before_anything_runs(
-    call: Call, model: Path, flags: tuple[str, ...], told: str
-) -> None:
+def test_bad_input_is_refused_before_anything_runs(call: Call, model: Path, flags: tuple[str, ...], told: str) -> None:
     """A wrong flag ends with status 2 and one message that names it."""
     done = call(model, *flags)
     assert (done.code, done.out) == (2, "")
@@ -164,9 +160,7 @@ def test_bad_input_is_refused_before_anything_runs(
 def test_ctrl_c_ends_without_a_traceback(model: Path) -> None:
     """Ctrl-C ends with status 130 and the text so far."""
     flags = ["--model", str(model), "--raw", "x", "--max-tokens", "4000", "--temp", "1"]
-    with subprocess.Popen(
-        [*PROCESS, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen([*PROCESS, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         guard = threading.Timer(DEADLINE, process.kill)
         guard.start()
         assert process.stdout is not None

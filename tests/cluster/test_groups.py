@@ -91,9 +91,7 @@ def ask_on(machine: Machine, url: str, count: int, **fields: object) -> Answer:
     """Do the same as `ask` for a client on another machine."""
     body = {"prompt": "def fibonacci(n):", "max_tokens": count, "ignore_eos": True, **fields}
     words = (sys.executable, "-c", ASK, url, json.dumps(body | {"stream": True}))
-    done = subprocess.run(
-        [*machine.prefix, *words], stdout=subprocess.PIPE, timeout=SECONDS, check=True
-    )
+    done = subprocess.run([*machine.prefix, *words], stdout=subprocess.PIPE, timeout=SECONDS, check=True)
     return Answer(*json.loads(done.stdout))
 
 
@@ -111,9 +109,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @contextmanager
 def group(folder: Path, count: int, parallel: str, *flags: str) -> Iterator[Cluster]:
     """Run `count` workers that share the built-in model."""
-    with running_cluster(
-        folder, MODEL[0], count, *MODEL[1:], "--parallel", parallel, *flags
-    ) as cluster:
+    with running_cluster(folder, MODEL[0], count, *MODEL[1:], "--parallel", parallel, *flags) as cluster:
         yield cluster
 
 
@@ -141,9 +137,7 @@ def wait_for_members(cluster: Cluster) -> list[psutil.Process]:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("setting", range(len(SETTINGS)))
-def test_a_group_gives_the_answers_of_one_process(
-    pair: Cluster, expected: list[str], setting: int
-) -> None:
+def test_a_group_gives_the_answers_of_one_process(pair: Cluster, expected: list[str], setting: int) -> None:
     """Greedy and sampled, with drafts."""
     assert len(members_of(pair)) == 2
     found = ask(pair.url, TOKENS, **SETTINGS[setting])
@@ -163,9 +157,7 @@ def test_the_status_shows_the_shares(pair: Cluster) -> None:
     assert all(node["memory_used"] for node in nodes)
 
 
-def check_recovery(
-    url: str, expected: list[str], fault: Callable[[], None], asks: Callable[..., Answer] = ask
-) -> None:
+def check_recovery(url: str, expected: list[str], fault: Callable[[], None], asks: Callable[..., Answer] = ask) -> None:
     """Check that an answer goes on in time, token for token, after a fault."""
     answers: list[Answer] = []
     client = threading.Thread(target=lambda: answers.append(asks(url, LONG, **SETTINGS[0])))

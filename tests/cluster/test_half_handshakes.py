@@ -74,9 +74,7 @@ async def joined_worker(host: str, folder: Path) -> AsyncIterator[tuple[ClusterT
     cluster = ClusterTrust.open(folder / "state", create=True)
     assert cluster is not None
     async with cluster.listening(host, 0):  # has the token with which a worker of this user joins
-        worker = launch_worker(
-            folder, "mac-1", "--listen", f"{host}:0", "--state-dir", str(folder / "state")
-        )
+        worker = launch_worker(folder, "mac-1", "--listen", f"{host}:0", "--state-dir", str(folder / "state"))
         ready = await asyncio.to_thread(worker.wait_for, "worker ready")
     with ending(worker):
         yield cluster, str(ready["address"])

@@ -124,9 +124,7 @@ def test_images_are_told_apart_in_all_places(cluster: Cluster) -> None:
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
     tool = [
-        tokens_of(
-            ask(cluster, "", messages=[*turns, {"role": "tool", "tool_call_id": "1", "content": c}])
-        )
+        tokens_of(ask(cluster, "", messages=[*turns, {"role": "tool", "tool_call_id": "1", "content": c}]))
         for c in (parts_of(FILE), parts_of(OTHER))
     ]
     assert tool[0] != tool[1]

@@ -97,9 +97,7 @@ def joined_cluster(host: str, folder: Path) -> Iterator[tuple[Any, list[Process]
         named = [word for port in ports for word in ("--worker", f"{host}:{port}")]
         state = ("--state-dir", str(folder / "a"))
         listen = ("--listen", f"{host}:0", *state)
-        process = launch_coordinator(
-            folder, *listen, "--nodes", "2", "--wait", "60", *named, prefix=EXECUTED
-        )
+        process = launch_coordinator(folder, *listen, "--nodes", "2", "--wait", "60", *named, prefix=EXECUTED)
         stack.enter_context(ending(process))
         join_address(process)
         token = command(folder / "a", "token", "create", "--bare")
@@ -167,9 +165,7 @@ def test_a_worker_that_starts_first_joins_the_cluster_of_its_machine(tmp_path: P
     alone = launch_worker(tmp_path, "late", "--state-dir", str(tmp_path / "stale"))
     with ending(alone):
         alone.wait_for("worker ready")
-        assert alone.records("not joined, so without TLS on loopback"), (
-            "the token has no coordinator"
-        )
+        assert alone.records("not joined, so without TLS on loopback"), "the token has no coordinator"
         advice = "no coordinator yet. Start one with: mtp-coord serve --model MODEL --worker 127."
         due = time.monotonic() + DEADLINE
         while advice not in alone.text() and time.monotonic() < due:
@@ -182,9 +178,7 @@ def _answers(url: str, key: str) -> str:
     """Return everything that the HTTP server says about itself, and its answers to wrong requests."""
     bearer, wrong = {"Authorization": f"Bearer {key}"}, {"Authorization": f"Bearer {WRONG_KEY}"}
     refused = {"temperature": -1}
-    body = json.dumps(
-        {"model": "builtin", "prompt": PROMPT, **refused, "options": refused}
-    ).encode()
+    body = json.dumps({"model": "builtin", "prompt": PROMPT, **refused, "options": refused}).encode()
     requests: list[tuple[str, bytes | None, dict[str, str], int]] = [
         ("/status", None, bearer, 200),
         ("/metrics", None, bearer, 200),
@@ -261,9 +255,7 @@ def test_a_worker_tells_a_false_server_nothing(tmp_path: Path) -> None:
         """Accept one join, offer the other authority, and record what comes."""
         plain, _ = listener.accept()
         with plain, context.wrap_socket(plain, server_side=True) as secured:
-            secured.sendall(
-                json.dumps({"authorities": mine.bundle + false.bundle}).encode() + b"\n"
-            )
+            secured.sendall(json.dumps({"authorities": mine.bundle + false.bundle}).encode() + b"\n")
             received.append(secured.recv(100))
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -287,9 +279,7 @@ def test_http_off_loopback(host: str, tmp_path: Path, monkeypatch: pytest.Monkey
     state = tmp_path / "a"
     monkeypatch.setenv(STATE_DIR, str(state))
     key = command(state, "key", "create", "laptop")
-    process = launch_coordinator(
-        tmp_path, "--host", host, "--single-node", "--state-dir", str(state)
-    )
+    process = launch_coordinator(tmp_path, "--host", host, "--single-node", "--state-dir", str(state))
     with ending(process):
         coordinator = as_coordinator(process)
         assert coordinator.url.startswith("https://")

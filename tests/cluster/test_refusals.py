@@ -103,9 +103,7 @@ def test_a_program_that_cannot_start(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         lines = [[flag.replace("PORT", port) for flag in flags] for flags in cases.values()]
-        found = in_turn(
-            *(partial(launch, tmp_path, f"p{i}", *flags) for i, flags in enumerate(lines))
-        )
+        found = in_turn(*(partial(launch, tmp_path, f"p{i}", *flags) for i, flags in enumerate(lines)))
         for (status, line), words in zip(found, cases, strict=True):
             assert status == 2, line
             assert line.startswith(f"{program}: ")
@@ -163,15 +161,11 @@ def test_another_protocol_version_is_refused(worker: str) -> None:
         assert f"version {VERSION + 1}, this process uses {VERSION}" in details
 
 
-async def load(
-    client: WorkerClient, model: Path, *, span: Span, epoch: int = 1, **fields: Any
-) -> pb.LoadResult:
+async def load(client: WorkerClient, model: Path, *, span: Span, epoch: int = 1, **fields: Any) -> pb.LoadResult:
     request = pb.LoadRequest(
         coordinator=ME,
         epoch=epoch,
-        model=pb.ModelRef(
-            name="toy", path=str(model), fingerprint=Checkpoint.open(model).fingerprint()
-        ),
+        model=pb.ModelRef(name="toy", path=str(model), fingerprint=Checkpoint.open(model).fingerprint()),
         span=pb.Span(start=span.start, end=span.end),
         first=True,
         last=True,
@@ -227,9 +221,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("bytes_sent", GARBAGE.values(), ids=GARBAGE)
-async def test_a_malformed_frame_ends_the_plan_and_not_the_worker(
-    worker: str, toy: Path, bytes_sent: bytes
-) -> None:
+async def test_a_malformed_frame_ends_the_plan_and_not_the_worker(worker: str, toy: Path, bytes_sent: bytes) -> None:
     """The results end with the reason. The worker keeps its weights and serves the next plan."""
     client = WorkerClient(worker, ME)
     try:
@@ -248,9 +240,7 @@ async def test_a_malformed_frame_ends_the_plan_and_not_the_worker(
                 results = back(b"", metadata=metadata, timeout=10)
                 frames = hop(metadata=metadata, timeout=10)
                 received: asyncio.Queue[bytes | bytearray] = asyncio.Queue()
-                reader = LoopFrameReader(
-                    await data_connection(worker, results), received.put_nowait
-                )
+                reader = LoopFrameReader(await data_connection(worker, results), received.put_nowait)
                 errors: list[ClusterError] = []
                 connection = await data_connection(worker, frames)
                 writer = FrameWriter(connection, worker, 10.0, errors.append)

@@ -87,9 +87,7 @@ def test_an_idle_worker_comes_with_advice(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         command,
         "fetch",
-        lambda url, key: TypeAdapter(ClusterStatus).dump_json(
-            ClusterStatus(ready, "m", nodes=nodes)
-        ),
+        lambda url, key: TypeAdapter(ClusterStatus).dump_json(ClusterStatus(ready, "m", nodes=nodes)),
     )
     advice = [line for line in run("status").output.splitlines() if "no answer is open" in line]
     ready = False

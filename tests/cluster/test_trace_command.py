@@ -18,9 +18,7 @@ PHASES = {"decode", "begin", "build", "compute", "read", "encode"}
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner(env={"COLUMNS": "120", "MTP_API_KEY": ""}).invoke(
-        commands, ["trace", *arguments]
-    )
+    return CliRunner(env={"COLUMNS": "120", "MTP_API_KEY": ""}).invoke(commands, ["trace", *arguments])
 
 
 def test_a_trace_follows_every_frame_through_all_processes(
@@ -35,9 +33,7 @@ def test_a_trace_follows_every_frame_through_all_processes(
     with serving(tmp_path, toy, pool(2), *flags) as coordinator:
         started = time.monotonic()
         body = {"prompt": [1, 2, 3], "max_tokens": TOKENS, "ignore_eos": True}
-        answer = httpx.post(
-            f"{coordinator.url}/v1/completions", json={"model": toy.name, **body}, timeout=60
-        )
+        answer = httpx.post(f"{coordinator.url}/v1/completions", json={"model": toy.name, **body}, timeout=60)
         assert answer.status_code == 200, answer.text
         seconds = time.monotonic() - started + 1.0
         done = run("--url", coordinator.url, "--seconds", f"{seconds:.1f}", "--output", str(file))

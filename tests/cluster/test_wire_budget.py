@@ -78,9 +78,7 @@ class Wire:
 
 
 @pytest.fixture(scope="module", params=["2", "filled", "off"])
-def wire(
-    request: pytest.FixtureRequest, pool: Pool, toy: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Wire:
+def wire(request: pytest.FixtureRequest, pool: Pool, toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Wire:
     """Run one request over three workers with a random model, whose drafts are mostly wrong."""
     folder = tmp_path_factory.mktemp("wire")
     with (
@@ -108,11 +106,7 @@ def wire(
 
 def _by_stage(messages: list[Message]) -> list[Message]:
     """Return the messages with workers numbered in the order of their layers."""
-    starts = {
-        m.worker: pb.LoadRequest.FromString(m.data).span.start
-        for m in messages
-        if m.inward and m.method == LOAD
-    }
+    starts = {m.worker: pb.LoadRequest.FromString(m.data).span.start for m in messages if m.inward and m.method == LOAD}
     order = sorted(starts, key=lambda worker: starts[worker])
     return [replace(m, worker=order.index(m.worker)) for m in messages]
 
@@ -168,11 +162,7 @@ def test_a_rejection_sends_the_signal_and_nothing_more(wire: Wire) -> None:
     The next window begins after the accepted tokens, and nothing is sent again. Invalidated windows return without
     tokens. Plain decoding rejects nothing.
     """
-    results = [
-        (f.segments[0], f.outcomes[0])
-        for f in wire.frames(STAGES)
-        if f.segments and f.segments[0].open
-    ]
+    results = [(f.segments[0], f.outcomes[0]) for f in wire.frames(STAGES) if f.segments and f.segments[0].open]
     rejected = [
         (s.seq_id, s.window, s.width - o.accepted_length)
         for s, o in results
@@ -185,9 +175,7 @@ def test_a_rejection_sends_the_signal_and_nothing_more(wire: Wire) -> None:
         assert max((size for _, size in told), default=0) <= 128, "promise 2 of DESIGN §1"
     void = [o for _, o in results if o.cancelled]
     assert len(void) > 5 if wire.mode == "filled" else not void
-    assert all(
-        (o.accepted_length, o.token, o.drafts, o.logprobs) == (0, None, (), ()) for o in void
-    )
+    assert all((o.accepted_length, o.token, o.drafts, o.logprobs) == (0, None, (), ()) for o in void)
     truth: int | None = None
     drafts: tuple[int, ...] = ()
     for (old, outcome), (new, _) in pairwise((s, o) for s, o in results if not o.cancelled):
@@ -214,11 +202,7 @@ def test_a_relayed_token_is_one_small_message(wire: Wire) -> None:
         for segment, outcome in zip(frame.segments, frame.outcomes, strict=True)
     ]
     relayed = [(number, o.seq_id, o.window, o.token) for number, s, o in results if s.relay]
-    found = [
-        (message.number, *(o.seq_id, o.window, o.token))
-        for message, _ in wire.tokens()
-        for o in message.outcomes
-    ]
+    found = [(message.number, *(o.seq_id, o.window, o.token)) for message, _ in wire.tokens() for o in message.outcomes]
     assert found == relayed
     assert all(size <= TOKENS_BYTES for _, size in wire.tokens())
     assert all(not (m.segments or m.ops or m.dtype) for m, _ in wire.tokens())

@@ -48,9 +48,7 @@ CASES: list[tuple[str, str, dict[str, str] | None]] = [
 
 
 @pytest.fixture(scope="module", params=[0, 2], ids=["one process", "two workers"])
-def url(
-    request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
+def url(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     addresses = pool(request.param) if request.param else ()
     folder = tmp_path_factory.mktemp("serve")
     found: Coordinator

@@ -44,9 +44,7 @@ def _made(target: str) -> list[bytes]:
             b"v=2\0id=0123456789abcdef\0name=mac-2\0layers=0-31\0cluster=0123456789abcdef\0node=0123456789abcdef"
         ],
         "join_token": [str(new_token("0123456789abcdef", bytes(32), "10.0.0.1:50504")).encode()],
-        "join_message": [
-            json.dumps({"token_id": "00", "request": request, "proof": "00"}).encode() + b"\n"
-        ],
+        "join_message": [json.dumps({"token_id": "00", "request": request, "proof": "00"}).encode() + b"\n"],
         "certificate": [request.encode()],
         "status": [b"CapacityError 2.5", b"RequestError x"],
         "host": [b"localhost:8080", b"[::1]:8080", b"10.0.0.1", b"evil.example"],

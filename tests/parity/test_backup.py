@@ -115,9 +115,7 @@ def test_a_head_of_every_cache_is_restored(
     else:
         cache.update_and_fetch(*rows)
     cut = StateCut(Checkpoint.open(checkpoints(layers=4)).config)
-    backup = SequenceBackup(
-        0, SAVED, [LayerArrays(4, False, partial(head_arrays, HeadState(cache)))]
-    )
+    backup = SequenceBackup(0, SAVED, [LayerArrays(4, False, partial(head_arrays, HeadState(cache)))])
     found = head_from((layer_states(backup, 0)[0].data,), HeadState(empty), cut)
     assert found.cache.offset == SAVED
     held, wanted = (one.backup_arrays(0) for one in (found.cache, cache))
@@ -125,18 +123,14 @@ def test_a_head_of_every_cache_is_restored(
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32, mx.uint32])
-def test_the_host_reads_other_memory_on_cuda(
-    dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_host_reads_other_memory_on_cuda(dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLX moves what the host reads there, and a running sequence may share the memory. The bytes are the same."""
     x = mx.random.normal((3, 5), key=mx.random.key(0)).astype(dtype)
     expected = bytes(plain_array(x))
     monkeypatch.setattr("worker.engine.stage_backups.this_device", lambda: DEVICES["cuda"])
     found = host_array(x)
     assert bytes(found) == expected
-    assert (
-        np.array(found, copy=False).ctypes.data != np.array(plain_array(x), copy=False).ctypes.data
-    )
+    assert np.array(found, copy=False).ctypes.data != np.array(plain_array(x), copy=False).ctypes.data
 
 
 def test_a_backup_that_does_not_fit_is_refused(checkpoints: Checkpoints) -> None:
@@ -149,9 +143,7 @@ def test_a_backup_that_does_not_fit_is_refused(checkpoints: Checkpoints) -> None
         layers = {layer: [data] if data else [] for layer in range(5)}
         engine.receive_backup(1, ReceivedBackup((1, 2), layers))
         with pytest.raises(ProtocolError, match="backup"):
-            engine.backups.restore_backup(
-                RestoreBackup(1, 2), engine.stage.new_sequence(Admit(1, 100, 2)), None
-            )
+            engine.backups.restore_backup(RestoreBackup(1, 2), engine.stage.new_sequence(Admit(1, 100, 2)), None)
     engine.receive_backup(2, ReceivedBackup((1, 2), {}))
     chain.send(ops=[Evict(2)])
     assert engine.backups.received == {}

@@ -53,9 +53,7 @@ from worker.model.stage import Stage
 
 def wide_config(eighths: int, layers: int) -> ModelConfig:
     """Return layers of `eighths` eighths of the width of Qwen3.5-27B."""
-    config = config_of(
-        moe=False, layers=layers, hidden=640 * eighths, vocab=4096, tie=False, dtype=mx.bfloat16
-    )
+    config = config_of(moe=False, layers=layers, hidden=640 * eighths, vocab=4096, tie=False, dtype=mx.bfloat16)
     config["text_config"] |= {
         "intermediate_size": 2176 * eighths,
         "num_attention_heads": 3 * eighths,
@@ -206,9 +204,7 @@ class Recurrence:
         self.shape: GatedDeltaShape = self.layer.shape
         self.rows = mx.random.normal((16, self.shape.row)).astype(mx.bfloat16)
 
-    def run(
-        self, cache: SnapshotGDNCache, start: int, count: int, *, stays_open: bool = False
-    ) -> mx.array:
+    def run(self, cache: SnapshotGDNCache, start: int, count: int, *, stays_open: bool = False) -> mx.array:
         """Run rows `start … start + count` from where `cache` stands. Return their outputs."""
         window = Window(cache.point, start, count, stays_open)
         out, saved = run_windows(cache.recurrence, self.rows, [window])
@@ -263,9 +259,7 @@ def test_a_mixer_agrees_with_its_modules(silu: bool) -> None:
 
 
 @pytest.mark.parametrize("accepted", range(6))
-def test_a_cut_window_leaves_the_state_of_its_accepted_tokens(
-    recurrence: Recurrence, accepted: int
-) -> None:
+def test_a_cut_window_leaves_the_state_of_its_accepted_tokens(recurrence: Recurrence, accepted: int) -> None:
     """After a cut, state and further outputs are those of a sequence that only ever saw the accepted tokens."""
     cut, plain = recurrence.new_cache(), recurrence.new_cache()
     for cache in (cut, plain):
@@ -335,10 +329,7 @@ def test_company_changes_no_bit(stage: Stage) -> None:
             stage.forward(rows_of(20, i), [(text.sequence, text.segment(20))])
     for turn in range(3):
         x = [rows_of(width, 100 * turn + i) for i, width in enumerate(widths)]
-        runs = [
-            (t.sequence, t.segment(w, stays_open=True))
-            for t, w in zip(together, widths, strict=True)
-        ]
+        runs = [(t.sequence, t.segment(w, stays_open=True)) for t, w in zip(together, widths, strict=True)]
         prompt = Text(stage, 99)
         chunk = (prompt.sequence, prompt.segment(120))
         found = stage.forward(mx.concatenate([*x, rows_of(120, 7)]), [*runs, chunk])
@@ -391,9 +382,7 @@ def test_few_rows_attend_as_many_do(attention: PackedAttentionLayer, length: int
 
 @pytest.mark.parametrize("count", range(5))
 @pytest.mark.parametrize("sequences", [1, 9])
-def test_a_row_does_not_see_a_hole(
-    attention: PackedAttentionLayer, count: int, sequences: int
-) -> None:
+def test_a_row_does_not_see_a_hole(attention: PackedAttentionLayer, count: int, sequences: int) -> None:
     """A row behind rejected rows has the place and the result of one behind the accepted rows."""
     for found, expected in rows_behind_a_hole(attention, count, sequences):
         assert error_of(found, expected) < TOLERANCE / 4

@@ -64,9 +64,7 @@ BAD_OPS: list[tuple[Op, str]] = [
 
 
 @pytest.mark.parametrize(("op", "message"), BAD_OPS, ids=lambda value: getattr(value, "kind", None))
-def test_an_operation_that_does_not_fit_is_refused(
-    checkpoints: Checkpoints, op: Op, message: str
-) -> None:
+def test_an_operation_that_does_not_fit_is_refused(checkpoints: Checkpoints, op: Op, message: str) -> None:
     """An operation that does not fit the state is refused.
 
     Sequence 0 has an open window, sequence 1 is empty, and prefix entry 1 exists.
@@ -102,9 +100,7 @@ def test_a_segment_that_cannot_run_is_refused(
 
 
 @pytest.mark.parametrize("width", [None, 32])
-def test_a_middle_stage_needs_hidden_states_of_its_model(
-    checkpoints: Checkpoints, width: int | None
-) -> None:
+def test_a_middle_stage_needs_hidden_states_of_its_model(checkpoints: Checkpoints, width: int | None) -> None:
     """A middle stage refuses a frame without a tensor, and one with hidden states of another width."""
     engine = Chain(checkpoints(layers=4), (2,)).engines[1]
     frame = Frame(EPOCH, 0, (Admit(0, 100, 3),), (_chunk(),))
@@ -128,9 +124,7 @@ def test_each_stage_adds_its_time_and_operations_alone_make_a_frame(
 # ---- prefixes
 
 
-PARAMS = SamplingParams(
-    temperature=0.8, seed=3, repetition_penalty=1.4, presence_penalty=0.5, logprobs=2
-)
+PARAMS = SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.4, presence_penalty=0.5, logprobs=2)
 
 
 def _continue(chain: Chain, script: Script) -> list[Outcome]:
@@ -172,12 +166,8 @@ def _continue_unsaved(chain: Chain, script: Script) -> None:
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize(
-    "when", ["before the first token", "after it", "among drafts", "as it leaves"]
-)
-def test_a_restored_prefix_equals_a_prefill(
-    checkpoints: Checkpoints, when: str, bits: int | None
-) -> None:
+@pytest.mark.parametrize("when", ["before the first token", "after it", "among drafts", "as it leaves"])
+def test_a_restored_prefix_equals_a_prefill(checkpoints: Checkpoints, when: str, bits: int | None) -> None:
     """A sequence restored from a prefix continues bit for bit like one that prefilled the prefix.
 
     Layers, head, drafts, penalties and log-probabilities are compared. Two requests restore the same entry and continue
@@ -202,9 +192,7 @@ def test_a_restored_prefix_equals_a_prefill(
 
 
 @pytest.mark.parametrize("told", [(0,), (1,), (0, 1)])
-def test_a_client_may_leave_while_its_prefix_is_saved(
-    checkpoints: Checkpoints, told: tuple[int, ...]
-) -> None:
+def test_a_client_may_leave_while_its_prefix_is_saved(checkpoints: Checkpoints, told: tuple[int, ...]) -> None:
     """A cancellation that overtakes the header that saves a prefix does not change the entry.
 
     The entry's tokens have passed the last stage, so all stages save the same entry.

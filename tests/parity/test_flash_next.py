@@ -84,11 +84,7 @@ def logits_of(
     outputs, start = [], 0
     for width in widths:
         own = np.array(tokens[start : start + width])
-        x = (
-            stage.embed_tokens(mx.array(own.tolist()))
-            if rows is None
-            else rows[start : start + width]
-        )
+        x = stage.embed_tokens(mx.array(own.tolist())) if rows is None else rows[start : start + width]
         x = mx.tile(x, (1, stage.config.streams))
         for layer, cache in zip(stage.layers, caches, strict=True):
             cache.coming, cache.layout = own, layout
@@ -193,9 +189,7 @@ def test_stages_and_drafts_change_nothing(
     found = answers(model, mtp, stages, chunk, one_by_one=mtp == "filled")
     assert different(found, expected) == 0
     if mtp not in ("off", "auto"):
-        accepted, drafted = (
-            sum(getattr(a.stats, n) for a in found) for n in ("accepted", "drafted")
-        )
+        accepted, drafted = (sum(getattr(a.stats, n) for a in found) for n in ("accepted", "drafted"))
         assert 0 < accepted < drafted
 
 
@@ -301,17 +295,13 @@ def test_the_blocks_with_the_highest_scores_are_read(
         best = np.argsort(-scores, kind="stable")[:8]
         read = [int(b) * 4 + j for b in sorted(best) for j in range(4)]
         own = mx.array([*read, *range(whole * 4, last + 1)])
-        one = mx.fast.scaled_dot_product_attention(
-            q[:, :, i : i + 1], k[:, :, own], v[:, :, own], scale=0.25
-        )
+        one = mx.fast.scaled_dot_product_attention(q[:, :, i : i + 1], k[:, :, own], v[:, :, own], scale=0.25)
         assert mx.allclose(found[:, :, i : i + 1], one, atol=1e-6)
     none = mx.zeros((1, 4, 16))
     assert chosen_blocks(none, blocks, mx.array([9]), 3).tolist() == [[0, 1, 2]]
 
 
-def test_what_cannot_be_served_is_refused(
-    model: Path, tmp_path: Path, text: dict[str, Any]
-) -> None:
+def test_what_cannot_be_served_is_refused(model: Path, tmp_path: Path, text: dict[str, Any]) -> None:
     """Missing and damaged rows, a late layer of n-grams, --kv-bits, groups and odd configs name what is wrong."""
     checkpoint = Checkpoint.open(model)
     with pytest.raises(SpanError, match=r"layer 1 reads the tokens.*ple_layer_ids"):
@@ -349,9 +339,7 @@ def test_what_cannot_be_served_is_refused(
     assert not Checkpoint.open(bare).mtp.complete
 
 
-def test_rows_of_a_chunk_are_fetched_beside_the_frame_before(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_a_chunk_are_fetched_beside_the_frame_before(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage asks the disk for the rows of a chunk that waits, and for those of its first tokens afterwards."""
     calls = Mock()
     for owner, name in ((Mapped, "advise"), (BegunFrame, "finish_frame")):

@@ -59,9 +59,7 @@ def chain_logits(path: Path, cuts: tuple[int, ...], widths: tuple[int, ...]) -> 
 
 def largest_error(found: list[mx.array], expected: list[mx.array]) -> float:
     """Return the largest difference over the largest expected value."""
-    return max(_largest(a - b) for a, b in zip(found, expected, strict=True)) / max(
-        map(_largest, expected)
-    )
+    return max(_largest(a - b) for a, b in zip(found, expected, strict=True)) / max(map(_largest, expected))
 
 
 def _largest(x: mx.array) -> float:

@@ -78,12 +78,8 @@ def requests() -> list[GenerationRequest]:
     for seed, prompt in enumerate(PROMPTS):
         for output in formats():
             for temperature in ((0.0,), (0.9,))[seed]:
-                params = SamplingParams(
-                    temperature=temperature, seed=seed, logprobs=0, grammar=compiled(output)
-                )
-                asked.append(
-                    GenerationRequest(tokenizer().encode(prompt), 70, params, tokenizer().eos_ids)
-                )
+                params = SamplingParams(temperature=temperature, seed=seed, logprobs=0, grammar=compiled(output))
+                asked.append(GenerationRequest(tokenizer().encode(prompt), 70, params, tokenizer().eos_ids))
     free = SamplingParams(seed=1, temperature=0.9, logprobs=0)
     return [*asked, GenerationRequest(tokenizer().encode(PROMPTS[1]), 40, free)]
 

@@ -109,9 +109,7 @@ def test_a_member_holds_its_share(tmp_path: Path) -> None:
         loaded = [
             weight.nbytes
             for part in checkpoint.plans
-            for weight in read_part(
-                checkpoint.cut_for(Cut(1, 2)), part, None, shares=at_once
-            ).values()
+            for weight in read_part(checkpoint.cut_for(Cut(1, 2)), part, None, shares=at_once).values()
         ]
         assert sum(loaded) == sum(share.values())
 
@@ -217,9 +215,7 @@ def test_the_head_of_a_member_adds_the_parts_of_all(tmp_path: Path, slices: int)
     """The layer of the MTP head is cut into the members' shares, not into slices, and is shared like the others."""
     checkpoint = Checkpoint.open(checkpoint_for(tmp_path, "dense", kv_heads=2))
     group = Doubled()
-    modules = load_stage(
-        checkpoint, Span(0, 4), first=True, last=True, dtype=None, communicator=group, slices=slices
-    )
+    modules = load_stage(checkpoint, Span(0, 4), first=True, last=True, dtype=None, communicator=group, slices=slices)
     modules.share()
     assert modules.head is not None
     assert modules.head.block.communicator is group
@@ -240,9 +236,7 @@ def test_attention_is_called_for_each_slice(bits: int | None) -> None:
             held = i * 2 // slices
             one = slice(held, held + 1)
             own = slice(i * 8 // slices, (i + 1) * 8 // slices)
-            member = new_kv(KVFormat.of(64, bits)).attend(
-                q[:, own], k[:, one], v[:, one], 0.125, None
-            )
+            member = new_kv(KVFormat.of(64, bits)).attend(q[:, own], k[:, one], v[:, one], 0.125, None)
             assert mx.array_equal(sliced[:, own], member)
 
 
@@ -267,10 +261,7 @@ def state_of(checkpoint: Checkpoint, kind: LayerKind) -> Arrays:
     if kind == "attention":
         shape = (1, config.num_kv_heads, TOKENS, config.head_dim)
         return [mx.random.normal(shape), mx.random.normal(shape)]
-    channels = (
-        2 * config.gdn_key_heads * config.gdn_key_dim
-        + config.gdn_value_heads * config.gdn_value_dim
-    )
+    channels = 2 * config.gdn_key_heads * config.gdn_key_dim + config.gdn_value_heads * config.gdn_value_dim
     state = (1, config.gdn_value_heads, config.gdn_value_dim, config.gdn_key_dim)
     return [mx.random.normal((1, 3, channels)), mx.random.normal(state)]
 
@@ -284,9 +275,7 @@ def same(a: Arrays, b: Arrays) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["attention", "gdn"])
-@pytest.mark.parametrize(
-    ("size", "other", "kv_heads"), [(2, 4, 2), (4, 2, 2), (3, 6, 6), (2, 3, 6)]
-)
+@pytest.mark.parametrize(("size", "other", "kv_heads"), [(2, 4, 2), (4, 2, 2), (3, 6, 6), (2, 3, 6)])
 def test_shares_of_any_group_fit_together(
     tmp_path: Path, kind: LayerKind, size: int, other: int, kv_heads: int
 ) -> None:

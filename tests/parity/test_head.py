@@ -75,9 +75,7 @@ class HeadReference:
     def _attention(self, x: Array) -> Array:
         prefix = "layers.0.self_attn"
         n, heads, size = len(x), self.text["num_attention_heads"], self.text["head_dim"]
-        q, gate = np.split(
-            (x @ self._weight(f"{prefix}.q_proj").T).reshape(n, heads, 2 * size), 2, axis=-1
-        )
+        q, gate = np.split((x @ self._weight(f"{prefix}.q_proj").T).reshape(n, heads, 2 * size), 2, axis=-1)
         kv_heads = self.text["num_key_value_heads"]
         k, v = ((x @ self._weight(f"{prefix}.{p}_proj").T).reshape(n, kv_heads, size) for p in "kv")
         q = self._rope(self._norm(q, f"{prefix}.q_norm"))
@@ -102,9 +100,7 @@ class HeadReference:
     def _mlp(self, x: Array) -> Array:
         prefix = "layers.0.mlp"
         if "num_experts" not in self.text:
-            return self._glu(
-                x, *(self._weight(f"{prefix}.{p}_proj") for p in ("gate", "up", "down"))
-            )
+            return self._glu(x, *(self._weight(f"{prefix}.{p}_proj") for p in ("gate", "up", "down")))
         shared = (self._weight(f"{prefix}.shared_expert.{p}_proj") for p in ("gate", "up", "down"))
         gate = 1 / (1 + np.exp(-x @ self._weight(f"{prefix}.shared_expert_gate").T))
         out = gate * self._glu(x, *shared)
@@ -118,9 +114,7 @@ class HeadReference:
 
     def _expert(self, prefix: str, expert: int) -> tuple[Array, Array, Array]:
         if f"mtp.{prefix}.gate_up_proj" not in self.weights:
-            gate, up, down = (
-                self._weight(f"{prefix}.{expert}.{p}_proj") for p in ("gate", "up", "down")
-            )
+            gate, up, down = (self._weight(f"{prefix}.{expert}.{p}_proj") for p in ("gate", "up", "down"))
             return gate, up, down
         gate, up = np.split(self.weights[f"mtp.{prefix}.gate_up_proj"][expert], 2)
         return gate, up, self.weights[f"mtp.{prefix}.down_proj"][expert]
@@ -229,9 +223,7 @@ def _guess(script: Script, known: Sequence[int], chance: random.Random) -> list[
     [{}, {"moe": True}, {"moe": True, "qwen3_next": True}],
     ids=["dense", "experts", "Qwen3-Next"],
 )
-def test_the_cache_never_drifts_from_the_text(
-    checkpoints: Checkpoints, options: dict[str, Any]
-) -> None:
+def test_the_cache_never_drifts_from_the_text(checkpoints: Checkpoints, options: dict[str, Any]) -> None:
     """The head's cache holds one pair for each verified token, whatever was drafted, accepted or rejected.
 
     Its K/V is bit for bit that of a prefill over these tokens.
@@ -245,18 +237,14 @@ def test_the_cache_never_drifts_from_the_text(
     head = chain.verifier.states[0].head
     assert head is not None
     for turn in range(16):
-        outcome = script.run(
-            chain, script.window(_guess(script, known, chance), drafts=chance.randint(0, 4))
-        )
+        outcome = script.run(chain, script.window(_guess(script, known, chance), drafts=chance.randint(0, 4)))
         assert outcome.accepted_length and head.length == script.scheduled == len(script.known) - 1
         if turn % 4 == 3:
             assert same(chain.head_state(0), _fresh_head(path, script.known[:-1]))
     assert script.known == stock.tokens[: len(script.known)]
 
 
-def test_drafts_on_the_device_are_those_of_the_host(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_on_the_device_are_those_of_the_host(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts after windows whose accepted length only the device knows equal those after the host has read it.
 
     Windows of 1 to 5 tokens and 0 to 4 drafts run, greedy and sampled, with every number of rejected rows.

@@ -52,9 +52,7 @@ def requests(
     ]
 
 
-def answers(
-    asked: Sequence[GenerationRequest], mtp: str, stages: int = 1, **options: Any
-) -> list[Answered]:
+def answers(asked: Sequence[GenerationRequest], mtp: str, stages: int = 1, **options: Any) -> list[Answered]:
     """Return the built-in model's answers. All requests run concurrently unless `options` say otherwise."""
     limits = Limits(context=2048, prefill_chunk=CHUNK[stages])
     options = {"path": checkpoint_dir(), "dtype": "float32", "limits": limits, **options}
@@ -95,15 +93,10 @@ def expected() -> list[Answered]:
         ("2", 2),
         ("filled", 4),
         pytest.param("1", 1, marks=pytest.mark.thorough),
-        *(
-            pytest.param(mtp, stages, marks=pytest.mark.slow)
-            for mtp, stages in (("3", 4), ("auto", 1), ("off", 4))
-        ),
+        *(pytest.param(mtp, stages, marks=pytest.mark.slow) for mtp, stages in (("3", 4), ("auto", 1), ("off", 4))),
     ],
 )
-def test_drafts_stages_and_concurrency_change_nothing(
-    expected: list[Answered], mtp: str, stages: int
-) -> None:
+def test_drafts_stages_and_concurrency_change_nothing(expected: list[Answered], mtp: str, stages: int) -> None:
     """Six concurrent requests, greedy and sampled, give the answers they give alone without drafts.
 
     The last case runs one request at a time, so that the pipeline is filled with windows.
@@ -157,9 +150,7 @@ def sixteen() -> list[GenerationRequest]:
     biased = SamplingParams(temperature=0.9, top_k=20, logit_bias={17: 3.0})
     settings = (*SETTINGS, biased)
     return [
-        GenerationRequest(
-            prompt, 1 + 7 * i % 12, replace(settings[i % len(settings)], seed=i, logprobs=3)
-        )
+        GenerationRequest(prompt, 1 + 7 * i % 12, replace(settings[i % len(settings)], seed=i, logprobs=3))
         for i, prompt in enumerate(prompts)
     ]
 

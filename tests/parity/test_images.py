@@ -65,20 +65,15 @@ def encoded(path: Path, files: list[bytes]) -> list[EncodedImage]:
     return asyncio.run(encode())
 
 
-def request_of(
-    path: Path, images: list[EncodedImage], text: str = "Hello world"
-) -> GenerationRequest:
+def request_of(path: Path, images: list[EncodedImage], text: str = "Hello world") -> GenerationRequest:
     """Return a request with all images between words."""
     tokenizer = Tokenizer.load(path)
     tokens = tokenizer.encode(
-        "".join(f"{text}<|vision_start|>{IMAGE_WORD}<|vision_end|>" for _ in images)
-        + f"{text}, how are you?"
+        "".join(f"{text}<|vision_start|>{IMAGE_WORD}<|vision_end|>" for _ in images) + f"{text}, how are you?"
     )
     prompt = ChatPrompt(tokens, thinking=False, turn=0, continued=True)
     prompt, placed_images = placed(prompt, images, tokenizer.control_id(IMAGE_WORD), "messages")
-    return GenerationRequest(
-        prompt.tokens, COUNT, SamplingParams(temperature=0.0), images=placed_images
-    )
+    return GenerationRequest(prompt.tokens, COUNT, SamplingParams(temperature=0.0), images=placed_images)
 
 
 def answers(

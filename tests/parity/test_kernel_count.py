@@ -71,23 +71,19 @@ def counted_kernels() -> Iterator[None]:
     fast = {
         "rms_norm": lambda x, *rest, **_: _marked([x, *rest], (x.shape, x.dtype))[0],
         "rope": lambda x, *_, offset, **rest: _marked([x, offset], (x.shape, x.dtype))[0],
-        "scaled_dot_product_attention": lambda q, k, v, *, mask=None, **_: _marked(
-            [q, k, v, mask], (q.shape, q.dtype)
-        )[0],
+        "scaled_dot_product_attention": lambda q, k, v, *, mask=None, **_: _marked([q, k, v, mask], (q.shape, q.dtype))[
+            0
+        ],
     }
     with metal_choices(_marker_kernel) as patched:
         for name, marker in fast.items():
             patched.setattr(mx.fast, name, marker)
-        patched.setattr(
-            layer_variants, "KernelChoice", lambda _, file: _EveryKernel(Kernels.own, file)
-        )
+        patched.setattr(layer_variants, "KernelChoice", lambda _, file: _EveryKernel(Kernels.own, file))
         yield
 
 
 def _marker_kernel(*_: Any, **__: Any) -> Callable[..., list[mx.array]]:
-    def call(
-        *, inputs: Any, output_shapes: Any, output_dtypes: Any, **options: Any
-    ) -> list[mx.array]:
+    def call(*, inputs: Any, output_shapes: Any, output_dtypes: Any, **options: Any) -> list[mx.array]:
         return _marked(inputs, *zip(map(tuple, output_shapes), output_dtypes, strict=True))
 
     return call
@@ -126,9 +122,7 @@ class StockSteps:
 class OwnSteps:
     """Steps of a stage, whose windows are accepted whole."""
 
-    def __init__(
-        self, path: Path, count: int, width: int, communicator: Communicator = ALONE
-    ) -> None:
+    def __init__(self, path: Path, count: int, width: int, communicator: Communicator = ALONE) -> None:
         checkpoint = Checkpoint.open(path)
         span = Span(0, checkpoint.config.num_layers)
         modules = load_stage(checkpoint, span, first=True, last=True, dtype=None, with_head=False)
@@ -195,9 +189,7 @@ class LayerCost:
     names: dict[str, float]
 
 
-def layer_cost(
-    steps: Callable[[Path, int, int], Steps], paths: dict[int, Path], count: int, width: int
-) -> LayerCost:
+def layer_cost(steps: Callable[[Path, int, int], Steps], paths: dict[int, Path], count: int, width: int) -> LayerCost:
     """Return the cost of a layer for windows of `width` tokens of `count` sequences. Runs within `counted_kernels`."""
     found = {}
     for layers, path in paths.items():

@@ -42,9 +42,7 @@ PATHS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 @pytest.fixture(params=PATHS)
-def stage(
-    request: pytest.FixtureRequest, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Stage]:
+def stage(request: pytest.FixtureRequest, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     """Four layers, the last with attention, as a CPU, a Mac or an NVIDIA GPU runs them."""
     if request.param == "metal" and (reason := reason_not_to_run()):
         pytest.skip(reason)
@@ -53,9 +51,7 @@ def stage(
     form: dict[str, Any] = {"layout": "mlx", "quantize": 4, "hidden": 128, "dtype": mx.float16}
     path = checkpoints(layers=4, seed=4, **(form if request.param == "cuda" else {}))
     with PATHS[request.param]():
-        modules = load_stage(
-            Checkpoint.open(path), Span(0, 4), first=True, last=True, dtype=None, with_head=False
-        )
+        modules = load_stage(Checkpoint.open(path), Span(0, 4), first=True, last=True, dtype=None, with_head=False)
         stage = Stage(modules, KVFormat())
         assert request.param != "cuda" or stage.variants.summary == "4 packed"
         yield stage

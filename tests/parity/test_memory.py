@@ -51,9 +51,7 @@ class MiddleStage:
     def __init__(self, path: Path) -> None:
         loaded = modules(path, 2, 4, False, False)
         assert loaded.span == Span(2, 4)
-        self.engine = StageEngine(
-            Stage(loaded, KVFormat()), epoch=EPOCH, first=False, verifier=None
-        )
+        self.engine = StageEngine(Stage(loaded, KVFormat()), epoch=EPOCH, first=False, verifier=None)
         self.frames = self.end = 0
         self.ops: list[Op] = [Admit(0, 100_000, PROMPT)]
         self._send(PROMPT, stays_open=False)
@@ -89,9 +87,7 @@ class MiddleStage:
         return _live() - held.bytes
 
 
-@pytest.mark.parametrize(
-    "windows", [500, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
-)
+@pytest.mark.parametrize("windows", [500, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_snapshots_end_with_their_window(checkpoints: Checkpoints, windows: int) -> None:
     """After thousands of windows a stage holds what it held after the first twenty, besides its present state.
 

@@ -60,9 +60,7 @@ class Case:
             mx.array([1e-6]),
         )
 
-    def run(
-        self, spans: Sequence[tuple[int, ...]], kernel: WindowKernel = gated_delta_window
-    ) -> Arrays:
+    def run(self, spans: Sequence[tuple[int, ...]], kernel: WindowKernel = gated_delta_window) -> Arrays:
         """Return outputs and saved states of `kernel`."""
         held = mx.array(list(spans), dtype=mx.int32)
         return kernel(SHAPE, self.rows, self.past, self.conv, self.state, held, self.constants)
@@ -94,9 +92,7 @@ def test_steps_are_a_window(dtype: mx.Dtype, width: int) -> None:
     conv, state, outputs = case.conv[2:], case.state[2:], []
     for i in range(width):
         span = mx.array([[0, 0, 0, i, 1, 1]], dtype=mx.int32)
-        out, conv, state = gated_delta_window(
-            SHAPE, case.rows, case.past, conv, state, span, case.constants
-        )
+        out, conv, state = gated_delta_window(SHAPE, case.rows, case.past, conv, state, span, case.constants)
         outputs.append(out[i : i + 1])
     at_once = case.run([(1, 2, 3, width, 5, 8), (2, 0, 0, 0, width, width)])
     assert mx.array_equal(at_once[0][:width], mx.concatenate(outputs))

@@ -38,9 +38,7 @@ from worker.model.layer_variants import KernelChoice, read_trials
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
 
-pytestmark = pytest.mark.skipif(
-    reason_not_to_run() is not None, reason=reason_not_to_run() or "Metal kernels run"
-)
+pytestmark = pytest.mark.skipif(reason_not_to_run() is not None, reason=reason_not_to_run() or "Metal kernels run")
 
 
 @pytest.fixture(autouse=True)
@@ -80,9 +78,7 @@ WIDTHS = (6, 3, 1, 4)
 
 
 def stage_of(path: Path, kernels: Kernels = Kernels.own, state: Path | None = None) -> Stage:
-    modules = load_stage(
-        Checkpoint.open(path), Span(0, 4), first=True, last=True, dtype=None, with_head=False
-    )
+    modules = load_stage(Checkpoint.open(path), Span(0, 4), first=True, last=True, dtype=None, with_head=False)
     return Stage(modules, KVFormat(), kernels=kernels, state=state)
 
 
@@ -134,10 +130,7 @@ def shared_outputs(stage: Stage) -> tuple[mx.array, int]:
 
 @pytest.mark.parametrize(
     "form",
-    [
-        pytest.param(form, marks=[pytest.mark.thorough] if form in ("8 bits", "float16") else [])
-        for form in FORMS
-    ],
+    [pytest.param(form, marks=[pytest.mark.thorough] if form in ("8 bits", "float16") else []) for form in FORMS],
 )
 def test_layers_compute_what_the_reference_does(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, form: str
@@ -175,9 +168,7 @@ def test_flash_next_computes_what_the_reference_does(
     path = write_flash_next(tmp_path / "model", reference_model(text), text)
     with metal_path():
         stage = stage_of(path)
-        mixers = [
-            type(layer.mixer) for layer in stage.modules.layers if isinstance(layer, StreamGDN)
-        ]
+        mixers = [type(layer.mixer) for layer in stage.modules.layers if isinstance(layer, StreamGDN)]
         assert mixers == [WindowMixer if dim == 128 else gdn.FusedGDNLayer] * 3
         found = outputs(stage)
         monkeypatch.setattr(layer_variants, "MetalFuser", unchanged)
@@ -372,9 +363,7 @@ class TimedLayer:
 
 @pytest.mark.parametrize("own", [0.9e-4, 1.1e-4])
 @pytest.mark.parametrize("slow", [0, 100])
-def test_a_busy_start_decides_no_trial(
-    monkeypatch: pytest.MonkeyPatch, own: float, slow: int
-) -> None:
+def test_a_busy_start_decides_no_trial(monkeypatch: pytest.MonkeyPatch, own: float, slow: int) -> None:
     """The sides take turns, and go on while their difference is within noise. Both sides see the same rounds."""
     clock = SimpleNamespace(now=0.0)
     times = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=lambda: clock.now)
@@ -415,9 +404,7 @@ def test_compiled_bodies_compute_what_the_kernels_do(checkpoints: Checkpoints) -
     steps = [mx.random.normal((rows, 64)) for rows in (4, 2, 2, 4)]
 
     def run() -> mx.array:
-        modules = load_stage(
-            Checkpoint.open(path), Span(0, 8), first=True, last=True, dtype=None, with_head=False
-        )
+        modules = load_stage(Checkpoint.open(path), Span(0, 8), first=True, last=True, dtype=None, with_head=False)
         fuser: Any = fuse.MetalFuser(64, mx.float32, lambda *_: True)
         layers = [fuser.layer(modules.layers[i]) for i in (3, 7)]
         caches = [[layer.new_cache(KVFormat()) for _ in range(2)] for layer in layers]

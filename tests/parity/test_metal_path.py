@@ -16,9 +16,7 @@ from tests.support.metal.metal_path import metal_path
 from tests.support.metal.runner import MetalError, metal_kernel, reason_not_to_run, runs
 from tests.support.stages.chain import Chain, Script
 
-pytestmark = pytest.mark.skipif(
-    reason_not_to_run() is not None, reason=reason_not_to_run() or "Metal kernels run"
-)
+pytestmark = pytest.mark.skipif(reason_not_to_run() is not None, reason=reason_not_to_run() or "Metal kernels run")
 
 REVERSE = """
   threadgroup float shared[64];

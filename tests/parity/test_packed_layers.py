@@ -131,9 +131,7 @@ class Pipeline:
         assert outcome.token is not None
         answer.tokens.append(outcome.token)
 
-    def step(
-        self, answers: Sequence[Answer], drafts: Sequence[tuple[int, ...]], depth: int
-    ) -> None:
+    def step(self, answers: Sequence[Answer], drafts: Sequence[tuple[int, ...]], depth: int) -> None:
         """Run one window of each answer, with these drafts, and ask the head for `depth` drafts."""
         ops: list[Op] = [answer.commit for answer in answers if answer.commit is not None]
         segments = []
@@ -141,9 +139,7 @@ class Pipeline:
             answer.window += 1
             position = len(answer.prompt) + len(answer.tokens) - 1
             window = (answer.tokens[-1], *guess)
-            segments.append(
-                Segment(answer.seq_id, answer.window, position, window, open=True, drafts=depth)
-            )
+            segments.append(Segment(answer.seq_id, answer.window, position, window, open=True, drafts=depth))
         outcomes = self.send(ops, segments).outcomes
         for answer, guess, outcome in zip(answers, drafts, outcomes, strict=True):
             assert outcome.token is not None and len(outcome.drafts) == depth
@@ -156,8 +152,7 @@ def fresh(count: int) -> list[Answer]:
     """Return answers to prompts of 1 to 40 tokens, every other one sampled."""
     params = (SamplingParams(), SAMPLED)
     return [
-        Answer(i, tuple((7 * i + 3 * j) % VOCAB for j in range(1 + 13 * i % 40)), params[i % 2])
-        for i in range(count)
+        Answer(i, tuple((7 * i + 3 * j) % VOCAB for j in range(1 + 13 * i % 40)), params[i % 2]) for i in range(count)
     ]
 
 
@@ -222,12 +217,8 @@ def test_a_row_does_not_see_rejected_rows(count: int, sequences: int) -> None:
         assert mx.linalg.norm(found - expected) < 0.005 * mx.linalg.norm(expected)
 
 
-@pytest.mark.parametrize(
-    "cuts", [(), pytest.param((2,), marks=pytest.mark.slow)], ids=["whole", "cut"]
-)
-def test_company_and_drafts_change_no_token(
-    expected: list[list[int]], cuts: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize("cuts", [(), pytest.param((2,), marks=pytest.mark.slow)], ids=["whole", "cut"])
+def test_company_and_drafts_change_no_token(expected: list[list[int]], cuts: tuple[int, ...]) -> None:
     """Ten answers at once, in windows of mixed widths with right and wrong drafts, are those of each alone."""
     pipeline, answers = Pipeline(*cuts), fresh(10)
     for answer in answers:

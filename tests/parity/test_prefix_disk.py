@@ -49,15 +49,10 @@ def requests() -> list[GenerationRequest]:
     tokenizer = Tokenizer.load(checkpoint_dir())
     text = [token for one in held_out_prompts(tokenizer, 8) for token in one]
     turns = [tuple(text[:length]) for length in (150, 190, 230)]
-    return [
-        GenerationRequest(turn, COUNT, params)
-        for turn, params in zip(turns, PARAMS + PARAMS, strict=False)
-    ]
+    return [GenerationRequest(turn, COUNT, params) for turn, params in zip(turns, PARAMS + PARAMS, strict=False)]
 
 
-def answers(
-    asked: Sequence[GenerationRequest], state: Path | None, **options: Any
-) -> list[Answered]:
+def answers(asked: Sequence[GenerationRequest], state: Path | None, **options: Any) -> list[Answered]:
     """Return the answers of a new engine, with a disk if `state` is given."""
     options = {"path": checkpoint_dir(), "dtype": "float32", "mtp": "1", **options}
     disk: dict[str, Any] = {} if state is None else {"state": state, "prefix_disk": LIMIT}
@@ -181,9 +176,7 @@ def test_another_arithmetic_finds_nothing(
     compare(again, found)
 
 
-def test_another_checkpoint_finds_nothing(
-    tmp_path: Path, state: Path, requests: list[GenerationRequest]
-) -> None:
+def test_another_checkpoint_finds_nothing(tmp_path: Path, state: Path, requests: list[GenerationRequest]) -> None:
     """The prefixes of a model are not those of another one in its place."""
     other = convert_checkpoint(checkpoint_dir(), tmp_path / "other", quantize=4)
     assert cached(answers(requests[:1], state, path=other)) == [0]
@@ -247,9 +240,7 @@ def test_a_full_disk_stops_the_writing(
     with caplog.at_level(logging.WARNING):
         compare(answers(requests[:2], tmp_path), expected[:2])
     assert "prefix not written" in caplog.text
-    assert [
-        f.name for f in (tmp_path / "prefixes").iterdir() if not f.name.startswith("index")
-    ] == []
+    assert [f.name for f in (tmp_path / "prefixes").iterdir() if not f.name.startswith("index")] == []
 
 
 FAULTS = ("none", "a bit", "short", "gone", "slow", "full")
@@ -257,9 +248,7 @@ FAULTS = ("none", "a bit", "short", "gone", "slow", "full")
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_ten_thousand_tokens_beside_bad_disks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ten_thousand_tokens_beside_bad_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns of chats, over any cut, with faults of the disk before each engine, have the tokens of computed prompts."""
     drawn, compared = random.Random(8), 0
     text = [t for one in held_out_prompts(Tokenizer.load(checkpoint_dir()), 40) for t in one]

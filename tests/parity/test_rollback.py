@@ -66,9 +66,7 @@ class Row:
     @property
     def length(self) -> int:
         """Tokens that the sequence has in the end."""
-        return (
-            self.truth.prompt + sum(self.case.widths[: self.case.cut]) + self.case.accepted_length
-        )
+        return self.truth.prompt + sum(self.case.widths[: self.case.cut]) + self.case.accepted_length
 
     def send(self) -> Segment:
         index = len(self.segments)
@@ -118,12 +116,8 @@ def _open_windows(chain: Chain, rows: list[Row]) -> None:
 
 
 @pytest.mark.parametrize("bits", KV_BITS)
-@pytest.mark.parametrize(
-    "count", [1, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 3))]
-)
-def test_every_width_and_accepted_length(
-    checkpoints: Checkpoints, count: int, bits: int | None
-) -> None:
+@pytest.mark.parametrize("count", [1, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 3))])
+def test_every_width_and_accepted_length(checkpoints: Checkpoints, count: int, bits: int | None) -> None:
     """Rows of one frame roll back to different accepted lengths, and match a run over the accepted tokens.
 
     One to three windows of 1 to 5 tokens are open. State and next logits are compared. Quantized K/V is bit-equal too,
@@ -196,19 +190,11 @@ def test_rows_of_a_stale_sequence_are_taken_out_of_the_frame(checkpoints: Checkp
     texts = [truth(path, prompt, 4 * LONGEST) for prompt in PROMPTS]
     chain = Chain(path, (4,))
     scripts = [Script(i, text.tokens[: text.prompt]) for i, text in enumerate(texts)]
-    prompts = [
-        script.chunk(script.scheduled + text.prompt)
-        for script, text in zip(scripts, texts, strict=True)
-    ]
+    prompts = [script.chunk(script.scheduled + text.prompt) for script, text in zip(scripts, texts, strict=True)]
     chain.send(*prompts, ops=[op for script in scripts for op in script.due()])
     chain.send(scripts[1].window(texts[1].window(scripts[1].scheduled, 2, right=1)))
     widths = (2, 3, 4)
-    chain.post(
-        *(
-            s.window(t.window(s.scheduled, w, right=w))
-            for s, t, w in zip(scripts, texts, widths, strict=True)
-        )
-    )
+    chain.post(*(s.window(t.window(s.scheduled, w, right=w)) for s, t, w in zip(scripts, texts, widths, strict=True)))
     outcomes = chain.drain()[0].outcomes
     assert [(o.accepted_length, o.cancelled) for o in outcomes] == [
         (2, False),
@@ -325,9 +311,7 @@ class RandomOrder:
 
     def run(self, turns: int) -> None:
         prompt = self.script.chunk(self.text.prompt)
-        self.script.apply_outcome(
-            prompt, self.chain.send(prompt, ops=self.script.due()).outcomes[0]
-        )
+        self.script.apply_outcome(prompt, self.chain.send(prompt, ops=self.script.due()).outcomes[0])
         for _ in range(turns):
             self.random.choices([self.send, self.step, self.signal], [2, 6, 3])[0]()
         for frame in self.chain.drain():
@@ -335,11 +319,7 @@ class RandomOrder:
         self.chain.send(ops=self.script.due())
 
     def send(self) -> None:
-        if (
-            not self.expects_acceptance
-            or len(self.sent) > 4
-            or self.script.scheduled + 10 > len(self.text.tokens)
-        ):
+        if not self.expects_acceptance or len(self.sent) > 4 or self.script.scheduled + 10 > len(self.text.tokens):
             return
         width = self.random.randint(1, 4)
         right = self.random.choice([width, width, width, self.random.randint(0, width)])
@@ -406,7 +386,5 @@ def test_any_order_of_frames_and_signals(checkpoints: Checkpoints, cuts: tuple[i
 def test_any_order_of_frames_and_signals_under_penalties(checkpoints: Checkpoints) -> None:
     """The same holds when every token depends on all tokens before it and on the noise of its position."""
     path = checkpoints(layers=4)
-    params = SamplingParams(
-        temperature=0.8, seed=4, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.6
-    )
+    params = SamplingParams(temperature=0.8, seed=4, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.6)
     _check_random_orders(path, Truth(path, PROMPT, 60, params=params), (1, 3))

@@ -88,9 +88,7 @@ def ahead(path: Path, params: SamplingParams, count: int) -> tuple[Plain, BegunF
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
-def test_a_stage_that_runs_ahead_chooses_the_same_tokens(
-    checkpoints: Checkpoints, params: SamplingParams
-) -> None:
+def test_a_stage_that_runs_ahead_chooses_the_same_tokens(checkpoints: Checkpoints, params: SamplingParams) -> None:
     """Tokens, layers and head state are those of frames that wait for each other."""
     path = checkpoints(layers=4)
     plain, begun = ahead(path, params, 12)
@@ -130,9 +128,7 @@ def test_chunks_overlap(checkpoints: Checkpoints) -> None:
     assert found[0] == found[1]
 
 
-def test_a_group_ends_a_frame_with_drafts_first(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_ends_a_frame_with_drafts_first(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its end may have collectives, which every member must have before those of the next frame."""
     device = replace(this_device(), ahead_kv_bytes=2**30)
     monkeypatch.setattr(stage_engine, "this_device", lambda: device)
@@ -164,16 +160,11 @@ def test_known_tokens_after_a_window_that_continues_keep_their_order(
     state = plain.chain.verifier.states[0]
     assert state.tokens == [*PROMPT, *expected.tokens[:5]]
     assert state.head is not None
-    assert (
-        state.head.waiting_tokens
-        == [*PROMPT[1:], *expected.tokens[:6]][-len(state.head.waiting_tokens) :]
-    )
+    assert state.head.waiting_tokens == [*PROMPT[1:], *expected.tokens[:6]][-len(state.head.waiting_tokens) :]
 
 
 @pytest.mark.parametrize("finished", [False, True], ids=["before it finishes", "after"])
-def test_a_window_after_the_end_of_the_text_leaves_nothing(
-    checkpoints: Checkpoints, finished: bool
-) -> None:
+def test_a_window_after_the_end_of_the_text_leaves_nothing(checkpoints: Checkpoints, finished: bool) -> None:
     """A prefix saved at the end of a text does not hold the window that was in flight behind it."""
     path = checkpoints(layers=4)
     plain, begun = ahead(path, SamplingParams(), 6)
@@ -239,9 +230,7 @@ async def answers(patched: pytest.MonkeyPatch, most_copied: int) -> tuple[list[A
     async with local(Checkpoint.open(checkpoint_dir())) as loop:
         request = GenerationRequest(tuple(range(300, 330)), 24, SAMPLED)
         first = await answer(loop, request)
-        stopped = GenerationRequest(
-            request.prompt, 24, SAMPLED, stop_tokens=frozenset({first.tokens[12]})
-        )
+        stopped = GenerationRequest(request.prompt, 24, SAMPLED, stop_tokens=frozenset({first.tokens[12]}))
         found = [first, await answer(loop, stopped)]
         # The next turn begins with the prefix entry that was saved when the stop token ended the text.
         text = (*request.prompt, *found[1].tokens, 400, 401, 402)

@@ -68,9 +68,7 @@ def _check(path: Path, cuts: tuple[int, ...], stock: Stock, steps: int = STEPS) 
     [(ONE_AND_TWO_STAGES, FEW_STEPS), (THREE_STAGES, FEW_STEPS), (EVERY_LAYER, STEPS)],
     ids=["1 and 2", "3", "8 stages"],
 )
-def test_every_cut_is_bit_equal(
-    checkpoints: Checkpoints, cuts: list[tuple[int, ...]], steps: int
-) -> None:
+def test_every_cut_is_bit_equal(checkpoints: Checkpoints, cuts: list[tuple[int, ...]], steps: int) -> None:
     """Logits do not depend on the cuts or the prompt's chunks. All cuts at once do so through 64 steps (promise 1)."""
     path = checkpoints()
     stock = Stock(path, random_tokens(PROMPT), steps)
@@ -80,9 +78,7 @@ def test_every_cut_is_bit_equal(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", FORMS, ids=lambda options: ", ".join(options))
-def test_every_form_of_checkpoint_is_bit_equal(
-    checkpoints: Checkpoints, options: dict[str, Any]
-) -> None:
+def test_every_form_of_checkpoint_is_bit_equal(checkpoints: Checkpoints, options: dict[str, Any]) -> None:
     """Quantized, MoE, fused, untied and sharded checkpoints give mlx-lm's logits, cut or whole."""
     path = checkpoints(**options)
     # mlx-lm reads fused experts only. `write_checkpoint` gives both forms the same weights.
@@ -119,9 +115,7 @@ def test_a_hop_changes_no_bit_of_a_narrow_float(checkpoints: Checkpoints, dtype:
     [{}, pytest.param({"moe": True}, marks=pytest.mark.thorough)],
     ids=["dense", "experts"],
 )
-def test_sequences_in_one_frame_do_not_see_each_other(
-    checkpoints: Checkpoints, options: dict[str, Any]
-) -> None:
+def test_sequences_in_one_frame_do_not_see_each_other(checkpoints: Checkpoints, options: dict[str, Any]) -> None:
     """Other sequences in a frame change no bit of a sequence's logits.
 
     Some are in their prompt and some in windows, with equal and unequal widths and lengths.

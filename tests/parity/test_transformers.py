@@ -39,9 +39,7 @@ def transformers_logits(path: Path, tokens: list[list[int]]) -> np.ndarray[Any, 
     model, loading = getattr(transformers, name).from_pretrained(
         path, config=config, dtype=torch.float32, output_loading_info=True
     )
-    assert not loading["missing_keys"], (
-        "the model initialized these weights instead of reading them"
-    )
+    assert not loading["missing_keys"], "the model initialized these weights instead of reading them"
     with torch.no_grad():
         logits = model(torch.tensor(tokens)).logits
     return np.asarray(logits.numpy())
@@ -83,9 +81,7 @@ UNNORMALIZED = (("norm_topk_prob", False),)
         "Qwen3-Next, norm_topk_prob",
     ],
 )
-def test_a_chain_of_stages_agrees_with_transformers(
-    checkpoints: Checkpoints, options: dict[str, Any]
-) -> None:
+def test_a_chain_of_stages_agrees_with_transformers(checkpoints: Checkpoints, options: dict[str, Any]) -> None:
     """Logits at every position of a prompt differ by at most 1e-4 of the largest, in fp32, whole and cut in three."""
     path = checkpoints(**options)
     tokens = random_tokens(LENGTH)
@@ -95,9 +91,7 @@ def test_a_chain_of_stages_agrees_with_transformers(
     assert np.abs(theirs).max() > 1, "logits near 0 agree for any model"
 
 
-def test_rope_fields_at_their_old_place_give_transformers_logits(
-    checkpoints: Checkpoints, tmp_path: Path
-) -> None:
+def test_rope_fields_at_their_old_place_give_transformers_logits(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """A linear `rope_scaling` of an older exporter changes the logits exactly as it does in transformers."""
     path = tmp_path / "old"
     shutil.copytree(checkpoints(), path)

@@ -96,9 +96,7 @@ def test_containerfile() -> None:
     assert set(words) <= set(known.split())
     assert [rest for word, rest in instructions if word == "USER"] not in ([], ["root"])
     assert words.index("USER") < words.index("CMD")
-    copied = [
-        rest for word, rest in instructions if word == "COPY" and not rest.startswith("--from")
-    ]
+    copied = [rest for word, rest in instructions if word == "COPY" and not rest.startswith("--from")]
     sources = [source for rest in copied for source in rest.split()[:-1]]
     assert [source for source in sources if not (DEPLOY.parent / source).exists()] == []
     assert {"proto", "mtp", "worker", "coordinator"} <= set(sources)

@@ -18,11 +18,7 @@ PAGES = sorted(
 )
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 CALLS = sorted(
-    {
-        call
-        for page in PAGES
-        for call in from_markdown(str(page.relative_to(ROOT)), page.read_text())
-    },
+    {call for page in PAGES for call in from_markdown(str(page.relative_to(ROOT)), page.read_text())},
     key=str,
 )
 

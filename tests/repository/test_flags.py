@@ -67,9 +67,7 @@ SERVE: Rows = {
 }
 
 
-def deciding(
-    monkeypatch: pytest.MonkeyPatch, module: str, edge: str, command: TyperCommand | TyperGroup
-) -> Decide:
+def deciding(monkeypatch: pytest.MonkeyPatch, module: str, edge: str, command: TyperCommand | TyperGroup) -> Decide:
     """Return the Decide of `command` of `module`, which runs the coroutine named `edge`."""
     monkeypatch.delenv("MTP_API_KEY", raising=False)
 
@@ -165,9 +163,7 @@ def test_keys_from_the_environment(
 
 
 @pytest.mark.parametrize("key", ["", " "])
-def test_an_empty_key_is_refused(
-    decide_serve: Decide, monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
+def test_an_empty_key_is_refused(decide_serve: Decide, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     """An empty key or variable is refused, since it would accept every client."""
     with pytest.raises(UsageError, match="--api-key"):
         decide_serve("--api-key", key)
@@ -192,9 +188,7 @@ def test_a_listener_off_loopback_needs_a_key(decide_serve: Decide) -> None:
         (("--single-node",), "Leave out --single-node"),
     ],
 )
-def test_groups_refuse_what_they_cannot_do(
-    decide_serve: Decide, flags: tuple[str, ...], words: str
-) -> None:
+def test_groups_refuse_what_they_cannot_do(decide_serve: Decide, flags: tuple[str, ...], words: str) -> None:
     """The error names both flags."""
     with pytest.raises(UsageError, match=words):
         decide_serve("--parallel", "2x2", *flags)
@@ -210,9 +204,7 @@ def test_groups_refuse_what_they_cannot_do(
         (("--parallel", "auto", "--slices", "4"), 4),
     ],
 )
-def test_exact_groups_have_slices(
-    decide_serve: Decide, flags: tuple[str, ...], slices: int
-) -> None:
+def test_exact_groups_have_slices(decide_serve: Decide, flags: tuple[str, ...], slices: int) -> None:
     """The default is the size of the group that the flags name."""
     assert decide_serve("--exact", *flags)["layer_slices"] == slices
 

@@ -174,9 +174,7 @@ class Module:
 
 def find_modules() -> list[Module]:
     return [
-        Module(
-            ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), path
-        )
+        Module(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), path)
         for package in PACKAGES
         for path in sorted((ROOT / package).rglob("*.py"))
         if "_pb2" not in path.name
@@ -193,9 +191,7 @@ def imported_modules(module: Module) -> set[str]:
     found = set()
     for source, names in module.imports():
         submodules = {f"{source}.{name}" for name in names} & BY_NAME.keys()
-        taken_from_package = (
-            {source} & BY_NAME.keys() if len(submodules) < max(len(names), 1) else set()
-        )
+        taken_from_package = {source} & BY_NAME.keys() if len(submodules) < max(len(names), 1) else set()
         found |= submodules | taken_from_package
     return found - {module.name}
 

@@ -36,9 +36,7 @@ def _memory_row(model: Published) -> str:
 def _largest(model: Published, bits: int | None, machines: int) -> int:
     """Return the bytes of the largest stage on equal machines, as `mtp-coord plan` computes them."""
     nodes = [NodeSpec(f"node-{i}", 2**60) for i in range(machines)]
-    facts = answer(
-        converted_headers(model, bits), nodes, PlanOptions("", sequences=1, context=CONTEXT)
-    )
+    facts = answer(converted_headers(model, bits), nodes, PlanOptions("", sequences=1, context=CONTEXT))
     stages: list[dict[str, int]] = facts["stages"]
     return max(stage["weight_bytes"] + stage["cache_bytes"] for stage in stages)
 

@@ -59,9 +59,7 @@ def test_constraints_lock_everything_that_an_installation_brings() -> None:
             seen.add(key)
             with suppress(PackageNotFoundError):  # for another system
                 needed = map(Requirement, requires(asked.name) or [])
-                waiting += [
-                    r for r in needed if r.marker is None or r.marker.evaluate({"extra": extra})
-                ]
+                waiting += [r for r in needed if r.marker is None or r.marker.evaluate({"extra": extra})]
     unlocked = {name for name, _ in seen} - locked.keys()
     assert unlocked <= {"setuptools", "mlx-cuda-13"}
 

@@ -79,9 +79,7 @@ def test_texts_of_the_pages(page: Path) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_public_definitions_have_docstrings(package: str) -> None:
     """Every public class and function has a docstring. A method may have that of an interface."""
-    classes = [
-        n for f in SOURCES for n in ast.parse(f.read_text()).body if isinstance(n, ast.ClassDef)
-    ]
+    classes = [n for f in SOURCES for n in ast.parse(f.read_text()).body if isinstance(n, ast.ClassDef)]
     interfaces = [c for c in classes if {"ABC", "Protocol"} & {ast.unparse(b) for b in c.bases}]
     known = {m.name for c in interfaces for m in c.body if isinstance(m, Definition)}
     for file in (f for f in SOURCES if f.is_relative_to(ROOT / package)):

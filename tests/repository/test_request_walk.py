@@ -25,9 +25,7 @@ def definitions(file: str) -> set[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):
-            methods = [
-                m for m in node.body if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef)
-            ]
+            methods = [m for m in node.body if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef)]
             found |= {f"{node.name}.{method.name}" for method in methods}
     return found
 

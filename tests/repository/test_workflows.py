@@ -40,7 +40,5 @@ def test_a_workflow_runs_what_exists(path: Path) -> None:
 def test_a_template_asks_for_the_report_of_doctor(path: Path) -> None:
     """Both forms require doctor's report of the machine."""
     fields = yaml.safe_load(path.read_text()).get("body", [])
-    required = [
-        f["attributes"]["label"] for f in fields if f.get("validations", {}).get("required")
-    ]
+    required = [f["attributes"]["label"] for f in fields if f.get("validations", {}).get("required")]
     assert path.name == "config.yml" or any("doctor" in label for label in required)

@@ -114,9 +114,7 @@ class WindowStack:
             return NOTHING
         window = self.windows[index]
         if not 0 <= accepted_length <= window.width:
-            raise ProtocolError(
-                f"commit of {accepted_length} tokens of window {number}, which has {window.width}"
-            )
+            raise ProtocolError(f"commit of {accepted_length} tokens of window {number}, which has {window.width}")
         self.settled = number
         if accepted_length == window.width:
             self.windows = self.windows[index + 1 :]

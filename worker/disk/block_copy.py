@@ -16,9 +16,7 @@ from worker.disk.block_file import DTYPES, BlockReader, BlockWriter, LayerTensor
 from worker.disk.block_index import Block, BlockIndex, block_file
 
 
-def read_blocks(
-    index: BlockIndex, namespace: str, key: bytes, layers: Span
-) -> Iterator[pb.BackupPiece]:
+def read_blocks(index: BlockIndex, namespace: str, key: bytes, layers: Span) -> Iterator[pb.BackupPiece]:
     """Yield the blocks that have the state of `layers` after the prefix `key`, each after its head.
 
     Only the last block of a chain has states that do not append. The ones before get keys that no prefix has, because

@@ -108,9 +108,7 @@ class BlockWriter:
         # Another process, or another task of this one, may write the same block.
         own = f"{path.stem}-{os.getpid()}-{next(_numbers)}"
         self._temporary = path.with_name(own + TEMPORARY)
-        self._room = HEADER_BYTES + ENTRY_BYTES * (
-            TENSORS_PER_LAYER * layers + nbytes // PIECE_BYTES
-        )
+        self._room = HEADER_BYTES + ENTRY_BYTES * (TENSORS_PER_LAYER * layers + nbytes // PIECE_BYTES)
         self._header: dict[str, Any] = {}
         self._sums: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -193,9 +191,7 @@ class BlockReader:
                 self.appends: frozenset[int] = frozenset(json.loads(metadata["appends"]))
                 self._sums = dict[str, int](json.loads(metadata["crc32"]))
                 end = os.fstat(file.fileno()).st_size
-                self._places = {
-                    name: _place(info, 8 + length, end) for name, info in header.items()
-                }
+                self._places = {name: _place(info, 8 + length, end) for name, info in header.items()}
                 self._tensors = _by_layer(header, json.loads(metadata["shapes"]))
             except Exception as error:  # whatever other bytes lead to
                 raise _damaged(path, error) from error

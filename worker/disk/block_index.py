@@ -60,9 +60,7 @@ def _connect(path: str) -> sqlite3.Connection:
 def _version_of(path: Path) -> int:
     """Return the version of an index on a disk that cannot be written, 0 without one."""
     try:
-        with closing(
-            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
-        ) as found:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as found:
             (version,) = found.execute("PRAGMA user_version").fetchone()
             return int(version)
     except sqlite3.Error:

@@ -102,9 +102,7 @@ def warn_of_emulated_bfloat16(dtype: mx.Dtype) -> None:
     """Log advice if this GPU emulates `dtype`, the type of the activations."""
     own = Arithmetic.here().generation
     if dtype == mx.bfloat16 and own is not None and own < FIRST_WITH_BFLOAT16:
-        log.warning(
-            "this GPU emulates bfloat16: serve with --dtype float16 for speed, on every machine of the plan"
-        )
+        log.warning("this GPU emulates bfloat16: serve with --dtype float16 for speed, on every machine of the plan")
 
 
 def compiler_runs() -> bool:

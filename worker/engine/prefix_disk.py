@@ -147,9 +147,7 @@ class StagePrefixes:
                 await self._write(saved)
             except DISK_ERRORS as error:
                 self._paused_until = time.monotonic() + PAUSE_SECONDS
-                log.warning(
-                    "prefix not written", extra={"seconds": PAUSE_SECONDS, "error": str(error)}
-                )
+                log.warning("prefix not written", extra={"seconds": PAUSE_SECONDS, "error": str(error)})
             except Exception:  # a bug here costs this prefix, and not the next ones
                 log.exception("prefix not written")
             self._queued.discard(saved.border.key)
@@ -278,9 +276,7 @@ class StagePrefixes:
             with self.index.removing(part.block):
                 part.reader.check([layer for layer in layers if layer in part.wanted])
 
-    def _load(
-        self, parts: Sequence[_Part], layers: Iterable[int]
-    ) -> list[tuple[int, list[mx.array]]]:
+    def _load(self, parts: Sequence[_Part], layers: Iterable[int]) -> list[tuple[int, list[mx.array]]]:
         """Return the states of `layers`. Runs on the engine thread."""
         self.thread.expect(LOAD_SECONDS)
         states: list[tuple[int, list[mx.array]]] = []

@@ -25,9 +25,7 @@ from proto.span import Span
 from proto.wire import DTYPE_BYTES
 from worker.cache.sequence_cache import Border, LastStageState, SequenceCache
 
-_DTYPES: dict[str, mx.Dtype] = {
-    name: getattr(mx, name) for name in (*DTYPE_BYTES, "uint32", "uint8")
-}
+_DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in (*DTYPE_BYTES, "uint32", "uint8")}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 """The types of states. Quantized K/V is packed into uint32, and the numbers of an MTP head are bytes."""
 
@@ -170,18 +168,14 @@ class StageBackups:
             self.made = None
         self.received.pop(seq_id, None)
 
-    def receive_backup(
-        self, seq_id: int, backup: ReceivedBackup, sequences: int, kv_tokens: int
-    ) -> None:
+    def receive_backup(self, seq_id: int, backup: ReceivedBackup, sequences: int, kv_tokens: int) -> None:
         """Keep a backup. Raises ProtocolError when the backups exceed `sequences`, or `kv_tokens` in total."""
         tokens = len(backup.tokens) + sum(len(b.tokens) for b in self.received.values())
         if len(self.received) >= sequences or tokens > kv_tokens:
             raise ProtocolError(f"backups of {tokens} tokens exceed the budget of this stage")
         self.received[seq_id] = backup
 
-    def restore_backup(
-        self, op: RestoreBackup, sequence: SequenceCache, last: LastStageState | None
-    ) -> Border | None:
+    def restore_backup(self, op: RestoreBackup, sequence: SequenceCache, last: LastStageState | None) -> Border | None:
         """Fill the empty caches of a sequence. Return the border of a prefix on disk. Raises ProtocolError."""
         backup = self.received.pop(op.seq_id, None)
         if backup is None or sequence.stack.length or len(backup.tokens) != op.length:

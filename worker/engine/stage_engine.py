@@ -218,9 +218,7 @@ class StageEngine:
                 mx.async_eval(plain, *states)
         self.frames_done += 1
         self._drafts_asked = any(segment.drafts for segment in segments)
-        return BegunFrame(
-            self, frame, segments, runs, verdict, x, plain, stamps, started, late_copies
-        )
+        return BegunFrame(self, frame, segments, runs, verdict, x, plain, stamps, started, late_copies)
 
     def can_run_ahead(self, frame: Frame) -> bool:
         """Return whether `frame` may begin before the frame before it is finished.
@@ -284,9 +282,7 @@ class StageEngine:
         if frame.epoch != self.epoch:
             raise StaleEpochError(f"frame of epoch {frame.epoch}, this stage is in {self.epoch}")
         if frame.number != self.frames_done:
-            raise ProtocolError(
-                f"frame {frame.number} arrived where {self.frames_done} was expected"
-            )
+            raise ProtocolError(f"frame {frame.number} arrived where {self.frames_done} was expected")
         vocab = self.stage.modules.config.vocab_size
         seen: set[int] = set()
         for segment in frame.segments:
@@ -305,9 +301,7 @@ class StageEngine:
                 if self.verifier is not None:
                     self.verifier.admit(op)
             case Commit():
-                self._sequence(op.seq_id).commit_window(
-                    op.window, op.accepted_length, in_header=True
-                )
+                self._sequence(op.seq_id).commit_window(op.window, op.accepted_length, in_header=True)
                 if self.verifier is not None:
                     self.verifier.commit_window(op)
             case Evict():

@@ -243,9 +243,7 @@ class StageHost:
         whole = open_checkpoint()
         checkpoint = whole.cut_for(Cut(communicator.rank, communicator.size))
         sizes = checkpoint.part_bytes()
-        parts = checkpoint.stage_parts(
-            spec.span, first=spec.first, last=spec.last, with_head=spec.mtp
-        )
+        parts = checkpoint.stage_parts(spec.span, first=spec.first, last=spec.last, with_head=spec.mtp)
         weight_bytes = sum(sizes[part] for part in parts)
         if memory_limit is not None and weight_bytes > memory_limit:
             raise MemoryLimitError(
@@ -294,9 +292,7 @@ class StageHost:
         prefixes = self._prefixes(whole, spec, stage)
         return LoadedStage(spec, stage, weight_bytes, prefixes, collective)
 
-    def _prefixes(
-        self, checkpoint: Checkpoint, spec: StageSpec, stage: Stage
-    ) -> StagePrefixes | None:
+    def _prefixes(self, checkpoint: Checkpoint, spec: StageSpec, stage: Stage) -> StagePrefixes | None:
         """Return the prefixes of a stage on disk, which for a member of a group are those of its share."""
         if self.disk is None:
             return None
@@ -321,9 +317,7 @@ class StageHost:
         await asyncio.gather(*(one.close() for one in self._stage_prefixes))
         await self.thread.close()
 
-    def make_engine(
-        self, loaded: LoadedStage, epoch: int, budget: Budget = UNLIMITED
-    ) -> StageEngine:
+    def make_engine(self, loaded: LoadedStage, epoch: int, budget: Budget = UNLIMITED) -> StageEngine:
         """Return an engine without sequences for plan `epoch`."""
         stage, spec = loaded.stage, loaded.spec
         verifier = Verifier(stage.modules, stage.kv_format) if spec.last else None
@@ -388,9 +382,7 @@ class StageHost:
     def _lead_of(self, frame: Frame) -> Lead:
         return self._leads.setdefault(len(frame.segments).bit_length(), Lead())
 
-    def _finish_frame(
-        self, begun: BegunFrame, seconds: float, on_done: OnDone, on_error: OnError
-    ) -> None:
+    def _finish_frame(self, begun: BegunFrame, seconds: float, on_done: OnDone, on_error: OnError) -> None:
         if begun.engine.failed:
             return
         try:
@@ -502,8 +494,7 @@ def run_frames(engine: StageEngine, batches: Sequence[int]) -> Iterator[None]:
             commits = tuple(Commit(i, window - 1, o.accepted_length) for i, o in found.items())
             rest = (0,) * (width - 1)
             segments = tuple(
-                Segment(i, window, ends[i], (o.token or 0, *rest), open=True, drafts=drafts)
-                for i, o in found.items()
+                Segment(i, window, ends[i], (o.token or 0, *rest), open=True, drafts=drafts) for i, o in found.items()
             )
             yield
             found = _process(engine, commits if window > 1 else (), segments)
@@ -511,9 +502,7 @@ def run_frames(engine: StageEngine, batches: Sequence[int]) -> Iterator[None]:
         _process(engine, tuple(Evict(i) for i in ends), ())
 
 
-def _process(
-    engine: StageEngine, ops: tuple[Op, ...], segments: tuple[Segment, ...]
-) -> dict[int, Outcome]:
+def _process(engine: StageEngine, ops: tuple[Op, ...], segments: tuple[Segment, ...]) -> dict[int, Outcome]:
     """Let the engine process the next frame. Return the outcomes, without a last stage those of one token a window."""
     frame = Frame(0, engine.frames_done, ops, segments)
     if not engine.first and frame.rows:

@@ -256,9 +256,7 @@ class _Filling:
 
     @property
     def _again(self) -> str:
-        return "Try again" + (
-            ", or use mtp-coord serve without --no-share-weights" if self.hub else ""
-        )
+        return "Try again" + (", or use mtp-coord serve without --no-share-weights" if self.hub else "")
 
     def _read(self, infos: list[TensorInfo], skip: int) -> Iterator[bytes]:
         """Yield the bytes of `infos` after the first `skip`, which the coordinator leaves out too."""

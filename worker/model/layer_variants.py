@@ -88,9 +88,7 @@ def choose_variants(
     arithmetic = ", ".join([*sorted(kinds), *choice.used]) + how
     summary += how
     summary += f"; {choice.summary}" if choice.summary else ""
-    log.info(
-        "layers", extra={"span": str(modules.span), "backend": device.backend, "layers": summary}
-    )
+    log.info("layers", extra={"span": str(modules.span), "backend": device.backend, "layers": summary})
     return Variants(summary, split_rows, arithmetic)
 
 
@@ -145,9 +143,7 @@ class KernelChoice:
         """The trials for people, empty without a trial."""
         return "; ".join(self._texts)
 
-    def choose(
-        self, kernel: str, shapes: str, source: str, run_trial: Callable[[], KernelTrial]
-    ) -> bool:
+    def choose(self, kernel: str, shapes: str, source: str, run_trial: Callable[[], KernelTrial]) -> bool:
         """Return whether to use `kernel` of text `source` at `shapes`. With `--kernels own` its times do not count."""
         if self.mode is Kernels.mlx:
             return False

@@ -152,9 +152,7 @@ def load_stage(
     return stage
 
 
-def _own_slices(
-    checkpoint: Checkpoint, communicator: Communicator, slices: int
-) -> list[Checkpoint]:
+def _own_slices(checkpoint: Checkpoint, communicator: Communicator, slices: int) -> list[Checkpoint]:
     """Return the checkpoint as each slice of this member reads it. Raises SpanError if it cannot be cut."""
     count, rest = divmod(max(slices, communicator.size), communicator.size)
     if rest:
@@ -186,9 +184,7 @@ def _read(
         cuts_vocabulary = part == "lm_head" and slices[0].config.cuts_vocabulary
         sources = slices if part.startswith("layers.") or cuts_vocabulary else [checkpoint]
         whole = sources[0].config.cut.size == 1
-        built: list[Any] = (
-            [checked] if whole else [_build(one, part, dtype, shares=True) for one in sources]
-        )
+        built: list[Any] = [checked] if whole else [_build(one, part, dtype, shares=True) for one in sources]
         for module in built:
             for weight in dict(tree_flatten(module.parameters())).values():
                 # One at a time, so that the source of one weight is released before the next is read.
@@ -204,9 +200,7 @@ def _read(
         on_progress(done, total)
 
 
-def _build(
-    checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None, *, shares: bool = False
-) -> nn.Module:
+def _build(checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None, *, shares: bool = False) -> nn.Module:
     """Return the module of a part with lazy weights, quantized like its tensors. `shares` is that of `read_part`."""
     weights = read_part(checkpoint, part, dtype, shares=shares)
     module = _quantize(checkpoint, part, part_module(checkpoint.config, part), weights)
@@ -224,9 +218,7 @@ def _build(
     return module.eval()
 
 
-def _quantize(
-    checkpoint: Checkpoint, part: str, module: nn.Module, weights: dict[str, mx.array]
-) -> nn.Module:
+def _quantize(checkpoint: Checkpoint, part: str, module: nn.Module, weights: dict[str, mx.array]) -> nn.Module:
     """Replace every module whose weight is stored with scales by a quantized one.
 
     Bits, group size and mode follow from the shapes, and not from the paths in config.json.
@@ -252,16 +244,12 @@ def _quantize(
     try:
         nn.quantize(holder, class_predicate=parameters)
     except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise CheckpointError(
-            f"{checkpoint.path}: the quantization of {part} is not supported: {error}"
-        ) from error
+        raise CheckpointError(f"{checkpoint.path}: the quantization of {part} is not supported: {error}") from error
     quantized: nn.Module = holder.part
     return quantized
 
 
-def _check(
-    checkpoint: Checkpoint, part: str, module: nn.Module, weights: dict[str, mx.array]
-) -> None:
+def _check(checkpoint: Checkpoint, part: str, module: nn.Module, weights: dict[str, mx.array]) -> None:
     """Raise unless the names and shapes of `weights` are those of the module. Reads no weight."""
     expected = dict(tree_flatten(module.parameters()))
     plan = checkpoint.plans[part]
@@ -272,9 +260,7 @@ def _check(
             if name.endswith("scales")
             else "config.json may belong to another checkpoint. Download both again."
         )
-        raise CheckpointError(
-            f"{checkpoint.tensors[stored].file}: tensor {stored} is not part of this model: {hint}"
-        )
+        raise CheckpointError(f"{checkpoint.tensors[stored].file}: tensor {stored} is not part of this model: {hint}")
     for name, weight in weights.items():
         if weight.shape != expected[name].shape:
             stored = plan[name].stored[0]

@@ -42,9 +42,7 @@ class Stage:
         The state directory `state` keeps the trials of kernels.
         """
         self.dtype = modules.dtype
-        self.variants = choose_variants(
-            modules, kv_format, exact=exact, kernels=kernels, state=state
-        )
+        self.variants = choose_variants(modules, kv_format, exact=exact, kernels=kernels, state=state)
         self.modules = modules
         self.kv_format = kv_format
         self._cadence = this_device().cadence

@@ -169,9 +169,7 @@ class Verdict:
             head, params, grammar = state.head, state.params, state.grammar
             end = segment.position + outcome.accepted_length
             answer = state.answer_with([outcome.token])
-            jobs[run.key] = DraftJob(
-                head, segment.drafts, outcome.token, end, params, state.history, grammar, answer
-            )
+            jobs[run.key] = DraftJob(head, segment.drafts, outcome.token, end, params, state.history, grammar, answer)
         if not jobs or self.drafter is None:
             return outcomes
         drafts = self.drafter.draft(list(jobs.values()))
@@ -306,18 +304,14 @@ class Verifier:
         """Apply a commit to the state of its sequence."""
         self.states[op.seq_id].commit_window(op.window, op.accepted_length)
 
-    def outcomes(
-        self, segments: Sequence[Segment], decided: Mapping[Key, Outcome]
-    ) -> tuple[Outcome, ...]:
+    def outcomes(self, segments: Sequence[Segment], decided: Mapping[Key, Outcome]) -> tuple[Outcome, ...]:
         """Return the outcomes in the order of `segments`. A segment that did not run is marked as cancelled."""
         return tuple(
             decided.get(key) or Outcome(*key, accepted_length=0, cancelled=True)
             for key in ((s.seq_id, s.window) for s in segments)
         )
 
-    def _logits(
-        self, normed: mx.array, runs: Sequence[VerifiedRun]
-    ) -> list[tuple[VerifiedRun, mx.array]]:
+    def _logits(self, normed: mx.array, runs: Sequence[VerifiedRun]) -> list[tuple[VerifiedRun, mx.array]]:
         """Return the logits `[w, vocab]` of sampled segments: of all rows of a window, of the last row of a prompt."""
         wanted: list[tuple[VerifiedRun, int, int]] = []
         for run in runs:
@@ -369,9 +363,7 @@ class Verifier:
         self, normed: mx.array, runs: Sequence[VerifiedRun], targets: Mapping[Key, mx.array]
     ) -> WindowDrafts | None:
         """Return the drafts that the device draws without the host, or None if there are none."""
-        jobs = [
-            _window_job(run, normed, targets[run.key]) for run in runs if _drafts_on_device(run)
-        ]
+        jobs = [_window_job(run, normed, targets[run.key]) for run in runs if _drafts_on_device(run)]
         if not jobs or self.drafter is None or not self.drafter.head.drafts_on_device:
             return None
         mx.async_eval(list(targets.values()))  # a GPU computes them while Python builds the drafts

@@ -123,9 +123,7 @@ class Binding:
 
     # ---- start and end
 
-    async def open(
-        self, make_engine: Callable[[], StageEngine], request: pb.ConnectRequest
-    ) -> HopFigures | None:
+    async def open(self, make_engine: Callable[[], StageEngine], request: pb.ConnectRequest) -> HopFigures | None:
         """Open the links, make the engine on its thread, and return the figures of the hop, None without one."""
         figures, timeout_ms = None, request.hop_timeout_ms
         self.hop_timeout = timeout_ms / 1000

@@ -352,9 +352,7 @@ class WorkerNode:
         if self.state != pb.WORKER_STATE_DRAINING:
             self.state = state
 
-    async def _load_weights(
-        self, spec: StageSpec, model: pb.ModelRef, on_progress: OnProgress
-    ) -> LoadedStage:
+    async def _load_weights(self, spec: StageSpec, model: pb.ModelRef, on_progress: OnProgress) -> LoadedStage:
         self.loaded = None  # frees its memory for the new stage
         loading = self._loading = object()
         await self._wait_for_end()

@@ -103,12 +103,10 @@ class WorkerOptions:
             help="Let macOS page the weights out. The default on machines of 16 GB and less.",
         ),
     ] = False
-    allow_sleep: Annotated[
-        bool, typer.Option("--allow-sleep", help="Let a Mac fall asleep while the worker runs.")
-    ] = False
-    no_mdns: Annotated[
-        bool, typer.Option("--no-mdns", help="Do not announce this worker on the network.")
-    ] = False
+    allow_sleep: Annotated[bool, typer.Option("--allow-sleep", help="Let a Mac fall asleep while the worker runs.")] = (
+        False
+    )
+    no_mdns: Annotated[bool, typer.Option("--no-mdns", help="Do not announce this worker on the network.")] = False
     state_dir: StateOption = None
     join: Annotated[
         str | None,
@@ -142,12 +140,10 @@ class WorkerOptions:
             "it the two exchange partial results over TCP.",
         ),
     ] = ""
-    member: Annotated[
-        bool, typer.Option("--member", hidden=True, help="Be the process of a worker for a group.")
-    ] = False
-    owned: Annotated[
-        bool, typer.Option("--owned", hidden=True, help="End when the standard input ends.")
-    ] = False
+    member: Annotated[bool, typer.Option("--member", hidden=True, help="Be the process of a worker for a group.")] = (
+        False
+    )
+    owned: Annotated[bool, typer.Option("--owned", hidden=True, help="End when the standard input ends.")] = False
     log_level: LogLevelOption = LogLevel.info
     log_file: LogFileOption = None
     log_format: LogFormatOption = LogFormat.text
@@ -178,9 +174,7 @@ class WorkerOptions:
         host, _ = self.address
         return host if is_loopback(host) else thunderbolt_host()
 
-    def member_flags(
-        self, model: Path | None, memory_limit: int, *, secured: bool
-    ) -> tuple[str, ...]:
+    def member_flags(self, model: Path | None, memory_limit: int, *, secured: bool) -> tuple[str, ...]:
         """Return the flags of the process of this worker for a group."""
         flags = ["--listen", join_address(self.address[0], 0), "--name", self.own_name]
         flags += ["--direct", self.direct_host()]

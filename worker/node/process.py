@@ -122,9 +122,7 @@ async def _join(token: str, name: str, directory: Path) -> NodeTrust:
 
 
 @asynccontextmanager
-async def served(
-    node: WorkerNode, host: str, port: int = 0, data_port: int = 0
-) -> AsyncIterator[int]:
+async def served(node: WorkerNode, host: str, port: int = 0, data_port: int = 0) -> AsyncIterator[int]:
     """Serve the calls and data connections of `node`, and yield the port of the calls. Raises UsageError."""
     flags = f"--listen {join_address(host, port)}"
     with bind_listener(flags, host, port) as probe:  # gRPC would not say why it cannot listen
@@ -181,9 +179,7 @@ async def run(options: WorkerOptions) -> None:
     with keep_awake(enabled=not options.allow_sleep):
         while not stopping.is_set():
             known = read_text(state_dir(given) / LOCAL_TOKEN)
-            identity.trust = await worker_trust(
-                host, identity.name, options.join, given, insecure=options.insecure
-            )
+            identity.trust = await worker_trust(host, identity.name, options.join, given, insecure=options.insecure)
             if options.join and options.listen:
                 write_private(state_dir(given) / LAST_LISTEN, options.listen)
             identity.direct = options.direct_host()
@@ -290,9 +286,7 @@ async def _serve(
                 advice = f" --worker {address}" if options.no_mdns else ""
                 if joins:
                     advice += f". If one runs, restart this worker with {JOIN_FLAG}"
-                log.info(
-                    "no coordinator yet. Start one with: mtp-coord serve --model MODEL%s", advice
-                )
+                log.info("no coordinator yet. Start one with: mtp-coord serve --model MODEL%s", advice)
                 advised = True
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stopping.wait(), POLL_SECONDS)

@@ -65,9 +65,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[
-            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
-        ],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler: Any = await continuation(handler_call_details)
@@ -188,9 +186,7 @@ class DataPlane:
         }
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
-    async def frames(
-        self, requests: AsyncIterator[bytes], context: Context
-    ) -> AsyncIterator[bytes]:
+    async def frames(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         """Receive frames from the previous stage or the coordinator, and tokens from the last stage."""
         stream = _stream_of(context)
         binding = self.node.binding_of(stream)
@@ -223,9 +219,7 @@ class DataPlane:
         """Give the caller a ticket, and return the data connection that it opens."""
         peer = peer_of(context) if self.node.identity.trust is not None else None
         with self.node.tickets.issued(peer) as ticket:
-            sending = asyncio.ensure_future(
-                context.send_initial_metadata(ticket.offer.to_metadata())
-            )
+            sending = asyncio.ensure_future(context.send_initial_metadata(ticket.offer.to_metadata()))
             try:
                 await asyncio.shield(sending)
             except asyncio.CancelledError:
@@ -279,9 +273,7 @@ class WorkerService(pb_grpc.WorkerServicer):
     async def StartMember(self, request: pb.MemberRequest, context: Context) -> pb.MemberReply:
         return await self.node.start_member(request)
 
-    async def Load(
-        self, request: pb.LoadRequest, context: Context
-    ) -> AsyncIterator[pb.LoadProgress]:
+    async def Load(self, request: pb.LoadRequest, context: Context) -> AsyncIterator[pb.LoadProgress]:
         progress: asyncio.Queue[pb.LoadProgress] = asyncio.Queue()
 
         def on_progress(done: int, total: int) -> None:
@@ -296,9 +288,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         finally:
             task.cancel()
 
-    async def Provide(
-        self, requests: AsyncIterator[pb.Weights], context: Context
-    ) -> AsyncIterator[pb.WeightsReply]:
+    async def Provide(self, requests: AsyncIterator[pb.Weights], context: Context) -> AsyncIterator[pb.WeightsReply]:
         self._transfers += 1
         try:
             if self._transfers > MAX_TRANSFERS:
@@ -326,9 +316,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         trust.install(request.authorities, frozenset(request.removed_nodes), request.certificate)
         return pb.TrustReply(signing_request=trust.due_request())
 
-    async def ReadBackup(
-        self, request: pb.BackupRequest, context: Context
-    ) -> AsyncIterator[pb.BackupPiece]:
+    async def ReadBackup(self, request: pb.BackupRequest, context: Context) -> AsyncIterator[pb.BackupPiece]:
         engine = self._engine(request.coordinator, request.epoch)
         thread = self.node.host.thread
         # The engine thread makes and drops backups, so it also takes this one.
@@ -343,9 +331,7 @@ class WorkerService(pb_grpc.WorkerServicer):
             # Between two calls the engine thread may run frames.
             states = await thread.call(partial(layer_states, backup, index))
 
-    async def WriteBackup(
-        self, requests: AsyncIterator[pb.BackupPiece], context: Context
-    ) -> pb.BackupReply:
+    async def WriteBackup(self, requests: AsyncIterator[pb.BackupPiece], context: Context) -> pb.BackupReply:
         head = (await first_message(requests)).head
         engine = self._engine(head.coordinator, head.epoch)
         joiner = PieceJoiner(self.node.identity.memory_limit)
@@ -357,15 +343,11 @@ class WorkerService(pb_grpc.WorkerServicer):
         await self.node.host.thread.call(partial(engine.receive_backup, head.seq_id, received))
         return pb.BackupReply()
 
-    async def FindPrefix(
-        self, requests: AsyncIterator[pb.PrefixRequest], context: Context
-    ) -> pb.PrefixReply:
+    async def FindPrefix(self, requests: AsyncIterator[pb.PrefixRequest], context: Context) -> pb.PrefixReply:
         _, disk, _, tokens = await self._prefix_call(requests)
         return await disk.find(tokens)
 
-    async def LoadPrefix(
-        self, requests: AsyncIterator[pb.PrefixRequest], context: Context
-    ) -> pb.PrefixReply:
+    async def LoadPrefix(self, requests: AsyncIterator[pb.PrefixRequest], context: Context) -> pb.PrefixReply:
         engine, disk, seq_id, tokens = await self._prefix_call(requests)
         received = await disk.load(tokens)
         await self.node.host.thread.call(partial(engine.receive_backup, seq_id, received))
@@ -384,17 +366,13 @@ class WorkerService(pb_grpc.WorkerServicer):
                 raise ProtocolError(f"{len(tokens)} tokens of a context of {longest}")
         return engine, disk, first.seq_id, tokens
 
-    async def ReadBlocks(
-        self, request: pb.BlockRequest, context: Context
-    ) -> AsyncIterator[pb.BackupPiece]:
+    async def ReadBlocks(self, request: pb.BlockRequest, context: Context) -> AsyncIterator[pb.BackupPiece]:
         _, disk = self._disk(request.coordinator, request.epoch)
         layers = Span(request.layers.start, request.layers.end)
         async for piece in disk.read_blocks(request.key, layers):
             yield piece
 
-    async def WriteBlocks(
-        self, requests: AsyncIterator[pb.BackupPiece], context: Context
-    ) -> pb.BackupReply:
+    async def WriteBlocks(self, requests: AsyncIterator[pb.BackupPiece], context: Context) -> pb.BackupReply:
         head = (await first_message(requests)).head
         _, disk = self._disk(head.coordinator, head.epoch)
         await disk.write_blocks(requests)
@@ -425,9 +403,7 @@ class WorkerService(pb_grpc.WorkerServicer):
             report.frames.add(epoch=s.epoch, number=s.number, rows=s.rows, times_ns=s.times)
         return report
 
-    async def Signals(
-        self, requests: AsyncIterator[pb.Signal], context: Context
-    ) -> AsyncIterator[pb.WorkerStatus]:
+    async def Signals(self, requests: AsyncIterator[pb.Signal], context: Context) -> AsyncIterator[pb.WorkerStatus]:
         first = await first_message(requests)
         check_signal(first)
         if not first.HasField("hello"):
@@ -452,9 +428,7 @@ class WorkerService(pb_grpc.WorkerServicer):
     async def _wait_for_change(self, reader: asyncio.Task[None], seconds: float) -> None:
         change = asyncio.create_task(self.node.state_changed.wait())
         try:
-            await asyncio.wait(
-                {reader, change}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait({reader, change}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:  # the task must not outlive the call
             change.cancel()
         self.node.state_changed.clear()

@@ -89,9 +89,7 @@ class HeadAddition:
 
     def _load(self, model: nn.Module, weights: dict[str, mx.array] | None) -> None:
         try:
-            model.load_weights(
-                [(f"mtp.{n}", w) for n, w in (weights or {}).items()], strict=weights is not None
-            )
+            model.load_weights([(f"mtp.{n}", w) for n, w in (weights or {}).items()], strict=weights is not None)
         except ValueError as error:
             raise CheckpointError(f"{self.source.path}: {error}") from error
 
@@ -111,9 +109,7 @@ class HeadAddition:
         return config
 
 
-def plan_head_addition(
-    target: Checkpoint, source: Checkpoint, *, replace: bool = False
-) -> HeadAddition:
+def plan_head_addition(target: Checkpoint, source: Checkpoint, *, replace: bool = False) -> HeadAddition:
     """Check by headers that the head of `source` fits `target`, and choose its quantization and type.
 
     A head that is not quantized gets the bits of the target's last attention layer. Raises UsageError when the target
@@ -159,9 +155,7 @@ def _packed(source: Checkpoint) -> dict[str, dict[str, Any]]:
 def _inferred(module: nn.Module, stored: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the quantization of every module of `module` that is stored with scales, by path."""
     return {
-        path: asdict(
-            Format.stored(stored[f"{path}.weight"], stored[f"{path}.scales"], leaf.weight.shape[-1])
-        )
+        path: asdict(Format.stored(stored[f"{path}.weight"], stored[f"{path}.scales"], leaf.weight.shape[-1]))
         for path, leaf in module.named_modules()
         if hasattr(leaf, "to_quantized") and f"{path}.scales" in stored
     }

@@ -72,9 +72,7 @@ def shard_writer(path: Path, groups: Sequence[Group]) -> ShardWriter:
     return ShardWriter(path, [Entry(n, SAFETENSORS[a.dtype], tuple(a.shape)) for n, a in arrays])
 
 
-def write_shard(
-    writer: ShardWriter, groups: list[Group], on_bytes: Callable[[int], object]
-) -> None:
+def write_shard(writer: ShardWriter, groups: list[Group], on_bytes: Callable[[int], object]) -> None:
     """Compute, write and release group after group, and call `on_bytes` after each. `groups` is empty then."""
 
     def write_all() -> None:
@@ -339,9 +337,7 @@ def _vision(checkpoint: Checkpoint, settings: Settings) -> dict[str, mx.array]:
     return {f"vision_tower.{name}": settings.cast(w) for name, w in sorted(weights.items())}
 
 
-def _load(
-    checkpoint: Checkpoint, model: nn.Module, settings: Settings, with_head: bool
-) -> dict[str, dict[str, Any]]:
+def _load(checkpoint: Checkpoint, model: nn.Module, settings: Settings, with_head: bool) -> dict[str, dict[str, Any]]:
     """Replace the weights of the modules, which are never computed, by the lazy weights of the checkpoint.
 
     Returns the format of the packed weights that keep their codes by the path of their module.
@@ -405,9 +401,7 @@ def _quantize(
     return _with_overrides(found, prefix, kept)
 
 
-def _with_overrides(
-    found: dict[str, Any], prefix: str, kept: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
+def _with_overrides(found: dict[str, Any], prefix: str, kept: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the object `found` with the formats of `kept` that differ from its default."""
     default = {name: found[name] for name in ("group_size", "bits", "mode")}
     return found | {prefix + path: form for path, form in kept.items() if form != default}

@@ -193,9 +193,7 @@ def read_source_part(
                     values = TRANSFORMS[source.transform](values)
                 weights[name] = values.astype(wanted)
         except ValueError as error:
-            raise CheckpointError(
-                f"tensor {source.stored[0]} cannot be unpacked: {error}. {_INSTEAD}"
-            ) from error
+            raise CheckpointError(f"tensor {source.stored[0]} cannot be unpacked: {error}. {_INSTEAD}") from error
     return weights, forms
 
 
@@ -234,9 +232,7 @@ def _widen(scale: mx.array, shape: tuple[int, ...], fields: dict[str, Any]) -> m
     if scale.shape[-2:] in ((1, 1), (rows, 1)):
         return scale
     if scale.shape[-2:] != (-(-rows // block[0]), -(-columns // block[1])):
-        raise ValueError(
-            f"FP8 scales of {scale.shape} do not fit a weight of {shape} in blocks of {block}"
-        )
+        raise ValueError(f"FP8 scales of {scale.shape} do not fit a weight of {shape} in blocks of {block}")
     scale = mx.repeat(scale, block[0], axis=-2)[..., :rows, :]
     return mx.repeat(scale, block[1], axis=-1)[..., :columns]
 

@@ -97,9 +97,7 @@ class Checkpoint:
     """The files on this machine as they were when they were read. Their offsets hold for no other state."""
 
     @classmethod
-    def open(
-        cls, path: Path, *, to_convert: bool = False, allow_head_only: bool = False
-    ) -> Checkpoint:
+    def open(cls, path: Path, *, to_convert: bool = False, allow_head_only: bool = False) -> Checkpoint:
         """Read config.json and the headers of the safetensors files, but no tensor. Raises CheckpointError.
 
         `to_convert` permits a checkpoint that another program packed, `allow_head_only` one that is only an MTP head.
@@ -132,9 +130,7 @@ class Checkpoint:
             )
 
     @classmethod
-    def assemble(
-        cls, path: Path, config: ModelConfig, layout: Layout, tensors: dict[str, TensorInfo]
-    ) -> Checkpoint:
+    def assemble(cls, path: Path, config: ModelConfig, layout: Layout, tensors: dict[str, TensorInfo]) -> Checkpoint:
         """Build a checkpoint from tensors whose places are known. Raises CheckpointError if two are one parameter."""
         pairs = {part: list[tuple[str, str]]() for part in part_names(config.num_layers)}
         unknown, ignored = [], []
@@ -163,9 +159,7 @@ class Checkpoint:
         experts = config.num_experts
         plans = {part: plan_part(part, stored, layout, experts) for part, stored in pairs.items()}
         ordered = {
-            part: {
-                kind: tuple(n for _, n in sorted(names.items())) for kind, names in kinds.items()
-            }
+            part: {kind: tuple(n for _, n in sorted(names.items())) for kind, names in kinds.items()}
             for part, kinds in tables.items()
         }
         return cls(path, config, layout, tensors, plans, tuple(unknown), tuple(ignored), ordered)
@@ -216,9 +210,7 @@ class Checkpoint:
     def missing_tensors_error(self, missing: Sequence[str]) -> CheckpointError:
         """Return the error for missing tensors, given their names."""
         what = f"tensors {join_names(missing)} are" if missing[1:] else f"tensor {missing[0]} is"
-        return CheckpointError(
-            f"{self.path}: {what} missing. Download the checkpoint again, or convert it again."
-        )
+        return CheckpointError(f"{self.path}: {what} missing. Download the checkpoint again, or convert it again.")
 
     def part_bytes(self) -> dict[str, int]:
         """Return the bytes of each part, as stored: `embed`, `layers.0` …, `norm`, `lm_head`, `mtp`."""
@@ -248,9 +240,7 @@ class Checkpoint:
         try:
             cut = self.config.cut_for(Cut(0, slices))
         except SpanError as error:
-            raise SpanError(
-                f"--slices {slices}: {error} --slices has to divide the same numbers."
-            ) from error
+            raise SpanError(f"--slices {slices}: {error} --slices has to divide the same numbers.") from error
         if not (cut.cuts_vocabulary or cut.tie_word_embeddings):
             raise SpanError(
                 f"--slices {slices}: the vocabulary of {cut.vocab_size} tokens cannot be cut so. Use another number."
@@ -260,9 +250,7 @@ class Checkpoint:
         """Return the checkpoint as one member of a group reads it. Raises SpanError if it cannot be cut."""
         return self if cut == self.config.cut else replace(self, config=self.config.cut_for(cut))
 
-    def stage_parts(
-        self, span: Span, *, first: bool, last: bool, with_head: bool = True
-    ) -> tuple[str, ...]:
+    def stage_parts(self, span: Span, *, first: bool, last: bool, with_head: bool = True) -> tuple[str, ...]:
         """Return the parts of a stage, for the loader and the planner. Raises SpanError for layers out of range."""
         span.check_within(self.config.num_layers)
         head = last and with_head and self.mtp.complete
@@ -314,9 +302,7 @@ def _holds_head(headers: dict[Path, Header]) -> bool:
     return any(is_head(name) for header in headers.values() for name in header.tensors)
 
 
-def settle_head(
-    config: ModelConfig, headers: dict[Path, Header]
-) -> tuple[ModelConfig, dict[Path, Header]]:
+def settle_head(config: ModelConfig, headers: dict[Path, Header]) -> tuple[ModelConfig, dict[Path, Header]]:
     """Decide by the tensors whether a repo is a head alone, and give the names of a head beside a model their `mtp.`.
 
     Some tools write the `model_type` of a head into the config of a whole model.
@@ -382,9 +368,7 @@ def _read_headers(path: Path) -> dict[Path, Header]:
     headers = {}
     for name in sorted(set(weight_map.values())):
         if not (path / name).exists():
-            raise CheckpointError(
-                f"{path}: {name} is missing, and {INDEX} needs it. Download it again."
-            )
+            raise CheckpointError(f"{path}: {name} is missing, and {INDEX} needs it. Download it again.")
         headers[path / name] = read_header(path / name)
     for tensor, name in weight_map.items():
         if tensor not in headers[path / name].tensors:
@@ -412,15 +396,11 @@ def checked_weight_map(index: dict[str, Any], source: object) -> dict[str, str]:
     """Return the file name of each tensor in an index. Raises CheckpointError, which names `source`."""
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(
-            f"{source}: weight_map is not an object with entries. Take another copy or revision."
-        )
+        raise CheckpointError(f"{source}: weight_map is not an object with entries. Take another copy or revision.")
     for name in weight_map.values():
         is_name = isinstance(name, str) and name.isprintable()
         if not (is_name and 0 < len(Path(name).name) == len(name)):
-            raise CheckpointError(
-                f"{source}: {name!r:.120} is not the name of a file in the same directory."
-            )
+            raise CheckpointError(f"{source}: {name!r:.120} is not the name of a file in the same directory.")
     return weight_map
 
 

@@ -131,9 +131,7 @@ class ModelConfig:
         return cls.parse(path / "config.json", config, _eos_token_ids(path, config))
 
     @classmethod
-    def parse(
-        cls, file: Path, config: dict[str, Any], eos_token_ids: tuple[int, ...] = ()
-    ) -> ModelConfig:
+    def parse(cls, file: Path, config: dict[str, Any], eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
         """Check the object of the config.json `file`. Raises CheckpointError for an unsupported model or field."""
         config = with_quantization(config, None)
         text = with_rope_parameters(_text(file, config))
@@ -176,9 +174,7 @@ class ModelConfig:
     def kv_format(self, bits: int | None) -> KVFormat:
         """Return the format of K/V for `--kv-bits`. Raises UsageError if this family has no such format."""
         if bits is not None and not self.family.quantizes_kv:
-            raise UsageError(
-                f"--kv-bits is not supported for {self.family.releases}. Leave it out."
-            )
+            raise UsageError(f"--kv-bits is not supported for {self.family.releases}. Leave it out.")
         return KVFormat.of(self.head_dim, bits)
 
     @cached_property
@@ -316,9 +312,7 @@ class _Reader:
             releases = ", or a ".join(family.releases for family in FAMILIES)
             kinds = [kind for family in FAMILIES for kind in family.model_types.values()]
             types = " or ".join(dict.fromkeys(kinds))
-            raise self._error(
-                f"model_type {name!r:.60} is not supported. Use a {releases} checkpoint ({types})."
-            )
+            raise self._error(f"model_type {name!r:.60} is not supported. Use a {releases} checkpoint ({types}).")
         family, model_type, head_only = found
         if head_only and self._count("num_experts") and model_type == "qwen3_5":
             model_type = "qwen3_5_moe"
@@ -336,9 +330,7 @@ class _Reader:
     def _layer_kinds(self, layers: int, family: Family) -> tuple[LayerKind, ...]:
         """Return the kind of each layer. mlx-lm derives the kinds from the interval, so layer_types must agree."""
         interval = self._count("full_attention_interval") or 4
-        kinds: list[LayerKind] = [
-            "gdn" if (layer + 1) % interval else "attention" for layer in range(layers)
-        ]
+        kinds: list[LayerKind] = ["gdn" if (layer + 1) % interval else "attention" for layer in range(layers)]
         types = self.text.get("layer_types")
         if isinstance(types, list):
             attention = _LAYER_TYPES["attention"]

@@ -37,9 +37,7 @@ def cut_fields(text: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
     """Return the fields of a config whose layers are those of one member. Raises SpanError if they cannot be cut."""
     fields, size = dict(text), cut.size
     if fields.get("attention_bias"):
-        raise SpanError(
-            "attention_bias is true, and a group would add the bias once for each member."
-        )
+        raise SpanError("attention_bias is true, and a group would add the bias once for each member.")
     heads = int(fields["num_key_value_heads"])
     counts = {name: fields[name] for name in (*HEADS, *COLUMNS) if fields.get(name)}
     wrong = [name for name, whole in counts.items() if whole % size]
@@ -53,9 +51,7 @@ def cut_fields(text: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
     return fields | shares | {"num_key_value_heads": max(1, heads // size)}
 
 
-_ROWS = re.compile(
-    r".*\b(q_proj|in_proj_(z|b|a|qkvz|ba)|gate_proj|up_proj)\.(weight|scales|biases|bias)"
-)
+_ROWS = re.compile(r".*\b(q_proj|in_proj_(z|b|a|qkvz|ba)|gate_proj|up_proj)\.(weight|scales|biases|bias)")
 _KV_ROWS = re.compile(r".*\b[kv]_proj\.(weight|scales|biases|bias)")
 _QKV = re.compile(r".*\b(in_proj_qkv|conv1d)\.(weight|scales|biases|bias)")
 _HEADS = re.compile(r".*\b(A_log|dt_bias)")
@@ -86,9 +82,7 @@ class Share:
         return [whole[(*before, slice(start, end))] for start, end in self.ranges]
 
 
-def share_of(
-    part: str, name: str, shape: Sequence[int], cut: Cut, key_dim: int, head_dim: int
-) -> Share | None:
+def share_of(part: str, name: str, shape: Sequence[int], cut: Cut, key_dim: int, head_dim: int) -> Share | None:
     """Return the share of a whole parameter of `shape`, or None if each member holds all of it.
 
     `key_dim` are a member's outputs for the keys of a GatedDeltaNet. Raises SpanError if the parameter cannot be cut.

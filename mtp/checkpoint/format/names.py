@@ -160,9 +160,7 @@ def join_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def plan_part(
-    part: str, stored: Iterable[tuple[str, str]], layout: Layout, num_experts: int
-) -> dict[str, Source]:
+def plan_part(part: str, stored: Iterable[tuple[str, str]], layout: Layout, num_experts: int) -> dict[str, Source]:
     """Return the Source of each parameter of a part. `stored` are pairs (name within the part, stored name).
 
     A stack lists all experts, present or not. Raises CheckpointError when two tensors would become one parameter.
@@ -177,9 +175,7 @@ def plan_part(
     return plan
 
 
-def name_sources(
-    part: str, within: str, name: str, layout: Layout, num_experts: int
-) -> list[tuple[str, Source]]:
+def name_sources(part: str, within: str, name: str, layout: Layout, num_experts: int) -> list[tuple[str, Source]]:
     """Return the parameters that the stored tensor `name` is a part of, each with its Source."""
     if (expert := _EXPERT.fullmatch(within)) and int(expert[2]) < num_experts:
         prefix = name[: -len(f"{expert[2]}.{expert[3]}")]

@@ -196,9 +196,7 @@ def open_table(checkpoint: Checkpoint, part: str, rows: int) -> NgramTable:
     for info in (piece for pieces in tables.values() for piece in pieces):
         checkpoint.check_file(info.file)
     # Beside rows of MLX, which others have converted from FP8, stands the factor of all values.
-    factors = [
-        load_tensor(checkpoint, n, {}) for n in checkpoint.tables[part].get("weight_scale", [])
-    ]
+    factors = [load_tensor(checkpoint, n, {}) for n in checkpoint.tables[part].get("weight_scale", [])]
     tables.pop("weight_scale", None)
     factor = float(np.array(factors[0].astype(mx.float32))[0]) if factors else 1.0
     found = {kind: sum(piece.shape[0] for piece in pieces) for kind, pieces in tables.items()}

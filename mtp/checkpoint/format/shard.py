@@ -117,9 +117,7 @@ def _tensor(file: Path, name: str, entry: Any, first: int) -> TensorInfo:
 
 
 def _truncated(file: Path, needed: int, size: int) -> CheckpointError:
-    return CheckpointError(
-        f"{file}: truncated: {size} bytes of at least {needed}. Download or copy it again."
-    )
+    return CheckpointError(f"{file}: truncated: {size} bytes of at least {needed}. Download or copy it again.")
 
 
 Buffer = bytes | bytearray | memoryview
@@ -174,9 +172,7 @@ class PartFile:
         self._part = path.with_name(f"{path.name}.part")
         self._file = -1
 
-    def complete(
-        self, write_rest: Callable[[], object], wait: Callable[[], object] | None = None
-    ) -> None:
+    def complete(self, write_rest: Callable[[], object], wait: Callable[[], object] | None = None) -> None:
         """Complete the file by one call of `write_rest`, which writes all bytes after the first `written`.
 
         While another process writes the file, call `wait` repeatedly, or raise BusyFileError without it.
@@ -231,9 +227,7 @@ class PartFile:
         except (BlockingIOError, FileNotFoundError):
             mine = False  # another process holds the lock, or has just finished the file
         if not mine:
-            raise BusyFileError(
-                f"{self.path}: another process is writing this file. Wait until it ends."
-            )
+            raise BusyFileError(f"{self.path}: another process is writing this file. Wait until it ends.")
 
     def __exit__(self, *_: object) -> None:
         os.close(self._file)
@@ -273,9 +267,7 @@ class PartFile:
             yield
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise CheckpointError(
-                    f"{self._part}: cannot be written: {error.strerror or error}"
-                ) from error
+                raise CheckpointError(f"{self._part}: cannot be written: {error.strerror or error}") from error
             rest = format_size(self.nbytes - self.written)
             raise CheckpointError(
                 f"{self.path.parent}: the disk is full, and {self.path.name} needs {rest} more. Free some space and "

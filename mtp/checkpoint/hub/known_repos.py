@@ -87,9 +87,7 @@ def known_repo(text: str) -> KnownRepo | None:
     full = "16" in match["rest"]
     bits = None if full else int(found[1]) if found else DEFAULT_BITS
     of_size = [
-        one
-        for one in KNOWN
-        if one.release == match["release"] and size in (one.size, one.size.partition("-a")[0])
+        one for one in KNOWN if one.release == match["release"] and size in (one.size, one.size.partition("-a")[0])
     ]
     exact = [one for one in of_size if one.bits == bits]
     others = [] if found else of_size

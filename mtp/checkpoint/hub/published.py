@@ -153,12 +153,9 @@ def converted_headers(model: Published, bits: int | None) -> Checkpoint:
         nn.quantize(module, _GROUP, bits, class_predicate=_choose(module.quant_predicate))
     mx.eval(mx.random.state)  # the random weights are never computed
     infos = {
-        few.family.prefix + name: _info(weight)
-        for name, weight in dict(tree_flatten(module.parameters())).items()
+        few.family.prefix + name: _info(weight) for name, weight in dict(tree_flatten(module.parameters())).items()
     }
-    config = model.config | (
-        {} if bits is None else {"quantization": {"group_size": _GROUP, "bits": bits}}
-    )
+    config = model.config | ({} if bits is None else {"quantization": {"group_size": _GROUP, "bits": bits}})
     parsed = ModelConfig.parse(Path(model.name) / "config.json", config)
     tensors: dict[str, TensorInfo] = {}
     for name, info in infos.items():

@@ -123,9 +123,7 @@ def _headers(hub: HubRepo, wanted: Callable[[str], bool], head_file: str) -> dic
     return headers
 
 
-def _indexed_headers(
-    hub: HubRepo, weight_map: dict[str, str], wanted: Callable[[str], bool]
-) -> dict[Path, Header]:
+def _indexed_headers(hub: HubRepo, weight_map: dict[str, str], wanted: Callable[[str], bool]) -> dict[Path, Header]:
     files = {file for name, file in weight_map.items() if wanted(name)}
     telling = [file for name, file in weight_map.items() if name.endswith(_CONVOLUTION)]
     if files.isdisjoint(telling):

@@ -118,9 +118,7 @@ class HubRepo:
         name = Path(file)
         prefix = b"".join(self.read_range(file, 0, min(shard.LENGTH_BYTES, size)))
         end = shard.LENGTH_BYTES + shard.header_bytes(name, prefix, size)
-        return shard.parse_header(
-            name, b"".join(self.read_range(file, shard.LENGTH_BYTES, end)), size
-        )
+        return shard.parse_header(name, b"".join(self.read_range(file, shard.LENGTH_BYTES, end)), size)
 
     def read_range(self, file: str, start: int, end: int) -> Iterator[bytes]:
         """Yield the bytes `[start, end)` of a file in pieces; after a broken connection, request only the rest."""
@@ -213,9 +211,7 @@ class HubRepo:
             raise CheckpointError(
                 f"{self.repo}: {constants.ENDPOINT} does not serve byte ranges. Download the whole checkpoint."
             )
-        raise CheckpointError(
-            f"{self.repo}: the hub refuses {file} at {self.revision}: {status} {code}".rstrip()
-        )
+        raise CheckpointError(f"{self.repo}: the hub refuses {file} at {self.revision}: {status} {code}".rstrip())
 
     def _missing(self, file: str) -> CheckpointError:
         return CheckpointError(f"{self.repo}: file {file} not found at revision {self.revision}")

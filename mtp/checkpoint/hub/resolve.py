@@ -106,10 +106,7 @@ def _is_whole(snapshot: Path) -> bool:
         return False
     if not index.exists():
         return any(snapshot.glob("*.safetensors"))
-    return all(
-        (snapshot / file).exists()
-        for file in set(checked_weight_map(read_json_object(index), index).values())
-    )
+    return all((snapshot / file).exists() for file in set(checked_weight_map(read_json_object(index), index).values()))
 
 
 def _unknown(name: str) -> CheckpointError:
@@ -158,9 +155,7 @@ def _snapshot(repo: str, revision: str | None = None, skip: list[str] | None = N
     """Download the missing files but `skip`. Return the snapshot's directory, or raise CheckpointError."""
     disable_progress_bars()  # the caller shows progress, and log lines would break the library's bars
     with hub_errors(repo):
-        path = snapshot_download(
-            repo, revision=revision, allow_patterns=FILES, ignore_patterns=skip
-        )
+        path = snapshot_download(repo, revision=revision, allow_patterns=FILES, ignore_patterns=skip)
         return Path(path)
 
 
@@ -179,6 +174,4 @@ def hub_errors(repo: str) -> Iterator[None]:
             f"network once, or copy the checkpoint and give its directory, or use {BUILTIN}."
         ) from error
     except Exception as error:  # the hub library does not wrap all errors of its HTTP client
-        raise CheckpointError(
-            f"model {repo}: the download to {constants.HF_HUB_CACHE} failed: {error}"
-        ) from error
+        raise CheckpointError(f"model {repo}: the download to {constants.HF_HUB_CACHE} failed: {error}") from error

@@ -120,9 +120,7 @@ class PackedAttentionLayer(Layer):
 
 def shape_of(attention: Qwen3NextAttention) -> AttentionShape:
     """Return the shape of `attention` for the kernels."""
-    return AttentionShape(
-        attention.num_attention_heads, attention.num_key_value_heads, attention.rope.dims
-    )
+    return AttentionShape(attention.num_attention_heads, attention.num_key_value_heads, attention.rope.dims)
 
 
 @lru_cache(maxsize=8)
@@ -138,9 +136,7 @@ def _compiled_projection(shape: AttentionShape, eps: float) -> Callable[..., Any
 
 
 @lru_cache(maxsize=8)
-def _compiled_end(
-    shape: AttentionShape, eps: float, communicator: Communicator
-) -> Callable[..., Any]:
+def _compiled_end(shape: AttentionShape, eps: float, communicator: Communicator) -> Callable[..., Any]:
     """Return the layer from the attention on, traced once for every shape of the arguments.
 
     It includes the MLP if its arguments have the weights of one.

@@ -134,6 +134,4 @@ class DenseRows(nn.Module):
         if x.shape[0] <= MOST_ROWS:
             return multiply_dense_rows(x, self.weight)
         starts = range(0, x.shape[0], MOST_ROWS)
-        return mx.concatenate(
-            [multiply_dense_rows(x[start : start + MOST_ROWS], self.weight) for start in starts]
-        )
+        return mx.concatenate([multiply_dense_rows(x[start : start + MOST_ROWS], self.weight) for start in starts])

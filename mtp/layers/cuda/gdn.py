@@ -40,9 +40,7 @@ class PackedGDNLayer(Layer):
 
     kind = "packed"
 
-    def __init__(
-        self, layer: DecoderLayer, dtype: mx.Dtype, mlp: PackedMLP | None, *, exact: bool = False
-    ) -> None:
+    def __init__(self, layer: DecoderLayer, dtype: mx.Dtype, mlp: PackedMLP | None, *, exact: bool = False) -> None:
         """Pack `layer` for activations of `dtype`. Its MLP is `mlp` if that is packed."""
         net = layer.linear_attn
         self.norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
@@ -104,9 +102,7 @@ class PackedGDNLayer(Layer):
 
 
 @lru_cache(maxsize=8)
-def _compiled_body(
-    shape: GatedDeltaShape, eps: float, communicator: Communicator
-) -> Callable[..., Any]:
+def _compiled_body(shape: GatedDeltaShape, eps: float, communicator: Communicator) -> Callable[..., Any]:
     """Return the layer, traced once for every shape of the arguments."""
 
     def body(

@@ -290,9 +290,7 @@ def multiply_rows(
     )[0]
 
 
-def unpack(
-    w: mx.array, factors: mx.array, dtype: mx.Dtype, rows: mx.array | None = None
-) -> mx.array:
+def unpack(w: mx.array, factors: mx.array, dtype: mx.Dtype, rows: mx.array | None = None) -> mx.array:
     """Return the weights as `[N, K]` of `dtype`, or the outputs that int32 `rows` names."""
     tiles, chunks = w.shape[:2]
     count = tiles * TILE if rows is None else rows.size
@@ -323,8 +321,7 @@ def can_pack(modules: Sequence[nn.Module], *, padded: bool = False) -> bool:
     `padded` allows outputs of zero behind the last module's, up to a whole tile.
     """
     return all(
-        type(module)
-        in (nn.QuantizedLinear, nn.QuantizedEmbedding)  # a subclass has parameters that it needs
+        type(module) in (nn.QuantizedLinear, nn.QuantizedEmbedding)  # a subclass has parameters that it needs
         and (module.bits, module.group_size, module.mode) == (4, GROUP, "affine")
         and "bias" not in module
         and module.scales.dtype in HALF_TYPES
@@ -352,9 +349,7 @@ class PackedLinear(nn.Module):
     @classmethod
     def from_modules(cls, modules: Sequence[nn.Module]) -> Self:
         """Pack the weights of `modules`, which `can_pack` approves. The modules lose their weights."""
-        fused = [
-            mx.concatenate([m[name] for m in modules]) for name in ("weight", "scales", "biases")
-        ]
+        fused = [mx.concatenate([m[name] for m in modules]) for name in ("weight", "scales", "biases")]
         dtype = fused[1].dtype
         if missing := -fused[0].shape[0] % TILE:
             fused = [mx.pad(part, [(0, missing), (0, 0)]) for part in fused]
@@ -482,11 +477,7 @@ def fused(modules: Sequence[nn.Module], *, padded: bool = False, exact: bool = F
     """
     if can_pack(modules, padded=padded):
         return PackedLinear.from_modules(modules)
-    return (
-        DenseLinear.from_modules(modules)
-        if not exact and can_fuse(modules)
-        else SideBySide(modules)
-    )
+    return DenseLinear.from_modules(modules) if not exact and can_fuse(modules) else SideBySide(modules)
 
 
 def product_of(weights: Sequence[mx.array]) -> PackedLinear | DenseLinear:
@@ -494,9 +485,7 @@ def product_of(weights: Sequence[mx.array]) -> PackedLinear | DenseLinear:
     return PackedLinear(weights[0], weights[1]) if len(weights) == 2 else DenseLinear(weights[0])
 
 
-def add_product(
-    communicator: Communicator, product: Callable[..., mx.array], y: mx.array, x: mx.array
-) -> mx.array:
+def add_product(communicator: Communicator, product: Callable[..., mx.array], y: mx.array, x: mx.array) -> mx.array:
     """Return `x` plus the sum over the members of the product of `y`. One machine adds `x` in the same launch."""
     return product(y, x) if communicator.size == 1 else x + communicator.sum(product(y))
 
@@ -506,9 +495,7 @@ class PackedMLP(nn.Module):
 
     communicator: Communicator = ALONE
 
-    def __init__(
-        self, gate_up: PackedLinear | DenseLinear, down: PackedLinear | DenseLinear
-    ) -> None:
+    def __init__(self, gate_up: PackedLinear | DenseLinear, down: PackedLinear | DenseLinear) -> None:
         super().__init__()
         self.gate_up = gate_up
         self.down = down
@@ -541,9 +528,7 @@ def pack_mlp(mlp: nn.Module, *, exact: bool = False) -> PackedMLP | None:
     return PackedMLP(PackedLinear.from_modules([gate, up]), PackedLinear.from_modules([down]))
 
 
-def add_packed_mlp(
-    communicator: Communicator, weights: Sequence[Any], eps: float, x: mx.array
-) -> mx.array:
+def add_packed_mlp(communicator: Communicator, weights: Sequence[Any], eps: float, x: mx.array) -> mx.array:
     """Return `PackedMLP.add_output` of up to `FEW_ROWS` rows, as part of a compiled layer."""
     norm, gate_up, down = weights
     y = product_of(gate_up).swiglu(mx.fast.rms_norm(x, norm, eps))

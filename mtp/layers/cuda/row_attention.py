@@ -207,18 +207,14 @@ _COMBINE_SOURCE = r"""
 """
 
 _prepare = prepare_kernel(CudaKernel, "(h < HQ ? h * 2 * D : 2 * HQ * D + (h - HQ) * D)")
-_combine = CudaKernel(
-    "attention_combine", ["partial", "sums", "spans", "x"], ["out"], _COMBINE_SOURCE
-)
+_combine = CudaKernel("attention_combine", ["partial", "sums", "spans", "x"], ["out"], _COMBINE_SOURCE)
 
 
 def _attend_kernel(slots: int) -> CudaKernel:
     pairs = [f"pair{slot}" for slot in range(slots)]
     source = _ATTEND_SOURCE.replace("PAIRS", ", ".join(pairs))
     inputs = ["q", "places", "spans", "caps", "written", "scale", *pairs]
-    return CudaKernel(
-        f"attention_split{slots}", inputs, ["partial", "sums"], source, HEADER + _BOUNDED
-    )
+    return CudaKernel(f"attention_split{slots}", inputs, ["partial", "sums"], source, HEADER + _BOUNDED)
 
 
 @lru_cache
@@ -298,9 +294,7 @@ def _write_kernel(slots: int) -> CudaKernel:
 _write = {slots: _write_kernel(slots) for slots in (1, SLOTS)}
 
 
-def write_rows(
-    new: mx.array, rows: RowArrays, pairs: Sequence[mx.array], before: Sequence[mx.array]
-) -> mx.array:
+def write_rows(new: mx.array, rows: RowArrays, pairs: Sequence[mx.array], before: Sequence[mx.array]) -> mx.array:
     """Write `new [2, kv_heads, rows, 256]` into the memory of `pairs`, up to `SLOTS`. Return int32 `[1]`, `written`.
 
     Each of `pairs [2, kv_heads, room, 256]` is a whole array in memory, and no row that somebody reads is written.

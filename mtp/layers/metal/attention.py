@@ -77,9 +77,7 @@ class FusedAttentionLayer(AttentionLayer):
 
     kind = "fused"
 
-    def __init__(
-        self, layer: DecoderLayer, parts: Projections, mlp: FusedMLP | None, *, fuses_norm: bool
-    ) -> None:
+    def __init__(self, layer: DecoderLayer, parts: Projections, mlp: FusedMLP | None, *, fuses_norm: bool) -> None:
         """Take over `layer` with its projections. With `fuses_norm` a kernel adds the residual before the norm."""
         super().__init__(layer)
         inputs, out = parts
@@ -126,9 +124,7 @@ class PreparedAttentionLayer(FusedAttentionLayer):
 
     kind = "prepared"
 
-    def __init__(
-        self, layer: DecoderLayer, parts: Projections, mlp: FusedMLP | None, *, fuses_norm: bool
-    ) -> None:
+    def __init__(self, layer: DecoderLayer, parts: Projections, mlp: FusedMLP | None, *, fuses_norm: bool) -> None:
         super().__init__(layer, parts, mlp, fuses_norm=fuses_norm)
         constants = constants_of(self.attention)
         mx.eval(constants)
@@ -163,10 +159,7 @@ class PreparedAttentionLayer(FusedAttentionLayer):
                 for cache, q, new, hole in zip(caches, queries, rows, holes, strict=True)
             ]
         else:
-            outputs = [
-                cache.attend_pair(q, new, scale)
-                for cache, q, new in zip(caches, queries, rows, strict=True)
-            ]
+            outputs = [cache.attend_pair(q, new, scale) for cache, q, new in zip(caches, queries, rows, strict=True)]
         merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
         return self._finish(x, merged.squeeze(0).transpose(1, 0, 2), gate)
 
@@ -216,9 +209,7 @@ def _prepare(
 _kernel = prepare_kernel(MetalKernel, "h * D")
 
 
-def prepare_rows(
-    shape: AttentionShape, x: mx.array, places: mx.array, constants: Weights
-) -> tuple[mx.array, mx.array]:
+def prepare_rows(shape: AttentionShape, x: mx.array, places: mx.array, constants: Weights) -> tuple[mx.array, mx.array]:
     """See `run_prepare`. A row of `x` has queries, keys, values and gates."""
     q_norm, k_norm, *rest = constants
     constants = (q_norm.astype(x.dtype), k_norm.astype(x.dtype), *rest)

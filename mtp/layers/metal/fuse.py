@@ -51,9 +51,7 @@ class MetalFuser:
         fused_experts = fuse_experts(module.mlp)
         module.mlp = row_experts(fused_experts, self._dtype, MetalKernel, self.picks)
         mlp = FusedMLP.of(module.mlp)
-        replaced = (
-            self._gdn(layer, mlp) if isinstance(layer, GDNLayer) else self._attention(module, mlp)
-        )
+        replaced = self._gdn(layer, mlp) if isinstance(layer, GDNLayer) else self._attention(module, mlp)
         if replaced is None:
             layer.mlp = mlp or PlainMLP(module.mlp)
         return replaced or layer
@@ -68,10 +66,7 @@ class MetalFuser:
             fused.mlp = mlp
         if not self._has_window_kernel(net, inputs):
             return fused
-        window, normed = (
-            WindowGDNLayer(module, self._dtype, inputs, mlp, fuses_norm=fuses)
-            for fuses in (False, True)
-        )
+        window, normed = (WindowGDNLayer(module, self._dtype, inputs, mlp, fuses_norm=fuses) for fuses in (False, True))
         shapes = f"{net.num_k_heads} and {net.num_v_heads} heads"
         if not self._wins("gated_delta_window", shapes, gdn_windows.SOURCE, window, fused):
             return fused
@@ -87,9 +82,7 @@ class MetalFuser:
         out = FusedLinear.of([net.out_proj])
         if out is None or not self._has_window_kernel(net, inputs):
             return fused
-        recurrence = gdn_windows.recurrence_of(
-            gated_delta_window, net, self._dtype, silu=inner.silu
-        )
+        recurrence = gdn_windows.recurrence_of(gated_delta_window, net, self._dtype, silu=inner.silu)
         window = WindowMixer(recurrence, self._dtype, inputs, out)
         shapes = f"{net.num_k_heads} and {net.num_v_heads} heads"
         shapes += "" if inner.silu else " with a sigmoid gate"
@@ -118,9 +111,7 @@ class MetalFuser:
         normed = type(best)(module, parts, mlp, fuses_norm=True)
         return normed if mlp and self._wins_norm(normed, best) else best
 
-    def picks(
-        self, kernel: str, shapes: str, source: str, width: int, own: Rows, replaced: Rows
-    ) -> bool:
+    def picks(self, kernel: str, shapes: str, source: str, width: int, own: Rows, replaced: Rows) -> bool:
         """Return whether to use `kernel`, by a trial of `own` and `replaced`."""
         first, second = (PartTrial(lambda x, *_, part=part: part(x)) for part in (own, replaced))
         trial = partial(try_layer, first, second, width, self._dtype)
@@ -129,9 +120,7 @@ class MetalFuser:
     def _wins_norm(self, normed: Layer, without: Layer) -> bool:
         return self._wins("residual_norm", "any heads", NORM_SOURCE, normed, without)
 
-    def _wins(
-        self, kernel: str, shapes: str, source: str, with_kernel: Tried, without: Tried
-    ) -> bool:
+    def _wins(self, kernel: str, shapes: str, source: str, with_kernel: Tried, without: Tried) -> bool:
         """Return whether a layer with `kernel` is right and not slower than the same layer without it."""
         known = f"{shapes}, rows of {self._hidden} in {self._dtype}"
         trial = partial(try_layer, with_kernel, without, self._hidden, self._dtype)

@@ -107,9 +107,7 @@ class AttentionLayer(Layer):
     ) -> Projected:
         """Return the projections of the norm of `x [rows, hidden]`, queries and keys normalized."""
         attention, rows, x = self.attention, x.shape[0], self.norm(x)
-        q_rows, gate = mx.split(
-            attention.q_proj(x).reshape(rows, attention.num_attention_heads, -1), 2, axis=-1
-        )
+        q_rows, gate = mx.split(attention.q_proj(x).reshape(rows, attention.num_attention_heads, -1), 2, axis=-1)
         kv_shape = (rows, attention.num_key_value_heads, -1)
         keys = attention.k_norm(attention.k_proj(x).reshape(kv_shape))
         return attention.q_norm(q_rows), keys, attention.v_proj(x).reshape(kv_shape), gate

@@ -260,9 +260,7 @@ def advance_state(
 
 
 @mx.compile
-def _step(
-    row: list[mx.array], a_log: mx.array, dt_bias: mx.array, state: mx.array
-) -> tuple[mx.array, mx.array]:
+def _step(row: list[mx.array], a_log: mx.array, dt_bias: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:
     """Advance the state over one token. A key head serves several value heads without being copied."""
     q, k, v, a, b = row
     count, heads, values, keys = state.shape

@@ -13,9 +13,7 @@ weather = tool(weather)
 openai = ChatOpenAI(model="tiny", base_url=f"{URL}/v1", api_key="none", max_retries=0)
 models = {
     "chat": openai,
-    "responses": ChatOpenAI(
-        model="tiny", base_url=f"{URL}/v1", api_key="none", max_retries=0, use_responses_api=True
-    ),
+    "responses": ChatOpenAI(model="tiny", base_url=f"{URL}/v1", api_key="none", max_retries=0, use_responses_api=True),
     "anthropic": ChatAnthropic(model="tiny", base_url=URL, api_key="none", max_retries=0),
     "ollama": ChatOllama(model="tiny", base_url=URL),
 }

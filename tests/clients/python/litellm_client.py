@@ -49,9 +49,7 @@ for name, dialect in dialects.items():
         "text": litellm.completion(**dialect, messages=MESSAGES).choices[0].message.content,
         "pieces": "".join(piece.choices[0].delta.content or "" for piece in pieces),
         "call": json.loads(call.function.arguments),
-        "report": litellm.completion(**dialect, messages=history, tools=[TOOL])
-        .choices[0]
-        .message.content,
+        "report": litellm.completion(**dialect, messages=history, tools=[TOOL]).choices[0].message.content,
         "long": ask(dialect, LONG).content,
         "format": json.loads(ask(dialect, "How is Rome?", response_format=FORMAT).content),
     }

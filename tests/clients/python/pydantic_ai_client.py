@@ -19,9 +19,7 @@ async def streamed(agent: Agent) -> str:
 
 
 openai_provider = OpenAIProvider(base_url=f"{URL}/v1", api_key="none")
-anthropic_provider = AnthropicProvider(
-    anthropic_client=AsyncAnthropic(base_url=URL, api_key="none")
-)
+anthropic_provider = AnthropicProvider(anthropic_client=AsyncAnthropic(base_url=URL, api_key="none"))
 models = {
     "chat": OpenAIChatModel("tiny", provider=openai_provider),
     "responses": OpenAIResponsesModel("tiny", provider=openai_provider),

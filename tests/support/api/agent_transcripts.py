@@ -109,9 +109,7 @@ def claude_code(
         }
     ]
     for number in range(steps + 1):
-        changing = (
-            f"{BILLING} cc_version=2.1.104.{number:03x}; cc_entrypoint=cli; cch={number:05x};"
-        )
+        changing = f"{BILLING} cc_version=2.1.104.{number:03x}; cc_entrypoint=cli; cch={number:05x};"
         yield {
             "max_tokens": max_tokens,
             "system": [{"type": "text", "text": changing}, *system],
@@ -136,9 +134,7 @@ def claude_code(
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": answers}]
 
 
-def codex(
-    words: int, steps: int = len(STEPS), tools: int = 17, max_tokens: int = 12
-) -> Iterator[Json]:
+def codex(words: int, steps: int = len(STEPS), tools: int = 17, max_tokens: int = 12) -> Iterator[Json]:
     """Yield the bodies of `POST /v1/responses` of one session."""
     offered: list[Json] = [
         {

@@ -56,9 +56,7 @@ class FakeGenerator:
         prompt = self.requests[index].prompt
         return b"".join(map(self.tokenizer.token_bytes, prompt)).decode()
 
-    def submit(
-        self, request: GenerationRequest, deliver: Callable[[GenerationEvent], None]
-    ) -> Callable[[], None]:
+    def submit(self, request: GenerationRequest, deliver: Callable[[GenerationEvent], None]) -> Callable[[], None]:
         """Deliver the scripted events. See Generator."""
         self.requests.append(request)
         if self.refuse is not None:
@@ -77,9 +75,7 @@ class FakeGenerator:
         """Return the scripted position. See Generator."""
         return self.position
 
-    async def _deliver_all(
-        self, request: GenerationRequest, deliver: Callable[[GenerationEvent], None]
-    ) -> None:
+    async def _deliver_all(self, request: GenerationRequest, deliver: Callable[[GenerationEvent], None]) -> None:
         try:
             async with contextlib.aclosing(self.events_of(request)) as events:
                 async for event in events:
@@ -117,9 +113,7 @@ class FakeGenerator:
             await asyncio.Event().wait()
         await asyncio.sleep(self.pause)
 
-    def _logprobs(
-        self, request: GenerationRequest, tokens: tuple[int, ...]
-    ) -> tuple[TokenLogprob, ...]:
+    def _logprobs(self, request: GenerationRequest, tokens: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
         if (count := request.params.logprobs) is None:
             return ()
         top = tuple((other, -0.5 - other / 1000) for other in range(count))

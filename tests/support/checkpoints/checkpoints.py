@@ -106,9 +106,7 @@ def convert_checkpoint(source: Path, path: Path, quantize: Literal[4, 8] | None 
     return path
 
 
-def config_of(
-    *, moe: bool, layers: int, hidden: int, vocab: int, tie: bool, dtype: mx.Dtype
-) -> dict[str, Any]:
+def config_of(*, moe: bool, layers: int, hidden: int, vocab: int, tie: bool, dtype: mx.Dtype) -> dict[str, Any]:
     """Return a config.json that both transformers and mlx-lm accept."""
     suffix = "_moe" if moe else ""
     text: dict[str, Any] = {
@@ -127,9 +125,7 @@ def config_of(
         "attention_bias": False,
         "attn_output_gate": True,
         "full_attention_interval": 4,
-        "layer_types": [
-            "linear_attention" if (i + 1) % 4 else "full_attention" for i in range(layers)
-        ],
+        "layer_types": ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(layers)],
         "linear_num_value_heads": _GDN_VALUE_HEADS,
         "linear_num_key_heads": _GDN_KEY_HEADS,
         "linear_key_head_dim": GDN_DIM,
@@ -358,11 +354,7 @@ def _save_shards(path: Path, weights: Weights, shards: int, form: str) -> None:
     weight_map: dict[str, str] = {}
     for shard in range(shards):
         part = names[shard * size : (shard + 1) * size]
-        file = (
-            f"model-{shard + 1:05}-of-{shards:05}.safetensors"
-            if shards > 1
-            else "model.safetensors"
-        )
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors" if shards > 1 else "model.safetensors"
         mx.save_safetensors(str(path / file), {n: weights[n] for n in part}, {"format": form})
         weight_map |= dict.fromkeys(part, file)
     if shards > 1:
@@ -373,9 +365,7 @@ def _save_shards(path: Path, weights: Weights, shards: int, form: str) -> None:
 # ---- converted by mlx-lm
 
 
-def _convert(
-    path: Path, config: dict[str, Any], raw: Weights, shards: int, bits: int | None, overrides: bool
-) -> None:
+def _convert(path: Path, config: dict[str, Any], raw: Weights, shards: int, bits: int | None, overrides: bool) -> None:
     """Write the output of `mlx_lm.convert` with the head added under `mtp.`, converted the same way."""
     source = path / "raw"
     source.mkdir()

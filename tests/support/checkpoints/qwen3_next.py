@@ -66,10 +66,7 @@ def next_weights(text: dict[str, Any], weights: Weights) -> Weights:
 def _dense_mlp(prefix: str, hidden: int) -> Weights:
     size = 2 * hidden
     shapes = {"gate_proj": (size, hidden), "up_proj": (size, hidden), "down_proj": (hidden, size)}
-    return {
-        f"{prefix}{name}.weight": mx.random.normal(shape, scale=shape[1] ** -0.5)
-        for name, shape in shapes.items()
-    }
+    return {f"{prefix}{name}.weight": mx.random.normal(shape, scale=shape[1] ** -0.5) for name, shape in shapes.items()}
 
 
 def _by_head(heads: int, parts: list[mx.array]) -> mx.array:

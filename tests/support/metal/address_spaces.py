@@ -71,9 +71,7 @@ def check_address_spaces(source: MetalSource) -> None:
     """Raise AddressSpaceError if a pointer of the kernel has another address space than its target."""
     body = re.sub(r"\[\[[^\]]*\]\]", "", source.kernel)
     # Outside a kernel function clang allows no memory of a threadgroup, and a template is no kernel function.
-    body = SHARED_ARRAY.sub(
-        r"__local \g<type> (&\g<name>)\g<size> = *(__local \g<type> (*)\g<size>)0;", body
-    )
+    body = SHARED_ARRAY.sub(r"__local \g<type> (&\g<name>)\g<size> = *(__local \g<type> (*)\g<size>)0;", body)
     body = re.sub(r"\bthreadgroup\b", "__local", re.sub(r"\bconstant\b", "__constant", body))
     instance = source.instance()
     if "<" in instance:

@@ -62,9 +62,7 @@ def metal_choices(metal_kernel: Callable[..., Any]) -> Iterator[pytest.MonkeyPat
         # The runner's times say nothing, so a kernel is used if it is right.
         patch.setattr(fuse, "STEPS", 1)
         patch.setattr(fuse, "TRIAL_SECONDS", 0.0)
-        patch.setattr(
-            layer_variants, "KernelChoice", lambda _, file: KernelChoice(Kernels.own, file)
-        )
+        patch.setattr(layer_variants, "KernelChoice", lambda _, file: KernelChoice(Kernels.own, file))
         yield patch
 
 

@@ -16,19 +16,13 @@ ATTRIBUTES = {
     "thread_index_in_simdgroup": "f.lane",
     "simdgroup_index_in_threadgroup": "f.simdgroup",
     "threads_per_threadgroup": "SIZE",
-    "threadgroup_position_in_grid": (
-        "uint3{f.in_grid.x / SIZE.x, f.in_grid.y / SIZE.y, f.in_grid.z / SIZE.z}"
-    ),
+    "threadgroup_position_in_grid": ("uint3{f.in_grid.x / SIZE.x, f.in_grid.y / SIZE.y, f.in_grid.z / SIZE.z}"),
 }
 """The attributes of a kernel's parameters, as expressions of a fiber `f`."""
 
-_INSTANCE = re.compile(
-    r'template \[\[host_name\("\w+"\)\]\] \[\[kernel\]\] decltype\((.*?)\) ', re.S
-)
+_INSTANCE = re.compile(r'template \[\[host_name\("\w+"\)\]\] \[\[kernel\]\] decltype\((.*?)\) ', re.S)
 _KERNEL = re.compile(r"\[\[kernel\]\] void (\w+)\((.*?)\) \{", re.S)
-_PARAMETER = re.compile(
-    r"^(?P<type>.*?)(?P<kind>[*&])? *(?P<name>\w+) \[\[(?P<attribute>\w+)", re.S
-)
+_PARAMETER = re.compile(r"^(?P<type>.*?)(?P<kind>[*&])? *(?P<name>\w+) \[\[(?P<attribute>\w+)", re.S)
 SHARED_ARRAY = re.compile(
     r"(?P<aligned>alignas\(\d+\) )?\bthreadgroup\s+(?P<type>\w+)\s+(?P<name>\w+)(?P<size>(?:\[[^\]]*\])+)\s*;"
 )
@@ -42,9 +36,7 @@ class MetalSource:
     extras: tuple[tuple[bool, bool, bool], ...]
 
     @classmethod
-    def generate(
-        cls, kernel: Callable[..., Any], inputs: Sequence[Any], options: dict[str, Any]
-    ) -> MetalSource:
+    def generate(cls, kernel: Callable[..., Any], inputs: Sequence[Any], options: dict[str, Any]) -> MetalSource:
         """Return what MLX generates for a call of `kernel`, one of the real `mx.fast.metal_kernel`.
 
         MLX generates it without a GPU while it exports a function.

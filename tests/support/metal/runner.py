@@ -95,9 +95,7 @@ def metal_kernel(
             }
             sources[key] = MetalSource.generate(real, inputs, options)
         buffers = _inputs(inputs, sources[key])
-        outputs = [
-            _Output(shape, dtype) for shape, dtype in zip(shapes, output_dtypes, strict=True)
-        ]
+        outputs = [_Output(shape, dtype) for shape, dtype in zip(shapes, output_dtypes, strict=True)]
         launch(sources[key], [*buffers, *(o.values for o in outputs)], grid, threadgroup)
         runs[name] += 1
         return [output.array() for output in outputs]

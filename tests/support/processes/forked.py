@@ -28,15 +28,11 @@ def can_fork(env: Mapping[str, str]) -> bool:
 class Forked:
     """A forked program."""
 
-    def __init__(
-        self, start: str, arguments: Sequence[str], env: Mapping[str, str], log: Path
-    ) -> None:
+    def __init__(self, start: str, arguments: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         """Run the statements `start` as a program with `arguments` and the environment `env`. `log` gets stderr."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.support.processes.imports"])
-        self._process = context.Process(
-            target=_run, args=(start, list(arguments), dict(env), str(log), os.getcwd())
-        )
+        self._process = context.Process(target=_run, args=(start, list(arguments), dict(env), str(log), os.getcwd()))
         self._process.start()
 
     @property

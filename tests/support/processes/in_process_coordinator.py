@@ -64,9 +64,7 @@ class InProcessCoordinator:
         """Return the manager's current view of the cluster."""
         return self.manager.view
 
-    async def answer(
-        self, request: GenerationRequest, told: ReceivedAnswer | None = None
-    ) -> ReceivedAnswer:
+    async def answer(self, request: GenerationRequest, told: ReceivedAnswer | None = None) -> ReceivedAnswer:
         """Run `request` to its end. Return `told`, or a new record, with everything the client received."""
         told = ReceivedAnswer() if told is None else told
         async with asyncio.timeout(DEADLINE):

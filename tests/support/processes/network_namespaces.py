@@ -54,8 +54,7 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
         pytest.skip("network namespaces need Linux and iproute2")
     token = uuid.uuid4().hex[:8]
     machines = tuple(
-        Machine(f"mtp-{letter}-{token}", f"10.213.77.{number}", f"v{token}")
-        for number, letter in enumerate("ab", 1)
+        Machine(f"mtp-{letter}-{token}", f"10.213.77.{number}", f"v{token}") for number, letter in enumerate("ab", 1)
     )
     made = []
     try:
@@ -66,9 +65,7 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
             cable = ("link", "add", f"v{token}", "netns", machines[0].name, "type", "veth")
             _ip(*cable, "peer", "name", f"v{token}", "netns", machines[1].name)
         except subprocess.CalledProcessError as error:
-            pytest.skip(
-                f"network namespaces are not permitted here: {error.stderr.decode().strip()}"
-            )
+            pytest.skip(f"network namespaces are not permitted here: {error.stderr.decode().strip()}")
         for machine in machines:
             inside = ("-n", machine.name)
             _ip(*inside, "link", "set", "lo", "up")

@@ -60,25 +60,19 @@ class Process:
         found = [record for line in self.text().splitlines() if (record := _record(line))]
         return [r for r in found if message is None or r.get("message") == message]
 
-    def wait_for(
-        self, message: str, timeout: float = START_SECONDS, count: int = 1
-    ) -> dict[str, Any]:
+    def wait_for(self, message: str, timeout: float = START_SECONDS, count: int = 1) -> dict[str, Any]:
         """Return the `count`-th record whose message is `message`.
 
         Raises AssertionError if the process ends or the record does not come within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while True:
-            running = (
-                self.running
-            )  # read before the log, which may get its last record just before the process ends
+            running = self.running  # read before the log, which may get its last record just before the process ends
             found = self.records(message)
             if len(found) >= count:
                 return found[count - 1]
             assert running, f"{self.name} ended with {self.popen.returncode}: {self.text()[-2000:]}"
-            assert time.monotonic() < deadline, (
-                f"{self.name} never said {message!r}: {self.text()[-2000:]}"
-            )
+            assert time.monotonic() < deadline, f"{self.name} never said {message!r}: {self.text()[-2000:]}"
             time.sleep(0.05)
 
     def wait(self, timeout: float = STOP_SECONDS) -> int:
@@ -134,9 +128,7 @@ def launch(
     with log.open("wb") as stream:
         if not prefix and can_fork(env or {}):
             return Process(name, Forked(start, [*arguments, *LOG_FORMAT], whole, log), log)
-        popen = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stream, env=whole
-        )
+        popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stream, env=whole)
     return Process(name, popen, log)
 
 
@@ -154,9 +146,7 @@ def without_folder(hidden: Path) -> tuple[str, ...]:
 def launch_worker(folder: Path, name: str, *arguments: str, **how: Any) -> Process:
     """Start an `mtp-worker` and do not wait for it. It has no mDNS and a free port unless `arguments` name one."""
     listen = () if "--listen" in arguments else ("--listen", "127.0.0.1:0")
-    return launch(
-        folder, name, "worker.cli", [*listen, "--name", name, "--no-mdns", *arguments], **how
-    )
+    return launch(folder, name, "worker.cli", [*listen, "--name", name, "--no-mdns", *arguments], **how)
 
 
 def as_worker(process: Process, timeout: float = START_SECONDS) -> Worker:
@@ -166,9 +156,7 @@ def as_worker(process: Process, timeout: float = START_SECONDS) -> Worker:
     return Worker(process.name, process.popen, process.log, str(ready["address"]), data_port)
 
 
-def launch_coordinator(
-    folder: Path, *arguments: str, name: str = "coordinator", **how: Any
-) -> Process:
+def launch_coordinator(folder: Path, *arguments: str, name: str = "coordinator", **how: Any) -> Process:
     """Start an `mtp-coord serve` and do not wait. It has no mDNS and a free port unless `arguments` name one.
 
     Its state directory is its own, because a second coordinator in the same one refuses to start.
@@ -210,15 +198,10 @@ class Cluster:
 
 
 @contextmanager
-def running_workers(
-    folder: Path, model: str | Path, count: int, *arguments: str, **how: Any
-) -> Iterator[list[Worker]]:
+def running_workers(folder: Path, model: str | Path, count: int, *arguments: str, **how: Any) -> Iterator[list[Worker]]:
     """Run `count` workers over the checkpoint. They start and stop in parallel."""
     with ExitStack() as stack:
-        launched = [
-            launch_worker(folder, f"w{i}", "--model", str(model), *arguments, **how)
-            for i in range(count)
-        ]
+        launched = [launch_worker(folder, f"w{i}", "--model", str(model), *arguments, **how) for i in range(count)]
         for process in launched:
             stack.enter_context(ending(process))
         yield [as_worker(process) for process in launched]
@@ -240,9 +223,7 @@ def serving(
     flags = [flag for address in addresses for flag in ("--worker", address)]
     # The coordinator serves as soon as all workers are connected, however slow the machine is.
     flags += ["--wait", str(START_SECONDS)] if addresses else ["--single-node"]
-    process = launch_coordinator(
-        folder, "--model", str(model), *flags, *arguments, name=name, **how
-    )
+    process = launch_coordinator(folder, "--model", str(model), *flags, *arguments, name=name, **how)
     with ending(process):
         yield as_coordinator(process)
 

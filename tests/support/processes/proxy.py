@@ -129,9 +129,7 @@ class Proxy:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _accept(
-        self, target: tuple[str, int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    def _accept(self, target: tuple[str, int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.create_task(self._forward(target, reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -163,9 +161,7 @@ class Proxy:
             connection.cut()
 
 
-async def _copy(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flowing: asyncio.Event
-) -> None:
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flowing: asyncio.Event) -> None:
     with contextlib.suppress(OSError):
         while data := await reader.read(CHUNK):
             await flowing.wait()

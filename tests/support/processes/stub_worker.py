@@ -56,9 +56,7 @@ class StubMember:
         }
         return pb.WorkerInfo(**usual | self.fields)
 
-    def signals(
-        self, requests: Iterator[pb.Signal], context: grpc.ServicerContext
-    ) -> Iterator[pb.WorkerStatus]:
+    def signals(self, requests: Iterator[pb.Signal], context: grpc.ServicerContext) -> Iterator[pb.WorkerStatus]:
         """Answer every heartbeat with a status."""
         self.watchers += 1
         context.add_callback(self._end_watch)
@@ -95,9 +93,7 @@ def stub_members(*members: StubMember) -> Iterator[None]:
                 "Describe": describe,
                 "Signals": signals,
             }
-            server.add_generic_rpc_handlers(
-                (grpc.method_handlers_generic_handler(SERVICE, handlers),)
-            )
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
             member.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
             server.start()
             servers.append(server)

@@ -99,9 +99,7 @@ class Tap:
             to_client.close()
             to_worker.close()
 
-    async def forward(
-        self, method: str, requests: AsyncIterator[bytes], context: Any
-    ) -> AsyncIterator[bytes]:
+    async def forward(self, method: str, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         """Forward one call of any kind. Each kind is a stream of messages both ways, ended by a status."""
 
         async def noted() -> AsyncIterator[bytes]:
@@ -174,9 +172,7 @@ def tapped(addresses: Sequence[str]) -> Iterator[list[Tap]]:
         thread.join(START_SECONDS)
 
 
-async def copy_bytes(
-    source: asyncio.StreamReader, target: asyncio.StreamWriter, count: int
-) -> bytes:
+async def copy_bytes(source: asyncio.StreamReader, target: asyncio.StreamWriter, count: int) -> bytes:
     """Forward `count` bytes of a burst that measures the hop, and return them."""
     data = await source.readexactly(count)
     target.write(data)

@@ -23,9 +23,7 @@ def worker(address: str, process: int = 1) -> Member:
     return Member(address, f"{address}{process}", f"name-{address}", 10**9)
 
 
-def planner_for(
-    fewest: int, error: Callable[[str], ClusterError] = MemoryLimitError
-) -> decide.Planner:
+def planner_for(fewest: int, error: Callable[[str], ClusterError] = MemoryLimitError) -> decide.Planner:
     """Return a planner that uses all members in order, and raises `error` if they are fewer than `fewest`."""
 
     def plan(members: Sequence[Member], epoch: int) -> Plan:

@@ -115,9 +115,7 @@ class Ledger:
         for segment, outcome in zip(frame.segments, frame.outcomes, strict=True):
             # The text may have ended before a window that continues, so only a header commits it.
             if segment.open and not outcome.cancelled and not segment.continues:
-                decided[segment.seq_id] = self._end(
-                    segment.seq_id, segment.window, outcome.accepted_length
-                )
+                decided[segment.seq_id] = self._end(segment.seq_id, segment.window, outcome.accepted_length)
         return replace(self, decided=decided)
 
     def rejected(self, seq_id: int, window: int, trim: int, known: Known) -> Ledger:
@@ -220,10 +218,7 @@ class Scheduled:
     def key(self) -> Hashable:
         """Return a value that tells two states apart."""
         s = self.scheduler
-        live = tuple(
-            tuple(_hashable(v) for k, v in vars(one).items() if k != "request")
-            for one in self._live()
-        )
+        live = tuple(tuple(_hashable(v) for k, v in vars(one).items() if k != "request") for one in self._live())
         received = tuple((seq_id, tuple(tokens)) for seq_id, tokens in self.received.items())
         flight = tuple((f.alone, f.decode_rows, f.valid_windows) for f in s.in_flight)
         prefixes = tuple((e.number, e.tokens) for e in s.prefixes.entries.values())
@@ -297,9 +292,7 @@ class Scheduled:
     def check(self, stages: Sequence[StageEngine], *, at_rest: bool) -> None:
         """Assert that clients got the right text, and that at rest no sequence waits for a frame."""
         self.scheduler.check()
-        assert not (at_rest and self.scheduler.running), (
-            "a sequence waits, and no frame is in flight"
-        )
+        assert not (at_rest and self.scheduler.running), "a sequence waits, and no frame is in flight"
         for seq_id, tokens in self.received.items():
             prompt = len(self.requests[seq_id].prompt)
             assert tokens == truth(seq_id, prompt + len(tokens))[prompt:]
@@ -339,9 +332,7 @@ class World:
     followers: list[StageEngine] = field(default_factory=list)
 
     @classmethod
-    def start(
-        cls, coordinator: Scheduled, stages: int, crashes: int = 0, *, grouped: bool = False
-    ) -> World:
+    def start(cls, coordinator: Scheduled, stages: int, crashes: int = 0, *, grouped: bool = False) -> World:
         """Return a world at its beginning."""
         world = cls(coordinator, [], [], crashes=crashes, grouped=grouped)
         world._plan(stages, 1)
@@ -424,9 +415,7 @@ class World:
             if one.trim is None:
                 self.ledger = self.ledger.cancelled(one.seq_id)
             else:
-                self.ledger = self.ledger.rejected(
-                    one.seq_id, one.window, one.trim, self.coordinator.known
-                )
+                self.ledger = self.ledger.rejected(one.seq_id, one.window, one.trim, self.coordinator.known)
 
     def act(self, _: Chooser, *, action: str) -> None:
         """Let a client act."""

@@ -208,9 +208,7 @@ class SimulatedPipeline(PipelineWithoutWorkers):
         """Raise NotReadyError: the stages hold no state."""
         raise NotReadyError("a simulated pipeline makes no backups")
 
-    async def write_backup(
-        self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
-    ) -> None:
+    async def write_backup(self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]) -> None:
         """Do nothing: the stages hold no state."""
 
     def fail(self, error: ClusterError) -> None:
@@ -263,9 +261,7 @@ class Simulation:
     async def __aexit__(self, *_: object) -> None:
         await self.loop.close()
 
-    async def stream(
-        self, prompt: int, tokens: int, seed: int = 0, client: str = ""
-    ) -> list[float]:
+    async def stream(self, prompt: int, tokens: int, seed: int = 0, client: str = "") -> list[float]:
         """Run one request with `prompt` prompt tokens. Return the times at which its tokens arrived."""
         words = tuple(i % 40 for i in range(seed, seed + prompt))
         request = GenerationRequest(words, tokens, client=client)

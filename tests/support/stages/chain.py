@@ -65,9 +65,7 @@ class Chain:
     that drafts were drawn from, one array per draft position.
     """
 
-    def __init__(
-        self, path: Path, cuts: Sequence[int] = (), kv_format: KVFormat | None = None
-    ) -> None:
+    def __init__(self, path: Path, cuts: Sequence[int] = (), kv_format: KVFormat | None = None) -> None:
         layers = Checkpoint.open(path).config.num_layers
         kv_format = kv_format or KVFormat()
         borders = [0, *cuts, layers]
@@ -177,9 +175,7 @@ def valid(cache: KVRows) -> list[mx.array]:
 
 def same(ours: Sequence[mx.array], theirs: Sequence[mx.array]) -> bool:
     """Return whether two states are equal bit for bit."""
-    return len(ours) == len(theirs) and all(
-        mx.array_equal(a, b).item() for a, b in zip(ours, theirs, strict=True)
-    )
+    return len(ours) == len(theirs) and all(mx.array_equal(a, b).item() for a, b in zip(ours, theirs, strict=True))
 
 
 @dataclass
@@ -209,9 +205,7 @@ class Script:
     def chunk(self, size: int, *, sample: bool = True, drafts: int = 0) -> Segment:
         """Return a chunk of the next `size` tokens of the prompt, or fewer at its end."""
         tokens = tuple(self.known[self.scheduled : self.scheduled + size])
-        segment = Segment(
-            self.seq_id, self.number, self.scheduled, tokens, sample=sample, drafts=drafts
-        )
+        segment = Segment(self.seq_id, self.number, self.scheduled, tokens, sample=sample, drafts=drafts)
         self.scheduled += len(tokens)
         self.number += 1
         return segment
@@ -244,11 +238,7 @@ class Script:
                 self.scheduled = segment.position + outcome.accepted_length
         if outcome.token is None:
             return []
-        new = (
-            [*segment.tokens[1 : outcome.accepted_length], outcome.token]
-            if segment.open
-            else [outcome.token]
-        )
+        new = [*segment.tokens[1 : outcome.accepted_length], outcome.token] if segment.open else [outcome.token]
         self.drafts = outcome.drafts
         self.known += new
         return new

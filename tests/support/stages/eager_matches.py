@@ -16,9 +16,7 @@ class EagerMatches(Controller):
         super().__init__(mode, ngram=NgramMode.auto)
         self._turn = 0
 
-    def matched_shapes(
-        self, matchers: Sequence[NgramMatcher | None], fill: int = 1
-    ) -> list[Shape | None]:
+    def matched_shapes(self, matchers: Sequence[NgramMatcher | None], fill: int = 1) -> list[Shape | None]:
         """Return the next shape for each sequence with a match."""
         shapes = shapes_of_matches(max(1, len(matchers)), fill)
         found: list[Shape | None] = []

@@ -105,9 +105,7 @@ def answer(work: Work, communicator: Communicator = ALONE) -> Answers:
     return Answers(answered, accepted, nbytes, digest.hexdigest())
 
 
-def _digested(
-    function: Callable[[mx.array], mx.array], digest: hashlib._Hash
-) -> Callable[[mx.array], mx.array]:
+def _digested(function: Callable[[mx.array], mx.array], digest: hashlib._Hash) -> Callable[[mx.array], mx.array]:
     """Return `function`, whose results are added to `digest`."""
 
     def call(x: mx.array) -> mx.array:
@@ -118,9 +116,7 @@ def _digested(
     return call
 
 
-def _one(
-    engine: StageEngine, work: Work, number: int, prompt: Sequence[int]
-) -> tuple[list[int], int]:
+def _one(engine: StageEngine, work: Work, number: int, prompt: Sequence[int]) -> tuple[list[int], int]:
     params = SamplingParams(temperature=work.temperature, seed=number)
     ops: tuple[Any, ...] = (Admit(number, len(prompt) + 2 * work.count + 8, len(prompt), params),)
     window, position, tokens, accepted = 0, 0, list[int](), 0
@@ -129,14 +125,10 @@ def _one(
         if position < len(prompt):
             part = tuple(prompt[position : position + work.chunk])
             ends = position + len(part) == len(prompt)
-            segment = Segment(
-                number, window, position, part, sample=ends, drafts=work.drafts if ends else 0
-            )
+            segment = Segment(number, window, position, part, sample=ends, drafts=work.drafts if ends else 0)
         else:
             part = (tokens[-1], *drafts)
-            segment = Segment(
-                number, window, position, part, open=True, sample=True, drafts=work.drafts
-            )
+            segment = Segment(number, window, position, part, open=True, sample=True, drafts=work.drafts)
         out = engine.process(Frame(1, engine.frames_done, ops, (segment,)))
         (outcome,) = out.outcomes
         ops = (Commit(number, window, outcome.accepted_length),) if segment.open else ()
@@ -148,9 +140,7 @@ def _one(
     return tokens[: work.count], accepted
 
 
-def _ahead(
-    engine: StageEngine, work: Work, number: int, prompt: Sequence[int]
-) -> tuple[list[int], int]:
+def _ahead(engine: StageEngine, work: Work, number: int, prompt: Sequence[int]) -> tuple[list[int], int]:
     """Let all windows but the first continue. Only the first member overlaps them, the others are late at random."""
     params = SamplingParams(temperature=work.temperature, seed=number)
     admit = Admit(number, len(prompt) + work.count + 8, len(prompt), params)
@@ -162,9 +152,7 @@ def _ahead(
     for window in range(1, work.count):
         position, known = len(prompt) + window - 1, () if window > 1 else (tokens[0],)
         ops = (Commit(number, window - 2, 1),) if window > 2 else ()
-        segment = Segment(
-            number, window, position, known, open=True, sample=True, continues=not known
-        )
+        segment = Segment(number, window, position, known, open=True, sample=True, continues=not known)
         frame = Frame(1, engine.frames_done, ops, (segment,))
         begun.append(engine.begin_frame(frame, FrameStamps(0, StageStep)))
         while len(begun) > overlaps or (begun and window == work.count - 1):
@@ -183,9 +171,7 @@ def answer_in_group(work: Work, size: int) -> Answers:
     with ExitStack() as stack:
         members = []
         for rank in range(size):
-            start = subprocess.Popen(
-                [*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
+            start = subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             members.append(stack.enter_context(start))
             stack.callback(members[-1].kill)
         for member in members:

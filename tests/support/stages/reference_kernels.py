@@ -19,9 +19,7 @@ from mtp.layers.gdn_windows import TAPS, GatedDeltaShape
 from mtp.layers.prepare_rows import HEAD_DIM, AttentionShape
 
 
-def unpack(
-    w: mx.array, factors: mx.array, dtype: mx.Dtype, rows: mx.array | None = None
-) -> mx.array:
+def unpack(w: mx.array, factors: mx.array, dtype: mx.Dtype, rows: mx.array | None = None) -> mx.array:
     """Return the weights `[N, K]`, or the outputs that `rows` names."""
     tiles, chunks = w.shape[:2]
     words = w.reshape(tiles, chunks, 8, 4, 2, 2).transpose(0, 4, 2, 1, 3, 5)
@@ -68,12 +66,8 @@ def gated_delta_window(
     """Run spans token by token in fp32."""
     out = mx.zeros((rows.shape[0], shape.value_heads * GDN_DIM), rows.dtype)
     convs, states = [], []
-    for slot, past_start, past_count, start, count, saved_after in cast(
-        list[list[int]], spans.tolist()
-    ):
-        tokens = mx.concatenate(
-            [past[past_start : past_start + past_count], rows[start : start + count]]
-        )
+    for slot, past_start, past_count, start, count, saved_after in cast(list[list[int]], spans.tolist()):
+        tokens = mx.concatenate([past[past_start : past_start + past_count], rows[start : start + count]])
         held, inputs = state[slot], conv[slot]
         for index in range(past_count + count + 1):
             if index == saved_after:
@@ -165,9 +159,7 @@ def attend_rows(
     return mx.concatenate(outputs)
 
 
-def write_rows(
-    new: mx.array, rows: RowArrays, pairs: Sequence[mx.array], before: Sequence[mx.array]
-) -> mx.array:
+def write_rows(new: mx.array, rows: RowArrays, pairs: Sequence[mx.array], before: Sequence[mx.array]) -> mx.array:
     """Write into the memory of `pairs` at once."""
     mx.eval(new, *pairs, *before)
     words = np.array(new.view(mx.uint8))

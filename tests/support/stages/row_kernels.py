@@ -28,9 +28,7 @@ def check_experts(language: type[SourceKernel], dtype: mx.Dtype, rows: int) -> N
         _check_experts(language, dtype, rows, equal=equal)
 
 
-def _check_experts(
-    language: type[SourceKernel], dtype: mx.Dtype, rows: int, *, equal: bool
-) -> None:
+def _check_experts(language: type[SourceKernel], dtype: mx.Dtype, rows: int, *, equal: bool) -> None:
     block, exact = (block_of(4, dtype, 64, 192, equal=equal) for _ in range(2))
     block = fuse_experts(block)
     exact.set_dtype(mx.float32)

@@ -17,9 +17,7 @@ LAYOUT = ImageLayout((ImageSpan(3, 4, 5),), (11, 11, 10))
 """An image among the rows before."""
 
 
-def rows_behind_a_hole(
-    attention: Any, count: int, sequences: int
-) -> Iterator[tuple[mx.array, mx.array]]:
+def rows_behind_a_hole(attention: Any, count: int, sequences: int) -> Iterator[tuple[mx.array, mx.array]]:
     """Yield what the layer adds to two rows of each of `sequences`, behind LENGTH rows of which `count` are rejected.
 
     The second array of a pair is the same behind the accepted rows alone.

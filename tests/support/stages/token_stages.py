@@ -170,9 +170,7 @@ class Member(Alone):
 class TokenStage(Stage):
     """A stage whose hidden states are the tokens: `[rows, 1]`."""
 
-    def __init__(
-        self, communicator: Communicator = ALONE, span: Span = TWO_LAYERS, vocab: int = VOCAB
-    ) -> None:
+    def __init__(self, communicator: Communicator = ALONE, span: Span = TWO_LAYERS, vocab: int = VOCAB) -> None:
         sizes = {"vocab_size": vocab, "hidden_size": 1, "hop_width": 1}
         config = SimpleNamespace(**sizes, image_token=0, token_layers=())
         modules = SimpleNamespace(config=config, span=span, communicator=communicator)
@@ -366,15 +364,10 @@ class TokenBackups(StageBackups):
         tokens = tokens_of(sequence)
         assert len(tokens) == stack.length
         new, whole = (json.dumps(part).encode() for part in (tokens[op.start :], tokens))
-        states = [
-            LayerState(layer, False, whole) if layer % 2 else LayerState(layer, True, new)
-            for layer in self.span
-        ]
+        states = [LayerState(layer, False, whole) if layer % 2 else LayerState(layer, True, new) for layer in self.span]
         self.made = cast(SequenceBackup, TokenBackup(op.seq_id, stack.length, states))
 
-    def restore_backup(
-        self, op: RestoreBackup, sequence: SequenceCache, last: LastStageState | None
-    ) -> None:
+    def restore_backup(self, op: RestoreBackup, sequence: SequenceCache, last: LastStageState | None) -> None:
         """Fill the empty layers of a sequence."""
         backup = self.received.pop(op.seq_id, None)
         if backup is None or sequence.stack.length or len(backup.tokens) != op.length:
@@ -472,10 +465,7 @@ class FakeLastStage:
 def make_stages(count: int, epoch: int, communicator: Communicator = ALONE) -> list[StageEngine]:
     """Return `count` stages of a new plan, whose text is `Truth`."""
     texts = [None] * (count - 1) + [Truth(Chooser())]
-    return [
-        token_engine(TokenStage(communicator), epoch, text, first=i == 0)
-        for i, text in enumerate(texts)
-    ]
+    return [token_engine(TokenStage(communicator), epoch, text, first=i == 0) for i, text in enumerate(texts)]
 
 
 def clone_stage(engine: StageEngine) -> StageEngine:
@@ -498,9 +488,7 @@ def clone_stage(engine: StageEngine) -> StageEngine:
 
 def stage_key(engine: StageEngine) -> Hashable:
     """Return a value that tells two states of a stage apart."""
-    held = tuple(
-        (seq_id, tuple(tokens_of(s)), *_stack_key(s)) for seq_id, s in engine.sequences.items()
-    )
+    held = tuple((seq_id, tuple(tokens_of(s)), *_stack_key(s)) for seq_id, s in engine.sequences.items())
     verifier = engine.verifier
     expects = tuple(verifier.expected.items()) if isinstance(verifier, TokenVerifier) else ()
     prefixes = tuple((number, tuple(tokens_of(p))) for number, p in engine.prefixes.items())

@@ -17,9 +17,7 @@ def make_authority(folder: Path) -> Authority:
     return authority
 
 
-def trust_of(
-    authority: Authority, role: Role, node: str = "", removed: frozenset[str] = frozenset()
-) -> NodeTrust:
+def trust_of(authority: Authority, role: Role, node: str = "", removed: frozenset[str] = frozenset()) -> NodeTrust:
     """Return valid credentials of a node."""
     key = new_key()
     identity = NodeIdentity(authority.cluster, role, node or new_id())
@@ -30,7 +28,5 @@ def trust_of(
 def expired_trust(authority: Authority, role: Role) -> NodeTrust:
     """Return credentials whose certificate expired a minute ago."""
     trust = trust_of(authority, role)
-    trust.certificate = authority.issue(
-        trust.key.public_key(), trust.identity, life=timedelta(minutes=-1)
-    )
+    trust.certificate = authority.issue(trust.key.public_key(), trust.identity, life=timedelta(minutes=-1))
     return trust

@@ -78,8 +78,7 @@ def loaded() -> Loaded:
 def test_first_drafts_are_mostly_right(prompts: Callable[..., Prompts], least: float) -> None:
     """Greedy decoding of 96 tokens after each of 12 prompts accepts the trained share of first drafts."""
     asked = [
-        GenerationRequest(prompt, 96, SamplingParams())
-        for prompt in prompts(Tokenizer.load(checkpoint_dir()), 12)
+        GenerationRequest(prompt, 96, SamplingParams()) for prompt in prompts(Tokenizer.load(checkpoint_dir()), 12)
     ]
     found = run(checkpoint_dir(), asked, mtp="1", dtype="float32")
     drafted = sum(answer.stats.drafted for answer in found)
@@ -105,14 +104,10 @@ def test_chat_template_renders() -> None:
     ]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     turns = (
-        "<|im_start|>system\nBe brief.<|im_end|>\n"
-        "<|im_start|>user\nExplain `os`.<|im_end|>\n"
-        "<|im_start|>assistant\n"
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nExplain `os`.<|im_end|>\n<|im_start|>assistant\n"
     )
     assert prompt == turns + "<think>\n"
-    prompt = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
-    )
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     assert prompt == turns + "<think>\n\n</think>\n\n"
 
 
@@ -132,14 +127,9 @@ def test_chat_template_renders_tools() -> None:
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "1"},
     ]
-    prompt = tokenizer.apply_chat_template(
-        messages, tools=[tool], tokenize=False, add_generation_prompt=True
-    )
+    prompt = tokenizer.apply_chat_template(messages, tools=[tool], tokenize=False, add_generation_prompt=True)
     assert '"name": "add"' in prompt
-    assert (
-        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call><|im_end|>"
-        in prompt
-    )
+    assert "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call><|im_end|>" in prompt
     assert "<tool_response>\n1\n</tool_response>" in prompt
 
 

@@ -62,9 +62,7 @@ def test_config_is_read_from_text_config_or_top_level(dense: Path) -> None:
         ({"quantization_config": "hqq"}, "by 'hqq', which is not"),
     ],
 )
-def test_a_wrong_field_is_named_with_its_file(
-    dense: Path, change: dict[str, Any], message: str
-) -> None:
+def test_a_wrong_field_is_named_with_its_file(dense: Path, change: dict[str, Any], message: str) -> None:
     """A field of config.json that is not supported is refused when the checkpoint is opened."""
     edit_config(dense, lambda config: config["text_config"].update(change))
     with pytest.raises(CheckpointError, match=r"config\.json: .*" + message):
@@ -149,9 +147,7 @@ def test_an_index_cannot_point_outside_its_directory(dense: Path) -> None:
 
 
 @pytest.mark.parametrize(("form", "layout"), [("pt", "raw"), ("mlx", "mlx")])
-def test_without_gdn_layers_the_metadata_tells_the_layout(
-    dense: Path, form: str, layout: str
-) -> None:
+def test_without_gdn_layers_the_metadata_tells_the_layout(dense: Path, form: str, layout: str) -> None:
     """Without a convolution the metadata of the file decides."""
 
     def drop_convolutions(weights: dict[str, mx.array]) -> None:

@@ -77,9 +77,7 @@ def test_every_prefix_leads_to_one_local_name(stored: str, local: str | None) ->
         ("lm_head", "weight", "as stored"),
     ],
 )
-def test_raw_tensors_are_changed_and_converted_ones_are_not(
-    part: str, within: str, transform: Transform
-) -> None:
+def test_raw_tensors_are_changed_and_converted_ones_are_not(part: str, within: str, transform: Transform) -> None:
     """Raw norms but linear_attn.norm get +1, and conv1d is transposed; tensors in mlx layout stay as stored."""
     assert _plan(part, [within], "raw") == {within: Source((within,), transform)}
     assert _plan(part, [within], "mlx") == {within: Source((within,))}
@@ -94,24 +92,16 @@ def test_unfused_experts_become_one_stack_in_order_of_expert() -> None:
     names = [f"mlp.experts.{e}.{p}_proj.weight" for e in (1, 0) for p in ("gate", "up", "down")]
     plan = _plan("layers.0", names)
     assert plan == {
-        f"mlp.switch_mlp.{p}_proj.weight": Source(
-            tuple(f"mlp.experts.{e}.{p}_proj.weight" for e in (0, 1)), "stack"
-        )
+        f"mlp.switch_mlp.{p}_proj.weight": Source(tuple(f"mlp.experts.{e}.{p}_proj.weight" for e in (0, 1)), "stack")
         for p in ("gate", "up", "down")
     }
 
 
 def test_fused_experts_are_split_gate_first() -> None:
     """`gate_up_proj` holds gate, then up; `down_proj` is used whole."""
-    assert _plan(
-        "mtp", ["layers.0.mlp.experts.gate_up_proj", "layers.0.mlp.experts.down_proj"]
-    ) == {
-        "layers.0.mlp.switch_mlp.gate_proj.weight": Source(
-            ("layers.0.mlp.experts.gate_up_proj",), "gate half"
-        ),
-        "layers.0.mlp.switch_mlp.up_proj.weight": Source(
-            ("layers.0.mlp.experts.gate_up_proj",), "up half"
-        ),
+    assert _plan("mtp", ["layers.0.mlp.experts.gate_up_proj", "layers.0.mlp.experts.down_proj"]) == {
+        "layers.0.mlp.switch_mlp.gate_proj.weight": Source(("layers.0.mlp.experts.gate_up_proj",), "gate half"),
+        "layers.0.mlp.switch_mlp.up_proj.weight": Source(("layers.0.mlp.experts.gate_up_proj",), "up half"),
         "layers.0.mlp.switch_mlp.down_proj.weight": Source(("layers.0.mlp.experts.down_proj",)),
     }
 
@@ -153,9 +143,7 @@ def head_alone(path: Path, source: Path, *, prefix: str, metadata: dict[str, str
     config["block_size"] = 3
     (path / "config.json").write_text(json.dumps(config))
     heads = {
-        prefix + name.partition("mtp.")[2]: weight
-        for name, weight in read_tensors(source).items()
-        if is_head(name)
+        prefix + name.partition("mtp.")[2]: weight for name, weight in read_tensors(source).items() if is_head(name)
     }
     mx.save_safetensors(str(path / "model.safetensors"), heads, metadata)
     return path
@@ -246,9 +234,7 @@ def test_a_head_beside_the_model_is_found_by_its_tensors(
     assert_same_tensors(head_of(found), head_of(Checkpoint.open(source)))
 
 
-def test_the_file_of_the_head_that_config_names_comes_first(
-    checkpoints: Checkpoints, tmp_path: Path
-) -> None:
+def test_the_file_of_the_head_that_config_names_comes_first(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """Of two heads the one that `mlx_lm_extra_tensors.mtp_file` names is read, or else the nearest."""
     path = move_head(tmp_path / "two", checkpoints(), "mtp.safetensors", "mtp.")
     other = path / "optiq" / "mtp.safetensors"
@@ -256,16 +242,12 @@ def test_the_file_of_the_head_that_config_names_comes_first(
     shutil.copy(path / "mtp.safetensors", other)
     place = {info.file for name, info in Checkpoint.open(path).tensors.items() if is_head(name)}
     assert place == {path / "mtp.safetensors"}
-    edit_config(
-        path, lambda c: c.update(mlx_lm_extra_tensors={"mtp_file": "optiq/mtp.safetensors"})
-    )
+    edit_config(path, lambda c: c.update(mlx_lm_extra_tensors={"mtp_file": "optiq/mtp.safetensors"}))
     place = {info.file for name, info in Checkpoint.open(path).tensors.items() if is_head(name)}
     assert place == {other}
 
 
-def test_a_whole_model_with_the_type_of_a_head_is_served(
-    checkpoints: Checkpoints, tmp_path: Path
-) -> None:
+def test_a_whole_model_with_the_type_of_a_head_is_served(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """The tensors decide, not the `model_type`."""
     path = shutil.copytree(checkpoints(), tmp_path / "whole")
     edit_config(path, lambda config: config.update(model_type="qwen3_5_mtp"))

@@ -30,9 +30,7 @@ def test_builtin_and_directories_resolve_to_themselves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [["config.json"], ["config.json", "*1-of*", "*index*"]], ids=str)
-def test_a_part_of_a_repo_in_the_cache_is_not_a_model(
-    offline: Path, checkpoints: Checkpoints, left: list[str]
-) -> None:
+def test_a_part_of_a_repo_in_the_cache_is_not_a_model(offline: Path, checkpoints: Checkpoints, left: list[str]) -> None:
     """A repo in the cache without config.json or without a shard of its index counts as missing."""
     snapshot = put_in_cache(offline, checkpoints(shards=2))
     for file in snapshot.iterdir():
@@ -56,9 +54,7 @@ def test_a_repo_that_cannot_be_had_says_what_to_do() -> None:
         resolve_model("someone/else")
 
 
-@pytest.mark.parametrize(
-    "name", ["", "nothing-here", "./nothing/here", "/no/such/dir", "a/b/c", "a--b/c", "./x"]
-)
+@pytest.mark.parametrize("name", ["", "nothing-here", "./nothing/here", "/no/such/dir", "a/b/c", "a--b/c", "./x"])
 def test_what_is_no_repo_is_never_asked_of_the_hub(name: str) -> None:
     """The error for a missing path names the path."""
     with pytest.raises(CheckpointError, match="no such directory"):
@@ -66,9 +62,7 @@ def test_what_is_no_repo_is_never_asked_of_the_hub(name: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["model.gguf", "someone/some-GGUF", "folder"])
-def test_gguf_is_refused_with_what_to_give_instead(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gguf_is_refused_with_what_to_give_instead(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files, folders and repos of GGUF files are named before anything is read."""
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()

@@ -100,17 +100,13 @@ def test_quantized_output_is_what_mlx_lm_makes(
     assert_same_tensors(parameters(out), parameters(expected))
 
 
-def test_an_mlx_source_without_quantization_is_taken(
-    checkpoints: Checkpoints, tmp_path: Path
-) -> None:
+def test_an_mlx_source_without_quantization_is_taken(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """Converting a checkpoint in mlx layout does not shift its norms again."""
     source = checkpoints(layout="mlx")
     assert_same_tensors(parameters(converted(source, tmp_path / "out")), parameters(source))
 
 
-def test_the_head_lies_where_old_mlx_lm_does_not_look(
-    checkpoints: Checkpoints, tmp_path: Path
-) -> None:
+def test_the_head_lies_where_old_mlx_lm_does_not_look(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """The head lies outside `model*.safetensors`, where mlx-lm up to 0.31.3 would shift the norms twice."""
     out = converted(checkpoints(), tmp_path / "out")
     for file in out.glob("*.safetensors"):
@@ -173,9 +169,7 @@ def test_a_quantized_source_cannot_be_converted(checkpoints: Checkpoints, tmp_pa
         ("model.language_model.norm.weight", "model.language_model.nrm.weight", "no part of"),
     ],
 )
-def test_sources_with_wrong_tensors(
-    tmp_path: Path, renamed: str, to: str | None, message: str
-) -> None:
+def test_sources_with_wrong_tensors(tmp_path: Path, renamed: str, to: str | None, message: str) -> None:
     """A missing or unknown tensor is named, and nothing is written."""
     source = write_checkpoint(tmp_path / "raw")
     weight = read_tensors(source)[renamed]
@@ -224,9 +218,7 @@ def test_a_disk_that_cannot_hold_the_output(
 @pytest.mark.parametrize(("fused", "bits"), [(True, 4), (False, 0)])
 def test_peak_memory_is_that_of_the_largest_stack(tmp_path: Path, fused: bool, bits: int) -> None:
     """A checkpoint of at least 8 times its largest stack of experts converts with at most 3 stacks in memory."""
-    source = write_checkpoint(
-        tmp_path / "raw", moe=True, layers=4, hidden=384, fused_experts=fused, shards=2
-    )
+    source = write_checkpoint(tmp_path / "raw", moe=True, layers=4, hidden=384, fused_experts=fused, shards=2)
     checkpoint = Checkpoint.open(source)
     stacks: dict[str, int] = {}
     for name, info in checkpoint.tensors.items():

@@ -116,10 +116,7 @@ def test_a_product_whose_rows_depend_on_their_place_falls_back_to_single_rows() 
         return x * (1 + mx.arange(x.shape[0])[:, None] * 2**-10)
 
     assert exact.narrowed(product, [X], exact.RowRange(2, 16)) is None
-    assert (
-        exact.choose_range(product, [X], exact.candidates(CUDA, exact.Product.DENSE))
-        == exact.SINGLE
-    )
+    assert exact.choose_range(product, [X], exact.candidates(CUDA, exact.Product.DENSE)) == exact.SINGLE
 
 
 def test_a_product_that_differs_in_equal_calls_is_refused() -> None:
@@ -133,9 +130,7 @@ def test_a_product_that_differs_in_equal_calls_is_refused() -> None:
 
 
 @pytest.mark.parametrize("product", list(exact.Product))
-@pytest.mark.parametrize(
-    "device", ["metal applegpu_g13s", "metal applegpu_g16s", "cuda sm_90", "cpu x"]
-)
+@pytest.mark.parametrize("device", ["metal applegpu_g13s", "metal applegpu_g16s", "cuda sm_90", "cpu x"])
 def test_every_machine_has_a_range_for_every_product(product: exact.Product, device: str) -> None:
     backend, architecture = device.split()
     ranges = exact.candidates(Arithmetic(backend, architecture, "1"), product)

@@ -64,9 +64,7 @@ def test_of_equal_logits_the_lower_expert_is_chosen() -> None:
 
 @pytest.mark.parametrize("tile", [1, 2, 16])
 @pytest.mark.parametrize("bits", [None, 4])
-def test_tiles_of_rows_change_nothing(
-    bits: int | None, tile: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiles_of_rows_change_nothing(bits: int | None, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of one expert that are multiplied together have the outputs that each has alone."""
     block, x = fuse_experts(block_of(bits)), mx.random.normal((40, 128), key=mx.random.key(3))
     alone = mx.concatenate([block(x[i : i + 1]) for i in range(40)])

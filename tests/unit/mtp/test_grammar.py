@@ -163,9 +163,7 @@ def test_verified_tokens_are_read_once(start: int | None) -> None:
         text.append(token)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("PREPARE_SECONDS", "to prepare"), ("MASK_SECONDS", "a token takes")]
-)
+@pytest.mark.parametrize(("name", "words"), [("PREPARE_SECONDS", "to prepare"), ("MASK_SECONDS", "a token takes")])
 def test_a_grammar_above_a_limit_of_the_last_stage_is_a_problem(
     monkeypatch: pytest.MonkeyPatch, name: str, words: str
 ) -> None:
@@ -278,9 +276,7 @@ RULES: list[tuple[Any, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("schema", "allowed", "refused"), RULES)
-def test_a_forced_argument_has_the_rules_of_its_schema(
-    schema: Any, allowed: list[str], refused: list[str]
-) -> None:
+def test_a_forced_argument_has_the_rules_of_its_schema(schema: Any, allowed: list[str], refused: list[str]) -> None:
     """References and `allOf` are resolved, and strings without quotes keep their rules."""
     root: Any = {"$ref": "#/$defs/all", "$defs": {"n": {"type": "integer"}}}
     root["$defs"]["all"] = {"properties": {"a": schema}, "required": ["a"]}
@@ -310,9 +306,7 @@ def test_rules_that_no_grammar_holds_are_refused(parameters: Any, field: str) ->
         check_schema(tool, "tools[0].function.parameters", "xml")
 
 
-@pytest.mark.parametrize(
-    ("space", "allowed"), [("", True), (" ", True), ("  ", False), ("\n", False)]
-)
+@pytest.mark.parametrize(("space", "allowed"), [("", True), (" ", True), ("  ", False), ("\n", False)])
 def test_json_holds_at_most_one_space_between_tokens(space: str, allowed: bool) -> None:
     """Formats, JSON calls and the arguments of other calls have the same rule."""
     numbers = {

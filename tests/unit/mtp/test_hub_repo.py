@@ -90,9 +90,7 @@ def test_a_hub_without_ranges_is_refused(hub: Hub, repo: HubRepo) -> None:
 
 
 @pytest.mark.parametrize("gate", ["GatedRepo", "RepoNotFound"])
-def test_a_repo_without_access(
-    hub: Hub, repo: HubRepo, monkeypatch: pytest.MonkeyPatch, gate: str
-) -> None:
+def test_a_repo_without_access(hub: Hub, repo: HubRepo, monkeypatch: pytest.MonkeyPatch, gate: str) -> None:
     """The error says what to do about a private and a gated repo; with the token in HF_TOKEN the read succeeds."""
     hub.repos[REPO].gate = gate
     message = "HF_TOKEN; for a gated one accept the terms"
@@ -121,9 +119,7 @@ def test_half_a_snapshot_is_not_a_model(hub: Hub, tmp_path: Path) -> None:
     """A repo that is incomplete in the cache is downloaded further and not opened."""
     whole = resolve_model(REPO)
     assert find_model(REPO) == whole
-    shutil.rmtree(
-        tmp_path / "home" / "hub" / "models--someone--some-model" / "trees", ignore_errors=True
-    )
+    shutil.rmtree(tmp_path / "home" / "hub" / "models--someone--some-model" / "trees", ignore_errors=True)
     (whole / FILE).unlink()
     assert find_model(REPO) is None
     hub.sent.clear()
@@ -145,9 +141,7 @@ def test_a_damaged_file_is_not_taken(hub: Hub, tmp_path: Path, model: str) -> No
         return out
 
     hub.faults.flip[FILE] = 100_000
-    with pytest.raises(
-        CheckpointError, match=f"{FILE} is damaged.*its SHA-256 differs from the hub's"
-    ):
+    with pytest.raises(CheckpointError, match=f"{FILE} is damaged.*its SHA-256 differs from the hub's"):
         take()
     assert find_model(REPO) is None
     assert not out.exists()
@@ -157,9 +151,7 @@ def test_a_damaged_file_is_not_taken(hub: Hub, tmp_path: Path, model: str) -> No
     assert {file for file in hub.sent if file.endswith(".safetensors")} == {FILE}
 
 
-def test_a_download_that_was_not_checked_is_not_a_model(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_that_was_not_checked_is_not_a_model(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """A download killed before its check is not a model: config.json comes last."""
     hub.faults.flip[FILE] = 100_000
     with monkeypatch.context() as patched:
@@ -201,9 +193,7 @@ def test_headers_of_a_repo(hub: Hub, checkpoints: Checkpoints, options: dict[str
 
 
 @pytest.mark.parametrize("index", [False, True])
-@pytest.mark.parametrize(
-    ("place", "prefix"), [("mtp/weights.safetensors", "mtp."), ("head.safetensors", "")]
-)
+@pytest.mark.parametrize(("place", "prefix"), [("mtp/weights.safetensors", "mtp."), ("head.safetensors", "")])
 def test_a_head_beside_the_files_of_a_repo_is_found(
     hub: Hub, source: Path, tmp_path: Path, index: bool, place: str, prefix: str
 ) -> None:
@@ -289,9 +279,7 @@ def test_progress_is_reported_every_second(hub: Hub, source: Path) -> None:
     assert max(b - a for a, b in pairwise(times)) < 1
 
 
-def test_a_hub_names_no_file_outside_the_cache(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_names_no_file_outside_the_cache(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hash that is a path is refused, and no weights are requested. The cache names its files by hashes."""
     outside = tmp_path / "outside"
     etag = hub.etag

@@ -31,9 +31,7 @@ def test_a_short_name_means_a_repo(text: str, repo: str) -> None:
     assert known.name == repo
 
 
-@pytest.mark.parametrize(
-    "text", ["builtin", "Qwen/Qwen3.5-27B", "qwen3.7:27b", "llama3:8b", "", "qwen3.8:27b-6bit"]
-)
+@pytest.mark.parametrize("text", ["builtin", "Qwen/Qwen3.5-27B", "qwen3.7:27b", "llama3:8b", "", "qwen3.8:27b-6bit"])
 def test_any_other_text_is_left_alone(text: str) -> None:
     assert known_repo(text) is None
 

@@ -85,9 +85,7 @@ OLD_ROPE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("old", OLD_ROPE, ids=str)
-def test_rope_fields_at_their_old_place_mean_what_transformers_reads(
-    tmp_path: Path, old: dict[str, Any]
-) -> None:
+def test_rope_fields_at_their_old_place_mean_what_transformers_reads(tmp_path: Path, old: dict[str, Any]) -> None:
     """`rope_theta` and `rope_scaling` give the parameters that transformers builds from them."""
     transformers = pytest.importorskip("transformers")
     path = with_old_rope(tmp_path / "old", old)

@@ -41,9 +41,7 @@ SETTINGS = {
     "top_k": replace(PLAIN, top_k=20),
     "top_p": replace(PLAIN, top_p=0.8),
     "min_p": replace(PLAIN, min_p=0.05),
-    "penalties": replace(
-        PLAIN, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2
-    ),
+    "penalties": replace(PLAIN, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2),
     "greedy penalties": SamplingParams(frequency_penalty=1.5, logit_bias={3: 2.0}),
     "all": SamplingParams(
         temperature=0.7,
@@ -69,13 +67,9 @@ def test_rows_chosen_together_are_those_chosen_alone(name: str) -> None:
     logits = some_logits(6)
     places = [(7, 40), (7, 41), (8, 3), (9, 90), (9, 91), (9, 92)]
     alone = [
-        choose(logits[i : i + 1], replace(params, seed=seed), position)
-        for i, (seed, position) in enumerate(places)
+        choose(logits[i : i + 1], replace(params, seed=seed), position) for i, (seed, position) in enumerate(places)
     ]
-    assert (
-        choose_with_keys(logits, params, lambda: key_array(places)).tolist()
-        == mx.concatenate(alone).tolist()
-    )
+    assert choose_with_keys(logits, params, lambda: key_array(places)).tolist() == mx.concatenate(alone).tolist()
 
 
 def some_logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> mx.array:
@@ -116,9 +110,7 @@ def test_a_window_of_five_chooses_what_five_windows_of_one_choose(params: Sampli
         settled = history_of(past + window[: i + 1], prompt=2)
         alone = logits[i : i + 1]
         assert choose(alone, params, 4 + i, settled).item() == together[i].item()
-        assert choose(alone, params, 4 + i, history, mx.array(window[: i + 1])).item() == (
-            together[i].item()
-        )
+        assert choose(alone, params, 4 + i, history, mx.array(window[: i + 1])).item() == (together[i].item())
         if not params.greedy:
             scores = filtered(logits, params, history, window)
             assert mx.array_equal(filtered(alone, params, settled), scores[i : i + 1])
@@ -184,9 +176,7 @@ def test_a_draw_follows_the_softmax() -> None:
     A distribution 3 % away in total variation would exceed that with probability > .99.
     """
     logits = mx.array([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0])
-    tokens = choose(
-        mx.broadcast_to(logits, (20_000, 8)), SamplingParams(temperature=1.0, seed=9), 0
-    )
+    tokens = choose(mx.broadcast_to(logits, (20_000, 8)), SamplingParams(temperature=1.0, seed=9), 0)
     counts = Counter(ints(tokens))
     chances = row(mx.softmax(logits)[None])
     assert sigmas(chi_square([counts[t] for t in range(8)], chances), 7) < 4
@@ -255,9 +245,7 @@ def test_tokens_that_tie_with_the_last_one_kept_stay() -> None:
     min_p=st.floats(0, 1),
     scale=st.sampled_from([0.0, 1.0, 1e4]),
 )
-def test_every_row_keeps_a_token(
-    temperature: float, top_k: int, top_p: float, min_p: float, scale: float
-) -> None:
+def test_every_row_keeps_a_token(temperature: float, top_k: int, top_p: float, min_p: float, scale: float) -> None:
     """Every combination of filters leaves a token, without NaN or scores above 0, and the choice is one of them."""
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     logits = some_logits(3, vocab=16) * scale

@@ -27,15 +27,11 @@ def tensors(offset: int) -> tuple[mx.array, mx.array, mx.array]:
 
 @pytest.mark.parametrize("offset", OFFSETS)
 @pytest.mark.parametrize("tile", [1, 2, 8, 36, 37])
-def test_tiles_give_the_result_of_the_whole(
-    offset: int, tile: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiles_give_the_result_of_the_whole(offset: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tile size gives the causal attention of all queries."""
     q, k, v = tensors(offset)
     end = offset + WIDTH
-    whole = mx.fast.scaled_dot_product_attention(
-        q, k[:, :, :end], v[:, :, :end], scale=DIM**-0.5, mask="causal"
-    )
+    whole = mx.fast.scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], scale=DIM**-0.5, mask="causal")
     monkeypatch.setattr(module, "SCORE_BYTES", tile * HEADS * end * q.itemsize)
     found = tiled_attention(q, k, v, offset, DIM**-0.5)
     assert mx.allclose(found, whole, atol=1e-5).item()
@@ -61,9 +57,7 @@ def test_the_scores_of_a_tile_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantized_keys_and_values_are_plain_on_cuda(
-    bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quantized_keys_and_values_are_plain_on_cuda(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLX's CUDA products refuse parts of a buffer. The attention is that of other devices, and so is what is kept."""
     results, hole = [], Hole(20, mx.array(3))
     for backend in ("cpu", "cuda"):

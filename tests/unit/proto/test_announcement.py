@@ -36,9 +36,7 @@ def test_an_announcement_survives_its_record(name: str, port: int) -> None:
     ),
     st.none() | st.integers(-1, 70_000),
 )
-def test_any_record_is_an_announcement_or_a_protocol_error(
-    txt: Mapping[bytes, bytes | None], port: int | None
-) -> None:
+def test_any_record_is_an_announcement_or_a_protocol_error(txt: Mapping[bytes, bytes | None], port: int | None) -> None:
     """Malformed records raise one kind of error."""
     with contextlib.suppress(ProtocolError):
         announcement = Announcement.from_txt(txt, port)

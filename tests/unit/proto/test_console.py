@@ -68,9 +68,7 @@ def test_help_loads_nothing_heavy(module: str) -> None:
         "except SystemExit as end:\n    assert not end.code\n"
         f"sys.exit(' '.join(name for name in {HEAVY!r} if sys.modules.get(name)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr.strip() == ""
     assert "--version" in done.stdout
 
@@ -87,12 +85,8 @@ def test_help_loads_nothing_heavy(module: str) -> None:
 )
 def test_a_command_loads_what_it_needs(module: str, libraries: set[str]) -> None:
     """A question to a server loads no array library. No command that reads headers and no worker loads transformers."""
-    code = (
-        f"import sys, {module}\nsys.exit(' '.join(n for n in {libraries!r} if sys.modules.get(n)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    code = f"import sys, {module}\nsys.exit(' '.join(n for n in {libraries!r} if sys.modules.get(n)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr.strip() == ""
 
 
@@ -135,9 +129,7 @@ console.run_process("mtp-worker", lambda: print("the last line"))
 
 def test_a_thread_that_computes_does_not_abort_the_end() -> None:
     """A program whose engine still computes ends with status 0 and its whole output."""
-    done = subprocess.run(
-        [sys.executable, "-c", BUSY], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "the last line\n", "")
 
 
@@ -153,9 +145,7 @@ def caffeinate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     said = tmp_path / "said"
     program = tmp_path / "bin" / "caffeinate"
     program.parent.mkdir()
-    program.write_text(
-        f'#!/bin/sh\necho "$$ $@" > {said}.new && mv {said}.new {said}\nexec sleep 60\n'
-    )
+    program.write_text(f'#!/bin/sh\necho "$$ $@" > {said}.new && mv {said}.new {said}\nexec sleep 60\n')
     program.chmod(program.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     monkeypatch.setattr("sys.platform", "darwin")
@@ -172,9 +162,7 @@ def test_caffeinate_runs_while_the_program_serves(caffeinate: Path) -> None:
     assert not psutil.pid_exists(int(pid))
 
 
-def test_a_mac_without_caffeinate_serves(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mac_without_caffeinate_serves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A missing program is logged and does not stop the start."""
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setenv("PATH", "/nonexistent")

@@ -106,11 +106,7 @@ def test_a_malformed_binding_is_refused(name: str, value: str | bytes | None) ->
 
 # ---- errors
 
-KINDS = [
-    kind
-    for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, ClusterError)
-]
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, ClusterError)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -165,15 +161,11 @@ def test_grpcs_own_statuses_have_a_meaning(code: str, kind: type[ClusterError]) 
     st.lists(
         st.tuples(
             st.sampled_from(["mtp-error", "mtp-public-bin"]),
-            st.text(max_size=5)
-            | st.binary(max_size=5)
-            | st.sampled_from(["CapacityError", "RequestError"]),
+            st.text(max_size=5) | st.binary(max_size=5) | st.sampled_from(["CapacityError", "RequestError"]),
         )
     ),
 )
-def test_any_status_becomes_an_error(
-    code: str, details: str | None, metadata: list[tuple[str, str | bytes]]
-) -> None:
+def test_any_status_becomes_an_error(code: str, details: str | None, metadata: list[tuple[str, str | bytes]]) -> None:
     """Any metadata of a peer gives a ClusterError."""
     assert isinstance(from_status(code, details, metadata, "peer"), ClusterError)
 
@@ -197,9 +189,7 @@ def test_generated_code_is_current(tmp_path: Path) -> None:
     root = Path(__file__).parents[3]
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I", str(root)]
     out = tmp_path / "cluster.bin"
-    subprocess.run(
-        [*command, f"--descriptor_set_out={out}", "proto/cluster.proto"], check=True, timeout=60
-    )
+    subprocess.run([*command, f"--descriptor_set_out={out}", "proto/cluster.proto"], check=True, timeout=60)
     (file,) = FileDescriptorSet.FromString(out.read_bytes()).file
     messages = [*file.message_type, *(n for m in file.message_type for n in m.nested_type)]
     for field in (field for message in messages for field in message.field):

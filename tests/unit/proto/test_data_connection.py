@@ -124,9 +124,7 @@ async def test_long_and_short_frames_keep_their_order(
 
 
 @pytest.mark.parametrize("tensor", [0, 10, DIRECT_BYTES, 3_000_000])
-async def test_a_tensor_follows_its_header(
-    tensor: int, pair: tuple[socket.socket, socket.socket]
-) -> None:
+async def test_a_tensor_follows_its_header(tensor: int, pair: tuple[socket.socket, socket.socket]) -> None:
     """A frame in two parts arrives as one, between frames in one part."""
     loop = asyncio.get_running_loop()
     received: asyncio.Queue[bytes] = asyncio.Queue()

@@ -81,9 +81,7 @@ outcomes = st.builds(
     integers,
     token=st.none() | tokens,
     drafts=st.lists(tokens, max_size=4).map(tuple),
-    logprobs=st.lists(st.builds(TokenLogprob, tokens, logprobs, alternatives), max_size=3).map(
-        tuple
-    ),
+    logprobs=st.lists(st.builds(TokenLogprob, tokens, logprobs, alternatives), max_size=3).map(tuple),
     cancelled=st.booleans(),
 )
 
@@ -144,9 +142,7 @@ INVALID: dict[str, Callable[[], object]] = {
     "token of 33 bits": lambda: Segment(0, 0, 0, (2**32,)),
     "negative position": lambda: Segment(0, 0, -1, (1,)),
     "too many drafts to make": lambda: Segment(0, 0, 0, (1,), drafts=MAX_DRAFTS + 1),
-    "too many tokens": lambda: Frame(
-        0, 0, segments=(Segment(0, 0, 0, (0,) * (codec.MAX_FRAME_TOKENS + 1)),)
-    ),
+    "too many tokens": lambda: Frame(0, 0, segments=(Segment(0, 0, 0, (0,) * (codec.MAX_FRAME_TOKENS + 1)),)),
     "too many drafts": lambda: Outcome(0, 0, 0, drafts=(1,) * (MAX_DRAFTS + 1)),
     "negative draft": lambda: Outcome(0, 0, 0, drafts=(-1,)),
     "negative accepted length": lambda: Outcome(0, 0, -1),
@@ -229,9 +225,7 @@ MALFORMED = {
     "segment with a list of tokens": fields(segments=[[1, 2, 3, 0, 0, [1]]]),
     "outcome with a number for cancelled": fields(outcomes=[[1, 2, 3, None, b"", [], 1]]),
     "outcome with NaN": fields(outcomes=[[1, 2, 3, 4, b"", [[4, float("nan"), []]], False]]),
-    "outcome with many drafts": fields(
-        outcomes=[[1, 2, 3, 4, bytes(4 * MAX_DRAFTS + 4), [], False]]
-    ),
+    "outcome with many drafts": fields(outcomes=[[1, 2, 3, 4, bytes(4 * MAX_DRAFTS + 4), [], False]]),
     "stage times as text": fields(stage_us="fast"),
     "too many stage times": fields(stage_us=[1] * (codec.MAX_STAGES + 1)),
     "too many segments": fields(segments=[[1, 2, 3, 0, 0, b""]] * (codec.MAX_SEGMENTS + 1)),
@@ -242,9 +236,7 @@ MALFORMED = {
     "missing tensor": fields(dtype="float32", shape=[1, 1], segments=[[1, 0, 0, 0, 0, bytes(4)]]),
     "too many operations": fields(ops=[["evict", 1]] * (codec.MAX_OPS + 1)),
     "four billion operations": wrap(b"\x98\x01\x02\xdd\xff\xff\xff\xff"),
-    "four billion bytes of tokens": wrap(
-        b"\x98\x01\x02\x90\x91\x96\x01\x02\x03\x00\x00\xc6" + b"\xff" * 4
-    ),
+    "four billion bytes of tokens": wrap(b"\x98\x01\x02\x90\x91\x96\x01\x02\x03\x00\x00\xc6" + b"\xff" * 4),
     "text of four billion bytes": wrap(b"\x98\x01\x02\x91\x91\xdb\xff\xff\xff\xff"),
     "map of four billion": wrap(b"\x98\x01\x02\x91\x91\xdf\xff\xff\xff\xff"),
     "arrays in arrays": wrap(b"\x98\x01\x02\x91" + b"\x91" * 100_000),
@@ -255,9 +247,7 @@ MALFORMED = {
     "timestamp": wrap(b"\x98\x01\x02\x91\x92\xd6\xff\x00\x00\x00\x01\x01"),
     "extension": wrap(b"\x98\xc7\x08\x05" + bytes(8)),
     "byte that msgpack never uses": wrap(b"\x98\xc1"),
-    "a map as a key": wrap(
-        b"\x98\x01\x02\x91\x95\xa5admit\x01\x02\x03\x81\x80\x01\x90\x90\x90\xa0\x90"
-    ),
+    "a map as a key": wrap(b"\x98\x01\x02\x91\x95\xa5admit\x01\x02\x03\x81\x80\x01\x90\x90\x90\xa0\x90"),
 }
 
 

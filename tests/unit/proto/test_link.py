@@ -75,9 +75,7 @@ async def test_a_closed_link_has_no_connection(port: int, monkeypatch: pytest.Mo
     assert not failures
 
 
-async def test_a_link_that_is_given_up_closes_what_it_dials(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_link_that_is_given_up_closes_what_it_dials(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan may end while a thread still opens the data connection. The thread closes it."""
     near, far = socket.socketpair()
     dialling, may_return = threading.Event(), threading.Event()

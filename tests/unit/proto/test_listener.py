@@ -23,9 +23,7 @@ SECONDS = 60.0
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_a_port_of_another_program_is_refused(
-    platform: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_of_another_program_is_refused(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The words are the same whether the system refuses the port, or the program that listens there answers."""
     monkeypatch.setattr(sys, "platform", platform)
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -68,10 +68,7 @@ def test_a_service_is_installed_twice_shown_and_removed(calls: Calls, tmp_path: 
         assert plistlib.loads(file.read_bytes())["ProgramArguments"] == command
         verbs = ["bootstrap", "bootout", "bootstrap"]
     else:
-        assert (
-            f"ExecStart={' '.join(f'{chr(34)}{part}{chr(34)}' for part in command)}"
-            in file.read_text()
-        )
+        assert f"ExecStart={' '.join(f'{chr(34)}{part}{chr(34)}' for part in command)}" in file.read_text()
         verbs = ["daemon-reload", "enable", "restart"] * 2
     assert [line.replace("--user ", "").split()[1] for line in calls()] == verbs
     assert "active" in service("status")

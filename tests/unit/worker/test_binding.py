@@ -155,9 +155,7 @@ async def test_nothing_follows_the_first_fault(at: str, monkeypatch: pytest.Monk
     await host.thread.call(run)
     await host.thread.call(lambda: None)
     await host.thread.close()
-    assert (errors, sent) == (
-        (["[METAL] Timeout at 0"], []) if at.startswith("the end") else (["at 1"], [0])
-    )
+    assert (errors, sent) == ((["[METAL] Timeout at 0"], []) if at.startswith("the end") else (["at 1"], [0]))
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])

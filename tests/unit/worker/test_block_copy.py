@@ -51,9 +51,7 @@ def write_chain(index: BlockIndex, layers: Span) -> None:
                 writer.write_pieces(tensors_of(layer, start, length).pieces())
             size = writer.finish_file()
         parent = KEYS[start] if start else b""
-        assert index.add_block(
-            Block("model", KEYS[length], layers, start, length, parent, file), size
-        )
+        assert index.add_block(Block("model", KEYS[length], layers, start, length, parent, file), size)
         start = length
 
 
@@ -84,9 +82,7 @@ def files(index: BlockIndex) -> list[str]:
 
 
 @pytest.mark.parametrize("layers", [Span(1, 6), Span(2, 3), Span(3, 5), Span(0, 8)])
-def test_a_copy_has_the_state_of_the_prefix_alone(
-    source: BlockIndex, target: BlockIndex, layers: Span
-) -> None:
+def test_a_copy_has_the_state_of_the_prefix_alone(source: BlockIndex, target: BlockIndex, layers: Span) -> None:
     """The layers are there after the last token, and not after fewer: their states there were not copied."""
     copy(read_blocks(source, "model", KEYS[300], layers), target)
     assert target.held("model", TOKENS) == {300: set(layers)}
@@ -98,9 +94,7 @@ def test_a_copy_has_the_state_of_the_prefix_alone(
                 assert parts[-1] == tensors_of(layer, 256, 300)
                 continue
             starts = (0, *LENGTHS)
-            assert parts == [
-                tensors_of(layer, starts[place], length) for place, length in enumerate(LENGTHS)
-            ]
+            assert parts == [tensors_of(layer, starts[place], length) for place, length in enumerate(LENGTHS)]
     write_chain(target, layers)  # the worker's own blocks may stand beside a copy
     assert target.held("model", TOKENS) == {length: set(layers) for length in LENGTHS}
 
@@ -140,13 +134,9 @@ def test_a_damaged_block_is_removed_and_not_sent(source: BlockIndex, target: Blo
     "piece",
     [
         pb.BackupPiece(layer=1, data=b"x", ends=True),
+        pb.BackupPiece(block=pb.BlockHead(namespace="model", key=b"short", length=3, layers=LAYERS)),
         pb.BackupPiece(
-            block=pb.BlockHead(namespace="model", key=b"short", length=3, layers=LAYERS)
-        ),
-        pb.BackupPiece(
-            block=pb.BlockHead(
-                namespace="model", key=bytes(16), start=3, length=3, parent=bytes(16), layers=LAYERS
-            )
+            block=pb.BlockHead(namespace="model", key=bytes(16), start=3, length=3, parent=bytes(16), layers=LAYERS)
         ),
         pb.BackupPiece(block=pb.BlockHead(namespace="model", key=bytes(16), length=3)),
     ],

@@ -44,9 +44,7 @@ class Folder:
         key, parent = prefix_key(TOKENS[:length]), prefix_key(TOKENS[:start]) if start else b""
         file = f"{length}-{layers.start}-{layers.end}.safetensors"
         (self.path / file).touch()
-        return self.index.add_block(
-            Block("model", key, layers, start, length, parent, file), nbytes
-        )
+        return self.index.add_block(Block("model", key, layers, start, length, parent, file), nbytes)
 
     def find(self, layers: Span = ALL, tokens: tuple[int, ...] = TOKENS) -> list[int]:
         return lengths(self.index, layers, tokens)
@@ -148,9 +146,7 @@ def test_a_full_disk_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         full.index.close()
 
 
-def test_a_block_that_another_process_dropped_is_no_damage(
-    folder: Folder, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_block_that_another_process_dropped_is_no_damage(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
     """It is a miss without a warning. Other bytes are one."""
     assert folder.add(128)
     block = folder.index.chains("model", ALL, prefix_key(TOKENS[:128]))[0].blocks[0]
@@ -195,9 +191,7 @@ def test_a_newer_folder_is_not_used(folder: Folder) -> None:
     database = sqlite3.connect(folder.path / "index.sqlite")
     database.execute(f"PRAGMA user_version = {VERSION + 1}")
     database.close()
-    with pytest.raises(
-        OSError, match=f"of version {VERSION + 1}, and this program knows {VERSION}"
-    ):
+    with pytest.raises(OSError, match=f"of version {VERSION + 1}, and this program knows {VERSION}"):
         BlockIndex(folder.path, 10**6)
 
 

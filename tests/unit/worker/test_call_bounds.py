@@ -69,9 +69,7 @@ async def test_a_long_name_of_a_lease_is_cut() -> None:
         stub = pb_grpc.WorkerStub(channel)
         for wrong in ("", "c" * (MAX_NAME + 1), "line\nbreak"):
             stream: Any = stub.Provide()
-            await stream.write(
-                pb.Weights(offer=pb.WeightsOffer(coordinator=pb.Coordinator(id=wrong)))
-            )
+            await stream.write(pb.Weights(offer=pb.WeightsOffer(coordinator=pb.Coordinator(id=wrong))))
             assert "id is invalid" in ((await refusal(stream.read())).details() or "")
         node.renew_lease(pb.Coordinator(id="c", name="\x1b[31m" + "x" * 100_000))
         assert node.lease is not None

@@ -45,12 +45,8 @@ class BrokenOffError(Exception):
 class Coordinator:
     """A provider that answers `fill` in a thread, like the coordinator. It stops after `patience` messages."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, *, share: bool, repo: str = "", revision: str = ""
-    ) -> None:
-        ref = pb.ModelRef(
-            name="model", repo=repo, revision=revision, fingerprint=checkpoint.fingerprint()
-        )
+    def __init__(self, checkpoint: Checkpoint, *, share: bool, repo: str = "", revision: str = "") -> None:
+        ref = pb.ModelRef(name="model", repo=repo, revision=revision, fingerprint=checkpoint.fingerprint())
         self.provider = WeightProvider(checkpoint, ref, share)
         self.patience = 10**9
         self.change: Change = lambda message: message
@@ -138,9 +134,7 @@ def assert_loads(coordinator: Coordinator, span: Span) -> None:
 
 @pytest.mark.parametrize("span", QUARTERS, ids=str)
 @pytest.mark.parametrize("options", CHECKPOINTS, ids=repr)
-def test_a_quarter_of_the_layers_is_what_comes(
-    checkpoints: Checkpoints, options: dict[str, Any], span: Span
-) -> None:
+def test_a_quarter_of_the_layers_is_what_comes(checkpoints: Checkpoints, options: dict[str, Any], span: Span) -> None:
     """The coordinator sends exactly the bytes of the stage, and the stage is bit-equal."""
     checkpoint = Checkpoint.open(checkpoints(**options))
     coordinator = Coordinator(checkpoint, share=True)
@@ -178,9 +172,7 @@ def test_another_span_fetches_only_what_is_new(checkpoints: Checkpoints) -> None
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(4))
-def test_broken_off_anywhere_it_goes_on(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_broken_off_anywhere_it_goes_on(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """With random interruptions every byte is sent once in total."""
     monkeypatch.setattr("coordinator.cluster.served_model.PIECE_BYTES", 5000)
     draw = random.Random(seed)
@@ -208,9 +200,7 @@ def test_broken_off_anywhere_it_goes_on(
     assert coordinator.fill_span(Span(4, 8)) == 0
 
 
-def test_a_break_costs_what_was_under_way(
-    checkpoints: Checkpoints, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_break_costs_what_was_under_way(checkpoints: Checkpoints, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted read from a hub continues, and complete parts have their final names."""
     monkeypatch.setattr("worker.fetch.fill.PROGRESS_SECONDS", 0.0)
     coordinator = with_hub(hub, checkpoints(shards=3))
@@ -255,9 +245,7 @@ def test_a_hub_with_other_bytes_is_found(checkpoints: Checkpoints, hub: Hub) -> 
     first = coordinator.offer(Span(2, 4)).tensors[0]
     hub.faults.flip[first.file] = first.start + 3
     for _ in range(2):
-        with pytest.raises(
-            CheckpointError, match=r"differs from the coordinator.*--no-share-weights"
-        ):
+        with pytest.raises(CheckpointError, match=r"differs from the coordinator.*--no-share-weights"):
             coordinator.fill_span(Span(2, 4))
     hub.faults.flip.clear()
     coordinator.fill_span(Span(2, 4))
@@ -281,9 +269,7 @@ def test_damage_on_the_disk_is_found(checkpoints: Checkpoints) -> None:
     assert_loads(coordinator, Span(2, 4))
 
 
-def test_a_full_disk(
-    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk(checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told before anything is fetched; and when others fill it meanwhile, in the middle. With room it goes on."""
     coordinator = Coordinator(Checkpoint.open(checkpoints(tie=False)), share=True)
     with small_disk(tmp_path / "disk", "1m") as disk:
@@ -335,9 +321,7 @@ OFFERS = {
     "no object": lambda o: setattr(o, "config", "[]"),
     "another architecture": lambda o: setattr(o, "config", '{"model_type": "llama"}'),
     "an unknown tensor": lambda o: setattr(o.tensors[0], "name", "model.layers.99.x.weight"),
-    "a layer number of 5,000 digits": lambda o: setattr(
-        o.tensors[0], "name", f"model.layers.{'1' * 5000}.x.weight"
-    ),
+    "a layer number of 5,000 digits": lambda o: setattr(o.tensors[0], "name", f"model.layers.{'1' * 5000}.x.weight"),
     "a path for a tensor": lambda o: setattr(o.tensors[0], "name", "../../x"),
     "a wrong size": lambda o: setattr(o.tensors[0], "nbytes", 3),
     "an unknown type": lambda o: setattr(o.tensors[0], "dtype", "F3"),

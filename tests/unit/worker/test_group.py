@@ -61,16 +61,12 @@ def test_the_environment_of_a_member(
         ("cpu x86_64, mlx 0.32.4", ("", ""), Backend.ring),
     ],
 )
-def test_the_backend_follows_from_the_machines(
-    arithmetic: str, rdma: tuple[str, ...], backend: Backend
-) -> None:
+def test_the_backend_follows_from_the_machines(arithmetic: str, rdma: tuple[str, ...], backend: Backend) -> None:
     """RDMA needs a declared device on both machines of a pair."""
     assert choose_backend(arithmetic, rdma) is backend
 
 
-@pytest.mark.parametrize(
-    ("hosts", "rdma"), [((*HOSTS, "10.0.0.3:5003"), ("a", "b", "c")), (HOSTS, ())]
-)
+@pytest.mark.parametrize(("hosts", "rdma"), [((*HOSTS, "10.0.0.3:5003"), ("a", "b", "c")), (HOSTS, ())])
 def test_jaccl_joins_a_pair(hosts: tuple[str, ...], rdma: tuple[str, ...]) -> None:
     """A machine does not know the devices that lead to two others."""
     with pytest.raises(UsageError, match="joins two machines"):
@@ -90,9 +86,7 @@ def test_jaccl_joins_a_pair(hosts: tuple[str, ...], rdma: tuple[str, ...]) -> No
         ("[jaccl] connecting failed with errno 7", ""),
     ],
 )
-def test_errors_that_users_report_have_advice(
-    monkeypatch: pytest.MonkeyPatch, text: str, advice: str
-) -> None:
+def test_errors_that_users_report_have_advice(monkeypatch: pytest.MonkeyPatch, text: str, advice: str) -> None:
     """The text of MLX stays, and the advice follows it."""
 
     def fail(**_: object) -> None:
@@ -108,7 +102,5 @@ def test_a_backend_that_this_machine_lacks_is_named() -> None:
     """MLX's own backend fails at once, and the error names the backend and the machines."""
     if mx.distributed.is_available("jaccl"):
         pytest.skip("this machine has RDMA")
-    with pytest.raises(
-        NotReadyError, match=r"10.0.0.1:5001, 10.0.0.2:5002 cannot be formed by jaccl"
-    ):
+    with pytest.raises(NotReadyError, match=r"10.0.0.1:5001, 10.0.0.2:5002 cannot be formed by jaccl"):
         join_group(GroupSpec(0, HOSTS, Backend.jaccl, ("rdma_en5", "rdma_en2")), exact=False)

@@ -83,9 +83,7 @@ def use_generation(monkeypatch: pytest.MonkeyPatch, generation: int | None) -> N
         ("sm_90", None),
     ],
 )
-def test_the_generation_is_read_from_the_architecture(
-    architecture: str, expected: int | None
-) -> None:
+def test_the_generation_is_read_from_the_architecture(architecture: str, expected: int | None) -> None:
     """The number in MLX's name of the architecture is the generation; other names have none."""
     assert Arithmetic("metal", architecture, "1").generation == expected
 
@@ -131,9 +129,7 @@ def test_prompt_chunks_suit_the_gpu(
 
 
 @pytest.mark.parametrize(("generation", "calls"), [(16, 4), (17, 1)])
-def test_an_m5_attends_a_prompt_chunk_at_once(
-    monkeypatch: pytest.MonkeyPatch, generation: int, calls: int
-) -> None:
+def test_an_m5_attends_a_prompt_chunk_at_once(monkeypatch: pytest.MonkeyPatch, generation: int, calls: int) -> None:
     """A kernel that holds no scores gets all rows, and another one as many as their bound permits."""
     use_generation(monkeypatch, generation)
     attend, widths = mx.fast.scaled_dot_product_attention, list[int]()

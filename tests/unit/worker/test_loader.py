@@ -83,9 +83,7 @@ def _backbone(stage: StageModules) -> Weights:
     ],
     ids=repr,
 )
-def test_a_loaded_stage_holds_what_mlx_lm_holds(
-    checkpoints: Checkpoints, options: dict[str, Any]
-) -> None:
+def test_a_loaded_stage_holds_what_mlx_lm_holds(checkpoints: Checkpoints, options: dict[str, Any]) -> None:
     """Every parameter has mlx-lm's name, dtype and bits, and every module mlx-lm's class and quantization.
 
     Only experts are of an own class, which orders equal logits.
@@ -186,9 +184,7 @@ def test_unquantized_experts_in_bf16_are_refused_on_the_cpu(checkpoints: Checkpo
 # ---- only its span
 
 
-def test_only_files_of_the_span_are_opened(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_files_of_the_span_are_opened(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files without a tensor of the span are never opened, so they need not exist."""
     checkpoint = Checkpoint.open(checkpoints(shards=6))
     opened: set[Path] = set()
@@ -200,11 +196,7 @@ def test_only_files_of_the_span_are_opened(
 
     monkeypatch.setattr("mtp.checkpoint.format.parts.mx.load", record)
     load_stage(checkpoint, Span(2, 4), first=False, last=False, dtype=None)
-    holding = {
-        info.file
-        for name, info in checkpoint.tensors.items()
-        if ".layers.2." in name or ".layers.3." in name
-    }
+    holding = {info.file for name, info in checkpoint.tensors.items() if ".layers.2." in name or ".layers.3." in name}
     assert opened == holding
     assert len(opened) < 6
 
@@ -266,9 +258,7 @@ def test_a_quarter_stage_reads_and_holds_a_quarter(tmp_path: Path) -> None:
         read, peak, kept, span, total, largest = map(int, line.split())
         assert span < 0.26 * total
         assert read <= span + 100_000
-        assert (
-            peak <= span + 2 * largest
-        )  # fused experts are twice the size of what they are split into
+        assert peak <= span + 2 * largest  # fused experts are twice the size of what they are split into
         assert kept <= span + 20_000
 
 
@@ -284,9 +274,7 @@ def test_loads_leave_nothing_behind_in_the_generator(checkpoints: Checkpoints) -
     assert graph.getvalue().count("->") == 0, "the key depends on splits that were never computed"
 
 
-def _damaged(
-    path: Path, change: Callable[[Weights], object], **options: Any
-) -> Callable[[], StageModules]:
+def _damaged(path: Path, change: Callable[[Weights], object], **options: Any) -> Callable[[], StageModules]:
     write_checkpoint(path, **options)
     edit_tensors(path, change, "pt" if options.get("layout", "raw") == "raw" else "mlx")
     layers = Span(0, options.get("layers", 8))
@@ -330,9 +318,7 @@ _LAYER = "model.language_model.layers.1."
     ],
     ids=["missing", "extra", "shape", "scales", "layer", "head shape", "embedding"],
 )
-def test_a_wrong_tensor_is_named(
-    tmp_path: Path, change: Callable[[Weights], object], message: str
-) -> None:
+def test_a_wrong_tensor_is_named(tmp_path: Path, change: Callable[[Weights], object], message: str) -> None:
     """A missing, extra or misshapen tensor is named, with its file if it has one."""
     load = _damaged(tmp_path, change, layers=4)
     with pytest.raises(CheckpointError, match=message):
@@ -378,9 +364,7 @@ def test_a_packed_weight_is_in_words(tmp_path: Path) -> None:
         layout="mlx",
         quantize=4,
     )
-    with pytest.raises(
-        CheckpointError, match=rf"tensor {re.escape(name)} is stored as F32; U32 is needed"
-    ):
+    with pytest.raises(CheckpointError, match=rf"tensor {re.escape(name)} is stored as F32; U32 is needed"):
         load()
 
 
@@ -390,9 +374,7 @@ def test_a_tensor_type_mlx_cannot_read_is_named(tmp_path: Path) -> None:
     wrong = mx.zeros((8, 3), mx.int64)
     load = _damaged(tmp_path, lambda w: w.update({name: wrong}), layers=4)
     _relabel(tmp_path / "model.safetensors", name, "F64")
-    with pytest.raises(
-        CheckpointError, match=r"model\.safetensors: MLX cannot read model\.visual\.\S+: .*F64"
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: MLX cannot read model\.visual\.\S+: .*F64"):
         load()
 
 

@@ -47,9 +47,7 @@ def use_machine(patch: pytest.MonkeyPatch, total: int) -> None:
 
 
 @pytest.mark.parametrize(("recommended", "limit"), [(24 * GB, 14 * GB), (10 * GB, 10 * GB)])
-def test_the_wired_limit_is_the_weights(
-    monkeypatch: pytest.MonkeyPatch, recommended: int, limit: int
-) -> None:
+def test_the_wired_limit_is_the_weights(monkeypatch: pytest.MonkeyPatch, recommended: int, limit: int) -> None:
     """After a load the wired limit equals the weights, within the recommended set, and is set after a clear."""
     fake = FakeMlx(monkeypatch, weights=14 * GB, recommended=recommended)
     use_machine(monkeypatch, 32 * 2**30)

@@ -68,15 +68,11 @@ async def node(reading: Reading) -> AsyncIterator[WorkerNode]:
 
 
 def load(node: WorkerNode, epoch: int, start: int) -> asyncio.Task[pb.LoadResult]:
-    request = pb.LoadRequest(
-        coordinator=ME, epoch=epoch, span=pb.Span(start=start, end=start + 1), lease_ms=60_000
-    )
+    request = pb.LoadRequest(coordinator=ME, epoch=epoch, span=pb.Span(start=start, end=start + 1), lease_ms=60_000)
     return asyncio.create_task(node.load(request, lambda done, total: None))
 
 
-async def load_held_up(
-    node: WorkerNode, reading: Reading, epoch: int = 1
-) -> asyncio.Task[pb.LoadResult]:
+async def load_held_up(node: WorkerNode, reading: Reading, epoch: int = 1) -> asyncio.Task[pb.LoadResult]:
     """Start a load of layer 0 and wait until it reads parts."""
     reading.held_up = 0
     task = load(node, epoch, 0)
@@ -85,9 +81,7 @@ async def load_held_up(
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-async def test_the_next_load_waits_for_no_other(
-    node: WorkerNode, reading: Reading, cancelled: bool
-) -> None:
+async def test_the_next_load_waits_for_no_other(node: WorkerNode, reading: Reading, cancelled: bool) -> None:
     """A load whose plan is over ends at its next part, even if its call has not ended. The next load's stage stays.
 
     A large stage takes minutes. Without this, the next coordinator would receive nothing and give the worker up.
@@ -115,9 +109,7 @@ async def test_a_load_ends_with_its_claim(node: WorkerNode, reading: Reading) ->
     assert node.state == pb.WORKER_STATE_IDLE
 
 
-async def test_a_worker_that_drains_says_so(
-    node: WorkerNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_drains_says_so(node: WorkerNode, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draining worker stays draining, even if a Load arrives at the same time."""
     node.drain()
     await load(node, 1, 0)
@@ -159,9 +151,7 @@ async def released(stage: weakref.ref[Stage]) -> None:
     await until(lambda: gc.collect() >= 0 and stage() is None, "the release of the stage")
 
 
-async def test_a_load_reports_the_frames_that_suit_its_gpu(
-    node: WorkerNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_load_reports_the_frames_that_suit_its_gpu(node: WorkerNode, monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator may have another GPU, or none. The worker knows its own, and the model."""
     found = await load(node, 1, 0)
     assert (found.longest_chunk, found.shortest_chunk) == (512, 128)
@@ -172,9 +162,7 @@ async def test_a_load_reports_the_frames_that_suit_its_gpu(
     assert (found.longest_chunk, found.shortest_chunk) == (512, 512)
 
 
-async def test_a_cancelled_start_keeps_the_spare_process(
-    node: WorkerNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cancelled_start_keeps_the_spare_process(node: WorkerNode, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start waits for the end of the process before, with a deadline, and takes the spare one only then."""
     monkeypatch.setattr(worker.node.node, "END_SECONDS", 0.2)
     spare: Any = MagicMock(running=True, stop=AsyncMock())

@@ -53,9 +53,7 @@ async def test_a_backup_is_taken_on_the_engine_thread() -> None:
 
     thread = EngineThread()
     backups = SimpleNamespace(begin_reading=begin_reading, made={})
-    binding = SimpleNamespace(
-        place=SimpleNamespace(epoch=1), engine=SimpleNamespace(backups=backups)
-    )
+    binding = SimpleNamespace(place=SimpleNamespace(epoch=1), engine=SimpleNamespace(backups=backups))
     host = SimpleNamespace(thread=thread)
     node: Any = SimpleNamespace(binding=binding, host=host, renew_lease=lambda _: None)
     context: Any = None
@@ -112,11 +110,7 @@ def test_engines_of_a_process_share_its_threads() -> None:
 
     They run in a process of their own, because threads of earlier tests may begin and end here.
     """
-    program = (
-        f"import asyncio; from {__name__} import use_six_engines; asyncio.run(use_six_engines())"
-    )
+    program = f"import asyncio; from {__name__} import use_six_engines; asyncio.run(use_six_engines())"
     root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -63,9 +63,7 @@ def test_a_signal_for_an_unknown_window_is_ignored() -> None:
     [(1, 13, 2), (0, 13, 2), (2, 12, 2), (2, 14, 2), (2, 13, 0)],
     ids=["number used", "number passed", "overlap", "gap", "no tokens"],
 )
-def test_a_segment_follows_the_sequence_or_is_refused(
-    number: int, position: int, width: int
-) -> None:
+def test_a_segment_follows_the_sequence_or_is_refused(number: int, position: int, width: int) -> None:
     """A refused segment changes nothing."""
     stack = _open(3)
     with pytest.raises(ProtocolError, match="does not follow window 1, which ends at 13"):

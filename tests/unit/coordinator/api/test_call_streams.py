@@ -73,8 +73,7 @@ DIALECTS = {
         "max_tokens",
         _chat_pieces,
         lambda whole: [
-            json.loads(call["function"]["arguments"])
-            for call in whole["choices"][0]["message"].get("tool_calls", ())
+            json.loads(call["function"]["arguments"]) for call in whole["choices"][0]["message"].get("tool_calls", ())
         ],
         lambda whole: whole["choices"][0]["finish_reason"],
         ("tool_calls", "length"),

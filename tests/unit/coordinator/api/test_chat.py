@@ -194,11 +194,7 @@ async def test_a_stop_string_stops_only_its_choice() -> None:
     """The other choice continues to its end."""
 
     def by_seed(request: GenerationRequest) -> str:
-        return (
-            "</think>ab STOP" + " cd" * 200
-            if request.params.seed == 0
-            else "</think>long enough to go on"
-        )
+        return "</think>ab STOP" + " cd" * 200 if request.params.seed == 0 else "</think>long enough to go on"
 
     api = api_saying("", answer=by_seed, window=1)
     answer = (await api.chat(n=2, seed=0, stop="STOP")).json()
@@ -229,9 +225,7 @@ async def test_logprobs_of_every_token_whole_and_streamed() -> None:
     assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
     events = await api_saying(text).stream(logprobs=True, top_logprobs=2)
     choices = [entry for chunk in events.data for entry in chunk["choices"]]
-    streamed = [
-        e for choice in choices if choice["logprobs"] for e in choice["logprobs"]["content"]
-    ]
+    streamed = [e for choice in choices if choice["logprobs"] for e in choice["logprobs"]["content"]]
     assert streamed == entries
     alone = (await api_saying(text).chat(logprobs=True)).json()
     assert alone["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
@@ -247,9 +241,7 @@ async def test_a_stream_tells_the_origin_of_each_token_on_request() -> None:
     tokens = len(tiny_tokenizer().encode(text))
     assert letters == ("dds" * tokens)[: len(letters)]
     assert tokens - len(letters) <= 1
-    assert all(
-        entry["token_origins"] for entry in entries if entry["delta"].get("content", "").strip()
-    )
+    assert all(entry["token_origins"] for entry in entries if entry["delta"].get("content", "").strip())
     plain = await api.stream()
     assert not any("token_origins" in entry for chunk in plain.data for entry in chunk["choices"])
 
@@ -266,9 +258,7 @@ async def test_token_ids_are_returned_as_vllm_does(n: int) -> None:
     assert [choice["token_ids"] for choice in whole["choices"]] == [generated] * n
     events = await api.stream(**asked)
     assert events.data[0]["prompt_token_ids"] == prompt
-    assert [
-        chunk["prompt_token_ids"] for chunk in events.data[n:] if "prompt_token_ids" in chunk
-    ] == []
+    assert [chunk["prompt_token_ids"] for chunk in events.data[n:] if "prompt_token_ids" in chunk] == []
     entries = [entry for chunk in events.data for entry in chunk["choices"]]
     for index in range(n):
         ids = [entry["token_ids"] for entry in entries if entry["index"] == index]

@@ -16,12 +16,8 @@ async def test_a_whole_answer_is_the_text_as_generated() -> None:
     answer = (await api_saying(" Paris.<think>\n").complete()).json()
     assert answer["object"] == "text_completion"
     assert answer["id"].startswith("cmpl-")
-    assert answer["choices"] == [
-        {"index": 0, "text": " Paris.<think>\n", "logprobs": None, "finish_reason": "stop"}
-    ]
-    assert answer["usage"]["total_tokens"] == (
-        answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"]
-    )
+    assert answer["choices"] == [{"index": 0, "text": " Paris.<think>\n", "logprobs": None, "finish_reason": "stop"}]
+    assert answer["usage"]["total_tokens"] == (answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"])
 
 
 @pytest.mark.parametrize("as_tokens", [False, True])
@@ -138,8 +134,7 @@ async def test_a_number_that_is_none_is_refused_by_its_field(schema: str, field:
     """JSON has no NaN, and a float no 1e999. Neither reaches the compiler of formats."""
     shape = {
         "response_format": '{"type": "json_schema", "json_schema": {"schema": HERE}}',
-        "tools": '[{"type": "function", "function": {"name": "f", "parameters": HERE}}], '
-        '"tool_choice": "required"',
+        "tools": '[{"type": "function", "function": {"name": "f", "parameters": HERE}}], "tool_choice": "required"',
     }[field]
     asked = shape.replace("HERE", schema)
     body = f'{{"messages": [{{"role": "user", "content": "Hi"}}], "{field}": {asked}}}'

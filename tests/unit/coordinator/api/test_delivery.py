@@ -147,9 +147,7 @@ async def test_silence_is_filled_with_keep_alives() -> None:
     await client.disconnect()
 
 
-@pytest.mark.parametrize(
-    ("path", "word"), [("/v1/completions", b": queued 3\n\n"), ("/api/generate", b"")]
-)
+@pytest.mark.parametrize(("path", "word"), [("/v1/completions", b": queued 3\n\n"), ("/api/generate", b"")])
 async def test_a_stream_in_the_queue_says_its_position(path: str, word: bytes) -> None:
     """The comment has the request's position. A format without comments is silent."""
     served = api(keep_alive=0.02, position=3, hang_after=0)
@@ -166,9 +164,7 @@ async def test_a_stream_in_the_queue_says_its_position(path: str, word: bytes) -
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("hang_after", [0, 2])
-async def test_a_client_that_disconnects_cancels_its_requests(
-    stream: bool, hang_after: int
-) -> None:
+async def test_a_client_that_disconnects_cancels_its_requests(stream: bool, hang_after: int) -> None:
     """Every choice's request is cancelled, during prefill and during the text, streamed and not."""
     served = api(hang_after=hang_after)
     body = {"messages": [USER], "stream": stream, "n": 2}
@@ -181,9 +177,7 @@ async def test_a_client_that_disconnects_cancels_its_requests(
     await client.disconnect()
     await tasks_end()
     assert len(served.generator.cancelled) == 2
-    assert b'mtp_requests_total{endpoint="chat",outcome="cancelled"} 1.0' in (
-        served.app.state.api.metrics.render()
-    )
+    assert b'mtp_requests_total{endpoint="chat",outcome="cancelled"} 1.0' in (served.app.state.api.metrics.render())
     assert b"mtp_open_requests 0.0" in served.app.state.api.metrics.render()
 
 

@@ -50,9 +50,7 @@ async def test_reasoning_effort_drives_the_templates_switch(effort: str, thinks:
 
 
 @pytest.mark.parametrize("window", [1, 7])
-async def test_a_reasoning_budget_closes_the_reasoning(
-    window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_reasoning_budget_closes_the_reasoning(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the budget the engine continues from the reasoning so far and its end marker, for any window."""
     monkeypatch.setitem(BUDGETS, "low", 4)
     tokens = tiny_tokenizer().encode("one two three four five six seven")

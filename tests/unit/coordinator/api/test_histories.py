@@ -78,9 +78,7 @@ async def test_a_later_system_message_is_marked(path: str, role: str) -> None:
                     USER,
                     {
                         "role": "assistant",
-                        "tool_calls": [
-                            {"id": "c", "function": {"name": "f", "arguments": {"a": "b"}}}
-                        ],
+                        "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {"a": "b"}}}],
                     },
                 ]
             },
@@ -93,9 +91,7 @@ async def test_a_later_system_message_is_marked(path: str, role: str) -> None:
                     USER,
                     {
                         "role": "assistant",
-                        "tool_calls": [
-                            {"id": "c", "type": "custom", "custom": {"name": "p", "input": "x y"}}
-                        ],
+                        "tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "p", "input": "x y"}}],
                     },
                 ]
             },
@@ -108,11 +104,7 @@ async def test_a_later_system_message_is_marked(path: str, role: str) -> None:
         ),
         (
             CHAT,
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "file", "file": {"file_id": "x"}}]}
-                ]
-            },
+            {"messages": [{"role": "user", "content": [{"type": "file", "file": {"file_id": "x"}}]}]},
             "",
         ),
         (
@@ -139,9 +131,7 @@ async def test_a_later_system_message_is_marked(path: str, role: str) -> None:
                     {
                         "type": "message",
                         "role": "assistant",
-                        "content": [
-                            {"type": "output_text", "text": "T", "logprobs": [{"token": "T"}]}
-                        ],
+                        "content": [{"type": "output_text", "text": "T", "logprobs": [{"token": "T"}]}],
                     },
                 ]
             },

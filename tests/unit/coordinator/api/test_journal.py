@@ -92,9 +92,7 @@ async def test_retention_by_age_and_size(file: Path) -> None:
     assert await journal.find("newer") is not None
     for number in range(4):
         content = random.Random(number).randbytes(300).hex()
-        journal.save_answer(
-            replace(record(f"n{number}", created=now + number, text=content), ended=True)
-        )
+        journal.save_answer(replace(record(f"n{number}", created=now + number, text=content), ended=True))
     found = [one for one in ("in progress", "n0", "n1", "n2", "n3") if await journal.find(one)]
     await journal.close()
     assert found[0] == "in progress"

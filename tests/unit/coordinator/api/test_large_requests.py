@@ -31,9 +31,7 @@ from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
         (b'"a"', "values"),
     ],
 )
-async def test_a_body_of_many_values_is_refused(
-    monkeypatch: pytest.MonkeyPatch, unit: bytes, word: str
-) -> None:
+async def test_a_body_of_many_values_is_refused(monkeypatch: pytest.MonkeyPatch, unit: bytes, word: str) -> None:
     """A body with more values than the bounds is a 400 that names the bound, before it is parsed."""
     monkeypatch.setattr(request_body, "MAX_FIELDS", 200)
     monkeypatch.setattr(request_body, "MAX_ITEMS", 300)
@@ -92,9 +90,7 @@ async def test_others_are_answered_while_a_large_text_is_encoded() -> None:
     began = time.perf_counter()
     async with client.http() as http:
         prompt = "some words of a text " * 12_000
-        response = await http.post(
-            "/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 1}
-        )
+        response = await http.post("/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 1})
     whole = time.perf_counter() - began
     ended.set()
     await ticking
@@ -146,9 +142,7 @@ async def test_the_memory_of_large_bodies_is_bounded(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("words", [600, 60_000])
-async def test_a_prompt_of_any_length_beyond_the_context_has_the_known_words(
-    words: int, tmp_path: Path
-) -> None:
+async def test_a_prompt_of_any_length_beyond_the_context_has_the_known_words(words: int, tmp_path: Path) -> None:
     """Agents compact their history by OpenAI's code and Anthropic's words, also far beyond the context."""
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path))
     tokenizer.max_tokens = 500

@@ -106,9 +106,7 @@ async def test_a_request_for_a_model_that_is_not_loaded(path: str, body: dict[st
     assert (await api.post(path, {**body, "model": "unknown"})).status_code == 404
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/models", "/v1/models/tiny", "/api/tags", "/api/version", "/"]
-)
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/api/tags", "/api/version", "/"])
 async def test_head_answers_as_get_does(path: str) -> None:
     """Clients ask with HEAD whether the server is there."""
     async with ApiClient().http() as client:
@@ -120,9 +118,7 @@ async def test_head_answers_as_get_does(path: str) -> None:
 async def test_load_needs_the_scope_admin(tmp_path: Any) -> None:
     """A key for inference may neither load a model nor read the progress."""
     ring = KeyRing(tmp_path)
-    keys = {
-        scope: ring.create(scope, frozenset({scope})) for scope in (Scope.INFERENCE, Scope.ADMIN)
-    }
+    keys = {scope: ring.create(scope, frozenset({scope})) for scope in (Scope.INFERENCE, Scope.ADMIN)}
     api, loader = served(key_ring=ring)
     refusal = "Create one with mtp-coord key create NAME --scope admin"
     for scope, status, words in ((Scope.INFERENCE, 403, refusal), (Scope.ADMIN, 202, "")):
@@ -181,9 +177,7 @@ async def test_ollamas_sizes_are_those_of_the_weights() -> None:
     assert shown["details"] == listed["details"]
 
 
-@pytest.mark.parametrize(
-    "name", ["../etc", "/etc/passwd", "a/../b", "a", "a/b/c", "a/b\n", "", "./a", ".a/b", "a/.b"]
-)
+@pytest.mark.parametrize("name", ["../etc", "/etc/passwd", "a/../b", "a", "a/b/c", "a/b\n", "", "./a", ".a/b", "a/.b"])
 def test_a_path_is_no_model(name: str) -> None:
     """A client cannot make the server look at another directory of its machine."""
     with pytest.raises(CheckpointError, match="not found"):
@@ -221,18 +215,14 @@ async def test_only_administrators_reach_the_models(tmp_path: Path) -> None:
     for scope, expected in ((Scope.INFERENCE, 403), (Scope.METRICS, 403), (Scope.ADMIN, 200)):
         headers = {"Authorization": f"Bearer {key[scope]}"}
         assert (await api.get("/v1/cluster/models", headers=headers)).status_code == expected
-    invited = await api.post(
-        "/v1/cluster/invitations", {}, headers={**headers, "Content-Type": "application/json"}
-    )
+    invited = await api.post("/v1/cluster/invitations", {}, headers={**headers, "Content-Type": "application/json"})
     assert invited.json()["command"] == "mtp-worker --join mtp1.abc"
     able = await api.get("/v1/cluster/invitations", headers=headers)
     assert able.json() == {"problem": ""}
     text = {**headers, "Content-Type": "text/plain"}
     assert (await api.post("/v1/cluster/invitations", {}, headers=text)).status_code == 400
     ring_without_keys = ApiClient()
-    refused = await ring_without_keys.post(
-        "/v1/cluster/invitations", {}, headers={"Content-Type": "application/json"}
-    )
+    refused = await ring_without_keys.post("/v1/cluster/invitations", {}, headers={"Content-Type": "application/json"})
     assert refused.status_code == 403
     assert "mtp-coord key create" in json.dumps(refused.json())
     told = await ring_without_keys.get("/v1/cluster/invitations")

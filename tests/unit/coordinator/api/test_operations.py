@@ -127,9 +127,7 @@ def test_times_are_from_arrival_to_first_token_and_between_deliveries() -> None:
     "header",
     [None, "Bearer wrong", "Bearer ", "Basic " + KEY, KEY, "Bearer key-ü-12", "Bearer key-ü"],
 )
-async def test_without_a_valid_key_only_health_answers(
-    header: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_without_a_valid_key_only_health_answers(header: str | None, caplog: pytest.LogCaptureFixture) -> None:
     """The error is a 401 in OpenAI's format, and no answer or log contains the key."""
     caplog.set_level(logging.DEBUG)
     api = ApiClient(options=ApiOptions(api_keys=("other", KEY)))
@@ -151,10 +149,7 @@ async def test_without_a_valid_key_only_health_answers(
 async def test_pages_of_other_origins_may_call_only_if_allowed() -> None:
     """CORS is off by default and admits only the listed origins."""
     origin = {"origin": "https://chat.example"}
-    assert (
-        "access-control-allow-origin"
-        not in (await ApiClient().get("/health", headers=origin)).headers
-    )
+    assert "access-control-allow-origin" not in (await ApiClient().get("/health", headers=origin)).headers
     api = ApiClient(options=ApiOptions(allowed_origins=("https://chat.example",)))
     allowed = (await api.get("/health", headers=origin)).headers
     assert allowed["access-control-allow-origin"] == "https://chat.example"

@@ -171,9 +171,7 @@ async def test_another_model_is_a_404() -> None:
         ({"max_completion_tokens": 30, "prompt": "a"}, "max_completion_tokens"),
     ],
 )
-async def test_what_exceeds_the_context_is_refused_with_openais_code(
-    body: dict[str, Any], param: str
-) -> None:
+async def test_what_exceeds_the_context_is_refused_with_openais_code(body: dict[str, Any], param: str) -> None:
     """The error names the client's field: the prompt that fills the context, or the limit that exceeds the rest."""
     api = ApiClient(context_length=30)
     body = {"prompt": "word " * 40, **body}

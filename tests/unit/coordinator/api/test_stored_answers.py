@@ -99,15 +99,11 @@ async def test_every_event_arrives_once_whatever_the_place_of_the_restart(tmp_pa
         api = await restarts.start()
         assert texts(received + await rest_of(api, received)) == texts(expected), place
         (request,) = restarts.generator.requests
-        assert len(request.emitted) == place, (
-            "the restart continues after the tokens in the journal"
-        )
+        assert len(request.emitted) == place, "the restart continues after the tokens in the journal"
         await restarts.end(api)
 
 
-async def test_a_budget_is_kept_after_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_budget_is_kept_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart after the budget closed the reasoning continues the request that closed it."""
     monkeypatch.setitem(BUDGETS, "low", 4)
     body = {"input": "Hi", "reasoning": {"effort": "low"}}

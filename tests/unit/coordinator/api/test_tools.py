@@ -44,9 +44,7 @@ async def test_functions_of_a_namespace_are_called_by_their_client_names() -> No
     items = [line["item"] for line in lines if line["type"] == "response.output_item.done"]
     assert (items[-1]["namespace"], items[-1]["name"]) == ("agents", "weather")
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "18"}
-    again = await api.post(
-        "/v1/responses", {**body, "input": [*USER, call, result], "store": False}
-    )
+    again = await api.post("/v1/responses", {**body, "input": [*USER, call, result], "store": False})
     assert again.status_code == 200, again.text
     assert "<function=agents.weather>" in prompt_of(api)
     named = {"type": "function", "namespace": "agents", "name": "weather"}
@@ -63,9 +61,7 @@ async def test_functions_of_a_namespace_are_called_by_their_client_names() -> No
         ("/v1/messages", {"type": "web_search_20250305", "name": "web_search"}, "web_search"),
     ],
 )
-async def test_tools_that_agents_offer_by_default_are_left_out(
-    path: str, tool: Any, name: str
-) -> None:
+async def test_tools_that_agents_offer_by_default_are_left_out(path: str, tool: Any, name: str) -> None:
     """The request is served with its functions, and the model does not see the others."""
     own: Any = WEATHER
     if path == "/v1/messages":

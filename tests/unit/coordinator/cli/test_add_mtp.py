@@ -118,9 +118,7 @@ def test_a_recipe_of_mlx_lm_is_followed(checkpoints: Checkpoints, tmp_path: Path
     load_stage(Checkpoint.open(target), Span(7, 8), first=False, last=True, dtype=None)
 
 
-def test_a_checkpoint_of_mlx_lms_own_and_a_float16_one(
-    checkpoints: Checkpoints, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_mlx_lms_own_and_a_float16_one(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """A single file gets an index, the head gets the model's type, and mlx-lm loads both."""
     source = checkpoints()
     one_file = tmp_path / "one"
@@ -134,14 +132,10 @@ def test_a_checkpoint_of_mlx_lms_own_and_a_float16_one(
     assert {weight.dtype for weight in head_of(Checkpoint.open(half)).values()} == {mx.float16}
 
 
-def test_an_already_converted_source_is_not_shifted_again(
-    checkpoints: Checkpoints, tmp_path: Path
-) -> None:
+def test_an_already_converted_source_is_not_shifted_again(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """Raw and converted sources, packed or not, give the same head."""
     source = checkpoints()
-    for number, (quantize, settings) in enumerate(
-        [(None, Settings()), (4, Settings(Quantization(4, 64)))]
-    ):
+    for number, (quantize, settings) in enumerate([(None, Settings()), (4, Settings(Quantization(4, 64)))]):
         target = stripped(source, tmp_path / f"target {number}", settings)
         add(target, checkpoints(layout="mlx", quantize=quantize))
         expected = Checkpoint.open(checkpoints(layout="mlx", quantize=quantize))
@@ -222,7 +216,5 @@ def test_of_a_hub_repo_only_the_head_is_read(
     tensors = Checkpoint.open(source).tensors
     size = sum(info.nbytes for name, info in tensors.items() if is_head(name))
     assert f"downloaded from {REPO}: {size / 1000:.3g} kB" in told
-    headers = sum(
-        int.from_bytes(file.read_bytes()[:8], "little") + 9 for file in source.glob("*.safetensors")
-    )
+    headers = sum(int.from_bytes(file.read_bytes()[:8], "little") + 9 for file in source.glob("*.safetensors"))
     assert size < hub.weights_sent <= size + headers

@@ -71,9 +71,7 @@ def test_the_head_of_a_packed_checkpoint_is_added(tmp_path: Path, form: str) -> 
 def test_programs_that_compute_name_the_command_that_converts(tmp_path: Path, program: str) -> None:
     """A packed checkpoint is refused with its packing and the exact command."""
     source = write_foreign(tmp_path / "source", "GPTQ")
-    arguments = {"generate": ["hello"], "plan": ["--nodes", "2", "--memory", "8GB"]}.get(
-        program, []
-    )
+    arguments = {"generate": ["hello"], "plan": ["--nodes", "2", "--memory", "8GB"]}.get(program, [])
     with pytest.raises(CheckpointError) as refused:
         command(program, "--model", source, *arguments)
     said = str(refused.value)
@@ -82,9 +80,7 @@ def test_programs_that_compute_name_the_command_that_converts(tmp_path: Path, pr
     assert said == f"{source}: {expected} {typed}"
 
 
-def test_the_command_in_the_error_of_a_worker_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_in_the_error_of_a_worker_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`mtp-worker --model` shows the same command, and its output is servable with its head."""
     source = write_foreign(tmp_path / "source", "AutoRound")
     monkeypatch.chdir(tmp_path)
@@ -100,10 +96,7 @@ def test_the_command_names_the_repo(tmp_path: Path) -> None:
     """For a repo in the hub's cache, the command has the repo's name and not the path of its snapshot."""
     path = tmp_path / "models--Qwen--Qwen3.5-27B-FP8" / "snapshots" / "0123abcd"
     write_foreign(path, "FP8 in blocks")
-    expected = (
-        "mtp-coord convert --hf-path Qwen/Qwen3.5-27B-FP8 "
-        "--mlx-path Qwen3.5-27B-FP8-mlx -q --q-bits 8"
-    )
+    expected = "mtp-coord convert --hf-path Qwen/Qwen3.5-27B-FP8 --mlx-path Qwen3.5-27B-FP8-mlx -q --q-bits 8"
     with pytest.raises(CheckpointError, match=expected):
         Checkpoint.open(path)
     assert model_name(tmp_path) == str(tmp_path)
@@ -164,9 +157,7 @@ def test_settings_are_found_at_every_place(tmp_path: Path, place: str) -> None:
         ("GPTQ", {"quant_method": "awq"}),
     ],
 )
-def test_a_quantization_that_changes_results_is_refused(
-    tmp_path: Path, form: str, change: dict[str, object]
-) -> None:
+def test_a_quantization_that_changes_results_is_refused(tmp_path: Path, form: str, change: dict[str, object]) -> None:
     """A quantization that cannot be read is one error that names config.json."""
     source = write_foreign(tmp_path / "source", form)
     edit_config(source, lambda config: config["quantization_config"].update(change))

@@ -95,9 +95,7 @@ def test_a_raw_model_with_a_converted_head(tmp_path: Path, good: Path) -> None:
     """Loading does not add another 1 to the norms of a converted head in a raw model."""
     path = tmp_path / "mixed"
     shutil.copytree(checkpoint_dir(), path)
-    norms = {
-        n: w + 1 for n, w in read_tensors(path).items() if n.startswith("mtp.") and w.ndim == 1
-    }
+    norms = {n: w + 1 for n, w in read_tensors(path).items() if n.startswith("mtp.") and w.ndim == 1}
     edit_tensors(path, lambda weights: weights.update(norms))
     assert head_norms(Checkpoint.open(path)) == "shifted twice"
     assert examined(path).verdict.startswith("head complete: a head of another layout")

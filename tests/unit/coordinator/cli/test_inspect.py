@@ -30,9 +30,7 @@ def _facts(path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return facts
 
 
-def test_json_has_the_promised_keys(
-    checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_the_promised_keys(checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
     """The JSON object has the keys that scripts read, with the values of the fixture."""
     facts = _facts(checkpoints(moe=True, layout="mlx", quantize=4, overrides=True), capsys)
     assert facts["model_type"] == "qwen3_5_moe"
@@ -69,9 +67,7 @@ def test_parameters_are_those_the_loader_builds(
     assert _facts(quantized, capsys)["parameters"] == _facts(raw, capsys)["parameters"]
 
 
-def test_a_model_that_is_not_whole_is_shown_as_that(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_is_not_whole_is_shown_as_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Missing tensors are named in JSON and in the verdict."""
     whole = write_checkpoint(tmp_path / "m", tie=False)
     assert _facts(whole, capsys)["missing_tensors"] == []

@@ -55,9 +55,7 @@ def test_every_agent_gets_address_key_model_and_context(name: str) -> None:
     assert not [text for _, _, text in other_clients(SERVER) if "10.0.0.1" not in text]
 
 
-def test_a_program_is_started_with_its_arguments(
-    url: str, started: list[Any], tmp_path: Path
-) -> None:
+def test_a_program_is_started_with_its_arguments(url: str, started: list[Any], tmp_path: Path) -> None:
     """Files are private and in the state directory, and a variable that would lead elsewhere is gone."""
     launch("claude", "--url", url, "--api-key", "a-key", "--", "--continue")
     program, arguments, environment = started
@@ -71,9 +69,7 @@ def test_a_program_is_started_with_its_arguments(
     assert not (tmp_path / "home").exists()
 
 
-def test_a_programs_own_file_is_merged_and_kept(
-    url: str, started: list[Any], tmp_path: Path
-) -> None:
+def test_a_programs_own_file_is_merged_and_kept(url: str, started: list[Any], tmp_path: Path) -> None:
     own = tmp_path / "home" / ".claude" / "settings.json"
     own.parent.mkdir(parents=True)
     own.write_text('{"theme": "dark", "env": {"EDITOR": "vi", "ANTHROPIC_MODEL": "other"}}')

@@ -24,9 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(*arguments: str) -> str:
     """Return the standard output of `mtp-coord plan …`. Raises the errors of the command."""
-    result = CliRunner().invoke(
-        app, ["plan", *arguments], env={"COLUMNS": "200"}, catch_exceptions=False
-    )
+    result = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200"}, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
 

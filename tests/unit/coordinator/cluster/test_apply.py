@@ -42,9 +42,7 @@ def after(view: View, *events: Event, seconds: float = 0.0) -> View:
 @pytest.fixture
 def view() -> View:
     """Return the view of a cluster over one worker that serves."""
-    return after(
-        View(Settings()), WorkerJoined(worker("a")), PlanStarting(1, ("a",)), PlanServing(1)
-    )
+    return after(View(Settings()), WorkerJoined(worker("a")), PlanStarting(1, ("a",)), PlanServing(1))
 
 
 def member(view: View) -> Member:
@@ -70,9 +68,7 @@ def test_back_offs_double_with_each_failure(view: View) -> None:
 
 def test_a_back_off_counts_from_the_failure(view: View) -> None:
     """Neither a refusal nor a restart shortens a back-off. Only time ends it."""
-    view = after(
-        view, WorkerLost("a", "silent"), WorkerJoined(worker("a")), WorkerLost("a", "silent")
-    )
+    view = after(view, WorkerLost("a", "silent"), WorkerJoined(worker("a")), WorkerLost("a", "silent"))
     until = member(view).backoff_until
     assert until == view.now + FIRST_BACKOFF
     view = after(
@@ -88,9 +84,7 @@ def test_a_back_off_counts_from_the_failure(view: View) -> None:
 
 def test_failures_are_forgiven_one_by_one(view: View) -> None:
     """Each minute of a ready worker lowers its failure count by one. A lost worker keeps its count."""
-    view = after(
-        view, WorkerLost("a", "silent"), WorkerJoined(worker("a")), WorkerLost("a", "silent")
-    )
+    view = after(view, WorkerLost("a", "silent"), WorkerJoined(worker("a")), WorkerLost("a", "silent"))
     lost = after(view, TimePassed(), seconds=10 * STABLE_SECONDS)
     assert member(lost).failure_count == 2
     view = after(view, WorkerJoined(worker("a")))
@@ -123,10 +117,7 @@ def test_a_plan_ends_with_any_of_its_workers(view: View) -> None:
         ended = after(view, event)
         assert (ended.phase, ended.serving, ended.recovering) == (Phase.GATHERING, (), True)
         assert ended.problem
-    assert (
-        after(view, WorkerDraining("a"), WorkerJoined(worker("b")), WorkerLost("b", "x")).phase
-        is Phase.SERVING
-    )
+    assert after(view, WorkerDraining("a"), WorkerJoined(worker("b")), WorkerLost("b", "x")).phase is Phase.SERVING
 
 
 def test_another_model_needs_another_plan(view: View) -> None:

@@ -118,9 +118,7 @@ def _check_change(step: Step) -> None:
         return
     failed = isinstance(event, PlanFailed) and event.epoch == before.epoch
     gone = [a for a in before.serving if not _stays(before, step.view, a)]
-    leaving = any(
-        step.view.members[a].state is MemberState.DRAINING for a in before.serving if a not in gone
-    )
+    leaving = any(step.view.members[a].state is MemberState.DRAINING for a in before.serving if a not in gone)
     joined = set(step.view.serving) > set(before.serving)
     assert failed or gone or leaving or joined, "a working plan was ended"
 
@@ -274,9 +272,7 @@ def test_the_first_plan_waits_for_other_workers(nodes: int | None) -> None:
     [(REMOTE, 0, 2.0), (replace(PATIENT, wait=600.0), 0, 6.0), (REMOTE, 1, None)],
     ids=["needed", "needed and a long wait", "not needed"],
 )
-def test_a_back_off_does_not_stop_the_only_plan(
-    settings: Settings, others: int, after: float | None
-) -> None:
+def test_a_back_off_does_not_stop_the_only_plan(settings: Settings, others: int, after: float | None) -> None:
     """Answers wait for a worker that failed often only while it might be replaced, not for minutes."""
     planner = planner_for(1)
     view = serving("a", planner=planner, settings=settings)
@@ -338,9 +334,7 @@ def test_pinned_layers_that_do_not_fit_are_an_error() -> None:
 def test_plans_that_cannot_start_are_tried_for_a_bounded_time() -> None:
     """Failed starts without a suspect are spaced, and their waits count."""
     planner = planner_for(1)
-    view = happen(
-        serving("a", planner=planner, settings=REMOTE), PlanFailed(1, "a hop broke"), planner
-    ).view
+    view = happen(serving("a", planner=planner, settings=REMOTE), PlanFailed(1, "a hop broke"), planner).view
     tries, started = 0, view.now
     while view.phase is not Phase.ENDED:
         if view.phase is Phase.STARTING:
@@ -365,9 +359,7 @@ def test_time_spent_loading_is_not_time_spent_waiting() -> None:
 def test_a_worker_that_leaves_is_planned_around() -> None:
     """The old plan serves until the next one starts, or until the draining worker is gone."""
     planner = planner_for(1)
-    assert happen(
-        serving("a", "b", planner=planner), WorkerDraining("b"), planner
-    ).view.serving == ("a",)
+    assert happen(serving("a", "b", planner=planner), WorkerDraining("b"), planner).view.serving == ("a",)
     both = planner_for(2)
     view = happen(serving("a", "b", planner=both, settings=REMOTE), WorkerDraining("b"), both).view
     assert (view.phase, view.serving) == (Phase.SERVING, ("a", "b"))
@@ -413,14 +405,10 @@ def test_after_a_failure_fewer_than_the_required_workers_serve() -> None:
     """The number of workers is required for the first plan only."""
     planner = planner_for(1)
     settings = replace(PATIENT, nodes_required=True, first_wait=math.inf)
-    view = happen(
-        serving("a", "b", planner=planner, settings=settings), WorkerLost("b", "x"), planner
-    ).view
+    view = happen(serving("a", "b", planner=planner, settings=settings), WorkerLost("b", "x"), planner).view
     assert view.serving == ("a",)
     view = happen(view, WorkerLost("a", "x"), planner).view
-    assert [type(a) for a in happen(view, TimePassed(), planner, after=5.0).actions] == [
-        decide.StartAlone
-    ]
+    assert [type(a) for a in happen(view, TimePassed(), planner, after=5.0).actions] == [decide.StartAlone]
 
 
 def test_a_gap_between_pinned_layers_waits_for_another_worker() -> None:
@@ -477,9 +465,7 @@ def test_a_change_waits_for_open_answers() -> None:
     busy = happen(step.view, TimePassed(1), planner, after=decide.POSTPONED_SECONDS - 3.0)
     assert busy.actions == ()
     assert happen(busy.view, TimePassed(), planner).view.serving == ("a", "b")
-    assert happen(busy.view, TimePassed(1), planner, after=1.0).view.serving == ("a", "b"), (
-        "a minute"
-    )
+    assert happen(busy.view, TimePassed(1), planner, after=1.0).view.serving == ("a", "b"), "a minute"
 
 
 @pytest.mark.parametrize(("faster", "used"), [(0.97, False), (0.9, True)])
@@ -502,9 +488,7 @@ def test_a_worker_that_cannot_load_does_not_end_the_plan() -> None:
     planner = planner_for(1)
     view = happen(joined(PATIENT, planner), TimePassed(), planner, after=2.0).view
     for tries in (1, 2, 3):
-        view = happen(
-            view, PreparationFailed(view.preparing, "too little memory", "b"), planner
-        ).view
+        view = happen(view, PreparationFailed(view.preparing, "too little memory", "b"), planner).view
         assert (view.phase, view.serving) == (Phase.SERVING, ("a",))
         assert view.members["b"].backoff_until == view.now + 2.0**tries
         step = happen(view, TimePassed(), planner, after=2.0**tries)

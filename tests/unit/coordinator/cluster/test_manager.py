@@ -180,9 +180,7 @@ def test_a_new_process_has_measured_nothing() -> None:
 def test_only_workers_on_this_machine_count() -> None:
     """Used and cached bytes of workers on loopback are added. Remote workers and workers without status are not."""
     clients: dict[str, Any] = {
-        "127.0.0.1:1": SimpleNamespace(
-            worker_status=pb.WorkerStatus(memory_used=5, memory_cached=2)
-        ),
+        "127.0.0.1:1": SimpleNamespace(worker_status=pb.WorkerStatus(memory_used=5, memory_cached=2)),
         "127.0.0.1:2": SimpleNamespace(worker_status=None),
         "203.0.113.9:1": SimpleNamespace(worker_status=pb.WorkerStatus(memory_used=100)),
     }

@@ -193,9 +193,7 @@ class Cluster:
         addresses = tuple(worker.address for worker in workers)
         options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings(), addresses)
         self.view = View(Settings())
-        self.membership = Membership(
-            model(OLD), options, lambda: self.view, self._apply, lambda address, status: None
-        )
+        self.membership = Membership(model(OLD), options, lambda: self.view, self._apply, lambda address, status: None)
 
     def _apply(self, event: Event) -> None:
         self.view = apply(self.view, event, time.monotonic())

@@ -38,14 +38,10 @@ class Cluster:
     ) -> None:
         self.chunks: dict[str, tuple[int, int]] = {}
         """The chunks that workers report."""
-        members = {
-            name: replace(worker(name), has_files=name not in fetching) for name in ("a", "b", "c")
-        }
+        members = {name: replace(worker(name), has_files=name not in fetching) for name in ("a", "b", "c")}
         self.view = View(Settings(), epoch=EPOCH, members=members, serving=("a", "b"))
         stages = [
-            SimpleNamespace(
-                node=name, nodes=(name,), span=Span(i, i + 1), first=i == 0, last=i == 2
-            )
+            SimpleNamespace(node=name, nodes=(name,), span=Span(i, i + 1), first=i == 0, last=i == 2)
             for i, name in enumerate(members)
         ]
         nodes = tuple(members)
@@ -155,9 +151,7 @@ def test_this_machine_is_in_use_while_it_serves_alone() -> None:
         ("mac-2.local:50505", False),
     ],
 )
-def test_a_worker_on_this_machine_is_recognized(
-    monkeypatch: pytest.MonkeyPatch, address: str, here: bool
-) -> None:
+def test_a_worker_on_this_machine_is_recognized(monkeypatch: pytest.MonkeyPatch, address: str, here: bool) -> None:
     """A loopback address, or one of this machine's interfaces, is local; any other address is not."""
     interfaces = {"en0": [SimpleNamespace(address="192.168.7.2")]}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)

@@ -35,9 +35,7 @@ def test_an_old_macos_and_rosetta_are_named(
 
 
 @pytest.mark.parametrize(("limit", "verdict"), [(60.0, Verdict.OK), (0.0, Verdict.WARN)])
-def test_a_slow_device_is_named(
-    monkeypatch: pytest.MonkeyPatch, limit: float, verdict: Verdict
-) -> None:
+def test_a_slow_device_is_named(monkeypatch: pytest.MonkeyPatch, limit: float, verdict: Verdict) -> None:
     """A round trip above the limit is a warning. The report has the chip and its speed."""
     monkeypatch.setattr(checks, "SLOW_SECONDS", limit)
     finding = check_device()

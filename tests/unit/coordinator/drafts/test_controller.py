@@ -113,19 +113,14 @@ def auto() -> Controller:
 
 @pytest.mark.parametrize("profile", CHANCES)
 @pytest.mark.parametrize("machine", COSTS)
-def test_auto_comes_within_three_percent_of_the_best_fixed_depth(
-    machine: str, profile: str
-) -> None:
+def test_auto_comes_within_three_percent_of_the_best_fixed_depth(machine: str, profile: str) -> None:
     """From a cold start, 2,000 tokens take at most 3 % longer than with the best fixed depth.
 
     This is the mean of ten runs, exploration included. No run loses more than 10 %.
     """
     costs, chances = COSTS[machine], CHANCES[profile]
     best = best_fixed(costs, chances)
-    rates = [
-        simulate(auto(), costs, lambda _: chances, 2000, seed).tokens_per_second / best
-        for seed in range(10)
-    ]
+    rates = [simulate(auto(), costs, lambda _: chances, 2000, seed).tokens_per_second / best for seed in range(10)]
     assert sum(rates) / len(rates) > 0.97, rates
     assert min(rates) > 0.90, rates
 

@@ -128,9 +128,7 @@ def test_a_good_match_has_the_widest_window_where_rows_are_cheap() -> None:
 
 
 @pytest.mark.parametrize("streams", [1, 8])
-@pytest.mark.parametrize(
-    ("row", "right"), [(1.0, 20), (0.3, 2)], ids=["dear rows", "wrong matches"]
-)
+@pytest.mark.parametrize(("row", "right"), [(1.0, 20), (0.3, 2)], ids=["dear rows", "wrong matches"])
 def test_a_match_that_does_not_pay_has_no_window(row: float, right: int, streams: int) -> None:
     """Rows that cost as much as steps, or matches that are seldom right."""
     controller = controller_with(row, right, streams=streams)

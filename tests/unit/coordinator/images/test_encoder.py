@@ -67,17 +67,13 @@ async def test_memory_is_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     await encoder.close()
 
 
-async def test_requests_that_wait_for_one_image_are_bounded(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_requests_that_wait_for_one_image_are_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them holds its own copy of the file, so they count although the tower computes one image."""
     monkeypatch.setattr(module, "MOST_WAITING", 4)
     encoder = ImageEncoder(Checkpoint.open(path))
     asked = [asyncio.create_task(encoder.encode(FILES[0], "m")) for _ in range(5)]
     found = await asyncio.gather(*asked, return_exceptions=True)
-    assert sum(isinstance(one, CapacityError) for one in found) == 1, (
-        "files are hashed in threads, in any order"
-    )
+    assert sum(isinstance(one, CapacityError) for one in found) == 1, "files are hashed in threads, in any order"
     assert encoder.towers_run == 1
     assert await encoder.encode(FILES[0], "m") is found[0]
     await encoder.close()

@@ -70,9 +70,7 @@ async def worker() -> AsyncIterator[tuple[WorkerClient, SilentWorker]]:
             service.provide, pb.Weights.FromString, pb.WeightsReply.SerializeToString
         ),
     }
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler("mtpcluster.v1.Worker", methods),)
-    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("mtpcluster.v1.Worker", methods),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     client = WorkerClient(f"127.0.0.1:{port}", pb.Coordinator(id="c", name="c"))

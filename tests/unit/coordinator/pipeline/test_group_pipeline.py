@@ -34,9 +34,7 @@ class Member:
         states = [LayerState(n, appends, data, self.rank, 2) for n, appends in pair]
         return ReceivedStates(7, states, 0.1)
 
-    async def write_backup(
-        self, epoch: int, seq_id: int, tokens: Sequence[int], states: Iterable[LayerState]
-    ) -> None:
+    async def write_backup(self, epoch: int, seq_id: int, tokens: Sequence[int], states: Iterable[LayerState]) -> None:
         """Keep what the coordinator writes."""
         self.written += states
 

@@ -122,9 +122,7 @@ async def test_any_loading_error_is_a_cluster_error(model: LocalModel) -> None:
         (replace(FRAME, ops=()), "not admitted"),  # an error with another in its context
     ],
 )
-async def test_an_engine_that_failed_frees_its_weights(
-    model: LocalModel, frame: Frame, said: str
-) -> None:
+async def test_an_engine_that_failed_frees_its_weights(model: LocalModel, frame: Frame, said: str) -> None:
     """The weights of a failed engine are freed at once.
 
     Neither the raised error nor the thread that raised it refers to them. Otherwise the next load would need the memory
@@ -173,9 +171,7 @@ async def test_a_thread_that_finishes_is_waited_for(model: LocalModel) -> None:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-async def test_the_check_of_exact_mode_has_a_deadline_of_its_own(
-    model: LocalModel, exact: bool
-) -> None:
+async def test_the_check_of_exact_mode_has_a_deadline_of_its_own(model: LocalModel, exact: bool) -> None:
     """On CUDA it compiles for minutes, which must not look like a stuck engine."""
     deadlines: list[float] = []
     with patch.object(EngineThread, "expect", lambda _, seconds: deadlines.append(seconds)):

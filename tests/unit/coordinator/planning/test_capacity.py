@@ -76,9 +76,7 @@ def test_the_reserve_grows_with_the_model_within_bounds() -> None:
 
 
 @given(
-    st.sampled_from([1, 2, 4]).flatmap(
-        lambda n: st.lists(st.integers(10**6, 2 * 10**8), min_size=n, max_size=n)
-    ),
+    st.sampled_from([1, 2, 4]).flatmap(lambda n: st.lists(st.integers(10**6, 2 * 10**8), min_size=n, max_size=n)),
     st.integers(1, 12),
     st.sampled_from([512, 8192, 262_144]),
     st.booleans(),
@@ -95,6 +93,4 @@ def test_nothing_promised_exceeds_any_stages_memory(
     assert 1 <= found.sequences <= wanted
     assert capacity.FEWEST_TOKENS <= found.kv_tokens <= context * found.sequences
     for stage in stages:
-        assert used(
-            stage, found.sequences, found.kv_tokens
-        ) + found.prefix_bytes <= capacity.free_bytes(MODEL, stage)
+        assert used(stage, found.sequences, found.kv_tokens) + found.prefix_bytes <= capacity.free_bytes(MODEL, stage)

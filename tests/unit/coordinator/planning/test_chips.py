@@ -56,9 +56,7 @@ def test_a_mac_is_written_as_people_write_it(text: str) -> None:
     assert spec.memory_limit == int(64 * 2**30 * 0.81 * 0.85)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "M4", "64GB", "M4 Giga 64GB", "M9 64GB", "RTX 4090 24GB", "M4 4GB"]
-)
+@pytest.mark.parametrize("text", ["", "M4", "64GB", "M4 Giga 64GB", "M9 64GB", "RTX 4090 24GB", "M4 4GB"])
 def test_other_machines_are_refused_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match="--mac"):
         mac_spec(text)

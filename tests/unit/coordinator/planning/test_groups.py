@@ -39,10 +39,7 @@ def costs_of(size: int) -> ModelCosts:
 
 def machines(count: int, **changes: object) -> list[Machine]:
     """Return equal machines that hold the whole model, with direct links."""
-    found = [
-        Machine(NodeSpec(f"mac-{i}", 2 * LAYERS * LAYER_BYTES), "m4", "10.0.0.1")
-        for i in range(count)
-    ]
+    found = [Machine(NodeSpec(f"mac-{i}", 2 * LAYERS * LAYER_BYTES), "m4", "10.0.0.1") for i in range(count)]
     return [replace(machine, **changes) for machine in found]  # type: ignore[arg-type]
 
 
@@ -152,9 +149,7 @@ def test_a_member_that_lacks_memory_is_named() -> None:
 def test_groups_are_made_of_equal_machines() -> None:
     """Machines of equal memory come together, the largest first. A machine without a partner is left out."""
     sizes = (64, 16, 64, 16, 16)
-    some = [
-        Machine(NodeSpec(f"{size}-{i}", size * 2**30), "m4", "h") for i, size in enumerate(sizes)
-    ]
+    some = [Machine(NodeSpec(f"{size}-{i}", size * 2**30), "m4", "h") for i, size in enumerate(sizes)]
     teams = group_machines(some, 2)
     assert [[m.node.name for m in team] for team in teams] == [["64-0", "64-2"], ["16-1", "16-3"]]
     assert group_machines(some, 2, groups=1) == teams[:1]
@@ -162,9 +157,7 @@ def test_groups_are_made_of_equal_machines() -> None:
 
 @pytest.mark.parametrize("epoch", [1, 2])
 @pytest.mark.parametrize("change", [{"direct": ""}, {"direct": "127.0.0.1"}, {"kind": "m1"}])
-def test_a_machine_that_cannot_be_a_member_is_left_out(
-    epoch: int, change: dict[str, object]
-) -> None:
+def test_a_machine_that_cannot_be_a_member_is_left_out(epoch: int, change: dict[str, object]) -> None:
     """A worker without a link, or of another kind, that joins groups changes nothing."""
     (fifth,) = machines(1, node=NodeSpec("fifth", 2 * LAYERS * LAYER_BYTES))
     some = [*machines(4), replace(fifth, **change)]  # type: ignore[arg-type]
@@ -192,12 +185,8 @@ def test_predictions_come_near_what_others_measured() -> None:
 
     def predicted(mac: NodeSpec, count: int, collective: float = 0.0, depth: int = 0) -> float:
         """Return the tokens a second of `count` Macs."""
-        macs = [
-            Machine(replace(mac, name=f"mac-{i}"), "one kind", "10.0.0.1") for i in range(count)
-        ]
-        plans = predict_plans(
-            Planning(shares, Workload(), Parallel.parse("auto"), collective=collective), macs
-        )
+        macs = [Machine(replace(mac, name=f"mac-{i}"), "one kind", "10.0.0.1") for i in range(count)]
+        plans = predict_plans(Planning(shares, Workload(), Parallel.parse("auto"), collective=collective), macs)
         group = next(one for one in plans if one.plan.group_size == count)
         return 1 / (group.drafted[depth - 1] if depth else group.token)
 
@@ -236,9 +225,7 @@ def test_exact_groups_divide_the_slices() -> None:
 def test_a_group_over_a_slow_link_is_refused() -> None:
     """The error has the machines, the measured sum and the time of a token's sums. Other plans stay possible."""
     slow = measured(machines(2), 50e-3)
-    with pytest.raises(
-        SpanError, match=r"link of .*too slow for a group: a sum takes 50 ms, .* 0\.8 s"
-    ):
+    with pytest.raises(SpanError, match=r"link of .*too slow for a group: a sum takes 50 ms, .* 0\.8 s"):
         choose_plan(planning("tensor"), slow, 1)
     assert shape("tensor", slow, epoch=2) == shape("pipeline", slow)
     assert shape("auto", slow)[1] == 1

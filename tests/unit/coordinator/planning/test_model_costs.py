@@ -17,11 +17,7 @@ def test_dense_costs_add_up_to_the_files(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "m", tie=False, dtype=mx.bfloat16))
     costs = model_costs(checkpoint)
     sizes = checkpoint.part_bytes()
-    total = (
-        sum(layer.weight_bytes for layer in costs.layers)
-        + costs.embed_bytes
-        + costs.last_stage_bytes
-    )
+    total = sum(layer.weight_bytes for layer in costs.layers) + costs.embed_bytes + costs.last_stage_bytes
     assert total == sum(sizes.values())
     assert costs.lm_head_seconds == sizes["lm_head"] / REFERENCE_BANDWIDTH
     assert costs.draft_seconds == (sizes["lm_head"] + sizes["mtp"]) / REFERENCE_BANDWIDTH
@@ -68,9 +64,7 @@ def test_quantized_kv_costs_its_bits_and_scales(tmp_path: Path) -> None:
 
 def test_packed_weights_are_not_cast(tmp_path: Path) -> None:
     """A dtype changes scales, biases and norms of a quantized checkpoint, not its packed weights."""
-    checkpoint = Checkpoint.open(
-        write_checkpoint(tmp_path / "m", layout="mlx", quantize=4, dtype=mx.float16)
-    )
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "m", layout="mlx", quantize=4, dtype=mx.float16))
     stored = model_costs(checkpoint).layers[0].weight_bytes
     cast = model_costs(checkpoint, dtype="float32").layers[0].weight_bytes
     assert stored < cast < 1.7 * stored

@@ -93,9 +93,7 @@ def stage_seconds(model: ModelCosts, work: Workload, node: NodeSpec, span: Span)
     return seconds / node.speed
 
 
-def every_plan(
-    model: ModelCosts, nodes: Sequence[NodeSpec], work: Workload
-) -> Iterator[list[tuple[NodeSpec, Span]]]:
+def every_plan(model: ModelCosts, nodes: Sequence[NodeSpec], work: Workload) -> Iterator[list[tuple[NodeSpec, Span]]]:
     """Yield every choice of nodes, order and cuts that fits the memory and the pinned layers."""
     layers = len(model.layers)
     must = [node for node in nodes if node.pinned is not None]
@@ -108,16 +106,13 @@ def every_plan(
                 spans = [Span(a, b) for a, b in itertools.pairwise(ends)]
                 stages = list(zip(chosen, spans, strict=True))
                 if all(
-                    node.pinned in (None, span)
-                    and stage_bytes(model, work, span) <= node.memory_limit
+                    node.pinned in (None, span) and stage_bytes(model, work, span) <= node.memory_limit
                     for node, span in stages
                 ):
                     yield stages
 
 
-def brute_force(
-    model: ModelCosts, nodes: Sequence[NodeSpec], work: Workload
-) -> tuple[int, float, float] | None:
+def brute_force(model: ModelCosts, nodes: Sequence[NodeSpec], work: Workload) -> tuple[int, float, float] | None:
     """Return (number of stages, value, value of the tie-breaker) of the best plan."""
     found = []
     for stages in every_plan(model, nodes, work):
@@ -249,9 +244,7 @@ def test_a_shortage_says_where_and_how_much() -> None:
     message = str(caught.value)
     assert "weights of 10 GB" in message
     assert "7 GB on 2 nodes" in message
-    lacking = {
-        name: int(n) for name, n in re.findall(r"(\w) \(limit \d GB\) lacks (\d) GB", message)
-    }
+    lacking = {name: int(n) for name, n in re.findall(r"(\w) \(limit \d GB\) lacks (\d) GB", message)}
     assert lacking == {"a": 1, "b": 2} or lacking == {"a": 2, "b": 1}
 
 

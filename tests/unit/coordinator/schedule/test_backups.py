@@ -52,9 +52,7 @@ class BackedPipeline(SimulatedPipeline):
         await asyncio.sleep(self.transfer)
         return ReceivedStates(found.length, found.states, TRANSFER)
 
-    async def write_backup(
-        self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
-    ) -> None:
+    async def write_backup(self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]) -> None:
         """Keep a backup until the sequence is admitted."""
         await asyncio.sleep(TRANSFER)
         self.last.receive_backup(seq_id, states)
@@ -278,9 +276,7 @@ class FailingReads(BackedPipeline):
         raise self.error
 
 
-@pytest.mark.parametrize(
-    ("error", "most"), [(ProtocolError("not today"), 4), (BackupTooLargeError("too large"), 1)]
-)
+@pytest.mark.parametrize(("error", "most"), [(ProtocolError("not today"), 4), (BackupTooLargeError("too large"), 1)])
 def test_a_transfer_that_fails_is_not_repeated_at_once(error: ClusterError, most: int) -> None:
     """It takes its share of a link, like one that arrives. One that is too large is never repeated."""
 
@@ -314,9 +310,7 @@ def test_a_backup_that_fails_plans_is_given_up() -> None:
 
     async def work() -> tuple[list[list[int]], int]:
         """Answer two requests while a pipeline fails. Return their tokens and the number of plans."""
-        source = FailingSource(
-            Timing(1), 1e6, 0.1, backups=True, kind=RefusingPipeline, transfer=0.2
-        )
+        source = FailingSource(Timing(1), 1e6, 0.1, backups=True, kind=RefusingPipeline, transfer=0.2)
         scheduler = Scheduler(Limits(context=4096), Controller(MtpMode(0)))
         loop = GenerationLoop(source, scheduler, asyncio.get_running_loop().time)
         await loop.start()
@@ -364,9 +358,7 @@ async def interrupted(
 
 def test_an_answer_keeps_its_place_while_its_backup_is_written() -> None:
     """A request that waits for the only place does not take it meanwhile."""
-    source = FailingSource(
-        Timing(1), 1e6, 0.1, backups=True, room=Capacity(1, kv_tokens=10_000, prefix_bytes=0)
-    )
+    source = FailingSource(Timing(1), 1e6, 0.1, backups=True, room=Capacity(1, kv_tokens=10_000, prefix_bytes=0))
     asked = [GenerationRequest(PROMPT, 900), GenerationRequest(PROMPT[:90], 100)]
     tokens = [plain(PROMPT, 900), plain(PROMPT[:90], 100)]
     assert run_virtually(interrupted(source, asked)) == (tokens, [0, 1], [0])

@@ -78,9 +78,7 @@ def fast(times: list[float]) -> float:
 
 
 @pytest.mark.parametrize(("mtp", "stages", "ngram"), MODES)
-def test_a_frame_costs_the_same_after_a_long_prompt(
-    mtp: str, stages: int, ngram: NgramMode
-) -> None:
+def test_a_frame_costs_the_same_after_a_long_prompt(mtp: str, stages: int, ngram: NgramMode) -> None:
     """A fast frame after 100,000 tokens is as fast as after 100."""
     seconds: dict[int, float] = {}
     for _ in range(ROUNDS):

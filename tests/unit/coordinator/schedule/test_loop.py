@@ -66,9 +66,7 @@ def told(found: list[GenerationEvent]) -> list[int]:
     return [token for event in found if isinstance(event, TokenChunk) for token in event.tokens]
 
 
-async def heard(
-    source: PipelineSource, scheduler: Scheduler | None = None
-) -> list[GenerationEvent]:
+async def heard(source: PipelineSource, scheduler: Scheduler | None = None) -> list[GenerationEvent]:
     scheduler = scheduler or Scheduler(Limits(100), Controller(MtpMode(1)))
     loop = GenerationLoop(source, scheduler, asyncio.get_running_loop().time)
     await loop.start()
@@ -92,9 +90,7 @@ def test_a_request_outlives_plans(errors: list[ClusterError]) -> None:
     assert told(found) == plain(PROMPT, 10)
 
 
-@pytest.mark.parametrize(
-    ("error", "count"), [(StaleEpochError("replaced"), 0), (WorkerLostError("gone"), 1)]
-)
+@pytest.mark.parametrize(("error", "count"), [(StaleEpochError("replaced"), 0), (WorkerLostError("gone"), 1)])
 def test_a_replaced_plan_is_no_recovery(error: ClusterError, count: int) -> None:
     """Only a failure is counted, shortens the frames of prompts and lets backups follow each other sooner."""
     scheduler = Scheduler(Limits(100), Controller(MtpMode(1)))

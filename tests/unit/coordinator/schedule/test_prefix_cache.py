@@ -141,9 +141,7 @@ def test_the_next_turn_of_a_chat_finds_the_one_before(tokenizer: Tokenizer, thin
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_a_tools_result_goes_on_from_the_end_of_its_call(
-    tokenizer: Tokenizer, thinking: bool
-) -> None:
+def test_a_tools_result_goes_on_from_the_end_of_its_call(tokenizer: Tokenizer, thinking: bool) -> None:
     """Between a call and its result the history holds everything that the model wrote."""
     kwargs = {"enable_thinking": thinking}
     chat: list[Json] = [{"role": "user", "content": "Weather? " * SMALLEST_ENTRY}]
@@ -171,9 +169,7 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=40).map(
 
 
 @given(st.lists(st.tuples(prompts, st.integers(0, 1200)), max_size=30), st.integers(0, 3000))
-def test_the_budget_holds_and_what_is_found_is_a_prefix(
-    asked: list[tuple[Tokens, int]], budget: int
-) -> None:
+def test_the_budget_holds_and_what_is_found_is_a_prefix(asked: list[tuple[Tokens, int]], budget: int) -> None:
     """Entries never exceed the budget, dropped entries were held, and a found entry is a prefix of the prompt.
 
     Every boundary is a position at which `add_entry` adds an entry.

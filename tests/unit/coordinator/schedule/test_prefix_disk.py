@@ -194,9 +194,9 @@ def test_all_stages_must_have_a_prefix() -> None:
     both = {2, 3}
     assert longest_prefix([]) == longest_prefix(disks({200: {0, 1}}, {})) == FoundPrefix()
     assert longest_prefix(disks({200: {0, 1}}, {200: both, 300: both})) == FoundPrefix(200, 200)
-    assert longest_prefix(
-        disks({200: {0, 1}, 300: {0, 2, 3}}, {200: both, 300: {1}})
-    ) == FoundPrefix(200, 300, (Move(1, 0, Span(1, 2)), Move(0, 1, Span(2, 4))), 1.5)
+    assert longest_prefix(disks({200: {0, 1}, 300: {0, 2, 3}}, {200: both, 300: {1}})) == FoundPrefix(
+        200, 300, (Move(1, 0, Span(1, 2)), Move(0, 1, Span(2, 4))), 1.5
+    )
 
 
 def test_other_bits_are_not_moved() -> None:

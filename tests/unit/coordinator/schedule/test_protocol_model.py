@@ -43,15 +43,8 @@ def scheduled(
     """
     limits = Limits(64, prefill_chunk=chunk, step_tokens=2 * chunk)
     scheduler = Scheduler(limits, Controller(MtpMode.parse(mtp)))
-    stops = (
-        frozenset(truth(i, prompt + stop + 1)[-1] for i in range(2))
-        if stop is not None
-        else frozenset()
-    )
-    requests = tuple(
-        GenerationRequest(tuple(truth(i, prompt)), n, stop_tokens=stops)
-        for i, n in enumerate(lengths)
-    )
+    stops = frozenset(truth(i, prompt + stop + 1)[-1] for i in range(2)) if stop is not None else frozenset()
+    requests = tuple(GenerationRequest(tuple(truth(i, prompt)), n, stop_tokens=stops) for i, n in enumerate(lengths))
     coordinator = Scheduled(scheduler, requests, leaves, room)
     walk = explore(World.start(coordinator, stages, crashes, grouped=grouped), MAX_STATES)
     print(walk)
@@ -108,9 +101,7 @@ def case(mtp: str, stages: int, *lengths: int, marks: Any = (), **options: Any) 
         case("off", 2, 4, leaves=1, grouped=True),
     ],
 )
-def test_the_scheduler_over_stages(
-    mtp: str, stages: int, lengths: tuple[int, ...], options: dict[str, Any]
-) -> None:
+def test_the_scheduler_over_stages(mtp: str, stages: int, lengths: tuple[int, ...], options: dict[str, Any]) -> None:
     """Chunked prefill, micro-batches, speculative windows and stages that run ahead keep the contract.
 
     Misspeculations, ends of texts, leaving clients and crashes occur while windows are in flight.

@@ -36,9 +36,7 @@ from tests.support.stages.token_stages import WORDS, FakeLastStage, plain
     right=st.integers(0, 5),
     seed=st.integers(),
 )
-def test_any_order_of_events_keeps_the_answers(
-    stages: int, mtp: str, right: int, seed: int
-) -> None:
+def test_any_order_of_events_keeps_the_answers(stages: int, mtp: str, right: int, seed: int) -> None:
     """Submitting, sending, returning, cancelling and replacing the plan in any order changes no answer.
 
     No stage gets an invalid frame, and nothing is left at the end.
@@ -89,9 +87,7 @@ def test_prefixes_keep_the_answers(stages: int, budget: int, seed: int) -> None:
     beginnings = [[moves.randrange(50) for _ in range(300)] for _ in range(2)]
     wanted: dict[int, list[int]] = {}
     for _ in range(150):
-        match moves.choices(["submit", "send", "back", "cancel", "reset"], [2, 10, 10, 0.5, 0.2])[
-            0
-        ]:
+        match moves.choices(["submit", "send", "back", "cancel", "reset"], [2, 10, 10, 0.5, 0.2])[0]:
             case "submit" if len(wanted) < 8:
                 shared = moves.choice(beginnings)[: moves.choice([100, 160, 300])]
                 prompt = [*shared, *(moves.randrange(50) for _ in range(moves.randint(1, 70)))]
@@ -208,9 +204,7 @@ def test_rollbacks_name_the_lost_tokens() -> None:
     lost = [c for c in commits if c.accepted_length < widths[c.window]]
     assert lost
     assert len(lost) < len(commits)
-    assert drive.rollbacks == [
-        Rollback(seq_id, c.window, widths[c.window] - c.accepted_length) for c in lost
-    ]
+    assert drive.rollbacks == [Rollback(seq_id, c.window, widths[c.window] - c.accepted_length) for c in lost]
 
 
 def test_draft_counters_are_by_position() -> None:
@@ -286,9 +280,7 @@ class Listener(Controller):
         """Append the results."""
         self.drafts.append(list(drafts))
 
-    def record_step_cost(
-        self, sequences: int, fill: int, rows: int, drafts: int, shape: Shape, cost: StepCost
-    ) -> None:
+    def record_step_cost(self, sequences: int, fill: int, rows: int, drafts: int, shape: Shape, cost: StepCost) -> None:
         """Append the step."""
         self.steps.append((sequences, rows, drafts, cost.seconds))
 

@@ -23,9 +23,7 @@ def test_many_streams_fill_the_pipeline(stages: int) -> None:
     Two rows of a micro-batch cost what one costs.
     """
     timing = Timing(stages)
-    one, full, many = (
-        run_virtually(decode_rate(timing, streams)) for streams in (1, stages, 2 * stages)
-    )
+    one, full, many = (run_virtually(decode_rate(timing, streams)) for streams in (1, stages, 2 * stages))
     assert full >= 0.9 * stages * one
     assert many >= 1.8 * stages * one
 
@@ -65,10 +63,7 @@ def test_one_stream_fills_the_pipeline(stages: int) -> None:
     """
     timing = Timing(stages, row=0.005, draft=0.001)
     tokens = dict.fromkeys(("off", "1", "2", "3", "filled"), 250) | {"auto": 1000}
-    seconds = {
-        mode: run_virtually(stream_seconds(timing, mode, 0.85, count)) / count
-        for mode, count in tokens.items()
-    }
+    seconds = {mode: run_virtually(stream_seconds(timing, mode, 0.85, count)) / count for mode, count in tokens.items()}
     best = min(seconds[mode] for mode in ("off", "1", "2", "3"))
     assert best / seconds["filled"] > {2: 1.15, 4: 1.6, 8: 2.0}[stages]
     assert seconds["auto"] < 1.07 * seconds["filled"]

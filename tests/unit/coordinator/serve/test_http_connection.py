@@ -199,9 +199,7 @@ async def test_requests_above_the_limit_are_refused(monkeypatch: pytest.MonkeyPa
             writer.close()
 
 
-async def test_handshakes_of_strangers_are_bounded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_handshakes_of_strangers_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Few connections without a handshake stay open, because each holds 256 KB, and a client gets its answer."""
     limit = 4
     monkeypatch.setattr(listeners, "MAX_WAITING", limit)
@@ -229,9 +227,7 @@ async def test_answers_are_sent_at_once(tls: bool, tmp_path: Path) -> None:
     trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
     took = []
     async with listening(App(), tmp_path if tls else None) as port, asyncio.timeout(PATIENCE):
-        reader, writer = await asyncio.open_connection(
-            "127.0.0.1", port, ssl=trusting if tls else None
-        )
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting if tls else None)
         for _ in range(20):
             began = time.monotonic()
             writer.write(REQUEST)
@@ -285,9 +281,7 @@ def context_of(files: TlsFiles) -> ssl.SSLContext:
 
 async def served_certificate(context: ssl.SSLContext) -> str:
     """Return the certificate that a new connection gets."""
-    server = await asyncio.start_server(
-        lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context
-    )
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context)
     async with server:
         address = server.sockets[0].getsockname()
         return await asyncio.to_thread(ssl.get_server_certificate, address)

@@ -60,9 +60,7 @@ class Host:
             await asyncio.sleep(0)
             self.events.append(f"close {model.name}")
 
-        return SimpleNamespace(
-            model=model, start=start, close=close, count_answers=lambda: self.open_answers
-        )
+        return SimpleNamespace(model=model, start=start, close=close, count_answers=lambda: self.open_answers)
 
     def publish(self, parts: Any) -> None:
         """See Host."""
@@ -136,9 +134,7 @@ async def test_a_model_that_does_not_load_brings_the_former_one_back(host: Host)
     """The report has the error. If the former model fails too, the server may load either again."""
     switch = switch_of(host)
     host.broken.add("broken-70")
-    assert await change(switch, "broken-70") == LoadReport(
-        "broken-70", "failed", error="cannot load"
-    )
+    assert await change(switch, "broken-70") == LoadReport("broken-70", "failed", error="cannot load")
     assert host.events == [
         "pause",
         "close first-40",

@@ -37,11 +37,7 @@ SERVING = ClusterStatus(ready=True, model="m", epoch=1, nodes=(A, B), phase="ser
             ClusterStatus(
                 False,
                 "m",
-                nodes=(
-                    replace(
-                        A, health="loading", loaded_bytes=3_100_000_000, load_bytes=15_200_000_000
-                    ),
-                ),
+                nodes=(replace(A, health="loading", loaded_bytes=3_100_000_000, load_bytes=15_200_000_000),),
             ),
             "Loading layers on 1 machine: 3.1 GB of 15.2 GB",
         ),
@@ -71,9 +67,7 @@ def test_a_loss_and_its_recovery_are_events_with_a_duration() -> None:
     assert events.record_status(SERVING, 100.0) == []
     lost = replace(B, health="lost", span=None, detail="silent for 3 s")
     broken = replace(SERVING, ready=False, recoveries=1, nodes=(A, lost))
-    assert [e.text for e in events.record_status(broken, 101.0)] == [
-        "mac-2 was lost: silent for 3 s"
-    ]
+    assert [e.text for e in events.record_status(broken, 101.0)] == ["mac-2 was lost: silent for 3 s"]
     assert events.record_status(broken, 101.5) == []
     back = replace(broken, ready=True, epoch=2)
     (recovery,) = events.record_status(back, 103.5)
@@ -87,12 +81,8 @@ def test_joins_leaves_and_new_plans_are_events() -> None:
     events.record_status(replace(SERVING, nodes=(A,)), 1.0)
     joined = replace(SERVING, nodes=(A, replace(B, health="idle", span=None)))
     assert [e.text for e in events.record_status(joined, 2.0)] == ["mac-2 joined"]
-    assert [e.text for e in events.record_status(replace(SERVING, epoch=2), 3.0)] == [
-        "Plan 2 serves on 2 machines"
-    ]
-    assert [e.text for e in events.record_status(replace(SERVING, epoch=2, nodes=(A,)), 4.0)] == [
-        "mac-2 left"
-    ]
+    assert [e.text for e in events.record_status(replace(SERVING, epoch=2), 3.0)] == ["Plan 2 serves on 2 machines"]
+    assert [e.text for e in events.record_status(replace(SERVING, epoch=2, nodes=(A,)), 4.0)] == ["mac-2 left"]
 
 
 def test_the_history_has_one_sample_a_second_for_ten_minutes() -> None:
@@ -131,9 +121,7 @@ def test_old_latencies_leave_the_percentiles() -> None:
     ("drafted", "accepted", "expected"),
     [(20, 12, 0.5), (20, 5, None), (8, 7, None), (12, 40, None)],
 )
-def test_counters_that_went_back_give_no_acceptance(
-    drafted: int, accepted: int, expected: float | None
-) -> None:
+def test_counters_that_went_back_give_no_acceptance(drafted: int, accepted: int, expected: float | None) -> None:
     """A share below 0 or above 1 is left out of the history."""
     history = History(LatencyLog())
     before = replace(SERVING, drafted_by_position=(10,), accepted_by_position=(7,))

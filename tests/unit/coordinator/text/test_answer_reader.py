@@ -251,9 +251,7 @@ def test_a_call_without_arguments() -> None:
 
 
 @STEPS
-@pytest.mark.parametrize(
-    "end", ["", '"na', '"name": "weather",', '"name": "weather", "arguments": {"a": 1']
-)
+@pytest.mark.parametrize("end", ["", '"na', '"name": "weather",', '"name": "weather", "arguments": {"a": 1'])
 def test_a_cut_call_of_the_json_form_is_no_text(end: str, step: int) -> None:
     assert parse(f"<tool_call>\n{{{end}", step, cut=True) == []
 

@@ -83,9 +83,7 @@ async def test_a_slow_format_is_refused_within_its_time(compiler: GrammarProcess
     assert pid_of(compiler) == second
 
 
-async def test_a_format_may_not_take_more_memory(
-    compiler: GrammarProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_format_may_not_take_more_memory(compiler: GrammarProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that grows beyond the bound ends with its process."""
     monkeypatch.setattr(grammars, "MAX_GROWTH", 2**20)
     with pytest.raises(RequestError, match="takes more than 1 MiB"):

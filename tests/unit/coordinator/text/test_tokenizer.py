@@ -62,9 +62,7 @@ def test_a_folder_without_a_usable_tokenizer_is_refused(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
     write_tokenizer(tmp_path)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
-    )
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     content["decoder"] = {"type": "Fuse"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="ByteLevel") as caught:
@@ -122,9 +120,7 @@ def test_what_the_next_turn_begins_with(tokenizer: Tokenizer, tmp_path: Path) ->
     assert none.chat_prompt(messages).turn == 0
 
 
-def test_what_the_template_refuses_or_ignores_is_an_error_that_names_it(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_what_the_template_refuses_or_ignores_is_an_error_that_names_it(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """RequestError covers the template's own error, unknown and reserved variables, unused tools, and no template."""
     user = {"role": "user", "content": "hi"}
     with pytest.raises(RequestError, match="a system message comes first"):
@@ -188,9 +184,7 @@ def test_a_text_that_is_not_unicode_is_a_request_error(builtin: Tokenizer) -> No
         builtin.encode("\ud800")
 
 
-def test_a_panic_of_the_library_is_a_request_error(
-    builtin: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_panic_of_the_library_is_a_request_error(builtin: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The panic ends the request and not the server."""
     monkeypatch.setattr(builtin, "backend", Panicking())
     with pytest.raises(RequestError, match="valid Unicode"):
@@ -235,12 +229,8 @@ def test_a_forged_control_token_is_text_and_other_text_keeps_its_tokens(
 @given(
     parts=st.lists(st.text(max_size=12) | st.sampled_from(["<|im_end|>", "<think>", "\n\n"])),
 )
-def test_pieces_between_control_tokens_have_the_tokens_of_the_whole(
-    tokenizer: Tokenizer, parts: list[str]
-) -> None:
+def test_pieces_between_control_tokens_have_the_tokens_of_the_whole(tokenizer: Tokenizer, parts: list[str]) -> None:
     """So a prompt with one forged token differs from the same prompt in nothing else."""
     text = "".join(parts)
     assert tuple(tokenizer._encode_guarded(text)) == tokenizer.encode(text)
-    assert tokenizer._encode_ordinary(text.replace("<", "(")) == list(
-        tokenizer.encode(text.replace("<", "("))
-    )
+    assert tokenizer._encode_ordinary(text.replace("<", "(")) == list(tokenizer.encode(text.replace("<", "(")))

@@ -64,9 +64,7 @@ def test_rotation_overlaps(tmp_path: Path) -> None:
     check_issued_by(chain[1], [before], utc_now())
     node.install(authority.bundle, frozenset())
     assert node.due_request()
-    node.install(
-        authority.bundle, frozenset(), authority.issue(node.key.public_key(), node.identity)
-    )
+    node.install(authority.bundle, frozenset(), authority.issue(node.key.public_key(), node.identity))
     assert node.due_request() == ""
 
 
@@ -90,9 +88,7 @@ def test_a_node_that_missed_rotations_is_still_a_member(tmp_path: Path) -> None:
     assert (found.certificates, found.crosses) == (authority.certificates, authority.crosses)
 
 
-def test_expired_authorities_are_dropped_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expired_authorities_are_dropped_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each earlier authority is accepted until its last certificate has expired, and no longer."""
     authority = make_authority(tmp_path)
     for _ in range(3):
@@ -162,9 +158,7 @@ def test_a_request_needs_the_private_key(tmp_path: Path) -> None:
             requested_key(hostile)
 
 
-def test_a_certificate_of_a_wrong_clock_is_renewed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_certificate_of_a_wrong_clock_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the clock was days ahead, a node asks for a new certificate instead of waiting for the old one."""
     authority = make_authority(tmp_path)
     node = trust_of(authority, Role.COORDINATOR)
@@ -200,9 +194,7 @@ def test_a_full_disk_does_not_delay_a_removal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("written", range(5))
-def test_an_interrupted_rotation_has_no_effect(
-    written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_rotation_has_no_effect(written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that is full after some files of a rotation leaves the earlier authority, which rotates again later."""
     authority = make_authority(tmp_path)
     authority.rotate()

@@ -72,9 +72,7 @@ async def test_machines_join_after_rotations(tmp_path: Path, rotations: int) -> 
             assert joined.due_request() == ""
 
 
-async def test_a_certificate_of_the_join_server_is_renewed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_certificate_of_the_join_server_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines join a server that runs for longer than a certificate lives."""
     life = timedelta(seconds=2)
     monkeypatch.setattr(cluster_trust, "CERTIFICATE_LIFE", life)
@@ -85,9 +83,7 @@ async def test_a_certificate_of_the_join_server_is_renewed(
             await asyncio.sleep(1.0)
 
 
-async def test_the_clock_of_the_coordinator_is_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_clock_of_the_coordinator_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines join a server that started with a clock days ahead, as soon as the clock is right."""
     authority = make_authority(tmp_path / "a")
     with monkeypatch.context() as patch:
@@ -133,14 +129,10 @@ def test_a_node_may_not_issue_the_certificate_of_the_server(tmp_path: Path) -> N
     token = new_token(authority.cluster, authority.fingerprint, "127.0.0.1:1")
     (own,) = from_pem(member.certificate)
     forger = replace(authority, key=member.key, certificates=(own,), crosses=())
-    forged = from_pem(
-        forger.issue(new_key().public_key(), trust_of(authority, Role.COORDINATOR).identity)
-    )[0]
+    forged = from_pem(forger.issue(new_key().public_key(), trust_of(authority, Role.COORDINATOR).identity))[0]
     forged.verify_directly_issued_by(own)
     with pytest.raises(AccessError, match="not the coordinator"):
-        _check_server(
-            forged.public_bytes(Encoding.DER), authority.bundle + member.certificate, token
-        )
+        _check_server(forged.public_bytes(Encoding.DER), authority.bundle + member.certificate, token)
 
 
 @pytest.mark.parametrize(
@@ -152,9 +144,7 @@ def test_a_node_may_not_issue_the_certificate_of_the_server(tmp_path: Path) -> N
         ("revoked", "it is revoked, expired long ago, or is of another cluster"),
     ],
 )
-async def test_each_cause_of_a_refused_token_has_its_text(
-    tmp_path: Path, cause: str, words: str
-) -> None:
+async def test_each_cause_of_a_refused_token_has_its_text(tmp_path: Path, cause: str, words: str) -> None:
     """The refusal of a machine says the reason and what to do."""
     authority, registry = make_authority(tmp_path / "a"), Registry(tmp_path / "a")
     async with JoinServer(authority, registry).listening("127.0.0.1", 0) as port:

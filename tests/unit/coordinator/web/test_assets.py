@@ -36,9 +36,7 @@ async def test_every_file_the_page_names_is_served() -> None:
     for name in SCRIPTS:
         imports = re.findall(r'from "\./([^"]+)"', (ASSETS / name).read_text())
         named |= {f"/assets/{other}" for other in imports}
-    assert named == {
-        f"/assets/{name}" for name in {file.name for file in ASSETS.iterdir()} - {"index.html"}
-    }
+    assert named == {f"/assets/{name}" for name in {file.name for file in ASSETS.iterdir()} - {"index.html"}}
     for path in named:
         response = await client.get(path)
         assert response.status_code == 200
