@@ -10,6 +10,7 @@ from typing import Protocol
 from coordinator.status.cluster_status import LoadReport
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.parts import missing_from_backbone
+from mtp.checkpoint.hub.missing_head import with_fetched_head
 from mtp.checkpoint.hub.resolve import BUILTIN, find_model, local_repos
 from proto.errors import CheckpointError, ClusterError
 
@@ -59,7 +60,7 @@ def _describe(name: str) -> ModelFacts | None:
     if path is None:
         return None
     try:
-        return describe_model(name, Checkpoint.open(path))
+        return describe_model(name, Checkpoint.open(with_fetched_head(path)))
     except ClusterError as error:
         return ModelFacts(name, problem=error.public.replace(str(path), name))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -65,22 +66,20 @@ def demo(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtp-demo-")))
         stack.enter_context(_stopping_children())
         names = [f"worker-{i + 1}" for i in range(workers)]
-        console.print(f"starting {', '.join(names)}, coordinator")
+        port, *ports = _free_ports(workers + 1)
+        console.print(f"The page: http://127.0.0.1:{port}/")
+        console.print(f"[dim]starting {', '.join(names)}, coordinator[/dim]")
         options = ["--model", "builtin", "--no-mdns"]
-        started = [
-            _start(
-                folder / f"{name}.log",
-                "worker.cli",
-                ["--listen", "127.0.0.1:0", "--name", name, *options],
-            )
-            for name in names
-        ]
+        started = []
+        for name, own in zip(names, ports, strict=True):
+            flags = ["--listen", f"127.0.0.1:{own}", "--name", name, *options]
+            started.append(_start(folder / f"{name}.log", "worker.cli", flags))
         # The coordinator serves as soon as all are there, which on a busy machine takes its time.
-        command = ["serve", *options, "--port", "0", "--mtp", "2", "--wait", "60"]
-        for program in started:
-            address = _wait_for(program, console, "worker ready", "address")
-            command.append(f"--worker={address}")
+        command = ["serve", *options, "--port", str(port), "--mtp", "2", "--wait", "60"]
+        command += [f"--worker=127.0.0.1:{own}" for own in ports]
         coordinator = _start(folder / "coordinator.log", "coordinator.cli", command)
+        for program in started:
+            _wait_for(program, console, "worker ready", "address")
         url = _wait_for(coordinator, console, "serving", "url")
         console.print(f"[dim]serving at {url}[/dim]\n")
         client = stack.enter_context(httpx.Client(base_url=url, timeout=REPLY_SECONDS))
@@ -89,6 +88,13 @@ def demo(
         if sys.stdin.isatty() and sys.stdout.isatty():
             console.print(f"\n[bold]Chat with it in a browser: {url.removesuffix('/v1')}/[/bold]")
             console.input("[dim]Enter ends the demo.[/dim] ")
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return ports that no program uses now."""
+    with ExitStack() as stack:
+        found = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in found]
 
 
 @contextmanager

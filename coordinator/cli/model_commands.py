@@ -19,7 +19,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import join_names
 from mtp.checkpoint.format.parts import head_norms, missing_from_backbone, report, settle_norms
 from mtp.checkpoint.hub.missing_head import (
-    fetch_missing_head,
+    fetched_if_possible,
     missing_head_tensors,
     repair_hint,
     with_fetched_head,
@@ -27,7 +27,6 @@ from mtp.checkpoint.hub.missing_head import (
 from mtp.checkpoint.hub.remote_checkpoint import open_model
 from mtp.checkpoint.hub.repo import repo_name
 from mtp.checkpoint.hub.resolve import find_model, resolve_model
-from proto.errors import ClusterError
 from proto.terminal.options import JsonOption, takes_options
 from proto.terminal.progress import byte_bar, format_size
 
@@ -141,11 +140,8 @@ def pull(options: PullOptions) -> None:
         path = with_fetched_head(resolve_model(repo, on_progress))
     checkpoint = Checkpoint.open(path)
     if not checkpoint.mtp.complete and not options.no_head:
-        try:
-            with byte_bar("downloading the MTP head") as on_progress:
-                checkpoint = Checkpoint.open(fetch_missing_head(path, on_progress))
-        except ClusterError as error:
-            typer.echo(f"The MTP head was not downloaded: {error}", err=True)
+        with byte_bar("downloading the MTP head") as on_progress:
+            checkpoint = Checkpoint.open(fetched_if_possible(path, on_progress))
     head = "with" if checkpoint.mtp.complete else "without"
     size = format_size(sum(checkpoint.part_bytes().values()))
     typer.echo(f"{repo}: {size}, {head} its MTP head. Serve it: mtp-coord serve {options.model}")

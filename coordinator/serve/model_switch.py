@@ -21,8 +21,8 @@ from coordinator.pipeline.pipeline import PipelineSource
 from coordinator.serve.options import ServeOptions
 from coordinator.serve.served_parts import OpenedModel, ServedParts, served_model
 from coordinator.status.cluster_status import FINISH_SECONDS, LoadPhase, LoadReport
-from mtp.checkpoint.hub.missing_head import with_fetched_head
-from mtp.checkpoint.hub.resolve import resolve_model
+from mtp.checkpoint.hub.missing_head import fetched_if_possible, with_fetched_head
+from mtp.checkpoint.hub.resolve import resolve_model, snapshot_of
 from proto import errors
 
 log = logging.getLogger(__name__)
@@ -141,6 +141,8 @@ class ModelSwitch(ModelLoader):
         try:
             path = await asyncio.to_thread(resolve_model, argument, self._show, self._stop)
             path = await asyncio.to_thread(with_fetched_head, path)
+            if snapshot_of(path) and self._host.options.mtp.depth != 0:
+                path = await asyncio.to_thread(fetched_if_possible, path, self._show)
             options = replace(self._host.options, model=argument)
             model = await asyncio.to_thread(OpenedModel, options, path)
             await self._check_fit(model)

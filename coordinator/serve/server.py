@@ -35,8 +35,7 @@ from coordinator.serve.served_parts import (
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
 from coordinator.trust.cluster_trust import ClusterTrust
 from coordinator.trust.keys import KeyRing
-from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.hub.missing_head import fetch_missing_head, with_fetched_head
+from mtp.checkpoint.hub.missing_head import fetched_if_possible, with_fetched_head
 from mtp.checkpoint.hub.resolve import resolve_model
 from proto import cluster_pb2 as pb
 from proto.announcement import UNSPECIFIED, join_address
@@ -115,19 +114,13 @@ class ModelDownload(StatusSource):
         return with_fetched_head(resolve_model(self._model, show, self.stop))
 
     def fetch_head(self, path: Path, on_progress: OnProgress) -> Path:
-        """Return a copy of the checkpoint in `path` with its head. If it cannot be fetched, warn and return `path`."""
-        if Checkpoint.open(path).mtp.complete:
-            return path
+        """Return the result of `fetched_if_possible`, with its progress in the status."""
 
         def show(done: int, total: int) -> None:
             self._detail = f"downloading the MTP head: {format_size(done)} of {format_size(total)}"
             on_progress(done, total)
 
-        try:
-            return fetch_missing_head(path, show)
-        except ClusterError as error:
-            log.warning("the MTP head was not fetched", extra={"error": str(error)})
-            return path
+        return fetched_if_possible(path, show)
 
     def status(self) -> ClusterStatus:
         uptime = time.monotonic() - self._started

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 from playwright.sync_api import Browser, expect
 
 from coordinator.api.context import ApiOptions
@@ -128,6 +129,7 @@ def open_tabs(browser: Browser, url: str, count: int) -> Iterator[list[WatchedPa
     assert [error for tab in tabs for error in tab.errors] == []
 
 
+@pytest.mark.slow
 def test_tabs_of_one_browser_share_a_stream(browser: Browser) -> None:
     """Eight tabs are live over one stream, the last one can chat, and another tab takes the stream over."""
     client = ApiClient(FakeGenerator(tiny_tokenizer(), "hm</think>Hello"))

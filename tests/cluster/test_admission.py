@@ -157,6 +157,7 @@ def assert_nothing_is_held(addresses: Sequence[str]) -> None:
 # ---- the same tokens
 
 
+@pytest.mark.slow
 def test_sixteen_at_once_as_each_alone(url: str, workers: list[str], tokenizer: Tokenizer) -> None:
     """Batches, queues and drafts change no answer: each request gets the one it gets alone."""
     asked = bodies(tokenizer)
@@ -217,6 +218,7 @@ async def disconnect_unanswered(client: httpx.AsyncClient, body: Body, seconds: 
         await client.post("/v1/completions", json=body, timeout=httpx.Timeout(60, read=seconds))
 
 
+@pytest.mark.slow
 def test_clients_that_disconnect_leave_no_state(url: str, workers: list[str], tokenizer: Tokenizer) -> None:
     """Disconnecting in prefill, decode or queue leaves no state on a worker and changes no other answer.
 

@@ -87,6 +87,7 @@ SHARE = 0.95
 """Least share of a prompt that the cache has from the second turn on."""
 
 
+@pytest.mark.slow
 def test_turns_whose_first_block_changes_find_their_prefix(coordinator: Coordinator) -> None:
     """Claude Code sends another hash with every request, before everything else."""
     usages = replay_claude_code(coordinator.url, words=800, steps=3, tools=12)
@@ -95,6 +96,7 @@ def test_turns_whose_first_block_changes_find_their_prefix(coordinator: Coordina
         assert cached / (cached + usage["input_tokens"]) >= SHARE, usages
 
 
+@pytest.mark.slow
 def test_a_session_of_codex(coordinator: Coordinator) -> None:
     """Instructions, tools, reasoning items, a call with broken arguments and its result reach the model."""
     cached = []

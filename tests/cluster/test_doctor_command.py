@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from mtp.builtin import checkpoint_dir
 from tests.cluster.conftest import Pool
 from tests.cluster.test_join import completion, joined_cluster
@@ -52,6 +54,7 @@ def test_the_doctor_checks_this_machine_and_every_worker(pool: Pool, tmp_path: P
     assert found["answer"]["values"]["tokens_per_second"] > 0
 
 
+@pytest.mark.slow
 def test_the_doctor_reaches_secured_workers(tmp_path: Path) -> None:
     """With the cluster's state directory, joined workers are checked over mutual TLS.
 

@@ -49,6 +49,7 @@ def url_of(process: Process) -> str:
     return found[1]
 
 
+@pytest.mark.slow
 def test_a_server_waits_for_its_workers_and_uses_late_ones(tmp_path: Path, toy: Path) -> None:
     """--nodes 2 waits past the usual five seconds, answers /status meanwhile, and uses a third worker when idle."""
 

@@ -143,7 +143,7 @@ def test_a_prompt_may_be_text_or_stdin(call: Call, model: Path, monkeypatch: pyt
         (("--raw", ""), "empty"),
         (("x", "--mtp", "many"), "--mtp"),
         (("x", "--dtype", "int8"), "--dtype"),
-        (("x", "--stop", "y"), "Requests to mtp-coord serve"),
+        (("x", "--stop", "y"), "--stop"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(call: Call, model: Path, flags: tuple[str, ...], told: str) -> None:

@@ -236,6 +236,7 @@ def test_faults_while_a_group_runs_ahead(tmp_path: Path, expected: list[str]) ->
             check_recovery(cluster.url, expected, wait_for_members(cluster)[0].kill)
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
 def test_a_lost_worker_leaves_the_others_serving(tmp_path: Path) -> None:
     """The rest of a group serves alone, from its backup, and no process of the group is left at the end.

@@ -105,6 +105,7 @@ def test_the_clients_of_all_dialects_send_images(cluster: Cluster) -> None:
     assert texts == [texts[0]] * 4
 
 
+@pytest.mark.slow
 def test_images_are_told_apart_in_all_places(cluster: Cluster) -> None:
     """The order of images and their number change the answer, repeated requests do not, and tools return images."""
     prompts = [

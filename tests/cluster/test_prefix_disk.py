@@ -46,6 +46,7 @@ def long_prompt() -> list[int]:
     return [token for text in texts for token in text][:400]
 
 
+@pytest.mark.slow
 def test_other_workers_start_from_the_prefixes_of_killed_ones(tmp_path: Path) -> None:
     """Two workers are killed, and three with other cuts answer the same prompt from the blocks, with equal tokens."""
     prompt, state = long_prompt(), tmp_path / "state"

@@ -11,6 +11,7 @@ from coordinator.planning.plan import NodeSpec
 from mtp.checkpoint.families import FAMILIES
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.parts import missing_from_backbone
+from mtp.checkpoint.hub.known_repos import KNOWN
 from mtp.checkpoint.hub.published import MODELS, Published, converted_headers
 from proto.errors import CheckpointError
 
@@ -71,6 +72,17 @@ def test_the_size_of_the_largest_model_is_the_published_one() -> None:
     few = sum(i.nbytes // 4 for i in checkpoint.tensors.values() if i.dtype == "F32")
     total = sum(i.nbytes // 2 for i in checkpoint.tensors.values() if i.dtype == "BF16")
     assert total + few == 2_446_182_725_504
+
+
+def test_the_repos_of_short_names_are_listed() -> None:
+    """The page has the row of each known conversion, in the order in which they are taken."""
+    rows = [line for line in LINES if line.startswith("| `qwen")]
+    expected = [
+        f"| `{one.short}` | {one.bits} | {one.name} | {'included' if one.head else 'fetched'} |"
+        for one in KNOWN
+        if one.bits is not None
+    ]
+    assert rows[: len(expected)] == expected
 
 
 def test_every_model_type_is_named() -> None:

@@ -5,6 +5,7 @@ The copy has links to the checkpoint's files, whose content never changes, and a
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from contextlib import suppress
@@ -19,8 +20,10 @@ from mtp.checkpoint.format.names import is_head, join_names
 from mtp.checkpoint.hub.remote_checkpoint import fetch_head, open_remote
 from mtp.checkpoint.hub.repo import HubRepo
 from mtp.checkpoint.hub.resolve import snapshot_of
-from proto.errors import CheckpointError
+from proto.errors import CheckpointError, ClusterError
 from proto.terminal.progress import OnProgress
+
+log = logging.getLogger(__name__)
 
 CARD = "README.md"
 
@@ -82,6 +85,17 @@ def fetch_missing_head(path: Path, on_progress: OnProgress) -> Path:
         add_head_from(hub, target, on_progress, replace=target.mtp.present)
     os.replace(part, copy)
     return copy
+
+
+def fetched_if_possible(path: Path, on_progress: OnProgress) -> Path:
+    """Return a copy of the checkpoint in `path` with its head. If it cannot be fetched, warn and return `path`."""
+    if Checkpoint.open(path).mtp.complete:
+        return path
+    try:
+        return fetch_missing_head(path, on_progress)
+    except ClusterError as error:
+        log.warning("the MTP head was not fetched", extra={"error": str(error)})
+        return path
 
 
 def add_head_from(
