@@ -121,6 +121,7 @@ def test_the_demo_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert process.wait(DEMO_SECONDS) == 0, output
     output = output.replace("\r", "")
     assert output.count("serving at") == 1
+    assert output.startswith("The page: http://127.0.0.1:")
     assert waited, output
     assert re.search(r"Chat with it in a browser: http://127\.0\.0\.1:\d+/", output), output
     assert "starting worker-1, worker-2, worker-3, coordinator" in output

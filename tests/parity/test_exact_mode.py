@@ -74,7 +74,7 @@ def variants(**options: Any) -> list[list[object]]:
     ]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 def test_the_emulated_kernels_change_answers() -> None:
     """Proof that the next test could fail."""
@@ -83,7 +83,7 @@ def test_the_emulated_kernels_change_answers() -> None:
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("kv_bits", [None, pytest.param(8, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kv_bits", [None, pytest.param(8, marks=pytest.mark.slow)])
 def test_exact_answers_do_not_depend_on_drafts_batch_or_cut(kv_bits: int | None) -> None:
     """Quantized keys and values are exact too: they are attended to row by row."""
     alone, *others = variants(exact=True, kv_bits=kv_bits)

@@ -155,6 +155,7 @@ def sixteen() -> list[GenerationRequest]:
     ]
 
 
+@pytest.mark.slow
 def test_sixteen_at_once_with_mixed_depths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each answer equals the answer alone when micro-batches of random depths run together."""
     asked = sixteen()
@@ -177,7 +178,7 @@ def test_seeds_differ() -> None:
     assert len({answer.tokens for answer in found}) == 3
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_penalties_see_the_drafts_before_them() -> None:
     """A window's penalties include the drafts before each row. The penalties here reward recent tokens to show it."""
     echo = SamplingParams(temperature=1.0, presence_penalty=-1.5, frequency_penalty=0.2)
@@ -200,7 +201,7 @@ def test_a_stop_token_inside_a_kept_window_ends_the_text(expected: list[Answered
         assert answer.stats.accepted <= end
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("weight_bits", "kv_bits"), [(None, 8), (None, 4), (4, None)])
 def test_a_quantization_changes_nothing_more(
     tmp_path: Path, weight_bits: Literal[4] | None, kv_bits: int | None

@@ -120,7 +120,7 @@ def test_answers_are_those_of_transformers(path: Path) -> None:
         assert answers(path, [request], stages, mtp) == [answer]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_flash_next_reads_images(tmp_path: Path) -> None:
     """Its answers to images are equal over stages and drafts, and a restart finds their prefixes."""
     pytest.importorskip("torch", reason="torch is not installed: pip install torch")

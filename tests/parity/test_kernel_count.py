@@ -261,7 +261,7 @@ def flash_next(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 @pytest.mark.parametrize(
     "shape",
-    [(1, 1), *(pytest.param(s, marks=pytest.mark.thorough) for s in ((1, 4), (8, 1)))],
+    [(1, 1), *(pytest.param(s, marks=pytest.mark.slow) for s in ((1, 4), (8, 1)))],
     ids=str,
 )
 def test_a_layer_of_flash_next(flash_next: dict[int, Path], shape: tuple[int, int]) -> None:

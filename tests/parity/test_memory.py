@@ -118,6 +118,7 @@ def test_a_drafting_chain_holds_constant_memory(checkpoints: Checkpoints) -> Non
     assert len(set(seen[1:])) == 1, seen
 
 
+@pytest.mark.slow
 def test_an_open_window_holds_its_own_rows_only(checkpoints: Checkpoints) -> None:
     """An open window holds its own rows only, not those of a prompt chunk in the same frame.
 

@@ -217,6 +217,7 @@ def test_a_row_does_not_see_rejected_rows(count: int, sequences: int) -> None:
         assert mx.linalg.norm(found - expected) < 0.005 * mx.linalg.norm(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cuts", [(), pytest.param((2,), marks=pytest.mark.slow)], ids=["whole", "cut"])
 def test_company_and_drafts_change_no_token(expected: list[list[int]], cuts: tuple[int, ...]) -> None:
     """Ten answers at once, in windows of mixed widths with right and wrong drafts, are those of each alone."""
@@ -281,6 +282,7 @@ def test_a_prefix_copy_continues_as_the_prompt_did() -> None:
     assert restored.tokens == whole.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "frames"), [("cuda", 31), ("metal", 7), ("cpu", 0)])
 def test_the_warm_up_runs_to_its_end(
     backend: str, frames: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

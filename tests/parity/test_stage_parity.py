@@ -76,7 +76,7 @@ def test_every_cut_is_bit_equal(checkpoints: Checkpoints, cuts: list[tuple[int, 
         _check(path, cut, stock, steps)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("options", FORMS, ids=lambda options: ", ".join(options))
 def test_every_form_of_checkpoint_is_bit_equal(checkpoints: Checkpoints, options: dict[str, Any]) -> None:
     """Quantized, MoE, fused, untied and sharded checkpoints give mlx-lm's logits, cut or whole."""

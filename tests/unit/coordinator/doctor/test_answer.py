@@ -53,7 +53,7 @@ def test_the_price_of_exact_mode_is_named() -> None:
     assert answer.judge_exact(PLAIN, slower, None).verdict is Verdict.OK
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 async def test_an_answer_is_measured_beside_mlx_lms() -> None:
     """The built-in model gives the requested tokens, its speeds, and the names of its layers."""
     checkpoint = Checkpoint.open(checkpoint_dir())

@@ -23,7 +23,7 @@ LONG = 100_000
 LIMITS = Limits(context=2 * LONG, prefill_chunk=512, step_tokens=2048)
 ROOM = Capacity(sequences=4, kv_tokens=4 * LONG, prefix_bytes=0)
 
-FRAMES = 2_000
+FRAMES = 1_000
 """Frames of one measurement."""
 
 GROWTH = 2.5
@@ -88,7 +88,7 @@ def test_a_frame_costs_the_same_after_a_long_prompt(mtp: str, stages: int, ngram
     assert seconds[LONG] < GROWTH * seconds[100], seconds
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_end_of_a_long_answer_is_as_fast_as_its_beginning() -> None:
     """An answer of 100,000 tokens leaves no chain of frames behind."""
     times = generate("off", 1, NgramMode.off, 100, LONG)

@@ -106,7 +106,7 @@ async def test_a_format_that_would_stop_other_streams_is_refused(
         await compiler.compile(schema(content))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 async def test_forty_slow_formats_leave_the_loop_and_each_other_alone(
     compiler: GrammarProcess,
 ) -> None:
