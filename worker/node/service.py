@@ -28,6 +28,7 @@ from proto.errors import (
     NotReadyError,
     ProtocolError,
     StaleEpochError,
+    VersionError,
 )
 from proto.frame import VERSION
 from proto.rpc.channels import CHANNEL_OPTIONS, FIRST_MESSAGE_SECONDS, peer_of
@@ -54,6 +55,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
     def __init__(self, trust: NodeTrust | None) -> None:
         self._trust = trust
         self._open: set[tuple[str, asyncio.Task[Any]]] = set()
+        self._last_error = ("", "")
         if trust is not None:
             trust.on_removed = self._end_calls_of
 
@@ -110,8 +112,10 @@ class CallGuard(grpc.aio.ServerInterceptor):
                     )
                 yield
         except ClusterError as error:
-            level = logging.WARNING if isinstance(error, AccessError) else logging.INFO
-            log.log(level, "call ended", extra={"method": method, "error": str(error)})
+            level = logging.WARNING if isinstance(error, AccessError | VersionError) else logging.INFO
+            again = self._last_error == (method, str(error))  # as of a coordinator that asks every second
+            log.log(logging.DEBUG if again else level, "call ended", extra={"method": method, "error": str(error)})
+            self._last_error = method, str(error)
             status = to_status(error)
             await context.abort(grpc.StatusCode[status.code], status.details, status.metadata)
 

@@ -15,9 +15,11 @@ addresses = st.from_regex(r"[a-z0-9.-]{1,40}:[0-9]{1,5}", fullmatch=True)
 
 @given(st.binary(min_size=32, max_size=32), addresses)
 def test_a_token_is_read_back(authority: bytes, address: str) -> None:
-    """parse(str(token)) == token, also with spaces around it from copying."""
+    """parse(str(token)) == token, also with spaces around it from copying and where a terminal broke the line."""
     token = new_token(CLUSTER, authority, address)
-    assert JoinToken.parse(f" {token}\n") == token
+    text = str(token)
+    assert JoinToken.parse(f" {text}\n") == token
+    assert JoinToken.parse(f"{text[:80]}\n  {text[80:]}") == token
 
 
 @given(st.text(max_size=200) | st.binary(max_size=200).map(lambda b: PREFIX + b.hex()))
