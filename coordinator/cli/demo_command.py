@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from rich.console import Console
 from coordinator.cli.cluster_commands import parse, render
 from coordinator.trust.keys import API_KEY
 from proto.errors import WorkerLostError
+from proto.rpc.listener import bind_listener
 from proto.state_dir import STATE_DIR
 
 PROMPT = 'def read_config(path):\n    """Read the configuration file and return a dictionary."""\n'
@@ -93,7 +93,7 @@ def demo(
 def _free_ports(count: int) -> list[int]:
     """Return ports that no program uses now."""
     with ExitStack() as stack:
-        found = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        found = [stack.enter_context(bind_listener("demo", "127.0.0.1", 0)) for _ in range(count)]
         return [each.getsockname()[1] for each in found]
 
 

@@ -62,7 +62,7 @@ coordinator.api: coordinator.cluster coordinator.images coordinator.planning coo
 coordinator.cli: coordinator.api coordinator.cluster coordinator.drafts coordinator.doctor
     coordinator.pipeline coordinator.planning coordinator.schedule coordinator.serve
     coordinator.status coordinator.text coordinator.trust mtp.checkpoint.convert
-    mtp.checkpoint.format mtp.checkpoint.hub mtp.vision proto proto.terminal proto.trust
+    mtp.checkpoint.format mtp.checkpoint.hub mtp.vision proto proto.rpc proto.terminal proto.trust
     worker.engine
 coordinator.cluster: coordinator.pipeline coordinator.planning mtp mtp.checkpoint.format proto
     proto.rpc proto.terminal

@@ -285,9 +285,7 @@ async def _serve(
             if not advised and time.monotonic() - began > LONELY_SECONDS:
                 advice = f" --worker {address}" if options.no_mdns else ""
                 if joins:
-                    advice += (
-                        f". If one runs, and no line here names a reason, restart this worker with {JOIN_FLAG}"
-                    )
+                    advice += f". If one runs, and no line here names a reason, restart this worker with {JOIN_FLAG}"
                 log.info("no coordinator yet. Start one with: mtp-coord serve --model MODEL%s", advice)
                 advised = True
             with contextlib.suppress(TimeoutError):
