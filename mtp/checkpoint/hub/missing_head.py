@@ -11,7 +11,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import constants
 
 from mtp.checkpoint.convert.add_head import HeadAddition, plan_head_addition
 from mtp.checkpoint.convert.foreign import plan_packed
@@ -145,6 +145,8 @@ def _parent(card: bytes | None) -> str | None:
     """Return the `base_model` of a card, the first of several."""
     if card is None:
         return None
+    from huggingface_hub import ModelCard  # a tenth of a second, which few commands need
+
     try:
         data = ModelCard(card.decode(errors="replace"), ignore_metadata_errors=True).data
     except ValueError:
