@@ -10,7 +10,7 @@ import typer
 
 from proto.state_dir import state_dir
 from proto.terminal import console
-from proto.terminal.config_file import write_flags
+from proto.terminal.config_file import kept_flags
 from proto.terminal.logs import configure
 from proto.terminal.options import takes_options
 from proto.terminal.user_service import Service, service_app
@@ -50,7 +50,7 @@ service = service_app("Run mtp-worker as a service, at every login.", _service)
 
 
 @service.command()
-@takes_options(WorkerOptions, usual=USUAL, file=CONFIG)
+@takes_options(WorkerOptions, usual=USUAL)
 def install(options: WorkerOptions) -> None:
     """Start mtp-worker with these flags, now and at every login. The flags are kept in worker.toml.
 
@@ -62,8 +62,9 @@ def install(options: WorkerOptions) -> None:
         from worker.node.process import join_now
 
         asyncio.run(join_now(options))
-    write_flags(state / CONFIG, options)
-    typer.echo(f"{_service(state).install()}: installed and started. Its log: {PROGRAM} service logs")
+    with kept_flags(state / CONFIG, options):
+        file = _service(state).install()
+    typer.echo(f"{file}: installed and started. Its log: {PROGRAM} service logs")
 
 
 def main() -> None:

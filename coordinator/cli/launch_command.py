@@ -14,7 +14,7 @@ import typer
 
 from coordinator.api.client_settings import AGENTS, NO_KEY, Agent, Endpoint, Setup
 from coordinator.cli.client import DEFAULT_URL, KeyOption, UrlOption, call, server_url
-from proto.errors import NotReadyError, UsageError
+from proto.errors import AccessError, NotReadyError, UsageError
 from proto.state_dir import state_dir, write_private
 
 
@@ -63,7 +63,13 @@ def _endpoint(url: str, api_key: str | None) -> Endpoint:
     """Return the server at `url`. Raises the errors of `call`, and NotReadyError while no model serves."""
     # The owner's key permits everything, so an agent does not get it.
     key = (api_key or NO_KEY).split()[0]
-    listed = json.loads(call("GET", url, "/v1/models", key))["data"]
+    try:
+        listed = json.loads(call("GET", url, "/v1/models", key))["data"]
+    except AccessError as error:
+        wrong = "refuses this key" if api_key else "needs a key"
+        raise AccessError(
+            f"{url} {wrong}. Create one with mtp-coord key create NAME, and give it with --api-key"
+        ) from error
     served: dict[str, Any] | None = next((one for one in listed if one.get("loaded")), None)
     if served is None:
         raise NotReadyError(f"{url} serves no model yet. See mtp-coord status")

@@ -132,7 +132,7 @@ class PullOptions:
 def pull(options: PullOptions) -> None:
     """Download a model with its MTP head. After an interruption the next call continues.
 
-    `mtp-coord pull qwen3.6:27b` takes a repo with 4 bits, `qwen3.6:27b-8bit` one with 8. `mtp-coord recommend` lists
+    `mtp-coord pull qwen3.8:27b` takes a repo with 4 bits, `qwen3.5:27b-8bit` one with 8. `mtp-coord recommend` lists
     the names. If the repo lacks the head, it is downloaded alone from the model that its card names.
     """
     repo = repo_name(options.model)

@@ -55,6 +55,7 @@ def recommend(
     if not found:
         console.print("None fits. Add a machine.")
     else:
+        console.print("context: tokens that have room. tokens/s: of one answer, plain and drafting.")
         console.print("mtp-coord pull NAME downloads one, and mtp-coord serve NAME serves it.")
 
 

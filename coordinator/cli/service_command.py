@@ -9,7 +9,8 @@ import typer
 
 from coordinator.cli.serve_command import CONFIG, USUAL
 from coordinator.serve.options import ServeOptions
-from proto.terminal.config_file import write_flags
+from mtp.checkpoint.hub.resolve import find_model
+from proto.terminal.config_file import kept_flags
 from proto.terminal.options import takes_options
 from proto.terminal.user_service import Service, service_app
 
@@ -22,7 +23,7 @@ service = service_app("Run mtp-coord serve as a service, at every login.", _serv
 
 
 @service.command()
-@takes_options(ServeOptions, USUAL, CONFIG)
+@takes_options(ServeOptions, USUAL)
 def install(options: ServeOptions) -> None:
     """Start mtp-coord serve with these flags, now and at every login. The flags are kept in serve.toml.
 
@@ -32,5 +33,7 @@ def install(options: ServeOptions) -> None:
     found, model = _service(options.state.absolute()), Path(options.model).expanduser()
     if model.is_dir():  # the service starts in another directory
         options = replace(options, model=str(model.absolute()))
-    write_flags(found.state / CONFIG, options)
-    typer.echo(f"{found.install()}: installed and started. Its log: mtp-coord service logs")
+    find_model(options.model)  # raises for a name that is none
+    with kept_flags(found.state / CONFIG, options):
+        file = found.install()
+    typer.echo(f"{file}: installed and started. Its log: mtp-coord service logs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -36,6 +37,8 @@ def shown_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
+CONNECT_SECONDS = 2.0
+
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -69,6 +72,8 @@ def token(
             new = new_token(authority.cluster, authority.fingerprint, where)
             registry.add_token(new, _seconds(ttl), uses)
             typer.echo(str(new) if bare else f"mtp-worker --join {new}")
+            if not asyncio.run(_listens(where)):
+                typer.echo(f"No coordinator listens at {where} now. Start mtp-coord serve with --listen.", err=True)
         case "list", None:
             tokens = registry.tokens().items()
             rows = [(known, str(t["uses"]), shown_time(t["expires"])) for known, t in tokens]
@@ -78,6 +83,17 @@ def token(
             typer.echo(f"revoked {known}")
         case _:
             raise UsageError("mtp-coord token: write token create, token list, or token revoke with an id")
+
+
+async def _listens(address: str) -> bool:
+    """Return whether a program listens at `address`."""
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            _, writer = await asyncio.open_connection(*parse_address("--address", address))
+    except OSError:
+        return False
+    writer.close()
+    return True
 
 
 def _print_rows(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

@@ -261,6 +261,8 @@ class Membership:
         secured = self.options.policy.trust is not None
         if open_one and secured and self.clock() < self._started + JOIN_SECONDS:
             return "has not joined the cluster yet"
+        if open_one and secured:
+            return f"has not joined the cluster. Restart it with {JOIN_FLAG}"
         others = sorted(a for a, c in self.clients.items() if (c.trust is None) != open_one)
         if not others:
             return ""

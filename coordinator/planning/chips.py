@@ -76,7 +76,7 @@ def mac_spec(text: str) -> NodeSpec:
     if found is None or chip not in BANDWIDTHS:
         raise UsageError(
             f"--mac {text!r:.60}: write a chip and its memory, as in 'M4 Pro 64GB'. Known are "
-            f"{', '.join(BANDWIDTHS)}. Describe any other machine with --node"
+            f"{', '.join(BANDWIDTHS)}. mtp-coord plan takes any other machine with --node"
         )
     memory = int(found[3])
     if memory < min(GPU_SHARES):

@@ -24,7 +24,7 @@ from coordinator.serve.certificate import TlsFiles, http_tls, renew_forever
 from coordinator.serve.http_server import HostCheck, HttpServer
 from coordinator.serve.model_switch import ModelSwitch
 from coordinator.serve.options import ServeOptions
-from coordinator.serve.own_worker import OwnWorker, with_own_worker
+from coordinator.serve.own_worker import LOOPBACK, OwnWorker, with_own_worker
 from coordinator.serve.served_parts import (
     LastingParts,
     OpenedModel,
@@ -69,8 +69,9 @@ async def serve(options: ServeOptions) -> None:
         trust = ClusterTrust.open(options.state, create=options.listen is not None)
     server = _Server(options, listener, trust, own)
     async with AsyncExitStack() as stack:
-        if trust is not None and options.listen is not None:
-            await stack.enter_async_context(trust.listening(*options.listen))
+        if trust is not None:
+            host, port = options.listen or (LOOPBACK, 0)
+            await stack.enter_async_context(trust.listening(host, port, others=options.listen is not None))
         if own is not None:
             await stack.enter_async_context(own.running())
             if trust is not None and (others := (options.required_nodes or 1) - len(options.worker)) > 0:
@@ -206,7 +207,9 @@ class _Server:
         self._lasting = LastingParts(self.api_options, self.journal, self.manager, switch, invite)
         parts = self.make_parts(model, source)
         self.publish(parts)
-        reporting = self.manager and asyncio.create_task(_report_wait(self.manager, self.url))
+        reporting = self.manager and asyncio.create_task(
+            _report_wait(self.manager, self.url, open_to_others=bool(self.options.listen or self.options.insecure))
+        )
         try:
             await parts.start()
             await parts.stored_answers.resume()
@@ -280,12 +283,13 @@ async def _run(
         await asyncio.gather(http, starting, return_exceptions=True)
 
 
-async def _report_wait(manager: ClusterManager, url: str) -> None:
+async def _report_wait(manager: ClusterManager, url: str, *, open_to_others: bool) -> None:
     """Log the workers that are missing for the first plan, every WAIT_REPORT_SECONDS."""
     while True:
         await asyncio.sleep(WAIT_REPORT_SECONDS)
         if waiting := manager.describe_gathering():
-            log.info("%s. Status: %s/status", waiting, url)
+            hint = "" if open_to_others else ". Other machines can join only with --own-worker or --listen HOST"
+            log.info("%s%s. Status: %s/status", waiting, hint, url)
 
 
 def _url(host: str, port: int, tls: TlsFiles | None) -> str:

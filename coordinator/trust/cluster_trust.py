@@ -205,18 +205,23 @@ class ClusterTrust:
         return Invitation(command, round(time.time() + INVITATION_SECONDS))
 
     @contextlib.asynccontextmanager
-    async def listening(self, host: str, port: int) -> AsyncIterator[None]:
-        """Let machines join while the block runs. Raises UsageError if the address is not available."""
+    async def listening(self, host: str, port: int, *, others: bool = True) -> AsyncIterator[None]:
+        """Let machines join while the block runs, or without `others` only the workers of this user on this machine.
+
+        Raises UsageError if the address is not available.
+        """
         server = JoinServer(self.authority, self.registry)
         local = self._state / "authority" / "local.token"
         async with server.listening(host, port) as bound:
             address = join_address(host, bound)
-            self.registry.record_address(address)
-            token = self._new_token()
+            if others:
+                self.registry.record_address(address)
+            token = joining.new_token(self.authority.cluster, self.authority.fingerprint, address)
             self.registry.add_token(token, LOCAL_TOKEN_SECONDS, LOCAL_TOKEN_USES, is_local=True)
             write_private(local, str(token))
-            log.info("machines join here", extra={"address": address})
-            log.info("add a machine by the line that mtp-coord token create prints")
+            if others:
+                log.info("machines join here", extra={"address": address})
+                log.info("add a machine by the line that mtp-coord token create prints")
             try:
                 yield
             finally:

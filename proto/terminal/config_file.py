@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tomllib
+from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from enum import Enum
 from pathlib import Path
@@ -41,6 +43,21 @@ def write_flags(file: Path, options: Any) -> None:
             continue
         lines.append(f"{one.name.replace('_', '-')} = {_toml(value)}")
     write_private(file, "\n".join(lines) + "\n")
+
+
+@contextlib.contextmanager
+def kept_flags(file: Path, options: Any) -> Iterator[None]:
+    """Write `options` for the block, and restore the file if the block fails: later starts would read it."""
+    before = read_text(file)
+    write_flags(file, options)
+    try:
+        yield
+    except BaseException:
+        if before is None:
+            file.unlink(missing_ok=True)
+        else:
+            write_private(file, before)
+        raise
 
 
 def _toml(value: Any) -> str:

@@ -193,6 +193,8 @@ def _kept_values(file: str, flags: Sequence[_Flag], values: dict[str, Any]) -> d
         source = context.get_parameter_source(name)
         return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
 
+    if found:
+        typer.echo(f"flags from {place}: {', '.join(found)}", err=True)
     names = {name for name in found if is_set(name) or is_set(name + _BY_POSITION)}
     return {name: value for name, value in found.items() if name not in names}
 

@@ -61,6 +61,14 @@ class Service:
         """
         self.log_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._start()
+        except UsageError as error:
+            self.file.unlink(missing_ok=True)
+            raise UsageError(f"{error}. Nothing was installed; {self.program} runs without a service too") from error
+        return self.file
+
+    def _start(self) -> None:
         if sys.platform == "darwin":
             if self.file.exists():
                 self._run("bootout", self._target, check=False)
@@ -71,7 +79,6 @@ class Service:
             self._run("daemon-reload")
             self._run("enable", "--quiet", self._target)
             self._run("restart", self._target)
-        return self.file
 
     def uninstall(self) -> None:
         """Stop the service and remove its definition. Raises UsageError if there is none."""

@@ -97,4 +97,4 @@ def known_repo(text: str) -> KnownRepo | None:
 def close_names(text: str) -> list[str]:
     """Return up to three short names that `text` may mean."""
     names = list(dict.fromkeys(one.short for one in KNOWN))
-    return get_close_matches(text.lower(), names, 3, 0.5)
+    return get_close_matches(text.lower(), names, 2, 0.7)
