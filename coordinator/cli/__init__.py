@@ -57,7 +57,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "pull": (MODELS, "model_commands", "Download a model with its MTP head."),
     "models": (
         MODELS,
-        "model_commands",
+        "models_command",
         "List the models on this machine that can be served, and the problems of the others.",
     ),
     "plan": (

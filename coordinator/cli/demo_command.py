@@ -64,21 +64,23 @@ def demo(
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtp-demo-")))
+        programs: list[Program] = []
+        stack.callback(lambda: [program.process.poll() for program in programs])  # they have ended by then
         stack.enter_context(_stopping_children())
         names = [f"worker-{i + 1}" for i in range(workers)]
         port, *ports = _free_ports(workers + 1)
         console.print(f"The page: http://127.0.0.1:{port}/")
         console.print(f"[dim]starting {', '.join(names)}, coordinator[/dim]")
         options = ["--model", "builtin", "--no-mdns"]
-        started = []
         for name, own in zip(names, ports, strict=True):
             flags = ["--listen", f"127.0.0.1:{own}", "--name", name, *options]
-            started.append(_start(folder / f"{name}.log", "worker.cli", flags))
+            programs.append(_start(folder / f"{name}.log", "worker.cli", flags))
         # The coordinator serves as soon as all are there, which on a busy machine takes its time.
         command = ["serve", *options, "--port", str(port), "--mtp", "2", "--wait", "60"]
         command += [f"--worker=127.0.0.1:{own}" for own in ports]
         coordinator = _start(folder / "coordinator.log", "coordinator.cli", command)
-        for program in started:
+        programs.append(coordinator)
+        for program in programs[:-1]:
             _wait_for(program, console, "worker ready", "address")
         url = _wait_for(coordinator, console, "serving", "url")
         console.print(f"[dim]serving at {url}[/dim]\n")

@@ -1,4 +1,4 @@
-"""`mtp-coord pull`, `models` and `inspect`: models on this machine, and the content of a checkpoint."""
+"""`mtp-coord pull` and `inspect`: a model with its head on this machine, and the content of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from coordinator.api.model_catalog import list_models
 from coordinator.serve.options import ModelOption
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import join_names
@@ -145,24 +143,3 @@ def pull(options: PullOptions) -> None:
     head = "with" if checkpoint.mtp.complete else "without"
     size = format_size(sum(checkpoint.part_bytes().values()))
     typer.echo(f"{repo}: {size}, {head} its MTP head. Serve it: mtp-coord serve {options.model}")
-
-
-def models() -> None:
-    """List the models on this machine that can be served, and the problems of the others.
-
-    It searches the hub's cache and LM Studio's folders. Give a name to serve --model, load or inspect.
-    """
-    found = list_models()
-    table = Table(box=SIMPLE, show_edge=False)
-    table.add_column("model", overflow="fold")
-    for title in ("size", "weights", "context", "MTP head"):
-        table.add_column(title)
-    for model in found:
-        if not model.problem:
-            size, context = format_size(model.nbytes), f"{model.context:,}"
-            weights = model.quantization or "full"
-            table.add_row(escape(model.name), size, weights, context, model.head)
-    Console(emoji=False).print(table)
-    for model in found:
-        if model.problem:
-            typer.echo(f"{model.name} cannot be served: {model.problem}")

@@ -60,8 +60,8 @@ def test_a_shell_completes(home: Path, line: str, expected: list[str]) -> None:
 def test_the_list_of_models(home: Path) -> None:
     """`models` lists what can be served, and the problems of the rest."""
     lines = run(home, "models").splitlines()
-    assert [line.split()[0] for line in lines[2:4]] == ["builtin", "mlx-community/Tiny-4bit"]
-    assert lines[4].startswith("mlx-community/Broken cannot be served: ")
+    assert [line.split()[0] for line in lines[1:3]] == ["builtin", "mlx-community/Tiny-4bit"]
+    assert lines[3].startswith("mlx-community/Broken cannot be served: ")
 
 
 def test_a_model_of_lm_studio_runs_by_its_name(home: Path) -> None:
