@@ -83,7 +83,11 @@ def fetch_missing_head(path: Path, on_progress: OnProgress) -> Path:
     target = Checkpoint.open(part)
     with HubRepo(base_model(path)) as hub:
         add_head_from(hub, target, on_progress, replace=target.mtp.present)
-    os.replace(part, copy)
+    try:
+        os.replace(part, copy)
+    except OSError as error:
+        if not copy.is_dir():  # another start was faster
+            raise CheckpointError(f"{copy}: cannot be written: {error.strerror}") from error
     return copy
 
 
