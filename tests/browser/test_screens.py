@@ -125,7 +125,7 @@ def test_only_a_running_cluster_has_a_longest_step(opened: WatchedPage, client: 
 
 
 def test_what_an_invitation_needs_is_said_before_the_click(opened: WatchedPage, client: ApiClient) -> None:
-    """Where machines cannot join there is no button, but the reason and the command to copy."""
+    """Without a way to join there is no button, but the reason and the command to copy."""
     opened.expected += ("503",)  # the app of this test has no catalog of models
     page = opened.page
     opened.show("models")
