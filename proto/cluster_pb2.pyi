@@ -1455,9 +1455,7 @@ Global___BackupRequest: _TypeAlias = BackupRequest  # noqa: Y015
 
 @_typing.final
 class BackupPiece(_message.Message):
-    """The first piece has `head` alone. The state of a layer follows in pieces, the last of which has `ends`. Before the
-    layers of a block there is one with `block` alone.
-    """
+    """The first piece has `head` alone. The state of a layer follows in pieces, the last of which has `ends`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1466,7 +1464,6 @@ class BackupPiece(_message.Message):
     APPENDS_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     ENDS_FIELD_NUMBER: _builtins.int
-    BLOCK_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
     layer: _builtins.int
@@ -1481,8 +1478,6 @@ class BackupPiece(_message.Message):
     """members of this group; 0 and 1 mean the whole layer"""
     @_builtins.property
     def head(self) -> Global___BackupHead: ...
-    @_builtins.property
-    def block(self) -> Global___BlockHead: ...
     def __init__(
         self,
         *,
@@ -1491,13 +1486,12 @@ class BackupPiece(_message.Message):
         appends: _builtins.bool = ...,
         data: _builtins.bytes = ...,
         ends: _builtins.bool = ...,
-        block: Global___BlockHead | None = ...,
         rank: _builtins.int = ...,
         size: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "head", b"head"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appends", b"appends", "block", b"block", "data", b"data", "ends", b"ends", "head", b"head", "layer", b"layer", "rank", b"rank", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appends", b"appends", "data", b"data", "ends", b"ends", "head", b"head", "layer", b"layer", "rank", b"rank", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1555,86 +1549,6 @@ class BackupReply(_message.Message):
 Global___BackupReply: _TypeAlias = BackupReply  # noqa: Y015
 
 @_typing.final
-class BlockRequest(_message.Message):
-    """---- ReadBlocks and WriteBlocks"""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    COORDINATOR_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    KEY_FIELD_NUMBER: _builtins.int
-    LAYERS_FIELD_NUMBER: _builtins.int
-    epoch: _builtins.int
-    key: _builtins.bytes
-    """of the prefix"""
-    @_builtins.property
-    def coordinator(self) -> Global___Coordinator: ...
-    @_builtins.property
-    def layers(self) -> Global___Span:
-        """the number after the last layer stands for the MTP head"""
-
-    def __init__(
-        self,
-        *,
-        coordinator: Global___Coordinator | None = ...,
-        epoch: _builtins.int = ...,
-        key: _builtins.bytes = ...,
-        layers: Global___Span | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "layers", b"layers"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "epoch", b"epoch", "key", b"key", "layers", b"layers"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___BlockRequest: _TypeAlias = BlockRequest  # noqa: Y015
-
-@_typing.final
-class BlockHead(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAMESPACE_FIELD_NUMBER: _builtins.int
-    KEY_FIELD_NUMBER: _builtins.int
-    LAYERS_FIELD_NUMBER: _builtins.int
-    START_FIELD_NUMBER: _builtins.int
-    LENGTH_FIELD_NUMBER: _builtins.int
-    PARENT_FIELD_NUMBER: _builtins.int
-    STATES_FIELD_NUMBER: _builtins.int
-    NBYTES_FIELD_NUMBER: _builtins.int
-    namespace: _builtins.str
-    key: _builtins.bytes
-    start: _builtins.int
-    """the block has the keys and values of the tokens from `start` to `length`"""
-    length: _builtins.int
-    parent: _builtins.bytes
-    """key of the block that it continues"""
-    states: _builtins.int
-    """layers that follow"""
-    nbytes: _builtins.int
-    """their bytes"""
-    @_builtins.property
-    def layers(self) -> Global___Span: ...
-    def __init__(
-        self,
-        *,
-        namespace: _builtins.str = ...,
-        key: _builtins.bytes = ...,
-        layers: Global___Span | None = ...,
-        start: _builtins.int = ...,
-        length: _builtins.int = ...,
-        parent: _builtins.bytes = ...,
-        states: _builtins.int = ...,
-        nbytes: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "layers", b"layers", "length", b"length", "namespace", b"namespace", "nbytes", b"nbytes", "parent", b"parent", "start", b"start", "states", b"states"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___BlockHead: _TypeAlias = BlockHead  # noqa: Y015
-
-@_typing.final
 class PrefixRequest(_message.Message):
     """---- FindPrefix and LoadPrefix
 
@@ -1676,58 +1590,23 @@ Global___PrefixRequest: _TypeAlias = PrefixRequest  # noqa: Y015
 class PrefixReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    LAYERS_FIELD_NUMBER: _builtins.int
-    NAMESPACE_FIELD_NUMBER: _builtins.int
-    HELD_FIELD_NUMBER: _builtins.int
-    namespace: _builtins.str
-    """of the blocks on its disk: everything besides the tokens that decides the bits"""
+    LENGTHS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """of the stage; the number after the last layer stands for the MTP head"""
-
-    @_builtins.property
-    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldPrefix]:
-        """of FindPrefix"""
+    def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of FindPrefix: prefixes whose state of all layers of the stage is on the disk"""
 
     def __init__(
         self,
         *,
-        layers: _abc.Iterable[_builtins.int] | None = ...,
-        namespace: _builtins.str = ...,
-        held: _abc.Iterable[Global___HeldPrefix] | None = ...,
+        lengths: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "layers", b"layers", "namespace", b"namespace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lengths", b"lengths"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefixReply: _TypeAlias = PrefixReply  # noqa: Y015
-
-@_typing.final
-class HeldPrefix(_message.Message):
-    """The layers whose state after `length` tokens of the prompt is on the disk."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LENGTH_FIELD_NUMBER: _builtins.int
-    LAYERS_FIELD_NUMBER: _builtins.int
-    length: _builtins.int
-    @_builtins.property
-    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        length: _builtins.int = ...,
-        layers: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "length", b"length"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___HeldPrefix: _TypeAlias = HeldPrefix  # noqa: Y015
 
 @_typing.final
 class TrustUpdate(_message.Message):

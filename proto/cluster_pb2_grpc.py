@@ -104,16 +104,6 @@ class WorkerStub:
                 request_serializer=proto_dot_cluster__pb2.PrefixRequest.SerializeToString,
                 response_deserializer=proto_dot_cluster__pb2.PrefixReply.FromString,
                 _registered_method=True)
-        self.ReadBlocks = channel.unary_stream(
-                '/mtpcluster.v1.Worker/ReadBlocks',
-                request_serializer=proto_dot_cluster__pb2.BlockRequest.SerializeToString,
-                response_deserializer=proto_dot_cluster__pb2.BackupPiece.FromString,
-                _registered_method=True)
-        self.WriteBlocks = channel.stream_unary(
-                '/mtpcluster.v1.Worker/WriteBlocks',
-                request_serializer=proto_dot_cluster__pb2.BackupPiece.SerializeToString,
-                response_deserializer=proto_dot_cluster__pb2.BackupReply.FromString,
-                _registered_method=True)
         self.UpdateTrust = channel.unary_unary(
                 '/mtpcluster.v1.Worker/UpdateTrust',
                 request_serializer=proto_dot_cluster__pb2.TrustUpdate.SerializeToString,
@@ -217,7 +207,7 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FindPrefix(self, request_iterator, context):
-        """Return which prefixes of a prompt the disk has, and of which layers.
+        """Return which prefixes of a prompt the disk has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -225,20 +215,6 @@ class WorkerServicer:
 
     def LoadPrefix(self, request_iterator, context):
         """Read the state after some tokens from the disk. An operation in a later frame restores it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ReadBlocks(self, request, context):
-        """Return the blocks on the disk that have the state of some layers after a prefix.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def WriteBlocks(self, request_iterator, context):
-        """Write the blocks of another worker to the disk. The first piece has `head` alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -324,16 +300,6 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.LoadPrefix,
                     request_deserializer=proto_dot_cluster__pb2.PrefixRequest.FromString,
                     response_serializer=proto_dot_cluster__pb2.PrefixReply.SerializeToString,
-            ),
-            'ReadBlocks': grpc.unary_stream_rpc_method_handler(
-                    servicer.ReadBlocks,
-                    request_deserializer=proto_dot_cluster__pb2.BlockRequest.FromString,
-                    response_serializer=proto_dot_cluster__pb2.BackupPiece.SerializeToString,
-            ),
-            'WriteBlocks': grpc.stream_unary_rpc_method_handler(
-                    servicer.WriteBlocks,
-                    request_deserializer=proto_dot_cluster__pb2.BackupPiece.FromString,
-                    response_serializer=proto_dot_cluster__pb2.BackupReply.SerializeToString,
             ),
             'UpdateTrust': grpc.unary_unary_rpc_method_handler(
                     servicer.UpdateTrust,
@@ -719,60 +685,6 @@ class Worker:
             '/mtpcluster.v1.Worker/LoadPrefix',
             proto_dot_cluster__pb2.PrefixRequest.SerializeToString,
             proto_dot_cluster__pb2.PrefixReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ReadBlocks(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/mtpcluster.v1.Worker/ReadBlocks',
-            proto_dot_cluster__pb2.BlockRequest.SerializeToString,
-            proto_dot_cluster__pb2.BackupPiece.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def WriteBlocks(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_unary(
-            request_iterator,
-            target,
-            '/mtpcluster.v1.Worker/WriteBlocks',
-            proto_dot_cluster__pb2.BackupPiece.SerializeToString,
-            proto_dot_cluster__pb2.BackupReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -78,13 +78,9 @@ class WorkerStub:
     WriteBackup: _grpc.StreamUnaryMultiCallable[_cluster_pb2.BackupPiece, _cluster_pb2.BackupReply]
     """Give the stage the state of a sequence up to some token. An operation in a later frame restores it."""
     FindPrefix: _grpc.StreamUnaryMultiCallable[_cluster_pb2.PrefixRequest, _cluster_pb2.PrefixReply]
-    """Return which prefixes of a prompt the disk has, and of which layers."""
+    """Return which prefixes of a prompt the disk has."""
     LoadPrefix: _grpc.StreamUnaryMultiCallable[_cluster_pb2.PrefixRequest, _cluster_pb2.PrefixReply]
     """Read the state after some tokens from the disk. An operation in a later frame restores it."""
-    ReadBlocks: _grpc.UnaryStreamMultiCallable[_cluster_pb2.BlockRequest, _cluster_pb2.BackupPiece]
-    """Return the blocks on the disk that have the state of some layers after a prefix."""
-    WriteBlocks: _grpc.StreamUnaryMultiCallable[_cluster_pb2.BackupPiece, _cluster_pb2.BackupReply]
-    """Write the blocks of another worker to the disk. The first piece has `head` alone."""
     UpdateTrust: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.TrustUpdate, _cluster_pb2.TrustReply]
     """Replace the certificate authorities and the removed nodes that the worker knows, and renew its certificate.
     Secured workers only.
@@ -132,13 +128,9 @@ class WorkerAsyncStub(WorkerStub):
     WriteBackup: _aio.StreamUnaryMultiCallable[_cluster_pb2.BackupPiece, _cluster_pb2.BackupReply]  # type: ignore[assignment]
     """Give the stage the state of a sequence up to some token. An operation in a later frame restores it."""
     FindPrefix: _aio.StreamUnaryMultiCallable[_cluster_pb2.PrefixRequest, _cluster_pb2.PrefixReply]  # type: ignore[assignment]
-    """Return which prefixes of a prompt the disk has, and of which layers."""
+    """Return which prefixes of a prompt the disk has."""
     LoadPrefix: _aio.StreamUnaryMultiCallable[_cluster_pb2.PrefixRequest, _cluster_pb2.PrefixReply]  # type: ignore[assignment]
     """Read the state after some tokens from the disk. An operation in a later frame restores it."""
-    ReadBlocks: _aio.UnaryStreamMultiCallable[_cluster_pb2.BlockRequest, _cluster_pb2.BackupPiece]  # type: ignore[assignment]
-    """Return the blocks on the disk that have the state of some layers after a prefix."""
-    WriteBlocks: _aio.StreamUnaryMultiCallable[_cluster_pb2.BackupPiece, _cluster_pb2.BackupReply]  # type: ignore[assignment]
-    """Write the blocks of another worker to the disk. The first piece has `head` alone."""
     UpdateTrust: _aio.UnaryUnaryMultiCallable[_cluster_pb2.TrustUpdate, _cluster_pb2.TrustReply]  # type: ignore[assignment]
     """Replace the certificate authorities and the removed nodes that the worker knows, and renew its certificate.
     Secured workers only.
@@ -261,7 +253,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_cluster_pb2.PrefixRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.PrefixReply, _abc.Awaitable[_cluster_pb2.PrefixReply]]:
-        """Return which prefixes of a prompt the disk has, and of which layers."""
+        """Return which prefixes of a prompt the disk has."""
 
     @_abc_1.abstractmethod
     def LoadPrefix(
@@ -270,22 +262,6 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.PrefixReply, _abc.Awaitable[_cluster_pb2.PrefixReply]]:
         """Read the state after some tokens from the disk. An operation in a later frame restores it."""
-
-    @_abc_1.abstractmethod
-    def ReadBlocks(
-        self,
-        request: _cluster_pb2.BlockRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_cluster_pb2.BackupPiece], _abc.AsyncIterator[_cluster_pb2.BackupPiece]]:
-        """Return the blocks on the disk that have the state of some layers after a prefix."""
-
-    @_abc_1.abstractmethod
-    def WriteBlocks(
-        self,
-        request_iterator: _MaybeAsyncIterator[_cluster_pb2.BackupPiece],
-        context: _ServicerContext,
-    ) -> _typing.Union[_cluster_pb2.BackupReply, _abc.Awaitable[_cluster_pb2.BackupReply]]:
-        """Write the blocks of another worker to the disk. The first piece has `head` alone."""
 
     @_abc_1.abstractmethod
     def UpdateTrust(

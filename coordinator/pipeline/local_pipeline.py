@@ -16,7 +16,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from coordinator.pipeline.pipeline import FoundPrefix, Pipeline, PipelineSource, longest_prefix
+from coordinator.pipeline.pipeline import Pipeline, PipelineSource, longest_prefix
 from coordinator.planning.capacity import DEFAULT_SEQUENCES, Capacity, model_costs, plan_capacity
 from coordinator.planning.plan import StagePlan
 from coordinator.status.cluster_status import NodeStatus
@@ -231,7 +231,7 @@ class LocalPipeline(Pipeline):
     def has_disk(self) -> bool:
         return len(self._disks) == self.stages
 
-    async def find_prefix(self, tokens: Sequence[int]) -> FoundPrefix:
+    async def find_prefix(self, tokens: Sequence[int]) -> int:
         return longest_prefix(await asyncio.gather(*(disk.find(tokens) for disk in self._disks)))
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:

@@ -1,13 +1,11 @@
 """The seam between the generation loop and the carrier of its frames: stages in this process, or workers.
 
-It also finds the longest prefix that the disks of all stages have, and the blocks to move for a longer one.
+It also finds the longest prefix that the disks of all stages have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Sequence
 from typing import Protocol
 
 from coordinator.planning.capacity import Capacity
@@ -19,75 +17,19 @@ from proto.control import Rollback
 from proto.errors import ClusterError
 from proto.frame import Frame
 from proto.frame_stamps import StampRing
-from proto.span import Span
 
 
-@dataclass(frozen=True)
-class Move:
-    """The blocks of `layers` on the disk of worker number `source`, which number `target` lacks."""
-
-    source: int
-    target: int
-    layers: Span
-
-
-@dataclass(frozen=True)
-class FoundPrefix:
-    """Every stage has the first `tokens` tokens of a prompt on disk, and after all `moves` the first `most`.
-
-    `share` is the number of layers to move over those of the longest stage.
-    """
-
-    tokens: int = 0
-    most: int = 0
-    moves: tuple[Move, ...] = ()
-    share: float = 0.0
-
-
-def longest_prefix(disks: Sequence[pb.PrefixReply]) -> FoundPrefix:
-    """Return the longest prefixes with and without moves between `disks`, the answers of all workers."""
-    most = FoundPrefix()
-    for length in sorted({one.length for disk in disks for one in disk.held}, reverse=True):
-        moves = _moves(disks, length)
-        if moves is None:
-            continue
-        if not moves:
-            return FoundPrefix(length, most.most or length, most.moves, most.share)
-        if not most.moves:
-            moved = sum(len(move.layers) for move in moves)
-            share = moved / max(len(disk.layers) for disk in disks)
-            most = FoundPrefix(0, length, tuple(moves), share)
-    return most
-
-
-def _moves(disks: Sequence[pb.PrefixReply], length: int) -> list[Move] | None:
-    """Return the moves after which each stage has `length` tokens, or None if some layer is on no disk."""
-    held = [{n for one in disk.held if one.length == length for n in one.layers} for disk in disks]
-    moves: list[Move] = []
-    for target, disk in enumerate(disks):
-        missing = set(disk.layers) - held[target]
-        for source, other in enumerate(disks):
-            # Disks of another namespace have other bits.
-            found = missing & held[source] if other.namespace == disk.namespace else set[int]()
-            moves += (Move(source, target, span) for span in _spans(found))
-            missing -= found
-        if missing:
-            return None
-    return moves
-
-
-def _spans(layers: Iterable[int]) -> Iterator[Span]:
-    """Yield the spans that `layers` form together."""
-    for _, run in groupby(enumerate(sorted(layers)), lambda pair: pair[1] - pair[0]):
-        numbers = [layer for _, layer in run]
-        yield Span(numbers[0], numbers[-1] + 1)
+def longest_prefix(disks: Sequence[pb.PrefixReply]) -> int:
+    """Return the length of the longest prefix that all `disks` have, or 0."""
+    found = [set(disk.lengths) for disk in disks]
+    return max(set.intersection(*found), default=0) if found else 0
 
 
 class Pipeline(Protocol):
     """A plan that serves. It takes frames in order and returns them in the same order with outcomes.
 
     `send_frame` and the broadcasts return at once. The scheduler bounds the frames in flight. Stages of this process
-    need neither the broadcasts, since a header comes as soon, nor copies of blocks, nor the status of workers.
+    need neither the broadcasts, since a header comes as soon, nor the status of workers.
     """
 
     epoch: int
@@ -129,12 +71,8 @@ class Pipeline(Protocol):
     async def write_backup(self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]) -> None:
         """Give every stage its part of a backup, for the operation RestoreBackup. Raises ClusterError if one fails."""
 
-    async def find_prefix(self, tokens: Sequence[int]) -> FoundPrefix:
-        """Return the longest proper prefix of `tokens` on all disks. Raises ClusterError."""
-
-    async def move_blocks(self, tokens: Sequence[int], moves: Sequence[Move]) -> None:
-        """Copy blocks of the prefix `tokens` to the disks that lack them. Raises ClusterError."""
-        return
+    async def find_prefix(self, tokens: Sequence[int]) -> int:
+        """Return the length of the longest proper prefix of `tokens` on all disks. Raises ClusterError."""
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Let every stage read the state after `tokens` from its disk, for RestoreBackup. Raises ClusterError."""

@@ -13,13 +13,13 @@ from functools import partial
 import grpc
 import grpc.aio
 
-from coordinator.pipeline.pipeline import FoundPrefix, Move, Pipeline, longest_prefix
+from coordinator.pipeline.pipeline import Pipeline, longest_prefix
 from coordinator.pipeline.worker_client import NOTICE_SHARE, WorkerClient
 from coordinator.planning.capacity import Capacity
 from coordinator.status.frame_trace import COORDINATOR, ProcessTrace, process_trace
 from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
-from proto.backup import LayerState, ReceivedStates, prefix_key
+from proto.backup import LayerState, ReceivedStates
 from proto.control import Rollback
 from proto.errors import ClusterError, DeadlineError, ProtocolError, StaleEpochError
 from proto.frame import Frame, decode, encode
@@ -314,14 +314,9 @@ class RemotePipeline(Pipeline):
         calls = (worker.write_backup(self.epoch, seq_id, tokens, part) for workers, part in pairs for worker in workers)
         await _wait_for_all(calls)
 
-    async def find_prefix(self, tokens: Sequence[int]) -> FoundPrefix:
+    async def find_prefix(self, tokens: Sequence[int]) -> int:
         calls = (worker.find_prefix(self.epoch, tokens) for worker in self._all_workers)
         return longest_prefix(await asyncio.gather(*calls))
-
-    async def move_blocks(self, tokens: Sequence[int], moves: Sequence[Move]) -> None:
-        workers, key = self._all_workers, prefix_key(tokens)
-        calls = (workers[move.target].copy_blocks(workers[move.source], self.epoch, key, move.layers) for move in moves)
-        await asyncio.gather(*calls)
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         calls = (worker.load_prefix(self.epoch, seq_id, tokens) for worker in self._all_workers)

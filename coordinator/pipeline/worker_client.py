@@ -24,7 +24,6 @@ from proto.frame import VERSION
 from proto.rpc.channels import open_channel
 from proto.rpc.data_connection import HopFigures
 from proto.rpc.status_codes import from_status
-from proto.span import Span
 from proto.terminal.progress import OnProgress
 from proto.trust.node_trust import NodeTrust
 
@@ -284,33 +283,6 @@ class WorkerClient:
         """Return which prefixes of a prompt are on the worker's disk."""
         requests = self._prefix_requests(epoch, 0, tokens)
         return await self.call(self.stub.FindPrefix, requests, FIND_SECONDS)
-
-    async def copy_blocks(self, source: WorkerClient, epoch: int, key: bytes, layers: Span) -> None:
-        """Copy the blocks of a prefix from the disk of `source` to the disk of this worker."""
-        request = pb.BlockRequest(
-            coordinator=self.me,
-            epoch=epoch,
-            key=key,
-            layers=pb.Span(start=layers.start, end=layers.end),
-        )
-        stream = source.stub.ReadBlocks(request, timeout=BACKUP_SECONDS)
-        failures: list[grpc.aio.AioRpcError] = []
-
-        async def pieces() -> AsyncIterator[pb.BackupPiece]:
-            head = pb.BackupHead(coordinator=self.me, epoch=epoch)
-            yield pb.BackupPiece(head=head)
-            try:
-                async for piece in stream:
-                    yield piece
-            except grpc.aio.AioRpcError as error:  # gRPC would cancel the call, and so this task
-                failures.append(error)
-
-        try:
-            await self.call(self.stub.WriteBlocks, pieces(), BACKUP_SECONDS)
-        finally:
-            stream.cancel()
-        if failures:
-            raise source._translate(failures[0]) from failures[0]
 
     async def load_prefix(self, epoch: int, seq_id: int, tokens: Sequence[int]) -> None:
         """Let the worker read the state after `tokens` from its disk."""

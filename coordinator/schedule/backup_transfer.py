@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median_low
 
-from coordinator.pipeline.pipeline import FoundPrefix, Pipeline
+from coordinator.pipeline.pipeline import Pipeline
 from coordinator.schedule.backups import MIN_NEW_TOKENS, Backup, BackupInFlight
 from coordinator.schedule.prefix_cache import SMALLEST_ENTRY
 from coordinator.schedule.scheduler import Scheduler
@@ -44,8 +44,6 @@ class BackupTransfer:
         # Bytes per second. Transfers of few bytes seem slow, so the median of the newest ones counts.
         self._speeds: deque[float] = deque(maxlen=5)
         self._no_disk_until = -math.inf  # no disk is asked before, because one was stuck
-        self._no_moves_until = -math.inf  # the same for blocks of other workers
-        self._moving = asyncio.Lock()
         self._giving = asyncio.Lock()  # one after the other, so that the first ones start soon
 
     def read_soon(self, pipeline: Pipeline, made: BackupInFlight) -> None:
@@ -149,16 +147,14 @@ class BackupTransfer:
         try:
             async with asyncio.timeout(SHORTEST_LOAD):
                 found = await pipeline.find_prefix(tokens)
-            if await self._move_blocks(pipeline, sequence, held, found):
-                found = FoundPrefix(found.most)
-            if found.tokens < held + MIN_NEW_TOKENS:
+            if found < held + MIN_NEW_TOKENS:
                 return 0
             async with self._giving:
                 if sequence not in self._scheduler.waiting:
                     return 0
                 sequence.open_restores = attempt
-                async with asyncio.timeout(self._longest_load(found.tokens - held)):
-                    await pipeline.load_prefix(sequence.seq_id, tokens[: found.tokens])
+                async with asyncio.timeout(self._longest_load(found - held)):
+                    await pipeline.load_prefix(sequence.seq_id, tokens[:found])
         except TimeoutError:
             self._no_disk_until = self._clock() + DISK_PAUSE
             log.warning("prefix not loaded: the disk is too slow", extra={"seconds": DISK_PAUSE})
@@ -168,33 +164,9 @@ class BackupTransfer:
             return 0
         log.info(
             "prefix loaded",
-            extra={"tokens": found.tokens, "seconds": round(self._clock() - started, 3)},
+            extra={"tokens": found, "seconds": round(self._clock() - started, 3)},
         )
-        return found.tokens
-
-    async def _move_blocks(self, pipeline: Pipeline, sequence: Sequence, held: int, found: FoundPrefix) -> bool:
-        """Let workers copy the blocks that they lack, if that seems faster than to compute. Return True on success."""
-        gained, started = found.most - max(held, found.tokens), self._clock()
-        if not found.moves or gained < SMALLEST_ENTRY or started < self._no_moves_until:
-            return False
-        limit = self._longest_load(gained)
-        nbytes = found.share * pipeline.capacity.entry_bytes(found.most)
-        if nbytes > limit * median_low(self._speeds or [math.inf]):
-            return False
-        prefix = sequence.tokens[: found.most]
-        try:
-            async with asyncio.timeout(limit), self._moving:
-                # Another prompt may have moved it meanwhile.
-                now = await pipeline.find_prefix(sequence.tokens)
-                if now.tokens < found.most:
-                    await pipeline.move_blocks(prefix, found.moves)
-        except (TimeoutError, ClusterError) as error:
-            self._no_moves_until = self._clock() + DISK_PAUSE
-            log.info("prefix not moved", extra={"error": str(error) or f"more than {limit:.1f} s"})
-            return False
-        seconds = round(self._clock() - started, 3)
-        log.info("prefix moved", extra={"tokens": found.most, "seconds": seconds})
-        return True
+        return found
 
     def _longest_load(self, tokens: int) -> float:
         """Return the seconds in which a load of `tokens` tokens is faster than to compute them."""

@@ -45,7 +45,6 @@ UNARY = {
 }
 CONTROL = (
     *UNARY, "UpdateTrust", "Load", "Provide", "Signals", "ReadBackup", "WriteBackup", "FindPrefix", "LoadPrefix",
-    "ReadBlocks", "WriteBlocks",
 )  # fmt: skip
 METHODS = (*CONTROL, FRAMES, RESULTS)
 REFUSED = {"UNAVAILABLE", "PERMISSION_DENIED", "UNAUTHENTICATED"}
@@ -98,11 +97,9 @@ async def call(channel: grpc.aio.Channel, method: str, stage: int = 1, authoriti
                 await anext(aiter(stub.Load(pb.LoadRequest(coordinator=ME, epoch=1))))
             elif method == "ReadBackup":
                 await anext(aiter(stub.ReadBackup(pb.BackupRequest(coordinator=ME, epoch=1))))
-            elif method == "ReadBlocks":
-                await anext(aiter(stub.ReadBlocks(pb.BlockRequest(coordinator=ME, epoch=1))))
-            elif method in ("WriteBackup", "WriteBlocks"):
+            elif method == "WriteBackup":
                 head = pb.BackupPiece(head=pb.BackupHead(coordinator=ME, epoch=1))
-                await getattr(stub, method)(iter([head]))
+                await stub.WriteBackup(iter([head]))
             elif method in ("FindPrefix", "LoadPrefix"):
                 await getattr(stub, method)(iter([pb.PrefixRequest(coordinator=ME, epoch=1)]))
             elif method == "Provide":

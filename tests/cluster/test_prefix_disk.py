@@ -66,8 +66,8 @@ def test_other_workers_start_from_the_prefixes_of_killed_ones(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_workers_copy_the_blocks_of_layers_that_move(tmp_path: Path) -> None:
-    """A third worker has an empty disk of its own. It and the others copy the blocks of their new layers."""
+def test_workers_with_disks_of_their_own_compute_the_layers_that_move(tmp_path: Path) -> None:
+    """A third worker has an empty disk. The prompt is computed again after the new cut, with equal tokens."""
     prompt = long_prompt()
     found = []
     for count in (2, 3):
@@ -84,10 +84,9 @@ def test_workers_copy_the_blocks_of_layers_that_move(tmp_path: Path) -> None:
             found.append(ask(coordinator.url, prompt))
             for state in states:
                 wait_for_blocks(state, 1)
-            moved = coordinator.records("prefix moved")
-    (cold, unknown), (warm, known) = found
-    assert unknown == 0 and known >= 352 and len(moved) == 1
-    assert warm == cold
+    (first, unknown), (second, moved) = found
+    assert unknown == moved == 0
+    assert first == second
 
 
 @pytest.mark.slow

@@ -54,33 +54,6 @@ DTYPES = {**STORED_NAMES, "uint32": "U32", "uint8": "U8"}
 """The types of tensors, by MLX's names, as safetensors names them."""
 
 _numbers = itertools.count()
-_NAMES = {stored: name for name, stored in DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """The bytes of a tensor. `dtype` is MLX's name for its type."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: memoryview | bytes
-
-
-@dataclass(frozen=True)
-class LayerTensors:
-    """The tensors of layer number `layer`. With `appends` they continue those of the block before."""
-
-    layer: int
-    appends: bool
-    tensors: list[Tensor]
-
-    def pieces(self) -> Iterator[Piece]:
-        """Yield the pieces of the tensors."""
-        for index, tensor in enumerate(self.tensors):
-            view = memoryview(tensor.data).cast("B")
-            for start in range(0, max(1, view.nbytes), PIECE_BYTES):
-                data = view[start : start + PIECE_BYTES]
-                yield Piece(self.layer, self.appends, index, tensor.dtype, tensor.shape, data)
 
 
 @dataclass(frozen=True)
@@ -97,7 +70,7 @@ class Piece:
 
 
 class BlockWriter:
-    """The writing of a block to `path`, piece by piece. Use it as a context: an error removes the temporary file.
+    """The writing of a block to `path`, piece by piece. `close` it in any case: that removes the file of half a block.
 
     `layers` and `nbytes` bound the layers and their bytes, for the room of the header. The file is opened with the
     first piece, or when it is finished. Raises OSError for a disk that fails.
@@ -124,9 +97,6 @@ class BlockWriter:
             self._file = io.FileIO(os.open(self._temporary, flags, 0o600), "w")
             self._file.seek(8 + self._room)
         return self._file
-
-    def __enter__(self) -> BlockWriter:
-        return self
 
     def write_pieces(self, pieces: Iterable[Piece]) -> None:
         """Append pieces. Those of a tensor come one after another."""
@@ -165,9 +135,6 @@ class BlockWriter:
     def _put(self, view: memoryview) -> None:
         while view:
             view = view[self._opened().write(view) :]
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the file, and remove it unless it is finished."""
@@ -213,15 +180,6 @@ class BlockReader:
 
             list(pool.map(check, [name for layer in layers for name in self._pieces(layer)]))
 
-    def read(self, layer: int) -> LayerTensors:
-        """Return the tensors of `layer`. Raises ProtocolError for damaged ones."""
-        tensors = []
-        with self.path.open("rb") as file:
-            for stored in self._tensors.get(layer, ()):
-                pieces = [self._read(file.fileno(), name) for name in stored.pieces]
-                tensors.append(Tensor(stored.dtype, stored.shape, b"".join(pieces)))
-        return LayerTensors(layer, layer in self.appends, tensors)
-
     def load(self, layers: Iterable[int]) -> dict[int, list[mx.array]]:
         """Return the tensors of each of `layers`, which are checked, as MLX's arrays. Runs on the thread that computes.
 
@@ -253,7 +211,6 @@ class BlockReader:
 class _Stored:
     """A tensor of a file, and the names of its pieces in order."""
 
-    dtype: str
     shape: tuple[int, ...]
     pieces: tuple[str, ...]
 
@@ -285,7 +242,7 @@ def _by_layer(header: dict[str, Any], shapes: dict[str, list[int]]) -> dict[int,
         count = sum(header[name]["shape"][0] for name in names)
         if len(kinds) != 1 or min(shape, default=0) < 0 or count != math.prod(shape):
             raise ValueError(f"pieces of tensor {index} of layer {layer} do not fit {shape}")
-        found.setdefault(layer, []).append(_Stored(_NAMES[kinds.pop()], shape, tuple(names)))
+        found.setdefault(layer, []).append(_Stored(shape, tuple(names)))
     return found
 
 

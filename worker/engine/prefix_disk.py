@@ -14,7 +14,7 @@ import sqlite3
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,6 @@ from proto.errors import NotReadyError
 from proto.span import Span
 from proto.state_dir import state_dir
 from worker.cache.sequence_cache import Border, PrefixEntry
-from worker.disk.block_copy import read_blocks, receive_blocks
 from worker.disk.block_file import PIECE_BYTES, BlockReader, BlockWriter, Piece
 from worker.disk.block_index import Block, BlockIndex, Chain, block_file
 from worker.engine.engine_thread import EngineThread
@@ -191,40 +190,13 @@ class StagePrefixes:
     # ---- reading
 
     async def find(self, tokens: Sequence[int]) -> pb.PrefixReply:
-        """Return which proper prefixes of `tokens` are on the disk, with their layers."""
+        """Return which proper prefixes of `tokens` are on the disk, with all layers of the stage."""
         held: dict[int, set[int]] = {}
         try:
             held = await asyncio.to_thread(self.index.held, self.namespace, tokens)
         except DISK_ERRORS as error:
             log.warning("prefixes not found", extra={"error": str(error)})
-        found = [pb.HeldPrefix(length=n, layers=layers) for n, layers in held.items()]
-        return pb.PrefixReply(layers=self.layers, namespace=self.namespace, held=found)
-
-    async def read_blocks(self, key: bytes, layers: Span) -> AsyncIterator[pb.BackupPiece]:
-        """Yield the blocks of the prefix `key`, for another worker. Raises NotReadyError."""
-        pieces = read_blocks(self.index, self.namespace, key, layers)
-        try:
-            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-                yield piece
-        except DISK_ERRORS as error:
-            raise NotReadyError(f"the prefix cannot be read: {error}") from error
-
-    async def write_blocks(self, pieces: AsyncIterator[pb.BackupPiece]) -> None:
-        """Write the blocks of another worker. Raises NotReadyError, ProtocolError."""
-        try:
-            receiver = receive_blocks(self.index, self.namespace)
-            await asyncio.to_thread(next, receiver)
-            try:
-                async for piece in pieces:
-                    sending = asyncio.ensure_future(asyncio.to_thread(receiver.send, piece))
-                    try:
-                        await asyncio.shield(sending)
-                    finally:  # the receiver cannot be closed while it runs
-                        await asyncio.wait({sending})
-            finally:
-                await asyncio.shield(asyncio.to_thread(receiver.close))
-        except DISK_ERRORS as error:
-            raise NotReadyError(f"the blocks cannot be written: {error}") from error
+        return pb.PrefixReply(lengths=[n for n, layers in held.items() if layers.issuperset(self.layers)])
 
     async def load(self, tokens: Sequence[int]) -> ReceivedBackup:
         """Return the state after `tokens`. Raises NotReadyError if it is not here any more, or damaged."""

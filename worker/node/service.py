@@ -36,7 +36,6 @@ from proto.rpc.data_connection import FRAMES, RESULTS, SERVICE, StreamBinding
 from proto.rpc.link import FrameReader, FrameWriter
 from proto.rpc.listener import MAX_CONTROL_BYTES, MAX_TRANSFERS, first_message
 from proto.rpc.status_codes import to_status
-from proto.span import Span
 from proto.trust.certificates import Role
 from proto.trust.node_trust import NodeTrust
 from worker.engine import hardware
@@ -362,31 +361,15 @@ class WorkerService(pb_grpc.WorkerServicer):
     ) -> tuple[StageEngine, StagePrefixes, int, list[int]]:
         """Return the engine, its disk, and the sequence and tokens of a call, or raise NotReadyError, ProtocolError."""
         first = await first_message(requests)
-        engine, disk = self._disk(first.coordinator, first.epoch)
+        engine = self._engine(first.coordinator, first.epoch)
+        if engine.disk is None:
+            raise NotReadyError("this worker keeps no prefixes on disk")
         tokens, longest = list(first.tokens), engine.stage.modules.config.max_positions
         async for request in requests:
             tokens += request.tokens
             if len(tokens) > longest:
                 raise ProtocolError(f"{len(tokens)} tokens of a context of {longest}")
-        return engine, disk, first.seq_id, tokens
-
-    async def ReadBlocks(self, request: pb.BlockRequest, context: Context) -> AsyncIterator[pb.BackupPiece]:
-        _, disk = self._disk(request.coordinator, request.epoch)
-        layers = Span(request.layers.start, request.layers.end)
-        async for piece in disk.read_blocks(request.key, layers):
-            yield piece
-
-    async def WriteBlocks(self, requests: AsyncIterator[pb.BackupPiece], context: Context) -> pb.BackupReply:
-        head = (await first_message(requests)).head
-        _, disk = self._disk(head.coordinator, head.epoch)
-        await disk.write_blocks(requests)
-        return pb.BackupReply()
-
-    def _disk(self, coordinator: pb.Coordinator, epoch: int) -> tuple[StageEngine, StagePrefixes]:
-        engine = self._engine(coordinator, epoch)
-        if engine.disk is None:
-            raise NotReadyError("this worker keeps no prefixes on disk")
-        return engine, engine.disk
+        return engine, engine.disk, first.seq_id, tokens
 
     def _engine(self, coordinator: pb.Coordinator, epoch: int) -> StageEngine:
         self.node.renew_lease(coordinator)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from coordinator.drafts.controller import Controller, MtpMode
-from coordinator.pipeline.pipeline import FoundPrefix, Move, Pipeline
+from coordinator.pipeline.pipeline import Pipeline
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
@@ -107,12 +107,9 @@ class Timing:
 class PipelineWithoutWorkers:
     """The methods of `coordinator.pipeline.pipeline.Pipeline` that need worker processes, disks or real times."""
 
-    async def find_prefix(self, tokens: Sequence[int]) -> FoundPrefix:
-        """Return nothing: no stage has a disk."""
-        return FoundPrefix()
-
-    async def move_blocks(self, tokens: Sequence[int], moves: Sequence[Move]) -> None:
-        """Do nothing."""
+    async def find_prefix(self, tokens: Sequence[int]) -> int:
+        """Return 0: no stage has a disk."""
+        return 0
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Do nothing."""

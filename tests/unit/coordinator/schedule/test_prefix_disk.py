@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from coordinator.drafts.controller import Controller, MtpMode
-from coordinator.pipeline.pipeline import FoundPrefix, Move, longest_prefix
+from coordinator.pipeline.pipeline import longest_prefix
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
@@ -20,7 +20,6 @@ from proto import cluster_pb2 as pb
 from proto.backup import LayerState, prefix_key
 from proto.errors import NotReadyError
 from proto.frame import Frame, SavePrefix
-from proto.span import Span
 from tests.support.protocol.simulation import OnePipeline, SimulatedPipeline, Timing, run_virtually
 from tests.support.stages.token_stages import FakeLastStage, plain
 
@@ -40,24 +39,11 @@ class DiskPipeline(SimulatedPipeline):
 
     disk: str = "good"
     loaded: int = 0
-    moved: int = 0
 
-    async def find_prefix(self, tokens: Sequence[int]) -> FoundPrefix:
+    async def find_prefix(self, tokens: Sequence[int]) -> int:
         """Return the length of the stored prefix."""
         await asyncio.sleep(STUCK if self.disk == "search is stuck" else 0.001)
-        if len(tokens) <= STORED:
-            return FoundPrefix()
-        if "move" in self.disk and not self.moved:
-            return FoundPrefix(0, STORED, (Move(0, 1, Span(0, 1)),), 1.0)
-        return FoundPrefix(STORED, STORED)
-
-    async def move_blocks(self, tokens: Sequence[int], moves: Sequence[Move]) -> None:
-        """Copy a block, which takes a while."""
-        assert len(tokens) == STORED and moves == (Move(0, 1, Span(0, 1)),)
-        await asyncio.sleep(STUCK if self.disk == "move is stuck" else 0.01)
-        if self.disk == "move fails":
-            raise NotReadyError("the prefix cannot be read")
-        self.moved += 1
+        return STORED if len(tokens) > STORED else 0
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Give the stages the state after `tokens`."""
@@ -119,34 +105,6 @@ def test_a_bad_disk_costs_no_answer(kind: str) -> None:
     assert first - usual < {"damaged": 0.1, "load is stuck": 6.5, "search is stuck": 1.5}[kind]
 
 
-def test_workers_move_blocks_once() -> None:
-    """A prompt waits until the stages have copied what they lack, and the one beside it uses the same copy."""
-
-    async def two() -> tuple[list[int], int, int]:
-        last, clock = FakeLastStage(1), asyncio.get_running_loop().time
-        pipeline = DiskPipeline(Timing(2), last, 1, ROOM, has_disk=True, disk="moves")
-        scheduler = Scheduler(LIMITS, Controller(MtpMode(0)))
-        loop = GenerationLoop(OnePipeline(pipeline), scheduler, clock)
-        await loop.start()
-        first, second = await asyncio.gather(tokens_of(loop), tokens_of(loop))
-        await loop.close()
-        assert first == second
-        return first, pipeline.moved, min(positions(last.seen))
-
-    assert run_virtually(two()) == (plain(PROMPT, 20), 1, STORED)
-
-
-@pytest.mark.parametrize("kind", ["move fails", "move is stuck"])
-def test_blocks_that_do_not_move_cost_no_answer(kind: str) -> None:
-    """The prompt is computed, and the next one does not try again."""
-    tokens, first, pipeline = run_virtually(answer(kind))
-    _, usual, _ = run_virtually(answer(""))
-    assert tokens == plain(PROMPT, 20) and pipeline.loaded == 0
-    assert first - usual < 5.5
-    _, again, _ = run_virtually(answer(kind, PROMPT, PROMPT[::-1]))
-    assert again - usual < 0.1
-
-
 @dataclass
 class CrowdedPipeline(DiskPipeline):
     """Stages with K/V memory for one and a half answers, which refuse a prefix beyond it."""
@@ -177,29 +135,13 @@ def test_waiting_prefixes_take_the_room_of_the_running_ones() -> None:
     assert run_virtually(three()) == ([plain(PROMPT, 20)] * 3, 3)
 
 
-def disks(*held: dict[int, set[int]], namespace: str = "model") -> list[pb.PrefixReply]:
-    """Return the disks of stages of two layers each."""
-    return [
-        pb.PrefixReply(
-            layers=[2 * number, 2 * number + 1],
-            namespace=namespace,
-            held=[pb.HeldPrefix(length=n, layers=layers) for n, layers in one.items()],
-        )
-        for number, one in enumerate(held)
-    ]
+def disks(*held: list[int]) -> list[pb.PrefixReply]:
+    """Return the answers of the disks of stages."""
+    return [pb.PrefixReply(lengths=lengths) for lengths in held]
 
 
 def test_all_stages_must_have_a_prefix() -> None:
-    """The longest prefix is one whose layers each stage has, and other disks may have those of a longer one."""
-    both = {2, 3}
-    assert longest_prefix([]) == longest_prefix(disks({200: {0, 1}}, {})) == FoundPrefix()
-    assert longest_prefix(disks({200: {0, 1}}, {200: both, 300: both})) == FoundPrefix(200, 200)
-    assert longest_prefix(disks({200: {0, 1}, 300: {0, 2, 3}}, {200: both, 300: {1}})) == FoundPrefix(
-        200, 300, (Move(1, 0, Span(1, 2)), Move(0, 1, Span(2, 4))), 1.5
-    )
-
-
-def test_other_bits_are_not_moved() -> None:
-    """A disk whose blocks were computed in another way is no source."""
-    other = disks({}, {300: {0, 1, 2, 3}}, namespace="other")[1]
-    assert longest_prefix([disks({})[0], other]) == FoundPrefix()
+    """The longest prefix is one that each stage has. A longer one of some stages does not count."""
+    assert longest_prefix([]) == longest_prefix(disks([200], [])) == 0
+    assert longest_prefix(disks([200], [200, 300])) == 200
+    assert longest_prefix(disks([200, 300], [300, 200])) == 300
