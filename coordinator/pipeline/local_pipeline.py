@@ -1,6 +1,6 @@
-"""A pipeline without sockets: a chain of stages in this process, on one thread that touches MLX.
+"""A pipeline without sockets: one stage with all layers in this process, on one thread that touches MLX.
 
-`mtp-coord generate`, the single-node fallback and the tests use it. Its frames, engines and answers are those of the
+`mtp-coord generate`, the single-node fallback and the tests use it. Its frames, engine and answers are those of the
 cluster.
 """
 
@@ -35,7 +35,7 @@ from worker.disk.block_index import BlockIndex
 from worker.engine.hardware import default_memory_limit, own_version, release_weights, set_limits
 from worker.engine.prefix_disk import StagePrefixes, open_index
 from worker.engine.stage_backups import ReceivedBackup
-from worker.engine.stage_engine import StageEngine, relayed_tokens
+from worker.engine.stage_engine import StageEngine
 from worker.engine.stage_host import StageHost, StageSpec
 
 log = logging.getLogger(__name__)
@@ -51,10 +51,9 @@ STUCK = "the engine of this process has been stuck for"
 
 @dataclass(frozen=True)
 class LocalModel:
-    """The model to load: a checkpoint cut into `spans`, with or without its head."""
+    """The model to load: a checkpoint, with or without its head."""
 
     checkpoint: Checkpoint
-    spans: Sequence[Span]
     dtype: str | None = None
     kv_bits: int | None = None
     with_head: bool = True
@@ -69,6 +68,11 @@ class LocalModel:
     vision: bool = False
     """True if the vision tower takes memory beside the layers."""
 
+    @property
+    def span(self) -> Span:
+        """All layers."""
+        return Span(0, self.checkpoint.config.num_layers)
+
     def capacity(self, reserved: int = 0) -> Capacity:
         """Return what fits beside `reserved` bytes and the vision tower. Raises MemoryLimitError without room."""
         costs = model_costs(self.checkpoint, dtype=self.dtype, kv_bits=self.kv_bits, with_head=self.with_head)
@@ -77,24 +81,17 @@ class LocalModel:
         limit = default_memory_limit() - reserved - vision
         weights = sum(layer.weight_bytes for layer in costs.layers)
         weights += costs.embed_bytes + costs.last_stage_bytes
-        span, context = Span(0, len(costs.layers)), self.checkpoint.config.max_positions
-        whole = StagePlan("this machine", span, True, True, weights, 0, limit, 0.0)
+        context = self.checkpoint.config.max_positions
+        whole = StagePlan("this machine", self.span, True, True, weights, 0, limit, 0.0)
         return plan_capacity(costs, [whole], context, self.max_sequences, self.prefix_cache)
 
-    def specs(self) -> list[StageSpec]:
-        """Return the stages, in order."""
-        last = len(self.spans) - 1
-        return [
-            StageSpec(
-                span, i == 0, i == last, self.dtype, self.kv_bits, self.with_head,
-                self.exact, self.slices,
-            )
-            for i, span in enumerate(self.spans)
-        ]  # fmt: skip
+    def spec(self) -> StageSpec:
+        """Return the stage with all layers."""
+        return StageSpec(self.span, True, True, self.dtype, self.kv_bits, self.with_head, self.exact, self.slices)
 
 
 class LocalPipeline(Pipeline):
-    """A `Pipeline` over stages on a thread of its own. The constructor raises MemoryLimitError for a large model."""
+    """A `Pipeline` over a stage on a thread of its own. The constructor raises MemoryLimitError for a large model."""
 
     def __init__(
         self,
@@ -105,7 +102,7 @@ class LocalPipeline(Pipeline):
         disk: BlockIndex | None = None,
     ) -> None:
         self.epoch = epoch
-        self.stages = len(model.spans)
+        self.stages = 1
         self.capacity = model.capacity(reserved)
         self._memory_limit = default_memory_limit() - reserved
         self.suspect: str | None = None
@@ -116,14 +113,14 @@ class LocalPipeline(Pipeline):
         self.host = StageHost(disk)
         self.thread = self.host.thread
         self._model = model
-        self._engines: list[StageEngine] = []
+        self._engine: StageEngine | None = None
         self.layers = ""
         """The variants of the layers, for people."""
         self._outbox: asyncio.Queue[Frame | ClusterError] = asyncio.Queue()
         self._watchdog: asyncio.Task[ClusterError] | None = None
 
     async def start(self, on_progress: OnProgress | None = None) -> None:
-        """Load the stages. Raises a ClusterError for any failure, and WorkerLostError if the engine is stuck."""
+        """Load the stage. Raises a ClusterError for any failure, and WorkerLostError if the engine is stuck."""
         load = asyncio.create_task(self.thread.call(partial(self._load, on_progress)))
         self._watchdog = asyncio.create_task(self._watch())
         try:
@@ -141,10 +138,16 @@ class LocalPipeline(Pipeline):
     def _load(self, on_progress: OnProgress | None) -> None:
         set_limits(self._memory_limit)
         model = self._model
-        load = partial(self.host.load, wired=model.wired, kernels=model.kernels, state=model.state)
-        loaded = [load(lambda: model.checkpoint, spec, on_progress) for spec in model.specs()]
-        self._engines = [self.host.make_engine(stage, self.epoch) for stage in loaded]
-        self.layers = "; ".join(one.stage.variants.summary for one in loaded)
+        loaded = self.host.load(
+            lambda: model.checkpoint,
+            model.spec(),
+            on_progress,
+            wired=model.wired,
+            kernels=model.kernels,
+            state=model.state,
+        )
+        self._engine = self.host.make_engine(loaded, self.epoch)
+        self.layers = loaded.stage.variants.summary
 
     async def _watch(self) -> ClusterError:
         """Fail the pipeline when the engine is stuck for STUCK_SECONDS."""
@@ -158,40 +161,22 @@ class LocalPipeline(Pipeline):
 
     def send_frame(self, frame: Frame) -> None:
         own = self.stamps.add_frame(COORDINATOR, CoordinatorStep)
-        stamps = [self.host.stamps.add_frame(i, StageStep) for i in range(self.stages)]
-        for one in (own, *stamps):
+        stamps = self.host.stamps.add_frame(0, StageStep)
+        for one in (own, stamps):
             one.name_frame(frame.epoch, frame.number, frame.rows)
         self.thread.submit_frame(partial(self._process, frame, own, stamps))
 
-    def _process(self, frame: Frame, own: FrameStamps, stamps: list[FrameStamps]) -> None:
-        if not self._engines:
+    def _process(self, frame: Frame, own: FrameStamps, stamps: FrameStamps) -> None:
+        if self._engine is None:
             return  # an earlier frame has failed
         done = partial(self.thread.post, self._queue_result, own)
         failed = partial(self._engine_failed, own)
-        stamps[0].mark(StageStep.STARTED)
-        if self.stages == 1:
-            self.host.run_frame(self._engines[0], frame, stamps[0], done, failed)
-            return
-        try:
-            with self.host.timed(frame):
-                result = self._chain(frame, stamps)
-        except Exception as error:
-            failed(error)
-        else:
-            done(result)
-
-    def _chain(self, frame: Frame, stamps: list[FrameStamps]) -> Frame:
-        """Run a frame through every stage. A failure leaves no reference to an engine in its caller."""
-        for engine, one in zip(self._engines, stamps, strict=True):
-            one.mark(StageStep.STARTED)
-            frame = engine.process(frame, one)
-        if (message := relayed_tokens(frame)) is not None:
-            self._engines[0].receive_tokens(message)
-        return frame
+        stamps.mark(StageStep.STARTED)
+        self.host.run_frame(self._engine, frame, stamps, done, failed)
 
     def _engine_failed(self, own: FrameStamps, error: Exception) -> None:
-        """Drop the engines after an invalid frame, a bug or a lack of memory. Runs on the engine thread."""
-        self._engines = []
+        """Drop the engine after an invalid frame, a bug or a lack of memory. Runs on the engine thread."""
+        self._engine = None
         if not isinstance(error, ClusterError):
             log.error("engine failed", exc_info=error)
             error = _worker_lost("the engine failed", error)
@@ -212,36 +197,34 @@ class LocalPipeline(Pipeline):
 
     async def collect_trace(self, window_ns: int) -> list[ProcessTrace]:
         since_ns = self.stamps.newest_ns() - window_ns
-        found = [process_trace("coordinator", COORDINATOR, self.stamps.since(since_ns))]
-        stamps = self.host.stamps.since(since_ns)
-        for i in range(self.stages):
-            found.append(process_trace(f"stage {i}", i, [one for one in stamps if one.stage == i]))
-        return found
+        own = process_trace("coordinator", COORDINATOR, self.stamps.since(since_ns))
+        return [own, process_trace("stage 0", 0, self.host.stamps.since(since_ns))]
 
     async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
         """Raise NotReadyError: when this process ends, so do its backups."""
         raise NotReadyError("a pipeline of this process makes no backups")
 
     async def write_backup(self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]) -> None:
-        backup = ReceivedBackup(tuple(tokens), by_layer(states))
-        for engine in self._engines:
-            await self.thread.call(partial(engine.receive_backup, seq_id, backup))
+        await self._receive_backup(seq_id, ReceivedBackup(tuple(tokens), by_layer(states)))
+
+    async def _receive_backup(self, seq_id: int, backup: ReceivedBackup) -> None:
+        if self._engine is not None:
+            await self.thread.call(partial(self._engine.receive_backup, seq_id, backup))
 
     @property
     def has_disk(self) -> bool:
-        return len(self._disks) == self.stages
+        return self._disk is not None
 
     async def find_prefix(self, tokens: Sequence[int]) -> int:
-        return longest_prefix(await asyncio.gather(*(disk.find(tokens) for disk in self._disks)))
+        return 0 if self._disk is None else longest_prefix([await self._disk.find(tokens)])
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
-        for engine, disk in zip(self._engines, self._disks, strict=True):
-            received = await disk.load(tokens)
-            await self.thread.call(partial(engine.receive_backup, seq_id, received))
+        if self._disk is not None:
+            await self._receive_backup(seq_id, await self._disk.load(tokens))
 
     @property
-    def _disks(self) -> list[StagePrefixes]:
-        return [engine.disk for engine in self._engines if engine.disk is not None]
+    def _disk(self) -> StagePrefixes | None:
+        return None if self._engine is None else self._engine.disk
 
     def fail(self, error: ClusterError) -> None:
         self._outbox.put_nowait(error)
@@ -250,12 +233,12 @@ class LocalPipeline(Pipeline):
         """Stop the watchdog and the engine thread, and free the weights."""
         if self._watchdog is not None:
             self._watchdog.cancel()
-        self.thread.submit(self._drop_engines)
+        self.thread.submit(self._drop_engine)
         await self.host.close()
 
-    def _drop_engines(self) -> None:
-        """Free the engines on the engine thread."""
-        self._engines = []
+    def _drop_engine(self) -> None:
+        """Free the engine on the engine thread."""
+        self._engine = None
         release_weights()
 
 
@@ -281,7 +264,7 @@ class LocalPipelines(PipelineSource):
         """Return the status of this process while it serves alone."""
         return NodeStatus(
             "this process",
-            span=str(Span(self.model.spans[0].start, self.model.spans[-1].end)),
+            span=str(self.model.span),
             layers="" if self._last is None else self._last.layers,
             health="ready",
             memory_used=mx.get_active_memory(),

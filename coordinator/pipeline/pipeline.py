@@ -1,4 +1,4 @@
-"""The seam between the generation loop and the carrier of its frames: stages in this process, or workers.
+"""The seam between the generation loop and the carrier of its frames: a stage in this process, or workers.
 
 It also finds the longest prefix that the disks of all stages have.
 """
@@ -28,8 +28,8 @@ def longest_prefix(disks: Sequence[pb.PrefixReply]) -> int:
 class Pipeline(Protocol):
     """A plan that serves. It takes frames in order and returns them in the same order with outcomes.
 
-    `send_frame` and the broadcasts return at once. The scheduler bounds the frames in flight. Stages of this process
-    need neither the broadcasts, since a header comes as soon, nor the status of workers.
+    `send_frame` and the broadcasts return at once. The scheduler bounds the frames in flight. A stage of this process
+    needs neither the broadcasts, since a header comes as soon, nor the status of workers.
     """
 
     epoch: int

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.planning.plan import LayerCost, ModelCosts, NodeSpec, StagePlan, make_plan
+from coordinator.planning.plan import LayerCost, ModelCosts, StagePlan
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.shard import TensorInfo
 from mtp.head.drafter import MOST_WAITING
-from proto.errors import MemoryLimitError, SpanError
-from proto.span import Span
+from proto.errors import MemoryLimitError
 from proto.terminal.progress import format_size
 from proto.wire import DTYPE_BYTES, STORED_BYTES, STORED_NAMES
 
@@ -194,15 +193,3 @@ def _loaded_bytes(tensor: TensorInfo, stored: int, dtype: str | None) -> int:
     if dtype is None or tensor.dtype not in _FLOATS:
         return stored
     return stored // STORED_BYTES[tensor.dtype] * DTYPE_BYTES[dtype]
-
-
-_UNLIMITED_BYTES = 2**60
-
-
-def even_spans(checkpoint: Checkpoint, count: int, flag: str) -> tuple[Span, ...]:
-    """Return the spans of `count` equal machines. Raises SpanError, naming `flag`, for more machines than layers."""
-    layers = checkpoint.config.num_layers
-    if count > layers:
-        raise SpanError(f"{flag} {count}: the model has {layers} layers. Use {layers} or fewer.")
-    nodes = [NodeSpec(f"node {number}", _UNLIMITED_BYTES) for number in range(count)]
-    return tuple(stage.span for stage in make_plan(model_costs(checkpoint), nodes).stages)

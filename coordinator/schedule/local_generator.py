@@ -1,16 +1,14 @@
-"""A generator in this process: all stages of a model, and the loop that serves requests over them."""
+"""A generator in this process: a model, and the loop that serves requests with it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines
-from coordinator.planning.capacity import even_spans
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.scheduler import Scheduler
@@ -30,44 +28,33 @@ AUTO = MtpMode()
 async def local_generator(
     checkpoint: Checkpoint,
     *,
-    stages: int = 1,
     dtype: str | None = None,
     mtp: MtpMode = AUTO,
     ngram: NgramMode = NgramMode.off,
     kv_bits: int | None = None,
     exact: bool = False,
-    slices: int = 1,
     prefix_cache: bool = True,
-    state: Path | None = None,
-    prefix_disk: int | None = None,
-    limits: Limits | None = None,
-    vocabulary: bytes = b"",
     on_progress: OnProgress | None = None,
 ) -> AsyncIterator[GenerationLoop]:
-    """Load `checkpoint` in `stages` even stages, and serve requests until the block is left.
+    """Load `checkpoint`, and serve requests until the block is left.
 
-    `dtype` None keeps the stored type, and `kv_bits` 4 or 8 quantizes keys and values. With `exact` a row has the
-    same bits with any rows beside it, and each layer is computed in `slices`. Without `prefix_cache` every prompt is
-    computed from its first token. With `prefix_disk` bytes, prefixes stay in the directory `state`. Requests with a
-    grammar need the packed `vocabulary`. The loading thread calls `on_progress(done, total)` with bytes. Raises
-    SpanError for more stages than layers, UsageError for drafts without a head, and the errors of loading.
+    `dtype` None keeps the stored type, and `kv_bits` 4 or 8 quantizes keys and values. With `exact` a row has the same
+    bits with any rows beside it. Without `prefix_cache` every prompt is computed from its first token. The loading
+    thread calls `on_progress(done, total)` with bytes. Raises UsageError for drafts without a head, and the errors of
+    loading.
     """
     mode = effective_mtp_mode(checkpoint, mtp)
     model = LocalModel(
         checkpoint,
-        even_spans(checkpoint, stages, "--stages"),
         dtype,
         kv_bits,
         with_head=mode.depth != 0,
         prefix_cache=prefix_cache,
         exact=exact,
-        slices=slices,
     )
-    source = LocalPipelines(model, state, prefix_disk, on_progress)
-    config = checkpoint.config
-    limits = limits or Limits(config.max_positions, config.vocab_size)
-    scheduler = Scheduler(limits, Controller(mode, ngram=ngram), vocabulary)
-    loop = GenerationLoop(source, scheduler)
+    source = LocalPipelines(model, on_progress=on_progress)
+    limits = Limits(checkpoint.config.max_positions, checkpoint.config.vocab_size)
+    loop = GenerationLoop(source, Scheduler(limits, Controller(mode, ngram=ngram)))
     try:
         await loop.start()
         yield loop

@@ -37,7 +37,6 @@ from mtp.vision.tower import tower_bytes
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, MemoryLimitError, UsageError
 from proto.images import VisionMode
-from proto.span import Span
 from proto.terminal.progress import format_size
 from proto.trust.node_trust import NodeTrust
 
@@ -155,7 +154,6 @@ class OpenedModel:
         )
         whole = LocalModel(
             self.checkpoint,
-            [Span(0, config.num_layers)],
             options.dtype,
             options.kv_bits,
             with_head=self.mode.depth != 0,

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.drafts.controller import MtpMode
-from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import Tokenizer
@@ -36,6 +35,7 @@ from tests.bench.texts import held_out_prompts
 from tests.support.checkpoints.checkpoints import convert_checkpoint
 from tests.support.stages.eager_matches import EagerMatches
 from tests.support.stages.local_run import Answered, answer
+from tests.support.stages.local_stages import local_stages
 
 MODES = ("1", "2", "4", "auto", "off")
 """Values of --mtp. The last one shows the effect of other requests."""
@@ -142,14 +142,14 @@ async def measure(path: Path, prompts: Sequence[Sequence[int]], options: argpars
     )
     requests = list(random_requests(prompts, options.length, count, rng))
     started = time.perf_counter()
-    async with local_generator(checkpoint, mtp=MtpMode(0), prefix_cache=False, **common) as loop:
+    async with local_stages(checkpoint, mtp=MtpMode(0), prefix_cache=False, **common) as loop:
         expected = await answers_alone(loop, requests, rng)
     print(f"{len(requests)} answers alone: {time.perf_counter() - started:.0f} s", flush=True)
     for mode, stages in itertools.product(options.modes, options.stages):
         started, total = time.perf_counter(), Count()
         order = rng.sample(range(len(requests)), len(requests))
         parsed = MtpMode.parse(mode)
-        async with local_generator(checkpoint, mtp=parsed, stages=stages, **common) as loop:
+        async with local_stages(checkpoint, mtp=parsed, stages=stages, **common) as loop:
             if options.ngrams:
                 loop.scheduler.controller = EagerMatches(parsed)
             asked = [requests[i] for i in order]

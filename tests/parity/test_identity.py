@@ -160,7 +160,7 @@ def test_sixteen_at_once_with_mixed_depths(monkeypatch: pytest.MonkeyPatch) -> N
     """Each answer equals the answer alone when micro-batches of random depths run together."""
     asked = sixteen()
     expected = answers(asked, "off", one_by_one=True)
-    monkeypatch.setattr("coordinator.schedule.local_generator.Controller", RandomDepth)
+    monkeypatch.setattr("tests.support.stages.local_stages.Controller", RandomDepth)
     DEPTHS.clear()
     found = answers(asked, "4", stages=2)
     check_same(found, expected)

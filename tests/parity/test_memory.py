@@ -181,7 +181,7 @@ def test_prefix_entries_stay_within_the_estimate(
     path = checkpoints()
     config = Checkpoint.open(path).config
     form = KVFormat.of(config.head_dim, bits)
-    model = LocalModel(Checkpoint.open(path), [Span(0, config.num_layers)], kv_bits=bits)
+    model = LocalModel(Checkpoint.open(path), kv_bits=bits)
     chain = Chain(path, kv_format=form)
     (engine,) = chain.engines
     end = 0

@@ -13,7 +13,6 @@ import mlx.core as mx
 import pytest
 
 from coordinator.drafts.controller import MtpMode
-from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest
 from mtp.builtin import checkpoint_dir
@@ -26,6 +25,7 @@ from proto.params import SamplingParams
 from tests.conftest import Checkpoints
 from tests.support.stages.chain import EPOCH, Chain, random_tokens
 from tests.support.stages.local_run import Answered, answer
+from tests.support.stages.local_stages import local_stages
 from worker.engine import stage_engine
 from worker.engine.stage_engine import BegunFrame, StageEngine
 from worker.engine.stage_host import StageHost, may_overlap
@@ -226,7 +226,7 @@ async def answers(patched: pytest.MonkeyPatch, most_copied: int) -> tuple[list[A
     patched.setattr(StageEngine, "begin_frame", begin)
     patched.setattr(StageHost, "_finish_frame", finish)
     limits = Limits(context=512)
-    local = partial(local_generator, limits=limits, mtp=MtpMode.parse("off"), dtype="float32")
+    local = partial(local_stages, limits=limits, mtp=MtpMode.parse("off"), dtype="float32")
     async with local(Checkpoint.open(checkpoint_dir())) as loop:
         request = GenerationRequest(tuple(range(300, 330)), 24, SAMPLED)
         first = await answer(loop, request)

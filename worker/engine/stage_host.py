@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -324,15 +323,6 @@ class StageHost:
         engine = StageEngine(stage, epoch=epoch, first=spec.first, verifier=verifier, budget=budget)
         engine.disk = loaded.prefixes
         return engine
-
-    @contextmanager
-    def timed(self, frame: Frame) -> Iterator[None]:
-        """Watch a frame that runs inside the block, and learn its time."""
-        self.thread.expect(self._deadlines.seconds(frame))
-        started = time.monotonic()
-        yield
-        self._deadlines.record_frame_time(frame, time.monotonic() - started)
-        self._trimmer.record_frame(frame)
 
     def run_frame(
         self,

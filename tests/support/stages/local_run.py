@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.drafts.controller import MtpMode
-from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.request import (
     Finished,
@@ -22,6 +21,7 @@ from coordinator.schedule.request import (
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.frame import TokenLogprob
 from tests.support.stages.eager_matches import EagerMatches
+from tests.support.stages.local_stages import local_stages
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def run(
     ngrams: bool = False,
     **options: Any,
 ) -> list[Answered]:
-    """Return the answers of a fresh engine over the checkpoint at `path`. `options` go to `local_generator`.
+    """Return the answers of a fresh engine over the checkpoint at `path`. `options` go to `local_stages`.
 
     With `ngrams` every match of a text makes drafts.
     """
@@ -77,7 +77,7 @@ def run(
     async def main() -> list[Answered]:
         """Run the requests on a local engine."""
         mode = MtpMode.parse(mtp)
-        async with local_generator(Checkpoint.open(path), mtp=mode, **options) as loop:
+        async with local_stages(Checkpoint.open(path), mtp=mode, **options) as loop:
             if ngrams:
                 loop.scheduler.controller = EagerMatches(mode)
             if one_by_one:

@@ -22,7 +22,6 @@ from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import MemoryLimitError, NotReadyError, ProtocolError, WorkerLostError
 from proto.frame import Admit, Evict, Frame, Op, Segment
-from proto.span import Span
 from tests.support.checkpoints.checkpoints import write_checkpoint
 from worker.engine.engine_thread import EngineThread
 from worker.engine.hardware import default_memory_limit
@@ -36,8 +35,7 @@ FRAME = Frame(1, 0, ops=(Admit(0, 8, 4),), segments=(Segment(0, 0, 0, (1, 2, 3, 
 def model(tmp_path_factory: pytest.TempPathFactory) -> LocalModel:
     """Return the model that the tests load."""
     path: Path = write_checkpoint(tmp_path_factory.mktemp("toy"))
-    checkpoint = Checkpoint.open(path)
-    return LocalModel(checkpoint, [Span(0, checkpoint.config.num_layers)])
+    return LocalModel(Checkpoint.open(path))
 
 
 def block_until(free: threading.Event, *_: object) -> None:
@@ -135,7 +133,8 @@ async def test_an_engine_that_failed_frees_its_weights(model: LocalModel, frame:
 
     post = EngineThread.post
     pipeline = await LocalPipelines(model).make(1)
-    stage = weakref.ref(pipeline._engines[0].stage)
+    assert pipeline._engine is not None
+    stage = weakref.ref(pipeline._engine.stage)
     gc.disable()
     try:
         with patch.object(EngineThread, "post", post_and_linger):
