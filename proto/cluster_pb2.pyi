@@ -1143,8 +1143,6 @@ class WorkerStatus(_message.Message):
     MEMORY_CACHED_FIELD_NUMBER: _builtins.int
     BYTES_IN_FIELD_NUMBER: _builtins.int
     BYTES_OUT_FIELD_NUMBER: _builtins.int
-    MESSAGES_IN_FIELD_NUMBER: _builtins.int
-    MESSAGES_OUT_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
     AWAITS_TOKENS_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
@@ -1164,8 +1162,6 @@ class WorkerStatus(_message.Message):
     bytes_in: _builtins.int
     """counters of the data plane"""
     bytes_out: _builtins.int
-    messages_in: _builtins.int
-    messages_out: _builtins.int
     awaits_tokens: _builtins.bool
     """a frame of stage 0 waits for tokens that the last stage relays"""
     @_builtins.property
@@ -1183,14 +1179,12 @@ class WorkerStatus(_message.Message):
         memory_cached: _builtins.int = ...,
         bytes_in: _builtins.int = ...,
         bytes_out: _builtins.int = ...,
-        messages_in: _builtins.int = ...,
-        messages_out: _builtins.int = ...,
         fault: Global___Fault | None = ...,
         awaits_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_fault", b"_fault", "fault", b"fault"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fault", b"_fault", "awaits_tokens", b"awaits_tokens", "busy_us", b"busy_us", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "engine_stall_ms", b"engine_stall_ms", "epoch", b"epoch", "fault", b"fault", "frames_done", b"frames_done", "link_stall_ms", b"link_stall_ms", "memory_cached", b"memory_cached", "memory_used", b"memory_used", "messages_in", b"messages_in", "messages_out", b"messages_out", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fault", b"_fault", "awaits_tokens", b"awaits_tokens", "busy_us", b"busy_us", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "engine_stall_ms", b"engine_stall_ms", "epoch", b"epoch", "fault", b"fault", "frames_done", b"frames_done", "link_stall_ms", b"link_stall_ms", "memory_cached", b"memory_cached", "memory_used", b"memory_used", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fault: _TypeAlias = _typing.Literal["fault"]  # noqa: Y015
     _WhichOneofArgType__fault: _TypeAlias = _typing.Literal["_fault", b"_fault"]  # noqa: Y015

@@ -171,13 +171,12 @@ LONGEST_WORD = 2000
 """Characters of the longest text without blanks. A longer one is data in Base64, and left out."""
 
 
-def note_of(part: Any, kind: str = "") -> str:
+def note_of(part: dict[str, Any]) -> str:
     """Return a line about a part of the history that another server made, or nothing if it has no words.
 
     A document of text is its text. No part of a history is refused: the client could not go on.
     """
-    if isinstance(part, dict):
-        kind = str(part.get("type") or kind)
+    kind = str(part.get("type") or "")
     words = "\n".join(dict.fromkeys(_words(part)))[:NOTE_CHARACTERS]
     if words:
         return f"\n[{kind}] {words}\n"

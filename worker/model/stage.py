@@ -85,35 +85,33 @@ class Stage:
         span = self.modules.span
         return [layer - span.start for layer in self.modules.config.token_layers if layer in span]
 
-    def forward(self, x: mx.array, runs: Sequence[Run], *, lazily: bool = False) -> mx.array:
+    def forward(self, x: mx.array, runs: Sequence[Run]) -> mx.array:
         """Run `x [rows, hidden]` through the span, and extend its sequences. Rows belong to `runs` in order.
 
-        A GPU starts with the first layers while Python builds the others, unless `lazily`. Raises ProtocolError, before
-        any layer has run, when a segment does not follow the end of its sequence.
+        Raises ProtocolError, before any layer has run, when a segment does not follow the end of its sequence.
         """
         for sequence, segment in runs:
             sequence.extend(segment)
         parts = _parts(runs, self.variants.split_rows)
         if len(parts) == 1:
-            return self._advance(x, runs, lazily)
+            return self._advance(x, runs)
         rows = row_ranges([segment.width for _, segment in runs])
         outputs: dict[int, mx.array] = {}
         for part in parts:
             taken = mx.concatenate([x[rows[i]] for i in part])
-            y = self._advance(taken, [runs[i] for i in part], lazily)
+            y = self._advance(taken, [runs[i] for i in part])
             own = row_ranges([runs[i][1].width for i in part])
             outputs |= {i: y[span] for i, span in zip(part, own, strict=True)}
         return mx.concatenate([outputs[i] for i in range(len(runs))])
 
-    def _advance(self, x: mx.array, runs: Sequence[Run], lazily: bool) -> mx.array:
-        """Run all layers. A GPU computes some while Python builds the next, unless `lazily`."""
+    def _advance(self, x: mx.array, runs: Sequence[Run]) -> mx.array:
+        """Run all layers. A GPU computes some while Python builds the next."""
         widths = [segment.width for _, segment in runs]
         stay_open = [segment.open for _, segment in runs]
         for index, layer in enumerate(self.modules.layers):
             caches = [sequence.layers[index] for sequence, _ in runs]
             x = layer.forward(x, caches, widths, stay_open).astype(self.dtype)
-            starts = index < EVALUATED_FIRST or (index + 1) % self._cadence == 0
-            if starts and not lazily:
+            if index < EVALUATED_FIRST or (index + 1) % self._cadence == 0:
                 mx.async_eval(x)
         return x
 

@@ -449,8 +449,6 @@ class WorkerService(pb_grpc.WorkerServicer):
             memory_cached=mx.get_cache_memory(),
             bytes_in=traffic.received.nbytes,
             bytes_out=traffic.sent.nbytes,
-            messages_in=traffic.received.messages,
-            messages_out=traffic.sent.messages,
             fault=binding.fault if binding else None,
             awaits_tokens=binding is not None and binding.awaits_tokens,
         )

@@ -184,7 +184,7 @@ class TokenStage(Stage):
         """Return the tokens as hidden states `[rows, 1]`."""
         return tokens.astype(mx.float32)[:, None]
 
-    def forward(self, x: mx.array, runs: Sequence[Run], *, lazily: bool = False) -> mx.array:
+    def forward(self, x: mx.array, runs: Sequence[Run]) -> mx.array:
         """Append the rows to the layers and return them unchanged."""
         rows = [int(row) for row in cast(list[float], x[:, 0].tolist())]
         for sequence, segment in runs:
