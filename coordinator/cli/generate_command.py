@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import mlx.core as mx
 import typer
 
+from coordinator.api.choice import Choice, ChoiceEnd
 from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.prompts import check_request
@@ -21,7 +22,6 @@ from coordinator.schedule.request import (
     GenerationEvent,
     GenerationRequest,
     GenerationStats,
-    TokenChunk,
 )
 from coordinator.schedule.request import generate as generate_events
 from coordinator.serve import options
@@ -30,7 +30,7 @@ from coordinator.text.tokenizer import TextStream, Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.missing_head import with_fetched_head
 from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
-from proto.errors import RequestError, UsageError, WorkerLostError
+from proto.errors import RequestError, UsageError
 from proto.params import SamplingParams
 from proto.terminal import logs
 from proto.terminal.options import JsonOption, takes_options
@@ -57,35 +57,26 @@ class PrintedAnswer:
     terminal, and left out of a pipe.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stream: bool, thinking: bool | None) -> None:
-        self.tokens: list[int] = []
-        self.text = ""
-        self.reason = ""
+    def __init__(
+        self, tokenizer: Tokenizer, request: GenerationRequest, *, stream: bool, thinking: bool | None
+    ) -> None:
         self.stats = GenerationStats(0, 0)
+        self._tokenizer = tokenizer
         self._stream = stream
         self._shown = ""
         self._in_reasoning = False
-        self._parser = None if thinking is None else AnswerReader(tokenizer.marks, thinking=thinking)
-        self._pieces = TextStream(tokenizer.text_bytes)
+        reader = None if thinking is None else AnswerReader(tokenizer.marks, thinking=thinking)
+        self._choice = Choice(0, request, tokenizer, (), reader)
 
     def add_event(self, event: GenerationEvent) -> None:
         """Add the tokens of an event. Raises WorkerLostError if the engine failed."""
+        found = self._choice.apply_event(event)
         if isinstance(event, Finished):
-            if event.reason == "error":
-                raise WorkerLostError(event.error or "the engine failed")
-            self.reason, self.stats = event.reason, event.stats
-            self._add_text(self._pieces.finish().text)
-        elif isinstance(event, TokenChunk):
-            for token in event.tokens:
-                self.tokens.append(token)
-                self._add_text(self._pieces.add_token(token).text)
-
-    def _add_text(self, text: str) -> None:
-        self.text += text
+            self.stats = event.stats
         if self._stream:
-            self._show(self._parser.add_text(text) if self._parser else [Content(text)])
+            self._show([one.part for one in found])
 
-    def _show(self, parts: Sequence[Part]) -> None:
+    def _show(self, parts: Sequence[Part | ChoiceEnd]) -> None:
         for part in parts:
             match part:
                 case Reasoning(text) if sys.stdout.isatty():
@@ -99,23 +90,20 @@ class PrintedAnswer:
 
     def to_json(self) -> str:
         """Return the object that `--json` prints."""
-        result = {
-            "tokens": self.tokens,
-            "text": self.text,
-            "finish_reason": self.reason,
-            "stats": summary(self.stats, len(self.tokens)),
-        }
-        return json.dumps(result)
+        tokens, pieces = self._choice.generated, TextStream(self._tokenizer.text_bytes)
+        text = "".join(pieces.add_token(token).text for token in tokens) + pieces.finish().text
+        reason = self._choice.finish_reason
+        stats = summary(self.stats, len(tokens))
+        return json.dumps({"tokens": tokens, "text": text, "finish_reason": reason, "stats": stats})
 
     def summarize(self) -> None:
         """End the text on stdout, and print the figures on stderr."""
-        if self._parser is not None:
-            self._show(self._parser.finish())
         if not self._shown.endswith("\n"):
             typer.echo()
-        if self.text and not self._shown:
+        choice = self._choice
+        if choice.reasoning and not self._shown:
             typer.echo("the answer ended inside its reasoning; --json shows it", err=True)
-        typer.echo(_figures(summary(self.stats, len(self.tokens)), self.reason), err=True)
+        typer.echo(_figures(summary(self.stats, len(choice.generated)), choice.finish_reason), err=True)
 
 
 def summary(stats: GenerationStats, tokens: int) -> dict[str, Any]:
@@ -143,7 +131,7 @@ def _rate(count: float, over: float) -> float:
     return round(count / over, 4) if over > 0 else 0.0
 
 
-def _figures(figures: dict[str, Any], reason: str) -> str:
+def _figures(figures: dict[str, Any], reason: str | None) -> str:
     """Return the figures as lines for people."""
     drafts = "none"
     if figures["drafted"]:
@@ -220,7 +208,7 @@ def generate(options: GenerateOptions) -> None:
     ends = frozenset(config.eos_token_ids) | tokenizer.eos_ids
     request = GenerationRequest(tokens, most, params, stop_tokens=ends)
     check_request(request, config.max_positions, config.vocab_size, config.max_positions)
-    answer = PrintedAnswer(tokenizer, stream=not options.json, thinking=thinking)
+    answer = PrintedAnswer(tokenizer, request, stream=not options.json, thinking=thinking)
     asyncio.run(_run(checkpoint, options, request, answer))
     if options.json:
         typer.echo(answer.to_json())
