@@ -16,6 +16,9 @@ STORED_BYTES = {
 STORED_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """The activation types that stages can compute in, and the name of each in safetensors headers."""
 
+STATE_NAMES = {**STORED_NAMES, "uint32": "U32", "uint8": "U8"}
+"""The types of states and of converted weights: packed ones are uint32, and the numbers of an MTP head are bytes."""
+
 DTYPE_BYTES = {name: STORED_BYTES[stored] for name, stored in STORED_NAMES.items()}
 """Bytes of one element of each activation type."""
 

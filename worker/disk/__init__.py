@@ -1,1 +1,1 @@
-"""Prefixes on disk: files of the states that a stage has computed, and their index. No MLX."""
+"""Prefixes on disk: files of the states that a stage has computed, and their index."""

@@ -22,8 +22,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from mtp.checkpoint.format.shard import TensorInfo, read_header
 from proto.errors import ProtocolError
-from proto.wire import STORED_BYTES, STORED_NAMES
+from proto.wire import STATE_NAMES, STORED_BYTES
 
 SUFFIX = ".safetensors"
 TEMPORARY = ".part"
@@ -46,12 +47,6 @@ the first touch of its pages takes longer than the copies: an H200 had 1.8 GB/s 
 
 READERS = 8
 """Threads that read and check pieces. Both release Python's lock."""
-
-MAX_HEADER = 2**26
-"""Bytes. A longer header is damage."""
-
-DTYPES = {**STORED_NAMES, "uint32": "U32", "uint8": "U8"}
-"""The types of tensors, by MLX's names, as safetensors names them."""
 
 _numbers = itertools.count()
 
@@ -107,7 +102,7 @@ class BlockWriter:
             self._shapes[tensor] = piece.shape
             if piece.appends:
                 self._appends.add(piece.layer)
-            kind, size, start = DTYPES[piece.dtype], view.nbytes, self._end
+            kind, size, start = STATE_NAMES[piece.dtype], view.nbytes, self._end
             self._end += size
             name, shape = f"{tensor}.{self._place}", [size // STORED_BYTES[kind]]
             place = [start, self._end]
@@ -148,24 +143,20 @@ class BlockReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
-            try:
-                (length,) = struct.unpack("<Q", file.read(8))
-                if length > MAX_HEADER:
-                    raise ValueError(f"a header of {length} bytes")
-                header: dict[str, Any] = json.loads(file.read(length))
-                metadata = header.pop("__metadata__")
-                self.appends: frozenset[int] = frozenset(json.loads(metadata["appends"]))
-                self._sums = dict[str, int](json.loads(metadata["crc32"]))
-                end = os.fstat(file.fileno()).st_size
-                self._places = {name: _place(info, 8 + length, end) for name, info in header.items()}
-                self._tensors = _by_layer(header, json.loads(metadata["shapes"]))
-            except Exception as error:  # whatever other bytes lead to
-                raise _damaged(path, error) from error
+        try:
+            header = read_header(path)
+            self.appends: frozenset[int] = frozenset(json.loads(header.metadata["appends"]))
+            self._sums = dict[str, int](json.loads(header.metadata["crc32"]))
+            self._places = header.tensors
+            self._tensors = _by_layer(header.tensors, json.loads(header.metadata["shapes"]))
+        except Exception as error:  # whatever other bytes lead to
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from None  # a file that cannot be opened is not damaged
+            raise _damaged(path, error) from error
 
     def nbytes(self, layer: int) -> int:
         """Return the bytes of the tensors of `layer`, 0 if it has none here."""
-        return sum(self._places[name][1] for name in self._pieces(layer))
+        return sum(self._places[name].nbytes for name in self._pieces(layer))
 
     def check(self, layers: Collection[int]) -> None:
         """Read the pieces of `layers` and compare their checksums. `load` gets them from the system's memory then.
@@ -200,9 +191,9 @@ class BlockReader:
             yield from stored.pieces
 
     def _read(self, descriptor: int, name: str) -> bytes:
-        start, size = self._places[name]
-        data = os.pread(descriptor, size, start)
-        if len(data) != size or zlib.crc32(data) != self._sums.get(name):
+        place = self._places[name]
+        data = os.pread(descriptor, place.nbytes, place.start)
+        if len(data) != place.nbytes or zlib.crc32(data) != self._sums.get(name):
             raise _damaged(self.path, f"other bytes of {name}")
         return data
 
@@ -219,18 +210,7 @@ class _Stored:
         return (own[0] if len(own) == 1 else mx.concatenate(own)).reshape(self.shape)
 
 
-def _place(info: dict[str, Any], start: int, end_of_file: int) -> tuple[int, int]:
-    """Return the place and the size of a piece. Raises ValueError if they do not fit its shape or the file."""
-    (count,) = map(int, info["shape"])
-    begin, end = map(int, info["data_offsets"])
-    if not 0 <= begin <= end <= end_of_file - start:
-        raise ValueError("it is too short")
-    if end - begin != STORED_BYTES[info["dtype"]] * count:
-        raise ValueError(f"{end - begin} bytes of shape {info['shape']}")
-    return start + begin, end - begin
-
-
-def _by_layer(header: dict[str, Any], shapes: dict[str, list[int]]) -> dict[int, list[_Stored]]:
+def _by_layer(header: Mapping[str, TensorInfo], shapes: dict[str, list[int]]) -> dict[int, list[_Stored]]:
     """Return the tensors of each layer in their order. Raises ValueError if pieces do not fit the shapes."""
     pieces: dict[tuple[int, int], list[str]] = {}
     for layer, index, place in sorted(tuple(map(int, name.split("."))) for name in header):
@@ -238,8 +218,8 @@ def _by_layer(header: dict[str, Any], shapes: dict[str, list[int]]) -> dict[int,
     found: dict[int, list[_Stored]] = {}
     for (layer, index), names in pieces.items():
         shape = tuple(map(int, shapes[f"{layer}.{index}"]))
-        kinds = {header[name]["dtype"] for name in names}
-        count = sum(header[name]["shape"][0] for name in names)
+        kinds = {header[name].dtype for name in names}
+        count = sum(header[name].shape[0] for name in names)
         if len(kinds) != 1 or min(shape, default=0) < 0 or count != math.prod(shape):
             raise ValueError(f"pieces of tensor {index} of layer {layer} do not fit {shape}")
         found.setdefault(layer, []).append(_Stored(shape, tuple(names)))

@@ -22,12 +22,11 @@ from proto.backup import LayerState
 from proto.errors import NotReadyError, ProtocolError
 from proto.frame import BackUp, RestoreBackup
 from proto.span import Span
-from proto.wire import DTYPE_BYTES
+from proto.wire import STATE_NAMES
 from worker.cache.sequence_cache import Border, LastStageState, SequenceCache
 
-_DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in (*DTYPE_BYTES, "uint32", "uint8")}
+_DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in STATE_NAMES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-"""The types of states. Quantized K/V is packed into uint32, and the numbers of an MTP head are bytes."""
 
 Arrays = list[mx.array]
 """The state of a layer: arrays `[1, heads, …]` of an attention layer, or `conv [1, taps, q k v]` and `state

@@ -27,7 +27,7 @@ from mtp.checkpoint.format.shard import Entry, ShardWriter, check_free_space, re
 from mtp.vision.tower import PATCHES, has_tower, tower_weights
 from proto.errors import CheckpointError, UsageError
 from proto.terminal.progress import OnProgress
-from proto.wire import STORED_NAMES
+from proto.wire import STATE_NAMES
 
 SHARD_BYTES = 2 * 1024**3
 """Bytes. Approximate size of a shard."""
@@ -256,11 +256,7 @@ class Settings:
         return weight if self.dtype is None else weight.astype(getattr(mx, self.dtype))
 
 
-SAFETENSORS: dict[mx.Dtype, str] = {
-    **{getattr(mx, name): stored for name, stored in STORED_NAMES.items()},
-    mx.uint32: "U32",
-    mx.uint8: "U8",
-}
+SAFETENSORS: dict[mx.Dtype, str] = {getattr(mx, name): stored for name, stored in STATE_NAMES.items()}
 """The types weights of a converted checkpoint have, as safetensors names them."""
 
 Choice = bool | dict[str, Any]

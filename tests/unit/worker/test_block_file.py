@@ -47,6 +47,13 @@ def test_a_header_that_fits_nothing_is_damage(tmp_path: Path, change: dict[str, 
         BlockReader(path)
 
 
+def test_a_block_that_cannot_be_opened_is_not_damaged(tmp_path: Path) -> None:
+    """A damaged block is removed. One that the system does not open, such as for lack of descriptors, stays."""
+    for path in (tmp_path, tmp_path / "gone"):
+        with pytest.raises(OSError, match=path.name):
+            BlockReader(path)
+
+
 async def test_a_cancelled_write_ends_before_its_file_is_closed(tmp_path: Path) -> None:
     """A plan that ends may cancel a write on a slow disk. The thread then still uses the file."""
     begun, go_on = threading.Event(), threading.Event()
