@@ -21,6 +21,7 @@ from coordinator.status.cluster_status import (
 )
 from coordinator.status.frame_records import StageLoad
 from coordinator.status.frame_trace import chrome_trace, step_table
+from proto.terminal.progress import format_size
 
 
 @dataclass(eq=False)
@@ -54,7 +55,6 @@ class LiveStatus(StatusSource):
             found,
             phase=view.phase.value,
             phase_seconds=view.now - view.since,
-            workers_wanted=view.settings.nodes,
         )
 
     def _detail(self, loop: ClusterStatus) -> str:
@@ -62,6 +62,9 @@ class LiveStatus(StatusSource):
             return ""
         view = self.manager.view
         phase = self.manager.describe_gathering() or view.phase.value
+        loads = [self.manager.loads.done.get(address, (0, 0)) for address in view.serving]
+        if view.phase is Phase.STARTING and (total := sum(load for _, load in loads)):
+            phase = f"{phase}: {format_size(sum(done for done, _ in loads))} of {format_size(total)}"
         return f"{phase}; {view.problem}" if view.problem else phase
 
     def _nodes(self, loop: ClusterStatus) -> tuple[NodeStatus, ...]:

@@ -119,8 +119,7 @@ class ClusterStatus:
 
     Counts by draft position and counts of tokens run since the start and never decrease. `detail` is one line that
     explains why the cluster is not ready, or how it handles a lost worker. A limit of None means no limit. `phase` is
-    the activity of the cluster's manager for `phase_seconds`, empty without one. The first plan waits for
-    `workers_wanted` workers.
+    the activity of the cluster's manager for `phase_seconds`, empty without one.
     """
 
     ready: bool
@@ -145,7 +144,6 @@ class ClusterStatus:
     uptime_seconds: float = 0.0
     phase: str = ""
     phase_seconds: float = 0.0
-    workers_wanted: int | None = None
     architecture: ModelStatus | None = None
     mtp_choices: tuple[SearchReport, ...] = ()
 

@@ -22,7 +22,6 @@ from coordinator.status import history
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
 from coordinator.status.frame_records import FrameRecord, FrameRecords
 from proto.errors import CapacityError
-from proto.terminal.progress import format_size
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +29,8 @@ log = logging.getLogger(__name__)
 def describe_activity(status: ClusterStatus) -> str:
     """Return what the cluster does now, such as `Computing prompts: 704 of 2,812 tokens`."""
     if not status.ready:
-        return _describe_start(status)
+        detail = status.detail or "starting"
+        return f"{detail[:1].upper()}{detail[1:]}"
     if status.prefilling:
         done = sum(prompt.done for prompt in status.prefilling)
         total = sum(prompt.total for prompt in status.prefilling)
@@ -40,25 +40,6 @@ def describe_activity(status: ClusterStatus) -> str:
         queued = f", {status.waiting} queued" if status.waiting else ""
         return f"Generating {answers}{queued}"
     return "Ready"
-
-
-def _describe_start(status: ClusterStatus) -> str:
-    loading = [node for node in status.nodes if node.health == "loading"]
-    if loading:
-        done = sum(node.loaded_bytes for node in loading)
-        total = sum(node.load_bytes for node in loading)
-        progress = f": {format_size(done)} of {format_size(total)}" if total else ""
-        machines = "1 machine" if len(loading) == 1 else f"{len(loading)} machines"
-        return f"Loading layers on {machines}{progress}"
-    lost = [node.name for node in status.nodes if node.health == "lost"]
-    if status.recoveries and lost:
-        hint = ". Start mtp-worker on one of them" if len(lost) == len(status.nodes) else ""
-        return f"Recovering from the loss of {', '.join(lost)}{hint}"
-    found = sum(node.health == "idle" for node in status.nodes)
-    if status.workers_wanted and found < status.workers_wanted:
-        return f"Waiting for workers: {found} of {status.workers_wanted} ready"
-    detail = status.detail or "starting"
-    return f"{detail[:1].upper()}{detail[1:]}"
 
 
 MESSAGE_SECONDS = 0.5

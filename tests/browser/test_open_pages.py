@@ -141,7 +141,7 @@ def test_tabs_of_one_browser_share_a_stream(browser: Browser) -> None:
         for ready in (False, True):
             tabs.pop(0).page.close()  # the tab that reads the stream
             client.status.ready = ready
-            text = "Generating 2 answers" if ready else "Loading layers"
+            text = "Generating 2 answers" if ready else "Loading: 1 GB"
             for tab in tabs:
                 tab.page.wait_for_selector(f"#now:has-text('{text}')")
             assert len(feed.subscribers) == 1
@@ -163,9 +163,9 @@ def test_a_tab_replaces_a_leader_that_stopped(browser: Browser) -> None:
         follower.wait_for_timeout(1000)
         assert "Generating" in follower.inner_text("#now")
         follower.evaluate("window.endSilence()")
-        follower.wait_for_selector("#now:has-text('Loading layers')")
+        follower.wait_for_selector("#now:has-text('Loading: 1 GB')")
         debugger.send("Debugger.disable")
-        leader.page.wait_for_selector("#now:has-text('Loading layers')")
+        leader.page.wait_for_selector("#now:has-text('Loading: 1 GB')")
         client.status.ready = True
         for page in (leader.page, follower):
             page.wait_for_selector("#now:has-text('Generating')")

@@ -58,7 +58,7 @@ worker.node: mtp mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.
 coordinator: mtp
 coordinator.api: coordinator.cluster coordinator.images coordinator.planning coordinator.schedule
     coordinator.status coordinator.text coordinator.trust coordinator.web mtp.checkpoint.format
-    mtp.checkpoint.hub proto
+    mtp.checkpoint.hub proto proto.terminal
 coordinator.cli: coordinator.api coordinator.cluster coordinator.drafts coordinator.doctor
     coordinator.pipeline coordinator.planning coordinator.schedule coordinator.serve
     coordinator.status coordinator.text coordinator.trust mtp.checkpoint.convert
@@ -82,7 +82,7 @@ coordinator.serve: coordinator.api coordinator.cluster coordinator.drafts coordi
 coordinator.status: coordinator.drafts proto
 coordinator.text: mtp.checkpoint.families mtp.checkpoint.format mtp.sampling proto
 coordinator.trust: proto proto.rpc proto.trust
-coordinator.web: coordinator.status proto proto.terminal"""
+coordinator.web: coordinator.status proto"""
 )
 """The other folders that each folder imports from. An arrow that no module uses is an error."""
 

@@ -141,6 +141,7 @@ class FakeStatus:
         return ClusterStatus(
             ready=self.ready,
             model="tiny",
+            detail="" if self.ready else "loading: 1 GB of 2 GB",
             epoch=3,
             mtp="auto",
             nodes=(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from coordinator.api.live_status import LiveStatus
+from coordinator.cluster.view import Phase, Settings, View
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus, PrefillStatus
 from coordinator.status.history import (
     KEPT_SECONDS,
@@ -33,32 +37,23 @@ SERVING = ClusterStatus(ready=True, model="m", epoch=1, nodes=(A, B), phase="ser
             replace(SERVING, running=1, prefilling=(PrefillStatus("r", 704, 2812),)),
             "Computing prompts: 704 of 2,812 tokens",
         ),
-        (
-            ClusterStatus(
-                False,
-                "m",
-                nodes=(replace(A, health="loading", loaded_bytes=3_100_000_000, load_bytes=15_200_000_000),),
-            ),
-            "Loading layers on 1 machine: 3.1 GB of 15.2 GB",
-        ),
-        (
-            ClusterStatus(False, "m", workers_wanted=2, nodes=(replace(A, health="idle"),)),
-            "Waiting for workers: 1 of 2 ready",
-        ),
-        (
-            ClusterStatus(False, "m", recoveries=1, nodes=(replace(A, health="lost"), B)),
-            "Recovering from the loss of mac-1",
-        ),
-        (
-            ClusterStatus(False, "m", recoveries=1, nodes=(replace(A, health="lost"),)),
-            "Recovering from the loss of mac-1. Start mtp-worker on one of them",
-        ),
-        (ClusterStatus(False, "m", detail="waiting for workers"), "Waiting for workers"),
+        (ClusterStatus(False, "m", detail="waiting for workers: 1 of 2"), "Waiting for workers: 1 of 2"),
+        (ClusterStatus(False, "m"), "Starting"),
     ],
 )
 def test_the_activity_is_one_line(status: ClusterStatus, text: str) -> None:
     """The line names the present step and its progress."""
     assert describe_activity(status) == text
+
+
+def test_a_start_says_how_much_is_loaded() -> None:
+    """The detail has the bytes of all workers of the plan, and the problem of the plan before."""
+    view = View(Settings(), phase=Phase.STARTING, serving=("a", "b"), problem="mac-3 is lost")
+    loads = SimpleNamespace(done={"a": (3_000_000_000, 7_600_000_000), "b": (100_000_000, 7_600_000_000)})
+    manager: Any = SimpleNamespace(view=view, loads=loads, describe_gathering=str, clock=lambda: 0.0)
+    loop: Any = SimpleNamespace(clock=lambda: 0.0)
+    live = LiveStatus(loop, manager, "m", lambda: A)
+    assert live._detail(ClusterStatus(False, "m")) == "loading: 3.1 GB of 15.2 GB; mac-3 is lost"
 
 
 def test_a_loss_and_its_recovery_are_events_with_a_duration() -> None:
