@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import accumulate
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -335,23 +335,28 @@ def _ranks(heads: Any, numbers: mx.array, whole: mx.array) -> mx.array:
     return mx.where(numbers < whole, -scores, 1.0)
 
 
-def sparse_attention(
-    q: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    index_queries: mx.array,
-    blocks: mx.array,
-    offset: int,
-    args: IndexerArgs,
-    scale: float,
-) -> mx.array:
-    """Return the attention of `q [1, heads, w, dim]` at `offset` to `keys` and `values [1, kv_heads, tokens, dim]`.
+class SparseReads(NamedTuple):
+    """The inputs of `sparse_attention`: `q [1, heads, w, dim]` at `offset`, and what it reads.
 
-    `index_queries` are `[w, heads, dim]`, and `blocks [n, dim]` the keys of the whole blocks.
+    `keys` and `values` are `[1, kv_heads, tokens, dim]`, and `index_queries [w, heads, dim]`. `blocks [n, dim]` are the
+    keys of the whole blocks.
     """
-    if q.shape[2] > GATHERED_ROWS and keys.shape[2] <= this_device().masked_keys:
-        return masked_attention(q, keys, values, index_queries, blocks, offset, args, scale)
-    return gathered_attention(q, keys, values, index_queries, blocks, offset, args, scale)
+
+    q: mx.array
+    keys: mx.array
+    values: mx.array
+    index_queries: mx.array
+    blocks: mx.array
+    offset: int
+    args: IndexerArgs
+    scale: float
+
+
+def sparse_attention(reads: SparseReads) -> mx.array:
+    """Return the attention of the queries to the blocks that score highest, and to the newest tokens."""
+    if reads.q.shape[2] > GATHERED_ROWS and reads.keys.shape[2] <= this_device().masked_keys:
+        return masked_attention(reads)
+    return gathered_attention(reads)
 
 
 GATHERED_ROWS = 32
@@ -361,17 +366,9 @@ SCORE_BYTES = 2**29
 """Bytes. Bound of the scores of some queries and all keys. On an H200 512 queries at once are as fast as 2,048."""
 
 
-def masked_attention(
-    q: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    index_queries: mx.array,
-    blocks: mx.array,
-    offset: int,
-    args: IndexerArgs,
-    scale: float,
-) -> mx.array:
+def masked_attention(reads: SparseReads) -> mx.array:
     """Return `sparse_attention` as one of all keys, most of which are masked."""
+    q, keys, values, index_queries, blocks, offset, args, scale = reads
     count = min(args.budget // args.block, blocks.shape[0])
     tile = max(1, SCORE_BYTES // (q.shape[1] * keys.shape[2] * q.itemsize))
     outputs = []
@@ -395,17 +392,9 @@ def masked_attention(
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 
-def gathered_attention(
-    q: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    index_queries: mx.array,
-    blocks: mx.array,
-    offset: int,
-    args: IndexerArgs,
-    scale: float,
-) -> mx.array:
+def gathered_attention(reads: SparseReads) -> mx.array:
     """Return `sparse_attention` with the keys that each query reads next to each other."""
+    q, keys, values, index_queries, blocks, offset, args, scale = reads
     count = min(args.budget // args.block, blocks.shape[0])
     read = count * args.block + args.block - 1
     row = 2 * keys.shape[1] * keys.shape[3] * keys.itemsize
@@ -502,7 +491,7 @@ class SparseAttention(StreamLayer, AttentionLayer):
             # The last token reads all others.
             return tiled_attention(q, keys, values, offset, scale)
         blocks = cache.block_keys(partial(self._pooled, cache.layout))
-        return sparse_attention(q, keys, values, queries, blocks, offset, self.sizes, scale)
+        return sparse_attention(SparseReads(q, keys, values, queries, blocks, offset, self.sizes, scale))
 
     def _pooled(self, layout: ImageLayout | None, keys: mx.array, first: int) -> mx.array:
         """Return the keys of blocks, rotated to the positions of their first tokens."""

@@ -26,6 +26,7 @@ from mtp.flash_next.args import IndexerArgs
 from mtp.flash_next.layers import (
     IndexedKV,
     NgramState,
+    SparseReads,
     chosen_blocks,
     gathered_attention,
     masked_attention,
@@ -269,8 +270,8 @@ def test_a_chunk_may_cross_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     mx.random.seed(3)
     q, k = mx.random.normal((1, 4, 60, 16)), mx.random.normal((1, 2, 70, 16))
     rest = mx.random.normal((60, 4, 16)), mx.random.normal((17, 16)), 10
-    args: Any = (q, k, k, *rest, IndexerArgs(4, 16, 32, 4), 0.25)
-    assert mx.allclose(gathered_attention(*args), masked_attention(*args), atol=1e-6)
+    reads = SparseReads(q, k, k, *rest, IndexerArgs(4, 16, 32, 4), 0.25)
+    assert mx.allclose(gathered_attention(reads), masked_attention(reads), atol=1e-6)
 
 
 @pytest.mark.parametrize("tokens", [75, 100])
@@ -287,7 +288,7 @@ def test_the_blocks_with_the_highest_scores_are_read(
     k, v = (mx.random.normal((1, 2, tokens, 16)) for _ in range(2))
     queries = mx.random.normal((width, 4, 16))
     blocks = mx.random.normal((tokens // 4, 16))
-    found = attention(q, k, v, queries, blocks, tokens - width, args, 0.25)
+    found = attention(SparseReads(q, k, v, queries, blocks, tokens - width, args, 0.25))
     for i in range(width):
         last = tokens - width + i
         whole = (last + 1) // 4

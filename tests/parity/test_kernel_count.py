@@ -20,7 +20,7 @@ from mlx_lm.utils import load_model
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.flash_next.args import IndexerArgs
-from mtp.flash_next.layers import sparse_attention
+from mtp.flash_next.layers import SparseReads, sparse_attention
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.layer import KVFormat
 from proto.control import Kernels
@@ -277,6 +277,6 @@ def test_the_attention_to_chosen_blocks() -> None:
     q, keys, queries, blocks = (zeros(shape, mx.float32) for shape in shapes)
     with counted_kernels():
         args = queries, blocks, 399, IndexerArgs(4, 16, 32, 4), 0.25
-        kernels = kernels_of([sparse_attention(q, keys, keys, *args)])
+        kernels = kernels_of([sparse_attention(SparseReads(q, keys, keys, *args))])
     assert kernels.total() <= 11, kernels
     assert kernels["Gather"] == 2
