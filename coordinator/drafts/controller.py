@@ -62,35 +62,6 @@ class MtpMode:
         return str(self.depth) if self.depth else "off"
 
 
-@dataclass(frozen=True)
-class ShapeReport:
-    """One shape that the controller compares.
-
-    `cost` is the time of a step relative to plain decoding, an estimate unless `measured`. `tokens` are expected of a
-    step or, in a filled pipeline, of a pass. `speed` is the expected speed relative to plain decoding.
-    """
-
-    width: int
-    fill: int
-    cost: float
-    tokens: float
-    speed: float
-    measured: bool
-    chosen: bool
-
-
-@dataclass(frozen=True)
-class SearchReport:
-    """The comparison for up to `sequences` sequences that step together, each with up to `fill` windows in flight."""
-
-    sequences: int
-    fill: int
-    shapes: tuple[ShapeReport, ...]
-    """Plain decoding first, then blocks by depth, then filled pipelines."""
-    plain_speed: float | None = None
-    """Measured tokens per second of one answer without drafts under the present load; None before a measurement."""
-
-
 FILLED_WIDTHS = (1, 2, 4, 8)
 """Tokens. Widths of windows in a filled pipeline. Widths between them differ too little to measure them."""
 
@@ -172,12 +143,6 @@ class Controller:
     def forget_costs(self) -> None:
         """Forget all costs, because other machines or other cuts serve from now on. Keep the acceptance."""
         self._choices.clear()
-
-    def report(self) -> tuple[SearchReport, ...]:
-        """Return the shapes that the controller compares, for status pages. It is empty unless in `auto`."""
-        if self.mode.filled or self.mode.depth is not None:
-            return ()
-        return tuple(choice.report(2**bits, fill) for (bits, fill), choice in sorted(self._choices.items()))
 
     def _choice(self, sequences: int, fill: int) -> Choice:
         key = ((sequences - 1).bit_length(), fill)
@@ -332,32 +297,6 @@ class Choice:
                     found[i], speed = shape, faster
             tokens, rows = tokens + more, rows + wider
         return found
-
-    def report(self, sequences: int, fill: int) -> SearchReport:
-        """Return the state of plain decoding and of every shape that was measured."""
-        plain, costs = self.shapes[0], self.costs
-        chances = self.acceptance.by_position(self._deepest)
-        seconds, speed = costs.seconds(plain.width, plain.depth), self._speed(plain, chances)
-        shapes = tuple(
-            ShapeReport(
-                shape.width,
-                shape.fill,
-                cost=costs.seconds(shape.width, shape.depth) / seconds,
-                tokens=self._tokens(shape, chances),
-                speed=self._speed(shape, chances) / speed,
-                measured=costs.is_measured(shape),
-                chosen=shape == self.current,
-            )
-            for shape in self.shapes
-            if shape in (plain, self.current) or costs.is_measured(shape)
-        )
-        return SearchReport(sequences, fill, shapes, speed if costs.is_measured(plain) else None)
-
-    def _tokens(self, shape: Shape, chances: Sequence[float]) -> float:
-        """Return the expected tokens of a window or, in a filled pipeline, of a run."""
-        if shape.fill == 1:
-            return expected_tokens(chances[: shape.ahead])
-        return expected_run(chances[: shape.ahead], shape.width)[0]
 
     def _speed(self, shape: Shape, chances: Sequence[float]) -> float:
         """Return the expected tokens per second of a sequence.

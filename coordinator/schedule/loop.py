@@ -124,7 +124,6 @@ class GenerationLoop(Generator):
                 if s.computed_tokens < s.prefill_tokens
             ),
             recoveries=self.recoveries,
-            mtp_choices=scheduler.controller.report(),
         )
 
     async def collect_trace(self, seconds: float) -> list[ProcessTrace]:

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from coordinator.drafts.controller import SearchReport
-
 LoadPhase = Literal["opening", "finishing answers", "loading", "ready", "failed"]
 
 
@@ -145,7 +143,6 @@ class ClusterStatus:
     phase: str = ""
     phase_seconds: float = 0.0
     architecture: ModelStatus | None = None
-    mtp_choices: tuple[SearchReport, ...] = ()
 
 
 class StatusSource(Protocol):

@@ -212,11 +212,6 @@ def status_fields(status: ClusterStatus) -> Json:
         del fields[name]  # they would change in every message
     fields["started_at"] = round(time.time() - status.uptime_seconds)
     fields["tokens_per_second"] = round(status.tokens_per_second, 2)
-    for choices in fields["mtp_choices"]:
-        choices["plain_speed"] = choices["plain_speed"] and round(choices["plain_speed"], 1)
-        for shape in choices["shapes"]:
-            for name in ("cost", "tokens", "speed"):
-                shape[name] = round(shape[name], 2)
     fields["activity"] = describe_activity(status)
     return fields
 

@@ -12,7 +12,6 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from coordinator.api.client_settings import AGENTS
-from coordinator.drafts.controller import SearchReport, ShapeReport
 from coordinator.planning.recommend import Recommendation
 from coordinator.status.history import Sample
 from coordinator.text.schemas import Json
@@ -393,8 +392,7 @@ def test_figures_agree_and_say_what_to_do(opened: WatchedPage, client: ApiClient
     """The share of drafts is that of the table, an open request has its figures, and a lost machine says what to do."""
     status = client.status.status()
     lost = replace(status.nodes[2], health="lost", detail="connection refused")
-    alone = SearchReport(1, 2, (ShapeReport(1, 1, 1.0, 1.0, 1.0, measured=False, chosen=True),))
-    shown = replace(status, nodes=(*status.nodes[:2], lost), mtp_choices=(alone,))
+    shown = replace(status, nodes=(*status.nodes[:2], lost))
     client.status.status = lambda: shown  # type: ignore[method-assign]
     generator = client.generator
     generator.hang_after = 1
@@ -411,7 +409,6 @@ def test_figures_agree_and_say_what_to_do(opened: WatchedPage, client: ApiClient
     expect(page.locator(".other .why")).to_have_text("Lost: connection refused. Start mtp-worker on it again.")
     opened.show("inside")
     page.wait_for_selector("table th:has-text('Draft 1')")
-    assert page.locator(".choice").count() == 0, "one shape is compared with nothing"
     empty = chart_of(opened, "Drafts accepted")
     expect(empty.locator(".empty")).to_be_visible()
     assert empty.locator(".grid").count() == 0, "a line crosses the text"

@@ -1,4 +1,4 @@
-// Ten minutes of speed and latency, and the MTP head: acceptance, tokens per window and the choice of depth.
+// Ten minutes of speed and latency, and the MTP head: acceptance by position and the mode.
 
 import { TimeChart } from "./charts.js";
 import { h } from "./dom.js";
@@ -73,49 +73,17 @@ export class SpeedView {
       h("td", { class: "number" }, d ? share(accepted[i] / d) : "–"),
       h("td", {}, h("span", { class: "meter", "aria-hidden": "true" }, h("i", { vars: { "--part": `${d ? (accepted[i] / d) * 100 : 0}%` } }))),
       h("td", { class: "number hint" }, `${count(accepted[i])} of ${count(d)}`)));
-    const chosen = (status.mtp_choices ?? []).filter((one) => one.shapes.length > 1).map(choice);
     this.mtp.replaceChildren(
       h("p", { class: "hint lead" }, DRAFTS), h("p", { class: "lead" }, modeLine(status.mtp)),
       status.ngram_drafted ? h("p", { class: "hint" }, `Drafts from the text: ${share(status.ngram_accepted / status.ngram_drafted)} of ${count(status.ngram_drafted)} accepted.`) : "",
       ...lines.map((line) => h("p", { class: "hint" }, line)),
-      rows.length ? h("table", { class: "plain" }, h("caption", { class: "hidden" }, "Drafts accepted, by position"), h("thead", {}, h("tr", {}, ["Position", "Accepted", "", "Drafts"].map((t, i) => h(t ? "th" : "td", t ? { scope: "col", class: i === 1 || i === 3 ? "number" : "" } : {}, t)))), h("tbody", {}, rows)) : "",
-      chosen.length ? h("div", { class: "choices" }, chosen) : "");
+      rows.length ? h("table", { class: "plain" }, h("caption", { class: "hidden" }, "Drafts accepted, by position"), h("thead", {}, h("tr", {}, ["Position", "Accepted", "", "Drafts"].map((t, i) => h(t ? "th" : "td", t ? { scope: "col", class: i === 1 || i === 3 ? "number" : "" } : {}, t)))), h("tbody", {}, rows)) : "");
   }
 }
 
 function modeLine(mode) {
-  if (mode === "auto") return "auto: the number of drafts that gives the most tokens per second is in use. Times are measured; tokens follow from the drafts accepted.";
+  if (mode === "auto") return "auto: the number of drafts that gives the most tokens per second is in use.";
   if (mode === "filled") return "filled: every machine works on its own step of the answer at the same time.";
   if (mode === "off") return "off: no drafts";
   return `${mode} ${mode === "1" ? "draft" : "drafts"} in each step.`;
-}
-
-// One comparison of `--mtp auto`: its shapes with cost, expected tokens and speed.
-function choice(one) {
-  const title = `${one.sequences === 1 ? "One answer at a time" : `Up to ${one.sequences} answers together`}${one.fill > 1 ? `, up to ${one.fill} steps at once` : ""}`;
-  const speed = (shape) => (one.plain_speed ? `${shape.measured ? "" : "≤ "}${rate(shape.speed * one.plain_speed)}` : "–");
-  return h("div", { class: "choice", tabindex: "0", role: "group", "aria-label": title },
-    h("h4", {}, title),
-    measured(one),
-    h("table", { class: "plain" }, h("caption", { class: "hidden" }, title),
-      h("thead", {}, h("tr", {}, ["Drafts a step", "Time of a step", "Tokens a step", "Speed", "Tokens/s an answer"].map((t, i) => h("th", { scope: "col", class: i ? "number" : "" }, t)))),
-      h("tbody", {}, one.shapes.map((shape) => h("tr", { class: shape.chosen ? "chosen" : "" },
-        h("th", { scope: "row" }, shapeName(shape), shape.chosen && h("span", { class: "badge" }, "in use")),
-        h("td", { class: "number" }, `${shape.measured ? "" : "at least "}${shape.cost.toFixed(2)} ×`),
-        h("td", { class: "number" }, shape.tokens.toFixed(2)),
-        h("td", { class: "number" }, `${shape.measured ? "" : "at most "}${shape.speed.toFixed(2)} ×`),
-        h("td", { class: "number" }, speed(shape)))))));
-}
-
-// The measured speed without drafts and with the shape in use, in words.
-function measured(one) {
-  const used = one.shapes.find((shape) => shape.chosen);
-  if (!one.plain_speed || !used?.measured) return null;
-  const plain = `${rate(one.plain_speed)} tokens/s without drafts`;
-  return h("p", { class: "hint" }, used.width === 1 && used.fill === 1 ? `${plain}, which is the fastest now.` : `${plain}, ${rate(used.speed * one.plain_speed)} with them, as measured.`);
-}
-
-function shapeName(shape) {
-  const drafts = ["none", "1 draft"][shape.width - 1] ?? `${shape.width - 1} drafts`;
-  return shape.fill > 1 ? `${drafts}, ${shape.fill} steps at once` : drafts;
 }

@@ -255,22 +255,3 @@ def test_several_stages_show_the_cost_of_drafts() -> None:
         costs.record_step(1, drafts, StepCost(sum(stages), stages=stages), Shape(1, 3))
     assert costs.seconds(1, 5) == pytest.approx(3.0)
     assert costs.interval(Shape(1, 6)) == pytest.approx(2.0)
-
-
-def test_the_report_shows_what_the_choice_rests_on() -> None:
-    """Plain decoding is the unit of cost and speed. The shape in use is marked once per search."""
-    controller = Controller(MtpMode(), max_depth=2)
-    for _ in range(200):
-        shape = controller.choose_shape()
-        controller.record_drafts([DraftResult(i + 1, True) for i in range(shape.depth)])
-        cost = StepCost(1 + 0.1 * shape.depth)
-        controller.record_step_cost(1, 1, shape.width, shape.depth, shape, cost)
-    (search,) = controller.report()
-    plain, one, two = search.shapes
-    assert (search.sequences, search.fill) == (1, 1)
-    assert (plain.cost, plain.tokens, plain.speed) == (1.0, 1.0, 1.0)
-    assert one.cost == pytest.approx(1.1, abs=0.02)
-    assert two.tokens > one.tokens > 1.9
-    assert two.speed == pytest.approx(two.tokens / two.cost)
-    assert [shape.chosen for shape in search.shapes] == [False, False, True]
-    assert Controller(MtpMode(depth=2)).report() == ()
