@@ -176,12 +176,12 @@ class StageEngine:
 
     # ---- frames and signals
 
-    def process(self, frame: Frame, stamps: FrameStamps | None = None) -> Frame:
+    def process(self, frame: Frame) -> Frame:
         """Apply a frame's operations, run its segments, and return the frame for the next hop.
 
         Raises StaleEpochError for another epoch, and ProtocolError for a frame that is out of order or invalid here.
         """
-        begun = self.begin_frame(frame, stamps or FrameStamps(0, StageStep))
+        begun = self.begin_frame(frame, FrameStamps(0, StageStep))
         out = begun.finish_frame()
         begun.clean_up()
         return out
