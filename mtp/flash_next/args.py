@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mtp.layers.sparse_attention import IndexerArgs
+
 _DEFAULTS: dict[str, Any] = {
     "hc_count": 4,
     "hc_lowrank": 320,
@@ -20,16 +22,6 @@ _DEFAULTS: dict[str, Any] = {
 """The values of absent fields, as transformers' `Qwen4ExpTextConfig` has them."""
 
 _INDEXER = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
-
-
-@dataclass(frozen=True)
-class IndexerArgs:
-    """The sizes of Qwen Sparse Attention: a query reads `budget` tokens of blocks of `block` tokens."""
-
-    heads: int
-    head_dim: int
-    budget: int
-    block: int
 
 
 @dataclass(frozen=True)

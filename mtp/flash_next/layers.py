@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import partial
 from itertools import accumulate
-from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mtp.device import this_device
 from mtp.flash_next import modules
-from mtp.flash_next.args import IndexerArgs
 from mtp.flash_next.ngrams import Ints
 from mtp.layers.exact import ExactProducts
 from mtp.layers.experts import fuse_experts, row_experts
-from mtp.layers.kv_cache import PlainKV, tiled_attention
+from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import (
     Hole,
     KVFormat,
@@ -37,72 +34,10 @@ from mtp.layers.reference.attention import AttentionLayer
 from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.rope import image_rotations, rotate, rotation_table
 from mtp.layers.source_kernel import SourceKernel
+from mtp.layers.sparse_attention import IndexedKV, SparseReads, sparse_attention
 from mtp.layers.stream_rows import NORM_SOURCE
 from proto.errors import ProtocolError, UsageError
 from proto.images import ImageLayout
-
-Pool = Callable[[mx.array, int], mx.array]
-"""The keys of blocks `[n, dim]`, of raw keys `[n x block, dim]` and the number of the first block."""
-
-
-class IndexedKV(PlainKV):
-    """Keys and values with the raw keys of the indexer, `[1, 1, room, dim]`, and the keys of whole blocks.
-
-    A block's key depends on its tokens alone, so the keys of blocks that are whole after a trim stay.
-    """
-
-    def __init__(self, block: int) -> None:
-        super().__init__()
-        self.block = block
-        self.index: mx.array | None = None
-        self._blocks: mx.array | None = None
-
-    def append_index(self, keys: mx.array) -> None:
-        """Append the raw keys `[width, dim]` of the tokens that follow. Call it before `update_and_fetch`."""
-        end = self.offset + keys.shape[0]
-        if self.index is None or self.index.shape[2] < end:
-            room = -(-end // self.step) * self.step
-            grown = mx.zeros((1, 1, room, keys.shape[1]), keys.dtype)
-            if self.index is not None:
-                grown[:, :, : self.offset] = self.index[:, :, : self.offset]
-            self.index = grown
-        self.index[0, 0, self.offset : end] = keys
-
-    def block_keys(self, pool: Pool) -> mx.array:
-        """Return the keys of all whole blocks, fp32 `[n, dim]`. There is at least one."""
-        whole = self.offset // self.block
-        known = 0 if self._blocks is None else min(whole, self._blocks.shape[0])
-        if whole > known:
-            assert self.index is not None, "it has the tokens of these blocks"
-            new = pool(self.index[0, 0, known * self.block : whole * self.block], known)
-            new = new.astype(mx.float32)  # as the scores, which read all of them for every token
-            old = [] if self._blocks is None else [self._blocks[:known]]
-            self._blocks = mx.concatenate([*old, new])
-        assert self._blocks is not None, "there is a whole block"
-        return self._blocks[:whole]
-
-    def trim(self, n: int) -> int:
-        trimmed = super().trim(n)
-        if self._blocks is not None:
-            self._blocks = self._blocks[: self.offset // self.block]
-        return trimmed
-
-    def arrays(self) -> list[mx.array]:
-        blocks = [] if self._blocks is None else [self._blocks]
-        return [] if self.index is None else [*super().arrays(), self.index, *blocks]
-
-    def _parts(self, start: int = 0) -> list[mx.array]:
-        assert self.index is not None, "there are tokens"
-        return [*super()._parts(start), self.index[:, :, start : self.offset]]
-
-    def _set_parts(self, parts: Sequence[mx.array]) -> None:
-        if len(parts) != 3:
-            raise ProtocolError(f"{len(parts)} arrays of keys, values and the index, expected 3")
-        super()._set_parts(parts[:2])
-        self.index = parts[2]
-
-    def _empty(self) -> IndexedKV:
-        return IndexedKV(self.block)
 
 
 @dataclass(frozen=True)
@@ -310,121 +245,6 @@ class NgramGDN(StreamGDN):
             state.advance(own, mx.contiguous(new) if keep else new, keep=keep)
             start += len(own)
         return values + (parts[0] if len(parts) == 1 else mx.concatenate(parts))
-
-
-TILE_BYTES = 2**28
-"""Bytes. Bound of the keys and values that are gathered for some queries at once. MLX may copy them for each head."""
-
-
-def chosen_blocks(queries: mx.array, blocks: mx.array, whole: mx.array, count: int) -> mx.array:
-    """Return the `count` blocks with the highest scores for each query, in their order: `[w, count]`.
-
-    `queries` are `[w, heads, dim]`, `blocks` fp32 `[n, dim]`, and query i sees the first `whole[i]` blocks. Of equal
-    scores, the first blocks are chosen. A query that sees fewer blocks gets further ones after its own.
-    """
-    products = queries.astype(mx.float32) @ blocks.T
-    heads = mx.split(products, products.shape[1], axis=1)
-    ranks = _ranks(heads, mx.arange(blocks.shape[0]), whole[:, None, None]).squeeze(1)
-    return mx.sort(mx.argsort(ranks, axis=-1)[:, :count], axis=-1)
-
-
-@partial(mx.compile, shapeless=True)
-def _ranks(heads: Any, numbers: mx.array, whole: mx.array) -> mx.array:
-    """Return the negative scores of blocks, and 1 for those that a query does not see. MLX's sort is stable."""
-    scores = reduce(add, (mx.maximum(products, 0) for products in heads))
-    return mx.where(numbers < whole, -scores, 1.0)
-
-
-class SparseReads(NamedTuple):
-    """The inputs of `sparse_attention`: `q [1, heads, w, dim]` at `offset`, and what it reads.
-
-    `keys` and `values` are `[1, kv_heads, tokens, dim]`, and `index_queries [w, heads, dim]`. `blocks [n, dim]` are the
-    keys of the whole blocks.
-    """
-
-    q: mx.array
-    keys: mx.array
-    values: mx.array
-    index_queries: mx.array
-    blocks: mx.array
-    offset: int
-    args: IndexerArgs
-    scale: float
-
-
-def sparse_attention(reads: SparseReads) -> mx.array:
-    """Return the attention of the queries to the blocks that score highest, and to the newest tokens."""
-    if reads.q.shape[2] > GATHERED_ROWS and reads.keys.shape[2] <= this_device().masked_keys:
-        return masked_attention(reads)
-    return gathered_attention(reads)
-
-
-GATHERED_ROWS = 32
-"""Rows of a window, which gather their own keys everywhere, so that a row's result depends on no other row."""
-
-SCORE_BYTES = 2**29
-"""Bytes. Bound of the scores of some queries and all keys. On an H200 512 queries at once are as fast as 2,048."""
-
-
-def masked_attention(reads: SparseReads) -> mx.array:
-    """Return `sparse_attention` as one of all keys, most of which are masked."""
-    q, keys, values, index_queries, blocks, offset, args, scale = reads
-    count = min(args.budget // args.block, blocks.shape[0])
-    tile = max(1, SCORE_BYTES // (q.shape[1] * keys.shape[2] * q.itemsize))
-    outputs = []
-    for start in range(0, q.shape[2], tile):
-        own = slice(start, min(start + tile, q.shape[2]))
-        seen, rows = offset + own.stop, own.stop - own.start
-        places = mx.arange(offset + own.start, seen)[:, None]
-        whole = (places + 1) // args.block
-        chosen = chosen_blocks(index_queries[own], blocks, whole[:, 0], count)
-        # With room for blocks behind a query's own, which the mask hides, and for the newest tokens.
-        picked = mx.zeros((rows, blocks.shape[0] + 1), mx.bool_)
-        picked = mx.put_along_axis(picked, chosen, mx.array(True), axis=1)
-        tokens = mx.arange(seen)
-        inside = mx.repeat(picked, args.block, axis=1)[:, :seen]
-        mask = mx.where(tokens < whole * args.block, inside, tokens <= places)
-        k, v = keys[:, :, :seen], values[:, :, :seen]
-        found = mx.fast.scaled_dot_product_attention(q[:, :, own], k, v, scale=scale, mask=mask)
-        outputs.append(found)
-        if own.stop < q.shape[2]:
-            mx.eval(found)  # one tile at a time is in memory
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
-
-
-def gathered_attention(reads: SparseReads) -> mx.array:
-    """Return `sparse_attention` with the keys that each query reads next to each other."""
-    q, keys, values, index_queries, blocks, offset, args, scale = reads
-    count = min(args.budget // args.block, blocks.shape[0])
-    read = count * args.block + args.block - 1
-    row = 2 * keys.shape[1] * keys.shape[3] * keys.itemsize
-    tile = max(1, TILE_BYTES // (read * row))
-    # An index in place of `squeeze` would copy the whole cache.
-    held = [part.squeeze(0).transpose(1, 0, 2) for part in (keys, values)]
-    inner, after = np.arange(count * args.block), np.arange(args.block - 1)
-    outputs = []
-    for start in range(0, q.shape[2], tile):
-        own = slice(start, min(start + tile, q.shape[2]))
-        places = np.arange(offset + own.start, offset + own.stop)[:, None]
-        whole = (places + 1) // args.block
-        newest = whole * args.block + after
-        # The blocks that a query sees are the first of those chosen for it.
-        mask = np.concatenate([inner < whole * args.block, newest <= places], axis=1)
-        seen = mx.array(whole[:, 0], mx.int32)
-        chosen = chosen_blocks(index_queries[own], blocks, seen, count)
-        last = mx.array(np.minimum(newest, keys.shape[2] - 1), mx.uint32)
-        tokens = chosen[..., None] * args.block + mx.array(inner[: args.block], mx.uint32)
-        tokens = mx.concatenate([tokens.reshape(len(places), -1), last], axis=1)
-        k, v = (part[tokens].transpose(0, 2, 1, 3) for part in held)
-        # The heads that share keys are the rows of one product, which reads the keys once for all of them.
-        heads = q[0:1, :, own].reshape(keys.shape[1], -1, len(places), q.shape[3])
-        found = mx.fast.scaled_dot_product_attention(
-            heads.transpose(2, 0, 1, 3), k, v, scale=scale, mask=mx.array(mask)[:, None, None]
-        )
-        outputs.append(found.reshape(len(places), -1, q.shape[3]).transpose(1, 0, 2)[None])
-        if own.stop < q.shape[2]:
-            mx.eval(outputs[-1])  # one tile at a time is in memory
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 
 class SparseAttention(StreamLayer, AttentionLayer):

@@ -16,10 +16,11 @@ import numpy as np
 from mlx_lm.models.qwen3_5 import GatedDeltaNet, SparseMoeBlock, TextModelArgs
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
-from mtp.flash_next.args import FlashNextArgs, IndexerArgs, NgramArgs
+from mtp.flash_next.args import FlashNextArgs, NgramArgs
 from mtp.flash_next.ngrams import Ints, NgramHash, NgramTable
 from mtp.layers.linear import FusedLinear, pad_outputs
 from mtp.layers.source_kernel import SourceKernel
+from mtp.layers.sparse_attention import IndexerArgs
 from mtp.layers.stream_rows import add_and_norm
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.device import DEVICES
-from mtp.flash_next.layers import IndexedKV
 from mtp.head.drafter import HeadState
 from mtp.layers.kv_cache import PairKV, PlainKV, QuantizedKV
 from mtp.layers.layer import KVFormat
+from mtp.layers.sparse_attention import IndexedKV
 from proto.backup import LayerState, by_layer
 from proto.errors import ProtocolError
 from proto.frame import Admit, BackUp, Evict, Outcome, RestoreBackup, RestorePrefix, SavePrefix

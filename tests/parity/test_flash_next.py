@@ -22,18 +22,20 @@ from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.convert.foreign import open_source
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.parts import open_table
-from mtp.flash_next.args import IndexerArgs
 from mtp.flash_next.layers import (
-    IndexedKV,
     NgramState,
+)
+from mtp.flash_next.ngrams import Mapped
+from mtp.layers.kv_cache import PlainKV
+from mtp.layers.layer import KVFormat
+from mtp.layers.sparse_attention import (
+    IndexedKV,
+    IndexerArgs,
     SparseReads,
     chosen_blocks,
     gathered_attention,
     masked_attention,
 )
-from mtp.flash_next.ngrams import Mapped
-from mtp.layers.kv_cache import PlainKV
-from mtp.layers.layer import KVFormat
 from proto.errors import CheckpointError, SpanError, UsageError
 from proto.images import ImageLayout, ImageSpan
 from proto.params import SamplingParams
@@ -266,7 +268,7 @@ def test_a_conversion_keeps_the_answers(model: Path, tmp_path: Path, bits: int |
 
 def test_a_chunk_may_cross_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first queries see fewer blocks than the budget has."""
-    monkeypatch.setattr("mtp.flash_next.layers.SCORE_BYTES", 2**12)
+    monkeypatch.setattr("mtp.layers.sparse_attention.SCORE_BYTES", 2**12)
     mx.random.seed(3)
     q, k = mx.random.normal((1, 4, 60, 16)), mx.random.normal((1, 2, 70, 16))
     rest = mx.random.normal((60, 4, 16)), mx.random.normal((17, 16)), 10
@@ -283,7 +285,7 @@ def test_the_blocks_with_the_highest_scores_are_read(
     mx.random.seed(2)
     args, width = IndexerArgs(4, 16, 32, 4), 6
     for limit in ("TILE_BYTES", "SCORE_BYTES"):  # some queries at once
-        monkeypatch.setattr(f"mtp.flash_next.layers.{limit}", 2**14)
+        monkeypatch.setattr(f"mtp.layers.sparse_attention.{limit}", 2**14)
     q = mx.random.normal((1, 4, width, 16))
     k, v = (mx.random.normal((1, 2, tokens, 16)) for _ in range(2))
     queries = mx.random.normal((width, 4, 16))

@@ -19,10 +19,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.flash_next.args import IndexerArgs
-from mtp.flash_next.layers import SparseReads, sparse_attention
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.layer import KVFormat
+from mtp.layers.sparse_attention import IndexerArgs, SparseReads, sparse_attention
 from proto.control import Kernels
 from proto.frame import Admit, Segment
 from proto.span import Span

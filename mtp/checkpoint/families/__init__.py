@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from mtp.checkpoint.families.family import Family, Qwen35
 from mtp.checkpoint.families.flash_next import FlashNext
+from mtp.checkpoint.families.glm_flash import GlmFlash
 from mtp.checkpoint.families.qwen3_next import Qwen3Next
 
-FAMILIES: tuple[Family, ...] = (Qwen35(), Qwen3Next(), FlashNext())
+FAMILIES: tuple[Family, ...] = (Qwen35(), Qwen3Next(), FlashNext(), GlmFlash())
 
 
 def find_family(model_type: str) -> tuple[Family, str, bool] | None:

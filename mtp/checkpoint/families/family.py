@@ -56,6 +56,12 @@ class Family(ABC):
     is_own: ClassVar[bool] = False
     """True if mlx-lm has no such model, and `--exact` none of its layers."""
 
+    sees_images: ClassVar[bool] = True
+    """True if the vision part of a checkpoint can be used."""
+
+    head_is_layer: ClassVar[bool] = False
+    """True if the publisher stores the MTP head as one more layer after the last one."""
+
     quantizes_kv: ClassVar[bool] = True
     """True if keys and values can be stored in 4 or 8 bits."""
 
@@ -72,6 +78,14 @@ class Family(ABC):
         "pre_fc_norm_hidden",
     )  # fmt: skip
     """The RMSNorms whose raw weight is an offset from 1, beside the final norms. `linear_attn.norm` is none."""
+
+    def named_fields(self, text: Text) -> Text:
+        """Return `text` with its sizes by the names that Qwen3.5 has for them. Any field may be missing or wrong."""
+        return text
+
+    def rename(self, local: str) -> str:
+        """Return the local name of a tensor that some programs store by another one."""
+        return local
 
     @abstractmethod
     def text_args(self, text: Text) -> TextModelArgs:
@@ -124,9 +138,9 @@ class Family(ABC):
             return min(1.0, float(text["num_experts_per_tok"]) / float(text["num_experts"]))
         return 1.0
 
-    def index_values(self, text: Text) -> int:
-        """Return the values of a token that an attention layer stores besides keys and values."""
-        return 0
+    def kv_values(self, text: Text, kv_heads: int, head_dim: int) -> int:
+        """Return the values of a token that an attention layer stores, with these heads of keys and values."""
+        return 2 * kv_heads * head_dim
 
     def token_values(self, text: Text) -> int:
         """Return the values of a sequence that each layer of `token_layers` stores besides those of its kind."""

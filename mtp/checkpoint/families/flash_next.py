@@ -82,9 +82,10 @@ class FlashNext(Family):
             return None
         return NgramHash(ngrams, ngrams.layers.index(int(found[1]))).stored_values.get(found[2])
 
-    def index_values(self, text: Text) -> int:
+    def kv_values(self, text: Text, kv_heads: int, head_dim: int) -> int:
         indexer = FlashNextArgs.of(text).indexer
-        return indexer.head_dim + 2 * indexer.head_dim // indexer.block  # keys of blocks are fp32
+        index = indexer.head_dim + 2 * indexer.head_dim // indexer.block  # keys of blocks are fp32
+        return super().kv_values(text, kv_heads, head_dim) + index
 
     def token_values(self, text: Text) -> int:
         args = FlashNextArgs.of(text)

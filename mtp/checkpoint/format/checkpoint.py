@@ -21,6 +21,7 @@ from mtp.checkpoint.format.names import (
     IGNORED,
     Layout,
     Source,
+    head_layer_name,
     holds_model,
     is_bare_head,
     is_head,
@@ -132,6 +133,9 @@ class Checkpoint:
     @classmethod
     def assemble(cls, path: Path, config: ModelConfig, layout: Layout, tensors: dict[str, TensorInfo]) -> Checkpoint:
         """Build a checkpoint from tensors whose places are known. Raises CheckpointError if two are one parameter."""
+        family = config.family
+        # Without offset norms there is only one layout.
+        layout = layout if family.offset_norms else "mlx"
         pairs = {part: list[tuple[str, str]]() for part in part_names(config.num_layers)}
         unknown, ignored = [], []
         tables: dict[str, dict[str, dict[int, str]]] = {}
@@ -144,11 +148,14 @@ class Checkpoint:
                 continue
             if config.head_only:
                 local = with_head_prefix(local)
-            if config.family.derived_values(config.text_config, local) is not None:
+            local = family.rename(local)
+            if family.head_is_layer:
+                local = head_layer_name(local, config.num_layers) or local
+            if family.derived_values(config.text_config, local) is not None:
                 ignored.append(name)
                 continue
             where = split_part(local, config.num_layers)
-            table = config.family.table_part(local)
+            table = family.table_part(local)
             if table is not None:
                 part, kind, number = table
                 tables.setdefault(part, {}).setdefault(kind, {})[number] = name

@@ -135,6 +135,8 @@ class ModelConfig:
         """Check the object of the config.json `file`. Raises CheckpointError for an unsupported model or field."""
         config = with_quantization(config, None)
         text = with_rope_parameters(_text(file, config))
+        if found := find_family(str(config.get("model_type"))):
+            text = found[0].named_fields(text)
         return _Reader(file, config, text).read(eos_token_ids)
 
     def cut_for(self, cut: Cut) -> ModelConfig:
@@ -210,8 +212,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Return the bytes of K/V per token in one attention layer; an element has `itemsize` bytes."""
-        index = self.family.index_values(self.text_config)
-        return (2 * self.num_kv_heads * self.head_dim + index) * itemsize
+        return self.family.kv_values(self.text_config, self.num_kv_heads, self.head_dim) * itemsize
 
     def gdn_bytes_per_sequence(self, itemsize: int, layer: int = 0) -> int:
         """Return the bytes per sequence in GDN layer `layer`: the convolution state, and the recurrent state in fp32.
@@ -278,7 +279,7 @@ class _Reader:
             foreign=self._foreign(),
             head_only=head_only,
             head_file=self._head_file(),
-            vision=vision,
+            vision=vision if family.sees_images else None,
             image_token=image,
         )
         if config.gdn_value_heads % config.gdn_key_heads:

@@ -51,6 +51,12 @@ def with_head_prefix(local: str) -> str:
     return local if local.partition(".")[0] in _OF_THE_MODEL else _in_head(local)
 
 
+def head_layer_name(local: str, num_layers: int) -> str | None:
+    """Return the name in the head of a tensor of the layer after the last one, or None for tensors of other layers."""
+    found = _LAYER.fullmatch(local)
+    return _in_head(found[2]) if found and int(found[1]) == num_layers else None
+
+
 def _in_head(within: str) -> str:
     for alias, name in _ALIASES:
         within = alias.sub(name, within, count=1) if alias.match(within) else within
@@ -59,7 +65,7 @@ def _in_head(within: str) -> str:
 
 
 Layout = Literal["raw", "mlx"]
-Transform = Literal["as stored", "conv1d", "norm + 1", "stack", "gate half", "up half"]
+Transform = Literal["as stored", "conv1d", "taps", "norm + 1", "stack", "gate half", "up half"]
 
 _VISION = re.compile(r"((model|language_model)\.)?(vision_tower|visual)\.")
 """Prefixes of the vision part. Some converters put it below `language_model.`."""
@@ -192,6 +198,8 @@ def name_sources(part: str, within: str, name: str, layout: Layout, num_experts:
     transform: Transform = "as stored"
     if layout == "raw" and within in ("linear_attn.conv1d.weight", "ple.conv1d.weight"):
         transform = "conv1d"
+    elif within.endswith(("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")):
+        transform = "taps"
     elif layout == "raw" and is_shifted_norm(part, within):
         transform = "norm + 1"
     return [(within, Source((name,), transform))]

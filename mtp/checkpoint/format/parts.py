@@ -112,7 +112,10 @@ def check_types(checkpoint: Checkpoint, part: str) -> None:
                 )
 
 
-_NEVER_CAST = ("A_log", "global_scale")
+_NEVER_CAST = (
+    "A_log", "global_scale", "self_attn.dt_bias", "e_score_correction_bias",
+    "hc_attn_fn", "hc_attn_base", "hc_attn_scale", "hc_ffn_fn", "hc_ffn_base", "hc_ffn_scale",
+)  # fmt: skip
 """Endings of the parameters that stay in fp32, whatever the model's dtype."""
 
 _UNREAD = ("F64", "F8_E5M2")
@@ -268,6 +271,7 @@ def _half(which: int) -> Callable[[mx.array], mx.array]:
 TRANSFORMS: dict[Transform, Callable[[mx.array], mx.array]] = {
     "as stored": lambda weight: weight,
     "conv1d": lambda weight: mx.contiguous(weight.moveaxis(2, 1)),
+    "taps": lambda weight: weight.reshape(weight.shape[0], -1),
     # In fp32, so that the later cast rounds only once.
     "norm + 1": lambda weight: weight.astype(mx.float32) + 1.0,
     "gate half": _half(0),
@@ -290,6 +294,8 @@ _OFF = 0.6
 
 def head_norms(checkpoint: Checkpoint) -> Norms:
     """Return the verdict on the norms of a complete head. Reads a few vectors."""
+    if not checkpoint.config.family.offset_norms:
+        return "as they should be"
     head = _norm_means(checkpoint, "mtp", "layers.0.")
     kinds = checkpoint.config.layer_kinds
     attention = [layer for layer, kind in enumerate(kinds) if kind == "attention"]

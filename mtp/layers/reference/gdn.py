@@ -56,13 +56,13 @@ class GDNCache(LayerCache):
     `conv [1, kernel - 1, conv_dim]` are the last inputs of the convolution. `state [1, v_heads, v_dim, k_dim]` is fp32.
     """
 
-    net: GatedDeltaNet
+    net: Any
     conv: mx.array
     state: mx.array
     tapes: list[Tape] = field(default_factory=list)
 
     @classmethod
-    def empty(cls, net: GatedDeltaNet, dtype: mx.Dtype) -> GDNCache:
+    def empty(cls, net: Any, dtype: mx.Dtype) -> GDNCache:
         """Return the state before the first token, with `conv` of `dtype`."""
         conv = mx.zeros((1, net.conv_kernel_size - 1, net.conv_dim), dtype)
         shape = (1, net.num_v_heads, net.head_v_dim, net.head_k_dim)
@@ -85,7 +85,7 @@ class GDNCache(LayerCache):
         self.conv = mx.concatenate([self.conv, tape.qkv[:, :cut]], axis=1)[:, cut:]
         k = tape.k[:, :cut]  # also in place of q, which only the output depends on
         inputs = k, k, tape.v[:, :cut], tape.a[:, :cut], tape.b[:, :cut]
-        _, self.state = advance_state(*inputs, self.net.A_log, self.net.dt_bias, self.state)
+        _, self.state = advance_net(self.net, *inputs, self.state)
 
     def copy(self) -> GDNCache:
         """Return an independent copy in its own memory. Rows that ran together share their memory."""
@@ -190,7 +190,7 @@ class GDNLayer(Layer):
         conv_input = mx.concatenate([held, qkv], axis=1)
         q, k, v = self._convolve(conv_input)
         before = _concatenated([c.state for c in caches])
-        out, state = advance_state(q, k, v, a, b, self.net.A_log, self.net.dt_bias, before)
+        out, state = advance_net(self.net, q, k, v, a, b, before)
         # A contiguous copy, since a view of three rows would keep the inputs of the whole chunk in memory.
         conv = mx.contiguous(conv_input[:, width:])
         for i, cache in enumerate(caches):
@@ -228,6 +228,16 @@ class GDNLayer(Layer):
 def _concatenated(states: Sequence[mx.array]) -> mx.array:
     """Return the states `[1, …]` of n sequences as one `[n, …]`."""
     return states[0] if len(states) == 1 else mx.concatenate(list(states))
+
+
+def advance_net(net: Any, *inputs: mx.array) -> tuple[mx.array, mx.array]:
+    """Advance the state, the last of `inputs`, by the rule of `net`. See `advance_state`."""
+    if not isinstance(net, GatedDeltaNet):
+        found: tuple[mx.array, mx.array] = net.advance(*inputs)
+        return found
+    *rows, state = inputs
+    q, k, v, a, b = rows
+    return advance_state(q, k, v, a, b, net.A_log, net.dt_bias, state)
 
 
 def advance_state(

@@ -1,0 +1,97 @@
+"""GLM-5.3-Flash: Kimi Delta Attention, sparse latent attention, and manifold-constrained hyper-connections."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+import mlx.nn as nn
+from mlx_lm.models.qwen3_5 import TextModelArgs
+
+from mtp.checkpoint.families.family import Family, Text, model_args
+from mtp.glm_flash.args import ATTENTION_TYPES, GlmArgs, find_problem
+from mtp.glm_flash.head import GlmHead
+from mtp.glm_flash.layers import StreamBlock
+from mtp.glm_flash.modules import DecoderLayer, GlmModel, StreamMean
+from mtp.layers.layer import Layer
+
+_ALIASES = (
+    (re.compile(r"\bforget_gate\."), ""),
+    (re.compile(r"\b(attn|ffn)_hc\."), r"hc_\1_"),
+)
+"""From the names of transformers' modules to those of the published files."""
+
+
+class GlmFlash(Family):
+    """Mixtures of experts with hyper-connections. mlx-lm has no model of them."""
+
+    releases = "GLM-5.3-Flash"
+    model_types: ClassVar = {"glm5_next": "glm5_next", "glm5_next_text": "glm5_next"}
+    head_types: ClassVar = {}
+    prefix = "language_model."
+    attention_types: ClassVar = ATTENTION_TYPES
+    cuts_layers = False
+    quantizes_kv = False
+    is_own = True
+    sees_images = False
+    head_is_layer = True
+    offset_norms = ()
+
+    def named_fields(self, text: Text) -> Text:
+        delta: Any = text.get("linear_attn_config")
+        delta = delta if isinstance(delta, dict) else {}
+        return {
+            **text,
+            "rope_parameters": {"rope_theta": 1.0},  # there is no RoPE
+            "head_dim": text.get("qk_nope_head_dim"),
+            "num_experts": text.get("n_routed_experts"),
+            "shared_expert_intermediate_size": text.get("moe_intermediate_size"),
+            "linear_num_key_heads": delta.get("num_heads"),
+            "linear_num_value_heads": delta.get("num_heads"),
+            "linear_key_head_dim": delta.get("head_dim"),
+            "linear_value_head_dim": delta.get("head_dim"),
+            "linear_conv_kernel_dim": delta.get("short_conv_kernel_size"),
+        }
+
+    def text_args(self, text: Text) -> TextModelArgs:
+        return model_args(text)
+
+    def backbone(self, text: Text) -> nn.Module:
+        linear = [self._is_linear(text, layer) for layer in range(text["num_hidden_layers"])]
+        return GlmModel(self.text_args(text), GlmArgs.of(text), linear)
+
+    def layer(self, text: Text, index: int) -> nn.Module:
+        return DecoderLayer(GlmArgs.of(text), index, linear=self._is_linear(text, index))
+
+    def norm(self, text: Text) -> nn.Module:
+        return StreamMean(GlmArgs.of(text))
+
+    def head(self, text: Text) -> GlmHead:
+        return GlmHead(GlmArgs.of(text))
+
+    def stage_layer(self, layer: Any) -> Layer:
+        return StreamBlock(layer)
+
+    def find_problem(self, text: Text) -> str | None:
+        return find_problem(text)
+
+    def streams(self, text: Text) -> int:
+        return GlmArgs.of(text).streams
+
+    def kv_values(self, text: Text, kv_heads: int, head_dim: int) -> int:
+        indexer = GlmArgs.of(text).indexer
+        # The key and the gate of each token, and the keys of blocks in fp32.
+        return int(text["kv_lora_rank"]) + 2 * indexer.head_dim + 2 * indexer.head_dim // indexer.block
+
+    def rename(self, local: str) -> str:
+        for alias, name in _ALIASES:
+            local = alias.sub(name, local)
+        return local
+
+    def convert_text(self, text: Text) -> None:
+        """Remove the fields that `named_fields` adds: other programs read those of the publisher."""
+        text.pop("rope_parameters", None)
+
+    @staticmethod
+    def _is_linear(text: Text, layer: int) -> bool:
+        return (layer + 1) % (text.get("full_attention_interval") or 4) != 0

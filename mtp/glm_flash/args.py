@@ -1,0 +1,154 @@
+"""The sizes of GLM-5.3-Flash, by the fields of transformers' `Glm5NextTextConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mtp.layers.sparse_attention import IndexerArgs
+
+ATTENTION_TYPES = ("deepseek_sparse_attention", "indexed_attention", "full_attention")
+"""The names of layers of latent attention in `layer_types`."""
+
+_SIZES = (
+    "hidden_size", "intermediate_size", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok",
+    "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "index_n_heads",
+    "index_head_dim", "index_topk", "index_kpool", "hc_mult", "hc_sinkhorn_iters",
+)  # fmt: skip
+
+_MUST_BE: dict[str, tuple[Any, Any]] = {
+    "qk_rope_head_dim": (0, 0),
+    "n_shared_experts": (1, 1),
+    "n_group": (1, 1),
+    "topk_group": (1, 1),
+    "scoring_func": ("sigmoid", "sigmoid"),
+    "norm_topk_prob": (True, True),
+    "hidden_act": ("silu", "silu"),
+    "attention_bias": (False, False),
+    "mhc": (True, True),
+    "index_kpool_compress": (True, True),
+    "index_kpool_always_select_tail": (True, True),
+}
+"""The fields with one supported value, and the values of absent ones."""
+
+
+@dataclass(frozen=True)
+class DeltaArgs:
+    """The sizes of Kimi Delta Attention, and the `bound` of the logarithm of a decay, None for no bound."""
+
+    heads: int
+    head_dim: int
+    kernel: int
+    bound: float | None
+
+
+@dataclass(frozen=True)
+class LatentArgs:
+    """The sizes of multi-head latent attention: ranks of the queries and of the latents, and dimensions of a head."""
+
+    heads: int
+    q_rank: int
+    rank: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class ExpertArgs:
+    """The `count` experts of `inner` columns, of which a row takes `chosen`, and the factor of their sum."""
+
+    count: int
+    chosen: int
+    inner: int
+    factor: float
+
+
+@dataclass(frozen=True)
+class GlmArgs:
+    """The sizes of the model. `limit` bounds the gated units of every MLP; `dense` layers have one of `inner`."""
+
+    hidden: int
+    inner: int
+    dense: frozenset[int]
+    limit: float
+    eps: float
+    streams: int
+    mix_eps: float
+    rounds: int
+    delta: DeltaArgs
+    latent: LatentArgs
+    indexer: IndexerArgs
+    experts: ExpertArgs
+
+    @classmethod
+    def of(cls, text: Mapping[str, Any]) -> GlmArgs:
+        """Return the sizes in a `text_config` that `find_problem` accepts."""
+        delta = text["linear_attn_config"]
+        heads = text["num_attention_heads"]
+        experts = ExpertArgs(
+            text["n_routed_experts"],
+            text["num_experts_per_tok"],
+            text["moe_intermediate_size"],
+            text.get("routed_scaling_factor", 1.0),
+        )
+        return cls(
+            hidden=text["hidden_size"],
+            inner=text["intermediate_size"],
+            dense=_dense_layers(text),
+            limit=text["swiglu_limit"],
+            eps=text.get("rms_norm_eps", 1e-5),
+            streams=text["hc_mult"],
+            mix_eps=text.get("hc_eps", 1e-6),
+            rounds=text["hc_sinkhorn_iters"],
+            delta=DeltaArgs(delta["num_heads"], delta["head_dim"], delta["short_conv_kernel_size"], _bound(delta)),
+            latent=LatentArgs(
+                heads, text["q_lora_rank"], text["kv_lora_rank"], text["qk_nope_head_dim"], text["v_head_dim"]
+            ),
+            indexer=IndexerArgs(text["index_n_heads"], text["index_head_dim"], text["index_topk"], text["index_kpool"]),
+            experts=experts,
+        )
+
+
+def _dense_layers(text: Mapping[str, Any]) -> frozenset[int]:
+    """Return the layers without experts: those of `mlp_layer_types`, or the first ones."""
+    if kinds := text.get("mlp_layer_types"):
+        return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    return frozenset(range(text.get("first_k_dense_replace", 0)))
+
+
+def _bound(delta: Mapping[str, Any]) -> float | None:
+    """Return the lower bound of the gate. transformers takes -5 for null, unless `safe_gate` is false."""
+    found: float | None = delta.get("gate_lower_bound")
+    return -5.0 if found is None and delta.get("safe_gate", True) else found
+
+
+def find_problem(text: Mapping[str, Any]) -> str | None:
+    """Return the fault of a field that only this family has, None if all are valid. Raises for wrong types."""
+    for name in _SIZES:
+        if type(text.get(name)) is not int or text[name] <= 0:
+            return f"{name} is {text.get(name)!r:.60}. It must be a positive integer."
+    for name, (wanted, absent) in _MUST_BE.items():
+        if text.get(name, absent) != wanted:
+            return f"{name} is {text[name]!r:.60}, and only {wanted!r} is supported."
+    delta = text["linear_attn_config"]
+    for name in ("num_heads", "head_dim", "short_conv_kernel_size"):
+        if type(delta.get(name)) is not int or delta[name] <= 0:
+            return f"linear_attn_config.{name} is {delta.get(name)!r:.60}. It must be a positive integer."
+    bound = _bound(delta)
+    if bound is not None and not bound < 0:
+        return f"linear_attn_config.gate_lower_bound is {bound!r:.60}. It must be negative, or no state would decay."
+    if not text["swiglu_limit"] > 0:
+        return f"swiglu_limit is {text['swiglu_limit']!r:.60}. It must be positive."
+    if text["index_topk"] % text["index_kpool"]:
+        return f"index_topk {text['index_topk']} is not a multiple of index_kpool {text['index_kpool']}."
+    if text["num_experts_per_tok"] > text["n_routed_experts"]:
+        return f"num_experts_per_tok {text['num_experts_per_tok']} is more than n_routed_experts."
+    shared = [layer for layer, kind in enumerate(text.get("indexer_types") or []) if kind != "full"]
+    if shared or text.get("index_topk_pattern") or text.get("index_topk_freq", 1) != 1:
+        layer = shared[0] if shared else "some layers"
+        return (
+            f"indexer_types lets {layer} take the blocks of an earlier layer, and only layers with an indexer of their "
+            "own ('full') are supported, as in the published model."
+        )
+    return None

@@ -1,0 +1,245 @@
+"""The layers of GLM-5.3-Flash: residual streams around Kimi Delta Attention, latent attention, and MLPs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.gated_delta import gated_delta_update
+
+from mtp.glm_flash.modules import DecoderLayer, DeltaAttention, LatentAttention
+from mtp.layers.exact import ExactProducts
+from mtp.layers.kv_cache import tiled_attention
+from mtp.layers.layer import Hole, KVFormat, Layer, Mixer
+from mtp.layers.linear import FusedLinear
+from mtp.layers.reference.gdn import GDNLayer
+from mtp.layers.sparse_attention import LatentKV, SparseReads, sparse_attention
+from proto.errors import UsageError
+
+
+class DeltaNet:
+    """A KDA with the names that the passes of a GatedDeltaNet use. Its decay has a value for each channel of a key."""
+
+    def __init__(self, module: DeltaAttention) -> None:
+        sizes = module.args
+        self.module, self.heads, self.dim = module, sizes.heads, sizes.head_dim
+        self.num_k_heads = self.num_v_heads = sizes.heads
+        self.head_k_dim = self.head_v_dim = sizes.head_dim
+        self.key_dim = sizes.heads * sizes.head_dim
+        self.conv_dim, self.conv_kernel_size = 3 * self.key_dim, sizes.kernel
+        self._taps = mx.concatenate([module.q_conv1d.weight, module.k_conv1d.weight, module.v_conv1d.weight])
+        self.o_proj = module.o_proj
+
+    def conv1d(self, x: mx.array) -> mx.array:
+        """Return the convolution of `x [n, w + kernel - 1, channels]`: `[n, w, channels]`."""
+        return mx.conv1d(x, self._taps.astype(x.dtype)[..., None], groups=self.conv_dim)
+
+    def advance(
+        self, q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """See `advance_state`. `a [n, w, heads x dim]` are the inputs of the decay."""
+        a = a.reshape(*a.shape[:2], self.heads, self.dim)
+        rates, bias = self.module.A_log[:, None], self.module.dt_bias.reshape(self.heads, self.dim)
+        bound = self.module.args.bound
+        found: tuple[mx.array, mx.array] = gated_delta_update(q, k, v, a, b, rates, bias, state, lower_bound=bound)
+        return found
+
+
+class DeltaMixer(GDNLayer):
+    """The computation of a KDA over flat rows of many sequences."""
+
+    def __init__(self, module: DeltaAttention, dtype: mx.Dtype) -> None:
+        self.net, self.dtype, self._together = DeltaNet(module), dtype, True
+        self._products = [module.q_proj, module.k_proj, module.v_proj]
+        self._fused = FusedLinear.of(self._products)
+
+    def _project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        net = self.net.module
+        qkv = self._fused(x) if self._fused else mx.concatenate([product(x) for product in self._products], axis=-1)
+        return qkv, net.g_b_proj(net.g_a_proj(x)), net.b_proj(x), net.f_b_proj(net.f_a_proj(x))
+
+    def _finish(self, out: mx.array, z: mx.array, dtype: mx.Dtype) -> mx.array:
+        norm = self.net.module.o_norm
+        normed = mx.fast.rms_norm(out.astype(mx.float32), norm.weight, norm.eps)
+        rows = normed.reshape(z.shape) * mx.sigmoid(z.astype(mx.float32))
+        y: mx.array = self.net.o_proj(rows.astype(dtype))
+        return y
+
+
+class _HeadProducts:
+    """`kv_b_proj` as products of each head: a key of a latent, transposed onto the query, and a value of a latent."""
+
+    def __init__(self, product: Any, heads: int, key_dim: int) -> None:
+        self._form = {n: getattr(product, n) for n in ("group_size", "bits", "mode")} if "scales" in product else {}
+        names = [name for name in ("weight", "scales", "biases") if name in product]
+        whole = [product[name].reshape(heads, -1, product[name].shape[-1]) for name in names]
+        self._keys = [mx.contiguous(part[:, :key_dim]) for part in whole]
+        self._values = [mx.contiguous(part[:, key_dim:]) for part in whole]
+        mx.eval(self._keys, self._values)
+        for name in names:
+            del product[name]
+
+    def latent_queries(self, q: mx.array) -> mx.array:
+        """Return `q [heads, rows, key_dim]` times the keys' weights: `[heads, rows, rank]`."""
+        if not self._form:
+            return q @ self._keys[0]
+        return mx.quantized_matmul(q, *self._keys, transpose=False, **self._form)
+
+    def values(self, read: mx.array) -> mx.array:
+        """Return the values `[heads, rows, value_dim]` of the latents `read [heads, rows, rank]`."""
+        if not self._form:
+            return read @ self._values[0].swapaxes(-1, -2)
+        return mx.quantized_matmul(read, *self._values, transpose=True, **self._form)
+
+
+class LatentMixer:
+    """The computation of an MLA over flat rows of many sequences, in the space of the latents."""
+
+    def __init__(self, module: LatentAttention, layer: DecoderLayer) -> None:
+        self.module, self.indexer = module, module.indexer
+        self.sizes, self.blocks = layer.args.latent, layer.args.indexer
+        self._heads = _HeadProducts(module.kv_b_proj, self.sizes.heads, self.sizes.key_dim)
+        self._scale = self.sizes.key_dim**-0.5
+
+    def new_cache(self, kv_format: KVFormat) -> LatentKV:
+        return LatentKV(self.blocks.block)
+
+    def mix(
+        self, inputs: mx.array, caches: Sequence[LatentKV], widths: Sequence[int], stay_open: Sequence[bool]
+    ) -> mx.array:
+        """See `Mixer.mix`."""
+        module, indexer, sizes = self.module, self.indexer, self.blocks
+        rows = inputs.shape[0]
+        low = module.q_a_layernorm(module.q_a_proj(inputs))
+        q = self._heads.latent_queries(module.q_b_proj(low).reshape(rows, self.sizes.heads, -1).swapaxes(0, 1))
+        latents = module.kv_a_layernorm(module.kv_a_proj_with_mqa(inputs))
+        asked = indexer.wq_b(low).reshape(rows, sizes.heads, sizes.head_dim)
+        keys, gates = indexer.k_norm(indexer.wk(inputs)), inputs @ indexer.index_kpool_compress_gate.T
+        raw = mx.concatenate([keys, gates], axis=-1)
+        weights = indexer.weights_proj(inputs).astype(mx.float32) * (sizes.heads * sizes.head_dim) ** -0.5
+        outputs, start = [], 0
+        for cache, width in zip(caches, widths, strict=True):
+            own = slice(start, start + width)
+            cache.append_index(raw[own])
+            outputs.append(self._read(q[None, :, own], latents[own], asked[own], weights[own], cache))
+            start += width
+        read = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+        values = self._heads.values(read[0]).swapaxes(0, 1).reshape(rows, -1)
+        y: mx.array = module.o_proj(values)
+        return y
+
+    def _read(self, q: mx.array, latents: mx.array, asked: mx.array, weights: mx.array, cache: LatentKV) -> mx.array:
+        """Append `latents [w, rank]` of one sequence. Return what `q [1, heads, w, rank]` read of all of them."""
+        offset = cache.offset
+        held = cache.append(latents)
+        if cache.offset // self.blocks.block <= self.blocks.budget // self.blocks.block:
+            # The last token reads all others.
+            return tiled_attention(q, held, held, offset, self._scale)
+        blocks = cache.block_keys(self._pooled)
+        return sparse_attention(SparseReads(q, held, held, asked, blocks, offset, self.blocks, self._scale, weights))
+
+    def _pooled(self, raw: mx.array, first: int) -> mx.array:
+        """Return the keys of blocks: their tokens' keys, weighted in each channel by a softmax of the gates."""
+        both = raw.reshape(-1, self.blocks.block, raw.shape[-1])
+        keys, gates = mx.split(both, 2, axis=-1)
+        places = self.indexer.index_kpool_compress_ape.astype(mx.float32)
+        shares = mx.softmax(gates.astype(mx.float32) + places, axis=1)
+        return (keys * shares.astype(keys.dtype)).sum(axis=1)
+
+
+def mixer_of(layer: DecoderLayer) -> Mixer:
+    """Return the computation of the attention of a loaded layer."""
+    dtype = layer.input_layernorm.weight.dtype
+    return DeltaMixer(layer.self_attn, dtype) if layer.is_linear else LatentMixer(layer.self_attn, layer)
+
+
+class HyperConnection:
+    """A manifold-constrained hyper-connection (mHC): how a block reads the streams, and how they go on after it."""
+
+    def __init__(self, layer: DecoderLayer, block: str) -> None:
+        self._fn, self._base, scale = (layer[f"hc_{block}_{name}"] for name in ("fn", "base", "scale"))
+        args = layer.args
+        parts = [0] * args.streams + [1] * args.streams + [2] * args.streams**2
+        self._scales = scale.astype(mx.float32)[mx.array(parts)]
+        self._streams, self._eps, self._mix_eps, self._rounds = args.streams, args.eps, args.mix_eps, args.rounds
+
+    def mix(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Return the block's input `[rows, hidden]` of the streams `x`, its gates `[rows, n]`, and the mixing matrices.
+
+        A matrix `[rows, n, n]` is made doubly stochastic by Sinkhorn's algorithm.
+        """
+        n = self._streams
+        normed = mx.fast.rms_norm(x.astype(mx.float32), None, self._eps)
+        logits = normed @ self._fn.astype(mx.float32).T * self._scales + self._base
+        reads, gates = mx.sigmoid(logits[:, :n]) + self._mix_eps, 2 * mx.sigmoid(logits[:, n : 2 * n])
+        matrix = mx.softmax(logits[:, 2 * n :].reshape(-1, n, n), axis=-1) + self._mix_eps
+        for step in range(2 * self._rounds - 1):
+            matrix = matrix / (matrix.sum(axis=-1 if step % 2 else -2, keepdims=True) + self._mix_eps)
+        apart = x.reshape(x.shape[0], n, -1)
+        inputs = (reads[..., None] * apart).sum(axis=1)
+        return inputs.astype(x.dtype), gates.astype(x.dtype), matrix.astype(x.dtype)
+
+    def spread(self, x: mx.array, block: mx.array, gates: mx.array, matrix: mx.array) -> mx.array:
+        """Return the mixed streams `x` plus the output `[rows, hidden]` of the block, by its gates."""
+        apart = x.reshape(x.shape[0], self._streams, -1)
+        return (gates[..., None] * block[:, None] + matrix.swapaxes(-1, -2) @ apart).reshape(x.shape)
+
+
+class _Block(Layer):
+    """What both kinds of layers have: norms, a mixer of tokens, and an MLP."""
+
+    kind = "glm-flash"
+
+    def __init__(self, layer: DecoderLayer) -> None:
+        self.norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.core, self.experts = mixer_of(layer), layer.mlp
+        self.dtype: mx.Dtype = layer.input_layernorm.weight.dtype
+
+    def new_cache(self, kv_format: KVFormat) -> Any:
+        return self.core.new_cache(kv_format)
+
+    def share(self, communicator: Any) -> None:
+        """Stay whole: no group holds these layers."""
+
+    def pin_exact(self, products: ExactProducts) -> None:
+        raise UsageError("--exact is not supported for GLM-5.3-Flash. Leave it out.")
+
+
+class StreamBlock(_Block):
+    """A layer of the model, around whose halves the streams pass."""
+
+    def __init__(self, layer: DecoderLayer) -> None:
+        super().__init__(layer)
+        self.connections = HyperConnection(layer, "attn"), HyperConnection(layer, "ffn")
+
+    def forward(
+        self,
+        x: mx.array,
+        caches: Sequence[Any],
+        widths: Sequence[int],
+        stay_open: Sequence[bool] = (),
+        holes: Sequence[Hole] = (),
+    ) -> mx.array:
+        first, second = self.connections
+        inputs, *added = first.mix(x)
+        x = first.spread(x, self.core.mix(self.norm(inputs), caches, widths, stay_open), *added)
+        inputs, *added = second.mix(x)
+        return second.spread(x, self.experts(self.mlp_norm(inputs)), *added)
+
+
+class HeadBlock(_Block):
+    """The layer of the MTP head."""
+
+    def forward(
+        self,
+        x: mx.array,
+        caches: Sequence[Any],
+        widths: Sequence[int],
+        stay_open: Sequence[bool] = (),
+        holes: Sequence[Hole] = (),
+    ) -> mx.array:
+        assert not holes, "the head of this family drafts from the host"
+        x = x + self.core.mix(self.norm(x), caches, widths, stay_open)
+        y: mx.array = x + self.experts(self.mlp_norm(x))
+        return y

@@ -1,0 +1,254 @@
+"""Attention to the blocks of tokens that an indexer scores highest, and the cache with the keys of these blocks.
+
+A query sees the whole blocks up to its own token, reads the best of them, and all tokens after the last whole block.
+Up to the budget it reads every token, and no block is scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from operator import add
+from typing import Any, ClassVar, NamedTuple, Self
+
+import mlx.core as mx
+import numpy as np
+
+from mtp.device import this_device
+from mtp.layers.kv_cache import PlainKV
+from proto.errors import ProtocolError
+
+
+@dataclass(frozen=True)
+class IndexerArgs:
+    """The sizes of an indexer: a query reads `budget` tokens of blocks of `block` tokens."""
+
+    heads: int
+    head_dim: int
+    budget: int
+    block: int
+
+
+Pool = Callable[[mx.array, int], mx.array]
+"""The keys of blocks `[n, dim]`, of raw keys `[n x block, dim]` and the number of the first block."""
+
+
+class IndexedKV(PlainKV):
+    """Keys and values with the raw keys of the indexer, `[1, 1, room, dim]`, and the keys of whole blocks.
+
+    A block's key depends on its tokens alone, so the keys of blocks that are whole after a trim stay.
+    """
+
+    stored: ClassVar[int] = 3
+    """The arrays of a backup."""
+
+    def __init__(self, block: int) -> None:
+        super().__init__()
+        self.block = block
+        self.index: mx.array | None = None
+        self._blocks: mx.array | None = None
+
+    def append_index(self, keys: mx.array) -> None:
+        """Append the raw keys `[width, dim]` of the tokens that follow. Call it before `update_and_fetch`."""
+        self.index = self._with_room(self.index, keys)
+        self.index[0, 0, self.offset : self.offset + keys.shape[0]] = keys
+
+    def _with_room(self, held: mx.array | None, rows: mx.array) -> mx.array:
+        """Return `held [1, 1, room, dim]`, longer if it has no room for `rows [width, dim]`."""
+        end = self.offset + rows.shape[0]
+        if held is not None and end <= held.shape[2]:
+            return held
+        grown = mx.zeros((1, 1, -(-end // self.step) * self.step, rows.shape[1]), rows.dtype)
+        if held is not None:
+            grown[:, :, : self.offset] = held[:, :, : self.offset]
+        return grown
+
+    def block_keys(self, pool: Pool) -> mx.array:
+        """Return the keys of all whole blocks, fp32 `[n, dim]`. There is at least one."""
+        whole = self.offset // self.block
+        known = 0 if self._blocks is None else min(whole, self._blocks.shape[0])
+        if whole > known:
+            assert self.index is not None, "it has the tokens of these blocks"
+            new = pool(self.index[0, 0, known * self.block : whole * self.block], known)
+            new = new.astype(mx.float32)  # as the scores, which read all of them for every token
+            old = [] if self._blocks is None else [self._blocks[:known]]
+            self._blocks = mx.concatenate([*old, new])
+        assert self._blocks is not None, "there is a whole block"
+        return self._blocks[:whole]
+
+    def trim(self, n: int) -> int:
+        trimmed = super().trim(n)
+        if self._blocks is not None:
+            self._blocks = self._blocks[: self.offset // self.block]
+        return trimmed
+
+    def arrays(self) -> list[mx.array]:
+        blocks = [] if self._blocks is None else [self._blocks]
+        return [] if self.index is None else [*super().arrays(), self.index, *blocks]
+
+    def _parts(self, start: int = 0) -> list[mx.array]:
+        assert self.index is not None, "there are tokens"
+        return [*super()._parts(start), self.index[:, :, start : self.offset]]
+
+    def _set_parts(self, parts: Sequence[mx.array]) -> None:
+        if len(parts) != self.stored:
+            raise ProtocolError(f"{len(parts)} arrays of keys, values and the index, expected {self.stored}")
+        super()._set_parts((parts[0], parts[-2]))
+        self.index = parts[-1]
+
+    def _empty(self) -> Self:
+        return type(self)(self.block)
+
+
+class LatentKV(IndexedKV):
+    """Latents `[1, 1, room, rank]`, each the key and the value of a token for all heads, with the index beside them."""
+
+    stored = 2
+
+    def append(self, latents: mx.array) -> mx.array:
+        """Append `latents [width, rank]`, and return all of them as `[1, 1, tokens, rank]`."""
+        self.keys = self.values = self._with_room(self.keys, latents)
+        end = self.offset + latents.shape[0]
+        self.keys[0, 0, self.offset : end] = latents
+        self.offset = end
+        return self.keys[:, :, :end]
+
+    def arrays(self) -> list[mx.array]:
+        return super().arrays()[1:]
+
+    def _parts(self, start: int = 0) -> list[mx.array]:
+        return super()._parts(start)[1:]
+
+
+TILE_BYTES = 2**28
+"""Bytes. Bound of the keys and values that are gathered for some queries at once. MLX may copy them for each head."""
+
+
+def chosen_blocks(
+    queries: mx.array, blocks: mx.array, whole: mx.array, count: int, weights: mx.array | None = None
+) -> mx.array:
+    """Return the `count` blocks with the highest scores for each query, in their order: `[w, count]`.
+
+    `queries` are `[w, heads, dim]`, `blocks` fp32 `[n, dim]`, and query i sees the first `whole[i]` blocks. Of equal
+    scores, the first blocks are chosen. A query that sees fewer blocks gets further ones after its own. `weights
+    [w, heads]` are those of the heads in a score, 1 without them; they may be negative.
+    """
+    products = queries.astype(mx.float32) @ blocks.T
+    heads = mx.split(products, products.shape[1], axis=1)
+    if weights is None:
+        scores = _summed(heads)
+    else:
+        scores = _weighted(heads, mx.split(weights.astype(mx.float32)[..., None], len(heads), axis=1))
+    # MLX's sort is stable, and a block that a query does not see comes last.
+    ranks = mx.where(mx.arange(blocks.shape[0]) < whole[:, None], -scores.squeeze(1), mx.inf)
+    return mx.sort(mx.argsort(ranks, axis=-1)[:, :count], axis=-1)
+
+
+@partial(mx.compile, shapeless=True)
+def _summed(heads: Any) -> mx.array:
+    """Return the scores of blocks without weights, from the products of each head."""
+    return reduce(add, (mx.maximum(products, 0) for products in heads))
+
+
+@partial(mx.compile, shapeless=True)
+def _weighted(heads: Any, weights: Any) -> mx.array:
+    """Return the scores of blocks, in which each head has a weight."""
+    return reduce(add, (mx.maximum(products, 0) * weight for products, weight in zip(heads, weights, strict=True)))
+
+
+class SparseReads(NamedTuple):
+    """The inputs of `sparse_attention`: `q [1, heads, w, dim]` at `offset`, and what it reads.
+
+    `keys` and `values` are `[1, kv_heads, tokens, dim]`, and `index_queries [w, heads, dim]`. `blocks [n, dim]` are the
+    keys of the whole blocks. `weights` are those of `chosen_blocks`.
+    """
+
+    q: mx.array
+    keys: mx.array
+    values: mx.array
+    index_queries: mx.array
+    blocks: mx.array
+    offset: int
+    args: IndexerArgs
+    scale: float
+    weights: mx.array | None = None
+
+
+def _rows(weights: mx.array | None, own: slice) -> mx.array | None:
+    return None if weights is None else weights[own]
+
+
+def sparse_attention(reads: SparseReads) -> mx.array:
+    """Return the attention of the queries to the blocks that score highest, and to the newest tokens."""
+    if reads.q.shape[2] > GATHERED_ROWS and reads.keys.shape[2] <= this_device().masked_keys:
+        return masked_attention(reads)
+    return gathered_attention(reads)
+
+
+GATHERED_ROWS = 32
+"""Rows of a window, which gather their own keys everywhere, so that a row's result depends on no other row."""
+
+SCORE_BYTES = 2**29
+"""Bytes. Bound of the scores of some queries and all keys. On an H200 512 queries at once are as fast as 2,048."""
+
+
+def masked_attention(reads: SparseReads) -> mx.array:
+    """Return `sparse_attention` as one of all keys, most of which are masked."""
+    q, keys, values, index_queries, blocks, offset, args, scale, weights = reads
+    count = min(args.budget // args.block, blocks.shape[0])
+    tile = max(1, SCORE_BYTES // (q.shape[1] * keys.shape[2] * q.itemsize))
+    outputs = []
+    for start in range(0, q.shape[2], tile):
+        own = slice(start, min(start + tile, q.shape[2]))
+        seen, rows = offset + own.stop, own.stop - own.start
+        places = mx.arange(offset + own.start, seen)[:, None]
+        whole = (places + 1) // args.block
+        chosen = chosen_blocks(index_queries[own], blocks, whole[:, 0], count, _rows(weights, own))
+        # With room for blocks behind a query's own, which the mask hides, and for the newest tokens.
+        picked = mx.zeros((rows, blocks.shape[0] + 1), mx.bool_)
+        picked = mx.put_along_axis(picked, chosen, mx.array(True), axis=1)
+        tokens = mx.arange(seen)
+        inside = mx.repeat(picked, args.block, axis=1)[:, :seen]
+        mask = mx.where(tokens < whole * args.block, inside, tokens <= places)
+        k, v = keys[:, :, :seen], values[:, :, :seen]
+        found = mx.fast.scaled_dot_product_attention(q[:, :, own], k, v, scale=scale, mask=mask)
+        outputs.append(found)
+        if own.stop < q.shape[2]:
+            mx.eval(found)  # one tile at a time is in memory
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+
+
+def gathered_attention(reads: SparseReads) -> mx.array:
+    """Return `sparse_attention` with the keys that each query reads next to each other."""
+    q, keys, values, index_queries, blocks, offset, args, scale, weights = reads
+    count = min(args.budget // args.block, blocks.shape[0])
+    read = count * args.block + args.block - 1
+    row = 2 * keys.shape[1] * keys.shape[3] * keys.itemsize
+    tile = max(1, TILE_BYTES // (read * row))
+    # An index in place of `squeeze` would copy the whole cache.
+    held = [part.squeeze(0).transpose(1, 0, 2) for part in (keys, values)]
+    inner, after = np.arange(count * args.block), np.arange(args.block - 1)
+    outputs = []
+    for start in range(0, q.shape[2], tile):
+        own = slice(start, min(start + tile, q.shape[2]))
+        places = np.arange(offset + own.start, offset + own.stop)[:, None]
+        whole = (places + 1) // args.block
+        newest = whole * args.block + after
+        # The blocks that a query sees are the first of those chosen for it.
+        mask = np.concatenate([inner < whole * args.block, newest <= places], axis=1)
+        seen = mx.array(whole[:, 0], mx.int32)
+        chosen = chosen_blocks(index_queries[own], blocks, seen, count, _rows(weights, own))
+        last = mx.array(np.minimum(newest, keys.shape[2] - 1), mx.uint32)
+        tokens = chosen[..., None] * args.block + mx.array(inner[: args.block], mx.uint32)
+        tokens = mx.concatenate([tokens.reshape(len(places), -1), last], axis=1)
+        k, v = (part[tokens].transpose(0, 2, 1, 3) for part in held)
+        # The heads that share keys are the rows of one product, which reads the keys once for all of them.
+        heads = q[0:1, :, own].reshape(keys.shape[1], -1, len(places), q.shape[3])
+        found = mx.fast.scaled_dot_product_attention(
+            heads.transpose(2, 0, 1, 3), k, v, scale=scale, mask=mx.array(mask)[:, None, None]
+        )
+        outputs.append(found.reshape(len(places), -1, q.shape[3]).transpose(1, 0, 2)[None])
+        if own.stop < q.shape[2]:
+            mx.eval(outputs[-1])  # one tile at a time is in memory
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
