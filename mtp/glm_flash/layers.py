@@ -12,10 +12,10 @@ from mtp.glm_flash.modules import DecoderLayer, DeltaAttention, LatentAttention
 from mtp.layers.exact import ExactProducts
 from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import Hole, KVFormat, Layer, Mixer
-from mtp.layers.linear import FusedLinear
+from mtp.layers.linear import Format, FusedLinear
 from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.sparse_attention import LatentKV, SparseReads, sparse_attention
-from proto.errors import UsageError
+from proto.errors import CheckpointError, UsageError
 
 
 class DeltaNet:
@@ -71,26 +71,26 @@ class _HeadProducts:
     """`kv_b_proj` as products of each head: a key of a latent, transposed onto the query, and a value of a latent."""
 
     def __init__(self, product: Any, heads: int, key_dim: int) -> None:
-        self._form = {n: getattr(product, n) for n in ("group_size", "bits", "mode")} if "scales" in product else {}
+        """Take the weights of `product`, which loses them. Raises CheckpointError for a packing that has no parts."""
+        form = Format.of(product)
+        if form is None:
+            raise CheckpointError("self_attn.kv_b_proj has a bias or a global scale, which is not supported")
+        self._form = form
         names = [name for name in ("weight", "scales", "biases") if name in product]
         whole = [product[name].reshape(heads, -1, product[name].shape[-1]) for name in names]
-        self._keys = [mx.contiguous(part[:, :key_dim]) for part in whole]
-        self._values = [mx.contiguous(part[:, key_dim:]) for part in whole]
+        self._keys = tuple(mx.contiguous(part[:, :key_dim]) for part in whole)
+        self._values = tuple(mx.contiguous(part[:, key_dim:]) for part in whole)
         mx.eval(self._keys, self._values)
         for name in names:
             del product[name]
 
     def latent_queries(self, q: mx.array) -> mx.array:
         """Return `q [heads, rows, key_dim]` times the keys' weights: `[heads, rows, rank]`."""
-        if not self._form:
-            return q @ self._keys[0]
-        return mx.quantized_matmul(q, *self._keys, transpose=False, **self._form)
+        return self._form.multiply(q, self._keys, transposed=False)
 
     def values(self, read: mx.array) -> mx.array:
         """Return the values `[heads, rows, value_dim]` of the latents `read [heads, rows, rank]`."""
-        if not self._form:
-            return read @ self._values[0].swapaxes(-1, -2)
-        return mx.quantized_matmul(read, *self._values, transpose=True, **self._form)
+        return self._form.multiply(read, self._values)
 
 
 class LatentMixer:
@@ -187,7 +187,7 @@ class HyperConnection:
 
 
 class _Block(Layer):
-    """What both kinds of layers have: norms, a mixer of tokens, and an MLP."""
+    """A layer of either kind: norms, a mixer of tokens, and an MLP."""
 
     kind = "glm-flash"
 

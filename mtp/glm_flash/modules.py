@@ -78,7 +78,8 @@ def gated(limit: float) -> Callable[[mx.array, mx.array], mx.array]:
 
     @partial(mx.compile, shapeless=True)
     def units(up: mx.array, gate: mx.array) -> mx.array:
-        return nn.silu(mx.minimum(gate, limit)) * mx.clip(up, -limit, limit)
+        found: mx.array = nn.silu(mx.minimum(gate, limit)) * mx.clip(up, -limit, limit)
+        return found
 
     return units
 

@@ -62,13 +62,16 @@ class Format:
             raise ValueError(f"{bits} bits in groups of {group}")
         return cls(bits, group, MODES[bits, group])
 
-    def multiply(self, x: mx.array, weights: Weights) -> mx.array:
-        """Return `x [rows, inputs]` times the weights: `[rows, outputs]`."""
+    def multiply(self, x: mx.array, weights: Weights, *, transposed: bool = True) -> mx.array:
+        """Return `x [rows, inputs]` times the weights: `[rows, outputs]`. Weights not `transposed` have a row an input.
+
+        All may have further axes before, as those of heads.
+        """
         if self.bits is None:
-            return x @ weights[0].T
+            return x @ (weights[0].swapaxes(-1, -2) if transposed else weights[0])
         weight, scales, biases = (*weights, None)[:3]
         assert weight is not None and scales is not None
-        return mx.quantized_matmul(x, weight, scales, biases, True, self.group_size, self.bits, self.mode)
+        return mx.quantized_matmul(x, weight, scales, biases, transposed, self.group_size, self.bits, self.mode)
 
 
 @dataclass(frozen=True, eq=False)

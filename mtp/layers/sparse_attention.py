@@ -108,11 +108,12 @@ class LatentKV(IndexedKV):
 
     def append(self, latents: mx.array) -> mx.array:
         """Append `latents [width, rank]`, and return all of them as `[1, 1, tokens, rank]`."""
-        self.keys = self.values = self._with_room(self.keys, latents)
+        held = self._with_room(self.keys, latents)
         end = self.offset + latents.shape[0]
-        self.keys[0, 0, self.offset : end] = latents
+        held[0, 0, self.offset : end] = latents
+        self.keys = self.values = held
         self.offset = end
-        return self.keys[:, :, :end]
+        return held[:, :, :end]
 
     def arrays(self) -> list[mx.array]:
         return super().arrays()[1:]
@@ -148,13 +149,16 @@ def chosen_blocks(
 @partial(mx.compile, shapeless=True)
 def _summed(heads: Any) -> mx.array:
     """Return the scores of blocks without weights, from the products of each head."""
-    return reduce(add, (mx.maximum(products, 0) for products in heads))
+    scores: mx.array = reduce(add, (mx.maximum(products, 0) for products in heads))
+    return scores
 
 
 @partial(mx.compile, shapeless=True)
 def _weighted(heads: Any, weights: Any) -> mx.array:
     """Return the scores of blocks, in which each head has a weight."""
-    return reduce(add, (mx.maximum(products, 0) * weight for products, weight in zip(heads, weights, strict=True)))
+    pairs = zip(heads, weights, strict=True)
+    scores: mx.array = reduce(add, (mx.maximum(products, 0) * weight for products, weight in pairs))
+    return scores
 
 
 class SparseReads(NamedTuple):
