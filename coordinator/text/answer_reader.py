@@ -1,15 +1,16 @@
 """The reader of an answer's structure: reasoning, content and tool calls, while the text streams.
 
-A call of Qwen3.5 is `<function=NAME>` with a `<parameter=NAME>` for each argument, and one of Hermes is
-`{"name": …, "arguments": {…}}`, both between the marks of a call. Models leave marks out and quote them, so a mark
-counts only where structure follows it. What is read depends on the text alone, not on the pieces it arrives in.
+A call of Qwen3.5 is `<function=NAME>` with a `<parameter=NAME>` for each argument, one of Hermes is
+`{"name": …, "arguments": {…}}`, and one of GLM is its name with a pair of `<arg_key>` and `<arg_value>` for each
+argument, all between the marks of a call. Models leave marks out and quote them, so a mark counts only where structure
+follows it. What is read depends on the text alone, not on the pieces it arrives in.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ class Marks:
     think_end: str = ""
     call: str = ""
     call_end: str = ""
+    pairs: bool = False
+    """True if a call is a name and pairs."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,9 @@ OPENINGS = ("<function=", "<function name=")
 STRUCTURE = ("<parameter=", "<parameter name=", FUNCTION_END)
 TAG = re.compile(r"</parameter>|</function>|<parameter(?=[=\s])|<function(?=[=\s])")
 VALUE_TAGS = (PARAMETER_END, FUNCTION_END, "<parameter=", "<function=")
+
+PAIRS_NAME = re.compile(r"\s*([^\s<>]{1,200})\s*(?=<arg_key>|\Z)")
+PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL)
 
 SPACE, LINE_BREAK = re.compile(r"\s*"), re.compile(r"(\r?\n)?")
 
@@ -273,7 +279,10 @@ class AnswerReader:
             if not self._marks.call or not self._buffer.startswith(self._marks.call):
                 break
             self._take(len(self._marks.call))  # written twice
-        yield from self._read_json() if self._buffer.startswith("{") else self._read_function()
+        if self._buffer.startswith("{"):
+            yield from self._read_whole(_json_calls)
+        else:
+            yield from self._read_whole(self._pair_calls) if self._marks.pairs else self._read_function()
         if self.reasoning and self._marks.think_end in "".join(self._taken or ()):
             raise _NoCallError  # the reasoning has ended before the call
         if self._line.fence and (yield from self._fence_closes()):
@@ -369,10 +378,25 @@ class AnswerReader:
         self._take(found.end())
         return found[1].strip()
 
-    # ---- the JSON form
+    # ---- the forms that are read when they are whole
 
-    def _read_json(self) -> Steps:
-        """Read calls up to their end mark, or to the end of the text."""
+    def _pair_calls(self, text: str) -> tuple[list[tuple[str, str]], int]:
+        """See `_json_calls`."""
+        name = PAIRS_NAME.match(text)
+        if name is None or self._tools is None or not self._tools.declares(name[1]):
+            return [], 0
+        place, given = name.end(), dict[str, str]()
+        while (pair := PAIR.match(text, place)) is not None:
+            kinds = self._tools.kinds(name[1], key := pair[1].strip())
+            given.setdefault(key, json_of(pair[2], kinds))
+            place = pair.end()
+        if rest := text[place:].strip():
+            return [], len(text) if rest.startswith("<arg_key>") else 0
+        inner = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in given.items())
+        return [(name[1], f"{{{inner}}}")], len(text)
+
+    def _read_whole(self, parse: Callable[[str], tuple[list[tuple[str, str]], int]]) -> Steps:
+        """Read the calls that `parse` finds up to their end mark, or to the end of the text."""
         marks, searched = self._marks, 0
         both = (marks.call_end, marks.think_end if self.reasoning else "")
         ends = [mark for mark in both if mark]
@@ -383,7 +407,7 @@ class AnswerReader:
                 searched = max(searched, len(self._buffer) - max(map(len, ends), default=0))
                 yield from self._more()
                 continue
-            found, length = _json_calls(self._buffer[:at] if at >= 0 else self._buffer)
+            found, length = parse(self._buffer[:at] if at >= 0 else self._buffer)
             if found or at < 0:
                 break
             if not length:

@@ -59,22 +59,22 @@ def check_schema(tool: Json, path: str, style: CallForm) -> None:
     for name, kind, noun in (("properties", dict, "an object"), ("required", list, "a list")):
         if not isinstance(schema.get(name, kind()), kind):
             raise RequestError(f"{path}.{name}: {noun} is required", param=f"{path}.{name}")
-    if style == "xml" and (rules := [name for name in UNFORCED if name in schema]):
+    if style != "json" and (rules := [name for name in UNFORCED if name in schema]):
         text = f"{path}.{rules[0]}: cannot be forced in this model's form of calls. Use tool_choice auto."
         raise RequestError(text, param=f"{path}.{rules[0]}")
-    for name in schema.get("properties", ()) if style == "xml" else ():
+    for name in schema.get("properties", ()) if style != "json" else ():
         if not WRITABLE.fullmatch(name) or name != name.strip():
             text = f"{path}.properties: the name {name!r:.60} cannot be forced. Use tool_choice auto."
             raise RequestError(text, param=f"{path}.properties")
     for name, member in _members(tool):
-        if style == "xml" and member.get("type") in (None, "string") and "not" in member:
+        if style != "json" and member.get("type") in (None, "string") and "not" in member:
             text = f"{path}.properties.{name}: not cannot be forced for a string. Use tool_choice auto."
             raise RequestError(text, param=f"{path}.properties.{name}")
     check_numbers(schema, path)
 
 
 WRITABLE = re.compile(r"""[^<>"'\n]{1,200}""")
-"""Names of arguments that the XML form can write."""
+"""Names of arguments that tags can hold."""
 
 
 def _members(tool: Json) -> Iterator[tuple[str, Json]]:
@@ -160,12 +160,15 @@ MAX_CALLS = 16
 def call_grammar(tools: Sequence[Json], style: CallForm, markers: tuple[str, str], *, single: bool) -> str:
     """Return a Lark grammar of one call of `tools`, in OpenAI's format, or of up to MAX_CALLS, between `markers`."""
     start, end = markers
-    body = _xml_call if style == "xml" else _json_call
-    rules = [f"call: {_text(start + chr(10))} ({' | '.join(f'f{i}' for i in range(len(tools)))}) {_text(end)}"]
+    tags = {"xml": _ELEMENTS, "pairs": _PAIRS}.get(style)
+    line = "" if tags is _PAIRS else "\n"
+    rules = [f"call: {_text(start + line)} ({' | '.join(f'f{i}' for i in range(len(tools)))}) {_text(end)}"]
     for number, tool in enumerate(tools):
-        rules += body(f"f{number}", tool["function"])
-    more = "" if single else f" ({_text(chr(10))} call){{0,{MAX_CALLS - 1}}}"
-    return "\n".join([f"start: call{more}", *rules, *(_TEXT_RULES if style == "xml" else ())])
+        rule, function = f"f{number}", tool["function"]
+        rules += _tagged_call(rule, function, tags) if tags else _json_call(rule, function)
+    between = f"{_text(line)} " if line else ""
+    more = "" if single else f" ({between}call){{0,{MAX_CALLS - 1}}}"
+    return "\n".join([f"start: call{more}", *rules, *(tags.text_rules if tags else ())])
 
 
 def _json_call(rule: str, function: Json) -> list[str]:
@@ -181,21 +184,51 @@ def _json_call(rule: str, function: Json) -> list[str]:
     return [f"{rule}: {rule}_json {_text(chr(10))}", f"{rule}_json: {_json_rule(schema)}"]
 
 
-_CLOSING = r"/\n?<\/parameter>\n/"
-"""The end of a parameter, as the parser of calls reads it."""
+@dataclass(frozen=True)
+class _Tags:
+    """The tags around a call's name, `function` and its end, and around an argument, `opening` and `closing`.
 
-_NEXT_LINE = r"/\n<\/parameter>\n/"
+    `{}` stands for the name. `closing` is an expression as the parser of calls reads it; `after_text` is that of a
+    string with rules, with its line break, so that this one is no character of the string. No string has `ends`.
+    """
 
-_NO_ENDS = r"~/(?s:.*)<(\/(parameter|function|tool_call)>|(parameter|function)[= ])(?s:.*)/"
+    function: str
+    function_end: str
+    opening: str
+    closing: str
+    after_text: str
+    ends: str
 
-_TEXT_RULES = (
-    f"text[suffix={_CLOSING}]: TEXT",
-    f"TEXT: /(?s:.*)/ & {_NO_ENDS}",
+    @property
+    def text_rules(self) -> tuple[str, str]:
+        """The rules of a string with the end of its argument."""
+        return f"text[suffix={self.closing}]: TEXT", f"TEXT: /(?s:.*)/ & {self.no_ends}"
+
+    @property
+    def no_ends(self) -> str:
+        """The expression of texts without the end of an argument, function or call."""
+        return f"~/(?s:.*)<({self.ends})(?s:.*)/"
+
+
+_ELEMENTS = _Tags(
+    "<function={}>\n",
+    "</function>\n",
+    "<parameter={}>\n",
+    r"/\n?<\/parameter>\n/",
+    r"/\n<\/parameter>\n/",
+    r"\/(parameter|function|tool_call)>|(parameter|function)[= ]",
 )
-"""The rules of a string with the end of its parameter. No string contains the end of a parameter, function or call."""
+_PAIRS = _Tags(
+    "{}",
+    "",
+    "<arg_key>{}</arg_key><arg_value>",
+    r"/<\/arg_value>/",
+    r"/<\/arg_value>/",
+    r"\/?(arg_key|arg_value|tool_call)>",
+)
 
 
-def _xml_call(rule: str, function: Json) -> list[str]:
+def _tagged_call(rule: str, function: Json, tags: _Tags) -> list[str]:
     schemas = ToolSchemas([{"function": function}])
     name = function["name"]
     required = schemas.parameters(name).get("required") or ()
@@ -205,19 +238,19 @@ def _xml_call(rule: str, function: Json) -> list[str]:
         item = f"{rule}_p{number}"
         items.append(item if argument in required else f"{item}?")
         found = [
-            _xml_value(f"{item}_v{i}", member, schemas.parameters(name))
+            _tagged_value(f"{item}_v{i}", member, schemas.parameters(name), tags)
             for i, member in enumerate(schemas.members(name, argument))
         ]
         values = ["text"] if any(v == "text" for v, _ in found) else [v for v, _ in found]
-        opening = _text(f"<parameter={argument}>\n")
+        opening = _text(tags.opening.format(argument))
         rules.append(f"{item}: {opening} ({' | '.join(values)})")
         rules += [extra for _, extras in found for extra in extras]
-    opening = _text(f"<function={name}>\n")
-    head = f"{rule}: {' '.join([opening, *items, _text('</function>' + chr(10))])}"
+    opening, end = _text(tags.function.format(name)), [_text(tags.function_end)] if tags.function_end else []
+    head = f"{rule}: {' '.join([opening, *items, *end])}"
     return [head, *rules]
 
 
-def _xml_value(rule: str, member: Json, parameters: Json) -> tuple[str, list[str]]:
+def _tagged_value(rule: str, member: Json, parameters: Json, tags: _Tags) -> tuple[str, list[str]]:
     """Return the expression of a value that fits `member`, with the end of its parameter, and the rules it uses."""
     kind = member.get("type")
     choices = member.get("enum", [member["const"]] if "const" in member else None)
@@ -225,18 +258,17 @@ def _xml_value(rule: str, member: Json, parameters: Json) -> tuple[str, list[str
         fits = [c for c in choices if kind is None or (c is None) == (kind == "null")]
         texts = [c if isinstance(c, str) else json.dumps(c) for c in fits]
         texts = [text for text in texts if _fits(text, string_rules(member))]
-        return f"({' | '.join(map(_text, texts))}) {_CLOSING}" if texts else "NOTHING", []
+        return f"({' | '.join(map(_text, texts))}) {tags.closing}" if texts else "NOTHING", []
     if kind == "null":
-        return f'"null" {_CLOSING}', []
+        return f'"null" {tags.closing}', []
     if kind in (None, "string"):
         expressions = string_rules(member)
         if not expressions:
             return "text", []
         name = rule.upper()
         terms = " & ".join(f"/{expression}/" for expression in expressions)
-        # With its line break, so that this one is no character of the string.
-        return rule, [f"{rule}[suffix={_NEXT_LINE}]: {name}", f"{name}: {terms} & {_NO_ENDS}"]
-    return f"{rule} {_CLOSING}", [f"{rule}: {_json_rule({**member, **_definitions(parameters)})}"]
+        return rule, [f"{rule}[suffix={tags.after_text}]: {name}", f"{name}: {terms} & {tags.no_ends}"]
+    return f"{rule} {tags.closing}", [f"{rule}: {_json_rule({**member, **_definitions(parameters)})}"]
 
 
 def _fits(text: str, rules: Sequence[str]) -> bool:

@@ -424,13 +424,16 @@ class Tokenizer:
             found = Marks(self._wrapper.think_start, self._wrapper.think_end)
         if self.has_tools:
             call, call_end = self.tool_markers
-            found = replace(found, call=call, call_end=call_end)
+            found = replace(found, call=call, call_end=call_end, pairs=self.call_form == "pairs")
         return found
 
     @property
     def reasoning_end(self) -> str:
         """The text that closes reasoning, with its line breaks; empty for a model without reasoning."""
-        return f"\n{self._wrapper.think_end}\n\n" if self._wrapper.has_thinking else ""
+        if not self._wrapper.has_thinking:
+            return ""
+        end = str(self._wrapper.think_end)
+        return end if self.call_form == "pairs" else f"\n{end}\n\n"
 
     @property
     def has_tools(self) -> bool:

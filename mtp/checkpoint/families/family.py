@@ -15,8 +15,8 @@ from mtp.head.drafter import MTPHead
 from mtp.layers.layer import Layer
 from mtp.layers.reference import reference_layer
 
-CallForm = Literal["xml", "json"]
-"""The forms of tool calls that the coordinator parses and forces: Qwen3.5's elements, and Hermes' objects."""
+CallForm = Literal["xml", "json", "pairs"]
+"""The forms of tool calls that the coordinator parses and forces: Qwen3.5's elements, Hermes' objects, GLM's pairs."""
 
 Text = dict[str, Any]
 """The fields of a language model in config.json, with `rope_parameters`. mlx-lm modifies its input: pass a copy."""
@@ -65,7 +65,7 @@ class Family(ABC):
     quantizes_kv: ClassVar[bool] = True
     """True if keys and values can be stored in 4 or 8 bits."""
 
-    call_forms: ClassVar[Mapping[str, CallForm]] = {"qwen3_coder": "xml", "json_tools": "json"}
+    call_forms: ClassVar[Mapping[str, CallForm]] = {"qwen3_coder": "xml", "json_tools": "json", "glm47": "pairs"}
     """The form of calls by mlx-lm's parser of tools, which follows from a checkpoint's chat template."""
 
     head_modules: ClassVar[tuple[str, ...]] = (

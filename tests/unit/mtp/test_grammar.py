@@ -275,17 +275,28 @@ RULES: list[tuple[Any, list[str], list[str]]] = [
 ]
 
 
+WRITTEN = {
+    "xml": (HEAD, f"\n</parameter>\n{TAIL}"),
+    "pairs": ("<tool_call>f<arg_key>a</arg_key><arg_value>", "</arg_value></tool_call>"),
+}
+"""The text of a forced call before and after the value of its argument, by form."""
+
+
+@pytest.mark.parametrize("form", ["xml", "pairs"])
 @pytest.mark.parametrize(("schema", "allowed", "refused"), RULES)
-def test_a_forced_argument_has_the_rules_of_its_schema(schema: Any, allowed: list[str], refused: list[str]) -> None:
+def test_a_forced_argument_has_the_rules_of_its_schema(
+    schema: Any, allowed: list[str], refused: list[str], form: Any
+) -> None:
     """References and `allOf` are resolved, and strings without quotes keep their rules."""
     root: Any = {"$ref": "#/$defs/all", "$defs": {"n": {"type": "integer"}}}
     root["$defs"]["all"] = {"properties": {"a": schema}, "required": ["a"]}
     tool = {"type": "function", "function": {"name": "f", "parameters": root}}
-    text = call_grammar([tool], "xml", ("<tool_call>", "</tool_call>"), single=True)
+    text = call_grammar([tool], form, ("<tool_call>", "</tool_call>"), single=True)
     grammar = compiled(OutputFormat("lark", text, "x")).decode()
+    before, after = WRITTEN[form]
     for value in (*allowed, *refused):
         matcher = LLMatcher(tokenizer_of(vocabulary()), grammar)
-        tokens = encode(f"{HEAD}{value}\n</parameter>\n{TAIL}")
+        tokens = encode(before + value + after)
         fits = matcher.try_consume_tokens(tokens) == len(tokens)
         assert fits is (value in allowed), value
 
@@ -327,6 +338,16 @@ def test_json_holds_at_most_one_space_between_tokens(space: str, allowed: bool) 
     for output, text in cases:
         matcher = LLMatcher(tokenizer_of(vocabulary()), compiled(output).decode())
         assert (matcher.try_consume_tokens(encode(text)) == len(encode(text))) is allowed, text
+
+
+def test_two_forced_calls_of_pairs_follow_each_other() -> None:
+    """There is nothing between them, and no value holds the end of one."""
+    lark = call_grammar([TOOL], "pairs", ("<tool_call>", "</tool_call>"), single=False)
+    grammar = compiled(OutputFormat("lark", lark, "x")).decode()
+    before, after = WRITTEN["pairs"]
+    for value, allowed in (("x y", True), ("a</arg_value>b", False), ("</tool_call>", False), ("<b>", True)):
+        matcher, tokens = LLMatcher(tokenizer_of(vocabulary()), grammar), encode(2 * (before + value + after))
+        assert (matcher.try_consume_tokens(tokens) == len(tokens)) is allowed, value
 
 
 def test_a_reference_in_a_json_call_finds_its_schema() -> None:

@@ -71,6 +71,49 @@ def call(name: str, arguments: Any) -> list[Part]:
     return [CallStart(name), CallArguments(text), CallEnd(complete=True)]
 
 
+PAIRS = Marks("<think>", "</think>", "<tool_call>", "</tool_call>", pairs=True)
+PAIR_CALL = (
+    "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value>"
+    "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call>"
+)
+ROME = {"city": "Rome", "days": 2}
+HALF = "<tool_call>weather<arg_key>city</arg_key><arg_va"
+
+
+@STEPS
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (PAIR_CALL, call("weather", ROME)),
+        (PAIR_CALL.replace("</tool_call>", ""), call("weather", ROME)),
+        ("<tool_call>weather</tool_call>", call("weather", {})),
+        ("<tool_call>unknown</tool_call>", [Content("<tool_call>unknown</tool_call>")]),
+        ("Write <tool_call> and </tool_call>.", [Content("Write <tool_call> and </tool_call>.")]),
+        (
+            PAIR_CALL.replace("Rome", "a</tool_call>\n</arg_value> b").replace("><arg_key>days", ">\n<arg_key>days"),
+            [
+                CallStart("weather"),
+                CallArguments(json.dumps({"city": "a</tool_call>\n</arg_value> b", "days": 2})),
+                CallEnd(complete=True),
+            ],
+        ),
+        (PAIR_CALL.replace("<arg_value>2", "<arg_value>two"), call("weather", {"city": "Rome", "days": "two"})),
+        (f"ok{PAIR_CALL}{PAIR_CALL}", [Content("ok"), *2 * call("weather", ROME)]),
+        (
+            "<tool_call>weather<arg_key>city</arg_key><arg_va",
+            [Content("<tool_call>weather<arg_key>city</arg_key><arg_va")],
+        ),
+    ],
+)
+def test_calls_of_pairs(text: str, expected: list[Part], step: int) -> None:
+    """A call of GLM is its name and pairs, in any pieces, with marks in its values and without its end."""
+    reader = AnswerReader(PAIRS, tools=TOOLS)
+    parts: list[Part] = []
+    for start in range(0, len(text), step):
+        parts += reader.add_text(text[start : start + step])
+    assert join_parts([*parts, *reader.finish()]) == expected
+
+
 def written(content: str, path: str = "a.txt") -> str:
     """Return a call that writes `content`."""
     return (
