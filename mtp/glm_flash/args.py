@@ -83,9 +83,14 @@ class GlmArgs:
 
     @classmethod
     def of(cls, text: Mapping[str, Any]) -> GlmArgs:
-        """Return the sizes in a `text_config` that `find_problem` accepts."""
-        delta = text["linear_attn_config"]
+        """Return the sizes in a `text_config` that `find_problem` accepts, or of the share of a member of a group."""
         heads = text["num_attention_heads"]
+        delta = DeltaArgs(
+            text["linear_num_key_heads"],
+            text["linear_key_head_dim"],
+            text["linear_conv_kernel_dim"],
+            _bound(text["linear_attn_config"]),
+        )
         experts = ExpertArgs(
             text["n_routed_experts"],
             text["num_experts_per_tok"],
@@ -101,7 +106,7 @@ class GlmArgs:
             streams=text["hc_mult"],
             mix_eps=text.get("hc_eps", 1e-6),
             rounds=text["hc_sinkhorn_iters"],
-            delta=DeltaArgs(delta["num_heads"], delta["head_dim"], delta["short_conv_kernel_size"], _bound(delta)),
+            delta=delta,
             latent=LatentArgs(
                 heads, text["q_lora_rank"], text["kv_lora_rank"], text["qk_nope_head_dim"], text["v_head_dim"]
             ),

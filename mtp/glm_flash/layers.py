@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.gated_delta import gated_delta_update
 
 from mtp.glm_flash.modules import DecoderLayer, DeltaAttention, LatentAttention
+from mtp.layers.communicator import Communicator
 from mtp.layers.exact import ExactProducts
 from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import Hole, KVFormat, Layer, Mixer
@@ -199,8 +200,16 @@ class _Block(Layer):
     def new_cache(self, kv_format: KVFormat) -> Any:
         return self.core.new_cache(kv_format)
 
-    def share(self, communicator: Any) -> None:
-        """Stay whole: no group holds these layers."""
+    def share(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+
+    def _mixed(self, inputs: mx.array, *rest: Any) -> mx.array:
+        """Return the output of the attention of all members."""
+        return self.communicator.sum(self.core.mix(self.norm(inputs), *rest))
+
+    def _expanded(self, inputs: mx.array) -> mx.array:
+        """Return the output of the MLPs of all members."""
+        return self.communicator.sum(self.experts(self.mlp_norm(inputs)))
 
     def pin_exact(self, products: ExactProducts) -> None:
         raise UsageError("--exact is not supported for GLM-5.3-Flash. Leave it out.")
@@ -223,9 +232,9 @@ class StreamBlock(_Block):
     ) -> mx.array:
         first, second = self.connections
         inputs, *added = first.mix(x)
-        x = first.spread(x, self.core.mix(self.norm(inputs), caches, widths, stay_open), *added)
+        x = first.spread(x, self._mixed(inputs, caches, widths, stay_open), *added)
         inputs, *added = second.mix(x)
-        return second.spread(x, self.experts(self.mlp_norm(inputs)), *added)
+        return second.spread(x, self._expanded(inputs), *added)
 
 
 class HeadBlock(_Block):
@@ -240,6 +249,5 @@ class HeadBlock(_Block):
         holes: Sequence[Hole] = (),
     ) -> mx.array:
         assert not holes, "the head of this family drafts from the host"
-        x = x + self.core.mix(self.norm(x), caches, widths, stay_open)
-        y: mx.array = x + self.experts(self.mlp_norm(x))
-        return y
+        x = x + self._mixed(x, caches, widths, stay_open)
+        return x + self._expanded(x)

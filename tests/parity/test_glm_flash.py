@@ -15,6 +15,8 @@ import pytest
 from coordinator.planning.capacity import model_costs
 from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.cut import Cut
+from mtp.checkpoint.format.parts import read_part
 from mtp.glm_flash.layers import DeltaNet
 from mtp.layers.kv_cache import PlainKV
 from mtp.layers.layer import KVFormat
@@ -25,6 +27,7 @@ from proto.span import Span
 from tests.parity.test_flash_next import answers, different, requests
 from tests.support.checkpoints.checkpoints import edit_config, read_tensors
 from tests.support.checkpoints.glm_flash import EOS, TEXT, reference_model, write_glm_flash
+from tests.support.stages.group_run import Work, answer, answer_in_group
 from tests.support.stages.local_run import Answered
 from worker.model.loader import StageModules, load_stage
 
@@ -220,6 +223,25 @@ def test_a_conversion_keeps_the_answers(model: Path, tmp_path: Path, bits: int |
     assert different(answers(tmp_path / "mlx", "2", 2, 64), alone) == 0
 
 
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_group_gives_the_tokens_of_one_process(model: Path, size: int) -> None:
+    """Members share heads and columns, and each holds all latents: with drafts, rejections and chunked prompts."""
+    prompts = tuple(tuple(random.Random(seed).choices(range(EOS), k=90)) for seed in range(2))
+    work = Work(str(model), prompts, count=10, temperature=0.8)
+    expected, found = answer(work), answer_in_group(work, size)
+    assert found.tokens == expected.tokens
+    assert found.accepted == expected.accepted
+
+
+def test_a_member_holds_its_share(model: Path) -> None:
+    """The files' bytes of a member are those that it reads, about half of the large matrices."""
+    whole, share = Checkpoint.open(model), Checkpoint.open(model).cut_for(Cut(1, 2))
+    sizes = share.part_bytes()
+    read = sum(w.nbytes for part in share.plans for w in read_part(share, part, None, shares=True).values())
+    assert read == sum(sizes.values())
+    assert 0.5 <= sizes["mtp"] / whole.part_bytes()["mtp"] < 0.8
+
+
 def test_the_bytes_of_a_token_and_a_sequence_are_those_of_the_config(model: Path, stage: StageModules) -> None:
     """The plan counts what the caches hold."""
     costs = model_costs(Checkpoint.open(model), dtype="float32")
@@ -240,8 +262,8 @@ def test_what_cannot_be_served_is_refused(model: Path, tmp_path: Path, reference
         answers(model, "off", 1, 64, kv_bits=8)
     with pytest.raises(UsageError, match="--exact is not supported"):
         answers(model, "off", 1, 64, exact=True)
-    with pytest.raises(SpanError, match="cannot be shared"):
-        Checkpoint.open(model).check_slices(2)
+    with pytest.raises(SpanError, match="num_attention_heads is 4"):
+        Checkpoint.open(model).cut_for(Cut(0, 5))
     delta = TEXT["linear_attn_config"]
     for field, value in {
         "indexer_types": ["full"] * 7 + ["shared"],

@@ -30,7 +30,6 @@ class GlmFlash(Family):
     head_types: ClassVar = {}
     prefix = "language_model."
     attention_types: ClassVar = ATTENTION_TYPES
-    cuts_layers = False
     quantizes_kv = False
     is_own = True
     sees_images = False
@@ -43,7 +42,8 @@ class GlmFlash(Family):
         return {
             **text,
             "rope_parameters": {"rope_theta": 1.0},  # there is no RoPE
-            "head_dim": text.get("qk_nope_head_dim"),
+            "head_dim": delta.get("head_dim"),
+            "num_key_value_heads": delta.get("num_heads"),
             "num_experts": text.get("n_routed_experts"),
             "shared_expert_intermediate_size": text.get("moe_intermediate_size"),
             "linear_num_key_heads": delta.get("num_heads"),

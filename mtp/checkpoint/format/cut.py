@@ -51,7 +51,10 @@ def cut_fields(text: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
     return fields | shares | {"num_key_value_heads": max(1, heads // size)}
 
 
-_ROWS = re.compile(r".*\b(q_proj|in_proj_(z|b|a|qkvz|ba)|gate_proj|up_proj)\.(weight|scales|biases|bias)")
+_ROWS = re.compile(
+    r".*\b(q_proj|in_proj_(z|b|a|qkvz|ba)|gate_proj|up_proj|(q|kv|f|g)_b_proj|b_proj|[qkv]_conv1d)"
+    r"\.(weight|scales|biases|bias)"
+)
 _KV_ROWS = re.compile(r".*\b[kv]_proj\.(weight|scales|biases|bias)")
 _QKV = re.compile(r".*\b(in_proj_qkv|conv1d)\.(weight|scales|biases|bias)")
 _HEADS = re.compile(r".*\b(A_log|dt_bias)")
