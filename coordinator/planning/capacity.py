@@ -174,6 +174,7 @@ def model_costs(
         head_state_bytes=MOST_WAITING * config.hop_width * itemsize if head else 0,
         last_stage_needs_embed=head or tied,
         first_layers=1 + max(config.token_layers, default=0),
+        launches=config.family.launches,
     )
 
 

@@ -91,6 +91,8 @@ class ModelCosts:
     head_state_bytes: int = 0
     last_stage_needs_embed: bool = False
     first_layers: int = 1
+    launches: float = 1.0
+    """Launches of a layer, as a multiple of those of a layer of Qwen3.5."""
 
 
 @dataclass(frozen=True)
@@ -304,7 +306,7 @@ class _Costs:
     def _ticks(self, node: NodeSpec) -> Array:
         scale = _TICKS / node.speed
         ends = self.model.lm_head_seconds + self.workload.draft_depth * self.model.draft_seconds
-        fixed = node.layer_seconds * _TICKS
+        fixed = node.layer_seconds * self.model.launches * _TICKS
         ticks = self._sums([np.rint(layer.seconds * scale + fixed) for layer in self.model.layers])
         ticks[:, -1] += np.rint(ends * scale)
         return ticks + self._nothing()

@@ -62,6 +62,9 @@ class Family(ABC):
     head_is_layer: ClassVar[bool] = False
     """True if the publisher stores the MTP head as one more layer after the last one."""
 
+    launches: ClassVar[float] = 1.0
+    """Launches of a layer, as a multiple of those of a layer of Qwen3.5."""
+
     quantizes_kv: ClassVar[bool] = True
     """True if keys and values can be stored in 4 or 8 bits."""
 

@@ -1,7 +1,7 @@
 """Short names of published models, such as `qwen3.6:27b` or `qwen3.5-35b-a3b-8bit`, and repos that hold them.
 
 The repos are those that programs for MLX name in their documents (November 2026). `tests/published` has the headers of
-some. Where a conversion lacks the head, `fetch_missing_head` gets it from Qwen's own repo.
+some. Where a conversion lacks the head, `fetch_missing_head` gets it from the publisher's own repo.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ class KnownRepo:
     """A repo with a model that can be served. `bits` None is unquantized. `head` is False where it was lost."""
 
     name: str
+    brand: str
     release: str
     size: str
     bits: int | None = None
@@ -24,7 +25,7 @@ class KnownRepo:
     @property
     def short(self) -> str:
         """The name that people type, without the bits."""
-        return f"qwen{self.release}:{self.size}"
+        return f"{self.brand}{self.release}:{self.size}"
 
 
 _OFFICIAL = {
@@ -51,12 +52,13 @@ _CONVERSIONS = (
     ("mlx-community/Qwen3.6-35B-A3B-8bit", 8, False),
     ("mlx-community/Qwen3.8-27B-4bit", 4, False),
     ("Jundot/Qwen3.8-Flash-Next-oQ4e-mtp", 4, True),
+    ("Vontra/GLM-5.3-Flash-MLX-4bit-MTP", 4, True),
 )
 """Repo, bits, and whether it has the head. Of those with equal bits the first one is taken."""
 
 _NAME = re.compile(
-    r"(?i)qwen[-_ ]?(?P<release>3\.\d)[-_:/ ]?"
-    r"(?P<size>flash-next|\d+(?:\.\d+)?[bt](?:-a\d+b)?)(?P<rest>.*)"
+    r"(?i)(?P<brand>qwen|glm)[-_ ]?(?P<release>[35]\.\d)[-_:/ ]?"
+    r"(?P<size>flash-next|flash|\d+(?:\.\d+)?[bt](?:-a\d+b)?)(?P<rest>.*)"
 )
 _BITS = re.compile(r"(?i)(?:[-_@:. ]|q)([2-8])(?:-?bit|_[0k]|\b)")
 
@@ -66,10 +68,11 @@ def _known() -> tuple[KnownRepo, ...]:
     for repo, bits, head in _CONVERSIONS:
         match = _NAME.search(repo)
         assert match is not None
-        found.append(KnownRepo(repo, match["release"], match["size"].lower(), bits, head))
+        brand, size = match["brand"].lower(), match["size"].lower()
+        found.append(KnownRepo(repo, brand, match["release"], size, bits, head))
     for release, sizes in _OFFICIAL.items():
-        found += [KnownRepo(f"Qwen/Qwen{release}-{s}", release, s.lower()) for s in sizes.split()]
-    return tuple(found)
+        found += [KnownRepo(f"Qwen/Qwen{release}-{s}", "qwen", release, s.lower()) for s in sizes.split()]
+    return (*found, KnownRepo("zai-org/GLM-5.3-Flash-BF16", "glm", "5.3", "flash"))
 
 
 KNOWN = _known()
@@ -87,7 +90,10 @@ def known_repo(text: str) -> KnownRepo | None:
     full = "16" in match["rest"]
     bits = None if full else int(found[1]) if found else DEFAULT_BITS
     of_size = [
-        one for one in KNOWN if one.release == match["release"] and size in (one.size, one.size.partition("-a")[0])
+        one
+        for one in KNOWN
+        if (one.brand, one.release) == (match["brand"].lower(), match["release"])
+        and size in (one.size, one.size.partition("-a")[0])
     ]
     exact = [one for one in of_size if one.bits == bits]
     others = [] if found else of_size

@@ -42,6 +42,41 @@ FLASH_NEXT: dict[str, Any] = {
 """The fields that only Flash-Next has and whose values are not transformers' defaults."""
 
 
+GLM_FLASH: dict[str, Any] = {
+    "model_type": "glm5_next_text",
+    "vocab_size": 154880,
+    "max_position_embeddings": 1048576,
+    "tie_word_embeddings": False,
+    "eos_token_id": [154820, 154827, 154829],
+    "rms_norm_eps": 1e-5,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 256,
+    "qk_rope_head_dim": 0,
+    "v_head_dim": 256,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "index_kpool": 4,
+    "linear_attn_config": {
+        "num_heads": 64,
+        "head_dim": 128,
+        "short_conv_kernel_size": 4,
+        "gate_lower_bound": -5.0,
+    },
+    "intermediate_size": 12288,
+    "first_k_dense_replace": 3,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "swiglu_limit": 10.0,
+    "hc_mult": 4,
+    "hc_eps": 1e-6,
+    "hc_sinkhorn_iters": 20,
+}
+"""The fields of GLM-5.3-Flash besides those of Published."""
+
+
 @dataclass(frozen=True)
 class Published:
     """A published model: the facts of its config.json that decide names, shapes and memory.
@@ -65,6 +100,8 @@ class Published:
     @property
     def config(self) -> dict[str, Any]:
         """The config.json, with the fields at the places where the family has them."""
+        if self.model_type == "glm5_next":
+            return {"model_type": self.model_type, "text_config": self._own_fields | GLM_FLASH}
         text: dict[str, Any] = {
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
@@ -104,6 +141,19 @@ class Published:
         }
         return {"model_type": self.model_type, "text_config": text}
 
+    @property
+    def _own_fields(self) -> dict[str, Any]:
+        """The fields of this object by the names of GLM."""
+        return {
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "n_routed_experts": self.experts,
+            "num_experts_per_tok": self.per_token,
+            "moe_intermediate_size": self.intermediate,
+        }
+
     def parsed(self, **fields: Any) -> ModelConfig:
         """Return the parsed config with other `fields` of the text part."""
         config = self.config
@@ -121,6 +171,7 @@ MODELS = (
     Published("Qwen3-Next-80B-A3B", "Next", "qwen3_next", 2048, 48, 16, 2, 512, 32, 512, 10),
     Published("Qwen3.5-122B-A10B", "3.5", "qwen3_5_moe", 3072, 48, 32, 2, 1024, 64, 256, 8),
     Published("Qwen3.8-Flash-Next", "3.8", "qwen4_exp", 2560, 48, 24, 2, 640, 48, 512, 10),
+    Published("GLM-5.3-Flash", "5.3", "glm5_next", 4096, 45, 64, 64, 2048, 64, 288, 8),
     Published("Qwen3.5-397B-A17B", "3.5", "qwen3_5_moe", 4096, 60, 32, 2, 1024, 64, 512, 10),
     Published("Qwen3.8-2.4T-A95B", "3.8", "qwen3_5_moe", 8192, 92, 64, 4, 2048, 128, 512, 10),
 )
@@ -133,8 +184,7 @@ def find_published(text: str) -> Published | None:
         plain = text.rpartition("/")[2].lower()
         return next((one for one in MODELS if plain.startswith(one.name.lower())), None)
     for one in MODELS:
-        size = one.name.partition("-")[2].lower()
-        if size == known.size and known.release in one.releases:
+        if one.name.lower().endswith(f"-{known.size}") and known.release in one.releases:
             return one
     return None
 
@@ -145,7 +195,9 @@ def converted_headers(model: Published, bits: int | None) -> Checkpoint:
 
     `bits` None is an unquantized conversion in bfloat16.
     """
-    few = model.parsed(num_hidden_layers=INTERVAL)
+    # Layers without experts come first, and are among the first four.
+    lead = INTERVAL if model.config.get("text_config", {}).get("first_k_dense_replace") else 0
+    few = model.parsed(num_hidden_layers=lead + INTERVAL)
     module = few.backbone()
     module.mtp = few.head()
     module.set_dtype(mx.bfloat16)
@@ -161,7 +213,7 @@ def converted_headers(model: Published, bits: int | None) -> Checkpoint:
     for name, info in infos.items():
         layer = re.search(r"model\.layers\.(\d+)\.", name)
         copies = range(int(layer[1]), model.layers, INTERVAL) if layer else [0]
-        copies = copies[:1] if ".ple." in name else copies
+        copies = copies[:1] if ".ple." in name or (layer and int(layer[1]) < lead) else copies
         for copy in copies:
             place = f"model.layers.{copy}."
             tensors[name.replace(layer[0], place) if layer else name] = info

@@ -27,6 +27,8 @@ PUBLISHED = [
     ("Qwen3.5-35B-A3B", 4, "M5 Max 128GB", 124.0),  # Mac-MLX's issue 24, and llmfit
     ("Qwen3.5-35B-A3B", 4, "M2 Max 64GB", 74.5),  # Rapid-MLX's request 1065
     ("Qwen3.5-35B-A3B", 4, "M3 Ultra 256GB", 92.3),  # Rapid-MLX's request 183
+    ("GLM-5.3-Flash", 4, "M3 Ultra 256GB", 27.8),  # Rapid-MLX
+    ("GLM-5.3-Flash", 4, "M3 Ultra 256GB", 29.5),  # mlx-vlm's request 2030
 ]
 
 
