@@ -42,8 +42,8 @@ MDNS_SECONDS = 3.0
 class Diagnosis:
     """A run of all checks with one model, of this machine and of the workers at `addresses` or found by mDNS.
 
-    `findings` holds the results, and `report` gets each as soon as it is known. `answers` has the measured answers by
-    their drafts. `policy` decides how to connect to workers.
+    `findings` holds the results, and `report` gets each as soon as it is known. `plain` is the measured answer without
+    drafts. `policy` decides how to connect to workers.
     """
 
     checkpoint: Checkpoint
@@ -53,7 +53,7 @@ class Diagnosis:
     full: bool = False
     policy: ConnectionPolicy = field(default_factory=ConnectionPolicy)
     findings: list[Finding] = field(default_factory=list)
-    answers: dict[int, answer.Answer] = field(default_factory=dict)
+    plain: answer.Answer | None = None
 
     async def run(self) -> list[Finding]:
         """Run the checks of the system, the network and the model, and return the findings."""
@@ -101,37 +101,23 @@ class Diagnosis:
         await self.check("Thunderbolt", checks.check_thunderbolt, len(versions))
 
     async def check_model(self) -> None:
-        """Check the answers of the model with and without drafts and with --exact, and their speed."""
+        """Check the answers of the model with and without drafts, and their speed."""
         depths = [1, 2, 4] if self.full else [2]
         await self.check("answer", self._plain_answer)
-        if not (answers := self.answers):
-            return
-        for depth in depths if self.checkpoint.mtp.complete else []:
+        for depth in depths if self.plain and self.checkpoint.mtp.complete else []:
             await self.check(f"answer with {depth} drafts", self._drafted_answer, depth)
-        if self.checkpoint.config.family.is_own:
-            return
-        if self.full or len({found.tokens for found in answers.values()}) > 1:
-            await self.check("exact mode", self._exact_answers)
-        if self.full:
-            await self.check("mlx-lm", answer.check_stock, self.checkpoint, answers[0])
-
-    async def _answer(self, depth: int, *, exact: bool = False) -> answer.Answer:
-        tokens = 200 if self.full else 64
-        return await answer.measure_answer(self.checkpoint, depth, tokens, exact=exact)
 
     async def _plain_answer(self) -> Finding:
-        found = self.answers[0] = await self._answer(0)
-        return answer.judge_answer(found)
+        self.plain = await answer.measure_answer(self.checkpoint, 0, self._tokens)
+        return answer.judge_answer(self.plain)
 
     async def _drafted_answer(self, depth: int) -> Finding:
-        self.answers[depth] = await self._answer(depth)
-        return answer.judge_drafts(self.answers[0], self.answers[depth])
+        assert self.plain is not None
+        return answer.judge_drafts(self.plain, await answer.measure_answer(self.checkpoint, depth, self._tokens))
 
-    async def _exact_answers(self) -> Finding:
-        """Measure --exact without drafts, and with two where the model drafts."""
-        alone = await self._answer(0, exact=True)
-        windows = await self._answer(2, exact=True) if 2 in self.answers else None
-        return answer.judge_exact(self.answers[0], alone, windows)
+    @property
+    def _tokens(self) -> int:
+        return 200 if self.full else 64
 
 
 SIGNS = {
@@ -151,7 +137,7 @@ class DoctorOptions:
     no_mdns: NoMdnsOption = False
     full: Annotated[
         bool,
-        typer.Option("--full", help="Take minutes: longer texts, more depths, and mlx-lm beside it."),
+        typer.Option("--full", help="Take minutes: longer texts and more depths."),
     ] = False
     insecure: Annotated[bool, typer.Option("--insecure", help="Connect to workers without encryption.")] = False
     state_dir: StateOption = None

@@ -1,16 +1,10 @@
-"""One greedy answer with and without drafts: its tokens and its speed, beside that of mlx-lm."""
+"""One greedy answer with and without drafts: its tokens and its speed."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
-from typing import Any
 
-import mlx.core as mx
-from mlx_lm.generate import generate_step
-from mlx_lm.utils import load_model
-
-from coordinator.doctor.checks import Finding, Verdict, judged
+from coordinator.doctor.checks import Finding, judged
 from coordinator.drafts.controller import MtpMode
 from coordinator.pipeline.local_pipeline import LocalPipeline
 from coordinator.schedule import request
@@ -18,7 +12,6 @@ from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.text.tokenizer import Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from worker.engine.hardware import release_weights
 
 PROMPT = 'def median(values):\n    """Return the middle value of a sequence of numbers."""\n' * 8
 
@@ -41,18 +34,14 @@ class Answer:
         return (len(self.tokens) - 1) / max(self.stats.decode_seconds, 1e-9)
 
 
-async def measure_answer(checkpoint: Checkpoint, depth: int, tokens: int, *, exact: bool = False) -> Answer:
+async def measure_answer(checkpoint: Checkpoint, depth: int, tokens: int) -> Answer:
     """Generate `tokens` tokens with `depth` drafts a window."""
-    async with local_generator(checkpoint, mtp=MtpMode(depth), prefix_cache=False, exact=exact) as loop:
-        prompt = _encoded_prompt(checkpoint)
+    async with local_generator(checkpoint, mtp=MtpMode(depth), prefix_cache=False) as loop:
+        prompt = Tokenizer.load(checkpoint.path, checkpoint.config.eos_token_ids).encode(PROMPT)
         await _generate(loop, prompt, WARM_UP_TOKENS)
         found, stats = await _generate(loop, prompt, tokens)
         own = loop.pipeline
         return Answer(depth, found, stats, own.layers if isinstance(own, LocalPipeline) else "")
-
-
-def _encoded_prompt(checkpoint: Checkpoint) -> tuple[int, ...]:
-    return Tokenizer.load(checkpoint.path, checkpoint.config.eos_token_ids).encode(PROMPT)
 
 
 async def _generate(
@@ -101,30 +90,3 @@ def judge_drafts(plain: Answer, drafted: Answer) -> Finding:
     pays = drafted.tokens_per_second >= plain.tokens_per_second
     advice = advice if place is not None else "" if pays else slow
     return judged(f"answer with {drafted.depth} drafts", figure, advice, values)
-
-
-def judge_exact(plain: Answer, exact: Answer, drafted: Answer | None) -> Finding:
-    """Report the price of --exact, and whether its answers with drafts equal those without."""
-    cost = plain.tokens_per_second / max(exact.tokens_per_second, 1e-9) - 1
-    values = {"cost": cost, "equal": drafted is None or drafted.tokens == exact.tokens}
-    figure = f"--exact costs {max(0.0, cost):.0%} of plain decoding"
-    if not values["equal"]:
-        advice = "Answers with drafts still differ with --exact. Please report it with --json."
-        return Finding("exact mode", Verdict.FAIL, figure, advice, values)
-    return judged("exact mode", figure, "", values)
-
-
-def check_stock(checkpoint: Checkpoint, plain: Answer) -> Finding:
-    """Compare the speed without drafts to that of mlx-lm's own model."""
-    model: Any = load_model(checkpoint.path)[0]
-    prompt, tokens = mx.array(_encoded_prompt(checkpoint)), WARM_UP_TOKENS + len(plain.tokens)
-    times = [time.perf_counter() for _ in generate_step(prompt, model, max_tokens=tokens)]
-    del model
-    release_weights()
-    measured = times[WARM_UP_TOKENS:]
-    stock = (len(measured) - 1) / (measured[-1] - measured[0])
-    figure = f"{plain.tokens_per_second:.1f} tokens/s, mlx-lm {stock:.1f}"
-    slower = stock > 1.1 * plain.tokens_per_second
-    advice = "mlx-lm is faster. Please report it with --full --json, and try --kernels mlx."
-    values = {"own": plain.tokens_per_second, "mlx-lm": stock}
-    return judged("mlx-lm", figure, advice if slower else "", values)

@@ -17,20 +17,20 @@ _SIZES = (
     "index_head_dim", "index_topk", "index_kpool", "hc_mult", "hc_sinkhorn_iters",
 )  # fmt: skip
 
-_MUST_BE: dict[str, tuple[Any, Any]] = {
-    "qk_rope_head_dim": (0, 0),
-    "n_shared_experts": (1, 1),
-    "n_group": (1, 1),
-    "topk_group": (1, 1),
-    "scoring_func": ("sigmoid", "sigmoid"),
-    "norm_topk_prob": (True, True),
-    "hidden_act": ("silu", "silu"),
-    "attention_bias": (False, False),
-    "mhc": (True, True),
-    "index_kpool_compress": (True, True),
-    "index_kpool_always_select_tail": (True, True),
+_MUST_BE: dict[str, Any] = {
+    "qk_rope_head_dim": 0,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mhc": True,
+    "index_kpool_compress": True,
+    "index_kpool_always_select_tail": True,
 }
-"""The fields with one supported value, and the values of absent ones."""
+"""The fields with one supported value, which is that of an absent one."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ def find_problem(text: Mapping[str, Any]) -> str | None:
     for name in _SIZES:
         if type(text.get(name)) is not int or text[name] <= 0:
             return f"{name} is {text.get(name)!r:.60}. It must be a positive integer."
-    for name, (wanted, absent) in _MUST_BE.items():
-        if text.get(name, absent) != wanted:
+    for name, wanted in _MUST_BE.items():
+        if text.get(name, wanted) != wanted:
             return f"{name} is {text[name]!r:.60}, and only {wanted!r} is supported."
     delta = text["linear_attn_config"]
     for name in ("num_heads", "head_dim", "short_conv_kernel_size"):

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mtp.glm_flash.args import GlmArgs
-from mtp.glm_flash.layers import HeadBlock
+from mtp.glm_flash.layers import GlmLayer
 from mtp.glm_flash.modules import DecoderLayer
 from mtp.head.drafter import MTPHead
 from mtp.layers.layer import Layer
@@ -33,5 +33,5 @@ class GlmHead(MTPHead):
 
     def _reference(self) -> Layer:
         layer: Any = self.layers[0]
-        self._block = HeadBlock(layer)
+        self._block = GlmLayer(layer)
         return self._block

@@ -187,8 +187,8 @@ class HyperConnection:
         return (gates[..., None] * block[:, None] + matrix.swapaxes(-1, -2) @ apart).reshape(x.shape)
 
 
-class _Block(Layer):
-    """A layer of either kind: norms, a mixer of tokens, and an MLP."""
+class GlmLayer(Layer):
+    """A layer: norms, a mixer of tokens and an MLP. Around both pass the streams, or one residual in the MTP head."""
 
     kind = "glm-flash"
 
@@ -196,6 +196,8 @@ class _Block(Layer):
         self.norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
         self.core, self.experts = mixer_of(layer), layer.mlp
         self.dtype: mx.Dtype = layer.input_layernorm.weight.dtype
+        streams = "hc_attn_fn" in layer
+        self.connections = [HyperConnection(layer, block) for block in ("attn", "ffn")] if streams else []
 
     def new_cache(self, kv_format: KVFormat) -> Any:
         return self.core.new_cache(kv_format)
@@ -203,42 +205,8 @@ class _Block(Layer):
     def share(self, communicator: Communicator) -> None:
         self.communicator = communicator
 
-    def _mixed(self, inputs: mx.array, *rest: Any) -> mx.array:
-        """Return the output of the attention of all members."""
-        return self.communicator.sum(self.core.mix(self.norm(inputs), *rest))
-
-    def _expanded(self, inputs: mx.array) -> mx.array:
-        """Return the output of the MLPs of all members."""
-        return self.communicator.sum(self.experts(self.mlp_norm(inputs)))
-
     def pin_exact(self, products: ExactProducts) -> None:
         raise UsageError("--exact is not supported for GLM-5.3-Flash. Leave it out.")
-
-
-class StreamBlock(_Block):
-    """A layer of the model, around whose halves the streams pass."""
-
-    def __init__(self, layer: DecoderLayer) -> None:
-        super().__init__(layer)
-        self.connections = HyperConnection(layer, "attn"), HyperConnection(layer, "ffn")
-
-    def forward(
-        self,
-        x: mx.array,
-        caches: Sequence[Any],
-        widths: Sequence[int],
-        stay_open: Sequence[bool] = (),
-        holes: Sequence[Hole] = (),
-    ) -> mx.array:
-        first, second = self.connections
-        inputs, *added = first.mix(x)
-        x = first.spread(x, self._mixed(inputs, caches, widths, stay_open), *added)
-        inputs, *added = second.mix(x)
-        return second.spread(x, self._expanded(inputs), *added)
-
-
-class HeadBlock(_Block):
-    """The layer of the MTP head."""
 
     def forward(
         self,
@@ -249,5 +217,17 @@ class HeadBlock(_Block):
         holes: Sequence[Hole] = (),
     ) -> mx.array:
         assert not holes, "the head of this family drafts from the host"
-        x = x + self._mixed(x, caches, widths, stay_open)
-        return x + self._expanded(x)
+
+        def mixed(inputs: mx.array) -> mx.array:
+            return self.communicator.sum(self.core.mix(self.norm(inputs), caches, widths, stay_open))
+
+        def expanded(inputs: mx.array) -> mx.array:
+            return self.communicator.sum(self.experts(self.mlp_norm(inputs)))
+
+        if not self.connections:
+            x = x + mixed(x)
+            return x + expanded(x)
+        for connection, block in zip(self.connections, (mixed, expanded), strict=True):
+            inputs, *added = connection.mix(x)
+            x = connection.spread(x, block(inputs), *added)
+        return x

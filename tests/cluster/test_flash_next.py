@@ -1,4 +1,4 @@
-"""Flash-Next over two real workers without files: they get their layers from the coordinator, and one is killed."""
+"""Families whose layers are our own over two workers without files: they fetch their layers, and one is killed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.support.api.streams import tokens_of_stream
+from tests.support.checkpoints import glm_flash
 from tests.support.checkpoints.flash_next import reference_model, text_config, write_flash_next
 from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
 from tests.support.processes.processes import (
@@ -29,11 +30,21 @@ VOCAB = 512
 TOKENS = 120
 
 
+@pytest.fixture(scope="module", params=["Qwen3.8-Flash-Next", "GLM-5.3-Flash"])
+def family(request: pytest.FixtureRequest) -> str:
+    """Return each family whose layers are this project's own."""
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a model with a tokenizer into a folder of its own."""
-    text = text_config(vocab_size=VOCAB, eos_token_id=VOCAB - 1)
     path = tmp_path_factory.mktemp("coordinator") / "model"
+    if family == "GLM-5.3-Flash":
+        glm = {**glm_flash.TEXT, "vocab_size": VOCAB, "eos_token_id": [VOCAB - 1]}
+        return write_tokenizer(glm_flash.write_glm_flash(path, glm_flash.reference_model(glm), glm))
+    text = text_config(vocab_size=VOCAB, eos_token_id=VOCAB - 1)
     return write_tokenizer(write_flash_next(path, reference_model(text), text))
 
 
@@ -55,11 +66,11 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
             yield Cluster(workers, coordinator)
 
 
-def test_exact_mode_is_refused_before_a_worker_loads(model: Path, tmp_path: Path) -> None:
+def test_exact_mode_is_refused_before_a_worker_loads(family: str, model: Path, tmp_path: Path) -> None:
     """The command ends, and names the family."""
     with ending(launch_coordinator(tmp_path, str(model), "--exact", "--nodes", "1")) as process:
         assert process.wait() == 2
-        assert "--exact is not supported for Qwen3.8-Flash-Next" in process.text()
+        assert f"--exact is not supported for {family}" in process.text()
 
 
 def answer(cluster: Cluster, kill: bool = False) -> list[int]:

@@ -91,7 +91,6 @@ COMPOSITION_ROOTS = {
     "coordinator.images.encoder",
     "coordinator.pipeline.local_pipeline",
     "coordinator.cli.doctor_command",
-    "coordinator.doctor.answer",
     "coordinator.doctor.checks",
 }
 """The modules of `coordinator` that import `worker`: they run stages in this process, or measure this machine."""

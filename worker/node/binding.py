@@ -28,6 +28,9 @@ from worker.engine.stage_host import StageHost
 
 log = logging.getLogger(__name__)
 
+LOST_PEER = "connection to a peer"
+"""Part of the message of a collective of MLX whose other member is lost."""
+
 MAX_QUEUED_FRAMES = 256
 MAX_QUEUED_BYTES = 2**30
 """Bound the frames that wait for the engine. A sender that limits its frames in flight stays far below."""
@@ -332,7 +335,7 @@ class Binding:
     def _engine_failed(self, error: Exception) -> None:
         """Drop the engine after an invalid frame, a bug or a lack of memory."""
         self.engine, message = None, str(error)
-        if not isinstance(error, ClusterError):
+        if not isinstance(error, ClusterError) and LOST_PEER not in message:
             log.error("engine failed", exc_info=error)
             message = f"{type(error).__name__}: {error}"
         self.thread.post(self._fail, message)

@@ -86,10 +86,6 @@ class Family(ABC):
         """Return `text` with its sizes by the names that Qwen3.5 has for them. Any field may be missing or wrong."""
         return text
 
-    def rename(self, local: str) -> str:
-        """Return the local name of a tensor that some programs store by another one."""
-        return local
-
     @abstractmethod
     def text_args(self, text: Text) -> TextModelArgs:
         """Return the arguments of the engine's modules, and of the MTP head."""

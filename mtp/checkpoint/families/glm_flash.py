@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, ClassVar
 
 import mlx.nn as nn
@@ -11,15 +10,9 @@ from mlx_lm.models.qwen3_5 import TextModelArgs
 from mtp.checkpoint.families.family import Family, Text, model_args
 from mtp.glm_flash.args import ATTENTION_TYPES, GlmArgs, find_problem
 from mtp.glm_flash.head import GlmHead
-from mtp.glm_flash.layers import StreamBlock
+from mtp.glm_flash.layers import GlmLayer
 from mtp.glm_flash.modules import DecoderLayer, GlmModel, StreamMean
 from mtp.layers.layer import Layer
-
-_ALIASES = (
-    (re.compile(r"\bforget_gate\."), ""),
-    (re.compile(r"\b(attn|ffn)_hc\."), r"hc_\1_"),
-)
-"""From the names of transformers' modules to those of the published files."""
 
 
 class GlmFlash(Family):
@@ -71,7 +64,7 @@ class GlmFlash(Family):
         return GlmHead(GlmArgs.of(text))
 
     def stage_layer(self, layer: Any) -> Layer:
-        return StreamBlock(layer)
+        return GlmLayer(layer)
 
     def find_problem(self, text: Text) -> str | None:
         return find_problem(text)
@@ -83,11 +76,6 @@ class GlmFlash(Family):
         indexer = GlmArgs.of(text).indexer
         # The key and the gate of each token, and the keys of blocks in fp32.
         return int(text["kv_lora_rank"]) + 2 * indexer.head_dim + 2 * indexer.head_dim // indexer.block
-
-    def rename(self, local: str) -> str:
-        for alias, name in _ALIASES:
-            local = alias.sub(name, local)
-        return local
 
     def convert_text(self, text: Text) -> None:
         """Remove the fields that `named_fields` adds: other programs read those of the publisher."""

@@ -148,7 +148,6 @@ class Checkpoint:
                 continue
             if config.head_only:
                 local = with_head_prefix(local)
-            local = family.rename(local)
             if family.head_is_layer:
                 local = head_layer_name(local, config.num_layers) or local
             if family.derived_values(config.text_config, local) is not None:

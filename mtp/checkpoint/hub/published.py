@@ -44,6 +44,12 @@ FLASH_NEXT: dict[str, Any] = {
 
 GLM_FLASH: dict[str, Any] = {
     "model_type": "glm5_next_text",
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 288,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
     "vocab_size": 154880,
     "max_position_embeddings": 1048576,
     "tie_word_embeddings": False,
@@ -74,7 +80,7 @@ GLM_FLASH: dict[str, Any] = {
     "hc_eps": 1e-6,
     "hc_sinkhorn_iters": 20,
 }
-"""The fields of GLM-5.3-Flash besides those of Published."""
+"""The fields of GLM-5.3-Flash, whose names are its own."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ class Published:
     def config(self) -> dict[str, Any]:
         """The config.json, with the fields at the places where the family has them."""
         if self.model_type == "glm5_next":
-            return {"model_type": self.model_type, "text_config": self._own_fields | GLM_FLASH}
+            return {"model_type": self.model_type, "text_config": GLM_FLASH | {"num_hidden_layers": self.layers}}
         text: dict[str, Any] = {
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
@@ -140,19 +146,6 @@ class Published:
             "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
         }
         return {"model_type": self.model_type, "text_config": text}
-
-    @property
-    def _own_fields(self) -> dict[str, Any]:
-        """The fields of this object by the names of GLM."""
-        return {
-            "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "n_routed_experts": self.experts,
-            "num_experts_per_tok": self.per_token,
-            "moe_intermediate_size": self.intermediate,
-        }
 
     def parsed(self, **fields: Any) -> ModelConfig:
         """Return the parsed config with other `fields` of the text part."""
