@@ -236,7 +236,8 @@ class Checkpoint:
     def _members_of(self, part: str, parameter: str, name: str) -> int:
         """Return the number of shares of a stored tensor. Members may hold the same head of keys and values."""
         config = self.config
-        if not is_cut(part, parameter) or (part == "lm_head" and not config.cuts_vocabulary):
+        whole = config.cut.size == 1 or not is_cut(part, parameter)
+        if whole or (part == "lm_head" and not config.cuts_vocabulary):
             return 1
         if is_kv(parameter):
             return self.tensors[name].shape[0] // config.head_dim // config.num_kv_heads
