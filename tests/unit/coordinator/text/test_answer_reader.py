@@ -76,7 +76,7 @@ PAIR_CALL = (
     "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value>"
     "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call>"
 )
-ROME = {"city": "Rome", "days": 2}
+CITY = {"city": "Rome", "days": 2}
 HALF = "<tool_call>weather<arg_key>city</arg_key><arg_va"
 
 
@@ -84,8 +84,8 @@ HALF = "<tool_call>weather<arg_key>city</arg_key><arg_va"
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (PAIR_CALL, call("weather", ROME)),
-        (PAIR_CALL.replace("</tool_call>", ""), call("weather", ROME)),
+        (PAIR_CALL, call("weather", CITY)),
+        (PAIR_CALL.replace("</tool_call>", ""), call("weather", CITY)),
         ("<tool_call>weather</tool_call>", call("weather", {})),
         ("<tool_call>unknown</tool_call>", [Content("<tool_call>unknown</tool_call>")]),
         ("Write <tool_call> and </tool_call>.", [Content("Write <tool_call> and </tool_call>.")]),
@@ -98,7 +98,7 @@ HALF = "<tool_call>weather<arg_key>city</arg_key><arg_va"
             ],
         ),
         (PAIR_CALL.replace("<arg_value>2", "<arg_value>two"), call("weather", {"city": "Rome", "days": "two"})),
-        (f"ok{PAIR_CALL}{PAIR_CALL}", [Content("ok"), *2 * call("weather", ROME)]),
+        (f"ok{PAIR_CALL}{PAIR_CALL}", [Content("ok"), *2 * call("weather", CITY)]),
         (
             "<tool_call>weather<arg_key>city</arg_key><arg_va",
             [Content("<tool_call>weather<arg_key>city</arg_key><arg_va")],
