@@ -169,7 +169,7 @@ def _offered_parts(offer: pb.WeightsOffer, config: ModelConfig) -> dict[str, lis
             raise ProtocolError(f"the size of tensor {name!r:.120} contradicts its shape")
         if Path(offered.file).is_absolute() or ".." in Path(offered.file).parts:
             raise ProtocolError(f"{offered.file!r:.120} is not the name of a file in a repo")
-        found = split_part(local_name(name) or "", config.num_layers)
+        found = split_part(local_name(name) or "", config.num_layers, head_is_layer=config.family.head_is_layer)
         if found is None:
             raise ProtocolError(f"tensor {name!r:.120} belongs to no part of this model")
         info = TensorInfo(Path(offered.file), dtype, entry.shape, start, entry.nbytes)

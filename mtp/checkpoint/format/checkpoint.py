@@ -21,7 +21,6 @@ from mtp.checkpoint.format.names import (
     IGNORED,
     Layout,
     Source,
-    head_layer_name,
     holds_model,
     is_bare_head,
     is_head,
@@ -148,12 +147,10 @@ class Checkpoint:
                 continue
             if config.head_only:
                 local = with_head_prefix(local)
-            if family.head_is_layer:
-                local = head_layer_name(local, config.num_layers) or local
             if family.derived_values(config.text_config, local) is not None:
                 ignored.append(name)
                 continue
-            where = split_part(local, config.num_layers)
+            where = split_part(local, config.num_layers, head_is_layer=family.head_is_layer)
             table = family.table_part(local)
             if table is not None:
                 part, kind, number = table
@@ -235,7 +232,8 @@ class Checkpoint:
     def _members_of(self, part: str, parameter: str, name: str) -> int:
         """Return the number of shares of a stored tensor. Members may hold the same head of keys and values."""
         config = self.config
-        if not is_cut(part, parameter) or (part == "lm_head" and not config.cuts_vocabulary):
+        whole = config.cut.size == 1 or not is_cut(part, parameter)
+        if whole or (part == "lm_head" and not config.cuts_vocabulary):
             return 1
         if is_kv(parameter):
             return self.tensors[name].shape[0] // config.head_dim // config.num_kv_heads

@@ -51,12 +51,6 @@ def with_head_prefix(local: str) -> str:
     return local if local.partition(".")[0] in _OF_THE_MODEL else _in_head(local)
 
 
-def head_layer_name(local: str, num_layers: int) -> str | None:
-    """Return the name in the head of a tensor of the layer after the last one, or None for tensors of other layers."""
-    found = _LAYER.fullmatch(local)
-    return _in_head(found[2]) if found and int(found[1]) == num_layers else None
-
-
 def _in_head(within: str) -> str:
     for alias, name in _ALIASES:
         within = alias.sub(name, within, count=1) if alias.match(within) else within
@@ -134,8 +128,11 @@ def is_head(stored: str) -> bool:
 _LAYER = re.compile(r"layers\.([0-9]{1,9})\.(.+)")
 
 
-def split_part(local: str, num_layers: int) -> tuple[str, str] | None:
-    """Split a local name into (part, name within the part); None when no part of this model has this tensor."""
+def split_part(local: str, num_layers: int, *, head_is_layer: bool = False) -> tuple[str, str] | None:
+    """Split a local name into (part, name within the part); None when no part of this model has this tensor.
+
+    With `head_is_layer` the layer after the last one is the head.
+    """
     head, _, rest = local.partition(".")
     if not rest:
         return None
@@ -144,6 +141,8 @@ def split_part(local: str, num_layers: int) -> tuple[str, str] | None:
     if head == "mtp":
         return "mtp", rest
     layer = _LAYER.fullmatch(local)
+    if layer and head_is_layer and int(layer[1]) == num_layers:
+        return "mtp", _in_head(layer[2]).removeprefix("mtp.")
     return (f"layers.{int(layer[1])}", layer[2]) if layer and int(layer[1]) < num_layers else None
 
 

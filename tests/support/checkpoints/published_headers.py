@@ -22,10 +22,10 @@ from proto.wire import STORED_BYTES
 FOLDER = Path(__file__).resolve().parents[2] / "published"
 
 LAYERS = 4
-"""Layers of the written checkpoints. All kinds are the same from four to four layers."""
+"""Layers of the written checkpoints. They have all kinds of layers."""
 
-BLOCKS = 27
-"""Blocks of every published vision part."""
+_PER_LAYER = ("layer_types", "mlp_layer_types", "indexer_types")
+"""Fields of a config with one value for each layer."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,28 @@ class PublishedHeaders:
     @property
     def has_head(self) -> bool:
         """True if an MTP head is part of it."""
-        return any("mtp." in name for name in self.tensors)
+        return any("mtp." in name or "{head}" in name for name in self.tensors)
 
     def names(self, layers: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """Yield name, type and shape of all tensors of a model of `layers` layers."""
+        """Yield name, type and shape of all tensors of a model of `layers` layers.
+
+        `{linear}` is a layer of linear attention, whose tensor has another shape in other layers. `{head}` is the layer
+        after the last one.
+        """
+        dense = self.text.get("first_k_dense_replace", 0)
+        layers_of = {
+            "linear": [layer for layer in range(layers) if layer % 4 != 3],
+            "full": [layer for layer in range(layers) if layer % 4 == 3],
+            "dense": range(min(dense, layers)),
+            "sparse": range(dense, layers),
+        }
         for pattern, (dtype, shape, where, *_) in self.tensors.items():
-            chosen = [
-                layer
-                for layer in range(layers)
-                if where not in ("linear", "full") or (where == "full") == (layer % 4 == 3)
-            ]
             ranges: dict[str, Any] = {
-                "layer": chosen,
-                "expert": range(self.text.get("num_experts", 0)),
-                "block": range(BLOCKS),
+                "layer": layers_of.get(where, range(layers)),
+                "linear": layers_of["linear"],
+                "head": [layers],
+                "expert": range(self.text.get("num_experts", self.text.get("n_routed_experts", 0))),
+                "block": range(self.config.get("vision_config", {}).get("depth", 0)),
                 "part": range(self.text.get("split_ngram_parts", 0)),
             }
             holes = re.findall(r"\{(\w+)\}", pattern)
@@ -85,7 +93,8 @@ class PublishedHeaders:
         with (path / "model.safetensors").open("wb") as file:
             file.write(struct.pack("<Q", len(encoded)) + encoded)
             file.truncate(8 + len(encoded) + end)
-        text = {**self.text, "num_hidden_layers": layers}
+        kinds = {name: kinds[:layers] for name, kinds in self.text.items() if name in _PER_LAYER}
+        text = {**self.text, **kinds, "num_hidden_layers": layers}
         config = {**self.config, "text_config": text} if "text_config" in self.config else text
         (path / "config.json").write_text(json.dumps(config))
         return path

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-FAMILIES = ("qwen3.5", "qwen3.6", "qwen3.8", "qwen3-next")
+FAMILIES = ("qwen3.5", "qwen3.6", "qwen3.8", "qwen3-next", "glm-5.3-flash")
 
 _XML = r"""
 {%- macro text_of(content) -%}
@@ -119,9 +119,71 @@ _NEXT = r"""
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"""
 
+_GLM = r"""
+{%- macro text_of(content) -%}
+  {%- if content is string or content is mapping or content is not iterable %}
+    {{- '' if content is none else content }}
+  {%- else %}{%- for item in content %}
+    {%- set kind = item.type if item is mapping else '' %}
+    {%- if item is string %}{{ item }}
+    {%- elif kind == 'text' %}{{ item.text }}
+    {%- elif kind in ('image', 'image_url') %}{{ '<|begin_of_image|><|image|><|end_of_image|>' }}{% endif %}
+  {%- endfor %}{% endif %}
+{%- endmacro %}
+{%- set effort = reasoning_effort if reasoning_effort in ('low', 'high') else 'max' %}
+{{- '[gMASK]<sop><|system|>Reasoning Effort: ' ~ (effort | capitalize) }}
+{%- if tools %}{{ '<|system|>\n# Tools\n' }}
+  {%- for tool in tools %}{{ (tool.function or tool) | tojson ~ '\n' }}{% endfor %}
+  {{- '<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>' }}
+{%- endif %}
+{%- set ns = namespace(query=-1, results=[]) %}
+{%- for message in messages %}{% if message.role == 'user' %}{% set ns.query = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}
+  {%- if message.role in ('system', 'user') %}{{ '<|' ~ message.role ~ '|>' ~ text_of(message.content) }}
+  {%- elif message.role == 'assistant' %}
+    {%- set whole = text_of(message.content) %}
+    {%- set thought = message.reasoning_content %}
+    {%- set inside = thought is not string and '</think>' in whole %}
+    {%- set thought = whole.split('</think>')[0].split('<think>')[-1] if inside else thought %}
+    {%- set kept = thought is string and (not clear_thinking or loop.index0 > ns.query) %}
+    {{- '<|assistant|><think>' ~ (thought if kept else '') ~ '</think>' }}
+    {{- (whole.split('</think>')[-1] if inside else whole).strip() }}
+    {%- for call in message.tool_calls or [] %}{% set function = call.function or call %}
+      {{- '<tool_call>' ~ function.name }}
+      {%- for key, value in function.arguments.items() %}
+        {{- '<arg_key>' ~ key ~ '</arg_key><arg_value>' ~ (value if value is string else value | tojson) }}
+        {{- '</arg_value>' }}
+      {%- endfor %}
+      {{- '</tool_call>' }}
+    {%- endfor %}
+  {%- elif message.role == 'tool' and (loop.first or loop.previtem.role != 'tool') %}
+    {%- set before = loop.previtem if not loop.first and loop.previtem.role == 'assistant' else {} %}
+    {%- set ns.results = [] %}
+    {%- for result in messages[loop.index0:] %}
+      {%- if result.role != 'tool' %}{% break %}{% endif %}
+      {%- set ns.results = ns.results + [result] %}
+    {%- endfor %}
+    {%- set calls = (before.tool_calls or []) | map(attribute='id') | list %}
+    {%- set answered = ns.results | map(attribute='tool_call_id') | list %}
+    {%- set named = calls | select | unique(true) | list == calls %}
+    {%- set named = named and answered | select | unique(true) | list == answered %}
+    {{- '<|observation|>' }}
+    {%- for id in calls if named and answered | reject('in', calls) | list == [] %}
+      {%- for result in ns.results if result.tool_call_id == id %}
+        {{- '<tool_response>' ~ text_of(result.content) ~ '</tool_response>' }}
+      {%- endfor %}
+    {%- else %}{%- for result in ns.results %}
+        {{- '<tool_response>' ~ text_of(result.content) ~ '</tool_response>' }}
+    {%- endfor %}{% endfor %}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|><think>' }}{% endif %}"""
+
 
 def template_of(family: str) -> str:
     """Return the template of one of FAMILIES."""
+    if family == "glm-5.3-flash":
+        return _GLM
     if family == "qwen3-next":
         return _NEXT
     return _XML.replace("FAMILY", repr(family)).replace("KEPT", _KEPT[family])
@@ -166,6 +228,15 @@ CONVERSATIONS: dict[str, list[Any]] = {
 }
 """Conversations on which the templates agree with the published ones."""
 
+GLM_CONVERSATIONS: dict[str, list[Any]] = {
+    "results in another order": [_USER, _CALLING, *({**_RESULT, "tool_call_id": i, "content": i} for i in "21"), _USER],
+    "a result of another call": [_USER, _CALLING, *({**_RESULT, "tool_call_id": i, "content": i} for i in "23")],
+    "thoughts in the text": [_USER, {"role": "assistant", "content": "<think>so</think>\nA"}, _USER],
+    "parts": [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "image"}]}],
+    "null": [_USER, _CALLING | {"content": None}, {"role": "tool", "content": None}],
+}
+"""Further ones for GLM, whose template sorts the results of calls."""
+
 VARIABLES: list[Any] = [
     {"reasoning_effort": "medium"},
     {"enable_thinking": False},
@@ -174,3 +245,5 @@ VARIABLES: list[Any] = [
     {"reasoning_effort": "high"},
 ]
 """Variables of templates. The medium effort of Qwen3.8 adds no sentence."""
+
+GLM_VARIABLES: list[Any] = [*VARIABLES, {"reasoning_effort": "low", "clear_thinking": True}]

@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+GLM_CONTROL = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|image|>")
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 TEXT = (
@@ -33,8 +34,13 @@ TEMPLATE = """\
 """
 
 
-def write_tokenizer(folder: Path, *, template: str | None = TEMPLATE, vision: bool = False) -> Path:
-    """Write tokenizer.json and its companion files into the existing `folder`. Return `folder`."""
+def write_tokenizer(
+    folder: Path, *, template: str | None = TEMPLATE, vision: bool = False, control: tuple[str, ...] = ()
+) -> Path:
+    """Write tokenizer.json and its companion files into the existing `folder`. Return `folder`.
+
+    `control` are further control tokens.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -42,7 +48,7 @@ def write_tokenizer(folder: Path, *, template: str | None = TEMPLATE, vision: bo
         vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(TEXT, trainer)
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in CONTROL])
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (*CONTROL, *control)])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKERS])
     if vision:
         tokenizer.add_special_tokens([AddedToken(t, special=True) for t in VISION])
