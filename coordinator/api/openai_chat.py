@@ -62,6 +62,7 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
         template_kwargs=variables,
         thinking=thinking,
         reasoning_budget=budget,
+        effort=body.reasoning_effort,
         one_call=body.parallel_tool_calls is False,
         forced_tool=forced,
         output=body.output,

@@ -395,6 +395,7 @@ def _internal_request(api: Api, body: ResponsesBody, history: list[Item]) -> req
         tools=tools,
         thinking=thinking,
         reasoning_budget=budget,
+        effort=body.reasoning_effort,
         one_call=body.parallel_tool_calls is False,
         forced_tool=forced,
         output=body.output,

@@ -199,8 +199,11 @@ def _token_limit(api: Api, settings: GenerationSettings, prompt: int) -> int:
     return settings.max_tokens or min(api.options.default_max_tokens, room)
 
 
-THINKING_SWITCH = "enable_thinking"
-"""The variable with which Qwen's chat templates switch reasoning on and off."""
+THINKING_SWITCH, EFFORT = "enable_thinking", "reasoning_effort"
+"""The variables with which chat templates of Qwen switch reasoning, and those of GLM are told how much of it to do."""
+
+LEVELS = {"none": "low", "minimal": "low", "medium": "high"}
+"""The levels of such a template for those that it does not know."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,8 @@ class ChatRequest:
     """A conversation and the settings of its next message.
 
     `tools` are function tools in OpenAI's format. `thinking` switches reasoning on or
-    off, where None leaves it to the template; `reasoning_budget` is its maximum number of tokens. With `one_call` the
+    off, where None leaves it to the template; `reasoning_budget` is its maximum number of tokens. `effort` is that of
+    the client, for templates that have levels. With `one_call` the
     answer ends after its first tool call. `forced_tool` is the tool that the answer must call, or an empty string for
     any tool. `output` is the format of the content, which a forced call replaces. With `continue_final` the answer
     continues the last message.
@@ -220,6 +224,7 @@ class ChatRequest:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     thinking: bool | None = None
     reasoning_budget: int | None = None
+    effort: str | None = None
     one_call: bool = False
     forced_tool: str | None = None
     output: OutputFormat | None = None
@@ -234,6 +239,8 @@ async def render_chat(api: Api, chat: ChatRequest, places: Mapping[str, str] | N
     kwargs = dict(chat.template_kwargs)
     if chat.thinking is not None and api.tokenizer.uses_variable(THINKING_SWITCH):
         kwargs[THINKING_SWITCH] = chat.thinking
+    if chat.effort is not None and api.tokenizer.uses_variable(EFFORT):
+        kwargs.setdefault(EFFORT, LEVELS.get(chat.effort, chat.effort))
     messages = template_messages(chat.turns, api.tokenizer.tool_markers)
     options: Json = {"continue_final": chat.continue_final, "places": places}
     render = partial(api.tokenizer.chat_prompt, messages, chat.tools, kwargs, **options)

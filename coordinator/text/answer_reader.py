@@ -77,6 +77,7 @@ STRUCTURE = ("<parameter=", "<parameter name=", FUNCTION_END)
 TAG = re.compile(r"</parameter>|</function>|<parameter(?=[=\s])|<function(?=[=\s])")
 VALUE_TAGS = (PARAMETER_END, FUNCTION_END, "<parameter=", "<function=")
 
+PAIR_TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 PAIRS_NAME = re.compile(r"\s*([^\s<>]{1,200})\s*(?=<arg_key>|\Z)")
 PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL)
 

@@ -20,7 +20,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from coordinator.text.answer_reader import Marks, held_back
+from coordinator.text.answer_reader import PAIR_TAGS, Marks, held_back
 from coordinator.text.schemas import Json
 from mtp.checkpoint.families.family import CallForm, Family
 from mtp.checkpoint.format.config import read_json_object
@@ -167,7 +167,8 @@ class Tokenizer:
         reasoning = (wrapper.think_start_tokens, wrapper.think_end_tokens)
         markers = (*reasoning, wrapper.tool_call_start_tokens, wrapper.tool_call_end_tokens)
         special = frozenset(token for token, entry in added.items() if entry.special)
-        self.control_ids = special.difference(*(tokens or () for tokens in markers))
+        tags = [token for token, entry in added.items() if entry.content in PAIR_TAGS]
+        self.control_ids = special.difference(tags, *(tokens or () for tokens in markers))
         """The control tokens, which add no text to an answer."""
         self._template_names = _template_names(wrapper.chat_template)
         # Without their last character, which a template may add to a name.

@@ -137,28 +137,27 @@ def chosen_blocks(
     """
     products = queries.astype(mx.float32) @ blocks.T
     heads = mx.split(products, products.shape[1], axis=1)
+    seen = mx.arange(blocks.shape[0]), whole[:, None, None]
     if weights is None:
-        scores = _summed(heads)
+        ranks = _ranks(heads, *seen)
     else:
-        scores = _weighted(heads, mx.split(weights.astype(mx.float32)[..., None], len(heads), axis=1))
-    # MLX's sort is stable, and a block that a query does not see comes last.
-    ranks = mx.where(mx.arange(blocks.shape[0]) < whole[:, None], -scores.squeeze(1), mx.inf)
-    return mx.sort(mx.argsort(ranks, axis=-1)[:, :count], axis=-1)
+        ranks = _weighted_ranks(heads, mx.split(weights.astype(mx.float32)[..., None], len(heads), axis=1), *seen)
+    return mx.sort(mx.argsort(ranks.squeeze(1), axis=-1)[:, :count], axis=-1)
 
 
 @partial(mx.compile, shapeless=True)
-def _summed(heads: Any) -> mx.array:
-    """Return the scores of blocks without weights, from the products of each head."""
-    scores: mx.array = reduce(add, (mx.maximum(products, 0) for products in heads))
-    return scores
+def _ranks(heads: Any, numbers: mx.array, whole: mx.array) -> mx.array:
+    """Return the negative scores of blocks, and infinity for those that a query does not see. MLX's sort is stable."""
+    scores = reduce(add, (mx.maximum(products, 0) for products in heads))
+    return mx.where(numbers < whole, -scores, mx.inf)
 
 
 @partial(mx.compile, shapeless=True)
-def _weighted(heads: Any, weights: Any) -> mx.array:
-    """Return the scores of blocks, in which each head has a weight."""
+def _weighted_ranks(heads: Any, weights: Any, numbers: mx.array, whole: mx.array) -> mx.array:
+    """Return `_ranks` of scores in which each head has a weight."""
     pairs = zip(heads, weights, strict=True)
-    scores: mx.array = reduce(add, (mx.maximum(products, 0) * weight for products, weight in pairs))
-    return scores
+    scores = reduce(add, (mx.maximum(products, 0) * weight for products, weight in pairs))
+    return mx.where(numbers < whole, -scores, mx.inf)
 
 
 class SparseReads(NamedTuple):

@@ -196,3 +196,21 @@ async def test_a_call_of_glm_is_read_and_its_result_rendered(tokenizer: Tokenize
     await client.post(CHAT, body | {"messages": [USER, message, result]})
     again = "<|observation|><tool_response>18</tool_response><|assistant|><think>"
     assert client.generator.prompt_text() == first + written + again
+
+
+@pytest.mark.parametrize("family", [GLM], indirect=True)
+@pytest.mark.parametrize(
+    ("fields", "level"),
+    [
+        ({}, "Max"),
+        ({"reasoning_effort": "high"}, "High"),
+        ({"reasoning_effort": "medium"}, "High"),
+        ({"reasoning_effort": "none"}, "Low"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "High"),
+    ],
+)
+async def test_the_effort_of_a_client_reaches_the_template(tokenizer: Tokenizer, fields: Any, level: str) -> None:
+    """A template with levels of reasoning gets the nearest one."""
+    client = ApiClient(FakeGenerator(tokenizer, "So</think>Yes."), context_length=5000)
+    await client.post(CHAT, {"messages": [USER], **fields})
+    assert f"Reasoning Effort: {level}" in client.generator.prompt_text()
