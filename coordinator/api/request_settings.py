@@ -200,7 +200,7 @@ def _token_limit(api: Api, settings: GenerationSettings, prompt: int) -> int:
 
 
 THINKING_SWITCH, EFFORT = "enable_thinking", "reasoning_effort"
-"""The variables with which chat templates of Qwen switch reasoning, and those of GLM are told how much of it to do."""
+"""The variables of chat templates for reasoning: the switch of Qwen's, and the level of GLM's."""
 
 LEVELS = {"none": "low", "minimal": "low", "medium": "high"}
 """The levels of such a template for those that it does not know."""
