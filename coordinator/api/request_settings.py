@@ -203,7 +203,7 @@ THINKING_SWITCH, EFFORT = "enable_thinking", "reasoning_effort"
 """The variables of chat templates for reasoning: the switch of Qwen's, and the level of GLM's."""
 
 LEVELS = {"none": "low", "minimal": "low", "medium": "high"}
-"""The levels of such a template for those that it does not know."""
+"""The nearest levels of GLM for those of clients that it does not have."""
 
 
 @dataclass(frozen=True)
