@@ -78,8 +78,9 @@ TAG = re.compile(r"</parameter>|</function>|<parameter(?=[=\s])|<function(?=[=\s
 VALUE_TAGS = (PARAMETER_END, FUNCTION_END, "<parameter=", "<function=")
 
 PAIR_TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+PAIRS_BEGIN = re.compile(r"\s*[^\s<>]{0,200}\s*(?:<|\Z)")
 PAIRS_NAME = re.compile(r"\s*([^\s<>]{1,200})\s*(?=<arg_key>|\Z)")
-PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL)
+PAIR = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL)
 
 SPACE, LINE_BREAK = re.compile(r"\s*"), re.compile(r"(\r?\n)?")
 
@@ -404,11 +405,18 @@ class AnswerReader:
         while True:
             places = [at for end in ends if (at := self._buffer.find(end, searched)) >= 0]
             at = min(places, default=-1)
+            if marks.pairs and not PAIRS_BEGIN.match(self._buffer):
+                raise _NoCallError
             if at < 0 and not self._last:
                 searched = max(searched, len(self._buffer) - max(map(len, ends), default=0))
                 yield from self._more()
                 continue
-            found, length = parse(self._buffer[:at] if at >= 0 else self._buffer)
+            text = self._buffer[:at] if at >= 0 else self._buffer
+            ended = at >= 0 and self._buffer.startswith(marks.call_end, at)
+            if marks.pairs and not ended and (self._cut or "</arg_value>" not in text):
+                # Neither a name nor a pair says that the call ends, as a closed object does.
+                raise _NoCallError(unfinished=True)
+            found, length = parse(text)
             if found or at < 0:
                 break
             if not length:

@@ -8,9 +8,6 @@ from typing import Any
 
 from mtp.layers.sparse_attention import IndexerArgs
 
-ATTENTION_TYPES = ("deepseek_sparse_attention", "indexed_attention", "full_attention")
-"""The names of layers of latent attention in `layer_types`."""
-
 _SIZES = (
     "hidden_size", "intermediate_size", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok",
     "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "index_n_heads",
@@ -102,7 +99,7 @@ class GlmArgs:
             inner=text["intermediate_size"],
             dense=_dense_layers(text),
             limit=text["swiglu_limit"],
-            eps=text.get("rms_norm_eps", 1e-5),
+            eps=text["rms_norm_eps"],
             streams=text["hc_mult"],
             mix_eps=text.get("hc_eps", 1e-6),
             rounds=text["hc_sinkhorn_iters"],
@@ -151,9 +148,5 @@ def find_problem(text: Mapping[str, Any]) -> str | None:
         return f"num_experts_per_tok {text['num_experts_per_tok']} is more than n_routed_experts."
     shared = [layer for layer, kind in enumerate(text.get("indexer_types") or []) if kind != "full"]
     if shared or text.get("index_topk_pattern") or text.get("index_topk_freq", 1) != 1:
-        layer = shared[0] if shared else "some layers"
-        return (
-            f"indexer_types lets {layer} take the blocks of an earlier layer, and only layers with an indexer of their "
-            "own ('full') are supported, as in the published model."
-        )
+        return "indexer_types has layers without an indexer of their own, and only 'full' is supported, as published."
     return None

@@ -5,9 +5,7 @@ Its input is the model's state after the final norm, and in a chain of drafts it
 
 from __future__ import annotations
 
-from typing import Any
-
-import mlx.nn as nn
+from mlx_lm.models.qwen3_5 import TextModelArgs
 
 from mtp.glm_flash.args import GlmArgs
 from mtp.glm_flash.layers import GlmLayer
@@ -21,17 +19,9 @@ class GlmHead(MTPHead):
 
     drafts_on_device = False
 
-    def __init__(self, args: GlmArgs) -> None:
-        nn.Module.__init__(self)
-        self.fc = nn.Linear(2 * args.hidden, args.hidden, bias=False)
-        self.pre_fc_norm_embedding = nn.RMSNorm(args.hidden, eps=args.eps)
-        self.pre_fc_norm_hidden = nn.RMSNorm(args.hidden, eps=args.eps)
-        layer: Any = DecoderLayer(args, 0, linear=False, streams=False)
-        self.layers = [layer]
-        self.norm = nn.RMSNorm(args.hidden, eps=args.eps)
-        self._block: Layer | None = None
+    def __init__(self, fields: TextModelArgs, args: GlmArgs) -> None:
+        super().__init__(fields, DecoderLayer(args, 0, linear=False, streams=False))
 
     def _reference(self) -> Layer:
-        layer: Any = self.layers[0]
-        self._block = GlmLayer(layer)
+        self._block = GlmLayer(self.layers[0])
         return self._block

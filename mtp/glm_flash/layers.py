@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -162,21 +163,19 @@ class HyperConnection:
         self._fn, self._base, scale = (layer[f"hc_{block}_{name}"] for name in ("fn", "base", "scale"))
         args = layer.args
         parts = [0] * args.streams + [1] * args.streams + [2] * args.streams**2
-        self._scales = scale.astype(mx.float32)[mx.array(parts)]
+        self._scales, self._fn = scale.astype(mx.float32)[mx.array(parts)], self._fn.astype(mx.float32)
         self._streams, self._eps, self._mix_eps, self._rounds = args.streams, args.eps, args.mix_eps, args.rounds
 
     def mix(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Return the block's input `[rows, hidden]` of the streams `x`, its gates `[rows, n]`, and the mixing matrices.
 
-        A matrix `[rows, n, n]` is made doubly stochastic by Sinkhorn's algorithm.
+        A matrix is `[rows, n, n]`.
         """
         n = self._streams
         normed = mx.fast.rms_norm(x.astype(mx.float32), None, self._eps)
-        logits = normed @ self._fn.astype(mx.float32).T * self._scales + self._base
+        logits = normed @ self._fn.T * self._scales + self._base
         reads, gates = mx.sigmoid(logits[:, :n]) + self._mix_eps, 2 * mx.sigmoid(logits[:, n : 2 * n])
-        matrix = mx.softmax(logits[:, 2 * n :].reshape(-1, n, n), axis=-1) + self._mix_eps
-        for step in range(2 * self._rounds - 1):
-            matrix = matrix / (matrix.sum(axis=-1 if step % 2 else -2, keepdims=True) + self._mix_eps)
+        matrix = _mixing(logits[:, 2 * n :].reshape(-1, n, n), self._mix_eps, self._rounds)
         apart = x.reshape(x.shape[0], n, -1)
         inputs = (reads[..., None] * apart).sum(axis=1)
         return inputs.astype(x.dtype), gates.astype(x.dtype), matrix.astype(x.dtype)
@@ -185,6 +184,15 @@ class HyperConnection:
         """Return the mixed streams `x` plus the output `[rows, hidden]` of the block, by its gates."""
         apart = x.reshape(x.shape[0], self._streams, -1)
         return (gates[..., None] * block[:, None] + matrix.swapaxes(-1, -2) @ apart).reshape(x.shape)
+
+
+@partial(mx.compile, shapeless=True)
+def _mixing(logits: mx.array, eps: float, rounds: int) -> mx.array:
+    """Return the softmax of `logits [rows, n, n]`, made doubly stochastic by Sinkhorn's algorithm."""
+    matrix = mx.softmax(logits, axis=-1) + eps
+    for step in range(2 * rounds - 1):
+        matrix = matrix / (matrix.sum(axis=-1 if step % 2 else -2, keepdims=True) + eps)
+    return matrix
 
 
 class GlmLayer(Layer):

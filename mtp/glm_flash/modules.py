@@ -108,7 +108,8 @@ class Router(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return the scores `[rows, experts]` in fp32."""
-        return mx.sigmoid(x.astype(mx.float32) @ self.weight.astype(mx.float32).T)
+        self.weight = self.weight.astype(mx.float32)  # once, since a token would read it three times
+        return mx.sigmoid(x.astype(mx.float32) @ self.weight.T)
 
 
 class Experts(nn.Module):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -42,14 +42,16 @@ class MTPHead(nn.Module):
     drafts_on_device: ClassVar[bool] = True
     """True if the cache of the head can be read around rejected rows."""
 
-    def __init__(self, args: TextModelArgs) -> None:
+    def __init__(self, args: TextModelArgs, layer: nn.Module | None = None) -> None:
+        """Take the decoder layer; None is one of gated attention."""
         super().__init__()
         hidden = args.hidden_size
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         self.pre_fc_norm_embedding = nn.RMSNorm(hidden, eps=args.rms_norm_eps)
         self.pre_fc_norm_hidden = nn.RMSNorm(hidden, eps=args.rms_norm_eps)
         # With an interval of 1 every layer is a full-attention one.
-        self.layers = [DecoderLayer(replace(args, full_attention_interval=1), layer_idx=0)]
+        usual = DecoderLayer(replace(args, full_attention_interval=1), layer_idx=0) if layer is None else layer
+        self.layers: Any = [usual]
         self.norm = nn.RMSNorm(hidden, eps=args.rms_norm_eps)
         self._block: Layer | None = None
 

@@ -178,10 +178,6 @@ class SparseReads(NamedTuple):
     weights: mx.array | None = None
 
 
-def _rows(weights: mx.array | None, own: slice) -> mx.array | None:
-    return None if weights is None else weights[own]
-
-
 def sparse_attention(reads: SparseReads) -> mx.array:
     """Return the attention of the queries to the blocks that score highest, and to the newest tokens."""
     if reads.q.shape[2] > GATHERED_ROWS and reads.keys.shape[2] <= this_device().masked_keys:
@@ -207,7 +203,9 @@ def masked_attention(reads: SparseReads) -> mx.array:
         seen, rows = offset + own.stop, own.stop - own.start
         places = mx.arange(offset + own.start, seen)[:, None]
         whole = (places + 1) // args.block
-        chosen = chosen_blocks(index_queries[own], blocks, whole[:, 0], count, _rows(weights, own))
+        chosen = chosen_blocks(
+            index_queries[own], blocks, whole[:, 0], count, None if weights is None else weights[own]
+        )
         # With room for blocks behind a query's own, which the mask hides, and for the newest tokens.
         picked = mx.zeros((rows, blocks.shape[0] + 1), mx.bool_)
         picked = mx.put_along_axis(picked, chosen, mx.array(True), axis=1)
@@ -241,11 +239,12 @@ def gathered_attention(reads: SparseReads) -> mx.array:
         # The blocks that a query sees are the first of those chosen for it.
         mask = np.concatenate([inner < whole * args.block, newest <= places], axis=1)
         seen = mx.array(whole[:, 0], mx.int32)
-        chosen = chosen_blocks(index_queries[own], blocks, seen, count, _rows(weights, own))
+        chosen = chosen_blocks(index_queries[own], blocks, seen, count, None if weights is None else weights[own])
         last = mx.array(np.minimum(newest, keys.shape[2] - 1), mx.uint32)
         tokens = chosen[..., None] * args.block + mx.array(inner[: args.block], mx.uint32)
         tokens = mx.concatenate([tokens.reshape(len(places), -1), last], axis=1)
-        k, v = (part[tokens].transpose(0, 2, 1, 3) for part in held)
+        k = held[0][tokens].transpose(0, 2, 1, 3)
+        v = k if values is keys else held[1][tokens].transpose(0, 2, 1, 3)
         # The heads that share keys are the rows of one product, which reads the keys once for all of them.
         heads = q[0:1, :, own].reshape(keys.shape[1], -1, len(places), q.shape[3])
         found = mx.fast.scaled_dot_product_attention(

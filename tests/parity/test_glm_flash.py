@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 
 from coordinator.planning.capacity import model_costs
+from mtp.checkpoint.convert.add_head import plan_head_addition
 from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.format.parts import read_part
+from mtp.checkpoint.hub.missing_head import add_head_from
+from mtp.checkpoint.hub.repo import HubRepo
 from mtp.glm_flash.layers import DeltaNet
 from mtp.layers.kv_cache import PlainKV
 from mtp.layers.layer import KVFormat
@@ -27,6 +30,7 @@ from proto.span import Span
 from tests.parity.test_flash_next import answers, different, requests
 from tests.support.checkpoints.checkpoints import edit_config, read_tensors
 from tests.support.checkpoints.glm_flash import EOS, TEXT, reference_model, write_glm_flash
+from tests.support.checkpoints.hub import Hub
 from tests.support.stages.group_run import Work, answer, answer_in_group
 from tests.support.stages.local_run import Answered
 from worker.model.loader import StageModules, load_stage
@@ -198,6 +202,7 @@ def test_a_faulty_commit_of_a_state_is_seen(
         assert "expected" in str(error) or "position" in str(error)
 
 
+@pytest.mark.thorough
 def test_a_prefix_and_a_disk_change_nothing(
     model: Path, expected: list[Answered], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +226,23 @@ def test_a_conversion_keeps_the_answers(model: Path, tmp_path: Path, bits: int |
     assert converted.mtp.complete
     alone = answers(model if bits is None else tmp_path / "mlx", "off", 1, 512, one_by_one=True)
     assert different(answers(tmp_path / "mlx", "2", 2, 64), alone) == 0
+
+
+def test_a_lost_head_is_fetched_as_one_more_layer(
+    model: Path, expected: list[Answered], tmp_path: Path, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub sends the tensors of layer 8 alone. One that a file already has as a layer is not replaced beside it."""
+    convert(
+        Checkpoint.open(write_glm_flash(tmp_path / "bare", reference, TEXT, mtp=False)), tmp_path / "mlx", Settings()
+    )
+    with Hub() as hub, HubRepo("zai-org/GLM") as repo:
+        hub.add("zai-org/GLM", model)
+        hub.install(monkeypatch, tmp_path / "home")
+        add_head_from(repo, Checkpoint.open(tmp_path / "mlx"), lambda done, total: None)
+        assert hub.weights_sent < Checkpoint.open(model).part_bytes()["mtp"] * 1.1 + 100_000
+    assert different(answers(tmp_path / "mlx", "2", 1, 64), expected) == 0
+    with pytest.raises(UsageError, match="its MTP head is one of its layers"):
+        plan_head_addition(Checkpoint.open(model), Checkpoint.open(model), replace=True)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -122,6 +122,10 @@ def plan_head_addition(target: Checkpoint, source: Checkpoint, *, replace: bool 
     if target.mtp.present and not replace:
         state = "has an MTP head" if target.mtp.complete else "has a part of an MTP head"
         raise UsageError(f"{target.path}: {state} already. Use --replace to replace it.")
+    if not all(map(is_head, target.tensors_of("mtp"))):
+        raise UsageError(
+            f"{target.path}: its MTP head is one of its layers, which stay. Download the checkpoint again."
+        )
     if not source.mtp.complete:
         missing = source.mtp.missing[0] if source.mtp.missing else "all of it"
         raise CheckpointError(

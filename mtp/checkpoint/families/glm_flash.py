@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_lm.models.qwen3_5 import TextModelArgs
 
 from mtp.checkpoint.families.family import Family, Text, model_args
-from mtp.glm_flash.args import ATTENTION_TYPES, GlmArgs, find_problem
+from mtp.glm_flash.args import GlmArgs, find_problem
 from mtp.glm_flash.head import GlmHead
 from mtp.glm_flash.layers import GlmLayer
 from mtp.glm_flash.modules import DecoderLayer, GlmModel, StreamMean
@@ -22,7 +22,7 @@ class GlmFlash(Family):
     model_types: ClassVar = {"glm5_next": "glm5_next", "glm5_next_text": "glm5_next"}
     head_types: ClassVar = {}
     prefix = "language_model."
-    attention_types: ClassVar = ATTENTION_TYPES
+    attention_types: ClassVar = ("deepseek_sparse_attention", "indexed_attention", "full_attention")
     quantizes_kv = False
     is_own = True
     sees_images = False
@@ -35,6 +35,7 @@ class GlmFlash(Family):
         delta = delta if isinstance(delta, dict) else {}
         return {
             **text,
+            "rms_norm_eps": text.get("rms_norm_eps", 1e-5),
             "rope_parameters": {"rope_theta": 1.0},  # there is no RoPE
             "head_dim": delta.get("head_dim"),
             "num_key_value_heads": delta.get("num_heads"),
@@ -61,7 +62,7 @@ class GlmFlash(Family):
         return StreamMean(GlmArgs.of(text))
 
     def head(self, text: Text) -> GlmHead:
-        return GlmHead(GlmArgs.of(text))
+        return GlmHead(self.text_args(text), GlmArgs.of(text))
 
     def stage_layer(self, layer: Any) -> Layer:
         return GlmLayer(layer)

@@ -113,7 +113,7 @@ class Checkpoint:
             check_not_head_only(path, config)
         if not config.head_only:
             headers = _with_head(path, headers, config.head_file)
-        layout = detect_layout(path, headers, head_only=config.head_only)
+        layout = layout_of(path, config, headers)
         found = cls.assemble(path, config, layout, merge_headers(headers))
         return replace(found, files=files)
 
@@ -133,8 +133,6 @@ class Checkpoint:
     def assemble(cls, path: Path, config: ModelConfig, layout: Layout, tensors: dict[str, TensorInfo]) -> Checkpoint:
         """Build a checkpoint from tensors whose places are known. Raises CheckpointError if two are one parameter."""
         family = config.family
-        # Without offset norms there is only one layout.
-        layout = layout if family.offset_norms else "mlx"
         pairs = {part: list[tuple[str, str]]() for part in part_names(config.num_layers)}
         unknown, ignored = [], []
         tables: dict[str, dict[str, dict[int, str]]] = {}
@@ -437,6 +435,11 @@ def check_not_head_only(path: Path, config: ModelConfig) -> None:
             f"{path}: holds an MTP head and no model. Add it to the model that it belongs to: "
             f"mtp-coord add-mtp --mlx-path MODEL --hf-path {path}"
         )
+
+
+def layout_of(path: Path, config: ModelConfig, headers: dict[Path, Header]) -> Layout:
+    """Return `detect_layout` of a family that has two layouts. Without offset norms there is one."""
+    return detect_layout(path, headers, head_only=config.head_only) if config.family.offset_norms else "mlx"
 
 
 def detect_layout(path: Path, headers: dict[Path, Header], *, head_only: bool = False) -> Layout:

@@ -13,9 +13,9 @@ from mtp.checkpoint.format.checkpoint import (
     check_not_head_only,
     check_not_packed,
     checked_weight_map,
-    detect_layout,
     drop_replaced,
     head_alone,
+    layout_of,
     merge_headers,
     settle_head,
 )
@@ -93,11 +93,16 @@ def open_remote(hub: HubRepo, wanted: Callable[[str], bool] = lambda name: True)
     beside = None if hub.size(QUANTIZATION_FILE) is None else _read_object(hub, QUANTIZATION_FILE)
     fields = with_quantization(fields, beside)
     config = ModelConfig.parse(path / "config.json", fields)
-    headers = _headers(hub, lambda name: config.head_only or wanted(name), config.head_file)
+    own = f".layers.{config.num_layers}."
+
+    def accepts(name: str) -> bool:
+        return config.head_only or wanted(name) or (config.family.head_is_layer and own in name)
+
+    headers = _headers(hub, accepts, config.head_file)
     config, headers = settle_head(config, headers)
     merged = merge_headers(headers).items()
-    tensors = {n: info for n, info in merged if config.head_only or wanted(n)}
-    layout = detect_layout(path, headers, head_only=config.head_only)
+    tensors = {n: info for n, info in merged if accepts(n)}
+    layout = layout_of(path, config, headers)
     return Checkpoint.assemble(path, config, layout, tensors)
 
 

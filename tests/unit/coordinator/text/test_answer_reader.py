@@ -114,6 +114,39 @@ def test_calls_of_pairs(text: str, expected: list[Part], step: int) -> None:
     assert join_parts([*parts, *reader.finish()]) == expected
 
 
+@STEPS
+@pytest.mark.parametrize(
+    "end", ["<tool_call>write_file", "<tool_call>write_file<arg_key>path</arg_key><arg_value>a</arg_value>"]
+)
+def test_a_cut_call_of_pairs_is_none(end: str, step: int) -> None:
+    """A limit after the name or between two arguments makes no call of what is there."""
+    reader = AnswerReader(PAIRS, tools=TOOLS)
+    parts = [part for at in range(0, len(end), step) for part in reader.add_text(end[at : at + step])]
+    assert CallEnd(complete=True) not in [*parts, *reader.finish(cut=True)]
+
+
+def test_the_end_of_reasoning_ends_no_name() -> None:
+    """A thought about a tool is none of its calls, and marks in prose hold nothing back."""
+    reader = AnswerReader(PAIRS, thinking=True, tools=TOOLS)
+    parts = [*reader.add_text("I think <tool_call>write_file</think>Hello"), *reader.finish()]
+    assert join_parts(parts) == [Reasoning("I think <tool_call>write_file"), Content("Hello")]
+    reader = AnswerReader(PAIRS, tools=TOOLS)
+    assert join_parts(reader.add_text("Use <tool_call> in prose, " + 100 * "x ")) == [
+        Content("Use <tool_call> in prose, " + 99 * "x " + "x ")
+    ]
+
+
+def test_values_with_pairs_take_linear_time() -> None:
+    """A file about calls of GLM, in a call of GLM."""
+    line = "- `<arg_key>k</arg_key><arg_value>v</arg_value>` and </tool_call>\n"
+    text = f"<tool_call>write_file<arg_key>content</arg_key><arg_value>{300 * line}</arg_value></tool_call>"
+    started = time.perf_counter()
+    reader = AnswerReader(PAIRS, tools=TOOLS)
+    parts = join_parts([*reader.add_text(text), *reader.finish()])
+    assert time.perf_counter() - started < 3.0
+    assert parts[0] == CallStart("write_file")
+
+
 def written(content: str, path: str = "a.txt") -> str:
     """Return a call that writes `content`."""
     return (
