@@ -272,8 +272,10 @@ def test_a_layer_of_flash_next(flash_next: dict[int, Path], shape: tuple[int, in
 
 def test_the_attention_to_chosen_blocks() -> None:
     """Choosing blocks, reading and attending take eleven kernels, two of which read keys and values."""
-    shapes = (1, 4, 1, 16), (1, 2, 400, 16), (1, 2, 400, 16), (1, 4, 16), (100, 16)
-    q, keys, values, queries, blocks = (zeros(shape, mx.float32) for shape in shapes)
+    shapes = (1, 4, 1, 16), (1, 2, 400, 16), (1, 4, 16), (100, 16)
+    q, keys, queries, blocks = (zeros(shape, mx.float32) for shape in shapes)
+    values = mx.ones(keys.shape)  # an array of its own
+    mx.eval(values)
     with counted_kernels():
         args = queries, blocks, 399, IndexerArgs(4, 16, 32, 4), 0.25
         kernels = kernels_of([sparse_attention(SparseReads(q, keys, values, *args))])
