@@ -197,9 +197,10 @@ def test_a_faulty_commit_of_a_state_is_seen(
     owner, name, replacement = FAULTS[fault]
     monkeypatch.setattr(owner, name, replacement)
     try:
-        assert different(answers(model, "2", 1, 64), expected) > 0
-    except AssertionError as error:
-        assert "expected" in str(error) or "position" in str(error)
+        found = answers(model, "2", 1, 64)
+    except AssertionError:  # the engine refuses rows that do not follow the end of a state
+        return
+    assert different(found, expected) > 0
 
 
 @pytest.mark.thorough
