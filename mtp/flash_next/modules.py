@@ -19,6 +19,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextAttention
 from mtp.flash_next.args import FlashNextArgs, NgramArgs
 from mtp.flash_next.ngrams import Ints, NgramHash, NgramTable
 from mtp.layers.linear import FusedLinear, pad_outputs
+from mtp.layers.reference.gdn import SigmoidGatedNorm
 from mtp.layers.source_kernel import SourceKernel
 from mtp.layers.sparse_attention import IndexerArgs
 from mtp.layers.stream_rows import add_and_norm
@@ -121,20 +122,6 @@ def _mean(weights: Any, streams: Any) -> mx.array:
 @partial(mx.compile, shapeless=True)
 def _added(x: mx.array, block: mx.array, logits: mx.array, streams: int) -> mx.array:
     return x + block * (2 * mx.sigmoid(logits / streams))
-
-
-class SigmoidGatedNorm(nn.Module):
-    """RMSNorm with a sigmoid gate, in place of Qwen3.5's silu."""
-
-    def __init__(self, hidden: int, eps: float) -> None:
-        super().__init__()
-        self.weight = mx.ones((hidden,))
-        self.eps = eps
-
-    def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
-        """Return `x` normalized and gated."""
-        normed = mx.fast.rms_norm(x, self.weight, self.eps).astype(mx.float32)
-        return (normed * mx.sigmoid(gate.astype(mx.float32))).astype(x.dtype)
 
 
 class Indexer(nn.Module):

@@ -2,71 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.gated_delta import gated_delta_update
 
-from mtp.glm_flash.modules import DecoderLayer, DeltaAttention, LatentAttention
+from mtp.glm_flash.modules import DecoderLayer, DeltaAttention, Experts, LatentAttention
 from mtp.layers.communicator import Communicator
 from mtp.layers.exact import ExactProducts
+from mtp.layers.experts import row_experts
 from mtp.layers.kv_cache import tiled_attention
-from mtp.layers.layer import Hole, KVFormat, Layer, Mixer
-from mtp.layers.linear import Format, FusedLinear
+from mtp.layers.layer import Hole, KVFormat, Layer, Mixer, Picks
+from mtp.layers.linear import Format
 from mtp.layers.reference.gdn import GDNLayer
+from mtp.layers.source_kernel import SourceKernel
 from mtp.layers.sparse_attention import LatentKV, SparseReads, sparse_attention
 from proto.errors import CheckpointError, UsageError
 
 
 class DeltaNet:
-    """A KDA with the names that the passes of a GatedDeltaNet use. Its decay has a value for each channel of a key."""
+    """A KDA by the names of mlx-lm's `GatedDeltaNet`. Its decay has a value for each channel of a key."""
 
-    def __init__(self, module: DeltaAttention) -> None:
-        sizes = module.args
-        self.module, self.heads, self.dim = module, sizes.heads, sizes.head_dim
+    def __init__(self, module: DeltaAttention, dtype: mx.Dtype) -> None:
+        self._module, sizes = module, module.args
         self.num_k_heads = self.num_v_heads = sizes.heads
         self.head_k_dim = self.head_v_dim = sizes.head_dim
-        self.key_dim = sizes.heads * sizes.head_dim
+        self.key_dim = self.value_dim = sizes.heads * sizes.head_dim
         self.conv_dim, self.conv_kernel_size = 3 * self.key_dim, sizes.kernel
-        self._taps = mx.concatenate([module.q_conv1d.weight, module.k_conv1d.weight, module.v_conv1d.weight])
-        self.o_proj = module.o_proj
+        self.conv1d = nn.Conv1d(self.conv_dim, self.conv_dim, sizes.kernel, groups=self.conv_dim, bias=False)
+        taps = mx.concatenate([module.q_conv1d.weight, module.k_conv1d.weight, module.v_conv1d.weight])
+        self.conv1d.weight = taps.astype(dtype)[..., None]
+        self.A_log, self.dt_bias, self.bound = module.A_log, module.dt_bias, sizes.bound
+        self.norm, self.out_proj = module.o_norm, module.o_proj
+        self._products = [module.q_proj, module.k_proj, module.v_proj]
 
-    def conv1d(self, x: mx.array) -> mx.array:
-        """Return the convolution of `x [n, w + kernel - 1, channels]`: `[n, w, channels]`."""
-        return mx.conv1d(x, self._taps.astype(x.dtype)[..., None], groups=self.conv_dim)
+    def in_proj_qkv(self, x: mx.array) -> mx.array:
+        """Return q, k and v before the convolution: `[rows, conv_dim]`."""
+        return mx.concatenate([product(x) for product in self._products], axis=-1)
+
+    def in_proj_z(self, x: mx.array) -> mx.array:
+        """Return the inputs of the gates of the output: `[rows, value_dim]`."""
+        z: mx.array = self._module.g_b_proj(self._module.g_a_proj(x))
+        return z
+
+    def in_proj_b(self, x: mx.array) -> mx.array:
+        """Return the inputs of the rates of writing: `[rows, heads]`."""
+        b: mx.array = self._module.b_proj(x)
+        return b
+
+    def in_proj_a(self, x: mx.array) -> mx.array:
+        """Return the inputs of the decays: `[rows, key_dim]`."""
+        a: mx.array = self._module.f_b_proj(self._module.f_a_proj(x))
+        return a
+
+    def input_product(self, fuse: Callable[[Sequence[Any]], Any]) -> DeltaInputs | None:
+        """See `mtp.layers.reference.gdn.input_product`."""
+        net = self._module
+        products = [net.b_proj, net.g_a_proj, net.f_a_proj]
+        first = fuse([*self._products, *products])
+        second = [fuse([product]) for product in (net.g_b_proj, net.f_b_proj)]
+        ends = accumulate((self.conv_dim, self.num_v_heads, self.head_v_dim, self.head_k_dim))
+        return None if None in (first, *second) else DeltaInputs(first, second, list(ends))
 
     def advance(
         self, q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: mx.array
     ) -> tuple[mx.array, mx.array]:
         """See `advance_state`. `a [n, w, heads x dim]` are the inputs of the decay."""
-        a = a.reshape(*a.shape[:2], self.heads, self.dim)
-        rates, bias = self.module.A_log[:, None], self.module.dt_bias.reshape(self.heads, self.dim)
-        bound = self.module.args.bound
-        found: tuple[mx.array, mx.array] = gated_delta_update(q, k, v, a, b, rates, bias, state, lower_bound=bound)
+        heads, dim = self.num_k_heads, self.head_k_dim
+        a, bias = a.reshape(*a.shape[:2], heads, dim), self.dt_bias.reshape(heads, dim)
+        found: tuple[mx.array, mx.array] = gated_delta_update(
+            q, k, v, a, b, self.A_log[:, None], bias, state, lower_bound=self.bound
+        )
         return found
 
 
-class DeltaMixer(GDNLayer):
-    """The computation of a KDA over flat rows of many sequences."""
+@dataclass(frozen=True)
+class DeltaInputs:
+    """All products of the inputs of a KDA: one of the rows, and two of the narrow ones among its outputs."""
 
-    def __init__(self, module: DeltaAttention, dtype: mx.Dtype) -> None:
-        self.net, self.dtype, self._together = DeltaNet(module), dtype, True
-        self._products = [module.q_proj, module.k_proj, module.v_proj]
-        self._fused = FusedLinear.of(self._products)
+    first: Any
+    second: Sequence[Any]
+    ends: list[int]
 
-    def _project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        net = self.net.module
-        qkv = self._fused(x) if self._fused else mx.concatenate([product(x) for product in self._products], axis=-1)
-        return qkv, net.g_b_proj(net.g_a_proj(x)), net.b_proj(x), net.f_b_proj(net.f_a_proj(x))
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The type of dense weights or of scales."""
+        found: mx.Dtype = self.first.dtype
+        return found
 
-    def _finish(self, out: mx.array, z: mx.array, dtype: mx.Dtype) -> mx.array:
-        norm = self.net.module.o_norm
-        normed = mx.fast.rms_norm(out.astype(mx.float32), norm.weight, norm.eps)
-        rows = normed.reshape(z.shape) * mx.sigmoid(z.astype(mx.float32))
-        y: mx.array = self.net.o_proj(rows.astype(dtype))
-        return y
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return q, k, v, z, b and a `[rows, any]` of `x [rows, hidden]`."""
+        qkv, b, z, a, *_ = mx.split(self.first(x), self.ends, axis=-1)
+        z, a = (product(mx.contiguous(part)) for product, part in zip(self.second, (z, a), strict=True))
+        return mx.concatenate([qkv, z, b, a], axis=-1)
 
 
 class _HeadProducts:
@@ -150,12 +183,6 @@ class LatentMixer:
         return (keys * shares.astype(keys.dtype)).sum(axis=1)
 
 
-def mixer_of(layer: DecoderLayer) -> Mixer:
-    """Return the computation of the attention of a loaded layer."""
-    dtype = layer.input_layernorm.weight.dtype
-    return DeltaMixer(layer.self_attn, dtype) if layer.is_linear else LatentMixer(layer.self_attn, layer)
-
-
 class HyperConnection:
     """A manifold-constrained hyper-connection (mHC): how a block reads the streams, and how they go on after it."""
 
@@ -202,16 +229,29 @@ class GlmLayer(Layer):
 
     def __init__(self, layer: DecoderLayer) -> None:
         self.norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
-        self.core, self.experts = mixer_of(layer), layer.mlp
-        self.dtype: mx.Dtype = layer.input_layernorm.weight.dtype
+        self.experts, self.dtype = layer.mlp, layer.input_layernorm.weight.dtype
+        if isinstance(layer.mlp, Experts):
+            self.experts = layer.mlp.fused()
+        if layer.is_linear:
+            self.mixer = GDNLayer.over(DeltaNet(layer.self_attn, self.dtype), self.dtype, silu=False)
+        else:
+            self._latent = LatentMixer(layer.self_attn, layer)
         streams = "hc_attn_fn" in layer
         self.connections = [HyperConnection(layer, block) for block in ("attn", "ffn")] if streams else []
+
+    @property
+    def core(self) -> Mixer:
+        """The mixer of tokens."""
+        return self.mixer or self._latent
 
     def new_cache(self, kv_format: KVFormat) -> Any:
         return self.core.new_cache(kv_format)
 
     def share(self, communicator: Communicator) -> None:
         self.communicator = communicator
+
+    def take_kernels(self, language: type[SourceKernel], picks: Picks) -> None:
+        self.experts = row_experts(self.experts, self.dtype, language, picks)
 
     def pin_exact(self, products: ExactProducts) -> None:
         raise UsageError("--exact is not supported for GLM-5.3-Flash. Leave it out.")

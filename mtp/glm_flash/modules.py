@@ -6,7 +6,6 @@ Rows between layers have all residual streams side by side: `[rows, streams x hi
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +14,8 @@ from mlx_lm.models.qwen3_5 import TextModelArgs
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from mtp.glm_flash.args import GlmArgs
-from mtp.layers.experts import highest
+from mtp.layers.experts import FusedExperts, Routing, gated_units
+from mtp.layers.reference.gdn import SigmoidGatedNorm
 
 
 class Taps(nn.Module):
@@ -39,7 +39,7 @@ class DeltaAttention(nn.Module):
         self.f_b_proj, self.g_b_proj = (nn.Linear(sizes.head_dim, width, bias=False) for _ in range(2))
         self.b_proj = nn.Linear(hidden, sizes.heads, bias=False)
         self.A_log, self.dt_bias = mx.zeros((sizes.heads,)), mx.zeros((width,))
-        self.o_norm = nn.RMSNorm(sizes.head_dim, eps=args.eps)
+        self.o_norm = SigmoidGatedNorm(sizes.head_dim, args.eps)
         self.o_proj = nn.Linear(width, hidden, bias=False)
 
 
@@ -73,17 +73,6 @@ class LatentAttention(nn.Module):
         self.indexer = Indexer(args)
 
 
-def gated(limit: float) -> Callable[[mx.array, mx.array], mx.array]:
-    """Return the gated units of `up` and `gate`. The gate is clamped above, and the other one on both sides."""
-
-    @partial(mx.compile, shapeless=True)
-    def units(up: mx.array, gate: mx.array) -> mx.array:
-        found: mx.array = nn.silu(mx.minimum(gate, limit)) * mx.clip(up, -limit, limit)
-        return found
-
-    return units
-
-
 class GatedMLP(nn.Module):
     """A dense MLP of `inner` columns, or the shared expert."""
 
@@ -91,10 +80,10 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_proj, self.up_proj = (nn.Linear(args.hidden, inner, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(inner, args.hidden, bias=False)
-        self._units = gated(args.limit)
+        self._limit = args.limit
 
     def __call__(self, x: mx.array) -> mx.array:
-        y: mx.array = self.down_proj(self._units(self.up_proj(x), self.gate_proj(x)))
+        y: mx.array = self.down_proj(gated_units(self.gate_proj(x), self.up_proj(x), self._limit))
         return y
 
 
@@ -106,11 +95,6 @@ class Router(nn.Module):
         self.weight = mx.zeros((experts, hidden))
         self.e_score_correction_bias = mx.zeros((experts,))
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """Return the scores `[rows, experts]` in fp32."""
-        self.weight = self.weight.astype(mx.float32)  # once, since a token would read it three times
-        return mx.sigmoid(x.astype(mx.float32) @ self.weight.T)
-
 
 class Experts(nn.Module):
     """The experts of a layer, and the one that all rows share."""
@@ -118,18 +102,26 @@ class Experts(nn.Module):
     def __init__(self, args: GlmArgs) -> None:
         super().__init__()
         sizes = args.experts
-        self._chosen, self._factor = sizes.chosen, sizes.factor
+        self._sizes, self._limit = sizes, args.limit
         self.gate = Router(args.hidden, sizes.count)
-        units: Any = gated(args.limit)
+        units: Any = lambda up, gate: gated_units(gate, up, args.limit)  # noqa: E731
         self.switch_mlp = SwitchGLU(args.hidden, sizes.inner, sizes.count, activation=units)
         self.shared_experts = GatedMLP(args, sizes.inner)
 
+    def fused(self) -> Any:
+        """Return the experts in fused products, or themselves where parts have several formats. Call it once."""
+        router = nn.Linear(1, 1, bias=False)
+        router.weight = self.gate.weight = self.gate.weight.astype(mx.float32)
+        return FusedExperts.of(self._routing, [router], self.switch_mlp, self.shared_experts, self._limit) or self
+
+    @property
+    def _routing(self) -> Routing:
+        sizes = self._sizes
+        return Routing(sizes.count, sizes.chosen, self.gate.e_score_correction_bias, sizes.factor)
+
     def __call__(self, x: mx.array) -> mx.array:
         """Return the sum of the chosen experts and the shared one for `x [rows, hidden]`."""
-        scores = self.gate(x)
-        chosen = highest(scores + self.gate.e_score_correction_bias, self._chosen)
-        shares = mx.take_along_axis(scores, chosen, axis=-1)
-        shares = shares / (shares.sum(axis=-1, keepdims=True) + 1e-20) * self._factor
+        chosen, shares, _ = self._routing(x.astype(mx.float32) @ self.gate.weight.T)
         routed = (self.switch_mlp(x, chosen) * shares[..., None].astype(x.dtype)).sum(axis=-2)
         return routed + self.shared_experts(x)
 

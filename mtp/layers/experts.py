@@ -8,6 +8,7 @@ expert counts as one more that every row chooses.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -53,40 +54,88 @@ class OrderedExperts(SparseMoeBlock):
         return routed + mx.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
 
 
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """The choice of `chosen` of `count` experts by the logits of a row.
+
+    Their shares are the softmax of the chosen logits, and the logit after them is that of the shared expert's gate.
+    With a `correction [count]` the shares are the sigmoids of the logits over their sum, times `factor`. It decides who
+    is chosen, and the shared expert has no gate.
+    """
+
+    count: int
+    chosen: int
+    correction: mx.array | None = None
+    factor: float = 1.0
+
+    def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Return the chosen experts and their shares `[rows, chosen]`, and the gates `[rows, 1]`."""
+        if self.correction is None:
+            gate = logits[:, self.count : self.count + 1]
+            logits = logits[:, : self.count]
+            chosen = highest(logits, self.chosen)
+            # The softmax of the chosen logits is that of all logits, over its sum for the chosen ones.
+            return chosen, mx.softmax(mx.take_along_axis(logits, chosen, axis=-1), axis=-1, precise=True), gate
+        scores = mx.sigmoid(logits[:, : self.count])
+        chosen = highest(scores + self.correction, self.chosen)
+        shares = mx.take_along_axis(scores, chosen, axis=-1)
+        return chosen, shares / (shares.sum(axis=-1, keepdims=True) + 1e-20) * self.factor, None
+
+
 class FusedExperts(nn.Module):
     """The experts of a layer, whose gate and up projections are one. The router and the shared gate are one, too."""
 
-    def __init__(self, count: int, chosen: int, products: Sequence[FusedLinear]) -> None:
-        """Take the number of experts and how many a row chooses.
+    def __init__(self, routing: Routing, router: FusedLinear, products: Sequence[FusedLinear], limit: float) -> None:
+        """Take the choice of experts by the outputs of `router`, and the `limit` of their gated units, 0 for none.
 
-        `products` are the router's, gate and up of the experts, their down, and gate, up and down of the shared one.
+        `products` are gate and up of the experts, their down, and gate and up, and down, of the shared one.
         """
         super().__init__()
-        self.count, self.chosen, self._products = count, chosen, tuple(products)
-        self.router, self.gate_up, self.down, self.shared_gate_up, self.shared_down = products
+        self.routing, self.router, self.products, self.limit = routing, router, tuple(products), limit
+        self.gate_up, self.down, self.shared_gate_up, self.shared_down = products
+
+    @classmethod
+    def of(cls, routing: Routing, router: Sequence[Any], experts: Any, shared: Any, limit: float = 0.0) -> Any:
+        """Return the `experts` with the `shared` one fused, or None where parts have several formats.
+
+        The linear layers of `router` are fused into one.
+        """
+        parts = [
+            list(router),
+            [experts.gate_proj, experts.up_proj],
+            [experts.down_proj],
+            [shared.gate_proj, shared.up_proj],
+            [shared.down_proj],
+        ]
+        if not all(map(FusedLinear.fits, parts)):
+            return None
+        if len(router) > 1:
+            pad_outputs(router[-1], routing.count)
+        first, *products = (product for part in parts if (product := FusedLinear.of(part)))
+        return cls(routing, first, products, limit)
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return the sum of the chosen experts and the shared one for `x [rows, hidden]`."""
-        routed = self.router(x)
-        logits = routed[:, : self.count]
-        chosen = highest(logits, self.chosen)
-        # The softmax of the chosen logits is that of all logits, over its sum for the chosen ones.
-        shares = mx.softmax(mx.take_along_axis(logits, chosen, axis=-1), axis=-1, precise=True)
+        chosen, shares, gate = self.routing(self.router(x))
         outputs = self._outputs(x, chosen)
-        shared = self.shared_down(_halves_gated(self.shared_gate_up(x)))
-        gate = routed[:, self.count : self.count + 1]
-        return _added((shares[:, None] @ outputs)[:, 0], shared, gate)
+        shared = self.shared_down(self._gated(self.shared_gate_up(x)))
+        routed = (shares.astype(x.dtype)[:, None] @ outputs)[:, 0]
+        return routed + shared if gate is None else _added(routed, shared, gate)
 
     def _outputs(self, x: mx.array, chosen: mx.array) -> mx.array:
         """Return the outputs `[rows, k, hidden]` of the experts `chosen [rows, k]`."""
         if chosen.size < SORTED_FROM:
             both = self.gate_up.gather(x[:, None, None], chosen)
-            return self.down.gather(_halves_gated(both), chosen).squeeze(-2)
+            return self.down.gather(self._gated(both), chosen).squeeze(-2)
         tile = this_device().expert_tile
-        tiles, experts, places = tiles_of(chosen.flatten(), self.count, tile)
-        gated = _halves_gated(self.gate_up.gather(x[tiles // self.chosen], experts, is_sorted=True))
+        tiles, experts, places = tiles_of(chosen.flatten(), self.routing.count, tile)
+        gated = self._gated(self.gate_up.gather(x[tiles // self.routing.chosen], experts, is_sorted=True))
         found = self.down.gather(gated, experts, is_sorted=True)
         return found.reshape(-1, found.shape[-1])[places].reshape(*chosen.shape, -1)
+
+    def _gated(self, both: mx.array) -> mx.array:
+        gate, up = mx.split(both, 2, axis=-1)
+        return gated_units(gate, up, self.limit)
 
 
 def tiles_of(experts: mx.array, count: int, rows: int) -> tuple[mx.array, mx.array, mx.array]:
@@ -112,31 +161,20 @@ def tiles_of(experts: mx.array, count: int, rows: int) -> tuple[mx.array, mx.arr
     return found.reshape(tiles, rows), mx.minimum(owners, count - 1).astype(mx.uint32), places
 
 
-def _halves_gated(both: mx.array) -> mx.array:
-    return _gated(*mx.split(both, 2, axis=-1))
-
-
 def fuse_experts(block: Any) -> Any:
     """Return mlx-lm's `SparseMoeBlock` fused. Other modules, and one with several formats, stay as they are."""
     if "switch_mlp" not in block or not block.norm_topk_prob:
         return block
-    experts, shared = block.switch_mlp, block.shared_expert
-    parts = [
-        [block.gate, block.shared_expert_gate],
-        [experts.gate_proj, experts.up_proj],
-        [experts.down_proj],
-        [shared.gate_proj, shared.up_proj],
-        [shared.down_proj],
-    ]
-    if not all(map(FusedLinear.fits, parts)):
-        return block
-    pad_outputs(block.shared_expert_gate, block.num_experts)
-    fused = [product for part in parts if (product := FusedLinear.of(part))]
-    return FusedExperts(block.num_experts, block.top_k, fused)
+    routing = Routing(block.num_experts, block.top_k)
+    router = block.gate, block.shared_expert_gate
+    return FusedExperts.of(routing, router, block.switch_mlp, block.shared_expert) or block
 
 
 @partial(mx.compile, shapeless=True)
-def _gated(gate: mx.array, up: mx.array) -> mx.array:
+def gated_units(gate: mx.array, up: mx.array, limit: float = 0.0) -> mx.array:
+    """Return silu of `gate` times `up`. A `limit` clamps the gate above, and `up` on both sides."""
+    if limit:
+        gate, up = mx.minimum(gate, limit), mx.clip(up, -limit, limit)
     return gate * mx.sigmoid(gate) * up
 
 
@@ -155,12 +193,15 @@ CHOOSE_SOURCE = r"""
   const int lane = threadIdx.x & 31;
   const int row = blockIdx.x * 8 + (threadIdx.x >> 5);
   if (row >= logits_shape[0]) return;
-  const $device InT* from = logits + ($int64)row * logits_shape[1];
+  const $device LogitT* from = logits + ($int64)row * logits_shape[1];
   constexpr int OWN = EXPERTS / 32;
   const float LOWEST = __uint_as_float(0xff800000u);  // minus infinity
   float values[OWN];
   #pragma unroll
-  for (int i = 0; i < OWN; ++i) values[i] = static_cast<float>(from[lane + 32 * i]);
+  for (int i = 0; i < OWN; ++i) {
+    const float logit = static_cast<float>(from[lane + 32 * i]);
+    values[i] = CORRECTED ? 1.0f / (1.0f + expf(-logit)) + correction[lane + 32 * i] : logit;
+  }
   float highest = 0.0f, share = 0.0f;
   int expert = EXPERTS;
   for (int j = 0; j < TOP; ++j) {
@@ -181,15 +222,19 @@ CHOOSE_SOURCE = r"""
       if (place == lane + 32 * i) values[i] = LOWEST;
     }
     if (j == 0) highest = best;
-    if (lane == j) { share = expf(best - highest); expert = place; }
+    if (lane == j) {
+      share = CORRECTED ? 1.0f / (1.0f + expf(-static_cast<float>(from[place]))) : expf(best - highest);
+      expert = place;
+    }
   }
   float sum = share;
   #pragma unroll
   for (int m = 16; m > 0; m >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, m);
   if (lane > TOP) return;
-  const float gate = static_cast<float>(from[EXPERTS]);
+  float all = 1.0f;
+  if (!CORRECTED) all /= 1.0f + expf(-static_cast<float>(from[EXPERTS]));
   chosen[row * (TOP + 1) + lane] = expert;
-  shares[row * (TOP + 1) + lane] = lane < TOP ? share / sum : 1.0f / (1.0f + expf(-gate));
+  shares[row * (TOP + 1) + lane] = lane < TOP ? share / sum * numbers[0] : all;
 """
 
 PRODUCT = r"""
@@ -251,7 +296,8 @@ GATE_UP_SOURCE = (
   }
   #pragma unroll
   for (int o = 0; o < OUTS; ++o) {
-    const float gate = sum_of(sums[2 * o], 16, 1), up = sum_of(sums[2 * o + 1], 16, 1);
+    float gate = sum_of(sums[2 * o], 16, 1), up = sum_of(sums[2 * o + 1], 16, 1);
+    if (numbers[1] > 0.0f) { gate = min(gate, numbers[1]); up = max(-numbers[1], min(up, numbers[1])); }
     if (lane > 0 || first + o >= INNER) continue;
     out[($int64)pair * INNER + first + o] = static_cast<InT>(gate / (1.0f + expf(-gate)) * up);
   }
@@ -260,38 +306,42 @@ GATE_UP_SOURCE = (
 
 DOWN_SOURCE = (
     r"""
-  constexpr int OWN = INNER / 16, UNITS = (TOP + 1) * OWN, GROUPS = INNER / GROUP;
-  $array InT held[(TOP + 1) * INNER];
+  constexpr int OWN = INNER / 16, UNITS = HOLD * OWN, GROUPS = INNER / GROUP;
+  $array InT held[HOLD * INNER];
   $array float share[TOP + 1];
   $array int expert[TOP + 1];
   const int row = blockIdx.y, tid = threadIdx.x;
-  for (int e = tid; e < (TOP + 1) * INNER; e += 256) {
-    held[e % 16 * UNITS + e / 16] = gated[($int64)row * (TOP + 1) * INNER + e];
-  }
   if (tid <= TOP) {
     share[tid] = shares[row * (TOP + 1) + tid];
     expert[tid] = chosen[row * (TOP + 1) + tid];
   }
-  __syncthreads();
 """
     + PRODUCT
     + r"""
-  if (first >= HIDDEN) return;
   float sums[OUTS] = {};
-  #pragma unroll 4
-  for (int unit = lane; unit < UNITS; unit += 32) {
-    load(unit);
-    const int j = unit / OWN, place = unit % OWN;
-    const bool all = j == TOP;
-    const $int64 start = all ? 0 : ($int64)expert[j] * HIDDEN;
-    const $device uint2* words = reinterpret_cast<const $device uint2*>(all ? all_w : w) + start * OWN + place;
-    const $device InT* scale = (all ? all_scales : scales) + start * GROUPS + place * 16 / GROUP;
-    const $device InT* bias = (all ? all_biases : biases) + start * GROUPS + place * 16 / GROUP;
-    #pragma unroll
-    for (int o = 0; o < OUTS; ++o) {
-      const int n = min(first + o, HIDDEN - 1);
-      const float found = product(words + n * OWN, scale + n * GROUPS, bias + n * GROUPS);
-      sums[o] = __fmaf_rn(share[j], found, sums[o]);
+  for (int from = 0; from <= TOP; from += HOLD) {
+    __syncthreads();
+    const int count = min(HOLD, TOP + 1 - from);
+    for (int e = tid; e < count * INNER; e += 256) {
+      held[e % 16 * UNITS + e / 16] = gated[(($int64)row * (TOP + 1) + from) * INNER + e];
+    }
+    __syncthreads();
+    if (first >= HIDDEN) continue;
+    #pragma unroll 4
+    for (int unit = lane; unit < count * OWN; unit += 32) {
+      load(unit);
+      const int j = from + unit / OWN, place = unit % OWN;
+      const bool all = j == TOP;
+      const $int64 start = all ? 0 : ($int64)expert[j] * HIDDEN;
+      const $device uint2* words = reinterpret_cast<const $device uint2*>(all ? all_w : w) + start * OWN + place;
+      const $device InT* scale = (all ? all_scales : scales) + start * GROUPS + place * 16 / GROUP;
+      const $device InT* bias = (all ? all_biases : biases) + start * GROUPS + place * 16 / GROUP;
+      #pragma unroll
+      for (int o = 0; o < OUTS; ++o) {
+        const int n = min(first + o, HIDDEN - 1);
+        const float found = product(words + n * OWN, scale + n * GROUPS, bias + n * GROUPS);
+        sums[o] = __fmaf_rn(share[j], found, sums[o]);
+      }
     }
   }
   #pragma unroll
@@ -304,13 +354,16 @@ DOWN_SOURCE = (
 
 WEIGHTS = ["w", "scales", "biases", "all_w", "all_scales", "all_biases"]
 
+HELD_BYTES = 30_000
+"""Bytes. Bound of the gated units in the memory of a block; on Macs it has 32 KB."""
+
 
 @cache
 def _kernels(language: type[SourceKernel]) -> tuple[SourceKernel, SourceKernel, SourceKernel]:
     """Return the choice of experts, gate and up with their gating, and the weighted down. All layers share them."""
     return (
-        language("expert_choice", ["logits"], ["chosen", "shares"], CHOOSE_SOURCE),
-        language("expert_gate_up", ["x", "chosen", *WEIGHTS], ["out"], GATE_UP_SOURCE),
+        language("expert_choice", ["logits", "correction", "numbers"], ["chosen", "shares"], CHOOSE_SOURCE),
+        language("expert_gate_up", ["x", "chosen", "numbers", *WEIGHTS], ["out"], GATE_UP_SOURCE),
         language("expert_down", ["gated", "chosen", "shares", *WEIGHTS], ["out"], DOWN_SOURCE),
     )
 
@@ -324,7 +377,7 @@ def has_row_kernels(block: FusedExperts, dtype: mx.Dtype) -> bool:
         and (block.down.format.bits, block.down.format.mode) == (BITS, "affine")
         and block.shared_down.weights[0].shape == (hidden, words)
         and hidden % 16 == words * 32 // BITS % 16 == experts % 32 == 0
-        and block.chosen < 32
+        and block.routing.chosen < 32
     )
 
 
@@ -332,28 +385,32 @@ class RowExperts(FusedExperts):
     """Fused experts of which kernels compute few rows, each of which reads its experts by itself."""
 
     def __init__(self, block: FusedExperts, language: type[SourceKernel]) -> None:
-        super().__init__(block.count, block.chosen, block._products)
+        routing = block.routing
+        super().__init__(routing, block.router, block.products, block.limit)
         self._language = language
+        self._numbers = mx.array([routing.factor, block.limit])
+        self._correction = self._numbers if routing.correction is None else routing.correction.astype(mx.float32)
 
     def __call__(self, x: mx.array) -> mx.array:
         if x.shape[0] > self._language.most_rows:
             return super().__call__(x)
         choose, gate_up, down = _kernels(self._language)
-        rows, places = x.shape[0], self.chosen + 1
+        rows, places, corrected = x.shape[0], self.routing.chosen + 1, self.routing.correction is not None
         hidden, words = self.down.weights[0].shape[1:]
         inner, outputs = words * 32 // BITS, OUTPUTS * THREADS // 32
-        template = [("InT", x.dtype), ("EXPERTS", self.count), ("TOP", self.chosen)]
-        template += [("HIDDEN", hidden), ("INNER", inner), ("OUTS", OUTPUTS)]
+        logits = self.router.multiply_alone(x, self._language.alone_rows)
+        sizes = [("EXPERTS", self.routing.count), ("TOP", places - 1)]
+        template = [("InT", x.dtype), *sizes, ("HIDDEN", hidden), ("INNER", inner), ("OUTS", OUTPUTS)]
         template.append(("GROUP", self.down.format.group_size))
         chosen, shares = choose(
-            [self.router.multiply_alone(x, self._language.alone_rows)],
+            [logits, self._correction, self._numbers],
             blocks=(-(-rows * 32 // THREADS), 1, 1),
-            template=template[:3],
+            template=[("LogitT", logits.dtype), *sizes, ("CORRECTED", int(corrected))],
             shapes=[(rows, places)] * 2,
             dtypes=[mx.int32, mx.float32],
         )
         gated = gate_up(
-            [x, chosen, *self.gate_up.weights, *self.shared_gate_up.weights],
+            [x, chosen, self._numbers, *self.gate_up.weights, *self.shared_gate_up.weights],
             blocks=(-(-inner // outputs), rows * places, 1),
             template=template,
             shapes=[(rows * places, inner)],
@@ -362,7 +419,7 @@ class RowExperts(FusedExperts):
         return down(
             [*gated, chosen, shares, *self.down.weights, *self.shared_down.weights],
             blocks=(-(-hidden // outputs), rows, 1),
-            template=template,
+            template=[*template, ("HOLD", max(1, min(places, HELD_BYTES // (inner * x.itemsize))))],
             shapes=[x.shape],
             dtypes=[x.dtype],
         )[0]
@@ -373,5 +430,5 @@ def row_experts(block: Any, dtype: mx.Dtype, language: type[SourceKernel], picks
     if type(block) is not FusedExperts or not has_row_kernels(block, dtype):
         return block
     own, hidden = RowExperts(block, language), block.down.weights[0].shape[1]
-    shapes, source = f"{block.count} experts", CHOOSE_SOURCE + GATE_UP_SOURCE + DOWN_SOURCE
+    shapes, source = f"{block.routing.count} experts", CHOOSE_SOURCE + GATE_UP_SOURCE + DOWN_SOURCE
     return own if picks("expert_rows", shapes, source, hidden, own, block) else block

@@ -18,7 +18,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
-from mlx_lm.models.qwen3_5 import GatedDeltaNet
 
 from mtp.layers.layer import KVFormat, LayerCache, checked_state
 from mtp.layers.source_kernel import SourceKernel
@@ -32,11 +31,15 @@ TAPS = 4
 
 @dataclass(frozen=True)
 class GatedDeltaShape:
-    """Heads of a layer. The gate of its output is silu, or sigmoid without `silu`."""
+    """Heads of a layer. The gate of its output is silu, or sigmoid without `silu`.
+
+    `decays` are those of a head: 1, or HEAD_DIM, one for each channel of the keys.
+    """
 
     key_heads: int
     value_heads: int
     silu: bool = True
+    decays: int = 1
 
     @property
     def channels(self) -> int:
@@ -46,7 +49,7 @@ class GatedDeltaShape:
     @property
     def row(self) -> int:
         """Width of a row: q, k and v, then z, b and a."""
-        return self.channels + self.value_heads * (HEAD_DIM + 2)
+        return self.channels + self.value_heads * (HEAD_DIM + 1 + self.decays)
 
 
 WindowKernel = Callable[..., tuple[mx.array, mx.array, mx.array]]
@@ -301,7 +304,7 @@ def _span_array(spans: tuple[tuple[int, ...], ...]) -> mx.array:
 THREADS = 512
 """Threads of a block: four for each of the 128 rows of a state."""
 
-INPUTS = ["rows", "past", "conv", "state", "spans", "conv_w", "A_log", "dt_bias", "norm_w", "eps"]
+INPUTS = ["rows", "past", "conv", "state", "spans", "conv_w", "A_log", "dt_bias", "norm_w", "sizes"]
 OUTPUTS = ["out", "conv_out", "state_out"]
 
 SOURCE = r"""
@@ -328,7 +331,8 @@ SOURCE = r"""
   const $device InT* conv_ = conv + ($int64)slot * (TAPS - 1) * CHANNELS;
 
   $array float inputs[TILE][3 * D];
-  $array float gates[TILE][2];
+  $array float betas[TILE];
+  $array float decays[TILE][DECAYS];
   $array float results[TILE][D];
 
   // Channel of element e of this head's q, k and v.
@@ -366,8 +370,8 @@ SOURCE = r"""
       to[i * LANES + part] = make_float4(s[4 * i], s[4 * i + 1], s[4 * i + 2], s[4 * i + 3]);
     }
   };
-  const float decay_rate = -expf(static_cast<float>(A_log[head]));
-  const float dt = static_cast<float>(dt_bias[head]);
+  const float rate = expf(static_cast<float>(A_log[head]));
+  const float bound = sizes[1];
 
   if (save_at == 0) save();
   for (int first = 0; first < total; first += TILE) {
@@ -384,12 +388,14 @@ SOURCE = r"""
       inputs[t][e] = sum / (1.0f + expf(-sum));
     }
     if (tid < n) {
-      const $device InT* r = row_of(first + tid) + CHANNELS + HV * D;
-      const float b = static_cast<float>(r[head]);
-      const float a = static_cast<float>(r[HV + head]) + dt;
+      const float b = static_cast<float>(row_of(first + tid)[CHANNELS + HV * D + head]);
+      betas[tid] = 1.0f / (1.0f + expf(-b));
+    }
+    for (int j = tid; j < n * DECAYS; j += 512) {
+      const int t = j / DECAYS, e = head * DECAYS + j % DECAYS;
+      const float a = static_cast<float>(row_of(first + t)[CHANNELS + HV * (D + 1) + e]) + dt_bias[e];
       const float soft = a > 20.0f ? a : log1pf(expf(a));
-      gates[tid][0] = expf(decay_rate * soft);
-      gates[tid][1] = 1.0f / (1.0f + expf(-b));
+      decays[t][j % DECAYS] = expf(bound < 0.0f ? bound / (1.0f + expf(-rate * a)) : -rate * soft);
     }
     __syncthreads();
     // q and k to length one; q takes the scale of the readout.
@@ -409,21 +415,21 @@ SOURCE = r"""
     }
     __syncthreads();
     for (int t = 0; t < n; ++t) {
-      const float g = gates[t][0];
       const $shared float4* q4 = reinterpret_cast<const $shared float4*>(inputs[t]);
       const $shared float4* k4 = reinterpret_cast<const $shared float4*>(inputs[t] + D);
       float sum = 0.0f;
       #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const float4 k = k4[i * LANES + part];
-        s[4 * i] = __fmul_rn(s[4 * i], g); sum = __fmaf_rn(s[4 * i], k.x, sum);
-        s[4 * i + 1] = __fmul_rn(s[4 * i + 1], g); sum = __fmaf_rn(s[4 * i + 1], k.y, sum);
-        s[4 * i + 2] = __fmul_rn(s[4 * i + 2], g); sum = __fmaf_rn(s[4 * i + 2], k.z, sum);
-        s[4 * i + 3] = __fmul_rn(s[4 * i + 3], g); sum = __fmaf_rn(s[4 * i + 3], k.w, sum);
+        const $shared float* g = decays[t] + (DECAYS == 1 ? 0 : 4 * (i * LANES + part));
+        s[4 * i] = __fmul_rn(s[4 * i], g[0]); sum = __fmaf_rn(s[4 * i], k.x, sum);
+        s[4 * i + 1] = __fmul_rn(s[4 * i + 1], g[DECAYS > 1]); sum = __fmaf_rn(s[4 * i + 1], k.y, sum);
+        s[4 * i + 2] = __fmul_rn(s[4 * i + 2], g[2 * (DECAYS > 1)]); sum = __fmaf_rn(s[4 * i + 2], k.z, sum);
+        s[4 * i + 3] = __fmul_rn(s[4 * i + 3], g[3 * (DECAYS > 1)]); sum = __fmaf_rn(s[4 * i + 3], k.w, sum);
       }
       sum += __shfl_xor_sync(0xffffffff, sum, 1);
       sum += __shfl_xor_sync(0xffffffff, sum, 2);
-      const float delta = __fmul_rn(inputs[t][2 * D + row] - sum, gates[t][1]);
+      const float delta = __fmul_rn(inputs[t][2 * D + row] - sum, betas[t]);
       float out = 0.0f;
       #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -453,7 +459,7 @@ SOURCE = r"""
       }
       #pragma unroll
       for (int m = 16; m > 0; m >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, m);
-      const float scale = rsqrtf(sum / D + eps[0]);
+      const float scale = rsqrtf(sum / D + sizes[0]);
       #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int e = lane + 32 * i;
@@ -478,27 +484,30 @@ SOURCE = r"""
 """
 
 
-def has_window_kernel(net: GatedDeltaNet) -> bool:
+def has_window_kernel(net: Any) -> bool:
     """Return whether the kernel computes the layer."""
     return net.head_k_dim == net.head_v_dim == HEAD_DIM and net.conv_kernel_size == TAPS and "bias" not in net.conv1d
 
 
-def window_constants(net: GatedDeltaNet, dtype: mx.Dtype) -> tuple[mx.array, ...]:
-    """Return the constants of a layer for the kernel, those beside the activations in `dtype`."""
+def window_constants(net: Any, dtype: mx.Dtype) -> tuple[mx.array, ...]:
+    """Return the constants of a layer for the kernel, those beside the activations in `dtype`.
+
+    The last are the epsilon of the norm and the bound of the logarithm of a decay, 0 for none.
+    """
     constants = (
         net.conv1d.weight.reshape(-1, TAPS).astype(dtype),
         net.A_log.astype(mx.float32),
         net.dt_bias.astype(mx.float32),
         net.norm.weight.astype(dtype),
-        mx.array([net.norm.eps]),
+        mx.array([net.norm.eps, getattr(net, "bound", None) or 0.0]),
     )
     mx.eval(constants)
     return constants
 
 
-def recurrence_of(kernel: WindowKernel, net: GatedDeltaNet, dtype: mx.Dtype, *, silu: bool = True) -> Recurrence:
+def recurrence_of(kernel: WindowKernel, net: Any, dtype: mx.Dtype, *, silu: bool = True) -> Recurrence:
     """Return a layer as `kernel` takes it, with activations of `dtype`. The gate of its output is `silu` or sigmoid."""
-    heads = GatedDeltaShape(net.num_k_heads, net.num_v_heads, silu)
+    heads = GatedDeltaShape(net.num_k_heads, net.num_v_heads, silu, net.dt_bias.size // net.num_v_heads)
     return Recurrence(kernel, heads, window_constants(net, dtype))
 
 
@@ -524,6 +533,7 @@ def window_kernel(language: type[SourceKernel]) -> WindowKernel:
         """
         count, heads = spans.shape[0], shape.value_heads
         sizes = [("HK", shape.key_heads), ("HV", heads), ("TAPS", TAPS), ("SILU", int(shape.silu))]
+        sizes.append(("DECAYS", shape.decays))
         out, conv_out, state_out = kernel(
             [rows, past, conv, state, spans, *constants],
             blocks=(heads, count, 1),

@@ -1,4 +1,4 @@
-"""A checkpoint with the shape of a real Qwen3.5 model, predictable text and a head of a chosen accuracy.
+"""A checkpoint with the shape of a real model, predictable text and a head of a chosen accuracy.
 
 The output projections of all mixers and MLPs are zero, so a hidden state is the embedding of its token. lm_head maps
 each word to the next word of a cycle. The head's `fc` is the identity plus noise, which decides how often a draft is
@@ -16,14 +16,14 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.names import module_path, part_names
 from mtp.checkpoint.format.parts import part_module
-from mtp.checkpoint.hub.published import FLASH_NEXT
+from mtp.checkpoint.hub.published import FLASH_NEXT, GLM_FLASH
 from tests.support.checkpoints.checkpoints import config_of
 
 VOCAB = 248_320
@@ -48,7 +48,7 @@ FULL_BITS = 16
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a Qwen3.5 model. `experts` 0 is a dense model of `mlp` units, else `mlp` are the units of an expert."""
+    """Sizes of a model. `experts` 0 is a dense model of `mlp` units, else `mlp` are the units of an expert."""
 
     hidden: int
     layers: int
@@ -64,9 +64,15 @@ class ModelShape:
     """Experts that a token reads."""
     ngram_rows: int = 0
     """About the rows of each of the 16 tables of n-grams that make the model a Flash-Next, with random rows."""
+    is_glm: bool = False
+    """GLM-5.3-Flash, with its published sizes but for those above. `value_heads` are those of KDA."""
 
     def config(self, bits: int) -> dict[str, Any]:
         """Return config.json, with weights of `bits` bits. lm_head is never tied, because the text depends on it."""
+        quantization = {"group_size": GROUP_SIZE, "bits": bits, "mode": "affine"}
+        quantized = {} if bits == FULL_BITS else {"quantization": quantization, "quantization_config": quantization}
+        if self.is_glm:
+            return {"model_type": "glm5_next", "text_config": self._glm_fields()} | quantized
         config = config_of(
             moe=bool(self.experts),
             layers=self.layers,
@@ -101,10 +107,25 @@ class ModelShape:
             config["model_type"] = "qwen4_exp"
             text |= FLASH_NEXT | {"model_type": "qwen4_exp_text", "eos_token_id": 4095}
             text["ngram_vocab_size_base"] = self.ngram_rows
-        if bits == FULL_BITS:
-            return config
-        quantization = {"group_size": GROUP_SIZE, "bits": bits, "mode": "affine"}
-        return config | {"quantization": quantization, "quantization_config": quantization}
+        return config | quantized
+
+    def _glm_fields(self) -> dict[str, Any]:
+        kinds = ["linear_attention"] * 3 + ["deepseek_sparse_attention"]
+        delta = GLM_FLASH["linear_attn_config"] | {"num_heads": self.value_heads, "head_dim": self.state}
+        return GLM_FLASH | {
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "layer_types": [kinds[layer % 4] for layer in range(self.layers)],
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "linear_attn_config": delta,
+            "n_routed_experts": self.experts,
+            "num_experts_per_tok": self.per_token,
+            "moe_intermediate_size": self.mlp,
+            "intermediate_size": 6 * self.mlp,
+            "vocab_size": self.vocab,
+            "eos_token_id": 4095,
+        }
 
 
 # "toy" and "four" are small. The layers of "four" can be cut for four machines. "wide" in 16 bits has a Mac's ratio of
@@ -119,6 +140,8 @@ SHAPES = {
     "four": ModelShape(256, 4, 8, 4, 16, 512, vocab=4096, state=32),
     # 36 of Flash-Next's 48 layers and 1 of its 51 billion values of n-grams, so that one GPU of 80 GB holds it.
     "Flash-Next": ModelShape(2560, 36, 24, 2, 48, 640, experts=512, per_token=10, ngram_rows=390_000),
+    # 16 of GLM-5.3-Flash's 45 layers, for the same reason.
+    "GLM-5.3-Flash": ModelShape(4096, 16, 64, 64, 64, 2048, experts=288, vocab=154_880, is_glm=True),
 }
 
 
@@ -154,6 +177,8 @@ def write_dialled_model(
         if part == "embed":
             drawn = mx.random.normal(holder.part.weight.shape)
             holder.part.weight = drawn.astype(mx.bfloat16)
+        if shape.is_glm:
+            _fill(holder.part)
         if part == "mtp":
             _dial(holder.part, noise * (shape.hidden / 5120) ** 0.5)
         if bits != FULL_BITS:
@@ -231,6 +256,14 @@ def _is_quantized(path: str, module: nn.Module) -> bool:
     return hasattr(module, "to_quantized") and not re.search(r"fc(_\w+)?$|gate$", path)
 
 
+def _fill(part: Any) -> None:
+    """Draw the parameters that a module without weights has as zeros."""
+    for name, value in _tensors(part):
+        if not value.any():
+            drawn = mx.random.normal(value.shape) * value.shape[-1] ** -0.5 + name.endswith("scale")
+            part.update(tree_unflatten([(name, drawn.astype(value.dtype))]))
+
+
 def _dial(head: Any, noise: float) -> None:
     """Let the head pass on the embedding of the newest token, plus noise."""
     hidden = head.pre_fc_norm_embedding.weight.shape[0]
@@ -254,9 +287,10 @@ def _follow_cycle(lm_head: Any, embedding: dict[str, mx.array], cycle: list[int]
 
 def _quiet(layer: Any, live: float, bits: int) -> None:
     """Scale by `live` what a layer adds to its input."""
-    mixer = layer.linear_attn.out_proj if layer.is_linear else layer.self_attn.o_proj
+    mixer = layer.linear_attn.out_proj if "linear_attn" in layer else layer.self_attn.o_proj
     mlp = layer.mlp
-    downs = [mlp.down_proj] if "down_proj" in mlp else [mlp.switch_mlp.down_proj, mlp.shared_expert.down_proj]
+    shared = [mlp[name].down_proj for name in ("shared_expert", "shared_experts") if name in mlp]
+    downs = [mlp.down_proj] if "down_proj" in mlp else [mlp.switch_mlp.down_proj, *shared]
     values = [layer.ple.value_proj] if "ple" in layer else []
     for module in (mixer, *downs, *values):
         for name, value in list(module.items()):

@@ -109,10 +109,10 @@ async def answers_alone(loop: GenerationLoop, requests: list[GenerationRequest],
 
 
 async def answers_together(
-    loop: GenerationLoop, requests: Sequence[GenerationRequest], rng: random.Random, kills: int
+    loop: GenerationLoop, requests: Sequence[GenerationRequest], together: int, kills: int
 ) -> list[Answered]:
-    """Answer all requests, up to MOST_TOGETHER at once, while the pipeline fails `kills` times."""
-    room = asyncio.Semaphore(MOST_TOGETHER if kills else rng.randint(1, MOST_TOGETHER))
+    """Answer all requests, up to `together` at once, while the pipeline fails `kills` times."""
+    room = asyncio.Semaphore(together)
     failing = {number * len(requests) // (kills + 1) for number in range(1, kills + 1)}
     done = 0
 
@@ -153,7 +153,8 @@ async def measure(path: Path, prompts: Sequence[Sequence[int]], options: argpars
             if options.ngrams:
                 loop.scheduler.controller = EagerMatches(parsed)
             asked = [requests[i] for i in order]
-            found = await answers_together(loop, asked, rng, options.kills)
+            together = MOST_TOGETHER if options.kills else rng.randint(1, MOST_TOGETHER)
+            found = await answers_together(loop, asked, together, options.kills)
             recoveries, matched = loop.recoveries, loop.status().ngram_accepted
         for i, one in zip(order, found, strict=True):
             total.compare(one, expected[i])

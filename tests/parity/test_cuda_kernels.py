@@ -19,7 +19,6 @@ import pytest
 
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.parts import part_module
-from mtp.flash_next.modules import SigmoidGatedNorm
 from mtp.layers.cuda import pack as packing
 from mtp.layers.cuda import packed_linear
 from mtp.layers.cuda.attention import PackedAttentionLayer
@@ -38,7 +37,7 @@ from mtp.layers.gdn_windows import (
 from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import KVFormat, Layer, Mixer
 from mtp.layers.reference import reference_layer
-from mtp.layers.reference.gdn import GDNLayer
+from mtp.layers.reference.gdn import GDNLayer, SigmoidGatedNorm
 from mtp.layers.source_kernel import CudaKernel
 from proto.frame import Admit, Segment
 from proto.span import Span

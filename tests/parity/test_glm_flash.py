@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +13,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from coordinator.drafts.controller import MtpMode
 from coordinator.planning.capacity import model_costs
+from coordinator.schedule.prompts import Limits
 from mtp.checkpoint.convert.add_head import plan_head_addition
 from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -27,12 +30,14 @@ from mtp.layers.reference.gdn import GDNCache
 from mtp.layers.sparse_attention import IndexedKV, LatentKV
 from proto.errors import CheckpointError, SpanError, UsageError
 from proto.span import Span
+from tests.bench.exactness import answers_together
 from tests.parity.test_flash_next import answers, different, requests
 from tests.support.checkpoints.checkpoints import edit_config, read_tensors
 from tests.support.checkpoints.glm_flash import EOS, TEXT, reference_model, write_glm_flash
 from tests.support.checkpoints.hub import Hub
 from tests.support.stages.group_run import Work, answer, answer_in_group
 from tests.support.stages.local_run import Answered
+from tests.support.stages.local_stages import local_stages
 from worker.model.loader import StageModules, load_stage
 
 torch = pytest.importorskip("torch", reason="transformers needs torch")
@@ -156,16 +161,33 @@ def test_stages_and_drafts_change_nothing(
         assert 0 <= accepted < drafted
 
 
+@pytest.fixture(scope="module")
+def long_answers(model: Path) -> list[Answered]:
+    """Return 30 answers of 140 tokens of one stage without drafts."""
+    return answers(model, "off", 1, 512, LONG, one_by_one=True)
+
+
+LONG = requests(140, [20 + 7 * i for i in range(15)])
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_fifty_thousand_tokens(model: Path) -> None:
-    """Every cut with every kind of drafts has the tokens of one stage without drafts, eight answers at a time."""
-    asked = requests(140, [20 + 7 * i for i in range(15)])
-    alone = answers(model, "off", 1, 512, asked, one_by_one=True)
-    for stages in (1, 2, 4):
-        for mtp in ("1", "3", "filled", "auto"):
-            found = answers(model, mtp, stages, 40 + stages, asked, one_by_one=mtp == "filled")
-            assert different(found, alone) == 0, (mtp, stages)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("mtp", ["1", "3", "filled", "auto"])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_fifty_thousand_tokens(model: Path, long_answers: list[Answered], stages: int, mtp: str) -> None:
+    """Each of twelve runs of 4,200 tokens has those of one stage without drafts, while the pipeline fails twice."""
+    limits = Limits(context=1024, prefill_chunk=40 + stages)
+    options: dict[str, Any] = {"dtype": "float32", "limits": limits, "stages": stages, "mtp": MtpMode.parse(mtp)}
+
+    async def main() -> list[Answered]:
+        async with local_stages(Checkpoint.open(model), **options) as loop:
+            found = await answers_together(loop, LONG, 1 if mtp == "filled" else 8, kills=2)
+            assert loop.recoveries == 2
+            return found
+
+    found = asyncio.run(main())
+    assert different(found, long_answers) == 0
+    assert sum(len(a.tokens) for a in found) == 4200
 
 
 def _commit_but_for(name: str) -> Callable[..., None]:

@@ -251,7 +251,7 @@ def test_a_member_launches_two_sums_more(models: dict[bool, dict[int, Path]], mo
 @pytest.fixture(scope="module")
 def flash_next(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     folder = tmp_path_factory.mktemp("flash-next")
-    sizes = {"vocab": 4096, "experts": 32, "per_token": 4, "ngram_rows": 400}
+    sizes: dict[str, Any] = {"vocab": 4096, "experts": 32, "per_token": 4, "ngram_rows": 400}
     for layers in (SHORT, LONG):
         shape = ModelShape(256, layers, 4, 2, 16, 128, **sizes)
         write_dialled_model(folder / str(layers), shape, bits=4)

@@ -38,6 +38,8 @@ def a_mac() -> Iterator[None]:
 
 
 SHAPE = GatedDeltaShape(2, 4)
+DELTA = GatedDeltaShape(3, 3, silu=False, decays=HEAD_DIM)
+"""Kimi Delta Attention."""
 TYPES = [mx.bfloat16, mx.float16, mx.float32]
 Arrays = tuple[mx.array, ...]
 
@@ -45,32 +47,35 @@ Arrays = tuple[mx.array, ...]
 class Case:
     """A layer of random weights with `slots` states, and rows of the past and of now."""
 
-    def __init__(self, dtype: mx.Dtype, slots: int) -> None:
+    def __init__(self, dtype: mx.Dtype, slots: int, shape: GatedDeltaShape = SHAPE, bound: float = 0.0) -> None:
         mx.random.seed(slots)
+        self.shape = shape
         normal = mx.random.normal
-        self.rows = normal((64, SHAPE.row)).astype(dtype)
-        self.past = normal((40, SHAPE.row)).astype(dtype)
-        self.conv = normal((slots, TAPS - 1, SHAPE.channels)).astype(dtype)
-        self.state = 0.1 * normal((slots, SHAPE.value_heads, HEAD_DIM, HEAD_DIM))
+        self.rows = normal((64, shape.row)).astype(dtype)
+        self.past = normal((40, shape.row)).astype(dtype)
+        self.conv = normal((slots, TAPS - 1, shape.channels)).astype(dtype)
+        self.state = 0.1 * normal((slots, shape.value_heads, HEAD_DIM, HEAD_DIM))
         self.constants: Arrays = (
-            (0.3 * normal((SHAPE.channels, TAPS))).astype(dtype),
-            0.5 * normal((SHAPE.value_heads,)),
-            0.5 * normal((SHAPE.value_heads,)),
+            (0.3 * normal((shape.channels, TAPS))).astype(dtype),
+            0.5 * normal((shape.value_heads,)),
+            0.5 * normal((shape.value_heads * shape.decays,)),
             (1 + 0.1 * normal((HEAD_DIM,))).astype(dtype),
-            mx.array([1e-6]),
+            mx.array([1e-6, bound]),
         )
 
     def run(self, spans: Sequence[tuple[int, ...]], kernel: WindowKernel = gated_delta_window) -> Arrays:
         """Return outputs and saved states of `kernel`."""
         held = mx.array(list(spans), dtype=mx.int32)
-        return kernel(SHAPE, self.rows, self.past, self.conv, self.state, held, self.constants)
+        return kernel(self.shape, self.rows, self.past, self.conv, self.state, held, self.constants)
 
 
-@pytest.mark.parametrize("batch", range(1, 9))
+@pytest.mark.parametrize(
+    ("batch", "shape", "bound"), [*((n, SHAPE, 0.0) for n in range(1, 9)), (3, DELTA, -5.0), (2, DELTA, 0.0)]
+)
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_window_equals_the_reference(dtype: mx.Dtype, batch: int) -> None:
+def test_a_window_equals_the_reference(dtype: mx.Dtype, batch: int, shape: GatedDeltaShape, bound: float) -> None:
     """Sequences of one launch have their own slot, past, width and place where the state is saved."""
-    case = Case(dtype, batch)
+    case = Case(dtype, batch, shape, bound)
     spans, start = [], 0
     for i in range(batch):
         past, width = (3 * i) % 5, 1 + (5 * i + batch) % 7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ from mtp.layers.experts import fuse_experts, row_experts
 from mtp.layers.gdn_windows import WindowMixer, has_window_kernel, recurrence_of
 from mtp.layers.layer import KVFormat, Layer, Mixer, PlainMLP
 from mtp.layers.reference import ReferenceLayer
+from mtp.layers.reference.gdn import input_product
 from mtp.layers.source_kernel import HALF_TYPES, CudaKernel, report_fallback
 
 
@@ -68,7 +70,7 @@ class Packer:
         if not has_window_kernel(net):
             return cast(Mixer, inner)
         recurrence = recurrence_of(gated_delta_window, net, self._dtype, silu=inner.silu)
-        inputs = fused([net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a], padded=True)
+        inputs = input_product(net, partial(fused, padded=True))
         return WindowMixer(recurrence, self._dtype, inputs, fused([net.out_proj]))
 
     def projection(self, module: Any) -> Any:

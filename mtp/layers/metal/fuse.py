@@ -25,9 +25,9 @@ from mtp.layers.metal.attention import (
     PreparedAttentionLayer,
     fused_projections,
 )
-from mtp.layers.metal.gdn import FusedGDNLayer, WindowGDNLayer, fused_inputs, gated_delta_window
+from mtp.layers.metal.gdn import FusedGDNLayer, WindowGDNLayer, gated_delta_window
 from mtp.layers.reference import ReferenceLayer
-from mtp.layers.reference.gdn import GDNLayer
+from mtp.layers.reference.gdn import GDNLayer, input_product
 from mtp.layers.source_kernel import MetalKernel
 from mtp.layers.stream_rows import NORM_SOURCE
 
@@ -58,7 +58,7 @@ class MetalFuser:
 
     def _gdn(self, layer: GDNLayer, mlp: FusedMLP | None) -> Layer | None:
         module, net = layer.module, layer.net
-        inputs = fused_inputs(net)
+        inputs = input_product(net, FusedLinear.of)
         if inputs is None:
             return None
         fused = FusedGDNLayer(module, inputs)
@@ -75,7 +75,7 @@ class MetalFuser:
     def mixer(self, inner: Any) -> Mixer:
         """Return `inner`, a `GDNLayer.over` the modules, fused where its weights have one format, or itself."""
         net = inner.net
-        if (inputs := fused_inputs(net)) is None:
+        if (inputs := input_product(net, FusedLinear.of)) is None:
             return cast(Mixer, inner)
         fused = FusedGDNLayer.over(net, self._dtype)
         fused.fuse_inputs(inputs)
@@ -86,11 +86,12 @@ class MetalFuser:
         window = WindowMixer(recurrence, self._dtype, inputs, out)
         shapes = f"{net.num_k_heads} and {net.num_v_heads} heads"
         shapes += "" if inner.silu else " with a sigmoid gate"
+        shapes += " and a decay for each channel" if recurrence.shape.decays > 1 else ""
         sides = [PartTrial(mixer.mix, mixer.new_cache) for mixer in (window, fused)]
         won = self._wins("gated_delta_window", shapes, gdn_windows.SOURCE, *sides)
         return window if won else fused
 
-    def _has_window_kernel(self, net: Any, inputs: FusedLinear) -> bool:
+    def _has_window_kernel(self, net: Any, inputs: Any) -> bool:
         return (
             gdn_windows.has_window_kernel(net)
             and inputs.dtype in (self._dtype, mx.uint8)

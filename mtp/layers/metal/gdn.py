@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
+from mlx_lm.models.qwen3_5 import DecoderLayer
 
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.gdn_windows import (
@@ -35,11 +35,6 @@ from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.source_kernel import MetalKernel
 
 gated_delta_window = window_kernel(MetalKernel)
-
-
-def fused_inputs(net: GatedDeltaNet) -> FusedLinear | None:
-    """Return the input projections as one, or None if they have different formats."""
-    return FusedLinear.of([net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a])
 
 
 class FusedGDNLayer(GDNLayer):

@@ -8,7 +8,7 @@ MLX arrays are immutable, so a reference to the state before a window is a snaps
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Self
@@ -117,7 +117,7 @@ class GDNLayer(Layer):
         self._together = True
 
     @classmethod
-    def over(cls, net: GatedDeltaNet, dtype: mx.Dtype, *, silu: bool = True) -> Self:
+    def over(cls, net: Any, dtype: mx.Dtype, *, silu: bool = True) -> Self:
         """Return the computation of a GatedDeltaNet alone, for `mix`. It has neither norms nor an MLP.
 
         The gate of its output is `silu` or sigmoid.
@@ -225,9 +225,33 @@ class GDNLayer(Layer):
         return y
 
 
+class SigmoidGatedNorm(nn.Module):
+    """RMSNorm with a sigmoid gate, in place of silu."""
+
+    def __init__(self, hidden: int, eps: float) -> None:
+        super().__init__()
+        self.weight = mx.ones((hidden,))
+        self.eps = eps
+
+    def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
+        """Return `x` normalized and gated."""
+        normed = mx.fast.rms_norm(x.astype(mx.float32), self.weight, self.eps)
+        return (normed * mx.sigmoid(gate.astype(mx.float32))).astype(x.dtype)
+
+
 def _concatenated(states: Sequence[mx.array]) -> mx.array:
     """Return the states `[1, …]` of n sequences as one `[n, …]`."""
     return states[0] if len(states) == 1 else mx.concatenate(list(states))
+
+
+def input_product(net: Any, fuse: Callable[[Sequence[Any]], Any]) -> Any:
+    """Return the product that has q, k, v, z, b and a of a row in one, of modules that `fuse` joins.
+
+    Returns None if `fuse` returns it, as for modules of different formats.
+    """
+    if not isinstance(net, GatedDeltaNet):
+        return net.input_product(fuse)
+    return fuse([net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a])
 
 
 def advance_net(net: Any, *inputs: mx.array) -> tuple[mx.array, mx.array]:

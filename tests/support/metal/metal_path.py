@@ -22,6 +22,7 @@ from worker.model.layer_variants import KernelChoice
 
 KERNELS = {
     "_gated_delta_kernel": lambda: gated_delta._make_gated_delta_kernel(False, False),
+    "_gated_delta_kernel_vec": lambda: gated_delta._make_gated_delta_kernel(False, True),
     "_gated_delta_kernel_packed": gated_delta._make_gated_delta_packed_kernel,
 }
 """mlx-lm's kernels, which it makes when it is imported on a Mac."""

@@ -47,6 +47,9 @@ bfloat operator+(bfloat, bfloat) = delete;
 bfloat operator-(bfloat, bfloat) = delete;
 bfloat operator*(bfloat, bfloat) = delete;
 bfloat operator/(bfloat, bfloat) = delete;
+inline float operator*(float a, bfloat b) { return a * float(b); }
+inline float operator*(bfloat a, float b) { return float(a) * b; }
+inline float operator-(bfloat a, float b) { return float(a) - b; }
 
 template <typename T> struct vec2 { T x, y; };
 template <typename T> struct vec3 { T x, y, z; };

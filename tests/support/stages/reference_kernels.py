@@ -92,7 +92,7 @@ def _step(
     constants: tuple[mx.array, ...],
 ) -> tuple[mx.array, mx.array]:
     """Return one token's output and the state after it."""
-    conv_w, a_log, dt_bias, norm_w, eps = (c.astype(mx.float32) for c in constants)
+    conv_w, a_log, dt_bias, norm_w, (eps, bound) = (c.astype(mx.float32) for c in constants)
     keys, heads = shape.key_heads, shape.value_heads
     assert window.shape[0] == TAPS
     mixed = nn.silu((window.astype(mx.float32) * conv_w.T).sum(axis=0)).reshape(-1, GDN_DIM)
@@ -101,13 +101,16 @@ def _step(
     q, k = (mx.repeat(t, heads // keys, axis=0) for t in (q * GDN_DIM**-0.5, k))
     rest = token[0, shape.channels : shape.row].astype(mx.float32)
     z, b, a = mx.split(rest, [heads * GDN_DIM, heads * GDN_DIM + heads])
-    decay = mx.exp(-mx.exp(a_log) * nn.softplus(a + dt_bias))[:, None, None]
+    rate, a = mx.exp(a_log)[:, None], (a + dt_bias).reshape(heads, shape.decays)
+    log = bound * mx.sigmoid(rate * a) if bound.item() else -rate * nn.softplus(a)
+    decay = mx.exp(log)[:, None]
     state = state * decay
     delta = (v - (state * k[:, None]).sum(axis=-1)) * mx.sigmoid(b)[:, None]
     state = state + k[:, None] * delta[..., None]
     y = (state * q[:, None]).sum(axis=-1)
     y = y * mx.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps) * norm_w
-    return (y * nn.silu(z.reshape(heads, GDN_DIM))).reshape(-1), state
+    gate = nn.silu if shape.silu else mx.sigmoid
+    return (y * gate(z.reshape(heads, GDN_DIM))).reshape(-1), state
 
 
 def prepare_rows(

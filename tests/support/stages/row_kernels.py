@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mtp.layers.experts import FusedExperts, RowExperts, fuse_experts, has_row_kernels
+from mtp.layers.experts import FusedExperts, Routing, RowExperts, fuse_experts, has_row_kernels
 from mtp.layers.source_kernel import SourceKernel
 from mtp.layers.stream_rows import add_and_norm
 from tests.unit.mtp.test_experts import block_of
@@ -22,18 +22,32 @@ def error(found: mx.array, expected: mx.array) -> float:
 def check_experts(language: type[SourceKernel], dtype: mx.Dtype, rows: int) -> None:
     """Check that the chosen experts, their shares and the shared expert are those of MLX, and rows alone.
 
-    Once with the logits of a router, and once with equal ones, of which the lower experts are chosen.
+    Once with the logits of a router, once with equal ones, of which the lower experts are chosen, and once with a
+    correction and a limit, and so many units that a block holds those of some experts at a time.
     """
     for equal in (False, True):
         _check_experts(language, dtype, rows, equal=equal)
+    corrected = Routing(64, 4, mx.random.normal((64,), key=mx.random.key(4)) * 0.1, 2.5)
+    _check_experts(language, dtype, rows, routing=corrected, inner=2048)
 
 
-def _check_experts(language: type[SourceKernel], dtype: mx.Dtype, rows: int, *, equal: bool) -> None:
-    block, exact = (block_of(4, dtype, 64, 192, equal=equal) for _ in range(2))
+def _check_experts(
+    language: type[SourceKernel],
+    dtype: mx.Dtype,
+    rows: int,
+    *,
+    equal: bool = False,
+    routing: Routing | None = None,
+    inner: int = 192,
+) -> None:
+    block, exact = (block_of(4, dtype, 64, inner, equal=equal) for _ in range(2))
     block = fuse_experts(block)
     exact.set_dtype(mx.float32)
     exact = fuse_experts(exact)
     assert isinstance(block, FusedExperts) and has_row_kernels(block, dtype)
+    if routing is not None:
+        block.routing = exact.routing = routing
+        block.limit = exact.limit = 0.5
     # Rounded logits may choose others, so both take the same.
     router = block.router
     most = language.alone_rows
