@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -29,7 +28,7 @@ from mtp.layers.layer import (
     Rows,
     checked_state,
 )
-from mtp.layers.linear import FusedLinear
+from mtp.layers.linear import side_by_side
 from mtp.layers.reference.attention import AttentionLayer
 from mtp.layers.reference.gdn import GDNLayer, SigmoidGatedNorm
 from mtp.layers.rope import image_rotations, rotate, rotation_table
@@ -262,10 +261,8 @@ class SparseAttention(StreamLayer, AttentionLayer):
         self.indexer: modules.Indexer = attention.indexer
         self.norm: Any = nn.Identity()
         self.sizes = self.indexer.args
-        self._products = [attention.q_proj, attention.k_proj, attention.v_proj]
-        self._products.append(self.indexer.index_qk_proj)
-        ends = accumulate(product.weight.shape[0] for product in self._products[:-1])
-        self._ends, self._fused = list(ends), FusedLinear.of(self._products)
+        products = [attention.q_proj, attention.k_proj, attention.v_proj, self.indexer.index_qk_proj]
+        self._products = side_by_side(products)
 
     def new_cache(self, kv_format: KVFormat) -> IndexedKV:
         return IndexedKV(self.sizes.block)
@@ -278,13 +275,11 @@ class SparseAttention(StreamLayer, AttentionLayer):
         stay_open: Sequence[bool],
     ) -> mx.array:
         attention, indexer = self.attention, self.indexer
-        if self._fused is None:
-            parts = [product(x) for product in self._products]
-        else:
-            parts = list(mx.split(self._fused(x), self._ends, axis=-1))
         kv_heads = attention.num_key_value_heads
         heads = attention.num_attention_heads, kv_heads, kv_heads, self.sizes.heads + 1
-        both, keys, values, index = (part.reshape(x.shape[0], n, -1) for part, n in zip(parts, heads, strict=True))
+        both, keys, values, index = (
+            part.reshape(x.shape[0], n, -1) for part, n in zip(self._products(x), heads, strict=True)
+        )
         q_rows, gate = mx.split(both, 2, axis=-1)
         q_rows, keys = attention.q_norm(q_rows), attention.k_norm(keys)
         queries, index_keys = indexer.q_layernorm(index[:, :-1]), index[:, -1:]

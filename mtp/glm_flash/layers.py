@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -13,12 +12,13 @@ import mlx.nn as nn
 from mlx_lm.models.gated_delta import gated_delta_update
 
 from mtp.glm_flash.modules import DecoderLayer, DeltaAttention, Experts, LatentAttention
+from mtp.glm_flash.streams import READ_SOURCE, SPREAD_SOURCE, STREAMS, HyperConnection
 from mtp.layers.communicator import Communicator
 from mtp.layers.exact import ExactProducts
 from mtp.layers.experts import row_experts
 from mtp.layers.kv_cache import tiled_attention
-from mtp.layers.layer import Hole, KVFormat, Layer, Mixer, Picks
-from mtp.layers.linear import Format
+from mtp.layers.layer import Hole, KVFormat, Layer, Mixer, Picks, Rows
+from mtp.layers.linear import Format, side_by_side
 from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.source_kernel import SourceKernel
 from mtp.layers.sparse_attention import LatentKV, SparseReads, sparse_attention
@@ -136,6 +136,11 @@ class LatentMixer:
         self.sizes, self.blocks = layer.args.latent, layer.args.indexer
         self._heads = _HeadProducts(module.kv_b_proj, self.sizes.heads, self.sizes.key_dim)
         self._scale = self.sizes.key_dim**-0.5
+        indexer = module.indexer
+        self._inputs = side_by_side(
+            [module.q_a_proj, module.kv_a_proj_with_mqa, indexer.wk, indexer.weights_proj],
+        )
+        self._queries = side_by_side([module.q_b_proj, indexer.wq_b])
 
     def new_cache(self, kv_format: KVFormat) -> LatentKV:
         return LatentKV(self.blocks.block)
@@ -146,13 +151,13 @@ class LatentMixer:
         """See `Mixer.mix`."""
         module, indexer, sizes = self.module, self.indexer, self.blocks
         rows = inputs.shape[0]
-        low = module.q_a_layernorm(module.q_a_proj(inputs))
-        q = self._heads.latent_queries(module.q_b_proj(low).reshape(rows, self.sizes.heads, -1).swapaxes(0, 1))
-        latents = module.kv_a_layernorm(module.kv_a_proj_with_mqa(inputs))
-        asked = indexer.wq_b(low).reshape(rows, sizes.heads, sizes.head_dim)
-        keys, gates = indexer.k_norm(indexer.wk(inputs)), inputs @ indexer.index_kpool_compress_gate.T
-        raw = mx.concatenate([keys, gates], axis=-1)
-        weights = indexer.weights_proj(inputs).astype(mx.float32) * (sizes.heads * sizes.head_dim) ** -0.5
+        low, latents, keys, weights = self._inputs(inputs)
+        q, asked = self._queries(module.q_a_layernorm(low))
+        q = self._heads.latent_queries(q.reshape(rows, self.sizes.heads, -1).swapaxes(0, 1))
+        latents = module.kv_a_layernorm(latents)
+        asked = asked.reshape(rows, sizes.heads, sizes.head_dim)
+        raw = mx.concatenate([indexer.k_norm(keys), inputs @ indexer.index_kpool_compress_gate.T], axis=-1)
+        weights = weights.astype(mx.float32) * (sizes.heads * sizes.head_dim) ** -0.5
         outputs, start = [], 0
         for cache, width in zip(caches, widths, strict=True):
             own = slice(start, start + width)
@@ -183,45 +188,6 @@ class LatentMixer:
         return (keys * shares.astype(keys.dtype)).sum(axis=1)
 
 
-class HyperConnection:
-    """A manifold-constrained hyper-connection (mHC): how a block reads the streams, and how they go on after it."""
-
-    def __init__(self, layer: DecoderLayer, block: str) -> None:
-        self._fn, self._base, scale = (layer[f"hc_{block}_{name}"] for name in ("fn", "base", "scale"))
-        args = layer.args
-        parts = [0] * args.streams + [1] * args.streams + [2] * args.streams**2
-        self._scales, self._fn = scale.astype(mx.float32)[mx.array(parts)], self._fn.astype(mx.float32)
-        self._streams, self._eps, self._mix_eps, self._rounds = args.streams, args.eps, args.mix_eps, args.rounds
-
-    def mix(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Return the block's input `[rows, hidden]` of the streams `x`, its gates `[rows, n]`, and the mixing matrices.
-
-        A matrix is `[rows, n, n]`.
-        """
-        n = self._streams
-        normed = mx.fast.rms_norm(x.astype(mx.float32), None, self._eps)
-        logits = normed @ self._fn.T * self._scales + self._base
-        reads, gates = mx.sigmoid(logits[:, :n]) + self._mix_eps, 2 * mx.sigmoid(logits[:, n : 2 * n])
-        matrix = _mixing(logits[:, 2 * n :].reshape(-1, n, n), self._mix_eps, self._rounds)
-        apart = x.reshape(x.shape[0], n, -1)
-        inputs = (reads[..., None] * apart).sum(axis=1)
-        return inputs.astype(x.dtype), gates.astype(x.dtype), matrix.astype(x.dtype)
-
-    def spread(self, x: mx.array, block: mx.array, gates: mx.array, matrix: mx.array) -> mx.array:
-        """Return the mixed streams `x` plus the output `[rows, hidden]` of the block, by its gates."""
-        apart = x.reshape(x.shape[0], self._streams, -1)
-        return (gates[..., None] * block[:, None] + matrix.swapaxes(-1, -2) @ apart).reshape(x.shape)
-
-
-@partial(mx.compile, shapeless=True)
-def _mixing(logits: mx.array, eps: float, rounds: int) -> mx.array:
-    """Return the softmax of `logits [rows, n, n]`, made doubly stochastic by Sinkhorn's algorithm."""
-    matrix = mx.softmax(logits, axis=-1) + eps
-    for step in range(2 * rounds - 1):
-        matrix = matrix / (matrix.sum(axis=-1 if step % 2 else -2, keepdims=True) + eps)
-    return matrix
-
-
 class GlmLayer(Layer):
     """A layer: norms, a mixer of tokens and an MLP. Around both pass the streams, or one residual in the MTP head."""
 
@@ -237,7 +203,8 @@ class GlmLayer(Layer):
         else:
             self._latent = LatentMixer(layer.self_attn, layer)
         streams = "hc_attn_fn" in layer
-        self.connections = [HyperConnection(layer, block) for block in ("attn", "ffn")] if streams else []
+        blocks = (("attn", self.norm), ("ffn", self.mlp_norm)) if streams else ()
+        self.connections, self.streams = [HyperConnection(layer, *block) for block in blocks], layer.args.streams
 
     @property
     def core(self) -> Mixer:
@@ -252,6 +219,23 @@ class GlmLayer(Layer):
 
     def take_kernels(self, language: type[SourceKernel], picks: Picks) -> None:
         self.experts = row_experts(self.experts, self.dtype, language, picks)
+        if not self.connections or self.streams != STREAMS:
+            return
+
+        def layer_in(language: type[SourceKernel] | None) -> Rows:
+            """Return a layer whose blocks keep their inputs, and whose streams kernels in `language` compute."""
+
+            def run(x: mx.array) -> mx.array:
+                for connection in self.connections:
+                    connection.language = language
+                return self._around(x, lambda inputs: inputs, lambda inputs: inputs)
+
+            return run
+
+        width, source = self.streams * self.norm.weight.size, SPREAD_SOURCE + READ_SOURCE
+        won = picks("hyper_connections", "any heads", source, width, layer_in(language), layer_in(None))
+        for connection in self.connections:
+            connection.language = language if won else None
 
     def pin_exact(self, products: ExactProducts) -> None:
         raise UsageError("--exact is not supported for GLM-5.3-Flash. Leave it out.")
@@ -267,15 +251,19 @@ class GlmLayer(Layer):
         assert not holes, "the head of this family drafts from the host"
 
         def mixed(inputs: mx.array) -> mx.array:
-            return self.communicator.sum(self.core.mix(self.norm(inputs), caches, widths, stay_open))
+            return self.communicator.sum(self.core.mix(inputs, caches, widths, stay_open))
 
         def expanded(inputs: mx.array) -> mx.array:
-            return self.communicator.sum(self.experts(self.mlp_norm(inputs)))
+            return self.communicator.sum(self.experts(inputs))
 
         if not self.connections:
-            x = x + mixed(x)
-            return x + expanded(x)
-        for connection, block in zip(self.connections, (mixed, expanded), strict=True):
-            inputs, *added = connection.mix(x)
-            x = connection.spread(x, block(inputs), *added)
-        return x
+            x = x + mixed(self.norm(x))
+            return x + expanded(self.mlp_norm(x))
+        return self._around(x, mixed, expanded)
+
+    def _around(self, x: mx.array, mixed: Rows, expanded: Rows) -> mx.array:
+        """Return the streams `x` after both blocks."""
+        first, second = self.connections
+        x, inputs, gates = first.read(x)
+        x, inputs, gates = second.read(x, mixed(inputs), gates)
+        return second.spread(x, expanded(inputs), gates)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -134,6 +135,18 @@ class FusedLinear:
         weight, scales, *biases = self.weights
         chosen |= {"group_size": kind.group_size, "bits": kind.bits, "mode": kind.mode}
         return mx.gather_qmm(x, weight, scales, biases[0] if biases else None, **chosen)
+
+
+def side_by_side(modules: Sequence[Any]) -> Callable[[mx.array], list[mx.array]]:
+    """Return the function of rows that gives the outputs of each of `modules`, by one product if they have one format.
+
+    The modules then lose their weights.
+    """
+    ends = list(accumulate(module.weight.shape[0] for module in modules[:-1]))
+    fused = FusedLinear.of(modules)
+    if fused is None:
+        return lambda x: [module(x) for module in modules]
+    return lambda x: list(mx.split(fused(x), ends, axis=-1))
 
 
 def pad_outputs(module: Any, before: int) -> None:

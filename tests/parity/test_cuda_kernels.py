@@ -120,6 +120,7 @@ def test_experts_and_streams_agree(dtype: mx.Dtype, rows: int) -> None:
     """The sources that Macs share compute the same here."""
     row_kernels.check_experts(CudaKernel, dtype, rows)
     row_kernels.check_streams(CudaKernel, dtype, rows)
+    row_kernels.check_hyper_connections(CudaKernel, dtype, rows + 8)
 
 
 # ---- products

@@ -155,3 +155,4 @@ def test_experts_and_streams_equal_the_operations(dtype: mx.Dtype, rows: int) ->
     """The sources that NVIDIA GPUs share compute what MLX's operations do."""
     row_kernels.check_experts(MetalKernel, dtype, rows)
     row_kernels.check_streams(MetalKernel, dtype, rows)
+    row_kernels.check_hyper_connections(MetalKernel, dtype, 4 * rows - 1)

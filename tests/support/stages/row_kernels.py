@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 
+from mtp.checkpoint.families.glm_flash import GlmFlash
+from mtp.checkpoint.hub.published import GLM_FLASH
+from mtp.glm_flash.args import GlmArgs
+from mtp.glm_flash.modules import DecoderLayer
+from mtp.glm_flash.streams import HyperConnection
 from mtp.layers.experts import FusedExperts, Routing, RowExperts, fuse_experts, has_row_kernels
 from mtp.layers.source_kernel import SourceKernel
 from mtp.layers.stream_rows import add_and_norm
@@ -70,3 +76,27 @@ def check_streams(language: type[SourceKernel], dtype: mx.Dtype, rows: int) -> N
     normed = mx.fast.rms_norm(total, None, 1e-6).reshape(rows, -1) * weight
     assert error(found[0], total.reshape(rows, -1)) < TOLERANCE[dtype]
     assert error(found[1], normed) < TOLERANCE[dtype]
+
+
+def check_hyper_connections(language: type[SourceKernel], dtype: mx.Dtype, rows: int) -> None:
+    """Check that the streams, the block's inputs and what becomes of its output are those of MLX, and of rows alone."""
+    mx.random.seed(rows)
+    layer = DecoderLayer(GlmArgs.of(GlmFlash().named_fields(GLM_FLASH | {"hidden_size": 320})), 0, linear=True)
+    layer.update({n: mx.random.normal(w.shape) * w.shape[-1] ** -0.5 for n, w in layer.items() if n.startswith("hc_")})
+    norm = nn.RMSNorm(320)
+    norm.weight = mx.random.normal((320,)).astype(dtype)
+    both = [HyperConnection(layer, block, norm) for block in ("attn", "ffn")]
+    x, block = (mx.random.normal((rows, n)).astype(dtype) for n in (4 * 320, 320))
+
+    def run(x: mx.array, block: mx.array) -> list[mx.array]:
+        read, inputs, gates = both[0].read(x)
+        spread, others, more = both[1].read(x, block, gates)
+        return [read, inputs, spread, others, both[1].spread(spread, block, more)]
+
+    expected = run(x, block)
+    both[0].language = both[1].language = language
+    found = run(x, block)
+    assert all(error(one, other) < TOLERANCE[dtype] for one, other in zip(found, expected, strict=True))
+    for i in range(rows):
+        alone = run(x[i : i + 1], block[i : i + 1])
+        assert all(mx.array_equal(one[i : i + 1], other) for one, other in zip(found, alone, strict=True))
