@@ -431,9 +431,11 @@ SOURCE = r"""
       sum += __shfl_xor_sync(0xffffffff, sum, 2);
       const float delta = __fmul_rn(inputs[t][2 * D + row] - sum, betas[t]);
       float out = 0.0f;
+      // Keys read once more, from a place that the compiler cannot know, leave registers for 512 threads.
+      const $shared float4* same4 = DECAYS > 1 ? k4 + (past_count >> 30) : k4;
       #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const float4 k = k4[i * LANES + part];
+        const float4 k = same4[i * LANES + part];
         const float4 q = q4[i * LANES + part];
         s[4 * i] = __fmaf_rn(k.x, delta, s[4 * i]); out = __fmaf_rn(s[4 * i], q.x, out);
         s[4 * i + 1] = __fmaf_rn(k.y, delta, s[4 * i + 1]); out = __fmaf_rn(s[4 * i + 1], q.y, out);
