@@ -28,7 +28,7 @@ from mtp.layers.layer import (
     Rows,
     checked_state,
 )
-from mtp.layers.linear import side_by_side
+from mtp.layers.linear import FusedLinear, side_by_side
 from mtp.layers.reference.attention import AttentionLayer
 from mtp.layers.reference.gdn import GDNLayer, SigmoidGatedNorm
 from mtp.layers.rope import image_rotations, rotate, rotation_table
@@ -262,7 +262,7 @@ class SparseAttention(StreamLayer, AttentionLayer):
         self.norm: Any = nn.Identity()
         self.sizes = self.indexer.args
         products = [attention.q_proj, attention.k_proj, attention.v_proj, self.indexer.index_qk_proj]
-        self._products = side_by_side(products)
+        self._products = side_by_side(products, FusedLinear.of)
 
     def new_cache(self, kv_format: KVFormat) -> IndexedKV:
         return IndexedKV(self.sizes.block)

@@ -136,11 +136,15 @@ class LatentMixer:
         self.sizes, self.blocks = layer.args.latent, layer.args.indexer
         self._heads = _HeadProducts(module.kv_b_proj, self.sizes.heads, self.sizes.key_dim)
         self._scale = self.sizes.key_dim**-0.5
-        indexer = module.indexer
-        self._inputs = side_by_side(
-            [module.q_a_proj, module.kv_a_proj_with_mqa, indexer.wk, indexer.weights_proj],
-        )
-        self._queries = side_by_side([module.q_b_proj, indexer.wq_b])
+        self.fuse(lambda _: None)
+
+    def fuse(self, fuse: Callable[[Sequence[Any]], Any]) -> LatentMixer:
+        """Make one product of those with the same inputs, by a function such as `FusedLinear.of`. Return itself."""
+        module, indexer = self.module, self.indexer
+        inputs = [module.q_a_proj, module.kv_a_proj_with_mqa, indexer.wk, indexer.weights_proj]
+        groups = inputs, [module.q_b_proj, indexer.wq_b], [module.o_proj]
+        self._inputs, self._queries, self._out = (side_by_side(group, fuse) for group in groups)
+        return self
 
     def new_cache(self, kv_format: KVFormat) -> LatentKV:
         return LatentKV(self.blocks.block)
@@ -166,8 +170,7 @@ class LatentMixer:
             start += width
         read = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
         values = self._heads.values(read[0]).swapaxes(0, 1).reshape(rows, -1)
-        y: mx.array = module.o_proj(values)
-        return y
+        return self._out(values)[0]
 
     def _read(self, q: mx.array, latents: mx.array, asked: mx.array, weights: mx.array, cache: LatentKV) -> mx.array:
         """Append `latents [w, rank]` of one sequence. Return what `q [1, heads, w, rank]` read of all of them."""
@@ -192,6 +195,7 @@ class GlmLayer(Layer):
     """A layer: norms, a mixer of tokens and an MLP. Around both pass the streams, or one residual in the MTP head."""
 
     kind = "glm-flash"
+    mixer: Mixer
 
     def __init__(self, layer: DecoderLayer) -> None:
         self.norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
@@ -201,18 +205,13 @@ class GlmLayer(Layer):
         if layer.is_linear:
             self.mixer = GDNLayer.over(DeltaNet(layer.self_attn, self.dtype), self.dtype, silu=False)
         else:
-            self._latent = LatentMixer(layer.self_attn, layer)
+            self.mixer = LatentMixer(layer.self_attn, layer)
         streams = "hc_attn_fn" in layer
         blocks = (("attn", self.norm), ("ffn", self.mlp_norm)) if streams else ()
         self.connections, self.streams = [HyperConnection(layer, *block) for block in blocks], layer.args.streams
 
-    @property
-    def core(self) -> Mixer:
-        """The mixer of tokens."""
-        return self.mixer or self._latent
-
     def new_cache(self, kv_format: KVFormat) -> Any:
-        return self.core.new_cache(kv_format)
+        return self.mixer.new_cache(kv_format)
 
     def share(self, communicator: Communicator) -> None:
         self.communicator = communicator
@@ -251,7 +250,7 @@ class GlmLayer(Layer):
         assert not holes, "the head of this family drafts from the host"
 
         def mixed(inputs: mx.array) -> mx.array:
-            return self.communicator.sum(self.core.mix(inputs, caches, widths, stay_open))
+            return self.communicator.sum(self.mixer.mix(inputs, caches, widths, stay_open))
 
         def expanded(inputs: mx.array) -> mx.array:
             return self.communicator.sum(self.experts(inputs))

@@ -117,7 +117,7 @@ class Layer(ABC):
     """The members that share the layer. Each holds some of its heads and columns."""
     mlp: MLP
     mixer: Mixer | None = None
-    """The GatedDeltaNet within a layer of another family, which a variant of a device may replace."""
+    """The mixer of tokens within a layer of another family, which a variant of a device may replace or fuse."""
 
     def share(self, communicator: Communicator) -> None:
         """Let the layer be that of one member: add the partial results of all of them after both of its halves."""

@@ -137,16 +137,15 @@ class FusedLinear:
         return mx.gather_qmm(x, weight, scales, biases[0] if biases else None, **chosen)
 
 
-def side_by_side(modules: Sequence[Any]) -> Callable[[mx.array], list[mx.array]]:
-    """Return the function of rows that gives the outputs of each of `modules`, by one product if they have one format.
+def side_by_side(modules: Sequence[Any], fuse: Callable[[Sequence[Any]], Any]) -> Callable[[mx.array], list[mx.array]]:
+    """Return the function of rows that gives the outputs of each of `modules`, by one product if `fuse` makes one.
 
-    The modules then lose their weights.
+    The modules then lose their weights. `FusedLinear.of` is such a function.
     """
-    ends = list(accumulate(module.weight.shape[0] for module in modules[:-1]))
-    fused = FusedLinear.of(modules)
-    if fused is None:
+    ends = list(accumulate(module.weight.shape[0] for module in modules))
+    if (fused := fuse(modules)) is None:
         return lambda x: [module(x) for module in modules]
-    return lambda x: list(mx.split(fused(x), ends, axis=-1))
+    return lambda x: list(mx.split(fused(x), ends, axis=-1))[: len(ends)]
 
 
 def pad_outputs(module: Any, before: int) -> None:

@@ -103,7 +103,7 @@ def _pack(modules: StageModules, packer: Packer) -> None:
 
 
 def _mix(modules: StageModules, replaced: Callable[[Any], Mixer]) -> None:
-    for layer in modules.layers:
+    for layer in [*modules.layers, *([modules.head.block] if modules.head else [])]:
         if layer.mixer is not None:
             layer.mixer = replaced(layer.mixer)
 

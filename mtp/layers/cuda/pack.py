@@ -22,7 +22,7 @@ from mtp.layers.experts import fuse_experts, row_experts
 from mtp.layers.gdn_windows import WindowMixer, has_window_kernel, recurrence_of
 from mtp.layers.layer import KVFormat, Layer, Mixer, PlainMLP
 from mtp.layers.reference import ReferenceLayer
-from mtp.layers.reference.gdn import input_product
+from mtp.layers.reference.gdn import GDNLayer, input_product
 from mtp.layers.source_kernel import HALF_TYPES, CudaKernel, report_fallback
 
 
@@ -65,7 +65,12 @@ class Packer:
         return packed or layer
 
     def mixer(self, inner: Any) -> Mixer:
-        """Return `inner`, a `GDNLayer.over` the modules, with the kernels, or itself where they do not compute it."""
+        """Return `inner`, a `GDNLayer.over` the modules, with the kernels, or itself where they do not compute it.
+
+        Another mixer has its products fused.
+        """
+        if not isinstance(inner, GDNLayer):
+            return cast(Mixer, inner.fuse(partial(fused, padded=True)))
         net: Any = inner.net
         if not has_window_kernel(net):
             return cast(Mixer, inner)

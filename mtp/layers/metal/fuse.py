@@ -73,7 +73,12 @@ class MetalFuser:
         return normed if mlp and self._wins_norm(normed, window) else window
 
     def mixer(self, inner: Any) -> Mixer:
-        """Return `inner`, a `GDNLayer.over` the modules, fused where its weights have one format, or itself."""
+        """Return `inner`, a `GDNLayer.over` the modules, fused where its weights have one format, or itself.
+
+        Another mixer has its products fused.
+        """
+        if not isinstance(inner, GDNLayer):
+            return cast(Mixer, inner.fuse(FusedLinear.of))
         net = inner.net
         if (inputs := input_product(net, FusedLinear.of)) is None:
             return cast(Mixer, inner)
