@@ -18,14 +18,7 @@ from coordinator.api.context import Api, api_of
 from coordinator.api.conversation import Call, RoleName, Turn, role_of, template_tool
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, sse_event
 from coordinator.api.error_responses import field_error, message_of, status_of
-from coordinator.api.image_parts import (
-    ContentPart,
-    Contents,
-    images_of,
-    listed,
-    prompt_of,
-    text_of,
-)
+from coordinator.api.image_parts import ContentPart, Contents, images_of, listed, prompt_of, text_of
 from coordinator.api.openai_schemas import SamplingBody
 from coordinator.api.request_body import Body, Many, Told, named, read_body
 from coordinator.api.stored_answers import serve_answer
@@ -155,10 +148,7 @@ class Tool(Body):
             if self.input_schema is None:
                 raise field_error("input_schema", "required. Send the schema of the tool's input.")
         elif not self.is_left_out and self.known is None and self.input_schema is None:
-            raise field_error(
-                "type",
-                f"{self.type!r:.80} is not supported. Send the tool with its own input_schema.",
-            )
+            raise field_error("type", f"{self.type!r:.80} is not supported. Send the tool with its own input_schema.")
         return self
 
     @property

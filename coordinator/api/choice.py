@@ -13,13 +13,7 @@ from typing import Any, Literal
 from coordinator.api import request_settings
 from coordinator.api.context import Api
 from coordinator.api.image_parts import prompt_of
-from coordinator.schedule.request import (
-    Finished,
-    GenerationEvent,
-    GenerationRequest,
-    PrefillProgress,
-    TokenChunk,
-)
+from coordinator.schedule.request import Finished, GenerationEvent, GenerationRequest, PrefillProgress, TokenChunk
 from coordinator.text.answer_reader import (
     AnswerReader,
     CallArguments,
@@ -369,12 +363,7 @@ async def chat_answer(
             request,
             api.tokenizer,
             stop,
-            AnswerReader(
-                api.tokenizer.marks,
-                thinking=prompt.thinking,
-                reasons=prompt.reasons,
-                tools=chat.tools,
-            ),
+            AnswerReader(api.tokenizer.marks, thinking=prompt.thinking, reasons=prompt.reasons, tools=chat.tools),
             reasoning_budget=chat.reasoning_budget,
             one_call=chat.one_call,
         )

@@ -19,12 +19,7 @@ from coordinator.api.choice import AnswerEvent, GeneratedAnswer
 from coordinator.api.context import Api
 from coordinator.api.error_responses import status_of
 from coordinator.api.journal import Record
-from coordinator.schedule.request import (
-    GenerationEvent,
-    GenerationRequest,
-    Generator,
-    PrefillProgress,
-)
+from coordinator.schedule.request import GenerationEvent, GenerationRequest, Generator, PrefillProgress
 from coordinator.status.metrics import RequestMeter
 from coordinator.text.schemas import Json
 from proto.errors import ClusterError, RequestError

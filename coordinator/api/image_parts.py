@@ -9,15 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    AliasPath,
-    BeforeValidator,
-    Discriminator,
-    Field,
-    Tag,
-)
+from pydantic import AfterValidator, AliasChoices, AliasPath, BeforeValidator, Discriminator, Field, Tag
 
 from coordinator.api.context import Api
 from coordinator.api.conversation import IMAGE_PLACE, note_of

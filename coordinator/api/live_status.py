@@ -12,13 +12,7 @@ from coordinator.cluster.view import Member, MemberState, Phase
 from coordinator.planning.capacity import REFERENCE_BANDWIDTH
 from coordinator.planning.plan import StagePlan
 from coordinator.schedule.loop import GenerationLoop
-from coordinator.status.cluster_status import (
-    ClusterStatus,
-    Health,
-    ModelStatus,
-    NodeStatus,
-    StatusSource,
-)
+from coordinator.status.cluster_status import ClusterStatus, Health, ModelStatus, NodeStatus, StatusSource
 from coordinator.status.frame_records import StageLoad
 from coordinator.status.frame_trace import chrome_trace, step_table
 from proto.terminal.progress import format_size
@@ -51,11 +45,7 @@ class LiveStatus(StatusSource):
         if self.manager is None:
             return found
         view = self.manager.view
-        return replace(
-            found,
-            phase=view.phase.value,
-            phase_seconds=view.now - view.since,
-        )
+        return replace(found, phase=view.phase.value, phase_seconds=view.now - view.since)
 
     def _detail(self, loop: ClusterStatus) -> str:
         if self.manager is None or loop.ready:

@@ -16,14 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from coordinator.api import request_settings
-from coordinator.api.choice import (
-    AnswerEvent,
-    GeneratedAnswer,
-    GeneratedCall,
-    chat_answer,
-    new_id,
-    text_answer,
-)
+from coordinator.api.choice import AnswerEvent, GeneratedAnswer, GeneratedCall, chat_answer, new_id, text_answer
 from coordinator.api.context import Api, api_of
 from coordinator.api.conversation import IMAGE_PLACE, Call, RoleName, Turn, role_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, json_line

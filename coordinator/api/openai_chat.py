@@ -25,12 +25,7 @@ from coordinator.api.conversation import freeform_input
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, sse_data
 from coordinator.api.error_responses import error_body, refused_field
 from coordinator.api.request_body import read_body
-from coordinator.api.request_settings import (
-    ChatRequest,
-    check_choices,
-    check_model,
-    check_tokens,
-)
+from coordinator.api.request_settings import ChatRequest, check_choices, check_model, check_tokens
 from coordinator.api.stored_answers import serve_answer
 from coordinator.text.answer_reader import CallArguments, CallEnd, CallStart, Content, Reasoning
 from coordinator.text.schemas import Json

@@ -7,15 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, AliasPath, BeforeValidator, Field, model_validator
 
-from coordinator.api.conversation import (
-    FREEFORM,
-    Call,
-    RoleName,
-    Turn,
-    freeform_tool,
-    role_of,
-    template_tool,
-)
+from coordinator.api.conversation import FREEFORM, Call, RoleName, Turn, freeform_tool, role_of, template_tool
 from coordinator.api.error_responses import field_error, refused_field
 from coordinator.api.image_parts import Contents, images_of, text_of
 from coordinator.api.request_body import (

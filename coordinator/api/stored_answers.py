@@ -13,14 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from coordinator.api.context import Api, api_of, client_of
-from coordinator.api.delivery import (
-    EVENT_STREAM,
-    AnswerStream,
-    Delivery,
-    IndexedEvent,
-    PreparedAnswer,
-    outcome_of,
-)
+from coordinator.api.delivery import EVENT_STREAM, AnswerStream, Delivery, IndexedEvent, PreparedAnswer, outcome_of
 from coordinator.api.journal import Journal, Record
 from coordinator.api.responses_writer import AnswerStatus, ResponseWriter
 from coordinator.schedule.request import GenerationRequest

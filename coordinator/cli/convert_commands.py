@@ -9,13 +9,7 @@ from typing import Annotated
 import typer
 
 from mtp.checkpoint.convert.add_head import plan_head_addition
-from mtp.checkpoint.convert.convert import (
-    HEAD_FILE,
-    FloatType,
-    Mode,
-    Quantization,
-    Settings,
-)
+from mtp.checkpoint.convert.convert import HEAD_FILE, FloatType, Mode, Quantization, Settings
 from mtp.checkpoint.convert.convert import convert as convert_checkpoint
 from mtp.checkpoint.convert.foreign import open_source
 from mtp.checkpoint.format.checkpoint import Checkpoint

@@ -157,14 +157,7 @@ def doctor(options: DoctorOptions) -> None:
     trust = None if options.insecure else ClusterTrust.open(state, create=False)
     policy = ConnectionPolicy(trust.trust if trust else None, options.insecure)
     console = Console(emoji=False, stderr=options.json, quiet=options.json)
-    diagnosis = Diagnosis(
-        checkpoint,
-        partial(show, console),
-        options.worker,
-        not options.no_mdns,
-        options.full,
-        policy,
-    )
+    diagnosis = Diagnosis(checkpoint, partial(show, console), options.worker, not options.no_mdns, options.full, policy)
     findings = asyncio.run(diagnosis.run())
     counts = Counter(finding.verdict for finding in findings)
     if options.json:

@@ -17,12 +17,7 @@ from coordinator.api.choice import Choice, ChoiceEnd
 from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.prompts import check_request
-from coordinator.schedule.request import (
-    Finished,
-    GenerationEvent,
-    GenerationRequest,
-    GenerationStats,
-)
+from coordinator.schedule.request import Finished, GenerationEvent, GenerationRequest, GenerationStats
 from coordinator.schedule.request import generate as generate_events
 from coordinator.serve import options
 from coordinator.text.answer_reader import AnswerReader, Content, Part, Reasoning

@@ -52,11 +52,7 @@ def launch(
         _keep(known, setup)
     sys.stdout.flush()
     environment = {n: v for n, v in os.environ.items() if n not in setup.cleared}
-    os.execve(
-        program,
-        [program, *setup.arguments, *(arguments or ())],
-        {**environment, **setup.variables},
-    )
+    os.execve(program, [program, *setup.arguments, *(arguments or ())], {**environment, **setup.variables})
 
 
 def _endpoint(url: str, api_key: str | None) -> Endpoint:

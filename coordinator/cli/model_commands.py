@@ -16,12 +16,7 @@ from coordinator.serve.options import ModelOption
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import join_names
 from mtp.checkpoint.format.parts import head_norms, missing_from_backbone, report, settle_norms
-from mtp.checkpoint.hub.missing_head import (
-    fetched_if_possible,
-    missing_head_tensors,
-    repair_hint,
-    with_fetched_head,
-)
+from mtp.checkpoint.hub.missing_head import fetched_if_possible, missing_head_tensors, repair_hint, with_fetched_head
 from mtp.checkpoint.hub.remote_checkpoint import open_model
 from mtp.checkpoint.hub.repo import repo_name
 from mtp.checkpoint.hub.resolve import find_model, resolve_model

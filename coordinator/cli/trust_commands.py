@@ -157,10 +157,7 @@ def key(
             is_first = not ring.stored_keys()
             typer.echo(ring.create(new, frozenset(scope or [Scope.INFERENCE])))
             if is_first:
-                typer.echo(
-                    "From now on every client needs a key, also after this one is revoked.",
-                    err=True,
-                )
+                typer.echo("From now on every client needs a key, also after this one is revoked.", err=True)
         case "list", None:
             rows = []
             for known in ring.stored_keys():

@@ -14,12 +14,7 @@ from coordinator.cluster import events
 from coordinator.cluster.discovery import Discovery
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Member, MemberState, Settings, View
-from coordinator.pipeline.worker_client import (
-    DESCRIBE_SECONDS,
-    MAX_SPEED,
-    NOTICE_SHARE,
-    WorkerClient,
-)
+from coordinator.pipeline.worker_client import DESCRIBE_SECONDS, MAX_SPEED, NOTICE_SHARE, WorkerClient
 from coordinator.pipeline.worker_connection import Candidate, ConnectionPolicy, connect_worker
 from coordinator.planning.capacity import REFERENCE_BANDWIDTH
 from proto import cluster_pb2 as pb

@@ -284,11 +284,7 @@ class PlanStart:
             mtp=self.model.with_head,
             exact=self.model.exact,
             slices=self.model.slices,
-            limits=pb.Limits(
-                max_sequences=room.sequences,
-                kv_tokens=room.kv_tokens,
-                prefix_bytes=room.prefix_bytes,
-            ),
+            limits=pb.Limits(max_sequences=room.sequences, kv_tokens=room.kv_tokens, prefix_bytes=room.prefix_bytes),
             lease_ms=self._lease_ms,
         )
 

@@ -18,13 +18,7 @@ from coordinator.drafts.averages import (
     expected_run,
     expected_tokens,
 )
-from coordinator.drafts.prompt_lookup import (
-    LONGEST_MATCH,
-    MOST_DRAFTS,
-    MatchResults,
-    NgramMatcher,
-    NgramMode,
-)
+from coordinator.drafts.prompt_lookup import LONGEST_MATCH, MOST_DRAFTS, MatchResults, NgramMatcher, NgramMode
 from proto.errors import UsageError
 
 MAX_DEPTH = 8

@@ -93,14 +93,7 @@ class LocalModel:
 class LocalPipeline(Pipeline):
     """A `Pipeline` over a stage on a thread of its own. The constructor raises MemoryLimitError for a large model."""
 
-    def __init__(
-        self,
-        model: LocalModel,
-        epoch: int = 1,
-        *,
-        reserved: int = 0,
-        disk: BlockIndex | None = None,
-    ) -> None:
+    def __init__(self, model: LocalModel, epoch: int = 1, *, reserved: int = 0, disk: BlockIndex | None = None) -> None:
         self.epoch = epoch
         self.stages = 1
         self.capacity = model.capacity(reserved)

@@ -63,10 +63,7 @@ class BackupTransfer:
             backups.complete_backup(made, found.tokens, found.states)
             seconds = found.seconds or 1e-3
             self._speeds.append(sum(len(state.data) for state in found.states) / seconds)
-            log.debug(
-                "backup read",
-                extra={"seq_id": made.seq_id, "tokens": found.tokens, "bytes": backups.nbytes},
-            )
+            log.debug("backup read", extra={"seq_id": made.seq_id, "tokens": found.tokens, "bytes": backups.nbytes})
         backups.end_backup(made, seconds, self._clock())
 
     def restore_states(self, pipeline: Pipeline, then: Callable[[], None]) -> None:
@@ -162,10 +159,7 @@ class BackupTransfer:
         except ClusterError as error:
             log.info("prefix not loaded", extra={"error": str(error)})
             return 0
-        log.info(
-            "prefix loaded",
-            extra={"tokens": found, "seconds": round(self._clock() - started, 3)},
-        )
+        log.info("prefix loaded", extra={"tokens": found, "seconds": round(self._clock() - started, 3)})
         return found
 
     def _longest_load(self, tokens: int) -> float:

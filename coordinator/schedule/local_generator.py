@@ -44,14 +44,7 @@ async def local_generator(
     loading.
     """
     mode = effective_mtp_mode(checkpoint, mtp)
-    model = LocalModel(
-        checkpoint,
-        dtype,
-        kv_bits,
-        with_head=mode.depth != 0,
-        prefix_cache=prefix_cache,
-        exact=exact,
-    )
+    model = LocalModel(checkpoint, dtype, kv_bits, with_head=mode.depth != 0, prefix_cache=prefix_cache, exact=exact)
     source = LocalPipelines(model, on_progress=on_progress)
     limits = Limits(checkpoint.config.max_positions, checkpoint.config.vocab_size)
     loop = GenerationLoop(source, Scheduler(limits, Controller(mode, ngram=ngram)))

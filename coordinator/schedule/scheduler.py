@@ -28,13 +28,7 @@ from coordinator.schedule.backups import BackupInFlight, Backups
 from coordinator.schedule.in_flight import FrameInFlight, LastWindow, StepTimer
 from coordinator.schedule.prefix_cache import PrefixCache
 from coordinator.schedule.prompts import Limits, Prompts, check_queue, check_request
-from coordinator.schedule.request import (
-    Finished,
-    GenerationEvent,
-    GenerationRequest,
-    PrefillProgress,
-    TokenChunk,
-)
+from coordinator.schedule.request import Finished, GenerationEvent, GenerationRequest, PrefillProgress, TokenChunk
 from coordinator.schedule.sequence import Sequence
 from mtp.device import FrameLimits
 from proto.backup import prefix_key

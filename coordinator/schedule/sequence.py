@@ -7,13 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from coordinator.drafts.averages import DraftCounts, DraftResult, Shape
 from coordinator.drafts.prompt_lookup import NgramMatcher
-from coordinator.schedule.in_flight import (
-    FrameInFlight,
-    LastWindow,
-    Window,
-    WindowOutcome,
-    WindowResult,
-)
+from coordinator.schedule.in_flight import FrameInFlight, LastWindow, Window, WindowOutcome, WindowResult
 from coordinator.schedule.request import FinishReason, GenerationRequest, GenerationStats
 from proto.control import Rollback
 from proto.frame import Admit, Commit, Outcome

@@ -22,14 +22,7 @@ from proto.errors import UsageError
 from proto.images import MAX_IMAGES, VisionMode
 from proto.span import Span
 from proto.terminal.logs import LogFormat, LogLevel
-from proto.terminal.options import (
-    KernelsOption,
-    LogFileOption,
-    LogFormatOption,
-    LogLevelOption,
-    Parsed,
-    StateOption,
-)
+from proto.terminal.options import KernelsOption, LogFileOption, LogFormatOption, LogLevelOption, Parsed, StateOption
 from proto.terminal.progress import parse_size
 
 DEFAULT_WAIT = 5.0
@@ -217,10 +210,7 @@ class ServeOptions:
     ] = ()
     served_model_name: Annotated[
         tuple[str, ...],
-        typer.Option(
-            metavar="NAME",
-            help="Another name of the model, for clients with a hard-coded one; repeatable.",
-        ),
+        typer.Option(metavar="NAME", help="Another name of the model, for clients with a hard-coded one; repeatable."),
     ] = ()
     strict_names: Annotated[
         bool,

@@ -25,13 +25,7 @@ from coordinator.serve.http_server import HostCheck, HttpServer
 from coordinator.serve.model_switch import ModelSwitch
 from coordinator.serve.options import ServeOptions
 from coordinator.serve.own_worker import LOOPBACK, OwnWorker, with_own_worker
-from coordinator.serve.served_parts import (
-    LastingParts,
-    OpenedModel,
-    ServedParts,
-    make_manager,
-    served_name,
-)
+from coordinator.serve.served_parts import LastingParts, OpenedModel, ServedParts, make_manager, served_name
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
 from coordinator.trust.cluster_trust import ClusterTrust
 from coordinator.trust.keys import KeyRing

@@ -171,10 +171,7 @@ class AnswerReader:
     def _read_answer(self) -> Steps:
         while True:
             marks = self._open_marks()
-            found = min(
-                ((at, mark) for mark in marks if (at := self._buffer.find(mark)) >= 0),
-                default=None,
-            )
+            found = min(((at, mark) for mark in marks if (at := self._buffer.find(mark)) >= 0), default=None)
             if found is None:
                 held = 0 if self._last else held_back(self._buffer, marks)
                 self._emit(self._take(len(self._buffer) - held))

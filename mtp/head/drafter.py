@@ -20,13 +20,7 @@ from mtp.layers.kv_cache import KVRows
 from mtp.layers.layer import Hole, KVFormat, Layer
 from mtp.layers.reference.attention import AttentionLayer
 from mtp.sampling.grammar import Answer, GrammarState
-from mtp.sampling.sampler import (
-    History,
-    choose,
-    choose_with_keys,
-    key_array,
-    shared_settings,
-)
+from mtp.sampling.sampler import History, choose, choose_with_keys, key_array, shared_settings
 from proto.params import SamplingParams
 
 

@@ -31,14 +31,7 @@ class SourceKernel(ABC):
     alone_rows: ClassVar[int]
     """Rows up to which MLX multiplies each with quantized weights as if it were alone."""
 
-    def __init__(
-        self,
-        name: str,
-        inputs: Sequence[str],
-        outputs: Sequence[str],
-        source: str,
-        header: str = "",
-    ) -> None:
+    def __init__(self, name: str, inputs: Sequence[str], outputs: Sequence[str], source: str, header: str = "") -> None:
         for known, replacement in self.names.items():
             source = source.replace(known, replacement)
         self._arguments = (name, list(inputs), list(outputs), source, header)

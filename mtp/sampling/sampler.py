@@ -266,10 +266,7 @@ def _biased(scores: mx.array, bias: dict[int, float]) -> mx.array:
     vocab = scores.shape[-1]
     for token in bias:
         if not 0 <= token < vocab:
-            raise RequestError(
-                f"logit_bias token {token} exceeds the vocabulary of {vocab} tokens",
-                param="logit_bias",
-            )
+            raise RequestError(f"logit_bias token {token} exceeds the vocabulary of {vocab} tokens", param="logit_bias")
     tokens = mx.array(list(bias), dtype=mx.int32)
     return scores.at[:, tokens].add(mx.array(list(bias.values()), dtype=mx.float32))
 

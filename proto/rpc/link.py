@@ -21,14 +21,7 @@ import grpc.aio
 from proto.errors import ClusterError, DeadlineError, ProtocolError, WorkerLostError
 from proto.frame import MAX_MESSAGE_BYTES
 from proto.rpc.channels import open_channel
-from proto.rpc.data_connection import (
-    FRAMES,
-    HopFigures,
-    StreamBinding,
-    TicketOffer,
-    dial_on_thread,
-    shut_down,
-)
+from proto.rpc.data_connection import FRAMES, HopFigures, StreamBinding, TicketOffer, dial_on_thread, shut_down
 from proto.rpc.status_codes import from_status
 from proto.trust.node_trust import NodeTrust
 

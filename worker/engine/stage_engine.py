@@ -39,21 +39,9 @@ from proto.frame import (
 from proto.frame_stamps import FrameStamps, StageStep
 from proto.images import FIRST_IMAGE_TOKEN, without_images
 from proto.wire import MAX_INT
-from worker.cache.sequence_cache import (
-    Border,
-    LastStageState,
-    PrefixEntry,
-    SequenceCache,
-    copies_of,
-)
+from worker.cache.sequence_cache import Border, LastStageState, PrefixEntry, SequenceCache, copies_of
 from worker.engine.prefix_disk import StagePrefixes
-from worker.engine.stage_backups import (
-    ReceivedBackup,
-    StageBackups,
-    array_of,
-    plain_array,
-    type_name,
-)
+from worker.engine.stage_backups import ReceivedBackup, StageBackups, array_of, plain_array, type_name
 from worker.model.stage import Run, Stage
 from worker.model.verifier import Verdict, Verifier
 

@@ -16,14 +16,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.format.names import module_path
-from mtp.checkpoint.format.parts import (
-    check_types,
-    missing_tensors,
-    open_table,
-    part_module,
-    read_part,
-    settle_norms,
-)
+from mtp.checkpoint.format.parts import check_types, missing_tensors, open_table, part_module, read_part, settle_norms
 from mtp.device import this_device
 from mtp.head.drafter import MTPHead
 from mtp.layers.communicator import ALONE, Communicator

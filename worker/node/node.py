@@ -20,14 +20,7 @@ from mtp.checkpoint.hub.resolve import BUILTIN, find_model, resolve_model
 from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
 from proto.control import Backend, Kernels
-from proto.errors import (
-    BusyError,
-    CheckpointError,
-    NotReadyError,
-    ProtocolError,
-    StaleEpochError,
-    UsageError,
-)
+from proto.errors import BusyError, CheckpointError, NotReadyError, ProtocolError, StaleEpochError, UsageError
 from proto.rpc.data_connection import DataTickets, HopFigures, StreamBinding
 from proto.rpc.status_codes import printable
 from proto.span import Span

@@ -16,14 +16,7 @@ from proto.rpc.listener import thunderbolt_host
 from proto.span import Span
 from proto.terminal import console
 from proto.terminal.logs import LogFormat, LogLevel
-from proto.terminal.options import (
-    KernelsOption,
-    LogFileOption,
-    LogFormatOption,
-    LogLevelOption,
-    Parsed,
-    StateOption,
-)
+from proto.terminal.options import KernelsOption, LogFileOption, LogFormatOption, LogLevelOption, Parsed, StateOption
 from proto.terminal.progress import parse_size
 
 PROGRAM = "mtp-worker"

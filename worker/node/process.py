@@ -19,13 +19,7 @@ from pathlib import Path
 
 from mtp.checkpoint.hub.resolve import find_model
 from proto.announcement import JOIN_FLAG, UNSPECIFIED, Announcement, is_loopback, join_address
-from proto.errors import (
-    AccessError,
-    ClusterError,
-    DeadlineError,
-    UsageError,
-    WorkerLostError,
-)
+from proto.errors import AccessError, ClusterError, DeadlineError, UsageError, WorkerLostError
 from proto.rpc.channels import add_port
 from proto.rpc.data_connection import DataPort
 from proto.rpc.listener import bind_listener

@@ -162,9 +162,7 @@ KEEPALIVE_REPLY_SECONDS = 20.0
 """Seconds. Maximum time until the reply to that ping."""
 
 
-async def repeat_progress(
-    progress: asyncio.Queue[pb.LoadProgress],
-) -> AsyncIterator[pb.LoadProgress]:
+async def repeat_progress(progress: asyncio.Queue[pb.LoadProgress]) -> AsyncIterator[pb.LoadProgress]:
     """Yield the messages up to an empty one. Repeat the newest after `REPEAT_SECONDS` without another."""
     newest = pb.LoadProgress(progress=pb.LoadBytes())
     while True:

@@ -18,14 +18,7 @@ from mlx.utils import tree_flatten
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.cut import Share, share_of
-from mtp.checkpoint.format.names import (
-    Source,
-    Transform,
-    is_shifted_norm,
-    join_names,
-    local_name,
-    module_path,
-)
+from mtp.checkpoint.format.names import Source, Transform, is_shifted_norm, join_names, local_name, module_path
 from mtp.flash_next.ngrams import ROW_TYPES, NgramTable
 from proto.errors import CheckpointError
 from proto.span import Span

@@ -21,13 +21,7 @@ from mtp.checkpoint.format.checkpoint import (
 )
 from mtp.checkpoint.format.config import QUANTIZATION_FILE, ModelConfig, with_quantization
 from mtp.checkpoint.format.names import is_bare_head, is_head
-from mtp.checkpoint.format.shard import (
-    Entry,
-    Header,
-    ShardWriter,
-    check_free_space,
-    parse_json_object,
-)
+from mtp.checkpoint.format.shard import Entry, Header, ShardWriter, check_free_space, parse_json_object
 from mtp.checkpoint.hub.repo import HubRepo, find_blobs
 from mtp.checkpoint.hub.resolve import find_model, hub_errors
 from proto.errors import CheckpointError

@@ -12,14 +12,7 @@ from mlx_lm.models.qwen3_5 import DecoderLayer
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
 from mtp.layers.communicator import Communicator
-from mtp.layers.cuda.packed_linear import (
-    FEW_ROWS,
-    PackedMLP,
-    add_packed_mlp,
-    add_product,
-    fused,
-    product_of,
-)
+from mtp.layers.cuda.packed_linear import FEW_ROWS, PackedMLP, add_packed_mlp, add_product, fused, product_of
 from mtp.layers.cuda.row_attention import (
     MOST_GROUPED,
     SLOTS,

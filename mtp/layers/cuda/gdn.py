@@ -10,14 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer
 
 from mtp.layers.communicator import ALONE, Communicator
-from mtp.layers.cuda.packed_linear import (
-    FEW_ROWS,
-    PackedMLP,
-    add_packed_mlp,
-    add_product,
-    fused,
-    product_of,
-)
+from mtp.layers.cuda.packed_linear import FEW_ROWS, PackedMLP, add_packed_mlp, add_product, fused, product_of
 from mtp.layers.exact import ExactProducts
 from mtp.layers.gdn_windows import (
     GatedDeltaShape,

@@ -9,15 +9,7 @@ import mlx.core as mx
 
 from mtp.layers.cuda.attention import PackedAttentionLayer, can_pack_attention
 from mtp.layers.cuda.gdn import PackedGDNLayer, gated_delta_window
-from mtp.layers.cuda.packed_linear import (
-    PackedEmbedding,
-    PackedLinear,
-    can_pack,
-    fused,
-    multiply_rows,
-    pack,
-    pack_mlp,
-)
+from mtp.layers.cuda.packed_linear import PackedEmbedding, PackedLinear, can_pack, fused, multiply_rows, pack, pack_mlp
 from mtp.layers.experts import fuse_experts, row_experts
 from mtp.layers.gdn_windows import WindowMixer, has_window_kernel, recurrence_of
 from mtp.layers.layer import KVFormat, Layer, Mixer, PlainMLP

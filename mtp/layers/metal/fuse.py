@@ -20,11 +20,7 @@ from mtp.layers.experts import fuse_experts, row_experts
 from mtp.layers.gdn_windows import WindowMixer
 from mtp.layers.layer import KernelTrial, KVFormat, Layer, Mixer, PlainMLP, Rows
 from mtp.layers.linear import Format, FusedLinear, FusedMLP
-from mtp.layers.metal.attention import (
-    FusedAttentionLayer,
-    PreparedAttentionLayer,
-    fused_projections,
-)
+from mtp.layers.metal.attention import FusedAttentionLayer, PreparedAttentionLayer, fused_projections
 from mtp.layers.metal.gdn import FusedGDNLayer, WindowGDNLayer, gated_delta_window
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.reference.gdn import GDNLayer, input_product

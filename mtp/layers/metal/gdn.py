@@ -22,15 +22,7 @@ from mtp.layers.gdn_windows import (
     window_kernel,
 )
 from mtp.layers.layer import Hole, KVFormat, Layer, PlainMLP
-from mtp.layers.linear import (
-    COMPILED_ROWS,
-    Format,
-    FusedLinear,
-    FusedMLP,
-    add_norm,
-    compiled,
-    gated_products,
-)
+from mtp.layers.linear import COMPILED_ROWS, Format, FusedLinear, FusedMLP, add_norm, compiled, gated_products
 from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.source_kernel import MetalKernel
 
