@@ -30,7 +30,7 @@ from mtp.layers.layer import (
 )
 from mtp.layers.linear import FusedLinear, side_by_side
 from mtp.layers.reference.attention import AttentionLayer
-from mtp.layers.reference.gdn import GDNLayer, SigmoidGatedNorm
+from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.rope import image_rotations, rotate, rotation_table
 from mtp.layers.source_kernel import SourceKernel
 from mtp.layers.sparse_attention import IndexedKV, SparseReads, sparse_attention
@@ -189,8 +189,7 @@ class StreamGDN(StreamLayer):
 
     def __init__(self, layer: modules.FlashNextLayer) -> None:
         super().__init__(layer)
-        silu = not isinstance(layer.linear_attn.norm, SigmoidGatedNorm)
-        self.mixer: Mixer = GDNLayer.over(layer.linear_attn, self.dtype, silu=silu)
+        self.mixer: Mixer = GDNLayer.over(layer.linear_attn, self.dtype, silu=layer.silu)
 
     def new_cache(self, kv_format: KVFormat) -> Any:
         return self.mixer.new_cache(kv_format)

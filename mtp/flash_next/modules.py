@@ -205,7 +205,8 @@ class FlashNextLayer(nn.Module):
         if self.is_linear:
             net: Any = GatedDeltaNet(fields)
             self.linear_attn = net
-            if args.gate == "sigmoid":
+            self.silu = args.gate != "sigmoid"
+            if not self.silu:
                 net.norm = SigmoidGatedNorm(fields.linear_value_head_dim, args.eps)
         else:
             sizes: Any = fields

@@ -165,22 +165,28 @@ class LatentMixer:
         outputs, start = [], 0
         for cache, width in zip(caches, widths, strict=True):
             own = slice(start, start + width)
-            cache.append_index(raw[own])
-            outputs.append(self._read(q[None, :, own], latents[own], asked[own], weights[own], cache))
+            outputs.append(self._read((q, latents, raw, asked, weights), own, cache))
             start += width
         read = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
         values = self._heads.values(read[0]).swapaxes(0, 1).reshape(rows, -1)
         return self._out(values)[0]
 
-    def _read(self, q: mx.array, latents: mx.array, asked: mx.array, weights: mx.array, cache: LatentKV) -> mx.array:
-        """Append `latents [w, rank]` of one sequence. Return what `q [1, heads, w, rank]` read of all of them."""
-        offset = cache.offset
-        held = cache.append(latents)
+    def _read(self, rows: Sequence[mx.array], own: slice, cache: LatentKV) -> mx.array:
+        """Append the latents of a sequence, whose rows are `own`. Return what its queries read: `[1, heads, w, rank]`.
+
+        `rows` are the queries `[heads, rows, rank]`, and `[rows, …]` the latents, and the keys, queries and weights of
+        the indexer.
+        """
+        q, latents, raw, asked, weights = rows
+        q, offset = q[None, :, own], cache.offset
+        cache.append_index(raw[own])
+        held = cache.append(latents[own])
         if cache.offset // self.blocks.block <= self.blocks.budget // self.blocks.block:
             # The last token reads all others.
             return tiled_attention(q, held, held, offset, self._scale)
         blocks = cache.block_keys(self._pooled)
-        return sparse_attention(SparseReads(q, held, held, asked, blocks, offset, self.blocks, self._scale, weights))
+        sizes, scale = self.blocks, self._scale
+        return sparse_attention(SparseReads(q, held, held, asked[own], blocks, offset, sizes, scale, weights[own]))
 
     def _pooled(self, raw: mx.array, first: int) -> mx.array:
         """Return the keys of blocks: their tokens' keys, weighted in each channel by a softmax of the gates."""

@@ -6,6 +6,7 @@ Rows between layers have all residual streams side by side: `[rows, streams x hi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -73,6 +74,10 @@ class LatentAttention(nn.Module):
         self.indexer = Indexer(args)
 
 
+def _units(limit: float, up: mx.array, gate: mx.array) -> mx.array:
+    return gated_units(gate, up, limit)
+
+
 class GatedMLP(nn.Module):
     """A dense MLP of `inner` columns, or the shared expert."""
 
@@ -104,7 +109,7 @@ class Experts(nn.Module):
         sizes = args.experts
         self._sizes, self._limit = sizes, args.limit
         self.gate = Router(args.hidden, sizes.count)
-        units: Any = lambda up, gate: gated_units(gate, up, args.limit)  # noqa: E731
+        units: Any = partial(_units, args.limit)
         self.switch_mlp = SwitchGLU(args.hidden, sizes.inner, sizes.count, activation=units)
         self.shared_experts = GatedMLP(args, sizes.inner)
 

@@ -140,7 +140,7 @@ class FusedLinear:
 def side_by_side(modules: Sequence[Any], fuse: Callable[[Sequence[Any]], Any]) -> Callable[[mx.array], list[mx.array]]:
     """Return the function of rows that gives the outputs of each of `modules`, by one product if `fuse` makes one.
 
-    The modules then lose their weights. `FusedLinear.of` is such a function.
+    The modules then lose their weights. `FusedLinear.of` is one of them.
     """
     ends = list(accumulate(module.weight.shape[0] for module in modules))
     if (fused := fuse(modules)) is None:

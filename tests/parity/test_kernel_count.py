@@ -248,6 +248,10 @@ def test_a_member_launches_two_sums_more(models: dict[bool, dict[int, Path]], mo
     assert shared.kernels == alone.kernels + 2, shared.names
 
 
+GLM_KERNELS = {(1, 1): 22.5, (1, 4): 22.5, (8, 1): 28.0}
+"""The same for GLM-5.3-Flash: five of the streams, four of experts, and one and seven products of a KDA."""
+
+
 @pytest.fixture(scope="module")
 def flash_next(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     folder = tmp_path_factory.mktemp("flash-next")
@@ -268,6 +272,17 @@ def test_a_layer_of_flash_next(flash_next: dict[int, Path], shape: tuple[int, in
     with counted_kernels():
         own = layer_cost(OwnSteps, flash_next, *shape)
     assert own.kernels <= FLASH_NEXT_KERNELS[shape], own
+
+
+@pytest.mark.parametrize("shape", [(1, 1), pytest.param((8, 1), marks=pytest.mark.thorough)], ids=str)
+def test_a_layer_of_glm(tmp_path: Path, shape: tuple[int, int]) -> None:
+    """Sinkhorn's algorithm alone has 78 operations, and a layer of MLX's operations 240."""
+    for layers in (SHORT, LONG):
+        sizes = ModelShape(256, layers, 4, 4, 2, 128, vocab=4096, experts=32, per_token=4, is_glm=True)
+        write_dialled_model(tmp_path / str(layers), sizes, bits=4)
+    with counted_kernels():
+        own = layer_cost(OwnSteps, {layers: tmp_path / str(layers) for layers in (SHORT, LONG)}, *shape)
+    assert own.kernels <= GLM_KERNELS[shape], own
 
 
 def test_the_attention_to_chosen_blocks() -> None:

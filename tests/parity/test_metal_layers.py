@@ -90,13 +90,13 @@ def written_as(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, form: 
     return checkpoints(layers=4, seed=len(form), **options)
 
 
-def outputs(stage: Stage, widths: Sequence[int] = WIDTHS) -> mx.array:
+def outputs(stage: Stage, widths: Sequence[int] = WIDTHS, images: int = 1) -> mx.array:
     """Return the hidden vectors of two sequences that run together, one token apart, with a rejection in each.
 
-    The second one has the rows of an image in its prompt.
+    The second one has the rows of `images` images in its prompt.
     """
     sequences: list[SequenceCache] = [
-        stage.new_sequence(Admit(i, 64, 6, images=(ImageSpan(1, 2, 2),) * i)) for i in range(2)
+        stage.new_sequence(Admit(i, 64, 6, images=(ImageSpan(1, 2, 2),) * images * i)) for i in range(2)
     ]
     found = []
     for number, width in enumerate(widths):
@@ -176,17 +176,23 @@ def test_flash_next_computes_what_the_reference_does(
     assert (mx.abs(found - expected).mean() <= 1e-5 * mx.abs(expected).mean()).item()
 
 
-def test_few_rows_of_4_bits_have_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quantized Flash-Next computes with the kernels of few rows what MLX's operations compute."""
-    small = ModelShape(256, 4, 4, 2, 16, 128, vocab=4096, experts=32, per_token=4, ngram_rows=400)
+@pytest.mark.parametrize("family", ["Flash-Next", "GLM"])
+def test_few_rows_of_4_bits_have_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """A quantized model with residual streams computes with the kernels of few rows what MLX's operations compute."""
+    if family == "GLM":
+        small = ModelShape(256, 4, 2, 2, 2, 128, vocab=4096, experts=32, per_token=4, is_glm=True)
+        kernels, options = ["gated_delta_window", "stream_spread", "stream_read"], {"images": 0}
+    else:
+        small = ModelShape(256, 4, 4, 2, 16, 128, vocab=4096, experts=32, per_token=4, ngram_rows=400)
+        kernels, options = ["stream_norm"], {}
     write_dialled_model(tmp_path / "model", small, bits=4)
     with metal_path():
         stage = stage_of(tmp_path / "model")
         runs.clear()  # of the trials
-        found = outputs(stage, (6, 2))
-        assert runs["expert_down"] and runs["stream_norm"]
+        found = outputs(stage, (6, 2), **options)
+        assert all(runs[kernel] for kernel in ["expert_down", *kernels])
         monkeypatch.setattr(layer_variants, "MetalFuser", unchanged)
-        expected = outputs(stage_of(tmp_path / "model"), (6, 2))
+        expected = outputs(stage_of(tmp_path / "model"), (6, 2), **options)
     assert (mx.abs(found - expected).mean() <= 0.1 * mx.abs(expected).mean()).item()
 
 
