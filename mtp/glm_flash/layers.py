@@ -63,11 +63,11 @@ class DeltaNet:
     def input_product(self, fuse: Callable[[Sequence[Any]], Any]) -> DeltaInputs | None:
         """See `mtp.layers.reference.gdn.input_product`."""
         net = self._module
-        products = [net.b_proj, net.g_a_proj, net.f_a_proj]
-        first = fuse([*self._products, *products])
         second = [fuse([product]) for product in (net.g_b_proj, net.f_b_proj)]
+        # Last, because several modules that are fused lose their weights.
+        first = None if None in second else fuse([*self._products, net.b_proj, net.g_a_proj, net.f_a_proj])
         ends = accumulate((self.conv_dim, self.num_v_heads, self.head_v_dim, self.head_k_dim))
-        return None if None in (first, *second) else DeltaInputs(first, second, list(ends))
+        return None if first is None else DeltaInputs(first, second, list(ends))
 
     def advance(
         self, q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: mx.array
