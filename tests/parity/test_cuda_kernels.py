@@ -9,7 +9,6 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -18,13 +17,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mtp.checkpoint.families.glm_flash import GlmFlash
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.parts import part_module
-from mtp.checkpoint.hub.published import GLM_FLASH
-from mtp.glm_flash.args import GlmArgs
-from mtp.glm_flash.layers import DeltaNet
-from mtp.glm_flash.modules import DeltaAttention
 from mtp.layers.cuda import pack as packing
 from mtp.layers.cuda import packed_linear
 from mtp.layers.cuda.attention import PackedAttentionLayer
@@ -253,16 +247,7 @@ def test_a_mixer_agrees_with_its_modules(silu: bool) -> None:
 @pytest.mark.parametrize("bound", [-5.0, None])
 def test_a_mixer_of_channels_agrees_with_its_modules(bound: float | None) -> None:
     """Kimi Delta Attention has the kernel, with either form of its decays."""
-    mx.random.seed(3)
-    delta = GLM_FLASH["linear_attn_config"] | {"num_heads": 2}
-    args = GlmArgs.of(GlmFlash().named_fields(GLM_FLASH | {"hidden_size": 512, "linear_attn_config": delta}))
-    module = DeltaAttention(replace(args, delta=replace(args.delta, bound=bound)))
-    for taps in (module.q_conv1d, module.k_conv1d, module.v_conv1d):
-        taps.weight = mx.random.normal(taps.weight.shape) * 0.5
-    module.dt_bias = mx.random.normal(module.dt_bias.shape)
-    module.set_dtype(mx.bfloat16)
-    nn.quantize(module, 64, 4)
-    _check_mixer(GDNLayer.over(DeltaNet(module, mx.bfloat16), mx.bfloat16, silu=False), 512)
+    _check_mixer(row_kernels.delta_mixer(mx.bfloat16, bound), row_kernels.DELTA_HIDDEN)
 
 
 def _check_mixer(modules: GDNLayer, hidden: int) -> None:

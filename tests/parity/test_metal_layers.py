@@ -16,7 +16,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.flash_next.layers import StreamGDN
 from mtp.layers import gdn_windows
 from mtp.layers.gdn_windows import WindowMixer
-from mtp.layers.layer import KernelTrial, KVFormat, Layer
+from mtp.layers.layer import KernelTrial, KVFormat, Layer, Mixer
 from mtp.layers.metal import attention, fuse, gdn
 from mtp.layers.prepare_rows import AttentionShape
 from mtp.layers.source_kernel import MetalKernel
@@ -30,7 +30,7 @@ from tests.support.checkpoints import checkpoints as written
 from tests.support.checkpoints.flash_next import reference_model, text_config, write_flash_next
 from tests.support.metal.metal_path import metal_choices, metal_path
 from tests.support.metal.runner import reason_not_to_run, runs
-from tests.support.stages import reference_kernels
+from tests.support.stages import reference_kernels, row_kernels
 from tests.support.stages.doubled import Doubled
 from worker.cache.sequence_cache import SequenceCache
 from worker.model import layer_variants
@@ -174,6 +174,26 @@ def test_flash_next_computes_what_the_reference_does(
         monkeypatch.setattr(layer_variants, "MetalFuser", unchanged)
         expected = outputs(stage_of(path))
     assert (mx.abs(found - expected).mean() <= 1e-5 * mx.abs(expected).mean()).item()
+
+
+@pytest.mark.parametrize("bound", [-5.0, None])
+def test_delta_attention_computes_what_its_operations_do(bound: float | None) -> None:
+    """The products, the window kernel and the order of its inputs, for a prompt, windows and a rejection."""
+    modules, x = row_kernels.delta_mixer(mx.float32, bound), mx.random.normal((12, row_kernels.DELTA_HIDDEN))
+
+    def results(mixer: Mixer) -> mx.array:
+        cache, found = mixer.new_cache(KVFormat()), []
+        for first, end in ((0, 5), (5, 6), (6, 9)):
+            found.append(mixer.mix(x[first:end], [cache], [end - first], [first > 0]))
+        cache.apply_commit(1, 1, 2)
+        return mx.concatenate([*found, mixer.mix(x[9:], [cache], [3], [False])])
+
+    expected = results(modules)
+    with metal_path():
+        kernels = fuse.MetalFuser(row_kernels.DELTA_HIDDEN, mx.float32, lambda *_: True).mixer(modules)
+        assert isinstance(kernels, WindowMixer)
+        found = results(kernels)
+    assert row_kernels.error(found, expected) < 1e-4
 
 
 @pytest.mark.parametrize("family", ["Flash-Next", "GLM"])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import mlx.nn as nn
 
 from mtp.checkpoint.families.glm_flash import GlmFlash
 from mtp.checkpoint.hub.published import GLM_FLASH
 from mtp.glm_flash.args import GlmArgs
-from mtp.glm_flash.modules import DecoderLayer
+from mtp.glm_flash.layers import DeltaNet
+from mtp.glm_flash.modules import DecoderLayer, DeltaAttention
 from mtp.glm_flash.streams import HyperConnection
 from mtp.layers.experts import FusedExperts, Routing, RowExperts, fuse_experts, has_row_kernels
+from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.source_kernel import SourceKernel
 from mtp.layers.stream_rows import add_and_norm
 from tests.unit.mtp.test_experts import block_of
@@ -76,6 +80,23 @@ def check_streams(language: type[SourceKernel], dtype: mx.Dtype, rows: int) -> N
     normed = mx.fast.rms_norm(total, None, 1e-6).reshape(rows, -1) * weight
     assert error(found[0], total.reshape(rows, -1)) < TOLERANCE[dtype]
     assert error(found[1], normed) < TOLERANCE[dtype]
+
+
+DELTA_HIDDEN = 512
+
+
+def delta_mixer(dtype: mx.Dtype, bound: float | None) -> GDNLayer:
+    """Return a Kimi Delta Attention of two heads in 4 bits, which MLX's operations compute."""
+    mx.random.seed(3)
+    delta = GLM_FLASH["linear_attn_config"] | {"num_heads": 2}
+    args = GlmArgs.of(GlmFlash().named_fields(GLM_FLASH | {"hidden_size": DELTA_HIDDEN, "linear_attn_config": delta}))
+    module = DeltaAttention(replace(args, delta=replace(args.delta, bound=bound)))
+    for taps in (module.q_conv1d, module.k_conv1d, module.v_conv1d):
+        taps.weight = mx.random.normal(taps.weight.shape) * 0.5
+    module.dt_bias = mx.random.normal(module.dt_bias.shape)
+    module.set_dtype(dtype)
+    nn.quantize(module, 64, 4)
+    return GDNLayer.over(DeltaNet(module, dtype), dtype, silu=False)
 
 
 def check_hyper_connections(language: type[SourceKernel], dtype: mx.Dtype, rows: int) -> None:
