@@ -67,7 +67,8 @@ def convert(options: ConvertOptions) -> None:
     The output works here and in mlx-lm, which ignores the head. Converting needs the memory of the largest layer's
     experts, not of the model.
 
-    FP8 and NVFP4 are dequantized, and -q quantizes them.
+    Weights that another program packed as integers (GPTQ, AutoRound) keep their codes. FP8 and NVFP4 are
+    dequantized, and -q quantizes them.
 
     `mtp-coord convert Qwen/Qwen3.5-27B --mlx-path Qwen3.5-27B-4bit -q`
     """

@@ -57,7 +57,7 @@ class HeadAddition:
 
     def write(self, source: Checkpoint, on_progress: OnProgress = lambda done, total: None) -> None:
         """Add the head from `source`, the planned source with its tensors on this machine. Raises CheckpointError."""
-        weights = read_source_part(source, "mtp", self.dtype)
+        weights, _ = read_source_part(source, "mtp", self.dtype)
         groups = self._groups(weights)
         writer = convert.shard_writer(self.target.path / convert.HEAD_FILE, groups)
         total = writer.nbytes

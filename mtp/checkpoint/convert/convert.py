@@ -273,7 +273,10 @@ class ConvertedWeights:
 
 
 def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeights:
-    """Return the weights of the MLX checkpoint, without an incomplete head. Raises CheckpointError."""
+    """Return the weights of the MLX checkpoint, without an incomplete head. Raises CheckpointError.
+
+    Weights that another program packed as integers keep their codes. `settings` decide for all others.
+    """
     config = checkpoint.config
     if config.quantization is not None:
         raise CheckpointError(
@@ -288,8 +291,8 @@ def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeig
     if with_head:
         model.mtp = config.head()
     prefix = config.family.prefix
-    _load(checkpoint, model, settings, with_head)
-    found = _quantize(model, prefix, settings)
+    kept = _load(checkpoint, model, settings, with_head)
+    found = _quantize(model, prefix, settings, kept)
     parameters = dict(tree_flatten(model.parameters())) | _tables(checkpoint, settings)
     parameters = {prefix + name: weight for name, weight in parameters.items()}
     backbone = {n: w for n, w in parameters.items() if not n.startswith(f"{prefix}mtp.")}
@@ -330,21 +333,28 @@ def _vision(checkpoint: Checkpoint, settings: Settings) -> dict[str, mx.array]:
     return {f"vision_tower.{name}": settings.cast(w) for name, w in sorted(weights.items())}
 
 
-def _load(checkpoint: Checkpoint, model: nn.Module, settings: Settings, with_head: bool) -> None:
-    """Replace the weights of the modules, which are never computed, by the lazy weights of the checkpoint."""
+def _load(checkpoint: Checkpoint, model: nn.Module, settings: Settings, with_head: bool) -> dict[str, dict[str, Any]]:
+    """Replace the weights of the modules, which are never computed, by the lazy weights of the checkpoint.
+
+    Returns the format of the packed weights that keep their codes by the path of their module.
+    """
     dtype: mx.Dtype | None = getattr(mx, settings.dtype) if settings.dtype else None
     weights: list[tuple[str, mx.array]] = []
+    kept: dict[str, dict[str, Any]] = {}
     for part in checkpoint.plans:
         tied = part == "lm_head" and checkpoint.config.tie_word_embeddings
         if tied or (part == "mtp" and not with_head):
             continue
         inside = "" if part in ("lm_head", "mtp") else "model."
-        found = read_source_part(checkpoint, part, dtype)
+        found, forms = read_source_part(checkpoint, part, dtype, keep_codes=True)
         weights += [(f"{inside}{module_path(part, name)}", w) for name, w in found.items()]
+        kept |= {f"{inside}{module_path(part, name)}": form for name, form in forms.items()}
+    nn.quantize(model, class_predicate=lambda path, module: kept.get(path, False))
     try:
         model.load_weights(weights)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
+    return kept
 
 
 def group_parameters(parameters: dict[str, mx.array]) -> list[Group]:
@@ -356,14 +366,18 @@ def group_parameters(parameters: dict[str, mx.array]) -> list[Group]:
 # ---- the choice of quantization
 
 
-def _quantize(model: nn.Module, prefix: str, settings: Settings) -> dict[str, Any] | None:
+def _quantize(
+    model: nn.Module, prefix: str, settings: Settings, kept: dict[str, dict[str, Any]]
+) -> dict[str, Any] | None:
     """Quantize `model` in place, lazily. Returns the object for config.json: the default, and the overrides by path.
 
-    Paths there begin with `prefix`.
+    Paths there begin with `prefix`. The modules of `kept` are quantized already.
     """
     wanted = settings.quantization
     if wanted is None:
-        return None
+        forms = list(kept.values())
+        usual = max(forms, key=lambda form: (forms.count(form), forms.index(form)), default={})
+        return _with_overrides(dict(usual), prefix, kept) if kept else None
     found: dict[str, Any] = asdict(wanted)
     routers = model.quant_predicate or (lambda path, module: True)
 
@@ -380,4 +394,10 @@ def _quantize(model: nn.Module, prefix: str, settings: Settings) -> dict[str, An
 
     size, bits = wanted.group_size, wanted.bits
     nn.quantize(model, size, bits, mode=wanted.mode, class_predicate=choice_for)
-    return found
+    return _with_overrides(found, prefix, kept)
+
+
+def _with_overrides(found: dict[str, Any], prefix: str, kept: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the object `found` with the formats of `kept` that differ from its default."""
+    default = {name: found[name] for name in ("group_size", "bits", "mode")}
+    return found | {prefix + path: form for path, form in kept.items() if form != default}

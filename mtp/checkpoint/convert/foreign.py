@@ -1,8 +1,8 @@
-"""Checkpoints that other programs packed in FP8 and NVFP4, which only the conversion reads.
+"""Checkpoints that other programs packed: FP8, NVFP4, GPTQ and AutoRound, which only the conversion reads.
 
-`plan_packed` joins the tensors of a packed weight, its members, into one parameter of the plan. FP8 (E4M3) and NVFP4
-have scales that no format of MLX has, so they are dequantized. Functions on arrays take any leading dimensions, such as
-those of experts.
+`plan_packed` joins the tensors of a packed weight, its members, into one parameter of the plan. Weights of integers
+keep their codes in MLX's affine format. FP8 (E4M3) and NVFP4 have scales that no format of MLX has, so they are
+dequantized. Functions on arrays take any leading dimensions, such as those of experts.
 """
 
 from __future__ import annotations
@@ -22,19 +22,24 @@ from mtp.checkpoint.format.shard import TensorInfo
 from proto.errors import CheckpointError
 from proto.wire import STORED_NAMES
 
-Form = Literal["fp8", "nvfp4"]
-"""The layouts of packed weights."""
+Form = Literal["fp8", "nvfp4", "gptq"]
+"""The layouts of packed weights. AutoRound has that of GPTQ."""
 
-Member = Literal["weight", "scale", "factor", "divisor"]
-"""The roles of the tensors of a packed weight. `factor` multiplies and `divisor` divides all of `scale`."""
+Member = Literal["weight", "scale", "factor", "divisor", "zeros", "order"]
+"""The roles of the tensors of a packed weight. `factor` multiplies and `divisor` divides all of `scale`. `zeros` has a
+zero point per group, `order` the group of each input."""
 
 MEMBERS: dict[str, Member] = {
     "weight": "weight",
     "weight_packed": "weight",
+    "qweight": "weight",
     "weight_scale": "scale",
     "weight_scale_inv": "scale",
+    "scales": "scale",
     "weight_scale_2": "factor",
     "weight_global_scale": "divisor",
+    "qzeros": "zeros",
+    "g_idx": "order",
 }
 
 _OF_ACTIVATIONS = re.compile(r"(input|output|act)_(global_)?(scale|scale_inv)|activation_scale")
@@ -48,6 +53,9 @@ _ONE_FLOAT = [[stored] for stored in STORED_NAMES.values()]
 
 _USUAL_BLOCK = (128, 128)
 """Rows and columns per FP8 scale where the config does not name them."""
+
+_GROUPS = (128, 64, 32)
+"""Group sizes of MLX's affine format, the largest first, because larger groups need fewer scales."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +80,16 @@ def plan_packed(checkpoint: Checkpoint) -> Checkpoint:
     foreign = checkpoint.config.foreign
     if foreign is None:
         return checkpoint
+    layout = foreign.fields.get("checkpoint_format") or foreign.fields.get("version") or "gptq"
+    problem = ""
     if foreign.fields.get("transform_config"):
         problem = "transform_config rotates the activations, which is not supported"
+    elif foreign.name == "AWQ" or "awq" in str(foreign.fields.get("packing_format")):
+        instead = "Convert it with mlx_lm.convert, then add the head of the unquantized model with mtp-coord add-mtp"
+        raise CheckpointError(f"{checkpoint.path / 'config.json'}: AWQ is not read. {instead}")
+    elif foreign.name == "GPTQ" and layout not in ("gptq", "gptq_v2"):
+        problem = f"the layout {layout!r:.40} is not supported, only gptq and gptq_v2"
+    if problem:
         raise CheckpointError(f"{checkpoint.path / 'config.json'}: {problem}. {_INSTEAD}")
     tensors = checkpoint.tensors
     plans = {part: _plan_part(plan, tensors) for part, plan in checkpoint.plans.items()}
@@ -115,6 +131,8 @@ def join_members(leaves: dict[str, Source], types: dict[str, str]) -> Source:
     """Return the source of a weight from the stored names of its members and their `types`, packed or not."""
     form: Form
     match types:
+        case {"qweight": "I32", "scales": _, "qzeros": "I32"}:
+            form = "gptq"
         case {"weight": "F8_E4M3", **scales} if [*scales.values()] in _ONE_FLOAT:
             form = "fp8"
         case {"weight": "U8", "weight_scale": "F8_E4M3", "weight_scale_2": _}:
@@ -136,16 +154,24 @@ def join_members(leaves: dict[str, Source], types: dict[str, str]) -> Source:
 
 
 Members = dict[Member, mx.array]
+Affine = tuple[dict[str, mx.array], dict[str, Any]]
+"""A weight in MLX's affine format: its parameters, and its `group_size`, `bits` and `mode`."""
 
 
-def read_source_part(checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None) -> dict[str, mx.array]:
-    """Return the weights of a part as `read_part` does, with packed ones dequantized. Raises CheckpointError."""
+def read_source_part(
+    checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None, *, keep_codes: bool = False
+) -> tuple[dict[str, mx.array], dict[str, dict[str, Any]]]:
+    """Return the weights of a part as `read_part` does, with packed ones dequantized. Raises CheckpointError.
+
+    With `keep_codes` weights of integers have MLX's affine format. Also returns that format by module.
+    """
     if missing := checkpoint.missing_sources(part):
         raise checkpoint.missing_tensors_error(missing)
     plan = checkpoint.plans[part]
     packed = {name: source for name, source in plan.items() if isinstance(source, PackedSource)}
     plain = {part: {name: source for name, source in plan.items() if name not in packed}}
     weights = read_part(replace(checkpoint, plans=plain), part, dtype)
+    forms: dict[str, dict[str, Any]] = {}
     files: Files = {}
     types = {stored: getattr(mx, name) for name, stored in STORED_NAMES.items()}
     wanted: mx.Dtype = dtype or types.get(checkpoint.norm_type, mx.bfloat16)
@@ -157,26 +183,38 @@ def read_source_part(checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None) 
             arrays = [load_tensor(checkpoint, stored, files) for stored in names]
             members[member] = mx.stack(arrays) if source.transform == "stack" else arrays[0]
         try:
-            values = packed_values(source.form, members, fields)
-            if source.transform.endswith("half"):  # of fused experts
-                values = TRANSFORMS[source.transform](values)
-            weights[name] = values.astype(wanted)
+            if keep_codes and source.form == "gptq":
+                module = name.removesuffix(".weight")
+                parameters, forms[module] = affine_weight(members, fields, wanted)
+                weights |= {f"{module}.{leaf}": array for leaf, array in parameters.items()}
+            else:
+                values = packed_values(source.form, members, fields)
+                if source.transform.endswith("half"):  # of fused experts
+                    values = TRANSFORMS[source.transform](values)
+                weights[name] = values.astype(wanted)
         except ValueError as error:
             raise CheckpointError(f"tensor {source.stored[0]} cannot be unpacked: {error}. {_INSTEAD}") from error
-    return weights
+    return weights, forms
 
 
 def packed_values(form: Form, members: Members, fields: dict[str, Any]) -> mx.array:
     """Return the weight `[outputs, inputs]` in float32. Raises ValueError for members that do not fit together."""
     weight = members["weight"]
-    if form == "fp8":
-        scale = members["scale"].astype(mx.float32)
-        return mx.from_fp8(_bytes(weight), mx.float32) * _widen(scale, weight.shape, fields)
-    words = _bytes(weight).view(mx.uint32)
-    values = mx.dequantize(words, members["scale"], mode="nvfp4", dtype=mx.float32)
-    if "divisor" in members:
-        return values * _broadcast(1 / members["divisor"].astype(mx.float32), weight)
-    return values * _broadcast(members["factor"].astype(mx.float32), weight)
+    match form:
+        case "fp8":
+            scale = members["scale"].astype(mx.float32)
+            return mx.from_fp8(_bytes(weight), mx.float32) * _widen(scale, weight.shape, fields)
+        case "nvfp4":
+            words = _bytes(weight).view(mx.uint32)
+            values = mx.dequantize(words, members["scale"], mode="nvfp4", dtype=mx.float32)
+            if "divisor" in members:
+                return values * _broadcast(1 / members["divisor"].astype(mx.float32), weight)
+            return values * _broadcast(members["factor"].astype(mx.float32), weight)
+        case _:
+            found, affine = affine_weight(members, fields, mx.float32)
+            words, scales, biases = found["weight"], found["scales"], found["biases"]
+            plain: mx.array = mx.dequantize(words, scales, biases, **affine)
+            return plain
 
 
 def _broadcast(scale: mx.array, weight: mx.array) -> mx.array:
@@ -201,3 +239,38 @@ def _widen(scale: mx.array, shape: tuple[int, ...], fields: dict[str, Any]) -> m
 
 def _bytes(values: mx.array) -> mx.array:
     return mx.contiguous(values).view(mx.uint8)
+
+
+def affine_weight(members: Members, fields: dict[str, Any], dtype: mx.Dtype) -> Affine:
+    """Return a weight of integers in MLX's affine format with its own codes and scales. Raises ValueError."""
+    weight, zeros = members["weight"], members["zeros"]
+    # Rounded before the biases are computed from it, so that a code at the zero point stays near 0.
+    scale = members["scale"].astype(dtype).astype(mx.float32)
+    bits = 32 * zeros.shape[-1] // scale.shape[-1]
+    if bits not in (2, 4, 8):
+        raise ValueError(f"{bits} bits are not supported")
+    # A word of GPTQ has adjacent inputs of one output, the first in the lowest bits, as a word of MLX.
+    words = mx.contiguous(weight.swapaxes(-1, -2)).view(mx.uint32)
+    places = mx.arange(0, 32, bits, dtype=mx.uint32)
+    points = (zeros.view(mx.uint32)[..., None] >> places) & ((1 << bits) - 1)
+    points = points.reshape(*zeros.shape[:-1], -1)[..., : scale.shape[-1]]
+    points = (points + _zero_offset(fields)) & ((1 << bits) - 1)
+    scales = scale.swapaxes(-1, -2)
+    biases = -points.swapaxes(-1, -2).astype(mx.float32) * scales
+    size, rest = divmod(words.shape[-1] * 32 // bits, scales.shape[-1])
+    group = next((group for group in _GROUPS if size % group == 0), None)
+    if rest or group is None:
+        raise ValueError(f"groups of {size} inputs are not supported, only multiples of 32")
+    if "order" in members:
+        adjacent = mx.arange(size * scales.shape[-1]) // size
+        if not mx.all(members["order"] == adjacent).item():
+            raise ValueError("its inputs are in another order (desc_act), which is not supported")
+    scales, biases = (mx.repeat(part, size // group, axis=-1) for part in (scales, biases))
+    found = {"weight": words, "scales": scales.astype(dtype), "biases": biases.astype(dtype)}
+    return found, {"group_size": group, "bits": bits, "mode": "affine"}
+
+
+def _zero_offset(fields: dict[str, Any]) -> int:
+    """Return what is added to stored zero points: GPTQ's first layout stores one less, and AutoRound copies it."""
+    layout = str(fields.get("packing_format") or fields.get("checkpoint_format") or "gptq")
+    return int("gptq" in layout and layout != "gptq_v2" and "gptqmodel" not in layout)

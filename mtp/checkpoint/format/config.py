@@ -66,6 +66,11 @@ PACKINGS = {
     "modelopt": "ModelOpt",
     "modelopt_fp4": "ModelOpt",
     "modelopt_mixed": "ModelOpt",
+    "awq": "AWQ",
+    "gptq": "GPTQ",
+    "auto-round": "AutoRound",
+    "autoround": "AutoRound",
+    "intel/auto-round": "AutoRound",
 }
 """The packings of other programs that `mtp-coord convert` reads, by `quant_method`."""
 
@@ -364,8 +369,7 @@ class _Reader:
             return None
         if str(method).lower() not in PACKINGS:
             raise self._error(
-                f"quantized by {method!r:.60}, which is not supported. Use the unquantized checkpoint, or one "
-                "for MLX. mlx_lm.convert makes one of AWQ and GPTQ, and mtp-coord add-mtp adds the head."
+                f"quantized by {method!r:.60}, which is not supported. Use the unquantized checkpoint, or one for MLX."
             )
         return ForeignPacking(PACKINGS[str(method).lower()], fields)
 

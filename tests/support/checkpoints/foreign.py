@@ -24,6 +24,8 @@ Members = dict[str, tuple[str, mx.array]]
 
 Pack = Callable[[mx.array], Members]
 
+GROUP = 32
+
 _PACKED = re.compile(r".*(_proj|linear_attn\.in_proj_(qkv|z)|mtp\.fc)\.weight")
 """The tensors that exporters quantize: projections, with experts one by one, but neither routers nor the embedding."""
 
@@ -80,10 +82,46 @@ def nvfp4_divided(weight: mx.array) -> Members:
     }
 
 
+def gptq(*, symmetric: bool = True, less: int = 1) -> Pack:
+    """Return the packer of GPTQ in 4 bits; `less` is subtracted from zero points, 1 in the first layout."""
+
+    def pack(weight: mx.array) -> Members:
+        codes, scale, zeros = _integers(weight, symmetric)
+        groups = mx.arange(weight.shape[1], dtype=mx.int32) // GROUP
+        return {
+            "qweight": ("I32", pack_words(codes).T),
+            "qzeros": ("I32", pack_words((zeros - less).T % 16)),
+            "scales": ("F16", scale.T.astype(mx.float16)),
+            "g_idx": ("I32", groups),
+        }
+
+    return pack
+
+
+def pack_words(codes: mx.array) -> mx.array:
+    """Return words of eight adjacent `codes` of 4 bits, the first in the lowest bits."""
+    parts = codes.astype(mx.uint32).reshape(codes.shape[0], -1, 8)
+    return mx.sum(parts << mx.arange(0, 32, 4, dtype=mx.uint32), axis=-1).view(mx.int32)
+
+
 def _nvfp4(weight: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     double = mx.abs(weight).max() / (6 * 448)
     codes, scale, *_ = mx.quantize(weight / double, mode="nvfp4")
     return codes.view(mx.uint8), scale, double
+
+
+def _integers(weight: mx.array, symmetric: bool) -> tuple[mx.array, mx.array, mx.array]:
+    """Return codes of 4 bits, and scales and zero points per group of 32."""
+    parts = weight.reshape(weight.shape[0], -1, GROUP)
+    if symmetric:
+        scale = mx.abs(parts).max(axis=2) * 2 / 15
+        zeros = mx.full(scale.shape, 8)
+    else:
+        low, high = mx.minimum(parts.min(axis=2), 0), mx.maximum(parts.max(axis=2), 0)
+        scale = (high - low) / 15
+        zeros = mx.round(-low / scale)
+    codes = mx.clip(mx.round(parts / scale[..., None] + zeros[..., None]), 0, 15)
+    return codes.reshape(weight.shape), scale, zeros.astype(mx.int32)
 
 
 FORMATS: dict[str, tuple[Pack, dict[str, Any]]] = {
@@ -91,6 +129,11 @@ FORMATS: dict[str, tuple[Pack, dict[str, Any]]] = {
     "FP8 in blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [32, 64]}),
     "NVFP4 of ModelOpt": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     "NVFP4 of compressed-tensors": (nvfp4_divided, {"quant_method": "compressed-tensors"}),
+    "GPTQ": (gptq(), {"quant_method": "gptq", "bits": 4, "group_size": 32}),
+    "AutoRound": (
+        gptq(symmetric=False, less=0),
+        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round"},
+    ),
 }
 """The packer and the quantization_config of each format."""
 
@@ -125,7 +168,7 @@ def write_dequantized(source: Path, path: Path) -> Path:
     tensors = read_tensors(source)
     plain: dict[str, mx.array] = {}
     for part, plan in checkpoint.plans.items():
-        weights = read_source_part(checkpoint, part, mx.float32)
+        weights, _ = read_source_part(checkpoint, part, mx.float32)
         for within, made in plan.items():
             if isinstance(made, PackedSource):
                 values = weights[within]
