@@ -372,13 +372,7 @@ class MessageWriter(AnswerWriter):
 
     def _message(self, content: list[Json]) -> Json:
         answer = self._answer
-        return {
-            "id": answer.id,
-            "type": "message",
-            "role": "assistant",
-            "model": answer.model,
-            "content": content,
-        }
+        return {"id": answer.id, "type": "message", "role": "assistant", "model": answer.model, "content": content}
 
     def _stop(self) -> Json:
         (choice,) = self._answer.choices

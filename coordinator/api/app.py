@@ -32,10 +32,7 @@ ERROR_FORMATS: dict[str, ErrorFormat] = {
 """The error format of each path prefix, the first that matches; other paths use OpenAI's format."""
 
 
-UNVERSIONED = (
-    *("/chat/completions", "/completions", "/responses", "/messages", "/messages/count_tokens"),
-    "/models",
-)
+UNVERSIONED = (*("/chat/completions", "/completions", "/responses", "/messages", "/messages/count_tokens"), "/models")
 """Paths that clients ask without `/v1`, because their users left it out of the server's address."""
 
 

@@ -113,12 +113,7 @@ def _claude(server: Endpoint) -> Setup:
 
 
 def _codex(server: Endpoint) -> Setup:
-    provider = {
-        "name": "mtp-cluster",
-        "base_url": server.v1,
-        "wire_api": "responses",
-        "env_key": KEY_VARIABLE,
-    }
+    provider = {"name": "mtp-cluster", "base_url": server.v1, "wire_api": "responses", "env_key": KEY_VARIABLE}
     values: dict[str, object] = {"model_provider": "mtp", "model_context_window": server.context}
     values |= {f"model_providers.mtp.{name}": value for name, value in provider.items()}
     values["model_providers.mtp.stream_idle_timeout_ms"] = PATIENCE_MS

@@ -137,11 +137,7 @@ def freeform_tool(name: str, description: str | None, form: Any) -> Json:
     texts = [description] if description else []
     if isinstance(form, dict) and isinstance(form.get("definition"), str):
         texts.append(f"The input has this grammar ({form.get('syntax')}):\n{form['definition']}")
-    schema = {
-        "type": "object",
-        "properties": {FREEFORM: {"type": "string"}},
-        "required": [FREEFORM],
-    }
+    schema = {"type": "object", "properties": {FREEFORM: {"type": "string"}}, "required": [FREEFORM]}
     return template_tool(name, "\n\n".join(texts) or None, schema)
 
 

@@ -84,12 +84,7 @@ def open_database(file: Path | None = None) -> sqlite3.Connection:
         raise sqlite3.DatabaseError(f"its version is {version}, this release reads {VERSION}")
     # Deleted content is overwritten, and the file shrinks.
     # A commit survives the end of the process without a flush to the disk, which the loss of power requires only.
-    for setting in (
-        "auto_vacuum=FULL",
-        "secure_delete=ON",
-        "journal_mode=WAL",
-        "synchronous=NORMAL",
-    ):
+    for setting in ("auto_vacuum=FULL", "secure_delete=ON", "journal_mode=WAL", "synchronous=NORMAL"):
         database.execute(f"PRAGMA {setting}")
     if version == 0:
         database.executescript(f"BEGIN; {_TABLES} PRAGMA user_version={VERSION}; COMMIT;")

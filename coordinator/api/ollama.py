@@ -336,10 +336,7 @@ async def show(request: Request) -> Response:
     return JSONResponse(
         {
             "details": _details(api.model),
-            "model_info": {
-                "general.architecture": family,
-                f"{family}.context_length": api.model.context_length,
-            },
+            "model_info": {"general.architecture": family, f"{family}.context_length": api.model.context_length},
             "capabilities": capabilities,
             "modified_at": utc_time(api.model.created),
         }

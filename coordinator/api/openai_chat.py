@@ -131,11 +131,7 @@ LOWEST = -9999.0
 
 def _token(tokenizer: Tokenizer, token: int, logprob: float) -> Json:
     content = tokenizer.token_bytes(token)
-    return {
-        "token": content.decode("utf-8", "replace"),
-        "logprob": _finite(logprob),
-        "bytes": list(content),
-    }
+    return {"token": content.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(content)}
 
 
 def _name(tokenizer: Tokenizer, token: int) -> str:
@@ -298,12 +294,7 @@ class ChatWriter(ChunkWriter):
         logprobs: Sequence[TokenLogprob] = (),
         finish_reason: str | None = None,
     ) -> Json:
-        return {
-            "index": index,
-            "delta": delta,
-            "logprobs": self._logprobs(logprobs),
-            "finish_reason": finish_reason,
-        }
+        return {"index": index, "delta": delta, "logprobs": self._logprobs(logprobs), "finish_reason": finish_reason}
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> Json | None:
         """Return `logprobs`, with an entry for every token, also of reasoning and calls."""

@@ -149,12 +149,7 @@ async def connect(request: Request) -> Response:
     # The key of the page is not known here.
     server = Endpoint(root, "YOUR_KEY", model.id, model.context_length)
     agents = [
-        {
-            "name": a.name,
-            "title": a.title,
-            "install": a.install,
-            "text": a.setup(server).placed(PLACE).text(a.program),
-        }
+        {"name": a.name, "title": a.title, "install": a.install, "text": a.setup(server).placed(PLACE).text(a.program)}
         for a in AGENTS.values()
     ]
     clients = [dict(zip(("title", "hint", "text"), one, strict=True)) for one in other_clients(server)]

@@ -27,28 +27,16 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "launch_command",
         "Start an agent's program against a running server, with every setting that it needs.",
     ),
-    "generate": (
-        START,
-        "generate_command",
-        "Generate text from one prompt in this process, without workers.",
-    ),
+    "generate": (START, "generate_command", "Generate text from one prompt in this process, without workers."),
     "status": (
         OPERATE,
         "cluster_commands",
         "Show a cluster: nodes, layers, memory, health, tokens a second, acceptance.",
     ),
     "load": (OPERATE, "cluster_commands", "Serve another model without a restart."),
-    "trace": (
-        OPERATE,
-        "cluster_commands",
-        "Write the path of every frame of the last seconds to a file.",
-    ),
+    "trace": (OPERATE, "cluster_commands", "Write the path of every frame of the last seconds to a file."),
     "service": (OPERATE, "service_command", "Run mtp-coord serve as a service, at every login."),
-    "doctor": (
-        OPERATE,
-        "doctor_command",
-        "Check this machine, its kernels and its workers, and print advice.",
-    ),
+    "doctor": (OPERATE, "doctor_command", "Check this machine, its kernels and its workers, and print advice."),
     "recommend": (
         MODELS,
         "recommend_command",

@@ -21,14 +21,7 @@ from proto.errors import DeadlineError, NotReadyError, ProtocolError, UsageError
 from proto.terminal.options import JsonOption
 from proto.terminal.progress import byte_bar, format_size
 
-_COLOURS = {
-    "ready": "green",
-    "loading": "yellow",
-    "idle": "dim",
-    "draining": "yellow",
-    "refused": "red",
-    "lost": "red",
-}
+_COLOURS = {"ready": "green", "loading": "yellow", "idle": "dim", "draining": "yellow", "refused": "red", "lost": "red"}
 
 
 def status(url: UrlOption = DEFAULT_URL, api_key: KeyOption = None, as_json: JsonOption = False) -> None:
@@ -158,10 +151,7 @@ PATH = "/v1/models/load"
 
 
 def load(
-    model: Annotated[
-        str,
-        typer.Argument(help="A model that mtp-coord models lists, a hub repo, or a directory."),
-    ],
+    model: Annotated[str, typer.Argument(help="A model that mtp-coord models lists, a hub repo, or a directory.")],
     url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
 ) -> None:

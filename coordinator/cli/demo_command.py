@@ -118,14 +118,7 @@ def _start(log: Path, module: str, arguments: list[str]) -> Program:
     """Run `main` of `module` in a process."""
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                f"from {module} import main; main()",
-                *arguments,
-                "--log-format",
-                "json",
-            ],
+            [sys.executable, "-c", f"from {module} import main; main()", *arguments, "--log-format", "json"],
             # The user's API key and cluster belong to other servers.
             env={n: v for n, v in os.environ.items() if n != API_KEY} | {STATE_DIR: str(log.parent / "state")},
             stdin=subprocess.DEVNULL,

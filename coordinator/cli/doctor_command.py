@@ -120,12 +120,7 @@ class Diagnosis:
         return 200 if self.full else 64
 
 
-SIGNS = {
-    Verdict.OK: "[green]✓[/]",
-    Verdict.WARN: "[yellow]![/]",
-    Verdict.FAIL: "[red]✗[/]",
-    Verdict.SKIP: "[dim]-[/]",
-}
+SIGNS = {Verdict.OK: "[green]✓[/]", Verdict.WARN: "[yellow]![/]", Verdict.FAIL: "[red]✗[/]", Verdict.SKIP: "[dim]-[/]"}
 
 
 @dataclass(frozen=True)
@@ -135,10 +130,7 @@ class DoctorOptions:
     model: ModelOption = BUILTIN
     worker: WorkersOption = ()
     no_mdns: NoMdnsOption = False
-    full: Annotated[
-        bool,
-        typer.Option("--full", help="Take minutes: longer texts and more depths."),
-    ] = False
+    full: Annotated[bool, typer.Option("--full", help="Take minutes: longer texts and more depths.")] = False
     insecure: Annotated[bool, typer.Option("--insecure", help="Connect to workers without encryption.")] = False
     state_dir: StateOption = None
     json: JsonOption = False

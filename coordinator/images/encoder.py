@@ -74,11 +74,7 @@ class PatchReader:
         file = checkpoint / "preprocessor_config.json"
         stored = read_json_object(file) if file.is_file() else {}
         fields = _DEFAULTS | {name: value for name, value in stored.items() if name in _FIELDS}
-        sizes: dict[str, Any] = {
-            "patch_size": patch,
-            "temporal_patch_size": temporal,
-            "merge_size": merge,
-        }
+        sizes: dict[str, Any] = {"patch_size": patch, "temporal_patch_size": temporal, "merge_size": merge}
         self.settings = json.dumps([fields, sizes], sort_keys=True).encode()
         """The settings on which the patches depend."""
         try:

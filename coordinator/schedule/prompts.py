@@ -269,9 +269,4 @@ def _find_oldest(prompts: Collection[Sequence], running: Running) -> Sequence:
 
 def _key(sequence: Sequence, admitted: Counter[str]) -> tuple[bool, int, int, int]:
     rest = max(SHORT_PROMPT, sequence.prompt_left)
-    return (
-        not sequence.interrupted,
-        admitted[sequence.request.client],
-        (rest - 1).bit_length(),
-        sequence.seq_id,
-    )
+    return (not sequence.interrupted, admitted[sequence.request.client], (rest - 1).bit_length(), sequence.seq_id)

@@ -34,17 +34,7 @@ from mtp.device import FrameLimits
 from proto.backup import prefix_key
 from proto.control import Rollback
 from proto.errors import ProtocolError, StaleEpochError
-from proto.frame import (
-    DropPrefix,
-    Evict,
-    Frame,
-    Op,
-    Outcome,
-    RestoreBackup,
-    RestorePrefix,
-    SavePrefix,
-    Segment,
-)
+from proto.frame import DropPrefix, Evict, Frame, Op, Outcome, RestoreBackup, RestorePrefix, SavePrefix, Segment
 from proto.wire import DTYPE_BYTES
 
 

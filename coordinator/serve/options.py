@@ -68,10 +68,7 @@ MtpOption = Annotated[
     ),
     Parsed(MtpMode.parse),
 ]
-NgramOption = Annotated[
-    NgramMode,
-    typer.Option(help="Draft repeated text from the prompt itself, where that pays."),
-]
+NgramOption = Annotated[NgramMode, typer.Option(help="Draft repeated text from the prompt itself, where that pays.")]
 ParallelOption = Annotated[
     Parallel,
     typer.Option(
@@ -85,11 +82,7 @@ DtypeOption = Annotated[
     Literal["float32", "float16", "bfloat16"] | None,
     typer.Option(help="Compute in this type instead of the stored one."),
 ]
-KvBitsOption = Annotated[
-    int | None,
-    typer.Option(help="Quantize keys and values."),
-    Parsed(int, Literal["4", "8"]),
-]
+KvBitsOption = Annotated[int | None, typer.Option(help="Quantize keys and values."), Parsed(int, Literal["4", "8"])]
 WorkersOption = Annotated[
     tuple[str, ...],
     typer.Option(metavar="HOST:PORT", help="A worker besides those mDNS finds; repeatable."),

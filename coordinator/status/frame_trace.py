@@ -210,7 +210,4 @@ def chrome_trace(processes: Sequence[ProcessTrace]) -> Event:
 def _pair(name: str, category: str, pid: int, number: int, start: int, end: int, arguments: Event) -> list[Event]:
     """Return the two events of an interval that may overlap others."""
     common = {"name": name, "cat": category, "pid": pid, "tid": 0, "id": number}
-    return [
-        {**common, "ph": "b", "ts": start / 1000, "args": arguments},
-        {**common, "ph": "e", "ts": end / 1000},
-    ]
+    return [{**common, "ph": "b", "ts": start / 1000, "args": arguments}, {**common, "ph": "e", "ts": end / 1000}]

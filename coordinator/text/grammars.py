@@ -37,16 +37,7 @@ if TYPE_CHECKING:  # at run time it would take seconds in the process that compi
 
 
 UNFORCED = (
-    *(
-        "anyOf",
-        "oneOf",
-        "allOf",
-        "not",
-        "if",
-        "patternProperties",
-        "propertyNames",
-        "minProperties",
-    ),
+    *("anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "propertyNames", "minProperties"),
     *("maxProperties", "dependentRequired", "dependentSchemas"),
 )
 """Rules of an object whose properties stand in a fixed order, each once or not at all, that no grammar holds."""

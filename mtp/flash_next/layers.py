@@ -17,17 +17,7 @@ from mtp.flash_next.ngrams import Ints
 from mtp.layers.exact import ExactProducts
 from mtp.layers.experts import fuse_experts, row_experts
 from mtp.layers.kv_cache import tiled_attention
-from mtp.layers.layer import (
-    Hole,
-    KVFormat,
-    Layer,
-    LayerCache,
-    Mixer,
-    Picks,
-    PlainMLP,
-    Rows,
-    checked_state,
-)
+from mtp.layers.layer import Hole, KVFormat, Layer, LayerCache, Mixer, Picks, PlainMLP, Rows, checked_state
 from mtp.layers.linear import FusedLinear, side_by_side
 from mtp.layers.reference.attention import AttentionLayer
 from mtp.layers.reference.gdn import GDNLayer

@@ -90,10 +90,7 @@ _METAL_TO_M2 = {
     Product.QUANTIZED_EXPERTS: (RowRange(1, 4),),
 }
 
-_METAL_FROM_M3 = _METAL_TO_M2 | {
-    Product.DENSE: (RowRange(2, 5),),
-    Product.AFFINE: (RowRange(2, 11),),
-}
+_METAL_FROM_M3 = _METAL_TO_M2 | {Product.DENSE: (RowRange(2, 5),), Product.AFFINE: (RowRange(2, 11),)}
 
 LAST_OF_NARROW_KERNELS = 14
 """Generation of M2. From M3 on, MLX multiplies 2 to 11 rows by a kernel of their own."""

@@ -112,13 +112,7 @@ def run_prepare(
     q, new = kernel(
         [x, places, *constants],
         blocks=(-(-units * 32 // THREADS), 1, 1),
-        template=[
-            ("InT", x.dtype),
-            ("HQ", heads),
-            ("HK", kv),
-            ("D", HEAD_DIM),
-            ("ROPE", shape.rope),
-        ],
+        template=[("InT", x.dtype), ("HQ", heads), ("HK", kv), ("D", HEAD_DIM), ("ROPE", shape.rope)],
         shapes=[(rows, heads, HEAD_DIM), (2, kv, rows, HEAD_DIM)],
         dtypes=[x.dtype] * 2,
     )

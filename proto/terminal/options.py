@@ -84,10 +84,7 @@ def takes_options(
             flag.option.rich_help_panel = ADVANCED
     parameters = [parameter for flag in flags for parameter in flag.parameters()]
     if file:
-        parameters += [
-            _parameter("context", typer.Context, Parameter.empty),
-            _config_parameter(file),
-        ]
+        parameters += [_parameter("context", typer.Context, Parameter.empty), _config_parameter(file)]
     signature = Signature(parameters)
 
     def decorate(command: Command[Options]) -> Callable[..., None]:

@@ -20,16 +20,7 @@ from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
 from mtp.device import this_device
 from mtp.layers.exact import ExactProducts
-from mtp.layers.layer import (
-    MLP,
-    REFERENCE,
-    Hole,
-    KVFormat,
-    Layer,
-    LayerCache,
-    PlainMLP,
-    checked_state,
-)
+from mtp.layers.layer import MLP, REFERENCE, Hole, KVFormat, Layer, LayerCache, PlainMLP, checked_state
 
 
 @dataclass(frozen=True)
