@@ -67,6 +67,11 @@ class ModelShape:
     is_glm: bool = False
     """GLM-5.3-Flash, with its published sizes but for those above. `value_heads` are those of KDA."""
 
+    @property
+    def is_in_mlx_lm(self) -> bool:
+        """Whether mlx-lm has a model of this family."""
+        return not (self.is_glm or self.ngram_rows)
+
     def config(self, bits: int) -> dict[str, Any]:
         """Return config.json, with weights of `bits` bits. lm_head is never tied, because the text depends on it."""
         quantization = {"group_size": GROUP_SIZE, "bits": bits, "mode": "affine"}

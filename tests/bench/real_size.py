@@ -3,9 +3,9 @@
     python -m tests.bench.real_size --shape 27B
 
 It writes a checkpoint of the shape (`tests.bench.dialled_model`) and asks each program the same way: first token of a
-long prompt, one stream, eight streams, sixteen. Stock mlx-lm runs first, in a process of its own. On machines with two
-NVIDIA GPUs there are also two workers with a GPU each, as a pipeline and with `--parallel tensor` as a group. The
-programs of one `--mtp` run at the same time and take turns.
+long prompt, one stream, eight streams, sixteen. Stock mlx-lm runs first, if it has the model, in a process of its own.
+On machines with two NVIDIA GPUs there are also two workers with a GPU each, as a pipeline and with `--parallel tensor`
+as a group. The programs of one `--mtp` run at the same time and take turns.
 
 `--lengths` adds prompts of other lengths, and `--edits` answers that repeat their prompt with changes, with and without
 n-grams. `--serve kv-bits=8` gives an option to `mtp-coord serve`. The bound of a step is its weights' bytes over the
@@ -326,7 +326,8 @@ def bandwidth() -> float:
 def weight_bytes(model: Path) -> int:
     """Return the bytes that a token reads: all weights but the embedding, the head, and experts that are not chosen."""
     text = json.loads((model / "config.json").read_text())["text_config"]
-    chosen = text["num_experts_per_tok"] / text["num_experts"] if "num_experts" in text else 1.0
+    count = text.get("num_experts") or text.get("n_routed_experts")
+    chosen = text["num_experts_per_tok"] / count if count else 1.0
     index = json.loads((model / "model.safetensors.index.json").read_text())["weight_map"]
     total = 0.0
     for file in sorted(set(index.values())):
@@ -442,7 +443,7 @@ def main() -> None:
         print(f"bound of one stream without drafts: {speed / read:.0f} tokens/s\n", flush=True)
         mx.clear_cache()
         found: dict[str, dict[str, float]] = {}
-        if not options.no_stock:
+        if not options.no_stock and SHAPES[options.shape].is_in_mlx_lm:
             cycle = json.loads((model / "words.json").read_text())
             found[STOCK] = measure_stock(model, cycle, options.rounds)
             print(f"{STOCK}: {found[STOCK]}", flush=True)
