@@ -10,7 +10,11 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.qwen3_5 import SparseMoeBlock, TextModelArgs
 
+from mtp.checkpoint.families.glm_flash import GlmFlash
+from mtp.checkpoint.hub.published import GLM_FLASH
 from mtp.device import this_device
+from mtp.glm_flash.args import GlmArgs
+from mtp.glm_flash.modules import Experts
 from mtp.layers.experts import FusedExperts, OrderedExperts, fuse_experts, highest, tiles_of
 
 
@@ -52,6 +56,25 @@ def test_the_outputs_are_those_of_mlx_lm(bits: int | None, rows: int) -> None:
     found = fused(x)
     assert mx.allclose(found, stock(x), rtol=0.0, atol=1e-6)
     assert mx.array_equal(found, mx.concatenate([fused(x[i : i + 1]) for i in range(rows)]))
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_experts_of_several_formats_stay_apart(rows: int) -> None:
+    """Those of GLM compute the same in their own modules as in fused products, with a correction and a limit."""
+    args = GlmArgs.of(GlmFlash().named_fields(GLM_FLASH | {"hidden_size": 64, "moe_intermediate_size": 32}))
+    args = replace(args, limit=0.2, experts=replace(args.experts, count=16, chosen=4))
+    mx.random.seed(1)
+    block = Experts(args)
+    block.gate.weight = mx.random.normal(block.gate.weight.shape)
+    block.gate.e_score_correction_bias = mx.random.normal((16,)) * 0.2
+    x = mx.random.normal((rows, 64))
+    apart = block(x)
+    mixed, fused = Experts(args), block.fused()
+    assert isinstance(fused, FusedExperts)
+    assert mx.allclose(fused(x), apart, rtol=0.0, atol=1e-6)
+    mixed.switch_mlp.up_proj = mixed.switch_mlp.up_proj.to_quantized(32, 4)
+    assert mixed.fused() is mixed
+    assert mixed(x).shape == x.shape
 
 
 def test_of_equal_logits_the_lower_expert_is_chosen() -> None:
