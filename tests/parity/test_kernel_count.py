@@ -248,7 +248,7 @@ def test_a_member_launches_two_sums_more(models: dict[bool, dict[int, Path]], mo
     assert shared.kernels == alone.kernels + 2, shared.names
 
 
-GLM_KERNELS = {(1, 1): 22.5, (1, 4): 22.5, (8, 1): 28.0}
+GLM_KERNELS = {(1, 1): 22.5, (8, 1): 28.0}
 """The same for GLM-5.3-Flash: five of the streams, four of experts, and one and seven products of a KDA."""
 
 
