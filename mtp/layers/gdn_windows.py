@@ -432,7 +432,7 @@ SOURCE = r"""
       const float delta = __fmul_rn(inputs[t][2 * D + row] - sum, betas[t]);
       float out = 0.0f;
       // Keys read once more, from a place that the compiler cannot know, leave registers for 512 threads.
-      const $shared float4* same4 = DECAYS > 1 ? k4 + (past_count >> 30) : k4;
+      const $shared float4* same4 = k4 + (past_count >> 30);
       #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const float4 k = same4[i * LANES + part];
