@@ -65,8 +65,8 @@ class DeltaNet:
         net = self._module
         second = [fuse([product]) for product in (net.g_b_proj, net.f_b_proj)]
         # Last, because several modules that are fused lose their weights.
-        first = None if None in second else fuse([*self._products, net.b_proj, net.g_a_proj, net.f_a_proj])
-        ends = accumulate((self.conv_dim, self.num_v_heads, self.head_v_dim, self.head_k_dim))
+        first = None if None in second else fuse([*self._products, net.g_a_proj, net.f_a_proj, net.b_proj])
+        ends = accumulate((self.conv_dim, self.head_v_dim, self.head_k_dim, self.num_v_heads))
         return None if first is None else DeltaInputs(first, second, list(ends))
 
     def advance(
@@ -89,6 +89,10 @@ class DeltaInputs:
     second: Sequence[Any]
     ends: list[int]
 
+    def __post_init__(self) -> None:
+        # A part of one row is a view, and `multiply_rows` reads its rows by 16 bytes.
+        assert all(end % 8 == 0 for end in self.ends[:2]), self.ends
+
     @property
     def dtype(self) -> mx.Dtype:
         """The type of dense weights or of scales."""
@@ -97,7 +101,7 @@ class DeltaInputs:
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return q, k, v, z, b and a `[rows, any]` of `x [rows, hidden]`."""
-        qkv, b, z, a, *_ = mx.split(self.first(x), self.ends, axis=-1)
+        qkv, z, a, b, *_ = mx.split(self.first(x), self.ends, axis=-1)
         z, a = (product(mx.contiguous(part)) for product, part in zip(self.second, (z, a), strict=True))
         return mx.concatenate([qkv, z, b, a], axis=-1)
 

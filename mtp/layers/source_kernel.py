@@ -77,7 +77,7 @@ class CudaKernel(SourceKernel):
     names: ClassVar[Mapping[str, str]] = {
         "$device ": "",
         "$shared ": "",
-        "$array ": "__shared__ ",
+        "$array ": "__shared__ __align__(16) ",
         "$int64": "long long",
         "$span ": "const int* ",
     }
