@@ -64,6 +64,17 @@ CREATE TABLE tokens (
 """
 
 
+_TOTAL = """
+PRAGMA temp_store=MEMORY;
+PRAGMA recursive_triggers=ON;
+CREATE TEMP TABLE total AS SELECT coalesce(sum(size), 0) AS bytes FROM answers WHERE ended;
+CREATE TEMP TRIGGER added AFTER INSERT ON answers WHEN new.ended
+    BEGIN UPDATE total SET bytes = bytes + new.size; END;
+CREATE TEMP TRIGGER removed AFTER DELETE ON answers WHEN old.ended
+    BEGIN UPDATE total SET bytes = bytes - old.size; END;
+"""
+"""The bytes of the ended answers, summed once for each connection. A transaction that fails restores it."""
+
 KEPT_SECONDS = 30 * 86400
 """Seconds. Maximum age of an ended answer."""
 
@@ -88,6 +99,7 @@ def open_database(file: Path | None = None) -> sqlite3.Connection:
         database.execute(f"PRAGMA {setting}")
     if version == 0:
         database.executescript(f"BEGIN; {_TABLES} PRAGMA user_version={VERSION}; COMMIT;")
+    database.executescript(_TOTAL)
     return database
 
 
@@ -99,13 +111,12 @@ def _save(database: sqlite3.Connection, record: Record, most: int) -> None:
     if not record.ended:
         return
     database.execute("DELETE FROM tokens WHERE id = ?", (record.id,))
-    # The sum runs from the newest answer to the older ones.
-    old = database.execute(
-        "SELECT id FROM (SELECT id, created, sum(size) OVER (ORDER BY created DESC, rowid DESC) AS total"
-        " FROM answers WHERE ended) WHERE total > ? OR created < ?",
-        (most, int(time.time()) - KEPT_SECONDS),
-    )
-    for (answer_id,) in old.fetchall():
+    too_old = int(time.time()) - KEPT_SECONDS
+    oldest = "SELECT id, created, bytes FROM answers, total WHERE ended ORDER BY created, answers.rowid LIMIT 1"
+    while found := database.execute(oldest).fetchone():
+        answer_id, created, total = found
+        if total <= most and created >= too_old:
+            break
         _delete(database, answer_id)
 
 

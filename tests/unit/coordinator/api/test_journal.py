@@ -156,3 +156,63 @@ async def test_a_failed_transaction_changes_nothing(journal: Journal) -> None:
     found = await journal.find("a")
     assert found is not None
     assert found.tokens == ()
+
+
+async def test_the_total_of_the_stored_answers_is_exact(file: Path) -> None:
+    """It follows ends, replacements, deletions, expiry, failed transactions and restarts."""
+
+    async def check(journal: Journal) -> None:
+        sums = "SELECT (SELECT coalesce(sum(size), 0) FROM answers WHERE ended), (SELECT bytes FROM total)"
+        expected, found = await journal._ask(lambda database: database.execute(sums).fetchone())
+        assert found == expected
+
+    def fail(database: sqlite3.Connection) -> None:
+        database.execute("DELETE FROM answers")
+        raise ZeroDivisionError
+
+    chance, now = random.Random(3), int(time.time())
+    journal = Journal(file, most=9000)
+    for number in range(120):
+        name = f"n{chance.randrange(30)}"
+        text = chance.randbytes(chance.randrange(600)).hex()
+        created = now - chance.choice((0, 5, KEPT_SECONDS + 1))
+        match chance.randrange(6):
+            case 0:
+                await journal.delete(name)
+            case 1 if number % 5 == 0:
+                await journal.close()
+                journal = Journal(file, most=9000)
+            case 2:
+                with pytest.raises(ZeroDivisionError):
+                    await journal._ask(fail)
+            case kind:
+                journal.save_answer(replace(record(name, created=created, text=text), ended=kind > 3))
+        await check(journal)
+    await journal.close()
+
+
+async def seconds_of_one_more(entries: int) -> float:
+    """Return the processor seconds of 60 answers, from start to deletion, over `entries` stored ones."""
+    journal = Journal()
+    rows = ((f"old {n}", int(time.time()) - n % 1000, 1, 10, b"") for n in range(entries))
+    await journal._ask(lambda one: one.executemany("INSERT INTO answers VALUES (?, ?, ?, ?, ?)", rows))
+    best = float("inf")
+    for attempt in range(4):
+        began = time.process_time()
+        for number in range(15):
+            name = f"new {attempt} {number}"
+            journal.save_answer(record(name))
+            journal.append_tokens(name, 0, (1, 2, 3))
+            journal.save_answer(replace(record(name), ended=True))
+            assert await journal.find(name)
+            if number % 2:
+                await journal.delete(name)
+        best = min(best, time.process_time() - began)
+    await journal.close()
+    return best
+
+
+async def test_one_more_answer_costs_the_same_over_many_stored_ones() -> None:
+    """Processor time does not grow with what is stored."""
+    few, many = await seconds_of_one_more(100), await seconds_of_one_more(100_000)
+    assert many <= 2 * few + 0.005
