@@ -18,9 +18,9 @@ from coordinator.api.context import Api, api_of
 from coordinator.api.conversation import Call, RoleName, Turn, role_of, template_tool
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, sse_event
 from coordinator.api.error_responses import field_error, message_of, status_of
-from coordinator.api.image_parts import ContentPart, Contents, images_of, listed, prompt_of, text_of
+from coordinator.api.image_parts import ContentPart, Contents, ResultContents, images_of, listed, prompt_of, text_of
 from coordinator.api.openai_schemas import SamplingBody
-from coordinator.api.request_body import Body, Many, Told, named, read_body
+from coordinator.api.request_body import Body, History, Many, Told, named, read_body
 from coordinator.api.stored_answers import serve_answer
 from coordinator.text.answer_reader import CallArguments, CallStart, Content, Reasoning
 from coordinator.text.grammars import OutputFormat
@@ -49,7 +49,7 @@ class ToolResultBlock(Told):
 
     type: Literal["tool_result"]
     tool_use_id: str | None = None
-    content: Contents = None
+    content: ResultContents = None
     is_error: bool | None = None
 
 
@@ -174,7 +174,12 @@ class Thinking(Body):
     """The switch and the budget of reasoning."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(None, ge=1)
+    budget_tokens: int | None = Field(None, ge=0)
+
+    @property
+    def is_on(self) -> bool:
+        """True if the model reasons."""
+        return self.type != "disabled" and self.budget_tokens != 0
 
 
 class OutputSchema(Body):
@@ -188,7 +193,7 @@ class PromptBody(Body):
     """The fields that decide the prompt."""
 
     model: str | None = None
-    messages: Many[Message] = Field(min_length=1)
+    messages: History[Message] = Field(min_length=1)
     system: Contents = None
     tools: Many[Tool] | None = None
     tool_choice: ToolChoice | None = None
@@ -200,7 +205,7 @@ class PromptBody(Body):
     def _fields_agree(self) -> PromptBody:
         if role_of(self.messages[-1].role) == "assistant":
             raise field_error("messages", "the last message must have the role user")
-        if self.thinking and self.thinking.type == "enabled" and not self.thinking.budget_tokens:
+        if self.thinking and self.thinking.type == "enabled" and self.thinking.budget_tokens is None:
             raise field_error("thinking", "budget_tokens is required with the type enabled")
         choice = self.tool_choice
         if choice and (choice.type == "tool") != (choice.name is not None):
@@ -242,14 +247,14 @@ def internal_request(body: PromptBody) -> request_settings.ChatRequest:
         )
     thinking, choice = body.thinking, body.tool_choice
     budget = None
-    if thinking and thinking.type != "disabled":
+    if thinking and thinking.is_on:
         budget = thinking.budget_tokens or request_settings.BUDGETS.get(body.effort or "")
     tools = [template_tool(tool.name, tool.description, tool.input_schema or tool.known) for tool in body.functions]
     return request_settings.ChatRequest(
         turns=turns_of(body),
         settings=settings,
         tools=[] if choice and choice.type == "none" else tools,
-        thinking=bool(thinking and thinking.type != "disabled"),
+        thinking=bool(thinking and thinking.is_on),
         reasoning_budget=budget,
         one_call=bool(choice and choice.disable_parallel_tool_use),
         forced_tool=body.forced_tool,

@@ -25,6 +25,14 @@ def role_of(name: RoleName) -> Role:
     return _OTHER_NAMES.get(name) or cast(Role, name)
 
 
+def newest_of_user(roles: Sequence[str]) -> int:
+    """Return the index of the newest message of the user, or -1 if the assistant or a tool has followed it."""
+    for index in reversed(range(len(roles))):
+        if roles[index] != "system":
+            return index if roles[index] == "user" else -1
+    return -1
+
+
 @dataclass(frozen=True)
 class Call:
     """A tool call of the history. `arguments` are an object, or its JSON text as the model wrote it."""

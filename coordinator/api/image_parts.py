@@ -9,10 +9,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, AliasChoices, AliasPath, BeforeValidator, Discriminator, Field, Tag
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    AliasPath,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 from coordinator.api.context import Api
-from coordinator.api.conversation import IMAGE_PLACE, note_of
+from coordinator.api.conversation import IMAGE_PLACE, Turn, newest_of_user, note_of
 from coordinator.api.error_responses import refused_field
 from coordinator.api.request_body import Many, Told
 from coordinator.api.request_settings import ChatRequest, render_chat
@@ -42,32 +53,35 @@ class _Image(Told):
     text: ClassVar[str] = IMAGE_PLACE
 
 
+_IMAGE_URL = AliasChoices(AliasPath("image_url", "url"), "image_url", "url")
+
+
 class ImageUrlPart(_Image):
     """An image in a message of OpenAI's chat."""
 
     type: Literal["image_url"]
-    url: str = Field(validation_alias=AliasChoices(AliasPath("image_url", "url"), "image_url", "url"))
+    url: str = Field(validation_alias=_IMAGE_URL)
 
 
 class InputImagePart(_Image):
     """An image in a message of OpenAI's Responses."""
 
     type: Literal["input_image"]
-    url: str = Field(alias="image_url")
+    url: str = Field(validation_alias=_IMAGE_URL, serialization_alias="image_url")
 
 
 def data_url(content: str) -> str:
     """Return the URL of an image in Base64, which may be one already. Its type is read from its bytes."""
-    return content if content.startswith("data:") else f"data:;base64,{content}"
+    is_url = content.startswith("data:") or "://" in content[:20]
+    return content if is_url else f"data:;base64,{content}"
 
 
 class ImageBlock(_Image):
-    """An image in a message or in the result of a tool, of Anthropic."""
+    """An image in a message or in the result of a tool, of Anthropic or MCP."""
 
     type: Literal["image"]
-    form: Literal["base64"] = Field(validation_alias=AliasChoices(AliasPath("source", "type"), "form"))
     url: Annotated[str, AfterValidator(data_url)] = Field(
-        validation_alias=AliasChoices(AliasPath("source", "data"), "url")
+        validation_alias=AliasChoices(AliasPath("source", "data"), AliasPath("source", "url"), "data", "image", "url")
     )
 
 
@@ -106,6 +120,17 @@ def listed(content: Any) -> Any:
 Contents = Annotated[str | Many[ContentPart] | None, BeforeValidator(listed)]
 
 
+def _read_result(content: Any, read: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return read(content)
+    except ValidationError:
+        return note_of({"type": "result", "content": content})
+
+
+ResultContents = Annotated[Contents, WrapValidator(_read_result)]
+"""The output of a tool. One that is invalid becomes its words."""
+
+
 def text_of(content: Any) -> str:
     """Return the text of a message's content, the places of images included."""
     if isinstance(content, str) or content is None:
@@ -122,39 +147,60 @@ def images_of(content: Any) -> tuple[str, ...]:
 async def prompt_of(api: Api, chat: ChatRequest) -> tuple[ChatPrompt, tuple[PromptImage, ...]]:
     """Render the conversation, and put the tokens of its images in their places.
 
-    Raises RequestError, naming the field, for an unreadable image, or if the template rejects the messages.
+    A line replaces an image of an earlier message or of a tool that is not readable, and the oldest of too many.
+    Raises RequestError, naming the field, for an unreadable image in the newest message of the user, or if the template
+    rejects the messages.
     """
     param = chat.settings.client_name("prompt")
-    urls = [url for turn in chat.turns for url in turn.images]
-    if not urls:
+    turns, encoded = await _encoded_images(api, chat.turns, param, continued=chat.continue_final)
+    chat = replace(chat, turns=turns)
+    if not encoded:
         return await render_chat(api, chat), ()
-    if len(urls) > api.options.max_images:
-        raise refused_field(
-            param,
-            f"{len(urls)} images, limit {api.options.max_images}. Send fewer, or raise --max-images.",
-        )
-    encoded, tokens, limit = list[EncodedImage](), 0, api.model.context_length
-    for number, url in enumerate(urls, 1):
-        name = f"{param}: image {number}" if urls[1:] else f"{param}: the image"
-        try:
-            api.images.check(param)
-            data = await asyncio.to_thread(_decoded, url, param)
-            found = await api.images.encode(data, name)
-        except RequestError as error:
-            error.param = param
-            raise
-        tokens += len(found.tokens)
-        encoded.append(found)
-        if tokens >= limit:
-            raise ContextLengthError(
-                f"{param}: the first {number} images have {tokens} tokens, and the model's context {limit}. Send "
-                "fewer or smaller ones.",
-                tokens,
-                limit,
-                param=param,
-            )
     prompt = await render_chat(api, chat, {IMAGE_PLACE: _AS_TEMPLATES_WRITE_IT})
     return placed(prompt, encoded, api.tokenizer.control_id(IMAGE_WORD), param)
+
+
+async def _encoded_images(
+    api: Api, turns: Sequence[Turn], param: str, *, continued: bool
+) -> tuple[list[Turn], list[EncodedImage]]:
+    """Return the turns with lines in the places of the images that are left out, and the other images."""
+    most, limit, found = api.options.max_images, api.model.context_length, [*turns]
+    newest = newest_of_user([turn.role for turn in (turns[:-1] if continued else turns)])
+    surplus = sum(len(turn.images) for turn in turns) - most
+    if newest >= 0 and (sent := len(turns[newest].images)) > most:
+        raise refused_field(param, f"{sent} images, limit {most}. Send fewer, or raise --max-images.")
+    encoded, number, tokens = list[EncodedImage](), 0, 0
+    for index, turn in enumerate(turns):
+        places = []
+        for number, url in enumerate(turn.images, number + 1):
+            name = f"{param}: image {number}"
+            try:
+                if number <= surplus:
+                    raise RequestError(f"{name}: only the newest {most} are read")
+                api.images.check(name)
+                encoded.append(await api.images.encode(await asyncio.to_thread(_decoded, url, name), name))
+                places.append(IMAGE_PLACE)
+            except RequestError as error:
+                error.param = param
+                if index == newest:
+                    raise
+                reason = str(error).removeprefix(f"{name}: ").partition(". ")[0]
+                places.append(f"[image left out: {reason}]")
+                continue
+            tokens += len(encoded[-1].tokens)
+            if tokens >= limit:
+                raise ContextLengthError(
+                    f"{param}: the first {number} images have {tokens} tokens, and the model's context {limit}. Send "
+                    "fewer or smaller ones.",
+                    tokens,
+                    limit,
+                    param=param,
+                )
+        if turn.images:
+            texts = turn.text.split(IMAGE_PLACE)
+            text = texts[0] + "".join(place + rest for place, rest in zip(places, texts[1:], strict=True))
+            found[index] = replace(turn, text=text)
+    return found, encoded
 
 
 def placed(
@@ -181,12 +227,12 @@ def placed(
     return replace(prompt, tokens=tuple(tokens), turn=turn), tuple(images)
 
 
-def _decoded(url: str, param: str) -> bytes:
+def _decoded(url: str, name: str) -> bytes:
     """Return the bytes of an image. Raises RequestError for another URL than a data URL in Base64."""
     head, comma, content = url.partition(",")
     if not comma or not head.lower().startswith("data:") or not head.endswith(";base64"):
-        raise refused_field(param, f"{url!r:.40} is no image. Send a data URL, data:image/png;base64,…")
+        raise RequestError(f"{name}: {url!r:.40} is no image in Base64. Send a data URL, data:image/png;base64,…")
     try:
         return base64.b64decode("".join(content.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise refused_field(param, "the Base64 of an image is invalid. Send it again.") from error
+        raise RequestError(f"{name}: its Base64 is invalid. Send it again.") from error

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import AliasChoices, AliasPath, Field
@@ -24,7 +24,7 @@ from coordinator.api.error_responses import message_of
 from coordinator.api.image_parts import data_url
 from coordinator.api.model_catalog import ModelFacts
 from coordinator.api.openai_schemas import SamplingBody
-from coordinator.api.request_body import Body, Many, Told, named, read_body
+from coordinator.api.request_body import Body, History, Many, Told, named, read_body
 from coordinator.api.stored_answers import serve_answer
 from coordinator.text.answer_reader import CallEnd, Content, Reasoning
 from coordinator.text.grammars import ANY_OBJECT, OutputFormat
@@ -79,7 +79,7 @@ class MessageCall(Told):
 
     id: str | None = None
     name: str = Field(validation_alias=AliasPath("function", "name"))
-    arguments: Json | str | None = named("function.arguments")
+    arguments: Any = named("function.arguments")
 
 
 class Message(Told):
@@ -118,7 +118,7 @@ class Tool(Body):
 class ChatBody(ModelBody):
     """The body of `POST /api/chat`. Without messages it only asks whether the model is loaded."""
 
-    messages: Many[Message] | None = None
+    messages: History[Message] | None = None
     tools: Many[Tool] | None = None
 
 

@@ -29,10 +29,10 @@ from coordinator.api.conversation import (
 )
 from coordinator.api.delivery import PreparedAnswer
 from coordinator.api.error_responses import field_error, refused_field
-from coordinator.api.image_parts import Contents, images_of, text_of
+from coordinator.api.image_parts import Contents, ResultContents, images_of, text_of
 from coordinator.api.journal import Record
 from coordinator.api.openai_schemas import SamplingBody
-from coordinator.api.request_body import Body, Many, TokenLimit, Told, named, read_body
+from coordinator.api.request_body import Body, History, Many, TokenLimit, Told, named, read_body
 from coordinator.api.responses_writer import ResponseWriter
 from coordinator.api.stored_answers import owner_of, pin_request, serve_answer, stored_of
 from coordinator.schedule.request import GenerationRequest
@@ -107,7 +107,7 @@ class ResponsesBody(SamplingBody):
     """The body of `POST /v1/responses`."""
 
     model: str | None = None
-    input: str | Many[Item]
+    input: str | History[Item] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -130,8 +130,6 @@ class ResponsesBody(SamplingBody):
     def _fields_agree(self) -> ResponsesBody:
         if self.background and self.store is False:
             raise field_error("background", "requires a stored response. Omit store.")
-        if not self.input:
-            raise field_error("input", "empty. Send a text or at least one item.")
         return self
 
     @property
@@ -150,7 +148,7 @@ class ResponsesBody(SamplingBody):
     def items(self) -> list[Item]:
         if isinstance(self.input, str):
             return [MessageItem(role="user", content=self.input)]
-        return self.input
+        return self.input or []
 
     @property
     def output(self) -> OutputFormat | None:
@@ -190,7 +188,7 @@ class CallOutputItem(Told):
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str | None = None
-    output: Contents = None
+    output: ResultContents = None
 
 
 class ReasoningItem(Told):
@@ -351,26 +349,22 @@ async def restore(api: Api, record: Record, request: GenerationRequest) -> Prepa
 
 async def _conversation(request: Request, response_id: str) -> list[Json]:
     """Return the items of a stored conversation, the output of the response included."""
-    param = "previous_response_id"
-    record, running = await stored_of(request).find(request, response_id, param)
-    if running is not None:
-        raise refused_field(param, f"{response_id!r:.80} is in progress. Wait for its end.")
+    record = await stored_of(request).find_ended(request, response_id, "previous_response_id")
     output: list[Any] = record.result["output"]
     return [*record.history["before"], *record.history["input"], *output]
 
 
 async def _referenced_item(request: Request, reference: ReferenceItem) -> Item:
-    """Return the output item that `reference` names. Its id begins with the id of its response."""
+    """Return the output item that `reference` names, or a line. Its id begins with the id of its response."""
     number = reference.id.partition("_")[2][:ID_LENGTH]
     output: list[Json] = []
     with suppress(RequestError):  # raised for an unknown response
-        record, _ = await stored_of(request).find(request, f"resp_{number}")
-        output = record.result["output"]
+        output = (await stored_of(request).find_ended(request, f"resp_{number}", "input")).result["output"]
     for item in output:
         if item["id"] == reference.id:
             found: Item = _items.validate_python([item])[0]
             return found
-    raise refused_field("input", f"no stored item has the id {reference.id!r:.80}")
+    return {"type": "left out", "text": f"the item {reference.id!r:.80} is not stored here"}
 
 
 def _for_template(name: str, tool: Tool | CustomTool) -> Json:

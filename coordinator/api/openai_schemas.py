@@ -12,6 +12,8 @@ from coordinator.api.error_responses import field_error, refused_field
 from coordinator.api.image_parts import Contents, images_of, text_of
 from coordinator.api.request_body import (
     Body,
+    Budget,
+    History,
     Many,
     Seed,
     StopString,
@@ -70,7 +72,7 @@ class SamplingBody(Body):
         return GenerationSettings(
             sampling={name: getattr(self, name) for name in fields},
             seed=self.seed,
-            stop_strings=[self.stop] if isinstance(self.stop, str) else self.stop or (),
+            stop_strings=[*filter(None, [self.stop] if isinstance(self.stop, str) else self.stop or ())],
             **others,
         )
 
@@ -284,14 +286,14 @@ SOUNDS_AND_FILMS = {"audio", "audio_url", "input_audio", "video", "video_url", "
 class ChatBody(GenerationBody):
     """The body of `POST /v1/chat/completions`."""
 
-    messages: Many[Message] = Field(min_length=1)
+    messages: History[Message] = Field(min_length=1)
     tools: Many[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Json | None = None
     reasoning_effort: ReasoningEffort | None = named("reasoning_effort", "reasoning.effort")
     enable_thinking: Switch | None = named("enable_thinking", "thinking.type", "reasoning.enabled")
-    thinking_budget: TokenLimit | None = named(
+    thinking_budget: Budget | None = named(
         "thinking_budget", "thinking_token_budget", "thinking.budget_tokens", "reasoning.max_tokens"
     )
     logprobs: bool | None = None
@@ -301,8 +303,9 @@ class ChatBody(GenerationBody):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatBody:
-        newest = self.messages[-1].content
-        for part in newest if isinstance(newest, list) else ():
+        newest = self.messages[-1]
+        sent = newest.content if role_of(newest.role) == "user" else ()
+        for part in sent if isinstance(sent, list) else ():
             if isinstance(part, dict) and (kind := str(part.get("type"))) in SOUNDS_AND_FILMS:
                 raise field_error("messages", f"a part of type {kind} is not read. Send text.")
         if self.continue_final_message and role_of(self.messages[-1].role) != "assistant":
@@ -316,7 +319,9 @@ class ChatBody(GenerationBody):
         """Switch of the reasoning, None for the default of the template, and the maximum number of reasoning tokens."""
         thinking, budget = reasoning_of(self.reasoning_effort)
         switch = self.enable_thinking if thinking is None else thinking
-        return switch, self.thinking_budget or budget
+        if self.thinking_budget is None:
+            return switch, budget
+        return switch if self.thinking_budget else False, self.thinking_budget
 
 
 class CompletionBody(GenerationBody):

@@ -8,7 +8,7 @@ import json
 import secrets
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar, get_args
 
 import pydantic
 from pydantic import AliasChoices, AliasPath
@@ -16,7 +16,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
 from coordinator.api.context import LARGE_BYTES, ApiOptions, api_of
+from coordinator.api.conversation import RoleName, newest_of_user, note_of, role_of
 from coordinator.api.error_responses import field_error, request_error
+from coordinator.text.schemas import Json
 from coordinator.trust.keys import Scope
 from proto.errors import AccessError, ClusterError, RequestError
 
@@ -120,9 +122,47 @@ T = TypeVar("T")
 Many = Annotated[list[T], pydantic.Field(fail_fast=True)]
 """A list whose validation ends at the first error. A client could otherwise cause an error object for each byte."""
 
-StopString = Annotated[str, pydantic.Field(min_length=1, max_length=256)]
+
+
+def _role(turn: Any) -> str:
+    """Return the role of a message that may be invalid. An unknown name counts as the user's."""
+    name = turn.get("role") if isinstance(turn, dict) else "user"
+    if name in get_args(RoleName):
+        return role_of(name)
+    return "user" if isinstance(name, str) else "tool"
+
+
+def _as_text(turn: Any) -> Json:
+    content = turn if isinstance(turn, dict) else {"content": turn}
+    name = content.get("role")
+    role = name if name in get_args(RoleName) else "user"
+    return {"role": role, "content": note_of({**content, "type": str(content.get("type") or "message")})}
+
+
+def _read_history(turns: Any, read: pydantic.ValidatorFunctionWrapHandler) -> Any:
+    """Validate a history. An invalid message becomes its words, except the newest of the user: others stay invalid."""
+    try:
+        return read(turns)
+    except pydantic.ValidationError:
+        if not isinstance(turns, list):
+            raise
+    newest = newest_of_user([*map(_role, turns)])
+    for index, turn in enumerate(turns):
+        if index == newest:
+            continue
+        try:
+            read([turn])
+        except pydantic.ValidationError:
+            turns[index] = _as_text(turn)
+    return read(turns)
+
+
+History = Annotated[list[T], pydantic.Field(fail_fast=True), pydantic.WrapValidator(_read_history)]
+"""The messages of a conversation. A client cannot change an earlier one, so it is never refused."""
+
+StopString = Annotated[str, pydantic.Field(max_length=256)]
 StopStrings = Annotated[list[StopString], pydantic.Field(max_length=64)]
-"""Stop strings. The end of the text is compared with each of them at every token."""
+"""Stop strings. The end of the text is compared with each of them at every token. Empty ones have no effect."""
 
 
 def _check_limit(limit: int) -> int | None:
@@ -130,6 +170,13 @@ def _check_limit(limit: int) -> int | None:
         raise ValueError("send 1 or more, or -1 for no limit")
     return limit if limit > 0 else None
 
+
+def _check_budget(limit: int) -> int | None:
+    return limit if limit >= 0 else None
+
+
+Budget = Annotated[int, pydantic.Field(ge=-2), pydantic.AfterValidator(_check_budget)]
+"""A number of reasoning tokens. 0 switches the reasoning off, a negative one is no limit."""
 
 TokenLimit = Annotated[int, pydantic.Field(ge=-2), pydantic.AfterValidator(_check_limit)]
 """A number of tokens, None for a negative one: llama.cpp's and LM Studio's clients send it for no limit."""
@@ -220,6 +267,10 @@ async def read_body(request: Request, kind: type[B]) -> B:
     options, context = api.options, api.model.context_length
     if not keys_are_set(options):
         require_json(request)
+    if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) not in ("", "identity"):
+        raise HTTPException(415, f"Content-Encoding: {encoding!r:.40} is not supported. Send the body uncompressed.")
+    if request.headers.get("content-length", "").isdecimal():  # before any of it is read
+        _check_size(int(request.headers["content-length"]), options.max_body_bytes)
     with api.large_work.reading() as reserve:
         try:
             async with asyncio.timeout(options.body_seconds):
@@ -244,13 +295,17 @@ def parse_body(kind: type[B], content: bytes | bytearray) -> B:
         raise request_error(error.errors(include_url=False, include_input=False)) from error
 
 
+def _check_size(size: int, limit: int) -> None:
+    if size > limit:
+        raise HTTPException(413, f"request body: exceeds {limit} bytes. Send a shorter one.")
+
+
 async def _read_bytes(request: Request, limit: int, bounds: JsonBounds, reserve: Callable[[int], None]) -> bytearray:
     """Return the body. A refused one is read to its end, because most clients read no answer before."""
     content, size, refusal = bytearray(), 0, None
     async for chunk in request.stream():
         size += len(chunk)
-        if size > limit:
-            raise HTTPException(413, f"request body: exceeds {limit} bytes. Send a shorter one.")
+        _check_size(size, limit)
         if refusal is not None:
             continue
         try:

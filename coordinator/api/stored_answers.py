@@ -176,7 +176,7 @@ class StoredAnswer:
         self._expiry = asyncio.get_running_loop().call_later(RECONNECT_SECONDS, self._expire)
 
     def _expire(self) -> None:
-        if not self._clients and self._task is not None and not self._task.done():
+        if self._task is not None and not self._task.done():
             log.info("request cancelled: no client reconnected", extra={"id": self.record.id})
             self._cancellation = asyncio.create_task(self.cancel())
 
@@ -185,6 +185,9 @@ class StoredAnswer:
     async def _run_restored(self) -> None:
         seconds = self._api.options.keep_alive_seconds
         while True:
+            if not self._api.status.status().ready:
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
             meter = RequestMeter(self._api.metrics, "responses")
             delivery = Delivery(self._api, self._prepared, meter, opened=True)
             try:
@@ -221,6 +224,8 @@ class StoredAnswer:
         self._status = status
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        if self.record.ended:  # by its last token, or by another caller
+            return
         if status == "in_progress":
             self._write_tokens()
         else:
@@ -257,6 +262,7 @@ class StoredAnswers:
         self.journal = journal
         self._api = api
         self._restore = restore
+        self._resuming = asyncio.Lock()
         self._running: dict[str, StoredAnswer] = {}
 
     # ---- life
@@ -264,8 +270,7 @@ class StoredAnswers:
     async def resume(self) -> None:
         """Continue the answers that an earlier process did not end. The engine must serve."""
         for record in await self.journal.unfinished():
-            if record.id not in self._running:
-                await self._resume_answer(record)
+            await self._resume_answer(record.id)
 
     async def suspend(self) -> None:
         """Stop all answers without an end; the next start continues them."""
@@ -276,7 +281,14 @@ class StoredAnswers:
         """End all answers with `error`."""
         await asyncio.gather(*(answer.fail(error) for answer in list(self._running.values())))
 
-    async def _resume_answer(self, record: Record) -> None:
+    async def _resume_answer(self, answer_id: str) -> None:
+        """Continue an answer of an earlier process, unless that is done, or it was ended or deleted meanwhile."""
+        async with self._resuming:
+            record = await self.journal.find(answer_id)
+            if record is not None and not record.ended and answer_id not in self._running:
+                await self._resume_record(record)
+
+    async def _resume_record(self, record: Record) -> None:
         try:
             if record.model != self._api.model.fingerprint:
                 raise StaleEpochError("the server serves another model since its restart")
@@ -332,24 +344,36 @@ class StoredAnswers:
             record = replace(record, result=running.result())
         return record, running
 
+    async def find_ended(self, request: Request, answer_id: str, param: str) -> Record:
+        """Return a record that goes into a prompt. Raises NotReadyError for one that has not ended."""
+        record, running = await self.find(request, answer_id, param)
+        if running is not None or not record.ended:
+            raise NotReadyError(f"{param}: {answer_id!r:.80} is in progress. Try again after its end.")
+        return record
+
+    async def _resumed(self, request: Request, answer_id: str) -> tuple[Record, StoredAnswer | None]:
+        """Return what `find` does. An answer of an earlier process is continued first, also before the engine serves."""
+        record, running = await self.find(request, answer_id)
+        if running is not None or record.ended:
+            return record, running
+        await self._resume_answer(answer_id)
+        return await self.find(request, answer_id)
+
     async def stream(self, request: Request, answer_id: str, after: int) -> Response:
         """Return the events of an answer after number `after`, and those to come."""
-        record, running = await self.find(request, answer_id)
+        record, running = await self._resumed(request, answer_id)
         if running is not None:
             return running.stream(after)
-        if not record.ended:
-            raise NotReadyError("The answer is being restored. Try again later.")
         if not record.events:
-            raise RequestError(
-                f"{answer_id!r:.80}: was not created as a stream. Retrieve it without stream.",
-                param="stream",
-            )
+            failure = record.result.get("error")
+            cause = f"failed: {failure['message']}" if failure else "was not created as a stream"
+            raise RequestError(f"{answer_id!r:.80}: {cause}. Retrieve it without stream.", param="stream")
         events = EventLog(record.events).follow(after, b"", 1.0)
         return AnswerStream(events, record.id, lambda: None, EVENT_STREAM)
 
     async def cancel(self, request: Request, answer_id: str) -> Json:
         """Cancel an answer in the background and return its object. An ended answer stays as it is."""
-        record, running = await self.find(request, answer_id)
+        record, running = await self._resumed(request, answer_id)
         if not record.background:
             raise RequestError(
                 f"{answer_id!r:.80}: only a response in the background can be cancelled. Close its connection."
@@ -361,7 +385,7 @@ class StoredAnswers:
 
     async def delete(self, request: Request, answer_id: str) -> None:
         """Delete an answer. One in progress is cancelled first."""
-        _, running = await self.find(request, answer_id)
+        _, running = await self._resumed(request, answer_id)
         if running is not None:
             await running.cancel()
         await self.journal.delete(answer_id)

@@ -37,10 +37,18 @@ class Restarts:
     async def start(self, **how: Any) -> ApiClient:
         """Start a server and continue the answers of the one before."""
         self.generator = FakeGenerator(tiny_tokenizer(), self.text, window=1, **how)
-        file = self.folder / "answers.db"
-        api = ApiClient(self.generator, journal=Journal(file), context_length=2000)
+        api = self._serve()
         await api.app.state.stored_answers.resume()
         return api
+
+    def open(self, **how: Any) -> ApiClient:
+        """Return a server that has restored no answer yet."""
+        self.generator = FakeGenerator(tiny_tokenizer(), self.text, window=1)
+        return self._serve(**how)
+
+    def _serve(self, **how: Any) -> ApiClient:
+        file = self.folder / "answers.db"
+        return ApiClient(self.generator, journal=Journal(file), context_length=2000, **how)
 
     async def end(self, api: ApiClient) -> None:
         """End a server as SIGTERM does."""
@@ -223,3 +231,97 @@ async def test_only_stored_answers_reach_the_disk(tmp_path: Path) -> None:
     api = await restarts.start()
     assert (await api.get(f"{PATH}/{kept['id']}")).json() == kept
     await restarts.end(api)
+
+
+async def test_every_operation_on_an_answer_that_is_not_restored_yet(tmp_path: Path) -> None:
+    """After a restart, while the model loads, each does what the client asked for, or is a 503."""
+    restarts = Restarts(tmp_path)
+    api = await restarts.start(hang_after=4)
+    begun = [(await api.post(PATH, {"input": "Hi", "background": True})).json()["id"] for _ in range(4)]
+    async with asyncio.timeout(PATIENCE):
+        for _ in begun:
+            await restarts.generator.hanging.acquire()
+    client = DisconnectingClient(api, f"{PATH}", {**BODY, "stream": True, "background": True})
+    await client.wait_for(b'"delta"')
+    await restarts.end(api)
+    await client.task
+    received = numbered(client)
+    begun.append(json.loads(received[0].partition("data: ")[2])["response"]["id"])
+    api = restarts.open()
+    api.status.ready = False
+    cancelled, deleted, kept, gone, streamed = begun
+    reply = await api.post(f"{PATH}/{cancelled}/cancel", {})
+    assert reply.json()["status"] == "cancelled"
+    async with api.http() as http:
+        assert (await http.delete(f"{PATH}/{deleted}")).json()["deleted"] is True
+    assert (await api.get(f"{PATH}/{kept}")).json()["status"] in ("queued", "in_progress")
+    for fields in ({"previous_response_id": kept}, {"input": [{"type": "item_reference", "id": f"msg_{kept[5:]}0"}]}):
+        refused = await api.post(PATH, {"input": "And now?", **fields})
+        assert refused.status_code == 503, refused.text
+        assert int(refused.headers["retry-after"]) > 0
+    ending = await asyncio.gather(*(api.post(f"{PATH}/{streamed}/cancel", {}) for _ in range(3)))
+    assert [reply.json()["status"] for reply in ending] == ["cancelled"] * 3
+    rest = await rest_of(api, received)
+    assert texts(received + rest)[-1][0] == "response.cancelled"
+    assert [number for *_, number in texts(received + rest)] == list(range(len(received + rest)))
+    resuming = asyncio.create_task(api.app.state.stored_answers.resume())
+    async with api.http() as http:
+        assert (await http.delete(f"{PATH}/{gone}")).status_code == 200
+    await resuming
+    assert api.generator.requests == [], "the engine does not serve yet"
+    api.status.ready = True
+    assert (await finished(api, kept))["status"] == "completed"
+    await restarts.end(api)
+    api = await restarts.start()
+    status = {one: (await api.get(f"{PATH}/{one}")).json().get("status") for one in begun}
+    expected = {cancelled: "cancelled", deleted: None, kept: "completed", gone: None, streamed: "cancelled"}
+    assert status == expected
+    assert api.generator.requests == []
+    await restarts.end(api)
+
+
+async def test_an_answer_that_is_cancelled_and_deleted_at_once_is_gone() -> None:
+    """Whichever request is first, no record comes back and the stream ends once."""
+    for order in (0, 1):
+        api = ApiClient(FakeGenerator(tiny_tokenizer(), hang_after=2))
+        begun = (await api.post(PATH, {"input": "Hi", "background": True})).json()
+        stream = asyncio.create_task(api.get(f"{PATH}/{begun['id']}?stream=true"))
+        await asyncio.sleep(0.05)
+        async with api.http() as http:
+            calls = [http.post(f"{PATH}/{begun['id']}/cancel", content=b"{}"), http.delete(f"{PATH}/{begun['id']}")]
+            await asyncio.gather(*(calls if order else calls[::-1]))
+        assert (await stream).text.count("event: response.cancelled") == 1
+        assert await count_records(api) == 0
+
+
+async def test_an_answer_of_another_model_fails_and_says_so(tmp_path: Path) -> None:
+    """Its stream has the reason, and a conversation goes on after it."""
+    restarts = Restarts(tmp_path)
+    api = await restarts.start(hang_after=4)
+    begun = (await api.post(PATH, {"input": "Hi", "background": True})).json()["id"]
+    await restarts.end(api)
+    api = restarts.open(fingerprint="other")
+    stream = await api.get(f"{PATH}/{begun}?stream=true")
+    assert (stream.status_code, "another model" in stream.text) == (400, True)
+    assert (await api.get(f"{PATH}/{begun}")).json()["status"] == "failed"
+    assert (await api.post(f"{PATH}/{begun}/cancel", {})).json()["status"] == "failed"
+    assert (await api.post(PATH, {"input": "So?", "previous_response_id": begun})).status_code == 200
+    await restarts.end(api)
+
+
+@pytest.mark.parametrize("returns", [False, True])
+async def test_a_stream_that_is_read_does_not_expire(monkeypatch: pytest.MonkeyPatch, returns: bool) -> None:
+    """One client leaves while another reads, or before another comes: the answer reaches its end."""
+    monkeypatch.setattr(stored_answers, "RECONNECT_SECONDS", 0.1 if returns else 0.0)
+    api = ApiClient(FakeGenerator(tiny_tokenizer(), "</think>" + "word " * 40, pause=0.02))
+    client = DisconnectingClient(api, PATH, {"input": "Hi", "stream": True})
+    await client.wait_for(b'"delta"')
+    answer_id = json.loads(numbered(client)[0].partition("data: ")[2])["response"]["id"]
+    if returns:
+        await client.disconnect()
+    other = asyncio.create_task(api.get(f"{PATH}/{answer_id}?stream=true"))
+    await asyncio.sleep(0.03)
+    if not returns:
+        await client.disconnect()
+    assert "event: response.completed" in (await other).text
+    assert (await finished(api, answer_id))["status"] == "completed"
