@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -35,6 +36,9 @@ from proto.errors import RequestError
 from proto.images import ImageSpan
 
 IMAGE_WORD = "<|image_pad|>"
+
+_NAME = re.compile(r"^\w+: image \d+: ")
+"""The name of an image in an error. It may be that of another request, since requests share an image's computation."""
 
 _AS_TEMPLATES_WRITE_IT = f"<|vision_start|>{IMAGE_WORD}<|vision_end|>"
 
@@ -184,7 +188,7 @@ async def _encoded_images(
                 error.param = param
                 if index == newest:
                     raise
-                reason = str(error).removeprefix(f"{name}: ").partition(". ")[0]
+                reason = _NAME.sub("", str(error)).partition(". ")[0]
                 places.append(f"[image left out: {reason}]")
                 continue
             tokens += len(encoded[-1].tokens)

@@ -146,7 +146,7 @@ def _read_history(turns: Any, read: pydantic.ValidatorFunctionWrapHandler) -> An
     except pydantic.ValidationError:
         if not isinstance(turns, list):
             raise
-    newest = newest_of_user([*map(_role, turns)])
+    newest, turns = newest_of_user([*map(_role, turns)]), [*turns]
     for index, turn in enumerate(turns):
         if index == newest:
             continue

@@ -17,6 +17,7 @@ import httpx
 from coordinator.api.app import create_app
 from coordinator.api.context import Api, ApiOptions
 from coordinator.api.journal import Journal
+from coordinator.images.encoder import ImageEncoder
 from coordinator.text.tokenizer import ModelInfo, Tokenizer
 from proto.params import SamplingParams
 from tests.support.api.fake_generator import FakeGenerator, FakeStatus
@@ -85,6 +86,7 @@ class ApiClient:
     journal: Journal = field(default_factory=Journal)
     fingerprint: str = "f"
     nbytes: int = 0
+    images: ImageEncoder = field(default_factory=ImageEncoder)
 
     def __post_init__(self) -> None:
         model = ModelInfo(
@@ -99,7 +101,7 @@ class ApiClient:
             nbytes=self.nbytes,
         )
         tokenizer = self.generator.tokenizer
-        parts = Api(self.generator, tokenizer, model, self.status, self.options)
+        parts = Api(self.generator, tokenizer, model, self.status, self.options, images=self.images)
         self.app = create_app(parts, journal=self.journal)
 
     @asynccontextmanager
