@@ -333,7 +333,7 @@ class MessageWriter(AnswerWriter):
         unfinished = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         return _event("message_start", message={**self._message([]), **unfinished})
 
-    def keep_alive(self) -> bytes:
+    def keep_alive(self, *, queued: bool) -> bytes:
         return _event("ping")
 
     def closing(self) -> bytes:

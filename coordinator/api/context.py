@@ -89,7 +89,8 @@ class ApiOptions:
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     default_max_tokens: int = 8192
-    keep_alive_seconds: float = 10.0
+    keep_alive_seconds: float = 5.0
+    """Seconds without data after which a stream has a sign of life. Clients have watchdogs from 6 s on."""
     max_body_bytes: int = 16 * 2**20
     body_seconds: float = 30.0
     clamp_max_tokens: bool = False

@@ -6,6 +6,7 @@ import abc
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -79,12 +80,12 @@ class AnswerWriter(abc.ABC):
         return b"".join(self.write_event(event) for event in events)
 
     def comment(self, text: str) -> bytes:
-        """Return `text` in a form that clients ignore, as a sign of life. A format without comments has none."""
+        """Return `text` in a form that clients ignore. A format without comments has none."""
         return f": {text}\n\n".encode()
 
-    def keep_alive(self) -> bytes:
-        """Return a sign of life while there is nothing to send."""
-        return self.comment("keep-alive")
+    def keep_alive(self, *, queued: bool) -> bytes:
+        """Return a sign of life that clients count, which comments are not. OpenAI's chat has comments only."""
+        return b""
 
 
 BACKLOG, BACKLOG_OF_REQUEST = 1024, 256
@@ -185,10 +186,12 @@ class Delivery:
     """The delivery of one answer. It calls `close` at its end, also after an error.
 
     `outcome` is the finish reason, `refused` or `error`, and `cancelled` until then. With `opened` the client has the
-    opening of the stream already.
+    opening of the stream already. A stream that is `logged` has no signs of life, which its readers get from the log.
     """
 
-    def __init__(self, api: Api, prepared: PreparedAnswer, meter: RequestMeter, *, opened: bool = False) -> None:
+    def __init__(
+        self, api: Api, prepared: PreparedAnswer, meter: RequestMeter, *, opened: bool = False, logged: bool = False
+    ) -> None:
         self._answer = prepared.answer
         self._writer = prepared.writer
         self._meter = meter
@@ -198,6 +201,9 @@ class Delivery:
         self._queue = AnswerQueue(api.generator, [each.next_request for each in open_choices])
         self.outcome = "cancelled"
         self._opened = opened
+        self._logged = logged
+        self._sent_at = time.monotonic()
+        """The time when the client last got more than a comment."""
 
     async def send_whole(self, request: Request) -> Response:
         """Return the complete answer, unless the client disconnects before."""
@@ -213,11 +219,17 @@ class Delivery:
                 self.outcome = outcome_of(error)
                 raise
 
+    @property
+    def queued(self) -> bool:
+        """True while a request waits in the queue."""
+        return self._queue.position is not None
+
     async def stream(self) -> Response:
         """Return the answer as a stream. An error before the first event has its own status, a later one an event."""
-        first = await self.first_event(min(QUEUE_SECONDS, self._keep_alive))
-        if first is None and self._queue.position is None:
-            first = await self.first_event(self._keep_alive)
+        seconds = min(QUEUE_SECONDS, self._keep_alive)
+        first = await self.first_event(seconds)
+        if first is None and not self.queued:
+            first = await self.first_event(self._keep_alive - seconds)
         chunks, kind = self.chunks(first), self._writer.media_type
         return AnswerStream(chunks, self._answer.id, self.close, kind)
 
@@ -235,12 +247,19 @@ class Delivery:
         try:
             while True:
                 events = self._apply(item)  # before the opening, which knows the cached tokens
-                content = self._opening() + self._sign_of_life(item) + self._writer.write(events)
-                if content:
+                opening, comment, written = self._opening(), self._progress(item), self._writer.write(events)
+                now = time.monotonic()
+                if opening or written:
+                    self._sent_at = now
+                elif now >= self._sent_at + self._keep_alive:
+                    self._sent_at = now
+                    comment += b"" if self._logged else self._writer.keep_alive(queued=self.queued)
+                    comment = comment or self._writer.comment("keep-alive")
+                if content := opening + comment + written:
                     yield content
                 if self._answer.done:
                     break
-                item = await self._next_event(self._keep_alive)
+                item = await self._next_event(self._sent_at + self._keep_alive - now)
             self._record_success()
             yield self._writer.closing()
         except Exception as error:
@@ -254,12 +273,11 @@ class Delivery:
         opened, self._opened = self._opened, True
         return b"" if opened else self._writer.opening()
 
-    def _sign_of_life(self, item: IndexedEvent) -> bytes:
+    def _progress(self, item: IndexedEvent) -> bytes:
+        """Return a comment about the progress of a request that has no token yet."""
         match item:
-            case None:
-                place = self._queue.position
-                queued = b"" if place is None else self._writer.comment(f"queued {place}")
-                return queued or self._writer.keep_alive()
+            case None if self.queued:
+                return self._writer.comment(f"queued {self._queue.position}")
             case (_, PrefillProgress(done=done, total=total)):
                 return self._writer.comment(f"prefill {done}/{total}")
             case _:

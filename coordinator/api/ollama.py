@@ -141,7 +141,7 @@ class LineWriter(AnswerWriter):
     """The writer of `/api/chat` and, with `flat`, of `/api/generate`, which has no message object.
 
     Ollama's calls have objects as arguments, so a line holds a complete call. A call that the limit cut off is
-    omitted. Ollama's streams have no comments, so there is no sign of life during a pause.
+    omitted. Ollama's streams have no comments. A line without content is the sign of life during a pause.
     """
 
     media_type = "application/x-ndjson"
@@ -159,6 +159,9 @@ class LineWriter(AnswerWriter):
 
     def comment(self, text: str) -> bytes:
         return b""
+
+    def keep_alive(self, *, queued: bool) -> bytes:
+        return json_line({**self._part(), "done": False})
 
     def closing(self) -> bytes:
         return json_line({**self._part(), **self._end()})

@@ -103,6 +103,12 @@ class ResponseWriter(AnswerWriter):
             "response.in_progress", response=response
         )
 
+    def keep_alive(self, *, queued: bool) -> bytes:
+        """Repeat the state of the response, with the number of the newest event: the numbers follow from the tokens."""
+        status = "queued" if queued else "in_progress"
+        event = {"type": f"response.{status}", "sequence_number": self._number - 1, "response": self._response(status)}
+        return sse_event(f"response.{status}", event)
+
     def closing(self) -> bytes:
         response = self._response(self._status())
         return self._event(f"response.{response['status']}", response=response)

@@ -45,16 +45,19 @@ class EventLog:
 
     def append(self, content: bytes) -> None:
         """Append the events in `content`. Comments have no number and are left out."""
-        self.events += [b + b"\n\n" for b in content.split(b"\n\n") if b and not b.startswith(b":")]
-        self._wake_followers()
+        if new := [b + b"\n\n" for b in content.split(b"\n\n") if b and not b.startswith(b":")]:
+            self.events += new
+            self._wake_followers()  # only then: it begins a new wait for a sign of life
 
     def end(self, last: bytes = b"") -> None:
         """End the stream. `last` is sent to the present clients and has no number."""
         self._ended, self._last = True, last
         self._wake_followers()
 
-    async def follow(self, after: int, keep_alive: bytes, seconds: float) -> AsyncGenerator[bytes, None]:
-        """Yield the events after number `after` until the end, and `keep_alive` after `seconds` of silence."""
+    async def follow(
+        self, after: int, keep_alive: Callable[[], bytes], seconds: float
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the events after number `after` until the end, and `keep_alive()` after `seconds` of silence."""
         position = after + 1
         while True:
             changed = self._changed
@@ -70,7 +73,8 @@ class EventLog:
                 try:
                     await asyncio.wait_for(changed.wait(), seconds)
                 except TimeoutError:
-                    yield keep_alive
+                    if position >= len(self.events):  # its number is that of the newest event
+                        yield keep_alive()
 
     def _wake_followers(self) -> None:
         self._changed.set()
@@ -115,6 +119,7 @@ class StoredAnswer:
         self._written = 0  # tokens in the journal
         self._clients = 0
         self._task: asyncio.Task[None] | None = None
+        self._delivery: Delivery | None = None
         self._expiry: asyncio.TimerHandle | None = None
         self._cancellation: asyncio.Task[None] | None = None
 
@@ -122,7 +127,7 @@ class StoredAnswer:
 
     async def start(self, meter: RequestMeter) -> None:
         """Begin to generate. Raises the engine's refusal."""
-        delivery = Delivery(self._api, self._prepared, meter)
+        delivery = Delivery(self._api, self._prepared, meter, logged=True)
         wait = REFUSAL_SECONDS if self.record.background else self._api.options.keep_alive_seconds
         first = await delivery.first_event(wait)
         try:
@@ -166,8 +171,11 @@ class StoredAnswer:
         if self._expiry is not None:
             self._expiry.cancel()
         seconds = self._api.options.keep_alive_seconds
-        events = self.log.follow(after, self.writer.keep_alive(), seconds)
+        events = self.log.follow(after, self._keep_alive, seconds)
         return AnswerStream(events, self.record.id, self._lose_client, EVENT_STREAM)
+
+    def _keep_alive(self) -> bytes:
+        return self.writer.keep_alive(queued=self._delivery is None or self._delivery.queued)
 
     def _lose_client(self) -> None:
         self._clients -= 1
@@ -189,7 +197,7 @@ class StoredAnswer:
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             meter = RequestMeter(self._api.metrics, "responses")
-            delivery = Delivery(self._api, self._prepared, meter, opened=True)
+            delivery = Delivery(self._api, self._prepared, meter, opened=True, logged=True)
             try:
                 first = None if self._prepared.answer.done else await delivery.first_event(seconds)
             except (CapacityError, NotReadyError) as error:
@@ -203,7 +211,7 @@ class StoredAnswer:
                 return
 
     async def _run(self, delivery: Delivery, first: IndexedEvent) -> None:
-        self._status = "in_progress"
+        self._status, self._delivery = "in_progress", delivery
         try:
             async for content in delivery.chunks(first):
                 self.log.append(content)
@@ -368,7 +376,7 @@ class StoredAnswers:
             failure = record.result.get("error")
             cause = f"failed: {failure['message']}" if failure else "was not created as a stream"
             raise RequestError(f"{answer_id!r:.80}: {cause}. Retrieve it without stream.", param="stream")
-        events = EventLog(record.events).follow(after, b"", 1.0)
+        events = EventLog(record.events).follow(after, bytes, 1.0)
         return AnswerStream(events, record.id, lambda: None, EVENT_STREAM)
 
     async def cancel(self, request: Request, answer_id: str) -> Json:

@@ -43,6 +43,9 @@ class FakeGenerator:
     hang_after: int | None = None
     end: FinishReason = "stop"
     pause: float = 0.0
+    prefill_steps: int = 0
+    prefill_pause: float = 0.0
+    """A slow prefill: the number of its progress events, and the seconds before each."""
     answer: Callable[[GenerationRequest], str] | None = None
     position: int | None = None
     """The position of every request in the queue."""
@@ -87,6 +90,9 @@ class FakeGenerator:
         """Yield the scripted events of a request."""
         finished = False
         try:
+            for step in range(self.prefill_steps):
+                await asyncio.sleep(self.prefill_pause)
+                yield PrefillProgress(step, self.prefill_steps, self.cached)
             yield PrefillProgress(len(request.prompt) // 2, len(request.prompt), self.cached)
             yield PrefillProgress(len(request.prompt), len(request.prompt), self.cached)
             text = self.answer(request) if self.answer else self.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -147,19 +148,72 @@ async def test_silence_is_filled_with_keep_alives() -> None:
     await client.disconnect()
 
 
-@pytest.mark.parametrize(("path", "word"), [("/v1/completions", b": queued 3\n\n"), ("/api/generate", b"")])
-async def test_a_stream_in_the_queue_says_its_position(path: str, word: bytes) -> None:
-    """The comment has the request's position. A format without comments is silent."""
-    served = api(keep_alive=0.02, position=3, hang_after=0)
-    client = DisconnectingClient(served, path, {"model": "tiny", "prompt": "Hi", "stream": True})
-    async with asyncio.timeout(PATIENCE):
-        await served.generator.hanging.acquire()
-    if word:
-        await client.wait_for(2 * word)
-    else:
-        await asyncio.sleep(0.1)
-        assert not client.received
+LINE = b'"content":""},"done":false}\n'
+CHAT, MESSAGES, RESPONSES, OLLAMA = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"
+SIGNS = [
+    ("/v1/completions", {"prompt": "Hi"}, b": queued 3\n\n", b": prefill ", b": keep-alive\n\n"),
+    (CHAT, {"messages": [USER]}, b": queued 3\n\n", b": prefill ", b": keep-alive\n\n"),
+    (MESSAGES, {"messages": [USER], "max_tokens": 50}, b"event: ping\n", b"event: ping\n", b"event: ping\n"),
+    (RESPONSES, {"input": "Hi"}, b"event: response.queued\n", *[b"event: response.in_progress\n"] * 2),
+    (RESPONSES, {"input": "Hi", "store": False}, b"event: response.queued\n", *[b"event: response.in_progress\n"] * 2),
+    (OLLAMA, {"messages": [USER]}, LINE, LINE, LINE),
+    ("/api/generate", {"prompt": "Hi"}, *[b'"response":"","done":false}\n'] * 3),
+]
+
+
+@pytest.mark.parametrize("stage", ["queue", "prefill", "pause"])
+@pytest.mark.parametrize(("path", "body", "queued", "prefill", "pause"), SIGNS)
+async def test_every_stage_has_signs_of_life_that_clients_count(
+    path: str, body: Any, queued: bytes, prefill: bytes, pause: bytes, stage: str
+) -> None:
+    """In the queue, in a prefill with progress and in a pause of the text, in the form of the dialect."""
+    how: dict[str, Any] = {
+        "queue": {"position": 3, "hang_after": 0},
+        "prefill": {"prefill_steps": 2000, "prefill_pause": 0.005},
+        "pause": {"hang_after": 1},
+    }[stage]
+    served = api(keep_alive=0.02, **how)
+    client = DisconnectingClient(served, path, {"model": "tiny", "stream": True, **body})
+    word = {"queue": queued, "prefill": prefill, "pause": pause}[stage]
+    for _ in range(3):
+        await client.wait_for(word, len(client.received))
+    assert client.status == 200
     await client.disconnect()
+
+
+@pytest.mark.parametrize("store", [False, True])
+async def test_signs_of_life_leave_the_numbers_of_events(store: bool) -> None:
+    """A response that waited has the same numbered events as one that did not. A sign repeats the newest number."""
+    streams = []
+    for pause in (0.0, 0.05):
+        served = api(keep_alive=0.01, text="</think>one two", window=3, pause=pause)
+        reply = await served.post(RESPONSES, {"input": "Hi", "stream": True, "seed": 1, "store": store})
+        events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")]
+        numbers = [event["sequence_number"] for event in events]
+        assert numbers == sorted(numbers)
+        signs = [place for place in range(1, len(events)) if numbers[place] == numbers[place - 1]]
+        assert {events[place]["type"] for place in signs} <= {"response.in_progress"}
+        assert len(signs) >= (2 if pause else 0)
+        own = [event for place, event in enumerate(events) if place not in signs]
+        streams.append([(event["type"], event["sequence_number"], event.get("delta")) for event in own])
+        assert [number for _, number, _ in streams[-1]] == list(range(len(streams[-1])))
+        if store:
+            again = await served.get(f"{RESPONSES}/{events[0]['response']['id']}?stream=true")
+            assert again.text.count("data: ") == len(streams[-1])
+    assert streams[0] == streams[1]
+
+
+@pytest.mark.parametrize("path", [MESSAGES, OLLAMA, CHAT])
+async def test_tokens_that_show_nothing_are_no_silence(path: str) -> None:
+    """While a call is read that is sent when it is whole, the client gets signs of life."""
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": "' + "word " * 60 + '"}}\n</tool_call>'
+    served = api(keep_alive=0.02, text=f"</think>{call}", window=1, pause=0.005)
+    function = {"name": "f", "parameters": {"type": "object"}}
+    tool = {"name": "f", "input_schema": {}} if path == MESSAGES else {"type": "function", "function": function}
+    body = {"model": "tiny", "messages": [USER], "tools": [tool], "stream": True, "max_tokens": 300}
+    reply = await served.post(path, body)
+    sign = {MESSAGES: "event: ping", OLLAMA: LINE.decode(), CHAT: ": keep-alive"}[path]
+    assert reply.text.count(sign) >= 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
