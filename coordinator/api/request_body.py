@@ -123,7 +123,6 @@ Many = Annotated[list[T], pydantic.Field(fail_fast=True)]
 """A list whose validation ends at the first error. A client could otherwise cause an error object for each byte."""
 
 
-
 def _role(turn: Any) -> str:
     """Return the role of a message that may be invalid. An unknown name counts as the user's."""
     name = turn.get("role") if isinstance(turn, dict) else "user"

@@ -86,8 +86,9 @@ class ResponseWriter(AnswerWriter):
         (choice,) = self._answer.choices
         if choice.reasoning:
             self._add("reasoning").text = "".join(choice.reasoning)
-        if choice.content or not choice.calls:
-            self._add("message").text = "".join(choice.content)
+        content = "".join(choice.content)
+        if content or not (choice.reasoning or choice.calls):
+            self._add("message").text = content
         for call in choice.shown_calls:
             self._add_call(call.id, call.name).text = call.arguments
         for item in self._items:

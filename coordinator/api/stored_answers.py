@@ -54,9 +54,7 @@ class EventLog:
         self._ended, self._last = True, last
         self._wake_followers()
 
-    async def follow(
-        self, after: int, keep_alive: Callable[[], bytes], seconds: float
-    ) -> AsyncGenerator[bytes, None]:
+    async def follow(self, after: int, keep_alive: Callable[[], bytes], seconds: float) -> AsyncGenerator[bytes, None]:
         """Yield the events after number `after` until the end, and `keep_alive()` after `seconds` of silence."""
         position = after + 1
         while True:

@@ -148,21 +148,20 @@ class ModelSwitch(ModelLoader):
             await self._check_fit(model)
             self._host.pause_requests(f"The server changes to the model {name}.")
             self._serves = False
-            # After a change that failed both ways, the parts of `before` are closed already. That does no harm.
-            await self._end_answers(before, name)
             try:
+                # After a change that failed both ways, the parts of `before` are closed already. That does no harm.
+                await self._end_answers(before, name)
                 await self._serve(model)
-            except Exception:
+            except Exception as error:
                 log.warning("loading the earlier model again", extra={"model": before.model.name})
-                await self._serve(before.model)
+                await self._serve_again(before.model, f"{name}: {_public(error)}")
                 raise
         except Exception as error:
             known = isinstance(error, errors.ClusterError)
             level = logging.WARNING if known else logging.ERROR
             extra = {"model": name, "error": str(error)}
             log.log(level, "model not changed", extra=extra, exc_info=not known)
-            text = error.public if isinstance(error, errors.ClusterError) else "internal error"
-            self._report = LoadReport(name, "failed", error=text)
+            self._report = LoadReport(name, "failed", error=_public(error))
         else:
             self._arguments[name] = argument
             self._listed_at = -math.inf
@@ -203,6 +202,15 @@ class ModelSwitch(ModelLoader):
         self._host.publish(parts)
         self._serves = True
 
+    async def _serve_again(self, model: OpenedModel, problem: str) -> None:
+        """Serve the earlier model after the `problem` of the next one, or tell clients why no model is loaded."""
+        try:
+            await self._serve(model)
+        except Exception as error:
+            log.exception("no model is loaded", extra={"model": model.name})
+            reasons = f"{problem.rstrip('.')}. {model.name}: {_public(error).rstrip('.')}"
+            self._host.pause_requests(f"No model is loaded. {reasons}. Load one with mtp-coord load.")
+
     async def _end_answers(self, before: ServedParts, name: str) -> None:
         """Wait for the answers of `before`, at most FINISH_SECONDS, and close it."""
         self._set_phase("finishing answers")
@@ -225,3 +233,8 @@ class ModelSwitch(ModelLoader):
     def _show(self, done: int, total: int) -> None:
         assert self._report is not None
         self._report = replace(self._report, done=done, total=total)
+
+
+def _public(error: Exception) -> str:
+    """Return the text of an error for clients."""
+    return error.public if isinstance(error, errors.ClusterError) else "internal error"

@@ -261,3 +261,63 @@ async def test_an_answer_that_nobody_reads_is_cancelled(monkeypatch: pytest.Monk
         assert await unread.next_event(PATIENCE)
     with pytest.raises(errors.ClusterError, match="did not read"):
         await unread.next_event(PATIENCE)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_tells_cached_tokens_from_others(stream: bool) -> None:
+    """Anthropic's counts add up to the prompt. OpenAI's total includes the cached tokens."""
+    client = api(cached=4)
+    reply = await client.post(MESSAGES, {"messages": [USER], "max_tokens": 50, "stream": stream})
+    prompt = len(client.generator.requests[0].prompt)
+    assert prompt > 2 * 4
+    events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")]
+    found = [e.get("message", e)["usage"] for e in events if "usage" in e.get("message", e)] or [reply.json()["usage"]]
+    assert len(found) == (2 if stream else 1)
+    for usage in found:
+        assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (prompt - 4, 4)
+        assert usage["cache_creation_input_tokens"] == 0
+
+
+@pytest.mark.parametrize("path", [OLLAMA, "/api/generate"])
+async def test_ollamas_durations_are_of_the_prompt_and_of_the_answer(path: str) -> None:
+    """A slow prompt with a fast answer, and the reverse. Both durations are at most the total."""
+    slow_prompt = {"prefill_steps": 20, "prefill_pause": 0.01}
+    for how, longer in ((slow_prompt, "prompt_eval_duration"), ({"pause": 0.02, "window": 1}, "eval_duration")):
+        client = api(text="</think>one two three four", **how)
+        asked = {"prompt": "Hi"} if "generate" in path else {"messages": [USER]}
+        end = (await client.post(path, {"model": "tiny", "stream": False, **asked})).json()
+        durations = {name: end[name] for name in ("prompt_eval_duration", "eval_duration")}
+        assert max(durations, key=lambda name: durations[name]) == longer
+        assert 0 < sum(durations.values()) <= end["total_duration"]
+
+
+CUT_CALL = "</think>So.<tool_call>\n<function=f>\n<parameter=a>\nword word word word"
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [("so so so so so", ["reasoning"]), ("so</think>word word word word", ["reasoning", "message"]),
+     (CUT_CALL, ["message", "function_call"])],
+)  # fmt: skip
+async def test_an_item_that_the_limit_cuts_off_is_incomplete(text: str, kinds: list[str]) -> None:
+    """Whole, streamed and stored. The items before it are complete."""
+    limit = len(tiny_tokenizer().encode(text)) - 1
+    tool = {"type": "function", "name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}
+    body = {"input": "Hi", "tools": [tool], "max_output_tokens": limit}
+    client = api(text=text)
+    whole = (await client.post(RESPONSES, body)).json()
+    reply = await client.post(RESPONSES, {**body, "stream": True})
+    events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    stored = (await client.get(f"{RESPONSES}/{events[0]['response']['id']}")).json()
+    expected = ["completed"] * (len(kinds) - 1) + ["incomplete"]
+    for items in (whole["output"], events[-1]["response"]["output"], done, stored["output"]):
+        found = [item for item in items if item["type"] in kinds]
+        assert items[-1] is found[-1]
+        assert [item["type"] for item in found] == kinds
+        assert [item["status"] for item in found] == expected
+    assert (whole["status"], events[-1]["type"], stored["status"]) == (
+        "incomplete",
+        "response.incomplete",
+        "incomplete",
+    )

@@ -234,6 +234,131 @@ ODD: list[tuple[str, list[Any]]] = [
 ]
 
 
+BROKEN: list[tuple[str, Any]] = [
+    *((path, {"role": "robot", "content": "words"}) for path in (CHAT, MESSAGES, OLLAMA, RESPONSES)),
+    *((path, {"role": "user", "content": 5}) for path in (CHAT, MESSAGES, OLLAMA, RESPONSES)),
+    *((path, "words") for path in (CHAT, MESSAGES, OLLAMA, RESPONSES)),
+    *((path, None) for path in (CHAT, MESSAGES, OLLAMA, RESPONSES)),
+    (CHAT, {"role": "user", "content": None}),
+    (CHAT, {"role": "user", "content": "words", "images": ["iVBO"]}),
+    (CHAT, {"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "words"}]}),
+    (CHAT, {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}),
+    (CHAT, {"role": "assistant", "tool_calls": [{"id": "c", "function": {"arguments": "words"}}]}),
+    (CHAT, {"role": "tool", "tool_call_id": 5, "content": "words"}),
+    (MESSAGES, {"role": "user", "content": [{"type": "image", "source": {"type": "file", "file_id": "f"}}]}),
+    (MESSAGES, {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "words"}]}),
+    (MESSAGES, {"role": "assistant", "content": [{"type": "tool_use", "input": "words"}]}),
+    (MESSAGES, {"role": "assistant", "content": [{"type": "thinking", "thinking": {"a": "words"}}]}),
+    (MESSAGES, {"role": "user", "content": [{"type": "tool_result", "is_error": "words"}]}),
+    (OLLAMA, {"role": "user", "content": [{"type": "text", "text": "words"}]}),
+    (OLLAMA, {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"a": "words"}}}]}),
+    (OLLAMA, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}),
+    (RESPONSES, {"type": "function_call", "arguments": "words"}),
+    (RESPONSES, {"type": "item_reference"}),
+    (RESPONSES, {"type": "item_reference", "id": "words"}),
+    (RESPONSES, {"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}),
+    (RESPONSES, {}),
+]
+
+
+@pytest.mark.parametrize(("path", "turn"), BROKEN)
+async def test_an_earlier_message_is_never_refused(path: str, turn: Any) -> None:
+    """A client cannot change it. Its words reach the prompt, and the messages around it stay."""
+    name = "input" if path == RESPONSES else "messages"
+    prompt = await prompt_of(
+        path, {name: [{"role": "user", "content": "Before"}, turn, {"role": "assistant", "content": "Between"}, USER]}
+    )
+    assert "Before" in prompt
+    assert "Between" in prompt
+    assert prompt.count("Hi") == 1
+    assert ("words" in prompt) == ("words" in str(turn))
+
+
+@pytest.mark.parametrize(
+    ("path", "result"),
+    [
+        (CHAT, [{"role": "tool", "tool_call_id": "c", "content": [{"type": "image_url"}, {"text": "words"}]}]),
+        (CHAT, [{"role": "tool", "tool_call_id": "c", "content": [{"type": "input_audio"}, {"text": "words"}]}]),
+        (RESPONSES, [{"type": "function_call_output", "output": [{"type": "input_image"}, {"text": "words"}]}]),
+        (MESSAGES, [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}, "words"]}]}]),
+    ],
+)
+async def test_the_newest_result_of_a_tool_is_never_refused(path: str, result: Any) -> None:
+    """An agent sends what its tool returned, and cannot change it."""
+    prompt = await prompt_of(path, {"input" if path == RESPONSES else "messages": [USER, *result]})
+    assert "words" in prompt
+
+
+async def test_the_newest_message_of_the_user_is_checked() -> None:
+    """Its errors name the field, also behind a history with errors."""
+    broken = {"role": "robot", "content": "x"}
+    for path in (CHAT, MESSAGES, OLLAMA, RESPONSES):
+        name = "input" if path == RESPONSES else "messages"
+        fields = {"max_tokens": 5, "model": "tiny"}
+        reply = await api().post(path, {**fields, name: [broken, {"role": "user", "content": 5}]})
+        assert (reply.status_code, f"{name}[1]." in reply.text) == (400, True), reply.text
+
+
+async def test_an_empty_input_of_responses() -> None:
+    """Missing, empty or null, and with the words of an earlier response."""
+    client = api()
+    for body in ({}, {"input": ""}, {"input": []}, {"input": None}, {"instructions": "Be kind."}):
+        reply = await client.post(RESPONSES, body)
+        assert reply.status_code == 200, reply.text
+        again = await client.post(RESPONSES, {"previous_response_id": reply.json()["id"]})
+        assert again.status_code == 200, again.text
+
+
+async def test_an_item_that_is_not_stored_is_a_line() -> None:
+    """The words around it stay, also in the stored conversation."""
+    client = api()
+    reference = {"type": "item_reference", "id": "rs_68af4030baa48193b0b43b4c2a176a1a0"}
+    reply = await client.post(RESPONSES, {"input": [USER, reference, {"role": "user", "content": "And?"}]})
+    assert reply.status_code == 200, reply.text
+    again = await client.post(RESPONSES, {"input": "So?", "previous_response_id": reply.json()["id"]})
+    assert again.status_code == 200, again.text
+    prompt = client.generator.prompt_text()
+    assert prompt.index("Hi") < prompt.index(f"the item '{reference['id']}' is not stored here") < prompt.index("And?")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        *((CHAT, fields) for fields in (
+            {"thinking_budget": 0}, {"thinking_token_budget": 0}, {"reasoning": {"max_tokens": 0}},
+            {"thinking": {"type": "enabled", "budget_tokens": 0}}, {"thinking_budget": 0, "reasoning_effort": "high"},
+        )),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 0}}),
+    ],
+)  # fmt: skip
+async def test_a_budget_of_zero_switches_reasoning_off(path: str, fields: Any) -> None:
+    """A negative one is no limit."""
+    assert (await prompt_of(path, {"messages": [USER], **fields})).endswith("</think>\n\n")
+    assert (await prompt_of(CHAT, {"messages": [USER], "thinking_budget": -1})).endswith("<think>\n")
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["", ""], []])
+async def test_empty_stop_strings_have_no_effect(stop: Any) -> None:
+    """In every dialect, under every name, and beside others."""
+    more = [*([stop] if isinstance(stop, str) else stop), "world"]
+    for path, body, name in (
+        (CHAT, {"messages": [USER]}, "stop"),
+        (CHAT, {"messages": [USER]}, "stopping_strings"),
+        ("/v1/completions", {"prompt": "Hi"}, "stop"),
+        (RESPONSES, {"input": "Hi"}, "stop"),
+        (MESSAGES, {"messages": [USER], "max_tokens": 50}, "stop_sequences"),
+        (OLLAMA, {"model": "tiny", "messages": [USER], "stream": False}, "options"),
+        ("/api/generate", {"model": "tiny", "prompt": "Hi", "stream": False}, "options"),
+    ):
+        texts = []
+        for sent in (stop, more):
+            client = ApiClient(FakeGenerator(tiny_tokenizer(), "</think>Hello world"))
+            reply = await client.post(path, {**body, name: {"stop": sent} if name == "options" else sent})
+            assert reply.status_code == 200, reply.text
+            texts.append(reply.text)
+        assert ["world" in text for text in texts] == [True, False] or name == "stop_sequences"
+
+
 @pytest.mark.parametrize(("path", "turns"), ODD)
 async def test_odd_parts_are_taken(path: str, turns: list[Any]) -> None:
     """With missing ids, objects in place of texts, and items of other servers."""

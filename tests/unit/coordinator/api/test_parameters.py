@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 import json
+import socket
 from typing import Any
 
 import pytest
 
 from coordinator.api.context import ApiOptions
 from proto.params import SamplingParams
-from tests.support.api.api_client import USER, ApiClient
+from tests.support.api.api_client import PATIENCE, USER, ApiClient
+from tests.support.api.api_server import serving
 
 
 def error_of(response: Any, status: int = 400) -> dict[str, Any]:
@@ -70,7 +74,6 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"n": 1000}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"stop": ["a"] * 65}, "stop"),
-    ({"stop": ""}, "stop"),
     ({"stop": "x" * 257}, "stop"),
     ({"stop": 5}, "stop"),
     ({"logit_bias": {"x": 1}}, "logit_bias.x"),
@@ -195,6 +198,24 @@ async def test_without_a_limit_an_answer_may_fill_the_context_up_to_the_default(
     large = ApiClient(context_length=10**6, options=ApiOptions(default_max_tokens=100))
     await large.complete(prompt=[1, 2])
     assert large.generator.requests[0].max_tokens == 100
+
+
+async def test_a_length_that_is_too_large_is_a_413_at_once() -> None:
+    """The server does not wait for the body, of which nothing comes."""
+    with serving(ApiClient().app) as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as one:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        one.settimeout(PATIENCE)
+        one.sendall(f"{head}Content-Length: {20 * 2**20}\r\n\r\n".encode())
+        assert (await asyncio.to_thread(one.recv, 1000)).startswith(b"HTTP/1.1 413 ")
+
+
+async def test_a_compressed_body_is_a_415() -> None:
+    """The error names the encoding, and `identity` is none."""
+    api, body = ApiClient(), json.dumps({"prompt": "Hi"}).encode()
+    for name, content in (("gzip", gzip.compress(body)), ("br", b"x"), ("zstd", b"x")):
+        reply = await api.post("/v1/completions", content, headers={"Content-Encoding": name})
+        assert f"Content-Encoding: '{name}'" in error_of(reply, 415)["message"]
+    assert (await api.post("/v1/completions", body, headers={"Content-Encoding": "identity"})).status_code == 200
 
 
 async def test_a_body_that_is_too_large_is_a_413() -> None:

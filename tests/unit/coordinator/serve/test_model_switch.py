@@ -44,6 +44,7 @@ class Host:
     manager: Any = None
     parts: Any = None
     events: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
     open_answers: int = 0
 
@@ -70,6 +71,7 @@ class Host:
     def pause_requests(self, reason: str) -> None:
         """See Host."""
         self.events.append("pause")
+        self.reasons.append(reason)
 
 
 class Manager:
@@ -144,7 +146,10 @@ async def test_a_model_that_does_not_load_brings_the_former_one_back(host: Host)
         "publish first-40",
     ]
     host.broken.add("first-40")
-    assert (await change(switch, "broken-70")).phase == "failed"
+    assert await change(switch, "broken-70") == LoadReport("broken-70", "failed", error="cannot load")
+    assert host.reasons[-1] == (
+        "No model is loaded. broken-70: cannot load. first-40: cannot load. Load one with mtp-coord load."
+    )
     host.broken.clear()
     host.events.clear()
     assert (await change(switch, "first-40")).phase == "ready"
