@@ -170,28 +170,27 @@ async def _encoded_images(
     """Return the turns with lines in the places of the images that are left out, and the other images."""
     most, limit, found = api.options.max_images, api.model.context_length, [*turns]
     newest = newest_of_user([turn.role for turn in (turns[:-1] if continued else turns)])
-    surplus = sum(len(turn.images) for turn in turns) - most
     if newest >= 0 and (sent := len(turns[newest].images)) > most:
         raise refused_field(param, f"{sent} images, limit {most}. Send fewer, or raise --max-images.")
     encoded, number, tokens = list[EncodedImage](), 0, 0
+    surplus = sum(len(turn.images) for turn in turns) - most
     for index, turn in enumerate(turns):
-        places = []
-        for number, url in enumerate(turn.images, number + 1):
-            name = f"{param}: image {number}"
+        text, *rest = turn.text.split(IMAGE_PLACE) if turn.images else [turn.text]
+        for url, after in zip(turn.images, rest, strict=True):
+            number += 1
+            name, place = f"{param}: image {number}", IMAGE_PLACE
             try:
                 if number <= surplus:
                     raise RequestError(f"{name}: only the newest {most} are read")
                 api.images.check(name)
                 encoded.append(await api.images.encode(await asyncio.to_thread(_decoded, url, name), name))
-                places.append(IMAGE_PLACE)
+                tokens += len(encoded[-1].tokens)
             except RequestError as error:
                 error.param = param
                 if index == newest:
                     raise
-                reason = _NAME.sub("", str(error)).partition(". ")[0]
-                places.append(f"[image left out: {reason}]")
-                continue
-            tokens += len(encoded[-1].tokens)
+                place = f"[image left out: {_NAME.sub('', str(error)).partition('. ')[0]}]"
+            text += place + after
             if tokens >= limit:
                 raise ContextLengthError(
                     f"{param}: the first {number} images have {tokens} tokens, and the model's context {limit}. Send "
@@ -200,10 +199,7 @@ async def _encoded_images(
                     limit,
                     param=param,
                 )
-        if turn.images:
-            texts = turn.text.split(IMAGE_PLACE)
-            text = texts[0] + "".join(place + rest for place, rest in zip(places, texts[1:], strict=True))
-            found[index] = replace(turn, text=text)
+        found[index] = replace(turn, text=text)
     return found, encoded
 
 

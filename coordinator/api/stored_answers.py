@@ -358,7 +358,7 @@ class StoredAnswers:
         return record
 
     async def _resumed(self, request: Request, answer_id: str) -> tuple[Record, StoredAnswer | None]:
-        """Return what `find` does. An answer of an earlier process is continued first, also before the engine serves."""
+        """Return what `find` does. An answer of an earlier process is continued first, before the engine serves."""
         record, running = await self.find(request, answer_id)
         if running is not None or record.ended:
             return record, running

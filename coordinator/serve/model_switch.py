@@ -207,7 +207,7 @@ class ModelSwitch(ModelLoader):
         try:
             await self._serve(model)
         except Exception as error:
-            log.exception("no model is loaded", extra={"model": model.name})
+            log.warning("no model is loaded", extra={"model": model.name, "error": str(error)})
             reasons = f"{problem.rstrip('.')}. {model.name}: {_public(error).rstrip('.')}"
             self._host.pause_requests(f"No model is loaded. {reasons}. Load one with mtp-coord load.")
 

@@ -265,9 +265,8 @@ BROKEN: list[tuple[str, Any]] = [
 async def test_an_earlier_message_is_never_refused(path: str, turn: Any) -> None:
     """A client cannot change it. Its words reach the prompt, and the messages around it stay."""
     name = "input" if path == RESPONSES else "messages"
-    prompt = await prompt_of(
-        path, {name: [{"role": "user", "content": "Before"}, turn, {"role": "assistant", "content": "Between"}, USER]}
-    )
+    before, between = {"role": "user", "content": "Before"}, {"role": "assistant", "content": "Between"}
+    prompt = await prompt_of(path, {name: [before, turn, between, USER]})
     assert "Before" in prompt
     assert "Between" in prompt
     assert prompt.count("Hi") == 1
