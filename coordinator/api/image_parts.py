@@ -10,23 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    AliasPath,
-    BeforeValidator,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
+from pydantic import AfterValidator, AliasChoices, AliasPath, BeforeValidator, Discriminator, Field, Tag
 
 from coordinator.api.context import Api
 from coordinator.api.conversation import IMAGE_PLACE, Turn, newest_of_user, note_of
 from coordinator.api.error_responses import refused_field
-from coordinator.api.request_body import Many, Told
+from coordinator.api.request_body import AS_WORDS, Many, Told
 from coordinator.api.request_settings import ChatRequest, render_chat
 from coordinator.images.encoder import EncodedImage
 from coordinator.schedule.request import PromptImage
@@ -124,15 +113,7 @@ def listed(content: Any) -> Any:
 Contents = Annotated[str | Many[ContentPart] | None, BeforeValidator(listed)]
 
 
-def _read_result(content: Any, read: ValidatorFunctionWrapHandler) -> Any:
-    try:
-        return read(content)
-    except ValidationError:
-        return note_of({"type": "result", "content": content})
-
-
-ResultContents = Annotated[Contents, WrapValidator(_read_result)]
-"""The output of a tool. One that is invalid becomes its words."""
+ResultContents = Annotated[Contents, AS_WORDS]
 
 
 def text_of(content: Any) -> str:

@@ -7,8 +7,9 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any, Self, TypeVar, get_args
+from typing import Annotated, Any, Self, TypeVar, cast, get_args
 
 import pydantic
 from pydantic import AliasChoices, AliasPath
@@ -123,18 +124,28 @@ Many = Annotated[list[T], pydantic.Field(fail_fast=True)]
 """A list whose validation ends at the first error. A client could otherwise cause an error object for each byte."""
 
 
+def _read_or_tell(content: Any, read: pydantic.ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return read(content)
+    except pydantic.ValidationError:
+        return note_of({"type": "result", "content": content})
+
+
+AS_WORDS = pydantic.WrapValidator(_read_or_tell)
+"""A validator of a tool's output, which an agent cannot change: an invalid one becomes its words."""
+
+
 def _role(turn: Any) -> str:
     """Return the role of a message that may be invalid. An unknown name counts as the user's."""
     name = turn.get("role") if isinstance(turn, dict) else "user"
     if name in get_args(RoleName):
-        return role_of(name)
+        return role_of(cast(RoleName, name))
     return "user" if isinstance(name, str) else "tool"
 
 
 def _as_text(turn: Any) -> Json:
     content = turn if isinstance(turn, dict) else {"content": turn}
-    name = content.get("role")
-    role = name if name in get_args(RoleName) else "user"
+    role = content["role"] if content.get("role") in get_args(RoleName) else "user"
     return {"role": role, "content": note_of({**content, "type": str(content.get("type") or "message")})}
 
 
@@ -145,15 +156,14 @@ def _read_history(turns: Any, read: pydantic.ValidatorFunctionWrapHandler) -> An
     except pydantic.ValidationError:
         if not isinstance(turns, list):
             raise
-    newest, turns = newest_of_user([*map(_role, turns)]), [*turns]
+    newest, found = newest_of_user([*map(_role, turns)]), [*turns]
     for index, turn in enumerate(turns):
-        if index == newest:
-            continue
-        try:
+        with suppress(pydantic.ValidationError):
             read([turn])
-        except pydantic.ValidationError:
-            turns[index] = _as_text(turn)
-    return read(turns)
+            continue
+        if index != newest:
+            found[index] = _as_text(turn)
+    return read(found)
 
 
 History = Annotated[list[T], pydantic.Field(fail_fast=True), pydantic.WrapValidator(_read_history)]

@@ -167,12 +167,12 @@ async def test_every_stage_has_signs_of_life_that_clients_count(
     path: str, body: Any, queued: bytes, prefill: bytes, pause: bytes, stage: str
 ) -> None:
     """In the queue, in a prefill with progress and in a pause of the text, in the form of the dialect."""
-    how: dict[str, Any] = {
+    hows: dict[str, dict[str, Any]] = {
         "queue": {"position": 3, "hang_after": 0},
         "prefill": {"prefill_steps": 2000, "prefill_pause": 0.005},
         "pause": {"hang_after": 1},
-    }[stage]
-    served = api(keep_alive=0.02, **how)
+    }
+    served = api(keep_alive=0.02, **hows[stage])
     client = DisconnectingClient(served, path, {"model": "tiny", "stream": True, **body})
     word = {"queue": queued, "prefill": prefill, "pause": pause}[stage]
     for _ in range(3):

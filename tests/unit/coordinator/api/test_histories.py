@@ -301,7 +301,8 @@ async def test_the_newest_message_of_the_user_is_checked() -> None:
 async def test_an_empty_input_of_responses() -> None:
     """Missing, empty or null, and with the words of an earlier response."""
     client = api()
-    for body in ({}, {"input": ""}, {"input": []}, {"input": None}, {"instructions": "Be kind."}):
+    bodies: list[Any] = [{}, {"input": ""}, {"input": []}, {"input": None}, {"instructions": "Be kind."}]
+    for body in bodies:
         reply = await client.post(RESPONSES, body)
         assert reply.status_code == 200, reply.text
         again = await client.post(RESPONSES, {"previous_response_id": reply.json()["id"]})
