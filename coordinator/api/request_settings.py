@@ -56,6 +56,7 @@ class GenerationSettings:
     stop_strings: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    drafts: int | None = None
     logprobs: int | None = None
     field_names: Mapping[str, str] = field(default_factory=dict)
 
@@ -139,6 +140,7 @@ def requests_of(
                     params=replace(params, seed=(seed + i) % 2**64),
                     stop_tokens=stop_tokens,
                     request_id=f"{request_id}-{len(requests)}",
+                    drafts=settings.drafts,
                 )
             )
     return requests

@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     ),
     "load": (OPERATE, "cluster_commands", "Serve another model without a restart."),
     "trace": (OPERATE, "cluster_commands", "Write the path of every frame of the last seconds to a file."),
+    "bench": (OPERATE, "bench_command", "Measure a running server: first token, time between tokens, streams, drafts."),
     "service": (OPERATE, "service_command", "Run mtp-coord serve as a service, at every login."),
     "doctor": (OPERATE, "doctor_command", "Check this machine, its kernels and its workers, and print advice."),
     "recommend": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import ssl
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -55,6 +55,24 @@ def _owner_key(url: str) -> tuple[str, ...]:
     return (url,)
 
 
+def connection(url: str, api_key: str | None) -> dict[str, Any]:
+    """Return the arguments of httpx's clients for the server at `url`.
+
+    It sends the first of the keys in `api_key`, which may hold several with spaces between, or the key of this user's
+    own server. It accepts public authorities and the cluster in this user's state directory. Raises UsageError.
+    """
+    keys, base = (api_key or "").split(), server_url(url)
+    if not keys:
+        base, *keys = _owner_key(base)
+    headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+    if keys:
+        headers["Authorization"] = f"Bearer {keys[0]}"
+    tls, own = ssl.create_default_context(), state_dir(None) / "authority" / "authorities.pem"
+    if own.is_file():
+        tls.load_verify_locations(own)
+    return {"base_url": base, "headers": headers, "verify": tls, "trust_env": False}
+
+
 def call(
     method: str,
     url: str,
@@ -64,22 +82,12 @@ def call(
     deadline: float = REPLY_SECONDS,
     content: object = None,
 ) -> bytes:
-    """Send `method path` to the server at `url` and return the body of the answer.
+    """Send `method path` to the server at `url`, as `connection` says, and return the body of the answer.
 
-    It sends the first of the keys in `api_key`, which may hold several with spaces between, or the key of this user's
-    own server. It accepts public authorities and the cluster in this user's state directory. Raises the errors of
-    `_refusal`, and NotReadyError if no server answers.
+    Raises the errors of `refusal`, and NotReadyError if no server answers.
     """
-    body, keys, base = b"", (api_key or "").split(), server_url(url)
-    if not keys:
-        base, *keys = _owner_key(base)
-    headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
-    if keys:
-        headers["Authorization"] = f"Bearer {keys[0]}"
-    tls, own = ssl.create_default_context(), state_dir(None) / "authority" / "authorities.pem"
-    if own.is_file():
-        tls.load_verify_locations(own)
-    with httpx.Client(base_url=base, headers=headers, verify=tls, timeout=deadline, trust_env=False) as client:
+    body = b""
+    with httpx.Client(timeout=deadline, **connection(url, api_key)) as client:
         try:
             with client.stream(method, path, json=content) as reply:
                 for part in reply.iter_raw():
@@ -87,27 +95,29 @@ def call(
                     if len(body) > MAX_REPLY_BYTES:
                         raise errors.ProtocolError(f"{url}{path}: the answer exceeds {MAX_REPLY_BYTES} bytes")
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise _no_answer(url, error) from error
+            raise no_answer(url, error) from error
     if not reply.is_success:
-        raise _refusal(url, reply.status_code, body)
+        raise refusal(url, reply.status_code, body)
     return body
 
 
-def _no_answer(url: str, error: Exception) -> errors.NotReadyError:
+def no_answer(url: str, error: Exception) -> errors.NotReadyError:
+    """Return the error for a server that cannot be reached."""
     return errors.NotReadyError(
         f"no coordinator answers at {url} ({type(error).__name__}). Start mtp-coord serve, or give its --url"
     )
 
 
-def _refusal(url: str, status: int, body: bytes) -> errors.ClusterError:
-    """Return the error for `status`, a ProtocolError if the answer is not that of an mtp-coord."""
+def refusal(url: str, status: int, body: bytes) -> errors.ClusterError:
+    """Return the error for `status`, a ProtocolError if the answer is not that of an API."""
     if status == 401:
         return errors.AccessError(
             f"{url} requires an API key. Give one with --api-key or {API_KEY}. On the server's own machine, set "
             f"{STATE_DIR} to its --state-dir instead"
         )
     try:
-        message = str(json.loads(body)["error"]["message"])
+        found = json.loads(body)["error"]
+        message = found if isinstance(found, str) else str(found["message"])  # mlx-lm sends a text
     except (ValueError, KeyError, TypeError):
         return errors.ProtocolError(
             f"{url} answered with status {status}. Give the --url of an mtp-coord serve of this release"

@@ -95,6 +95,10 @@ class Controller:
             return Shape(1)
         return self._choice(sequences, fill).next_shape()
 
+    def own_shape(self, drafts: int | None) -> Shape | None:
+        """Return the shape for a request with its own number of `drafts`, None without. With `off` no head is there."""
+        return None if drafts is None else Shape(1 + (min(drafts, MAX_DEPTH) if self.mode.depth != 0 else 0))
+
     def new_matcher(self) -> NgramMatcher | None:
         """Return a matcher for a new text, or None if the text is not searched."""
         return None if self.ngram is NgramMode.off else NgramMatcher()

@@ -39,7 +39,8 @@ class GenerationRequest:
     begins, 0 if unknown. `continued` says whether a later prompt may begin with this prompt and its answer.
     `emitted` are the first tokens of the answer, which an earlier process emitted. They count towards `max_tokens` and
     are not emitted again. Requests of one `client` share its part of the queue and of the pipeline. The tokens of
-    `images` are ids above every vocabulary.
+    `images` are ids above every vocabulary. `drafts` is the number of drafts of each window, None for the controller's
+    choice. It changes no token.
     """
 
     prompt: tuple[int, ...]
@@ -52,6 +53,7 @@ class GenerationRequest:
     emitted: tuple[int, ...] = ()
     client: str = ""
     images: tuple[PromptImage, ...] = ()
+    drafts: int | None = None
 
     def image_at(self, position: int) -> PromptImage | None:
         """Return the image whose rows are at `position` of the prompt, or None."""

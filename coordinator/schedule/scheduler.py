@@ -207,7 +207,9 @@ class Scheduler:
         served = self.capacity.sequences
         places = self.capacity.queue + max(0, served - len(self.running))
         check_queue(self.waiting, places, request.client, served)
-        sequence = Sequence(self._next_seq, request, now, matcher=self.controller.new_matcher())
+        own_shape = self.controller.own_shape(request.drafts)
+        matcher = None if own_shape else self.controller.new_matcher()
+        sequence = Sequence(self._next_seq, request, now, own_shape=own_shape, matcher=matcher)
         self._next_seq += 1
         self._queue_sequence(sequence)
         return sequence
@@ -304,10 +306,11 @@ class Scheduler:
     def _next_shapes(self, chosen: Row[Sequence]) -> list[Shape]:
         """Return the shape of each window of the next micro-batch. The head's is chosen only if one of them has it."""
         matched = self._matched_shapes(chosen)
-        if all(matched):
-            return [shape for shape in matched if shape is not None]
+        own = [sequence.own_shape or shape for sequence, shape in zip(chosen, matched, strict=True)]
+        if all(own):
+            return [shape for shape in own if shape is not None]
         usual = self._next_shape(len(chosen))
-        return [shape or usual for shape in matched]
+        return [shape or usual for shape in own]
 
     def _matched_shapes(self, chosen: Row[Sequence], fill: int = 1) -> list[Shape | None]:
         """Return the shapes of windows with drafts from the texts of `chosen`, None where they do not pay.
@@ -335,8 +338,8 @@ class Scheduler:
         going = sequences_to_run_ahead(decoding, self.stages)
         if not going:
             return []
-        shape = going[0].shape if filled else self._next_shape(len(going))
-        if shape is None or shape.ahead:
+        shapes = [going[0].shape] if filled else self._next_shapes(going)
+        if any(shape is None or shape.ahead for shape in shapes):
             return []
         fill = self._fill(len(decoding)) if filled else 1
         return [] if any(self._matched_shapes(going, fill)) else going
@@ -353,7 +356,7 @@ class Scheduler:
             if sequence.shape is None:
                 fill = self._fill(len(decoding))
                 (matched,) = self._matched_shapes([sequence], fill)
-                sequence.shape = matched or self.controller.choose_shape(1, fill)
+                sequence.shape = sequence.own_shape or matched or self.controller.choose_shape(1, fill)
             if sequence.shape.matched:
                 sequence.draft_from_match(sequence.shape)
             if sequence.windows_in_flight and sequence.seq_id == self.backups.due:
@@ -403,7 +406,8 @@ class Scheduler:
         end = boundaries[0] if boundaries else sequence.prefill_tokens
         sequence.scheduled_tokens = sequence.chunk_end(start, min(end, start + max_length))
         last = not sequence.prefilling
-        drafts = min(self._first_depth(), max(0, sequence.remaining - 2)) if last else 0
+        depth = sequence.own_shape.depth if sequence.own_shape else self._first_depth()
+        drafts = min(depth, max(0, sequence.remaining - 2)) if last else 0
         return Segment(
             sequence.seq_id,
             sequence.next_window_number(),

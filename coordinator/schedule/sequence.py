@@ -57,6 +57,8 @@ class Sequence:
     """Tokens of the newest prefix entry saved from this sequence."""
     drafts: tuple[int, ...] = ()
     """Drafts for the tokens after `tokens`: those of the MTP head, or of a match of the text."""
+    own_shape: Shape | None = None
+    """Shape of all its windows if the request has a number of drafts of its own."""
     matcher: NgramMatcher | None = None
     """Finds matches in `tokens`; None if they are not searched."""
     windows_in_flight: deque[Window] = field(default_factory=deque)

@@ -71,10 +71,11 @@ class Drive:
         stop: Sequence[int] = (),
         logprobs: int | None = None,
         client: str = "",
+        drafts: int | None = None,
     ) -> int:
         """Submit a request and return its sequence number."""
         params = SamplingParams(seed=seed, logprobs=logprobs)
-        request = GenerationRequest(tuple(prompt), tokens, params, frozenset(stop), client=client)
+        request = GenerationRequest(tuple(prompt), tokens, params, frozenset(stop), client=client, drafts=drafts)
         return self.scheduler.submit(request, self.now).seq_id
 
     def send(self) -> Frame | None:

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.drafts.averages import Shape, StepCost
-from coordinator.drafts.controller import Controller, MtpMode
+from coordinator.drafts.controller import MAX_DEPTH, Controller, MtpMode
+from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk
@@ -51,7 +52,8 @@ def test_any_order_of_events_keeps_the_answers(stages: int, mtp: str, right: int
             case "submit" if len(wanted) < 8:
                 prompt = [moves.randrange(50) for _ in range(moves.randint(1, 20))]
                 count, request_seed = moves.randint(1, 25), moves.randrange(9)
-                seq_id = drive.submit(prompt, count, seed=request_seed)
+                drafts = moves.choice([None, None, 0, 1, 3])
+                seq_id = drive.submit(prompt, count, seed=request_seed, drafts=drafts)
                 wanted[seq_id] = plain(prompt, count, request_seed)
             case "send":
                 drive.send()
@@ -283,6 +285,28 @@ class Listener(Controller):
     def record_step_cost(self, sequences: int, fill: int, rows: int, drafts: int, shape: Shape, cost: StepCost) -> None:
         """Append the step."""
         self.steps.append((sequences, rows, drafts, cost.seconds))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("mtp", ["auto", "2", "filled"])
+def test_a_request_has_the_drafts_that_it_asks_for(stages: int, mtp: str) -> None:
+    """Its windows have that number of drafts, and none from the text, beside others that the controller chooses."""
+    drive = Drive(stages, mtp=mtp, ngram=NgramMode.auto)
+    asked = {drive.submit([1, 2, 3] * 5, tokens=40, drafts=drafts): drafts for drafts in (0, 1, 9, None)}
+    drive.run()
+    windows = [s for frame in drive.stage.seen for s in frame.segments if s.open and not s.continues]
+    for seq_id, drafts in asked.items():
+        assert drive.tokens(seq_id) == plain([1, 2, 3] * 5, 40)
+        widths = {segment.width for segment in windows if segment.seq_id == seq_id}
+        assert drafts is None or max(widths) == min(drafts, MAX_DEPTH) + 1
+
+
+def test_a_plan_without_a_head_drafts_for_no_request() -> None:
+    """With `--mtp off` the stages hold no head, so a request for drafts gets none."""
+    drive = Drive(mtp="off")
+    drive.submit(tokens=10, drafts=2)
+    drive.run()
+    assert not any(segment.drafts for frame in drive.stage.seen for segment in frame.segments)
 
 
 def test_the_controller_gets_windows_and_steps() -> None:
