@@ -139,7 +139,7 @@ class GenerationBody(SamplingBody):
     max_completion_tokens: TokenLimit | None = None
     logit_bias: dict[Annotated[int, Field(ge=0, lt=2**31)], float] | None = None
     return_token_ids: bool | None = None
-    num_draft_tokens: Annotated[int, Field(ge=0)] | None = named("num_draft_tokens", "speculative.n_max")
+    num_draft_tokens: int | None = Field(None, ge=0)
     response_format: ResponseFormat | None = None
     guided_json: Json | None = named("guided_json", "json_schema", "structured_outputs.json")
     guided_regex: str | None = named("guided_regex", "structured_outputs.regex")

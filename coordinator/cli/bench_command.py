@@ -9,12 +9,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Annotated, Any
 
 import httpx
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -24,14 +22,17 @@ from coordinator.status.history import percentile
 from proto.errors import ClusterError, ProtocolError, UsageError, WorkerLostError
 from proto.terminal.options import JsonOption, takes_options
 
+PROMPTS, STREAMS = (128, 2048, 16_000), (1, 4, 8, 16)
+"""Tokens of a cold prompt, and numbers of answers at once, without flags."""
+
 COLUMNS = {"prompt": ",.0f", "streams": "", "drafts": "", "first": ".3f", "tokens/s": ".1f"}
 COLUMNS |= {"p50": ".1f", "p95": ".1f", "p99": ".1f", "over off": ".2f", "step": ".2f", "accepted": ""}
 """The figures of a row, and their formats."""
 
-LEGEND = """\
+LEGEND = """
 first: seconds to the first token. p50, p95, p99: milliseconds between tokens; those of one read share its time equally.
-tokens/s: of all answers at once, with their first tokens. over off: tokens/s over those without drafts. step: the time
-of a step over one without drafts, β + δ for 1 draft. accepted: percent of the head's drafts by position, meanwhile."""
+over off: tokens/s over those without drafts. step: time of a step over one without drafts, which is β + δ for 1 draft.
+accepted: percent of the head's drafts at each position, of all clients meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,8 @@ class BenchOptions:
     url: UrlOption = DEFAULT_URL
     api_key: KeyOption = None
     model: Annotated[str | None, typer.Option(help="Model that requests name.  [default: the served one]")] = None
-    prompt: Annotated[tuple[int, ...], typer.Option(min=1, help="Tokens of a prompt; repeatable.")] = (
-        128,
-        2048,
-        16_000,
-    )
-    streams: Annotated[tuple[int, ...], typer.Option(min=1, help="Answers at once; repeatable.")] = (1, 4, 8, 16)
+    prompt: Annotated[tuple[int, ...], typer.Option(min=1, help="Tokens of a cold prompt; repeatable.")] = PROMPTS
+    streams: Annotated[tuple[int, ...], typer.Option(min=1, max=99, help="Answers at once; repeatable.")] = STREAMS
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 128
     rounds: Annotated[int, typer.Option(min=1, help="Measured rounds. Streams have one before them.")] = 2
     timeout: Annotated[float, typer.Option(min=1, help="Seconds. Longest answer.")] = 600.0
@@ -62,7 +59,7 @@ class Answer:
     ended: bool = False
 
     def add_line(self, line: bytes, at: float) -> None:
-        """Add a line that arrived at `at`. A chunk has a token for each of its token ids, or one if it has text."""
+        """Add a line that arrived at `at`. Chunks have a token for each token id, or equal shares without ids."""
         if not line.startswith(b"data:") or self.ended:
             return
         self.ended = line[5:].strip() == b"[DONE]"
@@ -79,10 +76,7 @@ class Answer:
                 self.reads[at] = self.reads.get(at, 0) + count
 
     def intervals(self) -> list[float]:
-        """Return the milliseconds of each token after the first read. A read shares its time among its tokens.
-
-        Chunks without token ids have equal shares of the tokens of the usage.
-        """
+        """Return the milliseconds of each token after the first read. The tokens of one read share its time equally."""
         scale, found = self.usage["completion_tokens"] / sum(self.reads.values()), list[float]()
         for before, (at, chunks) in zip(self.reads, list(self.reads.items())[1:], strict=False):
             count = max(1, round(chunks * scale))
@@ -92,9 +86,9 @@ class Answer:
 
 @dataclass
 class Row:
-    """`streams` answers at once, to prompts of `prompt` tokens and `words`, or to short ones.
+    """Answers at once, to cold prompts of some words or to short ones. `counts` are the drafts meanwhile.
 
-    Requests name their `drafts`, None for the server's choice, `mode`. `counts` are the drafts meanwhile, by position.
+    Requests name the number of their `drafts`, None for the choice of the server, which `mode` names.
     """
 
     streams: int
@@ -109,8 +103,8 @@ class Row:
     def figures(self, plain: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the figures of COLUMNS, and the seconds of a step. Ratios are over `plain`, those without drafts."""
         found: dict[str, Any] = {"streams": self.streams, "drafts": self.mode}
-        found["prompt"] = median(answer.usage["prompt_tokens"] for answer in self.answers)
-        found["first"] = median(min(answer.reads) for answer in self.answers)
+        found["prompt"] = percentile((answer.usage["prompt_tokens"] for answer in self.answers), 0.5)
+        found["first"] = percentile((min(answer.reads) for answer in self.answers), 0.5)
         intervals = [interval for answer in self.answers for interval in answer.intervals()]
         usage = sum((answer.usage for answer in self.answers), Counter[str]())
         steps = usage["completion_tokens"] - usage["accepted_prediction_tokens"] - len(self.answers)
@@ -131,15 +125,13 @@ class Bench:
     def __init__(self, options: BenchOptions, show_step: Callable[[str], object]) -> None:
         self.options, self._show_step = options, show_step
         self.server: dict[str, Any] = {"url": options.url, "mtp": None}
-        self.rows: list[Row] = []
-        self.notes: list[str] = []
+        self.rows, self.notes = list[Row](), list[str]()
 
     async def run(self) -> None:
         """Measure everything. Raises UsageError, and the errors of a server that refuses, is lost or is too slow."""
         await asyncio.to_thread(self._find_server)
         mode, settings = self.server["mtp"], connection(self.options.url, self.options.api_key)
-        timeout, limits = httpx.Timeout(None, connect=REPLY_SECONDS), httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(timeout=timeout, limits=limits, **settings) as self._client:
+        async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=REPLY_SECONDS), **settings) as self._client:
             few, many = [(await self._ask(Row(1, n, words=n), "")).usage["prompt_tokens"] for n in (20, 100)]
             for prompt in self.options.prompt:
                 words = max(1, 20 + round((prompt - few) * 80 / max(80, many - few)))
@@ -160,8 +152,7 @@ class Bench:
             names = ", ".join(str(one["id"]) for one in listed)
             raise UsageError(f"{url} lists {len(listed)} models: {names:.300}. Name one with --model")
         found = next((one for one in listed if name in (None, one["id"])), {"id": name})
-        context = found.get("max_model_len")
-        self.server |= {"model": found["id"], "context": context if isinstance(context, int) else None}
+        self.server |= {"model": found["id"], "context": found.get("max_model_len")}
         if ours:
             status = parse(fetch(url, key))
             machines = [f"{n.name} {n.chip} ({n.version})" for n in status.nodes if n.health == "ready"]
@@ -171,22 +162,18 @@ class Bench:
             self.notes.append(f"acceptance, cost of drafts, and off against auto are left out, because {why}")
 
     async def _measure(self, rows: list[Row]) -> None:
-        """Measure `rows` in turns, so that a machine that slows down slows all of them.
-
-        The first round of streams does not count: programs compile kernels and learn what drafts cost.
-        """
+        """Measure `rows` in turns. The first round of streams only lets the server learn and compile kernels."""
+        context = self.server["context"]
         self.rows += rows
         for number in range(1 if rows[0].words else 0, self.options.rounds + 1):
             for row in rows.copy():
                 text = f"prompt of {row.prompt} tokens" if row.prompt else f"{row.streams} streams, drafts {row.mode}"
                 self._show_step(f"{text}: round {number} of {self.options.rounds}")
                 try:
-                    if (context := self.server["context"]) and (row.prompt or 0) + self.options.tokens > context:
+                    if isinstance(context, int) and 0 < context < (row.prompt or 0) + self.options.tokens:
                         raise UsageError(f"the context has {context} tokens")
                     before, began = await self._draft_counts(), time.perf_counter()
-                    stories = [
-                        f"Write a very long story about the {number + 2} lives of cat {i}." for i in range(row.streams)
-                    ]
+                    stories = [f"Write a very long story about cat {i}, part {number}." for i in range(row.streams)]
                     answers = await asyncio.gather(*(self._ask(row, s) for s in stories), return_exceptions=True)
                     for failed in (one for one in answers if isinstance(one, BaseException)):
                         raise failed
@@ -201,9 +188,9 @@ class Bench:
     async def _draft_counts(self) -> Counter[tuple[str, int]]:
         if self.server["mtp"] is None:
             return Counter()
-        status = json.loads(await asyncio.to_thread(fetch, self.options.url, self.options.api_key))
-        names = ("drafted", "accepted")
-        return Counter({(name, i): n for name in names for i, n in enumerate(status[f"{name}_by_position"])})
+        status = parse(await asyncio.to_thread(fetch, self.options.url, self.options.api_key))
+        names = {"drafted": status.drafted_by_position, "accepted": status.accepted_by_position}
+        return Counter({(name, i): n for name, counts in names.items() for i, n in enumerate(counts)})
 
     async def _ask(self, row: Row, text: str) -> Answer:
         """Return the streamed answer to `text` or to a new prompt. Raises WorkerLostError and those of `refusal`."""
@@ -211,8 +198,8 @@ class Bench:
         if row.words:  # no two prompts share their beginning
             text = " ".join(secrets.token_hex(2) for _ in range(row.words))
         body: dict[str, Any] = {"model": self.server["model"], "messages": [{"role": "user", "content": text}]}
-        body |= {"max_tokens": self.options.tokens, "temperature": 0, "stream": True}
-        body["stream_options"] = {"include_usage": True}
+        body |= {"max_tokens": self.options.tokens, "temperature": 0}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
         if self.server["mtp"]:
             body |= {"ignore_eos": True, "return_token_ids": True, "num_draft_tokens": row.drafts}
         began = at = time.perf_counter()
@@ -227,20 +214,18 @@ class Bench:
                     for line in lines:
                         answer.add_line(line, at - began)
             if not answer.ended or not answer.usage["completion_tokens"]:
-                raise ValueError("it ended early, or without usage")
+                raise ValueError("an answer ended early, or without usage")
         except (TimeoutError, httpx.TransportError, ValueError, TypeError, AttributeError) as error:
-            text = f"an answer of {url} failed: {error or type(error).__name__}. See its log, or raise --timeout"
-            raise WorkerLostError(text) from error
+            raise WorkerLostError(f"{url}: {error or type(error).__name__}. See its log, or raise --timeout") from error
         answer.reads = answer.reads or {at - began: 1}  # no text came, as inside the mark of reasoning
         return answer
 
 
 @takes_options(BenchOptions)
 def bench(options: BenchOptions) -> None:
-    """Measure a running server: first tokens, times between tokens, streams at once, and what drafts gain.
+    """Measure a running server: first token, time between tokens, streams, drafts.
 
-    The server is one of mtp-coord, or another with OpenAI's API. Ctrl-C shows what is measured so far. By default
-    prompts have 128, 2,048 and 16,000 tokens, and 1, 4, 8 and 16 answers come at once.
+    The server is one of mtp-coord, or another with OpenAI's API. Ctrl-C shows what is measured so far.
     """
     problem: BaseException | None = None
     with Console(stderr=True).status("looking at the server") as status:
@@ -256,11 +241,9 @@ def bench(options: BenchOptions) -> None:
     if options.json:
         typer.echo(json.dumps(report, indent=2))
     elif rows:
-        table = Table(*COLUMNS, box=SIMPLE, padding=0)
+        table = Table(*COLUMNS, box=None)
         for figures in rows:
-            table.add_row(
-                *(format(figures.get(name, ""), form if name in figures else "") for name, form in COLUMNS.items())
-            )
+            table.add_row(*(format(figures[name], f) if name in figures else "" for name, f in COLUMNS.items()))
         server = "; ".join(f"{name} {value}" for name, value in measured.server.items() if value)
         Console(emoji=False, markup=False).print(server, table, LEGEND, *measured.notes, sep="\n")
     if problem is not None:

@@ -17,6 +17,7 @@ from typer.main import get_command
 
 import worker.cli
 from coordinator.cli import import_command
+from coordinator.cli.bench_command import BenchOptions
 from coordinator.cli.convert_commands import AddOptions, ConvertOptions
 from coordinator.cli.doctor_command import DoctorOptions
 from coordinator.cli.generate_command import GenerateOptions
@@ -32,7 +33,7 @@ from worker.node.options import WorkerOptions
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = (ROOT / "coordinator", ROOT / "worker")
 CLASSES = (
-    AddOptions, ConvertOptions, DoctorOptions, GenerateOptions, InspectOptions, PlanOptions,
+    AddOptions, BenchOptions, ConvertOptions, DoctorOptions, GenerateOptions, InspectOptions, PlanOptions,
     ServeOptions, WorkerOptions,
 )  # fmt: skip
 

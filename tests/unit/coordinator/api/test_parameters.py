@@ -47,13 +47,12 @@ async def test_every_sampling_field_reaches_the_engine() -> None:
 
 
 async def test_a_request_may_choose_its_number_of_drafts() -> None:
-    """The engine gets the number, also by the name of llama.cpp, and no number unless the client sends one."""
+    """The engine gets the number, and no number unless the client sends one."""
     api = ApiClient()
     await api.chat(num_draft_tokens=0)
     await api.complete(num_draft_tokens=3)
-    await api.chat(**{"speculative": {"n_max": 1}})
     await api.chat()
-    assert [request.drafts for request in api.generator.requests] == [0, 3, 1, None]
+    assert [request.drafts for request in api.generator.requests] == [0, 3, None]
     assert error_of(await api.chat(num_draft_tokens=-1))["param"] == "num_draft_tokens"
 
 
