@@ -149,7 +149,7 @@ class Bench:
             listed = []
         ours = any(one.get("owned_by") == "mtp-cluster" for one in listed)
         if name is None and len(listed) != 1 and not ours:
-            names = ", ".join(str(one["id"]) for one in listed)
+            names = ", ".join(str(one["id"]) for one in listed) or "none"
             raise UsageError(f"{url} lists {len(listed)} models: {names:.300}. Name one with --model")
         found = next((one for one in listed if name in (None, one["id"])), {"id": name})
         self.server |= {"model": found["id"], "context": found.get("max_model_len")}
@@ -163,14 +163,14 @@ class Bench:
 
     async def _measure(self, rows: list[Row]) -> None:
         """Measure `rows` in turns. The first round of streams only lets the server learn and compile kernels."""
-        context = self.server["context"]
         self.rows += rows
         for number in range(1 if rows[0].words else 0, self.options.rounds + 1):
             for row in rows.copy():
                 text = f"prompt of {row.prompt} tokens" if row.prompt else f"{row.streams} streams, drafts {row.mode}"
                 self._show_step(f"{text}: round {number} of {self.options.rounds}")
                 try:
-                    if isinstance(context, int) and 0 < context < (row.prompt or 0) + self.options.tokens:
+                    wanted = (row.prompt or 0) + self.options.tokens
+                    if isinstance(context := self.server["context"], int) and 0 < context < wanted:
                         raise UsageError(f"the context has {context} tokens")
                     before, began = await self._draft_counts(), time.perf_counter()
                     stories = [f"Write a very long story about cat {i}, part {number}." for i in range(row.streams)]
@@ -216,7 +216,7 @@ class Bench:
             if not answer.ended or not answer.usage["completion_tokens"]:
                 raise ValueError("an answer ended early, or without usage")
         except (TimeoutError, httpx.TransportError, ValueError, TypeError, AttributeError) as error:
-            raise WorkerLostError(f"{url}: {error or type(error).__name__}. See its log, or raise --timeout") from error
+            raise WorkerLostError(f"{url}: {error!r:.200}. See its log, or raise --timeout") from error
         answer.reads = answer.reads or {at - began: 1}  # no text came, as inside the mark of reasoning
         return answer
 
@@ -241,7 +241,7 @@ def bench(options: BenchOptions) -> None:
     if options.json:
         typer.echo(json.dumps(report, indent=2))
     elif rows:
-        table = Table(*COLUMNS, box=None)
+        table = Table(*COLUMNS, box=None, padding=(0, 1, 0, 0))
         for figures in rows:
             table.add_row(*(format(figures[name], f) if name in figures else "" for name, f in COLUMNS.items()))
         server = "; ".join(f"{name} {value}" for name, value in measured.server.items() if value)

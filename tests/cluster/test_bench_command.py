@@ -175,11 +175,12 @@ def plain_server(plain: Plain) -> Iterator[str]:
             for number in range(body["max_tokens"]):
                 time.sleep(plain.token_seconds)
                 if number == 2 and plain.ended >= plain.dies_after:
-                    return self.connection.close()
+                    self.connection.close()
+                    return None
                 event = {"choices": [{"index": 0, "delta": {"content": "word "}, "finish_reason": None}]}
                 self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
             usage = {"prompt_tokens": words + 9, "completion_tokens": body["max_tokens"]}
-            last = {"choices": [], "usage": usage if plain.usage else None}
+            last: dict[str, Any] = {"choices": [], "usage": usage if plain.usage else None}
             self.wfile.write(f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n".encode())
             plain.ended += 1
             return None
