@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from proto.errors import ProtocolError, RequestError
 from proto.wire import check_type
@@ -18,12 +18,17 @@ MAX_LOGIT_BIAS = 1024
 """Maximum entries in the logit_bias of a request. The last stage applies every entry to every token."""
 
 
+Acceptance = Literal["match", "ratio"]
+"""The value of `--acceptance`: drafts that equal the model's own choice, or by the ratio of both probabilities."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """The values that, with the logits, decide the token at a position (DESIGN §6).
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 each disable a filter. The repetition penalty covers
-    prompt and output. The presence and frequency penalties cover the output only, as in vLLM's reading of OpenAI's API.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `xtc_probability` 0 each disable a filter. XTC never
+    removes the tokens in `xtc_exempt`. The repetition penalty covers prompt and output. The presence and frequency
+    penalties cover the output only, as in vLLM's reading of OpenAI's API.
     `logprobs` is the number of alternatives reported with each token: 0 reports only the chosen token, None reports
     nothing.
 
@@ -34,6 +39,9 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_exempt: tuple[int, ...] = ()
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -42,12 +50,19 @@ class SamplingParams:
     logprobs: int | None = None
     grammar: bytes = b""
     grammar_start: int | None = None
+    acceptance: Acceptance = "match"
 
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, 0.0, 100.0)
         _within("top_k", self.top_k, 0, 2**31 - 1, whole=True)
         _within("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _within("min_p", self.min_p, 0.0, 1.0)
+        _within("xtc_probability", self.xtc_probability, 0.0, 1.0)
+        _within("xtc_threshold", self.xtc_threshold, 0.0, 0.5)
+        for token in self.xtc_exempt:
+            _within("xtc_exempt token", token, 0, 2**32 - 1, whole=True, param="xtc_exempt")
+        if self.acceptance not in get_args(Acceptance):
+            raise RequestError(f"acceptance is match or ratio, got {self.acceptance!r:.40}", param="acceptance")
         _within("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -76,6 +91,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def ratio(self) -> bool:
+        """True if drafts are accepted by the ratio rule. Greedy choice knows no probabilities."""
+        return self.acceptance == "ratio" and not self.greedy
+
+    @property
     def penalized(self) -> bool:
         """True if the history of the sequence changes its logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
@@ -95,7 +115,7 @@ class SamplingParams:
         """Invert `to_wire`. Raises ProtocolError for unknown fields or wrong types."""
         check_type(wire, dict, "sampling parameters")
         try:
-            return cls(**wire)
+            return cls(**wire | {"xtc_exempt": tuple(wire.get("xtc_exempt", ()))})
         except (RequestError, TypeError, AttributeError) as error:
             raise ProtocolError(f"sampling parameters: {error}") from error
 

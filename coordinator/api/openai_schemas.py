@@ -59,6 +59,8 @@ class SamplingBody(Body):
     top_p: float | None = None
     top_k: int | None = Field(None, ge=-1, description="0, and -1 as vLLM writes it, mean no limit")
     min_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
     repetition_penalty: float | None = named("repetition_penalty", "repeat_penalty", "rep_pen")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None

@@ -32,8 +32,7 @@ _REFUSED = {
     "0": """
         min_tokens min_length mirostat mirostat_mode dynatemp_range dry_multiplier n_probs top_logprobs
         logprobs top_a skew smoothing_factor epsilon_cutoff eta_cutoff no_repeat_ngram_size penalty_alpha
-        repetition_decay xtc_probability""",
-    "0 0.1": "xtc_threshold",
+        repetition_decay""",
     "0 -1": "nsigma top_n_sigma t_max_predict_ms truncate_prompt_tokens",
     "1": """
         best_of num_beams typical_p typical tfs tfs_z guidance_scale encoder_repetition_penalty""",

@@ -155,6 +155,10 @@ def _sampling_params(api: Api, settings: GenerationSettings) -> SamplingParams:
     if settings.logit_bias:
         check_tokens(api, settings.logit_bias, "logit_bias")
         chosen["logit_bias"] = settings.logit_bias
+    if chosen.get("xtc_probability"):
+        # Without line breaks code loses its form, and without ends an answer or its reasoning never stops.
+        ends = api.tokenizer.eos_ids | {api.tokenizer.reasoning_end_id} - {None}
+        chosen["xtc_exempt"] = tuple(sorted(ends.union(api.tokenizer.encode("\n"))))
     try:
         return replace(api.model.defaults, logprobs=settings.logprobs, **chosen)
     except RequestError as error:

@@ -4,12 +4,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
 from proto.errors import ProtocolError, RequestError
 from proto.params import SamplingParams
+
+
+class Drawn(NamedTuple):
+    """The tokens drawn for `w` rows, int32 `[w]`, and the scores whose softmax they follow, fp32 `[w, vocab]`."""
+
+    tokens: mx.array
+    scores: mx.array
+
+
+class Draft(NamedTuple):
+    """A drafted token and the scores that it was drawn from, fp32 `[1, vocab]`; None if it was not drawn at random."""
+
+    token: int
+    scores: mx.array | None = None
+
+
+def draw(
+    logits: mx.array,
+    params: SamplingParams,
+    keys: Callable[[], mx.array],
+    history: History | None = None,
+    pending: Tokens = (),
+) -> Drawn:
+    """Draw a token for each row of `logits` `[w, vocab]`, lazily.
+
+    The noise of row i has `keys()[i]`, perhaps lazy. Greedy rows need no keys, and no filter changes their choice.
+    `history` and `pending` are those of `adjusted`.
+    """
+    if params.greedy:
+        scores = adjusted(logits, params, history, pending)
+        return Drawn(mx.argmax(scores, axis=-1).astype(mx.int32), scores)
+    found = keys()
+    scores = filtered(logits, params, history, pending, found)
+    return Drawn(mx.argmax(scores + gumbel_of(found, scores.shape[-1]), axis=-1).astype(mx.int32), scores)
 
 
 def choose(
@@ -18,40 +52,60 @@ def choose(
     first_position: int,
     history: History | None = None,
     pending: Tokens = (),
+    drafts: Sequence[Draft] = (),
 ) -> mx.array:
     """Return the tokens for the rows of `logits` `[w, vocab]`: int32 `[w]`, lazy.
 
-    Row i predicts position `first_position + i`. `history` and `pending` are those of `adjusted`. No filter changes a
-    greedy choice.
+    Row i predicts position `first_position + i`. `history` and `pending` are those of `adjusted`. The first rows decide
+    about `drafts` by the ratio rule.
     """
-    if params.greedy:
-        scores = adjusted(logits, params, history, pending)
-        return mx.argmax(scores, axis=-1).astype(mx.int32)
-    scores = filtered(logits, params, history, pending)
-    rows, vocab = scores.shape
-    noise = gumbel(params.seed, range(first_position, first_position + rows), vocab)
-    return mx.argmax(scores + noise, axis=-1).astype(mx.int32)
+    keys = key_array([(params.seed, first_position + i) for i in range(logits.shape[0])])
+    drawn = draw(logits, params, lambda: keys, history, pending)
+    return ratio_choice(drawn, keys, drafts) if drafts else drawn.tokens
 
 
-def shared_settings(params: SamplingParams) -> tuple[float, ...] | None:
+def ratio_choice(drawn: Drawn, keys: mx.array, drafts: Sequence[Draft]) -> mx.array:
+    """Return the tokens `[w]` of `drawn`, the first ones replaced by those of the ratio rule about `drafts`.
+
+    A draft that was drawn from q is accepted with probability min(1, p/q), otherwise the token is drawn from the excess
+    of p over q. So it follows p, the softmax of its row, if the draft does not depend on the noise of these two
+    decisions. A draft that was not drawn has a q of 1.
+    """
+    count, vocab = len(drafts), drawn.scores.shape[-1]
+    tokens = mx.array([draft.token for draft in drafts], mx.int32)
+    certain = (mx.arange(vocab) == tokens[:, None]).astype(mx.float32)
+    rows = [
+        c if d.scores is None else mx.softmax(d.scores, axis=-1) for c, d in zip(certain[:, None], drafts, strict=True)
+    ]
+    q = mx.concatenate(rows)
+    q = mx.where(mx.isnan(q), certain, q)  # of a draft from scores that a grammar has all removed
+    p = mx.softmax(drawn.scores[:count], axis=-1)
+    of_draft = [mx.take_along_axis(share, tokens[:, None], axis=-1)[:, 0] for share in (p, q)]
+    accepted = _uniform(keys[:count] ^ _ACCEPTS) * of_draft[1] < of_draft[0]
+    excess = mx.maximum(p - q, 0)
+    excess = mx.where(mx.any(excess > 0, axis=-1, keepdims=True), excess, p)  # p and q may be equal up to rounding
+    noise = gumbel_of(keys[:count] ^ _REPLACES, vocab)
+    replaced = mx.argmax(mx.log(excess) + noise, axis=-1).astype(mx.int32)
+    return mx.concatenate([mx.where(accepted, tokens, replaced), drawn.tokens[count:]])
+
+
+def shared_settings(params: SamplingParams) -> tuple[Any, ...] | None:
     """Return what `choose_with_keys` depends on, equal for requests whose rows it may take together.
 
     None if a row also depends on its sequence: on the history or a bias.
     """
     if params.penalized or params.logit_bias:
         return None
-    return () if params.greedy else (params.temperature, params.top_k, params.top_p, params.min_p)
+    xtc = params.xtc_probability, params.xtc_threshold, params.xtc_exempt
+    return () if params.greedy else (params.temperature, params.top_k, params.top_p, params.min_p, *xtc)
 
 
 def choose_with_keys(logits: mx.array, params: SamplingParams, keys: Callable[[], mx.array]) -> mx.array:
     """Return the tokens for rows of several sequences with equal `shared_settings`: int32 `[rows]`, lazy.
 
-    The noise of row i has `keys()[i]`, perhaps lazy, and is that of `choose`. Greedy rows need no keys.
+    The noise of row i has `keys()[i]`, and is that of `choose`.
     """
-    if params.greedy:
-        return mx.argmax(logits.astype(mx.float32), axis=-1).astype(mx.int32)
-    scores = filtered(logits, params)
-    return mx.argmax(scores + gumbel_of(keys(), scores.shape[-1]), axis=-1).astype(mx.int32)
+    return draw(logits, params, keys).tokens
 
 
 class Logprobs(NamedTuple):
@@ -129,6 +183,10 @@ def key(seed: int, position: int) -> tuple[int, int]:
     return mixed >> 32, mixed & 0xFFFFFFFF
 
 
+_XTC, _ACCEPTS, _REPLACES = (mx.array([0, n], mx.uint32) for n in (1, 2, 3))
+"""Differences from the key of a position to those of its other draws. They never change either."""
+
+
 def gumbel(seed: int, positions: Sequence[int], vocab: int) -> mx.array:
     """Return standard Gumbel noise for each token at each position: fp32 `[len(positions), vocab]`, lazy.
 
@@ -147,6 +205,11 @@ def gumbel_of(keys: mx.array, vocab: int) -> mx.array:
     """Return the noise of `gumbel` for each of `keys`, which may be lazy: fp32 `[len(keys), vocab]`, lazy."""
     u = mx.vmap(lambda k: mx.random.uniform(shape=(vocab,), key=k))(keys)
     return -mx.log(-mx.log1p(-mx.maximum(u, SMALLEST_UNIFORM)))
+
+
+def _uniform(keys: mx.array) -> mx.array:
+    """Return one number in [0, 1) for each of `keys`: fp32 `[len(keys)]`, lazy."""
+    return cast(mx.array, mx.vmap(lambda k: mx.random.uniform(key=k))(keys))
 
 
 def splitmix64(x: int) -> int:
@@ -249,17 +312,34 @@ def filtered(
     params: SamplingParams,
     history: History | None = None,
     pending: Tokens = (),
+    keys: mx.array | None = None,
 ) -> mx.array:
     """Return the scores whose softmax is the distribution of the tokens: fp32 `[w, vocab]`, -inf for a removed token.
 
-    `logits` is `[w, vocab]` of any float type. Each row keeps at least one token. For greedy params use `choose`.
+    `logits` is `[w, vocab]` of any float type. Each row keeps at least one token. XTC needs the `keys` of the rows,
+    uint32 `[w, 2]`. For greedy params use `choose`.
     """
     scores = adjusted(logits, params, history, pending)
     scores = (scores - scores.max(axis=-1, keepdims=True)) / max(params.temperature, COLDEST)
     if params.min_p > 0:
         # The best token's score is 0, so these are ratios to its probability.
         scores = mx.where(scores < math.log(params.min_p), -mx.inf, scores)
-    return _top(scores, params.top_k, params.top_p)
+    scores = _top(scores, params.top_k, params.top_p)
+    if params.xtc_probability > 0:
+        assert keys is not None, "XTC needs the keys of its positions"
+        acts = _uniform(keys ^ _XTC) < params.xtc_probability
+        removed = _removed_by_xtc(scores, params.xtc_threshold, params.xtc_exempt)
+        scores = mx.where(acts[:, None] & removed, -mx.inf, scores)
+    return scores
+
+
+def _removed_by_xtc(scores: mx.array, threshold: float, exempt: Sequence[int]) -> mx.array:
+    """Return the tokens above `threshold` except the least likely of them and `exempt`: bool `[w, vocab]`."""
+    shares = mx.softmax(scores, axis=-1)
+    least = mx.where(shares > threshold, shares, mx.inf).min(axis=-1, keepdims=True)
+    known = mx.array([token for token in exempt if token < shares.shape[-1]], mx.int32)
+    kept = mx.zeros(shares.shape[-1], mx.bool_).at[known].add(True) if known.size else mx.array(False)
+    return (shares > least) & ~kept
 
 
 def _biased(scores: mx.array, bias: dict[int, float]) -> mx.array:

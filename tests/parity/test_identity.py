@@ -31,7 +31,8 @@ NUCLEUS = SamplingParams(temperature=0.8, top_p=0.95)
 PENALTIES = SamplingParams(
     temperature=1.0, min_p=0.05, repetition_penalty=1.1, presence_penalty=0.3, frequency_penalty=0.2
 )
-SETTINGS = (GREEDY, NUCLEUS, PENALTIES)
+XTC = SamplingParams(temperature=1.0, xtc_probability=0.5, xtc_threshold=0.02, xtc_exempt=(0, 10))
+SETTINGS = (GREEDY, NUCLEUS, PENALTIES, XTC)
 
 CHUNK = {1: 512, 2: 32, 4: 7}
 """Prefill chunk by number of stages. The chunk must not matter, so each number of stages has its own."""
@@ -97,7 +98,7 @@ def expected() -> list[Answered]:
     ],
 )
 def test_drafts_stages_and_concurrency_change_nothing(expected: list[Answered], mtp: str, stages: int) -> None:
-    """Six concurrent requests, greedy and sampled, give the answers they give alone without drafts.
+    """Eight concurrent requests, greedy and sampled, give the answers they give alone without drafts.
 
     The last case runs one request at a time, so that the pipeline is filled with windows.
     """
@@ -225,7 +226,7 @@ def test_a_quantization_changes_nothing_more(
 
 @pytest.fixture(scope="module")
 def all_expected() -> list[Answered]:
-    """Return the answers to 20 prompts in 3 settings, 200 tokens each, without drafts on one stage."""
+    """Return the answers to 20 prompts in 4 settings, 200 tokens each, without drafts on one stage."""
     return answers(requests(PROMPTS, 200), "off")
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ from mtp.sampling.sampler import (
     choose_with_keys,
     filtered,
     gumbel,
+    gumbel_of,
     key,
     key_array,
     logprobs,
@@ -41,6 +43,7 @@ SETTINGS = {
     "top_k": replace(PLAIN, top_k=20),
     "top_p": replace(PLAIN, top_p=0.8),
     "min_p": replace(PLAIN, min_p=0.05),
+    "xtc": replace(PLAIN, xtc_probability=0.5, xtc_threshold=0.05, xtc_exempt=(5, 7)),
     "penalties": replace(PLAIN, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2),
     "greedy penalties": SamplingParams(frequency_penalty=1.5, logit_bias={3: 2.0}),
     "all": SamplingParams(
@@ -48,6 +51,8 @@ SETTINGS = {
         top_k=40,
         top_p=0.9,
         min_p=0.01,
+        xtc_probability=0.5,
+        xtc_threshold=0.05,
         repetition_penalty=1.1,
         presence_penalty=0.3,
         frequency_penalty=0.1,
@@ -112,8 +117,9 @@ def test_a_window_of_five_chooses_what_five_windows_of_one_choose(params: Sampli
         assert choose(alone, params, 4 + i, settled).item() == together[i].item()
         assert choose(alone, params, 4 + i, history, mx.array(window[: i + 1])).item() == (together[i].item())
         if not params.greedy:
-            scores = filtered(logits, params, history, window)
-            assert mx.array_equal(filtered(alone, params, settled), scores[i : i + 1])
+            keys = key_array([(params.seed, 4 + row) for row in range(5)])
+            scores = filtered(logits, params, history, window, keys)
+            assert mx.array_equal(filtered(alone, params, settled, keys=keys[i : i + 1]), scores[i : i + 1])
 
 
 def test_choosing_takes_drafts_that_are_not_evaluated_yet() -> None:
@@ -218,6 +224,35 @@ def test_a_filter_keeps_what_mlx_lm_keeps(name: str, bound: Any) -> None:
     assert survivors(ours) == survivors(theirs)
 
 
+@pytest.mark.usefixtures("eager")
+def test_xtc_removes_what_mlx_lm_removes() -> None:
+    """XTC removes all tokens above the threshold but the least likely, and never an exempt token."""
+    logits = mx.array([[3.0, 2.5, 2.0, 0.0, -1.0], [9.0, 0.0, 0.0, 0.0, 0.0]])
+    keys = key_array([(1, 0), (1, 1)])
+    for exempt, expected in ((), [{2, 3, 4}, set(range(5))]), ((0,), [{0, 2, 3, 4}, set(range(5))]):
+        params = replace(PLAIN, xtc_probability=1.0, xtc_threshold=0.1, xtc_exempt=exempt)
+        theirs = sample_utils.apply_xtc(log_softmax(logits), 1.0, 0.1, list(exempt))
+        assert survivors(filtered(logits, params, keys=keys)) == survivors(theirs) == expected
+        assert SamplingParams.from_wire(msgpack.unpackb(msgpack.packb(params.to_wire()))) == params
+
+
+def test_xtc_acts_at_its_share_of_positions() -> None:
+    """XTC with probability .3 acts at 3 of 10 positions, within 5 standard errors of 5,000.
+
+    Each position has a fixed decision, which does not depend on the noise of its token.
+    """
+    count = 5000
+    logits = mx.broadcast_to(mx.array([3.0, 2.5, 2.0, 0.0]), (count, 4))
+    params = replace(PLAIN, xtc_probability=0.3)
+    keys = key_array([(params.seed, position) for position in range(count)])
+    acted = np.isinf(np.array(filtered(logits, params, keys=keys)[:, 0]))
+    assert abs(acted.mean() - 0.3) < 5 * math.sqrt(0.3 * 0.7 / count)
+    again = np.isinf(np.array(filtered(logits[:100], params, keys=keys[1234:1334])[:, 0]))
+    assert (again == acted[1234:1334]).all()
+    noise = np.array(gumbel_of(keys, 1))[:, 0]
+    assert abs(np.corrcoef(acted, noise)[0, 1]) < 5 / math.sqrt(count)
+
+
 def test_filters_follow_vllms_order() -> None:
     """Temperature comes before the filters, and min-p and top-k before top-p, which renormalizes their result."""
     logits = mx.log(mx.array([[0.4, 0.3, 0.2, 0.1]]))
@@ -243,13 +278,16 @@ def test_tokens_that_tie_with_the_last_one_kept_stay() -> None:
     top_k=st.integers(0, 20),
     top_p=st.floats(1e-6, 1),
     min_p=st.floats(0, 1),
+    xtc=st.floats(0, 1),
     scale=st.sampled_from([0.0, 1.0, 1e4]),
 )
-def test_every_row_keeps_a_token(temperature: float, top_k: int, top_p: float, min_p: float, scale: float) -> None:
+def test_every_row_keeps_a_token(
+    temperature: float, top_k: int, top_p: float, min_p: float, xtc: float, scale: float
+) -> None:
     """Every combination of filters leaves a token, without NaN or scores above 0, and the choice is one of them."""
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, xtc_probability=xtc)
     logits = some_logits(3, vocab=16) * scale
-    scores = np.array(filtered(logits, params))
+    scores = np.array(filtered(logits, params, keys=key_array([(0, 5 + row) for row in range(3)])))
     assert not np.isnan(scores).any()
     assert scores.max() <= 0
     assert np.isfinite(scores).any(axis=1).all()
@@ -266,9 +304,9 @@ def test_a_temperature_next_to_zero_is_greedy() -> None:
 
 
 def test_greedy_takes_the_best_token_whatever_the_filters() -> None:
-    """A greedy choice ignores all filters, and takes the first of equal tokens."""
+    """A greedy choice ignores all filters, XTC included, and takes the first of equal tokens."""
     logits = mx.array([[0.0, 3.0, 3.0, 2.0]])
-    params = SamplingParams(top_k=3, min_p=0.1, top_p=0.9)
+    params = SamplingParams(top_k=3, min_p=0.1, top_p=0.9, xtc_probability=1.0)
     assert {choose(logits, params, position).item() for position in range(50)} == {1}
 
 

@@ -6,13 +6,14 @@ import asyncio
 import gzip
 import json
 import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from coordinator.api.context import ApiOptions
 from proto.params import SamplingParams
-from tests.support.api.api_client import PATIENCE, USER, ApiClient
+from tests.support.api.api_client import PATIENCE, USER, ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving
 
 
@@ -30,10 +31,22 @@ SAMPLING: dict[str, Any] = {
     "top_p": 0.9,
     "top_k": 11,
     "min_p": 0.05,
+    "xtc_probability": 0.5,
+    "xtc_threshold": 0.2,
     "repetition_penalty": 1.1,
     "presence_penalty": 0.5,
     "frequency_penalty": -0.5,
     "seed": 42,
+}
+
+
+XTC: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [USER]},
+    "/v1/completions": {"prompt": "one"},
+    "/v1/responses": {"input": "one"},
+    "/v1/messages": {"messages": [USER], "max_tokens": 8, "model": "tiny"},
+    "/api/chat": {"model": "tiny", "messages": [USER], "options": {}, "stream": False},
+    "/api/generate": {"model": "tiny", "prompt": "one", "options": {}, "stream": False},
 }
 
 
@@ -43,7 +56,21 @@ async def test_every_sampling_field_reaches_the_engine() -> None:
     await api.chat(**SAMPLING, logit_bias={"5": -100, "6": 2.5}, logprobs=True, top_logprobs=3)
     await api.complete(**SAMPLING, logit_bias={"5": -100, "6": 2.5}, logprobs=3)
     expected = SamplingParams(**SAMPLING, logit_bias={5: -100, 6: 2.5}, logprobs=3)
-    assert [request.params for request in api.generator.requests] == [expected, expected]
+    assert [replace(r.params, xtc_exempt=()) for r in api.generator.requests] == [expected, expected]
+
+
+@pytest.mark.parametrize(("path", "fields"), XTC.items())
+async def test_xtc_spares_the_ends_and_line_breaks_in_every_dialect(path: str, fields: dict[str, Any]) -> None:
+    """Every dialect takes the two fields. The end of the text, that of reasoning and line breaks are spared."""
+    api, tokenizer = ApiClient(), tiny_tokenizer()
+    named = {"xtc_probability": 0.3, "xtc_threshold": 0.15}
+    inside = "options" in fields
+    response = await api.post(path, fields | ({"options": named} if inside else named))
+    assert response.status_code == 200, response.text
+    params = api.generator.requests[0].params
+    assert (params.xtc_probability, params.xtc_threshold) == (0.3, 0.15)
+    assert {*tokenizer.eos_ids, *tokenizer.encode("\n")} <= set(params.xtc_exempt)
+    assert {tokenizer.reasoning_end_id} - {None} <= set(params.xtc_exempt)
 
 
 async def test_a_request_may_choose_its_number_of_drafts() -> None:
