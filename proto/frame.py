@@ -177,7 +177,7 @@ def op_from_wire(wire: Any) -> Op:
 MAX_DRAFTS = 32
 """Maximum drafts after one token. Acceptance falls to a quarter at the fifth draft (MTP_HEAD.md)."""
 
-_SEGMENT_NAMES = ("seq_id", "window", "position")
+_SEGMENT_NAMES = ("seq_id", "window", "position", "source")
 _OUTCOME_NAMES = ("seq_id", "window", "accepted_length")
 
 
@@ -191,7 +191,8 @@ class Segment:
     segment builds on a rejected window; stages forward it without rows. A segment that `continues` is an open window of
     one token: the target's choice after the window before it, which the last stage knows and the header does not carry.
     `relay` asks the last of several stages to send the next token to the first stage too, for a segment that continues
-    this one. Raises ProtocolError for a value out of range.
+    this one. `source` counts the windows back to the one whose outcome brought the drafts; 0 where the ratio rule does
+    not apply, and for drafts of the text. Raises ProtocolError for a value out of range.
     """
 
     seq_id: int
@@ -204,11 +205,12 @@ class Segment:
     cancelled: bool = False
     continues: bool = False
     relay: bool = False
+    source: int = 0
 
     def __post_init__(self) -> None:
         if self.continues and (self.tokens or not self.open):
             raise ProtocolError("a segment that continues is an open window without tokens")
-        check_ints((self.seq_id, self.window, self.position), _SEGMENT_NAMES)
+        check_ints((self.seq_id, self.window, self.position, self.source), _SEGMENT_NAMES)
         check_int(self.drafts, "drafts", MAX_DRAFTS)
         if self.tokens:
             check_tokens(self.tokens, "tokens")
@@ -274,15 +276,15 @@ _FLAGS = [tuple(flags >> bit & 1 != 0 for bit in range(5)) for flags in range(32
 
 def _segment_to_wire(s: Segment) -> tuple[Any, ...]:
     flags = s.open + 2 * s.sample + 4 * s.cancelled + 8 * s.continues + 16 * s.relay
-    return s.seq_id, s.window, s.position, flags, s.drafts, pack_tokens(s.tokens)
+    return s.seq_id, s.window, s.position, flags, s.drafts, pack_tokens(s.tokens), s.source
 
 
 def _segment_from_wire(wire: Any) -> Segment:
-    seq_id, window, position, flags, drafts, packed = check_row(wire, "segment", 6)
+    seq_id, window, position, flags, drafts, packed, source = check_row(wire, "segment", 7)
     check_int(flags, "segment flags", len(_FLAGS) - 1)
     stays_open, sample, cancelled, continues, relay = _FLAGS[flags]
     tokens = unpack_tokens(packed, "tokens")
-    return Segment(seq_id, window, position, tokens, stays_open, sample, drafts, cancelled, continues, relay)
+    return Segment(seq_id, window, position, tokens, stays_open, sample, drafts, cancelled, continues, relay, source)
 
 
 def _outcome_to_wire(o: Outcome) -> tuple[Any, ...]:
@@ -307,7 +309,7 @@ def _logprob_from_wire(wire: Any) -> TokenLogprob:
     return TokenLogprob(token, logprob, tuple((one, p) for one, p in pairs))
 
 
-VERSION = 4
+VERSION = 5
 """Version of the protocol, which Describe and Hello compare."""
 
 _PREFIX = struct.Struct("<I")

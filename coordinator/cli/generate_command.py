@@ -20,6 +20,7 @@ from coordinator.schedule.prompts import check_request
 from coordinator.schedule.request import Finished, GenerationEvent, GenerationRequest, GenerationStats
 from coordinator.schedule.request import generate as generate_events
 from coordinator.serve import options
+from coordinator.serve.options import check_acceptance
 from coordinator.text.answer_reader import AnswerReader, Content, Part, Reasoning
 from coordinator.text.tokenizer import TextStream, Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -174,6 +175,7 @@ class GenerateOptions:
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0
     mtp: options.MtpOption = options.AUTO
     ngram: options.NgramOption = NgramMode.auto
+    acceptance: options.AcceptanceOption = "match"
     dtype: options.DtypeOption = None
     kv_bits: options.KvBitsOption = None
     exact: options.ExactOption = False
@@ -192,7 +194,8 @@ def generate(options: GenerateOptions) -> None:
     logs.configure(logs.LogLevel.warning)
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     sampling = (options.temp, options.top_k, options.top_p, options.min_p)
-    params = SamplingParams(*sampling, seed=options.seed)
+    check_acceptance(options.acceptance, options.exact)
+    params = SamplingParams(*sampling, seed=options.seed, acceptance=options.acceptance)
     with byte_bar("downloading the model") as on_progress:
         path = with_fetched_head(resolve_model(options.model, on_progress))
     checkpoint = Checkpoint.open(path)

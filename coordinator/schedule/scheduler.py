@@ -386,6 +386,7 @@ class Scheduler:
             drafts=min(shape.depth, max(0, sequence.remaining - window.first - 2)),
             continues=window.continues,
             relay=window.relays,
+            source=sequence.source_of(window),
         )
 
     def _next_chunks(self) -> list[Segment]:

@@ -59,6 +59,8 @@ class Sequence:
     """Drafts for the tokens after `tokens`: those of the MTP head, or of a match of the text."""
     own_shape: Shape | None = None
     """Shape of all its windows if the request has a number of drafts of its own."""
+    drafted_after: int | None = None
+    """The window whose outcome brought `drafts`; None for those of a match."""
     matcher: NgramMatcher | None = None
     """Finds matches in `tokens`; None if they are not searched."""
     windows_in_flight: deque[Window] = field(default_factory=deque)
@@ -163,6 +165,12 @@ class Sequence:
         drafts = self._drafts_before_stop(self.matcher.drafts[: shape.ahead])
         sent = self._sent_drafts()
         self.drafts = drafts if drafts[: len(sent)] == sent else ()
+        self.drafted_after = None
+
+    def source_of(self, window: Window) -> int:
+        """Return `Segment.source` of a window that is sent now."""
+        known = self.request.params.ratio and not window.continues and self.drafted_after is not None
+        return window.number - (self.drafted_after or 0) if known else 0
 
     def next_window(self, shape: Shape, frame: FrameInFlight, *, relay: bool = False) -> Window:
         """Put the next window in flight: the confirmed token and drafts, after the windows already in flight.
@@ -227,7 +235,7 @@ class Sequence:
 
     def apply_first_token(self, outcome: Outcome) -> tuple[int, ...]:
         """Append the token that follows the prompt. Return the emitted tokens."""
-        self.drafts = self._drafts_before_stop(outcome.drafts)
+        self._take_drafts(outcome)
         return self._append_tokens((_token(outcome),))
 
     def apply_outcome(self, outcome: Outcome) -> WindowOutcome:
@@ -242,7 +250,7 @@ class Sequence:
             following = self.windows_in_flight[0]
             self.windows_in_flight[0] = replace(following, tokens=chosen[-1:], continues=False)
         tokens = self._append_tokens(chosen)
-        self.drafts = self._drafts_before_stop(outcome.drafts)
+        self._take_drafts(outcome)
         result = self._classify(window, outcome)
         draft_results = self._draft_results(window, outcome, result, len(tokens))
         self.commit = Commit(self.seq_id, window.number, outcome.accepted_length)
@@ -287,6 +295,9 @@ class Sequence:
             results += [DraftResult(w.first + i, False) for w in following for i in range(len(w.tokens))]
         return tuple(results)
 
+    def _take_drafts(self, outcome: Outcome) -> None:
+        self.drafts, self.drafted_after = self._drafts_before_stop(outcome.drafts), outcome.window
+
     def _drafts_before_stop(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
         """Return the drafts before a stop token. The last stage could accept those after it, which no stage keeps."""
         stops = self.request.stop_tokens
@@ -316,7 +327,7 @@ class Sequence:
         self.cached_tokens = self.saved_prefix = self.restorable_tokens = 0
         self.expected_prefix = 0
         self.prefix_boundaries.clear()
-        self.drafts = ()
+        self.drafts, self.drafted_after = (), None
         self.windows_in_flight.clear()
         self.shape = None
         self.last_window = replace(self.last_window, frame=None)

@@ -20,6 +20,7 @@ from proto.announcement import is_loopback, parse_address
 from proto.control import Kernels
 from proto.errors import UsageError
 from proto.images import MAX_IMAGES, VisionMode
+from proto.params import Acceptance
 from proto.span import Span
 from proto.terminal.logs import LogFormat, LogLevel
 from proto.terminal.options import KernelsOption, LogFileOption, LogFormatOption, LogLevelOption, Parsed, StateOption
@@ -50,6 +51,13 @@ ExactOption = Annotated[
         "--exact",
         help="Compute every token with the same arithmetic, so that drafts, other requests and the number of equal "
         "machines never change an answer. Costs speed on GPUs, most of it for long prompts.",
+    ),
+]
+AcceptanceOption = Annotated[
+    Acceptance,
+    typer.Option(
+        help="How drafts are judged. With ratio slightly more of them are accepted when sampling, but an answer then "
+        "depends on the drafts too: the same seed can give another one, equally distributed."
     ),
 ]
 SlicesOption = Annotated[
@@ -88,6 +96,14 @@ WorkersOption = Annotated[
     typer.Option(metavar="HOST:PORT", help="A worker besides those mDNS finds; repeatable."),
 ]
 NoMdnsOption = Annotated[bool, typer.Option("--no-mdns", help="Use only those of --worker.")]
+
+
+def check_acceptance(acceptance: Acceptance, exact: bool) -> None:
+    """Raise UsageError for the ratio rule with `exact`."""
+    if exact and acceptance == "ratio":
+        raise UsageError(
+            "--acceptance ratio with --exact: its tokens depend on the drafts, which --exact rules out. Leave one out"
+        )
 
 
 @dataclass(frozen=True)
@@ -131,6 +147,7 @@ class ServeOptions:
     dtype: DtypeOption = None
     mtp: MtpOption = AUTO
     ngram: NgramOption = NgramMode.auto
+    acceptance: AcceptanceOption = "match"
     fetch_head: Annotated[
         bool,
         typer.Option(
@@ -322,4 +339,5 @@ class ServeOptions:
             raise UsageError("--prefix-disk keeps prefixes on disk. Leave out --no-prefix-cache")
         if any(not key.strip() for key in self.api_key):
             raise UsageError("--api-key: an empty key would let everybody in")
+        check_acceptance(self.acceptance, self.exact)
         _ = self.layer_slices

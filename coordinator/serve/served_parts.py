@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coordinator.api.app import create_app
@@ -145,7 +145,7 @@ class OpenedModel:
         self.info = ModelInfo(
             self.name,
             config.max_positions,
-            generation_defaults(path),
+            replace(generation_defaults(path), acceptance=options.acceptance),
             options.served_model_name,
             fingerprint=self.checkpoint.fingerprint(),
             family=config.model_type,

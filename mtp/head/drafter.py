@@ -20,7 +20,7 @@ from mtp.layers.kv_cache import KVRows
 from mtp.layers.layer import Hole, KVFormat, Layer
 from mtp.layers.reference.attention import AttentionLayer
 from mtp.sampling.grammar import Answer, GrammarState
-from mtp.sampling.sampler import History, choose, choose_with_keys, key_array, shared_settings
+from mtp.sampling.sampler import Draft, History, draw, key_array, shared_settings
 from proto.params import SamplingParams
 
 
@@ -200,6 +200,17 @@ class DraftJob:
         return tuple(self.grammar.forced(self.answer)[: max(self.depth, FORCED_DRAFTS)])
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """The drafts of a chain. `scores` are those that `Draft` has, for the ratio rule only."""
+
+    tokens: tuple[int, ...]
+    scores: tuple[mx.array | None, ...] = ()
+
+    def __getitem__(self, index: int) -> Draft:
+        return Draft(self.tokens[index], self.scores[index] if index < len(self.scores) else None)
+
+
 class Drafter:
     """The head with the embedding and the output projection that it shares with the backbone."""
 
@@ -251,16 +262,16 @@ class Drafter:
             self.catch_up(full)
         mx.async_eval([s.arrays() for s in states])
 
-    def draft(self, jobs: Sequence[DraftJob]) -> list[tuple[int, ...]]:
+    def draft(self, jobs: Sequence[DraftJob]) -> list[Drafts]:
         """Chain `depth` drafts for every job; all jobs share one pass per position.
 
         The input of step i is the head's own output of the step before and the token drafted from it. Afterwards every
         cache holds only the pairs of the text.
         """
         chained = iter(self._draft_chains([job for job in jobs if len(job.forced) < job.depth]))
-        return [next(chained) if len(job.forced) < job.depth else job.forced for job in jobs]
+        return [next(chained) if len(job.forced) < job.depth else Drafts(job.forced) for job in jobs]
 
-    def _draft_chains(self, jobs: Sequence[DraftJob]) -> list[tuple[int, ...]]:
+    def _draft_chains(self, jobs: Sequence[DraftJob]) -> list[Drafts]:
         if not jobs:
             return []
         hidden = self.catch_up([job.state for job in jobs])
@@ -279,7 +290,7 @@ class Drafter:
                 chain.draw(logits[row : row + 1])
             # A GPU computes these drafts while Python builds the next step.
             mx.async_eval([chain.tokens[-1] for chain in active])
-        mx.eval([(chain.tokens, chain.job.state.arrays()) for chain in chains])
+        mx.eval([(chain.tokens, chain.scores, chain.job.state.arrays()) for chain in chains])
         return [chain.end() for chain in chains]
 
 
@@ -289,25 +300,30 @@ class _Chain:
     def __init__(self, job: DraftJob) -> None:
         self.job = job
         self.tokens: list[mx.array] = []
+        self.scores: list[mx.array | None] = []
 
     def draw(self, logits: mx.array) -> None:
         """Draw the next draft from `logits [1, vocab]`, unless it is forced."""
         job = self.job
         if len(self.tokens) < len(job.forced):
             self.tokens.append(mx.array([job.forced[len(self.tokens)]], mx.int32))
+            self.scores.append(None)
             return
         position = job.position + 1 + len(self.tokens)
         pending = mx.concatenate([mx.array([job.token], mx.int32), *self.tokens])
         if job.grammar is not None:
             drafted = cast(list[int], pending[1:].tolist())
             logits = job.grammar.mask(logits, job.answer.with_pending(drafted))
-        self.tokens.append(choose(logits, job.params, position, job.history, pending))
+        keys = partial(key_array, [(job.params.seed, position)])
+        drawn = draw(logits, job.params, keys, job.history, pending)
+        self.tokens.append(drawn.tokens)
+        self.scores.append(drawn.scores if job.params.ratio else None)
 
-    def end(self) -> tuple[int, ...]:
+    def end(self) -> Drafts:
         """Return the evaluated drafts, and remove the entries of the chain from the cache of the head."""
         if self.job.depth > 1:
             self.job.state.cache.trim(self.job.depth - 1)
-        return tuple(cast(int, t.item()) for t in self.tokens)
+        return Drafts(tuple(cast(int, t.item()) for t in self.tokens), tuple(self.scores))
 
 
 Key = tuple[int, int]
@@ -363,6 +379,7 @@ class WindowDrafts:
         """The rejected rows in the cache of each job; none if no row can be rejected."""
         self._active = [list(range(len(jobs)))]
         """The jobs of each step of the chain."""
+        self._scores: list[list[mx.array]] = [[] for _ in jobs]
         hidden = self._begin()
         steps = [self._draw(hidden, 0)]
         for step in range(1, max(job.depth for job in jobs)):
@@ -374,9 +391,10 @@ class WindowDrafts:
 
     def arrays(self) -> list[mx.array]:
         """Return the arrays of the heads, to compute with the drafts."""
-        return [array for job in self._jobs for array in job.state.arrays()]
+        scores = [array for found in self._scores for array in found]
+        return scores + [array for job in self._jobs for array in job.state.arrays()]
 
-    def finish(self, tokens: Sequence[int], accepted: Sequence[tuple[int, int]]) -> dict[Key, tuple[int, ...]]:
+    def finish(self, tokens: Sequence[int], accepted: Sequence[tuple[int, int]]) -> dict[Key, Drafts]:
         """Return the drafts of each window from the read `tokens`. Removes the pairs of rejected rows and of the chain.
 
         `accepted` has the accepted length of each window and the token after it.
@@ -388,7 +406,8 @@ class WindowDrafts:
                 drafts[index].append(next(values))
         for job, (length, token) in zip(self._jobs, accepted, strict=True):
             job.state.end_window(job.hidden, length, token, job.rows - length + job.depth - 1)
-        return {job.key: tuple(drafted) for job, drafted in zip(self._jobs, drafts, strict=True)}
+        found = zip(self._jobs, drafts, self._scores, strict=True)
+        return {job.key: Drafts(tuple(drafted), tuple(scores)) for job, drafted, scores in found}
 
     def _begin(self) -> mx.array:
         """Compute the waiting pairs and those of the windows. Return the outputs at the last accepted rows."""
@@ -437,23 +456,27 @@ class WindowDrafts:
     def _draw(self, hidden: mx.array, step: int) -> mx.array:
         """Draw a draft from each row of `hidden`: int32 `[rows]`."""
         logits = self._drafter.unembed(hidden)
-        groups: dict[tuple[float, ...], list[int]] = {}
+        groups: dict[tuple[Any, ...], list[int]] = {}
         active = self._active[-1]
         for row, index in enumerate(active):
             settings = shared_settings(self._jobs[index].params)
             assert settings is not None, "drafts that depend on the host are not drawn here"
             groups.setdefault(settings, []).append(row)
-        drawn, order = [], []
+        tokens, order = [], []
         for rows in groups.values():
             own = logits if len(rows) == len(active) else logits[mx.array(rows)]
             jobs = [active[row] for row in rows]
             params = self._jobs[jobs[0]].params
-            drawn.append(choose_with_keys(own, params, partial(self._keys, jobs, step)))
+            drawn = draw(own, params, partial(self._keys, jobs, step))
+            tokens.append(drawn.tokens)
             order += rows
-        tokens = _concatenated(drawn)
+            for row, index in enumerate(jobs):
+                if self._jobs[index].params.ratio:
+                    self._scores[index].append(drawn.scores[row : row + 1])
+        found = _concatenated(tokens)
         if order == sorted(order):
-            return tokens
-        return tokens[mx.array(sorted(range(len(order)), key=order.__getitem__))]
+            return found
+        return found[mx.array(sorted(range(len(order)), key=order.__getitem__))]
 
     def _keys(self, jobs: Sequence[int], step: int) -> mx.array:
         """Return the keys of the noise of the drafts of one step: uint32 `[len(jobs), 2]`, lazy."""

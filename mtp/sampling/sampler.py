@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -209,7 +209,7 @@ def gumbel_of(keys: mx.array, vocab: int) -> mx.array:
 
 def _uniform(keys: mx.array) -> mx.array:
     """Return one number in [0, 1) for each of `keys`: fp32 `[len(keys)]`, lazy."""
-    return cast(mx.array, mx.vmap(lambda k: mx.random.uniform(key=k))(keys))
+    return mx.vmap(lambda k: mx.random.uniform(key=k))(keys)
 
 
 def splitmix64(x: int) -> int:

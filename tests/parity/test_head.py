@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -357,3 +358,32 @@ def test_drafts_are_drawn_with_the_noise_and_the_past_of_their_positions(
             at = len(script.known) + i
             assert choose(logits, params, at, history).item() == outcome.drafts[i]
         segment = script.next_window(drafts=DEPTH)
+
+
+@pytest.mark.parametrize("bias", [{}, FEW], ids=["drafts of the device", "drafts of the host"])
+def test_the_ratio_rule_decides_about_a_draft_that_was_not_sent(
+    checkpoints: Checkpoints, bias: dict[int, float]
+) -> None:
+    """A window that was cut, as before a stop token, gets the token that it has with all drafts of its chain.
+
+    Otherwise the answers would be biased: whether a draft counts would depend on the draft. Drafts of the text, which
+    have no source, are judged by the model's probabilities alone.
+    """
+    path, seeds = checkpoints(layers=4), range(10)
+    changed = 0
+    for seed in seeds:
+        params = SamplingParams(temperature=3.0, top_k=4, seed=seed, logit_bias=bias, acceptance="ratio")
+        tokens = []
+        for width, source in ((4, 1), (1, 1), (2, 1), (1, 0)):
+            chain, script = Chain(path), Script(0, random_tokens(PROMPT), params)
+            drafts = script.run(chain, script.chunk(PROMPT, drafts=3)).drafts
+            assert len(drafts) == 3
+            window = replace(script.window([script.known[-1], *drafts[: width - 1]]), source=source)
+            tokens.append(script.run(chain, window))
+        first = [drafts[0] if outcome.accepted_length > 1 else outcome.token for outcome in tokens]
+        assert first[0] == first[1] == first[2]
+        changed += first[3] != first[0]
+        full, _, pair, _ = tokens
+        if pair.accepted_length == 2:
+            assert pair.token == (drafts[1] if full.accepted_length > 2 else full.token)
+    assert changed, "the cases do not tell the rules apart"

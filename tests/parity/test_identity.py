@@ -7,12 +7,16 @@ docs/measurements.md has the differences in other precisions, and docs/MTP_HEAD.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import mlx.core as mx
+import numpy as np
 import pytest
+from mlx_lm.utils import load_model
 
 from coordinator.drafts.averages import Shape
 from coordinator.drafts.controller import Controller, MtpMode
@@ -21,9 +25,11 @@ from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
+from mtp.sampling.sampler import filtered
 from proto.params import SamplingParams
 from tests.support.checkpoints.checkpoints import convert_checkpoint
 from tests.support.stages.local_run import Answered, run
+from tests.support.text.chi_square import chi_square, sigmas
 from tests.support.text.prompts import PROMPTS
 
 GREEDY = SamplingParams()
@@ -219,6 +225,62 @@ def test_a_quantization_changes_nothing_more(
     found = answers(asked, "2", stages=2, path=path, kv_bits=kv_bits)
     check_same(found, plain)
     assert accepted(found) > 0
+
+
+# ---- the ratio rule
+
+
+def distribution(
+    prompt: tuple[int, ...], params: SamplingParams, length: int, stop: int
+) -> dict[tuple[int, ...], float]:
+    """Return the chances of all answers of up to `length` tokens before `stop`, from mlx-lm's own model."""
+    model, _ = load_model(checkpoint_dir())
+    model.set_dtype(mx.float32)
+    found: dict[tuple[int, ...], float] = {}
+    open_texts: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        longer: dict[tuple[int, ...], float] = {}
+        for text, chance in open_texts.items():
+            scores = filtered(model(mx.array([[*prompt, *text]]))[0, -1:].astype(mx.float32), params)
+            for token, share in enumerate(np.array(mx.softmax(scores[0]), np.float64)):
+                ends = token == stop
+                if share:
+                    (found if ends else longer)[text if ends else (*text, token)] = chance * share
+        open_texts = longer
+    return found | open_texts
+
+
+@pytest.mark.parametrize(
+    ("mtp", "stages", "ngrams"),
+    [
+        ("2", 1, False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("1", 1, True), ("filled", 4, False))),
+    ],
+)
+def test_answers_under_the_ratio_rule_follow_the_model(mtp: str, stages: int, ngrams: bool) -> None:
+    """The answers of 200 seeds are distributed as the model's: chi-square stays below 4 sigmas.
+
+    The stop token is likely, so it is often a draft. The same seeds give the same answers again.
+    """
+    params = SamplingParams(temperature=1.2, top_k=3, acceptance="ratio")
+    prompt = Tokenizer.load(checkpoint_dir()).encode(PROMPTS[1])[:6] * (2 if ngrams else 1)
+    plain = distribution(prompt, params, 2, stop=-1)
+    stop = max(plain, key=plain.__getitem__)[1]
+    expected = distribution(prompt, params, 3, stop)
+    asked = [
+        GenerationRequest(prompt, 3, replace(params, seed=seed), stop_tokens=frozenset({stop})) for seed in range(200)
+    ]
+    parts = [asked[i : i + 100] for i in range(0, 200, 100)]  # what the queue takes of one client
+    found = [one for part in parts for one in answers(part, mtp, stages, ngrams=ngrams, one_by_one=mtp == "filled")]
+    counts = Counter(answer.tokens for answer in found)
+    assert set(counts) <= set(expected)
+    likely = [text for text, chance in expected.items() if 200 * chance >= 5]
+    rest = 1 - sum(expected[text] for text in likely), 200 - sum(counts[text] for text in likely)
+    statistic = chi_square([*(counts[t] for t in likely), rest[1]], [*(expected[t] for t in likely), rest[0]])
+    assert sigmas(statistic, len(likely)) < 4
+    again = answers(asked[:9], mtp, stages, ngrams=ngrams, one_by_one=mtp == "filled")
+    assert [answer.tokens for answer in again] == [answer.tokens for answer in found[:9]]
+    assert 0 < accepted(found) < drafted(found)
 
 
 # ---- the whole study

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from mtp.head.drafter import HeadState
+from mtp.head.drafter import Drafts, HeadState
 from mtp.layers.layer import LayerCache
 from mtp.sampling.grammar import Answer, GrammarState
-from mtp.sampling.sampler import History
+from mtp.sampling.sampler import Draft, History
 from proto.errors import ProtocolError
 from proto.frame import Admit, Segment
 from proto.images import ImageLayout, without_images
@@ -220,6 +220,14 @@ class ChosenToken:
     row: int
 
 
+@dataclass(frozen=True)
+class DraftedChain:
+    """The drafts that the head chained, the first of them at `position`."""
+
+    position: int
+    drafts: Drafts
+
+
 @dataclass
 class LastStageState:
     """The state of a sequence on the last stage besides its layers.
@@ -237,6 +245,8 @@ class LastStageState:
     unconfirmed: list[UnconfirmedToken] = field(default_factory=list)
     """Tokens of windows that continue and whose commit has not arrived."""
     grammar: GrammarState | None = None
+    chains: dict[int, DraftedChain] = field(default_factory=dict)
+    """Under the ratio rule, the newest chains by the window that they follow."""
     image_token: int = 0
     """The word that stands for a row of an image, for the head and for penalties."""
 
@@ -255,6 +265,23 @@ class LastStageState:
     def nbytes(self) -> int:
         """Bytes of the head's state."""
         return 0 if self.head is None else sum(a.nbytes for a in self.head.arrays())
+
+    def drafts_of(self, segment: Segment) -> list[Draft]:
+        """Return the drafts at the first rows of a window, for the ratio rule.
+
+        The chain of these drafts may go on at the last row, as where the coordinator cut it before a stop token. The
+        rule decides there too, because whether a draft counts must not depend on the draft.
+        """
+        sent = [Draft(token) for token in segment.tokens[1:]]
+        source = segment.window - segment.source
+        chain = self.chains.get(source) if segment.source else None
+        if chain is None:
+            return sent
+        self.chains = {window: kept for window, kept in self.chains.items() if window >= source}
+        first = segment.position + 1 - chain.position
+        found = [chain.drafts[i] for i in range(first, min(first + segment.width, len(chain.drafts.tokens)))]
+        is_same = [draft.token for draft in found[: len(sent)]] == list(segment.tokens[1:])
+        return found if is_same else sent
 
     def words_of(self, tokens: Sequence[int]) -> Sequence[int]:
         """Return `tokens` with a word for each row of an image."""

@@ -1,8 +1,8 @@
 """The verifier of the last stage: final norm, logits, the target's choice, its comparison with the drafts, new drafts.
 
 Logits never leave this stage. For each window `[t0, d1 … dk]` the target's own token is computed at every row. A draft
-is accepted when it equals the target's token. The hidden states of the accepted rows are the input of the MTP head,
-which drafts the next tokens.
+is accepted when it equals the target's token, which depends on the draft under the ratio rule. The hidden states of the
+accepted rows are the input of the MTP head, which drafts the next tokens.
 
 The verdict about a frame is decided twice from the same targets. The device needs it to draft on without waiting for
 the host. The host repeats it once it has read the targets.
@@ -13,14 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 
-from mtp.head.drafter import Drafter, DraftJob, WindowDrafts, WindowJob
+from mtp.head.drafter import Drafter, DraftJob, Drafts, WindowDrafts, WindowJob
 from mtp.layers.layer import KVFormat
 from mtp.sampling.grammar import GrammarState
 from mtp.sampling.sampler import (
+    Draft,
     History,
     Logprobs,
     accepted_length,
@@ -34,7 +35,7 @@ from proto.errors import ProtocolError
 from proto.frame import Admit, Commit, Outcome, Segment, TokenLogprob
 from proto.frame_stamps import FrameStamps, StageStep
 from proto.images import ImageLayout
-from worker.cache.sequence_cache import ChosenToken, LastStageState, UnconfirmedToken
+from worker.cache.sequence_cache import ChosenToken, DraftedChain, LastStageState, UnconfirmedToken
 from worker.model.loader import StageModules
 from worker.model.stage import Run
 
@@ -113,7 +114,7 @@ class Verdict:
         if self.drafts is not None:
             accepted = [_accepted(outcomes[key]) for key in self.drafts.keys]
             drafted = self.drafts.finish(values[start:], accepted)
-            outcomes |= {key: replace(outcomes[key], drafts=drafted[key]) for key in drafted}
+            self._add_drafts(outcomes, drafted)
         self._append_verified(outcomes)
         return self._with_late_drafts(outcomes)
 
@@ -173,9 +174,18 @@ class Verdict:
         if not jobs or self.drafter is None:
             return outcomes
         drafts = self.drafter.draft(list(jobs.values()))
-        for key, drafted in zip(jobs, drafts, strict=True):
-            outcomes[key] = replace(outcomes[key], drafts=drafted)
+        self._add_drafts(outcomes, dict(zip(jobs, drafts, strict=True)))
         return outcomes
+
+    def _add_drafts(self, outcomes: dict[Key, Outcome], drafted: Mapping[Key, Drafts]) -> None:
+        """Add the drafts to their outcomes. The ratio rule needs their scores, which stay here."""
+        for run in self.runs:
+            if (drafts := drafted.get(run.key)) is None:
+                continue
+            outcome = outcomes[run.key] = replace(outcomes[run.key], drafts=drafts.tokens)
+            if run.state.params.ratio:
+                first = run.segment.position + outcome.accepted_length + 1
+                run.state.chains[run.segment.window] = DraftedChain(first, drafts)
 
 
 def _accepted(outcome: Outcome) -> tuple[int, int]:
@@ -334,12 +344,14 @@ class Verifier:
 
     def _choices(self, logits: Sequence[tuple[VerifiedRun, mx.array]]) -> list[Choice]:
         """Return the target's tokens after every row, in one call for all rows of equal settings."""
-        together: dict[tuple[float, ...], list[tuple[VerifiedRun, mx.array]]] = {}
+        together: dict[tuple[Any, ...], list[tuple[VerifiedRun, mx.array]]] = {}
         found = []
         for run, rows in logits:
-            settings = None if run.state.grammar is not None else shared_settings(run.state.params)
+            params, open_window = run.state.params, run.segment.open and not run.segment.continues
+            drafts = run.state.drafts_of(run.segment) if params.ratio and open_window else []
+            settings = None if run.state.grammar is not None or drafts else shared_settings(params)
             if settings is None:
-                found.append(Choice([(run, rows.shape[0])], self._targets(run, rows)))
+                found.append(Choice([(run, rows.shape[0])], self._targets(run, rows, drafts)))
             else:
                 together.setdefault(settings, []).append((run, rows))
         for group in together.values():
@@ -350,14 +362,14 @@ class Verifier:
             found.append(Choice([(run, rows.shape[0]) for run, rows in group], tokens))
         return found
 
-    def _targets(self, run: VerifiedRun, logits: mx.array) -> mx.array:
-        """Return the target's token after each row: int32 `[w]`, lazy."""
+    def _targets(self, run: VerifiedRun, logits: mx.array, drafts: Sequence[Draft]) -> mx.array:
+        """Return the target's token after each row: int32 `[w]`, lazy. `drafts` are those of the ratio rule."""
         state, segment, rows = run.state, run.segment, logits.shape[0]
         params = state.params
         if state.grammar is not None:
             logits = state.grammar.mask(logits, state.answer_with(segment.tokens))
         first = segment.position + segment.width - rows + 1
-        return choose(logits, params, first, state.history, segment.tokens)
+        return choose(logits, params, first, state.history, segment.tokens, drafts)
 
     def _early_drafts(
         self, normed: mx.array, runs: Sequence[VerifiedRun], targets: Mapping[Key, mx.array]

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -17,17 +18,20 @@ from hypothesis import strategies as st
 from mlx_lm import sample_utils
 
 from mtp.sampling.sampler import (
+    Draft,
     History,
     accepted_length,
     adjusted,
     choose,
     choose_with_keys,
+    draw,
     filtered,
     gumbel,
     gumbel_of,
     key,
     key_array,
     logprobs,
+    ratio_choice,
     shared_settings,
 )
 from proto.errors import ProtocolError, RequestError
@@ -419,3 +423,122 @@ def test_a_misspeculated_window_accepts_nothing() -> None:
     """A window whose first token differs from the expected token has an accepted length of 0."""
     assert accepted_length([7, 1], [1, 2], expected=7) == 2
     assert accepted_length([7, 1], [1, 2], expected=8) == 0
+
+
+# ---- the ratio rule
+
+
+P = mx.array([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5, -mx.inf])
+Q = mx.array([0.0, 1.5, -0.5, 1.0, -mx.inf, -1.0, 0.5, 0.0])
+DRAWS = 8_000
+
+
+def shares(scores: mx.array) -> list[float]:
+    return [float(share) for share in np.array(mx.softmax(scores))]
+
+
+def ratio_draws(p: mx.array, q: mx.array | None, count: int = DRAWS, seed: int = 3) -> tuple[list[int], list[int]]:
+    """Return drafts of `count` positions and the choices of the ratio rule. Without `q` the drafts are all token 1."""
+    keys = key_array([(seed, position) for position in range(count)])
+    drawn = draw(mx.broadcast_to(p, (count, p.size)), replace(PLAIN, seed=seed), lambda: keys)
+    if q is None:
+        drafts = [Draft(1)] * count
+    else:
+        rows = mx.broadcast_to(q, (count, q.size))
+        tokens = mx.argmax(rows + gumbel_of(keys, q.size), axis=-1)
+        drafts = [Draft(token, q[None]) for token in ints(tokens)]
+    return [draft.token for draft in drafts], ints(ratio_choice(drawn, keys, drafts))
+
+
+@pytest.mark.parametrize("q", [Q, P, None], ids=["another", "the same", "a match of the text"])
+def test_the_ratio_rule_follows_the_target(q: mx.array | None) -> None:
+    """Chi-square of 8,000 draws stays below 4 sigmas, and the share of accepted drafts is the largest possible.
+
+    A distribution 5 % away in total variation would exceed the bound with probability > .99. The largest share is
+    1 - TV(p, q), here within 4 standard errors.
+    """
+    drafts, chosen = ratio_draws(P, q)
+    counts = Counter(chosen)
+    assert sigmas(chi_square([counts[t] for t in range(8)], shares(P)), 6) < 4
+    certain = [0.0, 1.0] + [0.0] * 6
+    bound = sum(map(min, shares(P), certain if q is None else shares(q)))
+    accepted = np.mean(np.array(drafts) == np.array(chosen))
+    assert abs(accepted - bound) <= 4 * math.sqrt(bound * (1 - bound) / DRAWS) + 1e-6
+
+
+def test_the_ratio_rule_never_takes_a_removed_token() -> None:
+    """A draft that the target's filters remove is rejected, and one without any probability of its own too."""
+    for q in (mx.array([-mx.inf] * 7 + [0.0]), mx.full((8,), -mx.inf), mx.full((8,), mx.nan)):
+        drafts = [Draft(7, q[None])] * 500
+        keys = key_array([(1, position) for position in range(500)])
+        drawn = draw(mx.broadcast_to(P, (500, 8)), PLAIN, lambda keys=keys: keys)
+        counts = Counter(ints(ratio_choice(drawn, keys, drafts)))
+        assert not counts[7]
+        assert sigmas(chi_square([counts[t] for t in range(8)], shares(P)), 6) < 4
+
+
+RATIO = {
+    "plain": SamplingParams(temperature=1.0),
+    "filtered": SamplingParams(temperature=1.4, top_k=5, top_p=0.95, min_p=0.02),
+    "xtc": SamplingParams(temperature=1.0, xtc_probability=1.0, xtc_threshold=0.2),
+    "penalized": SamplingParams(temperature=0.8, logit_bias={2: 1.0, 4: -1.0}),
+}
+TARGET = mx.random.normal((6, 6), key=mx.random.key(1)) * 1.5
+HEAD = TARGET + mx.random.normal((6, 6), key=mx.random.key(2))
+
+
+def ratio_text(params: SamplingParams, head: mx.array | None, depth: int, length: int) -> tuple[list[int], int]:
+    """Return a text of the toy model, whose next token depends on the last one, and the number of accepted drafts.
+
+    Without `head` the drafts are those of a match: token + 1. Every third window ends before the end of its chain.
+    """
+    tokens, accepted, step = [0], 0, 0
+    while len(tokens) < length:
+        step += 1
+        window, drafts, first = [tokens[-1]], list[Draft](), len(tokens)
+        for i in range(depth):
+            if head is None:
+                drafts.append(Draft((window[-1] + 1) % 6))
+            else:
+                drawn = draw(head[window[-1]][None], params, lambda at=first + i: key_array([(params.seed, at)]))
+                drafts.append(Draft(ints(drawn.tokens)[0], drawn.scores))
+            window.append(drafts[-1].token)
+        if step % 3 == 0:
+            window.pop()
+        targets = ints(choose(TARGET[mx.array(window)], params, first, drafts=drafts))
+        count = accepted_length(window, targets)
+        tokens += [*window[1:count], targets[count - 1]]
+        accepted += count - 1
+    return tokens, accepted
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [(name, HEAD) for name in RATIO] + [("filtered", None), ("filtered", mx.where(mx.arange(6) < 4, HEAD, -mx.inf))],
+    ids=[*RATIO, "a match", "a part of the vocabulary"],
+)
+def test_a_text_of_the_ratio_rule_has_the_models_transitions(name: str, head: mx.array | None) -> None:
+    """Each token of a text follows the one before with the model's probabilities, by chains of three drafts.
+
+    The windows are accepted whole and in part. Chi-square over all transitions stays below 4 sigmas.
+    """
+    params = replace(RATIO[name], seed=21)
+    tokens, accepted = ratio_text(params, head, depth=3, length=1500)
+    assert 150 < accepted < 1300
+    statistic, freedom = 0.0, 0
+    for before in range(6):
+        counts = Counter(b for a, b in pairwise(tokens) if a == before)
+        expected = shares(filtered(TARGET[before][None], params, keys=key_array([(0, 0)]))[0])
+        statistic += chi_square([counts[t] for t in range(6)], expected)
+        freedom += sum(share > 0 for share in expected) - 1 if counts else 0
+    assert sigmas(statistic, freedom) < 4
+
+
+def test_the_ratio_rule_decides_a_row_alone_as_in_its_window() -> None:
+    """A seed gives bit for bit the same choices for a window of four and for its rows one by one."""
+    logits = some_logits(4)
+    drafts = [Draft(i, some_logits(1, seed=i)) for i in range(3)]
+    together = ints(choose(logits, PLAIN, 9, drafts=drafts))
+    alone = [ints(choose(logits[i : i + 1], PLAIN, 9 + i, drafts=drafts[i : i + 1]))[0] for i in range(4)]
+    assert together == alone
+    assert together[3] == ints(choose(logits, PLAIN, 9))[3]
