@@ -689,6 +689,7 @@ class LoadRequest(_message.Message):
     EXACT_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     SLICES_FIELD_NUMBER: _builtins.int
+    DRAFT_VOCAB_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     first: _builtins.bool
     last: _builtins.bool
@@ -704,6 +705,8 @@ class LoadRequest(_message.Message):
     """a row has the same bits with any rows beside it"""
     slices: _builtins.int
     """of each layer, with exact; 0 and 1 mean whole layers"""
+    draft_vocab: _builtins.bytes
+    """a bit for each token that the head may draft; empty for all"""
     @_builtins.property
     def coordinator(self) -> Global___Coordinator: ...
     @_builtins.property
@@ -733,10 +736,11 @@ class LoadRequest(_message.Message):
         exact: _builtins.bool = ...,
         group: Global___Group | None = ...,
         slices: _builtins.int = ...,
+        draft_vocab: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "group", b"group", "limits", b"limits", "model", b"model", "span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "dtype", b"dtype", "epoch", b"epoch", "exact", b"exact", "first", b"first", "group", b"group", "kv_bits", b"kv_bits", "last", b"last", "lease_ms", b"lease_ms", "limits", b"limits", "model", b"model", "mtp", b"mtp", "slices", b"slices", "span", b"span"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "draft_vocab", b"draft_vocab", "dtype", b"dtype", "epoch", b"epoch", "exact", b"exact", "first", b"first", "group", b"group", "kv_bits", b"kv_bits", "last", b"last", "lease_ms", b"lease_ms", "limits", b"limits", "model", b"model", "mtp", b"mtp", "slices", b"slices", "span", b"span"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,7 +20,7 @@ from coordinator.schedule.prompts import check_request
 from coordinator.schedule.request import Finished, GenerationEvent, GenerationRequest, GenerationStats
 from coordinator.schedule.request import generate as generate_events
 from coordinator.serve import options
-from coordinator.serve.options import check_acceptance
+from coordinator.serve.options import check_drafts
 from coordinator.text.answer_reader import AnswerReader, Content, Part, Reasoning
 from coordinator.text.tokenizer import TextStream, Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -176,6 +176,7 @@ class GenerateOptions:
     mtp: options.MtpOption = options.AUTO
     ngram: options.NgramOption = NgramMode.auto
     acceptance: options.AcceptanceOption = "match"
+    draft_vocab: options.DraftVocabOption = options.ALL_TOKENS
     dtype: options.DtypeOption = None
     kv_bits: options.KvBitsOption = None
     exact: options.ExactOption = False
@@ -194,7 +195,7 @@ def generate(options: GenerateOptions) -> None:
     logs.configure(logs.LogLevel.warning)
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     sampling = (options.temp, options.top_k, options.top_p, options.min_p)
-    check_acceptance(options.acceptance, options.exact)
+    check_drafts(options.mtp, options.acceptance, options.draft_vocab, options.exact)
     params = SamplingParams(*sampling, seed=options.seed, acceptance=options.acceptance)
     with byte_bar("downloading the model") as on_progress:
         path = with_fetched_head(resolve_model(options.model, on_progress))
@@ -207,7 +208,8 @@ def generate(options: GenerateOptions) -> None:
     request = GenerationRequest(tokens, most, params, stop_tokens=ends)
     check_request(request, config.max_positions, config.vocab_size, config.max_positions)
     answer = PrintedAnswer(tokenizer, request, stream=not options.json, thinking=thinking)
-    asyncio.run(_run(checkpoint, options, request, answer))
+    draft_vocab = options.draft_vocab.resolve(tokenizer.backend, ends, config.vocab_size)
+    asyncio.run(_run(checkpoint, options, draft_vocab, request, answer))
     if options.json:
         typer.echo(answer.to_json())
     else:
@@ -217,6 +219,7 @@ def generate(options: GenerateOptions) -> None:
 async def _run(
     checkpoint: Checkpoint,
     options: GenerateOptions,
+    draft_vocab: bytes,
     request: GenerationRequest,
     answer: PrintedAnswer,
 ) -> None:
@@ -229,6 +232,7 @@ async def _run(
                 ngram=options.ngram,
                 kv_bits=options.kv_bits,
                 exact=options.exact,
+                draft_vocab=draft_vocab,
                 on_progress=on_progress,
             )
             loop = await stack.enter_async_context(generator)

@@ -284,6 +284,7 @@ class PlanStart:
             mtp=self.model.with_head,
             exact=self.model.exact,
             slices=self.model.slices,
+            draft_vocab=self.model.draft_vocab if stage.last else b"",
             limits=pb.Limits(max_sequences=room.sequences, kv_tokens=room.kv_tokens, prefix_bytes=room.prefix_bytes),
             lease_ms=self._lease_ms,
         )

@@ -116,7 +116,8 @@ class ServedModel:
 
     `ref` identifies the checkpoint to workers. `dtype` None keeps the stored type. `kv_bits` 0 leaves keys and values
     unquantized. With `with_head` the last stage loads the MTP head, if the checkpoint has one. With `exact` an answer
-    has the same bits on any number of equal machines, also in groups of a size that divides `slices`.
+    has the same bits on any number of equal machines, also in groups of a size that divides `slices`. The head drafts
+    the tokens of the bitmap `draft_vocab`.
     """
 
     checkpoint: Checkpoint
@@ -131,6 +132,7 @@ class ServedModel:
     exact: bool = False
     slices: int = 1
     parallel: Parallel = field(default_factory=Parallel)
+    draft_vocab: bytes = b""
     _costs: dict[int, ModelCosts] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -142,7 +144,9 @@ class ServedModel:
         """Return the costs of a member of a group of `size`. Raises SpanError if the layers cannot be cut."""
         if size not in self._costs:
             cut, kv_bits = self.checkpoint.cut_for(Cut(0, size)), self.kv_bits or None
-            self._costs[size] = model_costs(cut, dtype=self.dtype, kv_bits=kv_bits, with_head=self.with_head)
+            self._costs[size] = model_costs(
+                cut, dtype=self.dtype, kv_bits=kv_bits, with_head=self.with_head, draft_vocab=self.draft_vocab
+            )
         return self._costs[size]
 
     def planner(self) -> Callable[[Sequence[Member], int], Plan]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -67,6 +68,8 @@ class LocalModel:
     slices: int = 1
     vision: bool = False
     """True if the vision tower takes memory beside the layers."""
+    draft_vocab: bytes = b""
+    """The bitmap of the tokens that the head drafts."""
 
     @property
     def span(self) -> Span:
@@ -75,7 +78,8 @@ class LocalModel:
 
     def capacity(self, reserved: int = 0) -> Capacity:
         """Return what fits beside `reserved` bytes and the vision tower. Raises MemoryLimitError without room."""
-        costs = model_costs(self.checkpoint, dtype=self.dtype, kv_bits=self.kv_bits, with_head=self.with_head)
+        head: Any = {"with_head": self.with_head, "draft_vocab": self.draft_vocab}
+        costs = model_costs(self.checkpoint, dtype=self.dtype, kv_bits=self.kv_bits, **head)
         # A large image needs about as much for its activations.
         vision = 2 * tower_bytes(self.checkpoint) if self.vision else 0
         limit = default_memory_limit() - reserved - vision
@@ -87,7 +91,8 @@ class LocalModel:
 
     def spec(self) -> StageSpec:
         """Return the stage with all layers."""
-        return StageSpec(self.span, True, True, self.dtype, self.kv_bits, self.with_head, self.exact, self.slices)
+        own = self.dtype, self.kv_bits, self.with_head, self.exact, self.slices
+        return StageSpec(self.span, True, True, *own, draft_vocab=self.draft_vocab)
 
 
 class LocalPipeline(Pipeline):

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from coordinator.planning.plan import LayerCost, ModelCosts, StagePlan
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.format.shard import TensorInfo
+from mtp.head.draft_vocabulary import drafted_share
 from mtp.head.drafter import MOST_WAITING
 from proto.errors import MemoryLimitError
 from proto.terminal.progress import format_size
@@ -142,8 +144,12 @@ def model_costs(
     dtype: str | None = None,
     kv_bits: int | None = None,
     with_head: bool = True,
+    draft_vocab: bytes = b"",
 ) -> ModelCosts:
-    """Return the costs of `checkpoint` as `dtype` (None: as stored), `with_head` those of a complete MTP head too."""
+    """Return the costs of `checkpoint` as `dtype` (None: as stored), `with_head` those of a complete MTP head too.
+
+    The head drafts the tokens of the bitmap `draft_vocab`, whose rows of lm_head it holds a second time.
+    """
     config = checkpoint.config
     sizes = {part: _part_bytes(checkpoint, part, dtype) for part in checkpoint.plans}
     tied = config.tie_word_embeddings
@@ -164,12 +170,16 @@ def model_costs(
         kv, state = (0, config.gdn_bytes_per_sequence(itemsize, layer)) if gdn else (kv_bytes, 0)
         layers.append(LayerCost(total, active / REFERENCE_BANDWIDTH, kv, state))
     last = sizes["norm"][0] + (0 if tied else lm_head) + (sizes["mtp"][0] if head else 0)
+    draft_rows, drafted_active = 0, lm_head_active
+    if head and draft_vocab:  # every member of a group has all of them
+        whole, _ = _part_bytes(checkpoint.cut_for(Cut(0, 1)), "embed" if tied else "lm_head", dtype)
+        draft_rows = drafted_active = int(whole * drafted_share(draft_vocab, config.vocab_size))
     return ModelCosts(
         layers=tuple(layers),
         embed_bytes=sizes["embed"][0],
-        last_stage_bytes=last,
+        last_stage_bytes=last + draft_rows,
         lm_head_seconds=lm_head_active / REFERENCE_BANDWIDTH,
-        draft_seconds=(sizes["mtp"][1] + lm_head_active) / REFERENCE_BANDWIDTH if head else 0.0,
+        draft_seconds=(sizes["mtp"][1] + drafted_active) / REFERENCE_BANDWIDTH if head else 0.0,
         head_kv_bytes=kv_bytes if head else 0,
         head_state_bytes=MOST_WAITING * config.hop_width * itemsize if head else 0,
         last_stage_needs_embed=head or tied,

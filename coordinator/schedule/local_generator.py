@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.drafts.prompt_lookup import NgramMode
@@ -34,17 +35,19 @@ async def local_generator(
     kv_bits: int | None = None,
     exact: bool = False,
     prefix_cache: bool = True,
+    draft_vocab: bytes = b"",
     on_progress: OnProgress | None = None,
 ) -> AsyncIterator[GenerationLoop]:
     """Load `checkpoint`, and serve requests until the block is left.
 
     `dtype` None keeps the stored type, and `kv_bits` 4 or 8 quantizes keys and values. With `exact` a row has the same
-    bits with any rows beside it. Without `prefix_cache` every prompt is computed from its first token. The loading
-    thread calls `on_progress(done, total)` with bytes. Raises UsageError for drafts without a head, and the errors of
-    loading.
+    bits with any rows beside it. The head drafts the tokens of the bitmap `draft_vocab`. Without `prefix_cache` every
+    prompt is computed from its first token. The loading thread calls `on_progress(done, total)` with bytes. Raises
+    UsageError for drafts without a head, and the errors of loading.
     """
     mode = effective_mtp_mode(checkpoint, mtp)
-    model = LocalModel(checkpoint, dtype, kv_bits, with_head=mode.depth != 0, prefix_cache=prefix_cache, exact=exact)
+    head: Any = {"with_head": mode.depth != 0, "draft_vocab": draft_vocab}
+    model = LocalModel(checkpoint, dtype, kv_bits, prefix_cache=prefix_cache, exact=exact, **head)
     source = LocalPipelines(model, on_progress=on_progress)
     limits = Limits(checkpoint.config.max_positions, checkpoint.config.vocab_size)
     loop = GenerationLoop(source, Scheduler(limits, Controller(mode, ngram=ngram)))

@@ -15,6 +15,7 @@ from coordinator.planning.capacity import DEFAULT_SEQUENCES
 from coordinator.planning.groups import MAX_GROUP, Parallel
 from coordinator.trust.keys import API_KEY
 from mtp.checkpoint.hub.resolve import BUILTIN
+from mtp.head.draft_vocabulary import DraftVocabulary
 from proto import state_dir
 from proto.announcement import is_loopback, parse_address
 from proto.control import Kernels
@@ -34,6 +35,7 @@ JOIN_PORT = 50504
 
 ONE_PIPELINE = Parallel()
 AUTO = MtpMode()
+ALL_TOKENS = DraftVocabulary()
 
 
 ModelOption = Annotated[
@@ -59,6 +61,17 @@ AcceptanceOption = Annotated[
         help="How drafts are judged. With ratio slightly more of them are accepted when sampling, but an answer then "
         "depends on the drafts too: the same seed can give another one, equally distributed."
     ),
+]
+DraftVocabOption = Annotated[
+    DraftVocabulary,
+    typer.Option(
+        metavar="N|auto|FILE",
+        help="Draft only the N most frequent tokens of the tokenizer, or those of a file of token ids. A draft then "
+        "reads fewer rows of lm_head, of which the last stage keeps a copy. auto takes two fifths. It never changes "
+        "an answer.  [default: off]",
+        show_default=False,
+    ),
+    Parsed(DraftVocabulary.parse),
 ]
 SlicesOption = Annotated[
     int | None,
@@ -98,8 +111,10 @@ WorkersOption = Annotated[
 NoMdnsOption = Annotated[bool, typer.Option("--no-mdns", help="Use only those of --worker.")]
 
 
-def check_acceptance(acceptance: Acceptance, exact: bool) -> None:
-    """Raise UsageError for the ratio rule with `exact`."""
+def check_drafts(mtp: MtpMode, acceptance: Acceptance, draft_vocab: DraftVocabulary, exact: bool) -> None:
+    """Raise UsageError for options of drafts that do not go together."""
+    if draft_vocab and mtp.depth == 0:
+        raise UsageError("--draft-vocab is for drafts, and --mtp off has none. Leave one out")
     if exact and acceptance == "ratio":
         raise UsageError(
             "--acceptance ratio with --exact: its tokens depend on the drafts, which --exact rules out. Leave one out"
@@ -148,6 +163,7 @@ class ServeOptions:
     mtp: MtpOption = AUTO
     ngram: NgramOption = NgramMode.auto
     acceptance: AcceptanceOption = "match"
+    draft_vocab: DraftVocabOption = ALL_TOKENS
     fetch_head: Annotated[
         bool,
         typer.Option(
@@ -339,5 +355,5 @@ class ServeOptions:
             raise UsageError("--prefix-disk keeps prefixes on disk. Leave out --no-prefix-cache")
         if any(not key.strip() for key in self.api_key):
             raise UsageError("--api-key: an empty key would let everybody in")
-        check_acceptance(self.acceptance, self.exact)
+        check_drafts(self.mtp, self.acceptance, self.draft_vocab, self.exact)
         _ = self.layer_slices

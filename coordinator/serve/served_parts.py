@@ -89,6 +89,7 @@ def served_model(model: OpenedModel) -> ServedModel:
         exact=options.exact,
         slices=options.layer_slices,
         parallel=options.parallel,
+        draft_vocab=model.draft_vocab,
     )
 
 
@@ -142,6 +143,8 @@ class OpenedModel:
         self.tokenizer = Tokenizer.load(self.checkpoint.path, config.eos_token_ids, config.family.call_forms)
         self.tokenizer.max_tokens = config.max_positions
         self.vocabulary = pack_vocabulary(self.tokenizer)
+        tokens = self.tokenizer.backend, self.tokenizer.eos_ids, config.vocab_size
+        self.draft_vocab = options.draft_vocab.resolve(*tokens)
         self.info = ModelInfo(
             self.name,
             config.max_positions,
@@ -165,6 +168,7 @@ class OpenedModel:
             exact=options.exact,
             slices=options.layer_slices,
             vision=options.vision is not VisionMode.off,
+            draft_vocab=self.draft_vocab,
         )
         seen = options.vision is not VisionMode.off
         self.images = ImageEncoder(self.checkpoint if seen else None, options.dtype)

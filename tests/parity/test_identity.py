@@ -25,6 +25,7 @@ from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
+from mtp.head.draft_vocabulary import DraftVocabulary
 from mtp.sampling.sampler import filtered
 from proto.params import SamplingParams
 from tests.support.checkpoints.checkpoints import convert_checkpoint
@@ -112,6 +113,27 @@ def test_drafts_stages_and_concurrency_change_nothing(expected: list[Answered], 
     check_same(found, expected)
     if mtp in ("1", "2", "3", "filled"):
         assert accepted(found) > 0, "no draft was accepted, so the test compared nothing"
+
+
+@pytest.mark.parametrize(
+    ("mtp", "stages"),
+    [
+        ("3", 2),
+        *(
+            pytest.param(mtp, n, marks=pytest.mark.slow)
+            for mtp in ("1", "3", "auto")
+            for n in (1, 2, 4)
+            if (mtp, n) != ("3", 2)
+        ),
+    ],
+)
+def test_a_trimmed_draft_head_changes_nothing(expected: list[Answered], mtp: str, stages: int) -> None:
+    """Answers whose drafts come from a sixth of the tokens are those without drafts. Others are never drafted."""
+    tokenizer = Tokenizer.load(checkpoint_dir())
+    part = DraftVocabulary(640).resolve(tokenizer.backend, tokenizer.eos_ids, tokenizer.vocab_size)
+    found = answers(requests(FEW, COUNT), mtp, stages, draft_vocab=part)
+    check_same(found, expected)
+    assert mtp == "auto" or accepted(found) > 0, "no draft was accepted, so the test compared nothing"
 
 
 @pytest.mark.parametrize(

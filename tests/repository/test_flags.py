@@ -26,6 +26,7 @@ from coordinator.cli.plan_command import PlanOptions
 from coordinator.drafts.controller import MtpMode
 from coordinator.planning.groups import Parallel
 from coordinator.serve.options import ServeOptions
+from mtp.head.draft_vocabulary import DraftVocabulary
 from proto.errors import UsageError
 from proto.span import Span
 from worker.node.options import WorkerOptions
@@ -57,6 +58,8 @@ SERVE: Rows = {
     "--worker": (["a:1", "--worker", "b:2"], {"worker": ("a:1", "b:2")}),
     "--mtp": (["3"], {"mtp": MtpMode.parse("3")}),
     "--kv-bits": (["8"], {"kv_bits": 8}),
+    "--acceptance": (["ratio"], {"acceptance": "ratio"}),
+    "--draft-vocab": (["4000"], {"draft_vocab": DraftVocabulary(4000)}),
     "--prefix-disk": (["3GB"], {"prefix_disk": 3 * 10**9}),
     "--listen": (["10.0.0.1"], {"listen": ("10.0.0.1", 50504)}),
     "--parallel": (["2x2"], {"parallel": Parallel(groups=2, size=2)}),
@@ -193,6 +196,24 @@ def test_groups_refuse_what_they_cannot_do(decide_serve: Decide, flags: tuple[st
     """The error names both flags."""
     with pytest.raises(UsageError, match=words):
         decide_serve("--parallel", "2x2", *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--acceptance", "ratio", "--exact"), "tokens depend on the drafts"),
+        (("--draft-vocab", "auto", "--mtp", "off"), "--mtp off has none"),
+        (("--draft-vocab", "nowhere/ids.txt"), "nowhere/ids.txt.*not found"),
+    ],
+)
+def test_options_of_drafts_that_contradict_are_refused(
+    decide_serve: Decide, flags: tuple[str, ...], words: str
+) -> None:
+    """`serve` and `generate` refuse them before a model is read."""
+    with pytest.raises(UsageError, match=words):
+        decide_serve(*flags)
+    with pytest.raises(UsageError, match=words):
+        import_command("generate").main(["a prompt", *flags], prog_name="test", standalone_mode=False)
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,8 @@ coordinator.schedule: coordinator.drafts coordinator.pipeline coordinator.planni
     coordinator.status mtp mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.terminal
 coordinator.serve: coordinator.api coordinator.cluster coordinator.drafts coordinator.images
     coordinator.pipeline coordinator.planning coordinator.schedule coordinator.status
-    coordinator.text coordinator.trust mtp.checkpoint.format mtp.checkpoint.hub mtp.vision proto
-    proto.rpc proto.terminal proto.trust
+    coordinator.text coordinator.trust mtp.checkpoint.format mtp.checkpoint.hub mtp.head mtp.vision
+    proto proto.rpc proto.terminal proto.trust
 coordinator.status: coordinator.drafts proto
 coordinator.text: mtp.checkpoint.families mtp.checkpoint.format mtp.sampling proto
 coordinator.trust: proto proto.rpc proto.trust

@@ -16,6 +16,7 @@ import mlx.core as mx
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
 from mtp.device import Arithmetic, this_device
+from mtp.head.draft_vocabulary import drafted_share
 from mtp.layers.communicator import ALONE, Communicator, GroupCommunicator
 from proto.control import Kernels
 from proto.errors import MemoryLimitError
@@ -164,7 +165,7 @@ class StageSpec:
     """A stage of a plan. `dtype` None keeps the stored types; `kv_bits` None leaves keys and values unquantized.
 
     With `mtp` the last stage has the MTP head, if the checkpoint has one. With `exact` a row has the same bits with any
-    rows beside it, and each layer is computed in `slices`.
+    rows beside it, and each layer is computed in `slices`. The head drafts the tokens of the bitmap `draft_vocab`.
     """
 
     span: Span
@@ -177,6 +178,7 @@ class StageSpec:
     slices: int = 1
     group: GroupSpec | None = None
     """The group of processes that hold the stage together; None for one process."""
+    draft_vocab: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,10 @@ class StageHost:
         sizes = checkpoint.part_bytes()
         parts = checkpoint.stage_parts(spec.span, first=spec.first, last=spec.last, with_head=spec.mtp)
         weight_bytes = sum(sizes[part] for part in parts)
+        if "mtp" in parts:
+            unembedding = "embed" if whole.config.tie_word_embeddings else "lm_head"
+            rows = drafted_share(spec.draft_vocab, whole.config.vocab_size)
+            weight_bytes += int(whole.part_bytes()[unembedding] * rows)
         if memory_limit is not None and weight_bytes > memory_limit:
             raise MemoryLimitError(
                 f"layers {spec.span} take {weight_bytes:,} bytes, which exceeds the memory limit of {memory_limit:,}"
@@ -272,6 +278,7 @@ class StageHost:
             on_progress=report,
             communicator=communicator,
             slices=spec.slices,
+            draft_vocab=spec.draft_vocab,
         )
         if spec.last and spec.mtp and modules.head is None and checkpoint.mtp.announced:
             log.warning(

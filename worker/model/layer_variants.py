@@ -100,6 +100,9 @@ def _pack(modules: StageModules, packer: Packer) -> None:
         modules.lm_head = packer.projection(modules.lm_head)
     elif modules.norm is not None and modules.embed_tokens is not None:
         modules.embed_tokens = packer.embedding(modules.embed_tokens)
+    if (rows := modules.draft_rows) is not None:
+        is_tied = hasattr(rows.module, "as_linear")
+        rows.module = packer.embedding(rows.module) if is_tied else packer.projection(rows.module)
 
 
 def _mix(modules: StageModules, replaced: Callable[[Any], Mixer]) -> None:

@@ -18,6 +18,7 @@ from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.format.names import module_path
 from mtp.checkpoint.format.parts import check_types, missing_tensors, open_table, part_module, read_part, settle_norms
 from mtp.device import this_device
+from mtp.head.draft_vocabulary import DraftRows, drafted_tokens
 from mtp.head.drafter import MTPHead
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.experts import OrderedExperts
@@ -54,6 +55,8 @@ class StageModules:
     norm: Any = None
     lm_head: Any = None
     head: MTPHead | None = None
+    draft_rows: DraftRows | None = None
+    """The rows of lm_head that drafts are drawn from; None for all."""
     communicator: Communicator = ALONE
     """The members of the group that holds these layers together."""
     slices: int = 1
@@ -103,15 +106,17 @@ def load_stage(
     on_progress: OnProgress | None = None,
     communicator: Communicator = ALONE,
     slices: int = 1,
+    draft_vocab: bytes = b"",
 ) -> StageModules:
     """Load a stage of the whole `checkpoint`: its layers, and whether it is the first and the last of its plan.
 
     All members of the group of `communicator` together have `slices` slices of each layer, if these are more. `dtype`
     None keeps the stored types. `with_head` says whether a last stage has the MTP head, which is None if tensors are
-    missing. The whole stage is checked before the first weight is read. Parts are read one after another, to bound the
-    peak memory. Raises SpanError, CheckpointError, and UsageError for a dtype that cannot run here.
+    missing, and `draft_vocab` is the bitmap of the tokens that it drafts. The whole stage is checked before the first
+    weight is read. Parts are read one after another, to bound the peak memory. Raises SpanError, CheckpointError, and
+    UsageError for a dtype that cannot run here.
     """
-    own = _own_slices(checkpoint, communicator, slices)
+    own, whole = _own_slices(checkpoint, communicator, slices), checkpoint
     kv_sharers = max(1, own[0].config.cut.size // checkpoint.config.num_kv_heads)
     checkpoint = checkpoint.cut_for(Cut(communicator.rank, communicator.size))
     parts = checkpoint.stage_parts(span, first=first, last=last, with_head=with_head)
@@ -142,6 +147,14 @@ def load_stage(
     _read(checkpoint, own, modules, dtype, on_progress, kv_sharers)
     stage = StageModules.of(checkpoint.config, span, modules)
     stage.communicator, stage.slices = communicator, slices
+    if draft_vocab and stage.head is not None:
+        part = "embed" if whole.config.tie_word_embeddings else "lm_head"
+        # A member of a group, or a process with slices, has the rows in other pieces.
+        is_cut = own[0].config.cuts_vocabulary and own[0].config.cut.size > 1
+        module = _build(whole, part, dtype) if is_cut and part == "lm_head" else modules[part]
+        stage.draft_rows = DraftRows(module, drafted_tokens(draft_vocab, whole.config.vocab_size))
+        del module
+        mx.clear_cache()
     return stage
 
 

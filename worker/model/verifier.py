@@ -216,7 +216,8 @@ class Verifier:
         self.drafter: Drafter | None = None
         if modules.head is not None:
             assert modules.embed_tokens is not None, "a head needs the embedding beside it"
-            self.drafter = Drafter(modules.head, modules.embed_tokens, self.unembed, kv_format)
+            unembed = modules.draft_rows or self.unembed
+            self.drafter = Drafter(modules.head, modules.embed_tokens, unembed, kv_format)
         self.states: dict[int, LastStageState] = {}
         self.vocabulary = b""
         """The tokenizer's packed vocabulary, from the first sequence with a grammar."""

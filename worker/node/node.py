@@ -179,6 +179,7 @@ def requested_stage(request: pb.LoadRequest) -> StageSpec:
         exact=request.exact,
         slices=request.slices or 1,
         group=group,
+        draft_vocab=request.draft_vocab,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from worker.disk.block_index import BlockIndex
 from worker.engine.prefix_disk import StagePrefixes, open_index
 from worker.engine.stage_backups import ReceivedBackup
 from worker.engine.stage_engine import StageEngine, relayed_tokens
-from worker.engine.stage_host import StageSpec
 
 FRAME_SECONDS = 300.0
 """Seconds. Deadline of a frame, which test machines never reach."""
@@ -45,9 +45,7 @@ class ChainedPipeline(LocalPipeline):
     def _load(self, on_progress: OnProgress | None) -> None:
         model, last = self._model, self.stages - 1
         for i, span in enumerate(self._spans):
-            spec = StageSpec(
-                span, i == 0, i == last, model.dtype, model.kv_bits, model.with_head, model.exact, model.slices
-            )
+            spec = replace(model.spec(), span=span, first=i == 0, last=i == last)
             loaded = self.host.load(lambda: model.checkpoint, spec, on_progress, kernels=model.kernels)
             self._engines.append(self.host.make_engine(loaded, self.epoch))
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -471,7 +472,7 @@ def test_the_ratio_rule_never_takes_a_removed_token() -> None:
     for q in (mx.array([-mx.inf] * 7 + [0.0]), mx.full((8,), -mx.inf), mx.full((8,), mx.nan)):
         drafts = [Draft(7, q[None])] * 500
         keys = key_array([(1, position) for position in range(500)])
-        drawn = draw(mx.broadcast_to(P, (500, 8)), PLAIN, lambda keys=keys: keys)
+        drawn = draw(mx.broadcast_to(P, (500, 8)), PLAIN, partial(mx.array, keys))
         counts = Counter(ints(ratio_choice(drawn, keys, drafts)))
         assert not counts[7]
         assert sigmas(chi_square([counts[t] for t in range(8)], shares(P)), 6) < 4
@@ -500,7 +501,7 @@ def ratio_text(params: SamplingParams, head: mx.array | None, depth: int, length
             if head is None:
                 drafts.append(Draft((window[-1] + 1) % 6))
             else:
-                drawn = draw(head[window[-1]][None], params, lambda at=first + i: key_array([(params.seed, at)]))
+                drawn = draw(head[window[-1]][None], params, partial(key_array, [(params.seed, first + i)]))
                 drafts.append(Draft(ints(drawn.tokens)[0], drawn.scores))
             window.append(drafts[-1].token)
         if step % 3 == 0:
