@@ -9,6 +9,7 @@ import pytest
 from coordinator.drafts.prompt_lookup import NgramMatcher, NgramMode
 from coordinator.schedule.request import GenerationRequest
 from coordinator.schedule.sequence import Sequence
+from proto.params import Acceptance, SamplingParams
 from tests.support.protocol.scheduler_drive import Drive, is_decode
 from tests.support.stages.token_stages import WORDS, FakeLastStage
 
@@ -79,3 +80,33 @@ def test_a_match_that_begins_with_a_stop_token_is_not_used(stop: int, usable: bo
     assert sequence.matcher is not None and not sequence.has_match
     sequence.matcher.follow(sequence.tokens)
     assert sequence.matcher.drafts[0] == 8 and sequence.has_match is usable
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "stages", "mtp"), [("ratio", 1, "2"), ("ratio", 4, "filled"), ("match", 1, "2")]
+)
+def test_a_window_names_the_window_that_brought_its_drafts(
+    acceptance: Acceptance, stages: int, mtp: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the ratio rule the last stage needs to know which chain, and drafts of the text have none."""
+    brought: dict[int, tuple[int, ...]] = {}
+    take = Sequence._take_drafts
+    monkeypatch.setattr(
+        Sequence,
+        "_take_drafts",
+        lambda self, found: (brought.update({found.window: found.drafts}), take(self, found))[1],
+    )
+    stage = FakeLastStage(stage_us=100)
+    stage.text.target = edited
+    drive = Drive(stages, stage=stage, mtp=mtp, ngram=NgramMode.auto)
+    params = SamplingParams(temperature=1.0, acceptance=acceptance)
+    seq_id = drive.scheduler.submit(GenerationRequest(PROMPT, 150, params), drive.now).seq_id
+    drive.run()
+    assert drive.tokens(seq_id) == decoded(150)
+    wide = [s for frame in stage.seen for s in frame.segments if s.open and s.width > 1]
+    sources = {s.window - s.source for s in wide if s.source}
+    assert sources <= brought.keys() and (acceptance == "match") == (not sources)
+    for s in (s for s in wide if s.source):
+        drafts = brought[s.window - s.source]
+        assert any(drafts[i : i + s.width - 1] == s.tokens[1:] for i in range(len(drafts)))
+    assert any(not s.source for s in wide), "no window took drafts of the text"
