@@ -275,7 +275,7 @@ def distribution(
 @pytest.mark.parametrize(
     ("mtp", "stages", "ngrams"),
     [
-        ("2", 1, False),
+        pytest.param("2", 1, False, marks=pytest.mark.thorough),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("1", 1, True), ("filled", 4, False))),
     ],
 )
