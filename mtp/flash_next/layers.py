@@ -17,7 +17,7 @@ from mtp.flash_next.ngrams import Ints
 from mtp.layers.exact import ExactProducts
 from mtp.layers.experts import fuse_experts, row_experts
 from mtp.layers.kv_cache import tiled_attention
-from mtp.layers.layer import Hole, KVFormat, Layer, LayerCache, Mixer, Picks, PlainMLP, Rows, checked_state
+from mtp.layers.layer import CutAxis, Hole, KVFormat, Layer, LayerCache, Mixer, Picks, PlainMLP, Rows, checked_state
 from mtp.layers.linear import FusedLinear, side_by_side
 from mtp.layers.reference.attention import AttentionLayer
 from mtp.layers.reference.gdn import GDNLayer
@@ -116,6 +116,10 @@ class NgramGDNCache(LayerCache):
         conv, state, rows, context = checked_state(states[-1], self.arrays())
         ngrams = NgramState(np.array(context).astype(np.int64), rows)
         return replace(self, gdn=self.gdn.with_backups([[conv, state]], length), ngrams=ngrams)
+
+    @property
+    def cut_axes(self) -> tuple[CutAxis | None, ...]:
+        return (*self.gdn.cut_axes, None, None)
 
 
 class StreamLayer(Layer):
@@ -254,7 +258,9 @@ class SparseAttention(StreamLayer, AttentionLayer):
         self._products = side_by_side(products, FusedLinear.of)
 
     def new_cache(self, kv_format: KVFormat) -> IndexedKV:
-        return IndexedKV(self.sizes.block)
+        attention = self.attention
+        cache = IndexedKV(self.sizes.block, self.sizes.head_dim)
+        return cache.with_rows(attention.num_key_value_heads, attention.head_dim)
 
     def _mixed(
         self,

@@ -151,7 +151,8 @@ class LatentMixer:
         return self
 
     def new_cache(self, kv_format: KVFormat) -> LatentKV:
-        return LatentKV(self.blocks.block)
+        # The raw keys of the indexer are a key and a gate.
+        return LatentKV(self.blocks.block, 2 * self.blocks.head_dim).with_rows(1, self.sizes.rank)
 
     def mix(
         self, inputs: mx.array, caches: Sequence[LatentKV], widths: Sequence[int], stay_open: Sequence[bool]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
-from mtp.layers.layer import KVFormat, LayerCache, checked_state
+from mtp.layers.layer import HEADS, CutAxis, KVFormat, LayerCache, checked_state
 from mtp.layers.source_kernel import SourceKernel
 
 HEAD_DIM = 128
@@ -146,6 +146,11 @@ class SnapshotGDNCache(LayerCache):
     def with_backups(self, states: Sequence[Sequence[mx.array]], length: int) -> SnapshotGDNCache:
         conv, state = checked_state(states[-1], self.arrays())
         return SnapshotGDNCache(self.recurrence, Point(Snapshots(conv, state), 0))
+
+    @property
+    def cut_axes(self) -> tuple[CutAxis | None, ...]:
+        keys, values = self.recurrence.shape.key_heads, self.recurrence.shape.value_heads
+        return CutAxis(2, (keys, keys, values)), HEADS
 
 
 @dataclass(slots=True)

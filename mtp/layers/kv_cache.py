@@ -12,7 +12,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from mtp.device import fuses_prompts, this_device
-from mtp.layers.layer import Hole, KVFormat, LayerCache
+from mtp.layers.layer import KV_HEADS, CutAxis, Hole, KVFormat, LayerCache
 from mtp.layers.rope import image_rotations
 from proto.errors import ProtocolError
 from proto.images import ImageLayout
@@ -20,6 +20,10 @@ from proto.images import ImageLayout
 SCORE_BYTES = 128 * 2**20
 """Bytes. Bound of the scores of one tile. MLX's fused kernels for heads of 256 take few queries; for more it holds
 the scores of all of them: 3.2 GB for 512 queries of a 27B model at 128,000 keys."""
+
+
+Shape = tuple[int, int | None]
+"""The heads of an array of keys or values, and the numbers of each for a token. None is unknown."""
 
 
 class KVRows(LayerCache):
@@ -30,10 +34,17 @@ class KVRows(LayerCache):
     offset: int
     layout: ImageLayout | None = None
     """The images of the sequence. Its owner sets it; a copy has none."""
+    row: tuple[int, int] | None = None
+    """Heads of the keys, and the width of each. The layer sets them, and a backup with others is refused."""
     trim: Callable[[int], int]
     """Remove the last tokens. mlx-lm implements it."""
     update_and_fetch: Callable[[mx.array, mx.array], tuple[Any, Any]]
     """Append keys and values, and return all of them. mlx-lm implements it."""
+
+    def with_rows(self, heads: int, dim: int) -> Self:
+        """Set the heads of the keys and their width, and return this cache."""
+        self.row = heads, dim
+        return self
 
     @property
     def position(self) -> int:
@@ -121,18 +132,28 @@ class KVRows(LayerCache):
         return self.nbytes
 
     appends = True
+    cut_axes: tuple[CutAxis | None, ...] = (KV_HEADS, KV_HEADS)
+
+    def _row_shapes(self, heads: int, dim: int) -> list[Shape]:
+        """Return the shapes of a token in `_parts`, for keys of `heads` and `dim`."""
+        return [(heads, dim)] * 2
 
     def backup_arrays(self, start: int, end: int | None = None) -> list[mx.array]:
         count = None if end is None else end - start
         return [mx.contiguous(part[:, :, :count]) for part in self._parts(start)]
 
     def with_backups(self, states: Sequence[Sequence[mx.array]], length: int) -> Self:
-        arrays = [
-            parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=2) for parts in zip(*states, strict=True)
-        ]
+        try:
+            joined = zip(*states, strict=True)
+            arrays = [one[0] if len(one) == 1 else mx.concatenate(list(one), axis=2) for one in joined]
+        except ValueError as error:
+            raise ProtocolError(f"the parts of a backup of keys and values do not fit together: {error}") from error
+        rows: list[Shape] = [(a.shape[1], a.shape[-1]) for a in arrays if a.ndim == 4]
+        expected = rows if self.row is None else self._row_shapes(*self.row)
+        if [a.shape for a in arrays] != [(1, heads, length, dim) for heads, dim in expected]:
+            found = [a.shape for a in arrays]
+            raise ProtocolError(f"a backup of keys and values has shapes {found} for {length} tokens of {expected}")
         filled = self._empty()
-        if any(a.ndim != 4 or a.shape[0] != 1 or a.shape[2] != length for a in arrays):
-            raise ProtocolError(f"the backup of keys and values does not have {length} tokens")
         filled._set_parts(arrays)
         filled.offset = length
         return filled
@@ -200,6 +221,12 @@ class QuantizedKV(KVRows, QuantizedKVCache):
 
     def _empty(self) -> QuantizedKV:
         return QuantizedKV(group_size=self.group_size, bits=self.bits)
+
+    cut_axes = (KV_HEADS,) * 6
+
+    def _row_shapes(self, heads: int, dim: int) -> list[Shape]:
+        groups = heads, dim // self.group_size
+        return [(heads, dim * self.bits // 32), groups, groups] * 2
 
 
 def _heads(parts: Any, own: slice) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar, Protocol, Self
 
 import mlx.core as mx
@@ -45,6 +46,52 @@ class Hole:
 
     end: int
     count: mx.array
+
+
+@dataclass(frozen=True)
+class Member:
+    """Member `rank` of the `size` members that hold a layer together.
+
+    `kv_heads` are the heads of keys and values of the whole layer. Of more members than heads, neighbours share one.
+    """
+
+    rank: int = 0
+    size: int = 1
+    kv_heads: int = 1
+
+
+@dataclass(frozen=True)
+class CutAxis:
+    """The axis along which the members of a group divide an array of a state, as they divide the weights.
+
+    Each of the `sections` of the axis, whose relative sizes are given, is divided on its own. `shared` heads are those
+    of keys and values.
+    """
+
+    axis: int
+    sections: tuple[int, ...] = (1,)
+    shared: bool = False
+
+    def own_part(self, parts: Sequence[mx.array], member: Member) -> mx.array:
+        """Return the part of `member` of the array whose `parts` the members of any group hold. Raises ValueError."""
+        if self.shared:
+            heads = member.kv_heads
+            whole = mx.concatenate(list(parts[:: max(1, len(parts) // heads)]), axis=self.axis)
+            first, count = member.rank * heads // member.size, max(1, heads // member.size)
+            return mx.split(whole, [first, first + count], axis=self.axis)[1]
+        total = sum(self.sections)
+        ends = [end * parts[0].shape[self.axis] // total for end in accumulate(self.sections)]
+        sections = zip(*(mx.split(part, ends[:-1], axis=self.axis) for part in parts), strict=True)
+        wholes = [mx.concatenate(list(section), axis=self.axis) for section in sections]
+        own = [mx.split(whole, member.size, axis=self.axis)[member.rank] for whole in wholes]
+        return own[0] if len(own) == 1 else mx.concatenate(own, axis=self.axis)
+
+
+HEADS = CutAxis(1)
+"""The axis of arrays `[1, heads, …]`."""
+
+KV_HEADS = CutAxis(1, shared=True)
+"""The axis of keys and values `[1, kv_heads, …]`."""
 
 
 class LayerCache(ABC):
@@ -97,6 +144,25 @@ class LayerCache(ABC):
 
         Raises ProtocolError for arrays of another number, shape or type.
         """
+
+    @property
+    @abstractmethod
+    def cut_axes(self) -> tuple[CutAxis | None, ...]:
+        """How a group divides each array of `backup_arrays`. Every member holds the whole of an array with None."""
+
+    def own_share(self, shares: Sequence[Sequence[mx.array]], member: Member) -> Sequence[mx.array]:
+        """Return the share of `member` of a state that the members of any group made. Raises ProtocolError."""
+        if len(shares) == member.size:
+            return shares[member.rank]
+        try:
+            own = []
+            for axis, parts in zip(self.cut_axes, zip(*shares, strict=True), strict=True):
+                if axis is None and any(part.shape != parts[0].shape for part in parts):
+                    raise ValueError(f"shapes {[part.shape for part in parts]} of one array")
+                own.append(parts[0] if axis is None else axis.own_part(parts, member))
+        except ValueError as error:
+            raise ProtocolError(f"the shares of a backup do not fit together: {error}") from error
+        return own
 
 
 def checked_state(found: Sequence[mx.array], held: Sequence[mx.array]) -> Sequence[mx.array]:

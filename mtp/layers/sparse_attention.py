@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
 import numpy as np
 
 from mtp.device import this_device
-from mtp.layers.kv_cache import PlainKV
+from mtp.layers.kv_cache import PlainKV, Shape
+from mtp.layers.layer import KV_HEADS
 from proto.errors import ProtocolError
 
 
@@ -40,12 +41,11 @@ class IndexedKV(PlainKV):
     A block's key depends on its tokens alone, so the keys of blocks that are whole after a trim stay.
     """
 
-    stored: ClassVar[int] = 3
-    """The arrays of a backup."""
+    cut_axes = (KV_HEADS, KV_HEADS, None)
 
-    def __init__(self, block: int) -> None:
+    def __init__(self, block: int, index_dim: int | None = None) -> None:
         super().__init__()
-        self.block = block
+        self.block, self.index_dim = block, index_dim
         self.index: mx.array | None = None
         self._blocks: mx.array | None = None
 
@@ -92,19 +92,22 @@ class IndexedKV(PlainKV):
         return [*super()._parts(start), self.index[:, :, start : self.offset]]
 
     def _set_parts(self, parts: Sequence[mx.array]) -> None:
-        if len(parts) != self.stored:
-            raise ProtocolError(f"{len(parts)} arrays of keys, values and the index, expected {self.stored}")
+        if len(parts) != len(self.cut_axes):
+            raise ProtocolError(f"{len(parts)} arrays of keys, values and the index, expected {len(self.cut_axes)}")
         super()._set_parts((parts[0], parts[-2]))
         self.index = parts[-1]
 
     def _empty(self) -> Self:
-        return type(self)(self.block)
+        return type(self)(self.block, self.index_dim)
+
+    def _row_shapes(self, heads: int, dim: int) -> list[Shape]:
+        return [(heads, dim), (heads, dim), (1, self.index_dim)]
 
 
 class LatentKV(IndexedKV):
     """Latents `[1, 1, room, rank]`, each the key and the value of a token for all heads, with the index beside them."""
 
-    stored = 2
+    cut_axes = (None, None)
 
     def append(self, latents: mx.array) -> mx.array:
         """Append `latents [width, rank]`, and return all of them as `[1, 1, tokens, rank]`."""
@@ -120,6 +123,9 @@ class LatentKV(IndexedKV):
 
     def _parts(self, start: int = 0) -> list[mx.array]:
         return super()._parts(start)[1:]
+
+    def _row_shapes(self, heads: int, dim: int) -> list[Shape]:
+        return super()._row_shapes(heads, dim)[1:]
 
 
 TILE_BYTES = 2**28

@@ -14,10 +14,11 @@ import mlx.core as mx
 import msgpack
 import numpy as np
 
-from mtp.checkpoint.format.config import LayerKind, ModelConfig
+from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.cut import WHOLE, Cut
 from mtp.device import this_device
 from mtp.head.drafter import HeadState
+from mtp.layers.layer import LayerCache, Member
 from proto.backup import LayerState
 from proto.errors import NotReadyError, ProtocolError
 from proto.frame import BackUp, RestoreBackup
@@ -28,57 +29,12 @@ from worker.cache.sequence_cache import Border, LastStageState, SequenceCache
 _DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in STATE_NAMES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-Arrays = list[mx.array]
-"""The state of a layer: arrays `[1, heads, …]` of an attention layer, or `conv [1, taps, q k v]` and `state
-[1, value_heads, …]` of a GatedDeltaNet."""
-
 READ_BYTES = 2**25
 """Bytes. States that the engine thread copies at once, before the next frame may run. The copy takes about 10 ms. One
 layer at a time would let every layer wait for a frame."""
 
 Stored = tuple[bytes, ...] | list[mx.array]
 """A state in a `ReceivedBackup`."""
-
-
-class StateCut:
-    """The part of a state that a member of a group holds. `config` is that of its layers.
-
-    Keys and values are cut by heads, and a GatedDeltaNet by its key heads and their value heads, as the weights are.
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
-        whole = config.whole or config
-        self.cut = config.cut
-        self._kv_heads = whole.num_kv_heads
-        self._keys = whole.gdn_key_heads * whole.gdn_key_dim
-
-    def own_share(self, shares: Sequence[Arrays], kind: LayerKind) -> Arrays:
-        """Return this member's share of a state that the members of any group made. Raises ProtocolError."""
-        if len(shares) == self.cut.size:
-            return shares[self.cut.rank]
-        try:
-            if kind == "attention":
-                return self._heads_of(shares)
-            convs, states = zip(*shares, strict=True)
-            keys = self._keys // len(shares)
-            parts = [mx.split(conv, [keys, 2 * keys], axis=-1) for conv in convs]
-            sections = zip(*parts, strict=True)
-            own = [self._part(mx.concatenate(list(s), axis=-1), -1) for s in sections]
-            state = self._part(mx.concatenate(list(states), axis=1), 1)
-            return [mx.concatenate(own, axis=-1), state]
-        except ValueError as error:
-            raise ProtocolError(f"the shares of a backup do not fit together: {error}") from error
-
-    def _heads_of(self, shares: Sequence[Arrays]) -> Arrays:
-        # In a group of more members than heads, neighbours hold the same head.
-        held = shares[:: max(1, len(shares) // self._kv_heads)]
-        wholes = [mx.concatenate(list(parts), axis=1) for parts in zip(*held, strict=True)]
-        first = self.cut.rank * self._kv_heads // self.cut.size
-        count = max(1, self._kv_heads // self.cut.size)
-        return [whole[:, first : first + count] for whole in wholes]
-
-    def _part(self, whole: mx.array, axis: int) -> mx.array:
-        return mx.split(whole, self.cut.size, axis=axis)[self.cut.rank]
 
 
 @dataclass(frozen=True)
@@ -179,19 +135,24 @@ class StageBackups:
         backup = self.received.pop(op.seq_id, None)
         if backup is None or sequence.stack.length or len(backup.tokens) != op.length:
             raise ProtocolError(f"sequence {op.seq_id} has no backup of {op.length} tokens here")
-        cut, kinds = StateCut(self.config), self.config.layer_kinds
+        member = member_of(self.config)
         filled = []
         for n, empty in zip(self.span, sequence.layers, strict=True):
-            states = [_arrays(stored, cut, kinds[n]) for stored in backup.layers.get(n, ())]
+            states = [_arrays(stored, empty, member) for stored in backup.layers.get(n, ())]
             if not states:
                 raise ProtocolError("the backup lacks a layer of this stage")
             filled.append(empty.with_backups(states, op.length))
         sequence.layers, sequence.stack.length = filled, op.length
         if last is not None:
             if last.head is not None and (data := backup.layers.get(self.span.end)):
-                last.head = head_from(data[-1], last.head, cut)
+                last.head = head_from(data[-1], last.head, member)
             last.append_tokens(backup.tokens)
         return backup.border
+
+
+def member_of(config: ModelConfig) -> Member:
+    """Return the member of a group that holds the layers of `config`."""
+    return Member(config.cut.rank, config.cut.size, (config.whole or config).num_kv_heads)
 
 
 def layer_states(backup: SequenceBackup, index: int, limit: int = READ_BYTES) -> list[LayerState]:
@@ -223,7 +184,7 @@ def head_arrays(head: HeadState) -> list[mx.array]:
     return [numbers, *held, *newest, *waiting]
 
 
-def head_from(data: Stored, empty: HeadState, cut: StateCut) -> HeadState:
+def head_from(data: Stored, empty: HeadState, member: Member) -> HeadState:
     """Return the state of the head in `data`. Raises ProtocolError if it is malformed."""
     try:
         if mine := isinstance(data, list):
@@ -234,7 +195,7 @@ def head_from(data: Stored, empty: HeadState, cut: StateCut) -> HeadState:
         offset, count, tokens, newest, successor = _unpack(np.array(numbers).tobytes())
         own, rest = arrays[:count], arrays[count:]
         if own and not mine:
-            own = cut.own_share([share[1 : 1 + count] for share in shares], "attention")
+            own = [*empty.cache.own_share([share[1 : 1 + count] for share in shares], member)]
         cache = empty.cache.with_backups([own], offset) if own else empty.cache
         found = rest.pop(0) if newest else None
         return HeadState(cache, found, successor, rest, [int(token) for token in tokens])
@@ -272,15 +233,15 @@ def array_of(name: str, shape: Sequence[int], data: Any) -> mx.array:
     return array.view(dtype) if dtype == mx.bfloat16 else array
 
 
-def _arrays(data: Stored, cut: StateCut, kind: LayerKind) -> list[mx.array]:
-    """Return the arrays of a layer as this member holds them."""
+def _arrays(data: Stored, empty: LayerCache, member: Member) -> Sequence[mx.array]:
+    """Return the arrays of the layer of `empty` as this member holds them."""
     if isinstance(data, list):
         return data
     try:
         # In a group of the same size, each member needs its own share only.
-        own = data if len(data) != cut.cut.size else data[cut.cut.rank : cut.cut.rank + 1]
+        own = data if len(data) != member.size else data[member.rank : member.rank + 1]
         shares = [[array_of(*wire) for wire in _unpack(one)] for one in own]
-        return shares[0] if own is not data else cut.own_share(shares, kind)
+        return shares[0] if own is not data else empty.own_share(shares, member)
     except (ValueError, TypeError, KeyError) as error:
         raise ProtocolError(f"malformed backup of a layer: {error}") from error
 

@@ -66,7 +66,7 @@ class PackedAttentionLayer(Layer):
 
     def new_cache(self, kv_format: KVFormat) -> InPlaceKV:
         assert kv_format.bits is None, "the kernels read keys and values in the type of the model"
-        return InPlaceKV()
+        return InPlaceKV().with_rows(self.shape.kv_heads, HEAD_DIM)
 
     def pin_exact(self, products: ExactProducts) -> None:
         self._one_arithmetic = True

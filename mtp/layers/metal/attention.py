@@ -132,7 +132,8 @@ class PreparedAttentionLayer(FusedAttentionLayer):
         self._prepare = compiled(_prepare, self._shape)
 
     def new_cache(self, kv_format: KVFormat) -> KVRows:
-        return PairKV() if kv_format.bits is None else new_kv(kv_format)
+        cache = PairKV() if kv_format.bits is None else new_kv(kv_format)
+        return cache.with_rows(self.attention.num_key_value_heads, HEAD_DIM)
 
     def forward(
         self,

@@ -37,7 +37,7 @@ class AttentionLayer(Layer):
         self._slices: int = getattr(layer.self_attn, "slices", 1)
 
     def new_cache(self, kv_format: KVFormat) -> KVRows:
-        return new_kv(kv_format)
+        return new_kv(kv_format).with_rows(self.attention.num_key_value_heads, self.attention.head_dim)
 
     def pin_exact(self, products: ExactProducts) -> None:
         products.replace_children(self.attention)

@@ -20,7 +20,18 @@ from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
 from mtp.device import this_device
 from mtp.layers.exact import ExactProducts
-from mtp.layers.layer import MLP, REFERENCE, Hole, KVFormat, Layer, LayerCache, PlainMLP, checked_state
+from mtp.layers.layer import (
+    HEADS,
+    MLP,
+    REFERENCE,
+    CutAxis,
+    Hole,
+    KVFormat,
+    Layer,
+    LayerCache,
+    PlainMLP,
+    checked_state,
+)
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,11 @@ class GDNCache(LayerCache):
     def with_backups(self, states: Sequence[Sequence[mx.array]], length: int) -> GDNCache:
         conv, state = checked_state(states[-1], self.arrays())
         return replace(self, conv=conv, state=state, tapes=[])
+
+    @property
+    def cut_axes(self) -> tuple[CutAxis | None, ...]:
+        keys, values = self.net.num_k_heads * self.net.head_k_dim, self.net.num_v_heads * self.net.head_v_dim
+        return CutAxis(2, (keys, keys, values)), HEADS
 
 
 class GDNLayer(Layer):

@@ -14,8 +14,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from base64 import b64decode, b64encode
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ import numpy as np
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.layer import KVFormat
-from proto.frame import Admit, Commit, Frame, Segment
+from proto.backup import LayerState, by_layer
+from proto.frame import Admit, BackUp, Commit, Frame, RestoreBackup, Segment
 from proto.frame_stamps import FrameStamps, StageStep
 from proto.params import SamplingParams
 from proto.span import Span
 from worker.engine.group import GroupSpec, join_group
+from worker.engine.stage_backups import ReceivedBackup, layer_states
 from worker.engine.stage_engine import BegunFrame, StageEngine
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
@@ -61,6 +64,14 @@ class Work:
     kv_bits: int | None = None
     ahead: bool = False
     hosts: tuple[str, ...] = ()
+    saved: int = 0
+    """Tokens of a prompt after which every member makes a backup. 0 makes none."""
+    given: Sequence[Backup] = ()
+    """The backup from which the prompt goes on."""
+
+
+Backup = tuple[int, bool, str, int, int]
+"""The fields of a `LayerState`, with its data in base 64."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,7 @@ class Answers:
     accepted: int
     nbytes: int
     digest: str = ""
+    backup: list[Backup] = field(default_factory=list)
 
 
 def answer(work: Work, communicator: Communicator = ALONE) -> Answers:
@@ -96,13 +108,20 @@ def answer(work: Work, communicator: Communicator = ALONE) -> Answers:
     digest = hashlib.sha256()
     verifier.unembed = _digested(verifier.unembed, digest)
     engine = StageEngine(stage, epoch=1, first=True, verifier=verifier)
-    answered, accepted = [], 0
+    answered, accepted, backup = [], 0, list[Backup]()
     for number, prompt in enumerate(work.prompts):
         one = _ahead if work.ahead else _one
+        if work.given:
+            states = [LayerState(n, appends, b64decode(data), *member) for n, appends, data, *member in work.given]
+            engine.receive_backup(number, ReceivedBackup(tuple(prompt[: work.saved]), by_layer(states)))
         found, good = one(engine, work, number, prompt)
+        if work.saved:
+            made = engine.backups.made
+            assert made is not None
+            backup = [(s.layer, s.appends, b64encode(s.data).decode(), s.rank, s.size) for s in layer_states(made, 0)]
         answered.append(found)
         accepted += good
-    return Answers(answered, accepted, nbytes, digest.hexdigest())
+    return Answers(answered, accepted, nbytes, digest.hexdigest(), backup)
 
 
 def _digested(function: Callable[[mx.array], mx.array], digest: hashlib._Hash) -> Callable[[mx.array], mx.array]:
@@ -121,9 +140,14 @@ def _one(engine: StageEngine, work: Work, number: int, prompt: Sequence[int]) ->
     ops: tuple[Any, ...] = (Admit(number, len(prompt) + 2 * work.count + 8, len(prompt), params),)
     window, position, tokens, accepted = 0, 0, list[int](), 0
     drafts: tuple[int, ...] = ()
+    if work.given:
+        ops, position = (*ops, RestoreBackup(number, work.saved)), work.saved
     while len(tokens) < work.count:
+        if work.saved and position == work.saved:
+            ops = (*ops, BackUp(number, 0))
         if position < len(prompt):
-            part = tuple(prompt[position : position + work.chunk])
+            end = work.saved if position < work.saved else len(prompt)
+            part = tuple(prompt[position : min(end, position + work.chunk)])
             ends = position + len(part) == len(prompt)
             segment = Segment(number, window, position, part, sample=ends, drafts=work.drafts if ends else 0)
         else:
@@ -164,7 +188,7 @@ def _ahead(engine: StageEngine, work: Work, number: int, prompt: Sequence[int]) 
 
 
 def answer_in_group(work: Work, size: int) -> Answers:
-    """Return the answers of the first of `size` processes. All of them are ended before it returns."""
+    """Return the answers of the first of `size` processes, and the backups of all. They are ended before it returns."""
     hosts = tuple(group_address("127.0.0.1") for _ in range(size))
     asked = json.dumps(asdict(replace(work, hosts=hosts)))
     command = [sys.executable, "-m", "tests.support.stages.group_run"]
@@ -183,7 +207,7 @@ def answer_in_group(work: Work, size: int) -> Answers:
         printed = [member.communicate(timeout=due)[0] for member in members]
     found = [Answers(**json.loads(text)) for text in printed]
     assert all(one.tokens == found[0].tokens for one in found), "the members disagree"
-    return found[0]
+    return replace(found[0], backup=[state for one in found for state in one.backup])
 
 
 def main() -> None:
