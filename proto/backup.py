@@ -97,8 +97,16 @@ def by_layer(states: Iterable[LayerState]) -> dict[int, list[tuple[bytes, ...]]]
     return {n: [tuple(s.data for s in one) for one in made] for n, made in found.items()}
 
 
-KEY_BYTES = 16
-"""Bytes of a key. Two prefixes share one by chance once in 2**64 entries."""
+STEM_TOKENS = 128
+"""Tokens. All prefixes of a prompt are found by its first 0, 128, 256 … tokens, whatever else an index has."""
+
+STEM_BYTES, LENGTH_BYTES, DIGEST_BYTES = 8, 4, 16
+"""The parts of a key: the hash of its last whole STEM_TOKENS, its length, and the hash of all tokens.
+
+Two prefixes share the last one by chance once in 2**64 entries.
+"""
+
+KEY_BYTES = STEM_BYTES + LENGTH_BYTES + DIGEST_BYTES
 
 
 def prefix_key(tokens: Sequence[int]) -> bytes:
@@ -109,8 +117,26 @@ def prefix_key(tokens: Sequence[int]) -> bytes:
 def prefix_keys(tokens: Sequence[int], lengths: Iterable[int]) -> Iterator[bytes]:
     """Yield the key of the first `n` tokens for each `n` in `lengths`, which ascend. Reads `tokens` once."""
     words = array("I", tokens)
-    data, digest, done = memoryview(words).cast("B"), hashlib.blake2b(digest_size=KEY_BYTES), 0
-    for length in lengths:
+    data, digest, done = memoryview(words).cast("B"), hashlib.blake2b(digest_size=DIGEST_BYTES), 0
+    stem, stem_end = b"", -1
+
+    def digest_of(length: int) -> bytes:
+        nonlocal done
         digest.update(data[done * words.itemsize : length * words.itemsize])
         done = length
-        yield digest.digest()
+        return digest.digest()
+
+    for length in lengths:
+        if (end := length // STEM_TOKENS * STEM_TOKENS) != stem_end:
+            stem, stem_end = digest_of(end)[:STEM_BYTES], end
+        yield stem + length.to_bytes(LENGTH_BYTES, "big") + digest_of(length)
+
+
+def stems_of(tokens: Sequence[int]) -> list[bytes]:
+    """Return the first bytes of the keys that a proper prefix of `tokens` may have."""
+    return [key[:STEM_BYTES] for key in prefix_keys(tokens, range(0, len(tokens), STEM_TOKENS))]
+
+
+def length_of(key: bytes) -> int:
+    """Return the tokens of the prefix `key`."""
+    return int.from_bytes(key[STEM_BYTES : STEM_BYTES + LENGTH_BYTES], "big")

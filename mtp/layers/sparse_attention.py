@@ -17,7 +17,7 @@ import numpy as np
 
 from mtp.device import this_device
 from mtp.layers.kv_cache import PlainKV, Shape
-from mtp.layers.layer import KV_HEADS
+from mtp.layers.layer import KV_HEADS, CutAxis
 from proto.errors import ProtocolError
 
 
@@ -41,7 +41,7 @@ class IndexedKV(PlainKV):
     A block's key depends on its tokens alone, so the keys of blocks that are whole after a trim stay.
     """
 
-    cut_axes = (KV_HEADS, KV_HEADS, None)
+    cut_axes: tuple[CutAxis | None, ...] = (KV_HEADS, KV_HEADS, None)
 
     def __init__(self, block: int, index_dim: int | None = None) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import struct
+import time
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +50,22 @@ READERS = 8
 """Threads that read and check pieces. Both release Python's lock."""
 
 _numbers = itertools.count()
+
+_STARTED = time.time()
+
+
+def is_abandoned(part: Path) -> bool:
+    """Return whether the process that wrote the temporary file `part` has ended."""
+    *_, pid, _ = f"--{part.stem}".split("-")
+    if pid == str(os.getpid()):  # in a container each start may have the same number
+        return part.stat().st_mtime < _STARTED
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError, OverflowError):
+        return False
+    return False
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import random
 import subprocess
 import sys
 import time
+from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Callable, Sequence
-from base64 import b64decode, b64encode
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path

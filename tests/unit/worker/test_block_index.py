@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from contextlib import suppress
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +18,7 @@ from proto.backup import prefix_key
 from proto.errors import ProtocolError
 from proto.span import Span
 from tests.support.checkpoints.small_disk import small_disk
+from worker.disk.block_file import BlockWriter, Piece
 from worker.disk.block_index import STALE_SECONDS, VERSION, Block, BlockIndex
 
 TOKENS = tuple(range(1000))
@@ -208,3 +214,138 @@ def test_what_a_killed_process_left_is_removed(folder: Folder) -> None:
     assert lengths(index) == [300]
     assert {path.name for path in folder.path.iterdir() if "old" in path.name} == set()
     assert (folder.path / "new.part").exists()
+
+
+@pytest.mark.parametrize("fails", ["insert", "commit"])
+def test_a_block_that_is_not_added_leaves_no_file(folder: Folder, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """No limit would count the file of a block without an entry."""
+    assert folder.add(128)
+    inner = folder.index._database
+
+    class Failing:
+        def __enter__(self) -> object:
+            return inner.__enter__()
+
+        def __exit__(self, *error: Any) -> Any:
+            if fails == "commit" and error[0] is None:
+                inner.__exit__(OSError, OSError(), None)
+                raise sqlite3.OperationalError("database or disk is full")
+            return inner.__exit__(*error)
+
+        def execute(self, query: str, *values: Any) -> Any:
+            if fails == "insert" and query.startswith("INSERT"):
+                raise sqlite3.OperationalError("database or disk is full")
+            return inner.execute(query, *values)
+
+        executemany = inner.executemany
+
+    monkeypatch.setattr(folder.index, "_database", Failing())
+    with pytest.raises(sqlite3.OperationalError):
+        folder.add(256, 128)
+    monkeypatch.undo()
+    assert folder.files == {"128-0-8"} and folder.find() == [128]
+
+
+def test_a_killed_process_leaves_nothing_that_no_limit_counts(folder: Folder) -> None:
+    """At the next start a file that was renamed and not entered goes, whatever its age, and so does half of one."""
+    assert folder.add(128)
+    (folder.path / "300-0-8.safetensors").touch()
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    ours = BlockWriter(folder.path / "ours.safetensors", 1, 1)
+    ours.write_pieces([Piece(0, True, 0, "float32", (1,), b"1234")])
+    (folder.path / f"300-0-8-{dead.pid}-0.part").touch()
+    earlier = folder.path / f"300-0-8-{os.getpid()}-9.part"  # of an earlier process with the same number
+    earlier.touch()
+    os.utime(earlier, (time.time() - 3000,) * 2)
+    index = BlockIndex(folder.path, 10**6)
+    assert lengths(index) == [128] and folder.files == {"128-0-8"}
+    assert len([*folder.path.glob("*.part")]) == 1
+    ours.close()
+
+
+def test_a_smaller_limit_acts_at_the_start(folder: Folder) -> None:
+    """What exceeds it goes, the least recently used first."""
+    assert folder.add(128) and folder.add(900) and folder.add(800)
+    assert lengths(BlockIndex(folder.path, 250)) == [900, 800]
+    assert folder.files == {"900-0-8", "800-0-8"}
+
+
+@pytest.mark.parametrize("fault", ["an earlier version", "no database", "cut off"])
+def test_an_index_that_cannot_be_read_begins_anew(folder: Folder, caplog: pytest.LogCaptureFixture, fault: str) -> None:
+    """Its blocks are dropped with a line in the log, and no file is left that no limit counts."""
+    assert folder.add(128) and folder.add(256, 128)
+    folder.index.close()
+    path = folder.path / "index.sqlite"
+    if fault == "an earlier version":
+        with closing(sqlite3.connect(path)) as database:
+            database.execute("PRAGMA user_version = 1")
+    else:
+        data = path.read_bytes()
+        path.write_bytes(b"?" * 5000 if fault == "no database" else data[: len(data) // 2])
+    anew = Folder(folder.path)
+    assert "prefixes on disk dropped" in caplog.text
+    assert anew.files == set() and anew.find() == []
+    assert anew.add(128) and anew.find() == [128]
+
+
+def filled_index(path: Path, count: int) -> BlockIndex:
+    """Return an index with `count` blocks of prompts that share their first 200 tokens with TOKENS."""
+    index, layers = BlockIndex(path, 10**12), Span(0, 8)
+    start = Block("model", prefix_key(TOKENS[:200]), layers, 0, 200, b"", "start")
+    rows = [(start.key, 0, 200, b"", "start")]
+    for number in range(count - 1):
+        tokens = (*TOKENS[:200], *[5] * (number % 700), number)
+        rows.append((prefix_key(tokens), 200, len(tokens), start.key, str(number)))
+    with index._database as database:
+        database.execute("BEGIN")
+        database.executemany("INSERT INTO blocks VALUES ('model', ?, 0, 8, ?, ?, ?, 100, 0, ?)", rows)
+    return index
+
+
+def operations(index: BlockIndex) -> dict[str, Callable[[], object]]:
+    """Return one more of each operation."""
+    long = tuple(range(130_000))
+    key, layers = prefix_key(TOKENS[:200]), Span(0, 8)
+    chain = index.chains("model", layers, key)[0].blocks
+    new = Block("model", prefix_key(long), layers, 200, len(long), key, "new")
+    (index.folder / "new").touch()
+
+    def add_to_full() -> None:
+        with index._lock:
+            index.limit = int(index._database.execute("SELECT TOTAL(bytes) FROM sums").fetchone()[0])
+        assert index.add_block(replace(new, file="other"), 100)
+
+    return {
+        "find": lambda: index.held("model", long),
+        "chains": lambda: index.chains("model", layers, key),
+        "touch": lambda: index.touch(chain),
+        "add": lambda: index.add_block(new, 100),
+        "remove": lambda: index.remove(new),
+        "add to a full one": add_to_full,
+        "layers": lambda: index.layer_bytes("mod"),
+    }
+
+
+def test_no_operation_reads_every_block(tmp_path: Path) -> None:
+    """With 100,000 blocks each takes at most twice the processor time that it takes with 100."""
+
+    def seconds(index: BlockIndex) -> dict[str, float]:
+        found = {}
+        for name, run in operations(index).items():
+            times = []
+            for _ in range(5):
+                began = time.process_time()
+                run()
+                times.append(time.process_time() - began)
+            found[name] = min(times)
+        return found
+
+    few, many = (filled_index(tmp_path / str(count), count) for count in (100, 100_000))
+    for _ in range(2):  # once more if other load disturbed it
+        before, after = seconds(few), seconds(many)
+        slower = {name: (n, before[name]) for name, n in after.items() if n > 2 * before[name] + 2e-4}
+        if not slower:
+            break
+    assert slower == {}
+    assert few.held("model", (*TOKENS[:200], 5)) == {200: set(range(8))}
