@@ -5,20 +5,26 @@ Each call of `answers` is a new engine, as after a restart.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import random
 import shutil
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import mlx.core as mx
 import pytest
 
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
+from mtp.layers.kv_cache import PairKV
+from proto.backup import prefix_key
 from proto.params import SamplingParams
 from proto.span import Span
 from tests.bench.texts import held_out_prompts
@@ -26,6 +32,8 @@ from tests.support.checkpoints.checkpoints import convert_checkpoint
 from tests.support.stages.local_run import Answered, run
 from worker.cache.sequence_cache import Border, PrefixEntry
 from worker.disk.block_file import SUFFIX
+from worker.disk.block_index import Block, BlockIndex
+from worker.engine.engine_thread import EngineThread
 from worker.engine.prefix_disk import WRITE_SHARE, StagePrefixes
 
 COUNT = 8
@@ -94,6 +102,71 @@ async def test_what_waits_for_the_disk_is_held_by_the_stage_alone() -> None:
     waiting = [saved.entry() for saved in prefixes._queue]
     assert [one is None for one in waiting] == [False, True, False]
     prefixes._queue.clear()
+
+
+async def test_an_entry_that_the_stage_drops_leaves_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writing beside frames pauses for long. It ends soon after the entry is dropped, and the block is whole."""
+    monkeypatch.setattr("worker.engine.prefix_disk.WRITE_SHARE", 1e-4)
+    thread, index = EngineThread(), BlockIndex(tmp_path / "prefixes", LIMIT)
+    prefixes = StagePrefixes(index, "model", Span(0, 3), thread)
+    before = mx.get_active_memory()
+    caches = [PairKV() for _ in range(3)]
+    for cache in caches:
+        cache.append(mx.ones((2, 8, 512, 512)))
+        mx.eval(cache.arrays())
+    border = Border(prefix_key([1] * 512), 512)
+    entry = PrefixEntry(border, [*caches])
+    dropped = weakref.ref(entry)
+    del caches, cache
+
+    async def frames() -> None:
+        while True:
+            thread.submit(lambda: time.sleep(0.005))
+            await asyncio.sleep(0.006)
+
+    busy = asyncio.create_task(frames())
+    prefixes.save_soon(entry, None)
+    started, began = time.monotonic(), list[Path]()
+    while not began:
+        began = [*(tmp_path / "prefixes").glob("*.part")]
+        await asyncio.sleep(0.01)
+        assert time.monotonic() - started < 10.0, "the writing does not begin"
+    del entry
+    while prefixes._queued or mx.get_active_memory() > before + 2**20:
+        await asyncio.sleep(0.05)
+        assert time.monotonic() - started < 20.0, "the writing holds the entry"
+    assert dropped() is None and len(files(tmp_path)) == 1 and not began[0].exists()
+    busy.cancel()
+    await prefixes.close()
+    await thread.close()
+
+
+async def test_a_cancelled_writing_leaves_no_file_without_an_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that ends between the rename of a file and its entry leaves both, and a failed entry neither."""
+    thread, index = EngineThread(), BlockIndex(tmp_path / "prefixes", LIMIT)
+    add, adding = index.add_block, threading.Event()
+
+    def slow(block: Block, nbytes: int) -> bool:
+        adding.set()
+        time.sleep(0.3)
+        return add(block, nbytes)
+
+    monkeypatch.setattr(index, "add_block", slow)
+    prefixes = StagePrefixes(index, "model", Span(0, 1), thread)
+    cache = PairKV()
+    cache.append(mx.ones((2, 1, 200, 8)))
+    mx.eval(cache.arrays())
+    tokens = [1] * 200
+    entry = PrefixEntry(Border(prefix_key(tokens), 200), [cache])
+    prefixes.save_soon(entry, None)
+    await asyncio.to_thread(adding.wait, 10)
+    assert prefixes._writer is not None
+    prefixes._writer.cancel()
+    await asyncio.gather(prefixes._writer, return_exceptions=True)
+    assert index.held("model", [*tokens, 1]) == {200: {0}} and len(files(tmp_path)) == 1
+    await thread.close()
 
 
 def compare(found: Sequence[Answered], expected: Sequence[Answered]) -> None:

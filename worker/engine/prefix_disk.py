@@ -1,7 +1,8 @@
 """Prefixes on disk, as a stage writes and reads them: its caches as blocks, and blocks as the backup of a sequence.
 
 A prefix entry that a frame saves is written soon after it, beside the frames: the engine thread copies a few layers at
-a time, and another thread writes them. An entry that leaves memory before its turn is not written.
+a time, and another thread writes them. An entry that the stage drops before its turn is not written, and one that is
+being written then is finished without pauses.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -49,7 +50,7 @@ LOAD_SECONDS = 20.0
 """Seconds. Deadline of that load. The system has read the file before, and may have dropped it again."""
 
 CLOSE_SECONDS = 2.0
-"""Seconds in which the end of a plan or a process waits for the disk."""
+"""Seconds in which the end of a plan or a process waits for the disk. A dropped entry stays in memory for no longer."""
 
 WRITE_SHARE = 0.02
 """Share of time that writing may take while frames come. An H200 decoded about that much slower: by 2.8 % at .03."""
@@ -69,7 +70,8 @@ DISK_ERRORS = (OSError, sqlite3.Error)
 class SavedPrefix:
     """An entry to write. `parent` is the newest border of its sequence before it, whose block it continues.
 
-    The queue holds no entry in memory: the stage does, within its budget. Only the one that is being written stays.
+    The queue holds no entry in memory: the stage does, within its budget. Only the one that is being written stays, for
+    CLOSE_SECONDS.
     """
 
     entry: weakref.ref[PrefixEntry]
@@ -156,31 +158,42 @@ class StagePrefixes:
         border, parent, entry = saved.border, saved.parent, saved.entry()
         if entry is None or await self._chains(border.key):
             return
+        entry = replace(entry)  # the caches alone, so that `saved` tells when the stage has dropped them
         start, before = 0, b""  # without the blocks of the parent, this one has all tokens
         if parent is not None and await self._chains(parent.key):
             start, before = parent.length, parent.key
         name = block_file(self.namespace, border.key, self.layers)
         writer = BlockWriter(self.index.folder / name, len(self.layers), entry.nbytes)
+        block = Block(self.namespace, border.key, self.layers, start, border.length, before, name)
         try:
             take = partial(_take, _pieces(entry, self.layers, start))
-            free, more = 0, True  # `free` are bytes before the next rest
+            del entry
+            free, more, held = 0, True, time.monotonic()  # `free` are bytes before the next rest
             while more:
+                held = held if saved.entry() is None else time.monotonic()
+                if time.monotonic() - held > CLOSE_SECONDS:
+                    log.info("prefix not written: it left memory", extra={"tokens": border.length})
+                    return
                 pieces, more = await self.thread.call(take)
                 started = time.monotonic()
                 await _whole(writer.write_pieces, pieces)
                 free -= sum(piece.data.nbytes for piece in pieces)
                 if free <= 0 and more:
-                    free = IDLE_BYTES if await self._rest(time.monotonic() - started) else 0
-            size = await _whole(writer.finish_file)
+                    free = IDLE_BYTES if await self._rest(time.monotonic() - started, saved.entry) else 0
+            # Together, so that a cancelled task leaves no file without an entry.
+            await _whole(lambda: self.index.add_block(block, writer.finish_file()))
         finally:  # a slow disk must not hold up the event loop
             await asyncio.shield(asyncio.to_thread(writer.close))
-        block = Block(self.namespace, border.key, self.layers, start, border.length, before, name)
-        await asyncio.to_thread(self.index.add_block, block, size)
 
-    async def _rest(self, worked: float) -> bool:
-        """Let frames have the machine after `worked` seconds of writing. Return True if none came for IDLE_SECONDS."""
+    async def _rest(self, worked: float, held: Callable[[], object] = lambda: True) -> bool:
+        """Let frames have the machine after `worked` seconds of writing.
+
+        Return True if none came for IDLE_SECONDS, or if the stage has dropped the entry, which `held` returns.
+        """
         end = time.monotonic() + worked * (1 / WRITE_SHARE - 1)
         while time.monotonic() < end and not self._closing:
+            if held() is None:
+                return True
             busy = self.thread.busy_us
             await asyncio.sleep(IDLE_SECONDS)
             if self.thread.busy_us == busy:
