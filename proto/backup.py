@@ -6,6 +6,7 @@ Prefixes are named by a hash of their tokens, equal in the coordinator and on ev
 from __future__ import annotations
 
 import hashlib
+import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -44,14 +45,15 @@ class ReceivedStates:
     seconds: float
 
 
-def split(states: Iterable[LayerState]) -> Iterator[pb.BackupPiece]:
-    """Yield the pieces of `states`."""
+def split(states: Iterable[LayerState], *, checked: bool = False) -> Iterator[pb.BackupPiece]:
+    """Yield the pieces of `states`, with checksums where they are `checked`."""
     for state in states:
         layer, appends, rank, size = state.layer, state.appends, state.rank, state.size
         for start in range(0, max(1, len(state.data)), PIECE_BYTES):
             end = start + PIECE_BYTES
             data, ends = state.data[start:end], end >= len(state.data)
-            yield pb.BackupPiece(layer=layer, appends=appends, data=data, ends=ends, rank=rank, size=size)
+            crc32 = zlib.crc32(data) if checked else None
+            yield pb.BackupPiece(layer=layer, appends=appends, data=data, ends=ends, rank=rank, size=size, crc32=crc32)
 
 
 class BackupTooLargeError(ProtocolError):
@@ -68,7 +70,9 @@ class PieceJoiner:
     _received: int = 0
 
     def add_piece(self, piece: pb.BackupPiece) -> None:
-        """Add the next piece. Raises BackupTooLargeError for a piece that exceeds a limit."""
+        """Add the next piece. Raises BackupTooLargeError beyond a limit, and ProtocolError for another checksum."""
+        if piece.HasField("crc32") and piece.crc32 != zlib.crc32(piece.data):
+            raise ProtocolError(f"the checksum of a state of layer {piece.layer} is invalid")
         self._received += len(piece.data)
         if len(self._open) + len(piece.data) > MAX_LAYER_BYTES or self._received > self.limit:
             raise BackupTooLargeError(f"a backup of {self._received} bytes exceeds the limit")

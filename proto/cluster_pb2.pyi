@@ -255,6 +255,7 @@ class WorkerInfo(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     DIRECT_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     worker_id: _builtins.str
     """random, changes at every start"""
@@ -278,6 +279,10 @@ class WorkerInfo(_message.Message):
 
     @_builtins.property
     def leased_to(self) -> Global___Coordinator: ...
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerBytes]:
+        """prefixes of the model in the request that its disk has"""
+
     def __init__(
         self,
         *,
@@ -293,10 +298,11 @@ class WorkerInfo(_message.Message):
         node_id: _builtins.str = ...,
         version: _builtins.str = ...,
         direct: _builtins.str = ...,
+        blocks: _abc.Iterable[Global___LayerBytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_leased_to", b"_leased_to", "_pinned", b"_pinned", "hardware", b"hardware", "leased_to", b"leased_to", "pinned", b"pinned"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leased_to", b"_leased_to", "_pinned", b"_pinned", "direct", b"direct", "fingerprint", b"fingerprint", "hardware", b"hardware", "leased_to", b"leased_to", "model", b"model", "name", b"name", "node_id", b"node_id", "pinned", b"pinned", "protocol_version", b"protocol_version", "state", b"state", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leased_to", b"_leased_to", "_pinned", b"_pinned", "blocks", b"blocks", "direct", b"direct", "fingerprint", b"fingerprint", "hardware", b"hardware", "leased_to", b"leased_to", "model", b"model", "name", b"name", "node_id", b"node_id", "pinned", b"pinned", "protocol_version", b"protocol_version", "state", b"state", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__leased_to: _TypeAlias = _typing.Literal["leased_to"]  # noqa: Y015
     _WhichOneofArgType__leased_to: _TypeAlias = _typing.Literal["_leased_to", b"_leased_to"]  # noqa: Y015
@@ -308,6 +314,29 @@ class WorkerInfo(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pinned) -> _WhichOneofReturnType__pinned | None: ...
 
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
+
+@_typing.final
+class LayerBytes(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYERS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    bytes: _builtins.int
+    @_builtins.property
+    def layers(self) -> Global___Span: ...
+    def __init__(
+        self,
+        *,
+        layers: Global___Span | None = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "layers", b"layers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerBytes: _TypeAlias = LayerBytes  # noqa: Y015
 
 @_typing.final
 class Weights(_message.Message):
@@ -1464,6 +1493,7 @@ class BackupPiece(_message.Message):
     ENDS_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
+    CRC32_FIELD_NUMBER: _builtins.int
     layer: _builtins.int
     """the number after the last layer stands for the MTP head"""
     appends: _builtins.bool
@@ -1474,6 +1504,8 @@ class BackupPiece(_message.Message):
     """the member of a group whose share of the layer this is"""
     size: _builtins.int
     """members of this group; 0 and 1 mean the whole layer"""
+    crc32: _builtins.int
+    """of `data`, in states from a disk"""
     @_builtins.property
     def head(self) -> Global___BackupHead: ...
     def __init__(
@@ -1486,12 +1518,15 @@ class BackupPiece(_message.Message):
         ends: _builtins.bool = ...,
         rank: _builtins.int = ...,
         size: _builtins.int = ...,
+        crc32: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appends", b"appends", "data", b"data", "ends", b"ends", "head", b"head", "layer", b"layer", "rank", b"rank", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "appends", b"appends", "crc32", b"crc32", "data", b"data", "ends", b"ends", "head", b"head", "layer", b"layer", "rank", b"rank", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__crc32: _TypeAlias = _typing.Literal["crc32"]  # noqa: Y015
+    _WhichOneofArgType__crc32: _TypeAlias = _typing.Literal["_crc32", b"_crc32"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__crc32) -> _WhichOneofReturnType__crc32 | None: ...
 
 Global___BackupPiece: _TypeAlias = BackupPiece  # noqa: Y015
 
@@ -1504,10 +1539,13 @@ class BackupHead(_message.Message):
     SEQ_ID_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    FROM_DISK_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     seq_id: _builtins.int
     length: _builtins.int
     """tokens of the sequence that the state follows"""
+    from_disk: _builtins.bool
+    """the layers are those of ReadBlocks. LoadPrefix reads the others of the stage"""
     @_builtins.property
     def coordinator(self) -> Global___Coordinator: ...
     @_builtins.property
@@ -1522,10 +1560,11 @@ class BackupHead(_message.Message):
         seq_id: _builtins.int = ...,
         length: _builtins.int = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
+        from_disk: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "epoch", b"epoch", "length", b"length", "seq_id", b"seq_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "epoch", b"epoch", "from_disk", b"from_disk", "length", b"length", "seq_id", b"seq_id", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1589,22 +1628,93 @@ class PrefixReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LENGTHS_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """everything besides the tokens that decides the bits of a state"""
     @_builtins.property
     def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of FindPrefix: prefixes whose state of all layers of the stage is on the disk"""
+
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the stage; the number after the last one stands for the MTP head"""
+
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldPrefix]:
+        """of FindPrefix: all prefixes on the disk"""
 
     def __init__(
         self,
         *,
         lengths: _abc.Iterable[_builtins.int] | None = ...,
+        layers: _abc.Iterable[_builtins.int] | None = ...,
+        namespace: _builtins.str = ...,
+        held: _abc.Iterable[Global___HeldPrefix] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lengths", b"lengths"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "layers", b"layers", "lengths", b"lengths", "namespace", b"namespace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefixReply: _TypeAlias = PrefixReply  # noqa: Y015
+
+@_typing.final
+class HeldPrefix(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LENGTH_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    length: _builtins.int
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        length: _builtins.int = ...,
+        layers: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "length", b"length"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldPrefix: _TypeAlias = HeldPrefix  # noqa: Y015
+
+@_typing.final
+class BlockRequest(_message.Message):
+    """---- ReadBlocks"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    key: _builtins.bytes
+    @_builtins.property
+    def coordinator(self) -> Global___Coordinator: ...
+    @_builtins.property
+    def layers(self) -> Global___Span: ...
+    def __init__(
+        self,
+        *,
+        coordinator: Global___Coordinator | None = ...,
+        epoch: _builtins.int = ...,
+        key: _builtins.bytes = ...,
+        layers: Global___Span | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "layers", b"layers"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "epoch", b"epoch", "key", b"key", "layers", b"layers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockRequest: _TypeAlias = BlockRequest  # noqa: Y015
 
 @_typing.final
 class TrustUpdate(_message.Message):

@@ -104,6 +104,11 @@ class WorkerStub:
                 request_serializer=proto_dot_cluster__pb2.PrefixRequest.SerializeToString,
                 response_deserializer=proto_dot_cluster__pb2.PrefixReply.FromString,
                 _registered_method=True)
+        self.ReadBlocks = channel.unary_stream(
+                '/mtpcluster.v1.Worker/ReadBlocks',
+                request_serializer=proto_dot_cluster__pb2.BlockRequest.SerializeToString,
+                response_deserializer=proto_dot_cluster__pb2.BackupPiece.FromString,
+                _registered_method=True)
         self.UpdateTrust = channel.unary_unary(
                 '/mtpcluster.v1.Worker/UpdateTrust',
                 request_serializer=proto_dot_cluster__pb2.TrustUpdate.SerializeToString,
@@ -220,6 +225,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadBlocks(self, request, context):
+        """Return the state of layers after a prefix from the disk, for a stage of another worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def UpdateTrust(self, request, context):
         """Replace the certificate authorities and the removed nodes that the worker knows, and renew its certificate.
         Secured workers only.
@@ -300,6 +312,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.LoadPrefix,
                     request_deserializer=proto_dot_cluster__pb2.PrefixRequest.FromString,
                     response_serializer=proto_dot_cluster__pb2.PrefixReply.SerializeToString,
+            ),
+            'ReadBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadBlocks,
+                    request_deserializer=proto_dot_cluster__pb2.BlockRequest.FromString,
+                    response_serializer=proto_dot_cluster__pb2.BackupPiece.SerializeToString,
             ),
             'UpdateTrust': grpc.unary_unary_rpc_method_handler(
                     servicer.UpdateTrust,
@@ -685,6 +702,33 @@ class Worker:
             '/mtpcluster.v1.Worker/LoadPrefix',
             proto_dot_cluster__pb2.PrefixRequest.SerializeToString,
             proto_dot_cluster__pb2.PrefixReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/mtpcluster.v1.Worker/ReadBlocks',
+            proto_dot_cluster__pb2.BlockRequest.SerializeToString,
+            proto_dot_cluster__pb2.BackupPiece.FromString,
             options,
             channel_credentials,
             insecure,

@@ -81,6 +81,8 @@ class WorkerStub:
     """Return which prefixes of a prompt the disk has."""
     LoadPrefix: _grpc.StreamUnaryMultiCallable[_cluster_pb2.PrefixRequest, _cluster_pb2.PrefixReply]
     """Read the state after some tokens from the disk. An operation in a later frame restores it."""
+    ReadBlocks: _grpc.UnaryStreamMultiCallable[_cluster_pb2.BlockRequest, _cluster_pb2.BackupPiece]
+    """Return the state of layers after a prefix from the disk, for a stage of another worker."""
     UpdateTrust: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.TrustUpdate, _cluster_pb2.TrustReply]
     """Replace the certificate authorities and the removed nodes that the worker knows, and renew its certificate.
     Secured workers only.
@@ -131,6 +133,8 @@ class WorkerAsyncStub(WorkerStub):
     """Return which prefixes of a prompt the disk has."""
     LoadPrefix: _aio.StreamUnaryMultiCallable[_cluster_pb2.PrefixRequest, _cluster_pb2.PrefixReply]  # type: ignore[assignment]
     """Read the state after some tokens from the disk. An operation in a later frame restores it."""
+    ReadBlocks: _aio.UnaryStreamMultiCallable[_cluster_pb2.BlockRequest, _cluster_pb2.BackupPiece]  # type: ignore[assignment]
+    """Return the state of layers after a prefix from the disk, for a stage of another worker."""
     UpdateTrust: _aio.UnaryUnaryMultiCallable[_cluster_pb2.TrustUpdate, _cluster_pb2.TrustReply]  # type: ignore[assignment]
     """Replace the certificate authorities and the removed nodes that the worker knows, and renew its certificate.
     Secured workers only.
@@ -262,6 +266,14 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.PrefixReply, _abc.Awaitable[_cluster_pb2.PrefixReply]]:
         """Read the state after some tokens from the disk. An operation in a later frame restores it."""
+
+    @_abc_1.abstractmethod
+    def ReadBlocks(
+        self,
+        request: _cluster_pb2.BlockRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cluster_pb2.BackupPiece], _abc.AsyncIterator[_cluster_pb2.BackupPiece]]:
+        """Return the state of layers after a prefix from the disk, for a stage of another worker."""
 
     @_abc_1.abstractmethod
     def UpdateTrust(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from proto.errors import SpanError
 
@@ -46,3 +47,10 @@ class Span:
         """Raise SpanError unless every layer exists in a model of `num_layers`."""
         if self.end > num_layers:
             raise SpanError(f"--layers {self}: the model has {num_layers} layers, 0-{num_layers - 1}")
+
+
+def spans_of(layers: Iterable[int]) -> Iterator[Span]:
+    """Yield the spans that `layers` form together, in their order."""
+    for _, run in groupby(enumerate(sorted(layers)), lambda pair: pair[1] - pair[0]):
+        numbers = [layer for _, layer in run]
+        yield Span(numbers[0], numbers[-1] + 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from coordinator.cluster.view import FIRST_BACKOFF, Member, MemberState, Phase, View
-from coordinator.planning.plan import LayerGapError, Plan
+from coordinator.planning.plan import EQUAL, LayerGapError, Plan
 from proto.errors import ClusterError, MemoryLimitError
 
 Planner = Callable[[Sequence[Member], int], Plan]
@@ -21,8 +21,8 @@ POSTPONED_SECONDS = 60.0
 LONGEST_PATIENCE = 6.0
 """Seconds of a recovery after which back-offs do not count, so that answers do not wait under a long `--wait`."""
 
-EQUAL_SHARE = 0.95
-"""The same share, above which two plans over as many workers are equally fast: speeds are measured."""
+EQUAL_SHARE = 1 - EQUAL
+"""The share of the slowest stage above which two plans over as many workers are equally fast."""
 
 
 @dataclass(frozen=True)

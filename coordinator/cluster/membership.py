@@ -386,6 +386,7 @@ def member_of(address: str, info: pb.WorkerInfo) -> Member:
         version=printable(info.version, MAX_NAME),
         arithmetic=_arithmetic_of(info),
         direct=printable(info.direct, MAX_NAME),
+        blocks=tuple((one.layers.start, one.layers.end, one.bytes) for one in info.blocks),
     )
 
 

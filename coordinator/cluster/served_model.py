@@ -161,7 +161,7 @@ class ServedModel:
 
         def plan(members: Sequence[Member], epoch: int) -> Plan:
             speeds = _speeds(members)
-            specs = [NodeSpec(m.address, m.memory_limit, speeds[m.address], m.pinned) for m in members]
+            specs = [NodeSpec(m.address, m.memory_limit, speeds[m.address], m.pinned, blocks=m.blocks) for m in members]
             machines = [
                 Machine(spec, kind=m.arithmetic, direct=m.direct, collectives=m.collectives)
                 for spec, m in zip(specs, members, strict=True)

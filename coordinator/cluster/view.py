@@ -67,6 +67,8 @@ class Member:
     """Host of the machine's direct link to other machines, over which a group may exchange partial results."""
     collectives: Mapping[frozenset[str], float] = field(default_factory=dict)
     """Measured seconds of a sum of one row, by the addresses of the group."""
+    blocks: tuple[tuple[int, int, int], ...] = ()
+    """First layer, end and bytes of the prefixes on the worker's disk when it joined."""
 
     @property
     def is_lost(self) -> bool:

@@ -1,11 +1,12 @@
 """The seam between the generation loop and the carrier of its frames: a stage in this process, or workers.
 
-It also finds the longest prefix that the disks of all stages have.
+It also finds the longest prefix that the disks of all stages have together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from coordinator.planning.capacity import Capacity
@@ -17,12 +18,57 @@ from proto.control import Rollback
 from proto.errors import ClusterError
 from proto.frame import Frame
 from proto.frame_stamps import StampRing
+from proto.span import Span, spans_of
+
+
+@dataclass(frozen=True)
+class Move:
+    """The state of `layers` on the disk of worker number `source`, which number `target` needs and lacks."""
+
+    source: int
+    target: int
+    layers: Span
+
+
+class FoundPrefix(int):
+    """The length of the longest prefix that the disks of all stages have together.
+
+    Stages get a part of it from disks of other workers: layers that are `share` times those of the largest stage. Each
+    has the first `own` tokens on its own disk.
+    """
+
+    own: int = 0
+    share: float = 0.0
 
 
 def longest_prefix(disks: Sequence[pb.PrefixReply]) -> int:
-    """Return the length of the longest prefix that all `disks` have, or 0."""
+    """Return the length of the longest prefix that each of `disks` has, or 0."""
     found = [set(disk.lengths) for disk in disks]
     return max(set.intersection(*found), default=0) if found else 0
+
+
+def prefix_with_moves(disks: Sequence[pb.PrefixReply]) -> tuple[FoundPrefix, list[Move]]:
+    """Return the longest prefix that `disks` have together, and what has to move. Others have other bits."""
+    own = longest_prefix(disks)
+    held = [{one.length: {*one.layers} for one in disk.held} for disk in disks]
+    for length in sorted({n for one in held for n in one if n > own}, reverse=True):
+        moves = list[Move]()
+        for target, disk in enumerate(disks):
+            missing = {*disk.layers} - held[target].get(length, set())
+            for source, other in enumerate(disks):
+                given = missing & held[source].get(length, set()) if other.namespace == disk.namespace else set[int]()
+                moves += (Move(source, target, span) for span in spans_of(given))
+                missing -= given
+            if missing:
+                break
+        else:
+            found = FoundPrefix(length)
+            moved = sum(len(move.layers) for move in moves)
+            found.own, found.share = own, moved / max(len(disk.layers) for disk in disks)
+            return found, moves
+    found = FoundPrefix(own)
+    found.own = own
+    return found, []
 
 
 class Pipeline(Protocol):
@@ -72,10 +118,16 @@ class Pipeline(Protocol):
         """Give every stage its part of a backup, for the operation RestoreBackup. Raises ClusterError if one fails."""
 
     async def find_prefix(self, tokens: Sequence[int]) -> int:
-        """Return the length of the longest proper prefix of `tokens` on all disks. Raises ClusterError."""
+        """Return the length of the longest proper prefix of `tokens` on all disks, perhaps a FoundPrefix.
+
+        Raises ClusterError.
+        """
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
-        """Let every stage read the state after `tokens` from its disk, for RestoreBackup. Raises ClusterError."""
+        """Let every stage read the state after `tokens` from its disk or others, for RestoreBackup.
+
+        Raises ClusterError.
+        """
 
     def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
         """Use the status of a worker of this plan to detect frames that do not move."""

@@ -13,13 +13,13 @@ from functools import partial
 import grpc
 import grpc.aio
 
-from coordinator.pipeline.pipeline import Pipeline, longest_prefix
+from coordinator.pipeline.pipeline import Move, Pipeline, prefix_with_moves
 from coordinator.pipeline.worker_client import NOTICE_SHARE, WorkerClient
 from coordinator.planning.capacity import Capacity
 from coordinator.status.frame_trace import COORDINATOR, ProcessTrace, process_trace
 from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
-from proto.backup import LayerState, ReceivedStates
+from proto.backup import LayerState, ReceivedStates, prefix_key
 from proto.control import Rollback
 from proto.errors import ClusterError, DeadlineError, ProtocolError, StaleEpochError
 from proto.frame import Frame, decode, encode
@@ -104,6 +104,9 @@ class StallDetector:
         return self.stages
 
 
+MOST_MOVES = 64
+"""Prefixes that were found on several disks and may still be loaded."""
+
 CLOSE_SECONDS = 5.0
 """Seconds. Maximum wait for open calls to end. The next plan starts after it."""
 
@@ -127,6 +130,8 @@ class RemotePipeline(Pipeline):
         """Clients that end with this plan."""
         self.suspect: str | None = None
         self.makes_backups = True
+        self._moves: dict[bytes, list[Move]] = {}
+        """By the key of a prefix that was found and is not loaded yet."""
         self.frame_limits = FrameLimits()
         self.stall_detector = StallDetector(self.stages)
         self.stamps = StampRing()
@@ -316,9 +321,21 @@ class RemotePipeline(Pipeline):
 
     async def find_prefix(self, tokens: Sequence[int]) -> int:
         calls = (worker.find_prefix(self.epoch, tokens) for worker in self._all_workers)
-        return longest_prefix(await asyncio.gather(*calls))
+        found, moves = prefix_with_moves(await asyncio.gather(*calls))
+        if moves:
+            self._moves[prefix_key(tokens[:found])] = moves
+            while len(self._moves) > MOST_MOVES:
+                del self._moves[next(iter(self._moves))]
+        return found
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
+        workers = self._all_workers
+        # They move again for every sequence, until the stages have written the prefix of a longer prompt themselves.
+        moves = self._moves.pop(prefix_key(tokens), ())
+        await _wait_for_all(
+            workers[move.target].copy_states(workers[move.source], self.epoch, seq_id, tokens, move.layers)
+            for move in moves
+        )
         calls = (worker.load_prefix(self.epoch, seq_id, tokens) for worker in self._all_workers)
         await _wait_for_all(calls)
 

@@ -17,13 +17,14 @@ import grpc.aio
 from coordinator.status.frame_trace import FrameTimes, ProcessTrace, RoundTrip, clock_offset
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
-from proto.backup import LayerState, PieceJoiner, ReceivedStates, split
+from proto.backup import LayerState, PieceJoiner, ReceivedStates, prefix_key, split
 from proto.control import check_version
 from proto.errors import ClusterError, DeadlineError, WorkerLostError
 from proto.frame import VERSION
 from proto.rpc.channels import open_channel
 from proto.rpc.data_connection import HopFigures
 from proto.rpc.status_codes import from_status
+from proto.span import Span
 from proto.terminal.progress import OnProgress
 from proto.trust.node_trust import NodeTrust
 
@@ -288,6 +289,31 @@ class WorkerClient:
         """Let the worker read the state after `tokens` from its disk."""
         requests = self._prefix_requests(epoch, seq_id, tokens)
         await self.call(self.stub.LoadPrefix, requests, BACKUP_SECONDS)
+
+    async def copy_states(
+        self, source: WorkerClient, epoch: int, seq_id: int, tokens: Sequence[int], layers: Span
+    ) -> None:
+        """Give the worker the state of `layers` after `tokens` from the disk of `source`, piece by piece."""
+        span = pb.Span(start=layers.start, end=layers.end)
+        request = pb.BlockRequest(coordinator=self.me, epoch=epoch, key=prefix_key(tokens), layers=span)
+        stream, failures = source.stub.ReadBlocks(request, timeout=BACKUP_SECONDS), list[grpc.aio.AioRpcError]()
+
+        async def pieces() -> AsyncIterator[pb.BackupPiece]:
+            head = pb.BackupHead(coordinator=self.me, epoch=epoch, seq_id=seq_id, length=len(tokens), tokens=tokens)
+            head.from_disk = True
+            yield pb.BackupPiece(head=head)
+            try:
+                async for piece in stream:
+                    yield piece
+            except grpc.aio.AioRpcError as error:  # gRPC would cancel the call, and so this task
+                failures.append(error)
+
+        try:
+            await self.call(self.stub.WriteBackup, pieces(), BACKUP_SECONDS)
+        finally:
+            stream.cancel()
+        if failures:
+            raise source._translate(failures[0]) from failures[0]
 
     def _prefix_requests(self, epoch: int, seq_id: int, tokens: Sequence[int]) -> Iterator[pb.PrefixRequest]:
         """Yield the messages of a call about `tokens`."""

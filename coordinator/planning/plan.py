@@ -112,7 +112,8 @@ class Workload:
 class NodeSpec:
     """A machine: the bytes it may use, its speed relative to the others, and the layers it is pinned to.
 
-    A layer takes `layer_seconds` besides reading its weights.
+    A layer takes `layer_seconds` besides reading its weights. `blocks` are the first layer, the end and the bytes of
+    prefixes that its disk has.
     """
 
     name: str
@@ -120,6 +121,7 @@ class NodeSpec:
     speed: float = 1.0
     pinned: Span | None = None
     layer_seconds: float = 0.0
+    blocks: tuple[tuple[int, int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.memory_limit <= 0 or not 1e-6 <= self.speed <= 1e6:
@@ -217,11 +219,15 @@ def make_plan(
     if runs is None:
         raise MemoryLimitError(_shortage(costs, nodes, pinned))
     runs, reason = _with_room(costs, nodes, pinned, seconds, runs)
+    runs = _with_blocks(costs, nodes, pinned, seconds, runs)
     used = {v for v, _, _ in runs}
     stages = tuple(costs.stage(nodes[v], Span(start, end)) for v, start, end in runs)
     unused = tuple(node.name for v, node in enumerate(nodes) if v not in used)
     return Plan(epoch=epoch, stages=stages, unused=unused, reason=reason)
 
+
+EQUAL = 0.05
+"""Share of its speed by which two plans differ that are equally fast: speeds are measured."""
 
 SLOWER = 0.1
 """The part of its speed that a plan gives up at most for room."""
@@ -253,6 +259,25 @@ def _with_room(
     return runs, f"{loss:.0%} slower than the fastest cut, with room for {more}"
 
 
+def _with_blocks(
+    costs: _Costs, nodes: Sequence[NodeSpec], pinned: Mapping[int, Span], seconds: Array, runs: list[Run]
+) -> list[Run]:
+    """Return `runs`, or a cut that is as fast and in which more machines have the layers whose prefixes they have."""
+    held = np.zeros((len(nodes), costs.count))
+    for own, node in zip(held, nodes, strict=True):
+        for start, end, nbytes in node.blocks:
+            own[max(0, start) : max(0, end)] += nbytes / max(1, end - start)
+    if not held.any():
+        return runs
+    held /= np.maximum(held.max(axis=0), 1.0)
+    room = np.stack([costs.room(node) for node in nodes])
+    slowest, least = max(seconds[run] for run in runs), min(room[run] for run in runs)
+    lacking = np.rint(1e4 * np.stack([costs.sums(1 - own) for own in held]))
+    balance = np.rint(1e3 * np.minimum(seconds / slowest, 2.0) ** 2) if slowest else 0.0
+    allowed = (seconds <= slowest * (1 + EQUAL)) & (room >= least * (1 - EQUAL))
+    return cheapest_runs(np.where(allowed, 1e6 * lacking + balance, np.inf), pinned, len(runs)) or runs
+
+
 class _Costs:
     """The costs of every run of layers `[a, b)`, as matrices `[layers + 1, layers + 1]` indexed by a and b."""
 
@@ -263,12 +288,12 @@ class _Costs:
         tokens = workload.kv_tokens
         # Two states: the present one, and the snapshot of the open window.
         caches = [layer.kv_bytes * tokens + layer.state_bytes * 2 for layer in model.layers]
-        self.weight_bytes = self._sums([layer.weight_bytes for layer in model.layers])
+        self.weight_bytes = self.sums([layer.weight_bytes for layer in model.layers])
         self.weight_bytes[0, :] += model.embed_bytes
         copy = model.embed_bytes if model.last_stage_needs_embed else 0
         self.weight_bytes[1:, -1] += model.last_stage_bytes + copy
         self.weight_bytes[0, -1] += model.last_stage_bytes
-        self.cache_bytes = self._sums(caches) + workload.reserve_bytes
+        self.cache_bytes = self.sums(caches) + workload.reserve_bytes
         self.cache_bytes[:, -1] += model.head_kv_bytes * workload.kv_tokens
 
     def seconds(self, node: NodeSpec) -> Array:
@@ -279,7 +304,7 @@ class _Costs:
 
     def room(self, node: NodeSpec) -> Array:
         """Return the tokens for whose K/V each run leaves room on `node`."""
-        tokens = self._sums([layer.kv_bytes for layer in self.model.layers])
+        tokens = self.sums([layer.kv_bytes for layer in self.model.layers])
         tokens[:, -1] += self.model.head_kv_bytes
         free = node.memory_limit - self.weight_bytes - self.cache_bytes
         return np.maximum(free, 0.0) / np.maximum(tokens, 1.0)
@@ -307,11 +332,12 @@ class _Costs:
         scale = _TICKS / node.speed
         ends = self.model.lm_head_seconds + self.workload.draft_depth * self.model.draft_seconds
         fixed = node.layer_seconds * self.model.launches * _TICKS
-        ticks = self._sums([np.rint(layer.seconds * scale + fixed) for layer in self.model.layers])
+        ticks = self.sums([np.rint(layer.seconds * scale + fixed) for layer in self.model.layers])
         ticks[:, -1] += np.rint(ends * scale)
         return ticks + self._nothing()
 
-    def _sums(self, values: Sequence[float]) -> Array:
+    def sums(self, values: Sequence[float] | Array) -> Array:
+        """Return the sums of the values of the layers of each run."""
         upto = np.concatenate([[0.0], np.cumsum(np.asarray(values, np.float64))])
         sums: Array = upto[None, :] - upto[:, None]
         return sums
@@ -380,11 +406,17 @@ def best_runs(costs: Array, pinned: Mapping[int, Span]) -> list[Run] | None:
     if not possible:
         return None
     size = max(s.bit_count() for s in possible)
-    largest = [s for s in possible if s.bit_count() == size]
-    best = min(values[s] for s in largest)
-    allowed = np.where(costs <= best, costs**2, np.inf)
-    table = _search(allowed, free, pinned, np.add)
-    return _trace(table, free, pinned, min(largest, key=lambda s: table.values[s, -1]))
+    best = min(values[s] for s in possible if s.bit_count() == size)
+    return cheapest_runs(np.where(costs <= best, costs**2, np.inf), pinned, size + len(pinned))
+
+
+def cheapest_runs(costs: Array, pinned: Mapping[int, Span], count: int) -> list[Run] | None:
+    """Return `count` runs, in order, that cover the model with the least sum of costs; None when no runs can."""
+    free = [v for v in range(len(costs)) if v not in pinned]
+    table = _search(_around(costs, pinned, free), free, pinned, np.add)
+    sets = [s for s in range(2 ** len(free)) if s.bit_count() + len(pinned) == count]
+    best = min(sets, key=lambda s: table.values[s, -1], default=0)
+    return _trace(table, free, pinned, best) if table.values[best, -1] < np.inf else None
 
 
 def _around(costs: Array, pinned: Mapping[int, Span], free: Sequence[int]) -> Array:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median_low
 
-from coordinator.pipeline.pipeline import Pipeline
+from coordinator.pipeline.pipeline import FoundPrefix, Pipeline
 from coordinator.schedule.backups import MIN_NEW_TOKENS, Backup, BackupInFlight
 from coordinator.schedule.prefix_cache import SMALLEST_ENTRY
 from coordinator.schedule.scheduler import Scheduler
@@ -43,6 +43,7 @@ class BackupTransfer:
         self._background = BackgroundTasks()
         # Bytes per second. Transfers of few bytes seem slow, so the median of the newest ones counts.
         self._speeds: deque[float] = deque(maxlen=5)
+        self._move_speeds: deque[float] = deque(maxlen=5)
         self._no_disk_until = -math.inf  # no disk is asked before, because one was stuck
         self._giving = asyncio.Lock()  # one after the other, so that the first ones start soon
 
@@ -138,21 +139,29 @@ class BackupTransfer:
 
     async def _load_prefix(self, pipeline: Pipeline, sequence: Sequence, held: int, attempt: int) -> int:
         """Let stages load a prefix longer than `held` from their disks, unless it takes too long. Return its length."""
-        started, tokens = self._clock(), sequence.tokens
+        started, tokens, moved = self._clock(), sequence.tokens, 0.0
         if not pipeline.has_disk or started < self._no_disk_until:
             return 0
         try:
             async with asyncio.timeout(SHORTEST_LOAD):
                 found = await pipeline.find_prefix(tokens)
+            moved = self._moved_bytes(pipeline, found, held)
+            found = int(found) if moved or not isinstance(found, FoundPrefix) else found.own
             if found < held + MIN_NEW_TOKENS:
                 return 0
             async with self._giving:
                 if sequence not in self._scheduler.waiting:
                     return 0
-                sequence.open_restores = attempt
-                async with asyncio.timeout(self._longest_load(found - held)):
+                sequence.open_restores, began = attempt, self._clock()
+                async with asyncio.timeout(self._longest_load(found - held, moves=moved > 0)):
                     await pipeline.load_prefix(sequence.seq_id, tokens[:found])
+                if moved:
+                    self._move_speeds.append(moved / max(1e-3, self._clock() - began))
         except TimeoutError:
+            if moved:
+                self._move_speeds.append(moved / self._longest_load(found - held, moves=True))
+                log.info("prefix not loaded: other workers gave it too slowly", extra={"tokens": found})
+                return 0
             self._no_disk_until = self._clock() + DISK_PAUSE
             log.warning("prefix not loaded: the disk is too slow", extra={"seconds": DISK_PAUSE})
             return 0
@@ -162,10 +171,21 @@ class BackupTransfer:
         log.info("prefix loaded", extra={"tokens": found, "seconds": round(self._clock() - started, 3)})
         return found
 
-    def _longest_load(self, tokens: int) -> float:
-        """Return the seconds in which a load of `tokens` tokens is faster than to compute them."""
+    def _moved_bytes(self, pipeline: Pipeline, found: int, held: int) -> float:
+        """Return the bytes that stages would get from other workers' disks: 0 if to compute them seems faster."""
+        if not isinstance(found, FoundPrefix) or not found.share:
+            return 0.0
+        moved = found.share * pipeline.capacity.entry_bytes(found)
+        seconds = moved / median_low(self._move_speeds or [math.inf])
+        return moved if seconds <= self._longest_load(found - max(held, found.own), moves=True) else 0.0
+
+    def _longest_load(self, tokens: int, *, moves: bool = False) -> float:
+        """Return the seconds in which a load of `tokens` tokens is faster than to compute them.
+
+        A disk has SHORTEST_LOAD in any case, unless layers of the state move between workers.
+        """
         computed = self._scheduler.prompts.expected_seconds(tokens)
-        return max(SHORTEST_LOAD, computed or USUAL_LOAD)
+        return computed or USUAL_LOAD if moves else max(SHORTEST_LOAD, computed or USUAL_LOAD)
 
     async def close(self) -> None:
         """Cancel the transfers, which end with their plan."""

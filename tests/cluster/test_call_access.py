@@ -45,6 +45,7 @@ UNARY = {
 }
 CONTROL = (
     *UNARY, "UpdateTrust", "Load", "Provide", "Signals", "ReadBackup", "WriteBackup", "FindPrefix", "LoadPrefix",
+    "ReadBlocks",
 )  # fmt: skip
 METHODS = (*CONTROL, FRAMES, RESULTS)
 REFUSED = {"UNAVAILABLE", "PERMISSION_DENIED", "UNAUTHENTICATED"}
@@ -97,6 +98,8 @@ async def call(channel: grpc.aio.Channel, method: str, stage: int = 1, authoriti
                 await anext(aiter(stub.Load(pb.LoadRequest(coordinator=ME, epoch=1))))
             elif method == "ReadBackup":
                 await anext(aiter(stub.ReadBackup(pb.BackupRequest(coordinator=ME, epoch=1))))
+            elif method == "ReadBlocks":
+                await anext(aiter(stub.ReadBlocks(pb.BlockRequest(coordinator=ME, epoch=1))))
             elif method == "WriteBackup":
                 head = pb.BackupPiece(head=pb.BackupHead(coordinator=ME, epoch=1))
                 await stub.WriteBackup(iter([head]))

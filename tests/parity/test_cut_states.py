@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -14,7 +15,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
 from mtp.layers.cuda.row_attention import InPlaceKV
 from mtp.layers.gdn_windows import GatedDeltaShape, Point, Recurrence, SnapshotGDNCache, Snapshots
-from mtp.layers.kv_cache import PairKV
+from mtp.layers.kv_cache import KVRows, PairKV
 from mtp.layers.layer import KVFormat, LayerCache, Member
 from proto.backup import by_layer
 from proto.errors import ProtocolError, SpanError
@@ -74,7 +75,7 @@ def shares_of(layers: Sequence[LayerCache], backup: SequenceBackup, size: int, k
         own = []
         for one, cache in zip(backup.layers, layers, strict=False):
             share = cache.own_share([one.read_arrays()], Member(rank, size, kv_heads))
-            own.append(replace(one, read_arrays=lambda share=share: [*share]))
+            own.append(replace(one, read_arrays=partial(list, share)))
         made.append(replace(backup, layers=own, cut=Cut(rank, size)))
     return made
 
@@ -116,12 +117,12 @@ def filled(layers: Sequence[LayerCache]) -> list[list[mx.array]]:
     """Return a random state of each cache of a whole layer after five tokens, by the shapes that it keeps."""
     found = []
     for cache in layers:
-        row = getattr(cache, "row", None)
-        shapes = (
-            [(1, h, 5, d) for h, d in cache._row_shapes(*row)] if row else [a.shape for a in cache.backup_arrays(0)]
-        )
-        types = [mx.float32] * len(shapes) if row else [a.dtype for a in cache.backup_arrays(0)]
-        found.append([mx.random.normal(s).astype(t) for s, t in zip(shapes, types, strict=True)])
+        if isinstance(cache, KVRows):
+            assert cache.row is not None
+            shapes = cache._row_shapes(*cache.row)
+            found.append([mx.random.normal((1, heads, 5, dim or 1)) for heads, dim in shapes])
+        else:
+            found.append([mx.random.normal(a.shape).astype(a.dtype) for a in cache.backup_arrays(0)])
     return found
 
 
@@ -129,7 +130,7 @@ def windows(key_heads: int, value_heads: int) -> SnapshotGDNCache:
     """Return the cache of a kernel."""
     shape = GatedDeltaShape(key_heads, value_heads)
     conv, state = mx.zeros((1, 3, shape.channels)), mx.zeros((1, value_heads, 128, 128))
-    return SnapshotGDNCache(Recurrence(None, shape, ()), Point(Snapshots(conv, state), 0))
+    return SnapshotGDNCache(Recurrence(cast(Any, None), shape, ()), Point(Snapshots(conv, state), 0))
 
 
 def check_cuts(whole: LayerCache, state: list[mx.array], members: Sequence[Sequence[LayerCache]], heads: int) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import msgpack
 
 from mtp.checkpoint.format.shard import TensorInfo, read_header
 from proto.errors import ProtocolError
@@ -50,6 +51,8 @@ READERS = 8
 """Threads that read and check pieces. Both release Python's lock."""
 
 _numbers = itertools.count()
+
+_NAMES = {stored: name for name, stored in STATE_NAMES.items()}
 
 _STARTED = time.time()
 
@@ -203,6 +206,16 @@ class BlockReader:
             raise _damaged(self.path, error) from error
         return found
 
+    def packed(self, layer: int) -> bytes:
+        """Return the tensors of `layer` as the data of a `LayerState`. Raises ProtocolError for damaged ones."""
+        with self.path.open("rb") as file:
+            found = [
+                (one.dtype, one.shape, b"".join(self._read(file.fileno(), name) for name in one.pieces))
+                for one in self._tensors.get(layer, ())
+            ]
+        data: bytes = msgpack.packb(found)
+        return data
+
     def _pieces(self, layer: int) -> Iterator[str]:
         for stored in self._tensors.get(layer, ()):
             yield from stored.pieces
@@ -219,6 +232,7 @@ class BlockReader:
 class _Stored:
     """A tensor of a file, and the names of its pieces in order."""
 
+    dtype: str
     shape: tuple[int, ...]
     pieces: tuple[str, ...]
 
@@ -239,7 +253,7 @@ def _by_layer(header: Mapping[str, TensorInfo], shapes: dict[str, list[int]]) ->
         count = sum(header[name].shape[0] for name in names)
         if len(kinds) != 1 or min(shape, default=0) < 0 or count != math.prod(shape):
             raise ValueError(f"pieces of tensor {index} of layer {layer} do not fit {shape}")
-        found.setdefault(layer, []).append(_Stored(shape, tuple(names)))
+        found.setdefault(layer, []).append(_Stored(_NAMES[kinds.pop()], shape, tuple(names)))
     return found
 
 

@@ -15,20 +15,20 @@ import sqlite3
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from proto import cluster_pb2 as pb
-from proto.backup import prefix_key
+from proto.backup import LayerState, prefix_key
 from proto.errors import NotReadyError
-from proto.span import Span
+from proto.span import Span, spans_of
 from proto.state_dir import state_dir
 from worker.cache.sequence_cache import Border, PrefixEntry
 from worker.disk.block_file import PIECE_BYTES, BlockReader, BlockWriter, Piece
@@ -94,9 +94,24 @@ def open_index(state: Path | None, limit: int | None) -> BlockIndex | None:
         return None
 
 
-def namespace_of(*facts: object) -> str:
-    """Return the name of everything besides the tokens that decides the bits of a state."""
-    return hashlib.sha256(json.dumps([FORMAT, *map(str, facts)]).encode()).hexdigest()[:16]
+def layer_bytes(index: BlockIndex, fingerprint: str) -> list[tuple[Span, int]]:
+    """Return the bytes of the prefixes of a checkpoint on disk, by their layers. A disk that fails has none."""
+    try:
+        return index.layer_bytes(model_prefix(fingerprint))
+    except DISK_ERRORS as error:
+        log.warning("prefixes not found", extra={"error": str(error)})
+        return []
+
+
+def model_prefix(fingerprint: str) -> str:
+    """Return the beginning of the namespaces of a checkpoint."""
+    return hashlib.sha256(fingerprint.encode()).hexdigest()[:8]
+
+
+def namespace_of(fingerprint: str, *facts: object) -> str:
+    """Return the name of everything besides the tokens that decides the bits of a state, for a checkpoint."""
+    digest = hashlib.sha256(json.dumps([FORMAT, fingerprint, *map(str, facts)]).encode())
+    return model_prefix(fingerprint) + digest.hexdigest()[:16]
 
 
 @dataclass
@@ -209,13 +224,46 @@ class StagePrefixes:
             held = await asyncio.to_thread(self.index.held, self.namespace, tokens)
         except DISK_ERRORS as error:
             log.warning("prefixes not found", extra={"error": str(error)})
-        return pb.PrefixReply(lengths=[n for n, layers in held.items() if layers.issuperset(self.layers)])
+        return pb.PrefixReply(
+            lengths=[n for n, layers in held.items() if layers.issuperset(self.layers)],
+            layers=self.layers,
+            namespace=self.namespace,
+            held=[pb.HeldPrefix(length=n, layers=sorted(layers)) for n, layers in held.items()],
+        )
 
-    async def load(self, tokens: Sequence[int]) -> ReceivedBackup:
-        """Return the state after `tokens`. Raises NotReadyError if it is not here any more, or damaged."""
-        key, started = prefix_key(tokens), time.monotonic()
+    async def read_states(self, key: bytes, layers: Span) -> AsyncIterator[LayerState]:
+        """Yield the states of `layers` after the prefix `key`, for another worker. Raises NotReadyError."""
         try:
-            chains = await self._chains(key)
+            chains = await asyncio.to_thread(self.index.chains, self.namespace, layers, key)
+            for chain in chains:
+                parts = await asyncio.to_thread(self._parts_of, chain)
+                for layer, part in product(chain.layers, parts):
+                    if layer in part.wanted and part.reader.nbytes(layer):
+                        data = await asyncio.to_thread(self._packed, part, layer)
+                        yield LayerState(layer, layer in part.reader.appends, data)
+        except DISK_ERRORS as error:
+            raise NotReadyError(f"the prefix cannot be read: {error}") from error
+        if not chains:
+            raise NotReadyError(f"layers {layers} of a prefix are not on this disk")
+
+    def _packed(self, part: _Part, layer: int) -> bytes:
+        with self.index.removing(part.block):
+            return part.reader.packed(layer)
+
+    async def load(self, tokens: Sequence[int], received: ReceivedBackup | None = None) -> ReceivedBackup:
+        """Return the state after `tokens`, without the layers that other workers' disks gave.
+
+        Raises NotReadyError if it is not here any more, or damaged.
+        """
+        key, started = prefix_key(tokens), time.monotonic()
+        given = received.layers if received is not None and received.continues(tokens) else {}
+        try:
+            chains = list[Chain]()
+            for missing in spans_of({*self.layers} - {*given}):
+                found = await asyncio.to_thread(self.index.chains, self.namespace, missing, key)
+                if not found:
+                    raise NotReadyError(f"no prefix of {len(tokens)} tokens is on this disk")
+                chains += found
             layers: dict[int, list[list[mx.array]]] = {}
             for chain in chains:
                 parts = await asyncio.to_thread(self._parts_of, chain)
@@ -233,8 +281,6 @@ class StagePrefixes:
                 await asyncio.to_thread(self.index.touch, blocks)
         except DISK_ERRORS as error:
             raise NotReadyError(f"the prefix cannot be read: {error}") from error
-        if not chains:
-            raise NotReadyError(f"no prefix of {len(tokens)} tokens is on this disk")
         seconds = round(time.monotonic() - started, 3)
         log.info("prefix read from disk", extra={"tokens": len(tokens), "seconds": seconds})
         return ReceivedBackup(tuple(tokens), layers, Border(key, len(tokens)))

@@ -6,7 +6,7 @@ All code of this module runs on the engine thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,8 @@ READ_BYTES = 2**25
 """Bytes. States that the engine thread copies at once, before the next frame may run. The copy takes about 10 ms. One
 layer at a time would let every layer wait for a frame."""
 
-Stored = tuple[bytes, ...] | list[mx.array]
-"""A state in a `ReceivedBackup`."""
+Stored = tuple[bytes, ...] | bytes | list[mx.array]
+"""A state in a `ReceivedBackup`: the bytes of all shares, or the bytes or arrays of this member."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,16 @@ class ReceivedBackup:
     """The state of a sequence after `tokens`, by layer number. It becomes caches when the sequence is admitted.
 
     The states of a layer are the bytes of all shares that were made together, as from `by_layer`. Those of a prefix on
-    disk are bytes or arrays of this member, and its `border` is known.
+    disk are bytes or arrays of this member, and its `border` is known. They may come from several disks.
     """
 
     tokens: tuple[int, ...]
     layers: Mapping[int, Sequence[Stored]]
     border: Border | None = None
+
+    def continues(self, tokens: Sequence[int]) -> bool:
+        """Return whether these are layers of the prefix `tokens` from a disk."""
+        return self.border is not None and self.tokens == tuple(tokens)
 
 
 class StageBackups:
@@ -124,7 +128,13 @@ class StageBackups:
         self.received.pop(seq_id, None)
 
     def receive_backup(self, seq_id: int, backup: ReceivedBackup, sequences: int, kv_tokens: int) -> None:
-        """Keep a backup. Raises ProtocolError when the backups exceed `sequences`, or `kv_tokens` in total."""
+        """Keep a backup, together with other layers of the same prefix.
+
+        Raises ProtocolError when the backups exceed `sequences`, or `kv_tokens` in total.
+        """
+        before = self.received.pop(seq_id, None)
+        if before is not None and backup.border is not None and before.continues(backup.tokens):
+            backup = replace(backup, layers={**before.layers, **backup.layers})
         tokens = len(backup.tokens) + sum(len(b.tokens) for b in self.received.values())
         if len(self.received) >= sequences or tokens > kv_tokens:
             raise ProtocolError(f"backups of {tokens} tokens exceed the budget of this stage")
@@ -187,10 +197,12 @@ def head_arrays(head: HeadState) -> list[mx.array]:
 def head_from(data: Stored, empty: HeadState, member: Member) -> HeadState:
     """Return the state of the head in `data`. Raises ProtocolError if it is malformed."""
     try:
-        if mine := isinstance(data, list):
+        mine = not isinstance(data, tuple)
+        if isinstance(data, list):
             shares = [data]
         else:
-            shares = [[array_of(*wire) for wire in _unpack(one)] for one in data]
+            made = data if isinstance(data, tuple) else (data,)
+            shares = [[array_of(*wire) for wire in _unpack(one)] for one in made]
         numbers, *arrays = shares[0]  # as on all members, but for the heads of the cache
         offset, count, tokens, newest, successor = _unpack(np.array(numbers).tobytes())
         own, rest = arrays[:count], arrays[count:]
@@ -238,6 +250,8 @@ def _arrays(data: Stored, empty: LayerCache, member: Member) -> Sequence[mx.arra
     if isinstance(data, list):
         return data
     try:
+        if isinstance(data, bytes):
+            return [array_of(*wire) for wire in _unpack(data)]
         # In a group of the same size, each member needs its own share only.
         own = data if len(data) != member.size else data[member.rank : member.rank + 1]
         shares = [[array_of(*wire) for wire in _unpack(one)] for one in own]

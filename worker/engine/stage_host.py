@@ -226,9 +226,11 @@ class StageHost:
         wired: bool = True,
         kernels: Kernels = Kernels.auto,
         state: Path | None = None,
+        fingerprint: str = "",
     ) -> LoadedStage:
         """Load a stage, after the memory of the one before is released. The watchdog's deadline moves with each part.
 
+        `fingerprint` is that of the whole checkpoint, which a copy of some parts cannot compute.
         Raises MemoryLimitError before any weight is read, and the errors of `open_checkpoint` and `load_stage`.
         """
         expect = self.thread.expect
@@ -295,15 +297,15 @@ class StageHost:
             mx.eval(group.sum(mx.zeros(1)))
         warm_up(stage, first=spec.first, last=spec.last, expect=expect)
         hardware.trim_allocator()
-        prefixes = self._prefixes(whole, spec, stage)
+        prefixes = self._prefixes(fingerprint or whole.fingerprint(), spec, stage)
         return LoadedStage(spec, stage, weight_bytes, prefixes, collective)
 
-    def _prefixes(self, checkpoint: Checkpoint, spec: StageSpec, stage: Stage) -> StagePrefixes | None:
+    def _prefixes(self, fingerprint: str, spec: StageSpec, stage: Stage) -> StagePrefixes | None:
         """Return the prefixes of a stage on disk, which for a member of a group are those of its share."""
         if self.disk is None:
             return None
         namespace = namespace_of(
-            checkpoint.fingerprint(),
+            fingerprint,
             Arithmetic.here(),
             stage.dtype,
             spec.kv_bits,

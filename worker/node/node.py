@@ -374,6 +374,7 @@ class WorkerNode:
                 wired=identity.wired,
                 kernels=identity.kernels,
                 state=identity.state,
+                fingerprint=model.fingerprint,
             )
             try:
                 loaded = await thread.call(read)

@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from mtp.device import Arithmetic
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
-from proto.backup import PieceJoiner, by_layer, split
+from proto.backup import PieceJoiner, by_layer, prefix_key, split
 from proto.control import check_signal, check_version
 from proto.errors import (
     AccessError,
@@ -36,10 +36,12 @@ from proto.rpc.data_connection import FRAMES, RESULTS, SERVICE, StreamBinding
 from proto.rpc.link import FrameReader, FrameWriter
 from proto.rpc.listener import MAX_CONTROL_BYTES, MAX_TRANSFERS, first_message
 from proto.rpc.status_codes import to_status
+from proto.span import Span
 from proto.trust.certificates import Role
 from proto.trust.node_trust import NodeTrust
+from worker.cache.sequence_cache import Border
 from worker.engine import hardware
-from worker.engine.prefix_disk import StagePrefixes
+from worker.engine.prefix_disk import StagePrefixes, layer_bytes
 from worker.engine.stage_backups import ReceivedBackup, layer_states
 from worker.engine.stage_engine import StageEngine
 from worker.fetch.fill import provide
@@ -267,6 +269,9 @@ class WorkerService(pb_grpc.WorkerServicer):
         if request.HasField("model"):
             fingerprint_of = identity.models.fingerprint_of
             info.fingerprint = await asyncio.to_thread(fingerprint_of, request.model)
+            if node.host.disk is not None:
+                for layers, nbytes in await asyncio.to_thread(layer_bytes, node.host.disk, request.model.fingerprint):
+                    info.blocks.add(layers=pb.Span(start=layers.start, end=layers.end), bytes=nbytes)
         if node.lease is not None:
             info.leased_to.CopyFrom(pb.Coordinator(id=node.lease.id, name=node.lease.name))
         return info
@@ -340,7 +345,14 @@ class WorkerService(pb_grpc.WorkerServicer):
             joiner.add_piece(piece)
         if len(head.tokens) != head.length:
             raise ProtocolError(f"a backup of {head.length} tokens has {len(head.tokens)} of them")
-        received = ReceivedBackup(tuple(head.tokens), by_layer(joiner.states))
+        tokens = tuple(head.tokens)
+        if head.from_disk:
+            layers: dict[int, list[bytes]] = {}
+            for state in joiner.states:
+                layers.setdefault(state.layer, []).append(state.data)
+            received = ReceivedBackup(tokens, layers, Border(prefix_key(tokens), len(tokens)))
+        else:
+            received = ReceivedBackup(tokens, by_layer(joiner.states))
         await self.node.host.thread.call(partial(engine.receive_backup, head.seq_id, received))
         return pb.BackupReply()
 
@@ -350,7 +362,7 @@ class WorkerService(pb_grpc.WorkerServicer):
 
     async def LoadPrefix(self, requests: AsyncIterator[pb.PrefixRequest], context: Context) -> pb.PrefixReply:
         engine, disk, seq_id, tokens = await self._prefix_call(requests)
-        received = await disk.load(tokens)
+        received = await disk.load(tokens, engine.backups.received.get(seq_id))
         await self.node.host.thread.call(partial(engine.receive_backup, seq_id, received))
         return pb.PrefixReply()
 
@@ -359,15 +371,25 @@ class WorkerService(pb_grpc.WorkerServicer):
     ) -> tuple[StageEngine, StagePrefixes, int, list[int]]:
         """Return the engine, its disk, and the sequence and tokens of a call, or raise NotReadyError, ProtocolError."""
         first = await first_message(requests)
-        engine = self._engine(first.coordinator, first.epoch)
-        if engine.disk is None:
-            raise NotReadyError("this worker keeps no prefixes on disk")
+        engine, disk = self._disk(first.coordinator, first.epoch)
         tokens, longest = list(first.tokens), engine.stage.modules.config.max_positions
         async for request in requests:
             tokens += request.tokens
             if len(tokens) > longest:
                 raise ProtocolError(f"{len(tokens)} tokens of a context of {longest}")
-        return engine, engine.disk, first.seq_id, tokens
+        return engine, disk, first.seq_id, tokens
+
+    async def ReadBlocks(self, request: pb.BlockRequest, context: Context) -> AsyncIterator[pb.BackupPiece]:
+        _, disk = self._disk(request.coordinator, request.epoch)
+        async for state in disk.read_states(request.key, Span(request.layers.start, request.layers.end)):
+            for piece in split([state], checked=True):
+                yield piece
+
+    def _disk(self, coordinator: pb.Coordinator, epoch: int) -> tuple[StageEngine, StagePrefixes]:
+        engine = self._engine(coordinator, epoch)
+        if engine.disk is None:
+            raise NotReadyError("this worker keeps no prefixes on disk")
+        return engine, engine.disk
 
     def _engine(self, coordinator: pb.Coordinator, epoch: int) -> StageEngine:
         self.node.renew_lease(coordinator)
