@@ -146,7 +146,7 @@ class BackupTransfer:
             async with asyncio.timeout(SHORTEST_LOAD):
                 found = await pipeline.find_prefix(tokens)
             moved = self._moved_bytes(pipeline, found, held)
-            found = int(found) if moved or not isinstance(found, FoundPrefix) else found.own
+            found = int(found if moved or not isinstance(found, FoundPrefix) else found.own)
             if found < held + MIN_NEW_TOKENS:
                 return 0
             async with self._giving:

@@ -287,3 +287,36 @@ def test_equal_nodes_keep_their_order() -> None:
     nodes = [NodeSpec(name, 40 * GB) for name in "dacb"]
     assert spans(make_plan(model_of(8), nodes)) == ["d 0-1", "a 2-3", "c 4-5", "b 6-7"]
     assert spans(make_plan(model_of(2), nodes)) == ["d 0-0", "a 1-1"]
+
+
+# ---- prefixes on disk
+
+
+def placed(*nodes: NodeSpec) -> list[tuple[str, Span]]:
+    """Return which node has which layers of a model whose last stage does more."""
+    model = ModelCosts((LayerCost(100, 1.0, kv_bytes=1),) * 8, last_stage_bytes=100, lm_head_seconds=4.0)
+    return [(stage.node, stage.span) for stage in make_plan(model, nodes).stages]
+
+
+def test_a_machine_gets_the_layers_whose_blocks_it_has() -> None:
+    """Names and noise decide between equal machines only if neither has blocks. A faster machine stays first."""
+    blocks = {"first": ((0, 6, 6000),), "last": ((6, 9, 3000),)}
+    cold = [span for _, span in placed(NodeSpec("a", 10**6), NodeSpec("b", 10**6))]
+    assert cold == [Span(0, 6), Span(6, 8)]
+    for one, other in (("first", "last"), ("last", "first")):
+        for noise in (0.97, 1.0, 1.03):
+            nodes = [NodeSpec(one, 10**6, 1.0, blocks=blocks[one]), NodeSpec(other, 10**6, noise, blocks=blocks[other])]
+            assert placed(*nodes) == [("first", cold[0]), ("last", cold[1])]
+    slow = NodeSpec("first", 10**6, 0.5, blocks=blocks["first"]), NodeSpec("last", 10**6, blocks=blocks["last"])
+    assert placed(*slow) == placed(*(replace(node, blocks=()) for node in slow)), "blocks never cost speed"
+
+
+def test_of_three_machines_two_keep_what_they_have() -> None:
+    """The cut is that of a cold start, and most layers stay."""
+    known = {"x": ((6, 9, 900),), "y": ((0, 6, 6000),), "new": ()}
+    for order in itertools.permutations(known):
+        stages = placed(*(NodeSpec(name, 10**6, blocks=known[name]) for name in order))
+        kept = {name: {*span} & {n for a, b, _ in known[name] for n in range(a, b)} for name, span in stages}
+        assert kept["x"] and len(kept["y"]) >= 3
+    wild = NodeSpec("a", 10**6, blocks=((5, 3, 10), (0, 2**40, 2**63), (7, 7, 1)))
+    assert len(placed(wild, NodeSpec("b", 10**6))) == 2

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from coordinator.drafts.controller import Controller, MtpMode
-from coordinator.pipeline.pipeline import longest_prefix
+from coordinator.pipeline.pipeline import FoundPrefix, Move, longest_prefix, prefix_with_moves
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
@@ -20,6 +20,7 @@ from proto import cluster_pb2 as pb
 from proto.backup import LayerState, prefix_key
 from proto.errors import NotReadyError
 from proto.frame import Frame, SavePrefix
+from proto.span import Span
 from tests.support.protocol.simulation import OnePipeline, SimulatedPipeline, Timing, run_virtually
 from tests.support.stages.token_stages import FakeLastStage, plain
 
@@ -43,11 +44,14 @@ class DiskPipeline(SimulatedPipeline):
     async def find_prefix(self, tokens: Sequence[int]) -> int:
         """Return the length of the stored prefix."""
         await asyncio.sleep(STUCK if self.disk == "search is stuck" else 0.001)
-        return STORED if len(tokens) > STORED else 0
+        found = FoundPrefix(STORED if len(tokens) > STORED else 0)
+        found.share = 1.0 if "move" in self.disk else 0.0
+        found.own = 0 if found.share else int(found)
+        return found
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Give the stages the state after `tokens`."""
-        await asyncio.sleep(STUCK if self.disk == "load is stuck" else 0.001)
+        await asyncio.sleep(STUCK if "is stuck" in self.disk else 0.001)
         if self.disk == "damaged":
             raise NotReadyError("the prefix cannot be read")
         self.loaded += 1
@@ -103,6 +107,51 @@ def test_a_bad_disk_costs_no_answer(kind: str) -> None:
         _, again, _ = run_virtually(answer(kind, PROMPT, PROMPT[::-1]))
         assert again - usual < 0.1, "the next request does not wait for it"
     assert first - usual < {"damaged": 0.1, "load is stuck": 6.5, "search is stuck": 1.5}[kind]
+
+
+def test_blocks_of_other_workers_are_used() -> None:
+    """The prompt starts from them, with the same tokens."""
+    tokens, _, pipeline = run_virtually(answer("moves"))
+    assert tokens == plain(PROMPT, 20) and pipeline.loaded == 1
+    assert min(positions(pipeline.last.seen)) == STORED
+
+
+def test_blocks_that_come_too_slowly_cost_no_answer() -> None:
+    """A prompt of unknown cost waits for them for five seconds, and the next one computes at once."""
+    tokens, first, pipeline = run_virtually(answer("move is stuck"))
+    _, usual, _ = run_virtually(answer(""))
+    assert tokens == plain(PROMPT, 20) and pipeline.loaded == 0
+    assert first - usual < 5.5
+    _, again, _ = run_virtually(answer("move is stuck", PROMPT, PROMPT[::-1]))
+    assert again - usual < 0.1
+
+
+def stages(*held: dict[int, set[int]], namespace: str = "model") -> list[pb.PrefixReply]:
+    """Return the replies of stages of two layers each."""
+    return [
+        pb.PrefixReply(
+            lengths=[n for n, layers in one.items() if layers >= {2 * number, 2 * number + 1}],
+            layers=[2 * number, 2 * number + 1],
+            namespace=namespace,
+            held=[pb.HeldPrefix(length=n, layers=layers) for n, layers in one.items()],
+        )
+        for number, one in enumerate(held)
+    ]
+
+
+def test_the_longest_prefix_of_all_disks_together_is_found() -> None:
+    """A stage reads the layers that it lacks from one disk that has them, and none that another arithmetic made."""
+    both = {2, 3}
+    found, moves = prefix_with_moves(stages({200: {0, 1}}, {200: both, 300: both}))
+    assert (found, found.own, found.share, moves) == (200, 200, 0.0, [])
+    found, moves = prefix_with_moves(stages({200: {0, 1}, 300: {0, 2, 3}}, {200: both, 300: {1}}))
+    assert (found, found.own, found.share) == (300, 200, 1.5)
+    assert moves == [Move(1, 0, Span(1, 2)), Move(0, 1, Span(2, 4))]
+    swapped = stages({300: both}, {300: {0, 1}})
+    assert prefix_with_moves(swapped)[0] == 300
+    swapped[0].namespace = "other"
+    assert prefix_with_moves(swapped) == (0, [])
+    assert prefix_with_moves(stages({300: {0, 1}}, {}))[0] == 0
 
 
 @dataclass
