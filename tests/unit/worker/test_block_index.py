@@ -20,6 +20,7 @@ from proto.span import Span
 from tests.support.checkpoints.small_disk import small_disk
 from worker.disk.block_file import BlockWriter, Piece
 from worker.disk.block_index import STALE_SECONDS, VERSION, Block, BlockIndex
+from worker.engine.prefix_disk import layer_bytes, namespace_of
 
 TOKENS = tuple(range(1000))
 ALL = Span(0, 8)
@@ -349,3 +350,16 @@ def test_no_operation_reads_every_block(tmp_path: Path) -> None:
             break
     assert slower == {}
     assert few.held("model", (*TOKENS[:200], 5)) == {200: set(range(8))}
+
+
+def test_the_layers_of_a_model_are_summed(folder: Folder) -> None:
+    """A plan asks for those of one checkpoint, whatever its arithmetic. Blocks that go no longer count."""
+    for number, (model, layers) in enumerate([("a", ALL), ("a", ALL), ("a", Span(0, 3)), ("b", ALL)]):
+        name = f"{number}.safetensors"
+        (folder.path / name).touch()
+        block = Block(namespace_of(model, number), prefix_key(TOKENS[:200]), layers, 0, 200, b"", name)
+        assert folder.index.add_block(block, 100) and folder.index.add_block(block, 100)
+    assert layer_bytes(folder.index, "a") == [(Span(0, 3), 100), (ALL, 200)]
+    folder.index.remove(block)
+    assert layer_bytes(folder.index, "b") == []
+    assert layer_bytes(BlockIndex(folder.path, 10**6), "a") == [(Span(0, 3), 100), (ALL, 200)]
