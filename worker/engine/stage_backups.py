@@ -5,7 +5,7 @@ All code of this module runs on the engine thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from mtp.checkpoint.format.cut import WHOLE, Cut
 from mtp.device import this_device
 from mtp.head.drafter import HeadState
 from mtp.layers.layer import LayerCache, Member
-from proto.backup import LayerState
+from proto.backup import LayerState, prefix_key
 from proto.errors import NotReadyError, ProtocolError
 from proto.frame import BackUp, RestoreBackup
 from proto.span import Span
@@ -73,6 +73,14 @@ class ReceivedBackup:
     tokens: tuple[int, ...]
     layers: Mapping[int, Sequence[Stored]]
     border: Border | None = None
+
+    @classmethod
+    def from_disk(cls, tokens: tuple[int, ...], states: Iterable[LayerState]) -> ReceivedBackup:
+        """Return layers of the prefix `tokens` that another worker's disk had. They are the share of this member."""
+        layers: dict[int, list[Stored]] = {}
+        for state in states:
+            layers.setdefault(state.layer, []).append(state.data)
+        return cls(tokens, layers, Border(prefix_key(tokens), len(tokens)))
 
     def continues(self, tokens: Sequence[int]) -> bool:
         """Return whether these are layers of the prefix `tokens` from a disk."""

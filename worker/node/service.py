@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from mtp.device import Arithmetic
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
-from proto.backup import PieceJoiner, by_layer, prefix_key, split
+from proto.backup import PieceJoiner, by_layer, split
 from proto.control import check_signal, check_version
 from proto.errors import (
     AccessError,
@@ -39,7 +39,6 @@ from proto.rpc.status_codes import to_status
 from proto.span import Span
 from proto.trust.certificates import Role
 from proto.trust.node_trust import NodeTrust
-from worker.cache.sequence_cache import Border
 from worker.engine import hardware
 from worker.engine.prefix_disk import StagePrefixes, layer_bytes
 from worker.engine.stage_backups import ReceivedBackup, layer_states
@@ -346,13 +345,11 @@ class WorkerService(pb_grpc.WorkerServicer):
         if len(head.tokens) != head.length:
             raise ProtocolError(f"a backup of {head.length} tokens has {len(head.tokens)} of them")
         tokens = tuple(head.tokens)
-        if head.from_disk:
-            layers: dict[int, list[bytes]] = {}
-            for state in joiner.states:
-                layers.setdefault(state.layer, []).append(state.data)
-            received = ReceivedBackup(tokens, layers, Border(prefix_key(tokens), len(tokens)))
-        else:
-            received = ReceivedBackup(tokens, by_layer(joiner.states))
+        received = (
+            ReceivedBackup.from_disk(tokens, joiner.states)
+            if head.from_disk
+            else ReceivedBackup(tokens, by_layer(joiner.states))
+        )
         await self.node.host.thread.call(partial(engine.receive_backup, head.seq_id, received))
         return pb.BackupReply()
 
