@@ -148,7 +148,7 @@ class LayerCache(ABC):
     @property
     @abstractmethod
     def cut_axes(self) -> tuple[CutAxis | None, ...]:
-        """How a group divides each array of `backup_arrays`. Every member holds the whole of an array with None."""
+        """Cuts of the arrays of `backup_arrays` in a group. Every member holds the whole of an array with None."""
 
     def own_share(self, shares: Sequence[Sequence[mx.array]], member: Member) -> Sequence[mx.array]:
         """Return the share of `member` of a state that the members of any group made. Raises ProtocolError."""
