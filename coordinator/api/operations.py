@@ -23,7 +23,7 @@ from coordinator.planning.recommend import joined_spec, recommendations
 from coordinator.text.schemas import Json
 from coordinator.text.tokenizer import ModelInfo
 from coordinator.trust.cluster_trust import Invitation
-from coordinator.trust.keys import is_own_socket
+from coordinator.trust.keys import is_own_connection
 from coordinator.web.live_feed import feed_of
 from proto.errors import AccessError, ClusterError, NotReadyError
 
@@ -108,13 +108,21 @@ async def invitations(request: Request) -> Response:
     return JSONResponse({"problem": ""})
 
 
+PROXY_HEADERS = frozenset({"forwarded", "via", "x-forwarded-for", "x-real-ip"})
+"""Headers that a proxy adds. uvicorn takes the address of `request.client` from one of them."""
+
+
 async def _inviter(request: Request) -> Callable[[], Invitation]:
     """Return the function that makes an invitation. Raises AccessError or NotReadyError if there is none.
 
-    Without keys only the user of this process gets one: others of this machine could read the token.
+    Without keys only other processes of this process's user get one, and none through a proxy: a proxy of this user
+    would vouch for everyone behind it.
     """
-    api, client = api_of(request), request.client
-    known = keys_are_set(api.options) or (client and await asyncio.to_thread(is_own_socket, *client))
+    api = api_of(request)
+    known = keys_are_set(api.options)
+    ends = getattr(request.state, "connection", (None,))
+    if not known and all(ends) and PROXY_HEADERS.isdisjoint(request.headers):
+        known = await asyncio.to_thread(is_own_connection, *ends)
     if not known:
         raise AccessError(
             "invitations need an API key with the scope admin. Create one with mtp-coord key create NAME "

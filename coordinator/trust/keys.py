@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import ipaddress
 import json
 import logging
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -118,17 +121,30 @@ def _new_key() -> tuple[str, str]:
     return key, hashlib.sha256(key.encode()).hexdigest()
 
 
-def is_own_socket(host: str, port: int) -> bool:
-    """Return whether a process of this user on this machine, but not this one, has the socket `host`:`port`.
+Address = Sequence[Any]
+"""Host and port of one end of a connection."""
 
-    It reads the sockets of all processes of this user, so it blocks for up to a second.
+
+def is_own_connection(client: Address, server: Address) -> bool:
+    """Return whether a process of this user on this machine, but not this one, holds the `client` end to `server`.
+
+    Both ends are compared, because other users can bind the same port number at another address of loopback. It reads
+    the sockets of all processes of this user, so it blocks for up to a second.
     """
-    if not is_loopback(host):
+    ends = _comparable(client), _comparable(server)
+    if not is_loopback(ends[0][0]):
         return False
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.pid == os.getpid() or process.uids().real != os.getuid():
                 continue
-            if any(one.laddr.port == port for one in process.net_connections("tcp")):
+            connections = [each for each in process.net_connections("tcp") if each.raddr]
+            if any((_comparable(each.laddr), _comparable(each.raddr)) == ends for each in connections):
                 return True
     return False
+
+
+def _comparable(address: Address) -> tuple[str, int]:
+    """Return one spelling of an address. A socket for both families sees IPv4 as `::ffff:127.0.0.1`."""
+    host = ipaddress.ip_address(address[0])
+    return str(getattr(host, "ipv4_mapped", None) or host), address[1]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import ssl
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
@@ -20,6 +23,7 @@ from coordinator.serve import http_server
 from coordinator.serve.certificate import TlsFiles, issue_certificate, renew_in_context
 from coordinator.serve.http_server import HostCheck, HttpServer
 from coordinator.trust.authority import Authority
+from coordinator.trust.cluster_trust import Invitation
 from proto.rpc import listener as listeners
 from proto.rpc.listener import bind_listener
 from proto.trust.certificates import (
@@ -30,6 +34,7 @@ from proto.trust.certificates import (
     renewal_time,
     utc_now,
 )
+from tests.support.api.api_client import ApiClient
 from tests.support.processes.waits import until
 from tests.support.trust.cluster_ca import make_authority, trust_of
 
@@ -326,3 +331,37 @@ async def test_a_changed_file_of_the_user_is_used(options: Any, tmp_path: Path) 
     with pytest.raises(ssl.SSLError):
         renew_in_context(options, files, context, loaded)
     assert await served_certificate(context) == after
+
+
+INVITE = """
+import http.client, json, sys
+made = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]))
+for line in sys.stdin:
+    made.request("POST", "/v1/cluster/invitations", "{}", {"Content-Type": "application/json", **json.loads(line)})
+    answer = made.getresponse()
+    answer.read()
+    print(answer.status, flush=True)
+"""
+
+
+async def test_an_invitation_goes_to_this_user_alone() -> None:
+    """Another process of this user gets one. No header makes a client one, and a proxy does not vouch for others."""
+    api = ApiClient()
+    object.__setattr__(api.app.state.api, "invite", lambda: Invitation("mtp-worker --join mtp1.abc", 7))
+    async with listening(api.app) as port:
+        pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+        own = await asyncio.create_subprocess_exec(sys.executable, "-c", INVITE, str(port), **pipes)  # type: ignore[arg-type]
+        assert own.stdin is not None
+        assert own.stdout is not None
+        answers = []
+        for headers in ({}, {"X-Forwarded-For": "10.0.0.7"}, {"Via": "1.1 proxy"}):
+            own.stdin.write(json.dumps(headers).encode() + b"\n")
+            answers.append((await own.stdout.readline()).decode().strip())
+        assert answers == ["200", "403", "403"]
+        ends = [c.laddr for c in psutil.Process(own.pid).net_connections("tcp") if c.raddr]
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as other_user:
+            for forged in ({}, {"X-Forwarded-For": f"127.0.0.1:{ends[0].port}"}):
+                reply = await other_user.post("/v1/cluster/invitations", json={}, headers=forged)
+                assert reply.status_code == 403, forged
+        own.stdin.close()
+        await own.wait()

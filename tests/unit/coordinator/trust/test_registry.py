@@ -6,13 +6,16 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coordinator.api.context import ApiOptions
 from coordinator.api.request_body import keys_are_set
-from coordinator.trust.keys import OWNER_KEY, ApiKey, KeyRing, Scope, is_own_socket
+from coordinator.trust.keys import OWNER_KEY, ApiKey, KeyRing, Scope, is_own_connection
 from coordinator.trust.registry import Registry
 from proto.errors import AccessError, UsageError
 from proto.trust.joining import JoinToken, new_token
@@ -38,19 +41,72 @@ def use_token(registry: Registry, token: JoinToken, session: bytes = b"session")
     registry.use_token(token.token_id, token.proof(session, "request"), session, "request")
 
 
-def test_the_socket_of_another_process_of_this_user_is_known() -> None:
-    """That of this process and of no process is not, and neither is one on the network."""
-    listen = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
-    command = [sys.executable, "-c", listen]
+OTHER_PROCESS = """
+import socket, sys
+host, port, server, server_port = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+made.bind((host, port))
+made.connect((server, server_port)) if server else made.listen()
+print(made.getsockname()[1], flush=True)
+input()
+"""
+
+
+@contextmanager
+def owned_by_another_process(host: str, port: int = 0, server: tuple[Any, ...] = ("", 0)) -> Iterator[int]:
+    """Hold a socket at `host`:`port` in another process, connected to `server` or listening, and yield its port."""
+    command = [sys.executable, "-c", OTHER_PROCESS, host, str(port), *map(str, server[:2])]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
-        port = int(other.stdout.readline())
-        assert is_own_socket("127.0.0.1", port)
-        assert not is_own_socket("10.0.0.1", port)
+        yield int(other.stdout.readline())
         other.communicate(b"\n", timeout=30)
-    assert not is_own_socket("127.0.0.1", port)
-    with socket.create_server(("127.0.0.1", 0)) as mine:
-        assert not is_own_socket("127.0.0.1", mine.getsockname()[1])
+
+
+def listening_on(host: str) -> socket.socket:
+    """Return a listener; `::` is one of both families."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
+
+
+@pytest.mark.parametrize(
+    ("listener", "server", "client"),
+    [
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
+        ("::1", "::1", "::1"),
+        ("::", "127.0.0.1", "127.0.0.1"),
+        ("::", "::ffff:127.0.0.1", "::ffff:127.0.0.1"),
+    ],
+    ids=["IPv4", "IPv6", "both families", "a mapped client"],
+)
+def test_the_connection_of_another_process_of_this_user_is_known(listener: str, server: str, client: str) -> None:
+    """It is known as the server sees it, in each family, and no longer after its end."""
+    with listening_on(listener) as ours:
+        with owned_by_another_process(client, 0, (server, ours.getsockname()[1])):
+            accepted, peer = ours.accept()
+            own = accepted.getsockname()
+            assert is_own_connection(peer, own)
+            assert not is_own_connection(own, peer)
+            assert not is_own_connection(("10.0.0.1", peer[1]), own)
+        with accepted:
+            assert not is_own_connection(peer, own)
+
+
+@pytest.mark.parametrize("vouching", ["listens", "is connected", "is connected elsewhere"])
+def test_a_port_number_alone_vouches_for_nobody(vouching: str) -> None:
+    """A socket of this user with the client's port, at another address or to another server, is not the client's."""
+    other = {"listens": "127.0.0.2", "is connected": "127.0.0.2", "is connected elsewhere": "127.0.0.1"}[vouching]
+    with listening_on("127.0.0.1") as ours, listening_on("127.0.0.1") as elsewhere, socket.socket() as foreign:
+        foreign.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        target = {"listens": ("", 0), "is connected": ours.getsockname()}.get(vouching, elsewhere.getsockname())
+        with owned_by_another_process(other, 0, target) as port:
+            # This process stands for another user, because its own sockets do not vouch.
+            if other == "127.0.0.1":
+                peer: tuple[Any, ...] = (other, port)
+                assert not is_own_connection(peer, ours.getsockname())
+                return
+            foreign.bind(("127.0.0.1", port))
+            foreign.connect(ours.getsockname())
+            assert not is_own_connection(foreign.getsockname(), ours.getsockname())
 
 
 def test_a_token_joins_as_often_as_it_says(registry: Registry) -> None:
