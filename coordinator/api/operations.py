@@ -109,7 +109,7 @@ async def invitations(request: Request) -> Response:
 
 
 PROXY_HEADERS = frozenset({"forwarded", "via", "x-forwarded-for", "x-real-ip"})
-"""Headers that a proxy adds. uvicorn takes the address of `request.client` from one of them."""
+"""Headers that a proxy adds. With them `request.client` may be an address that only a header names."""
 
 
 async def _inviter(request: Request) -> Callable[[], Invitation]:
@@ -120,9 +120,9 @@ async def _inviter(request: Request) -> Callable[[], Invitation]:
     """
     api = api_of(request)
     known = keys_are_set(api.options)
-    ends = getattr(request.state, "connection", (None,))
-    if not known and all(ends) and PROXY_HEADERS.isdisjoint(request.headers):
-        known = await asyncio.to_thread(is_own_connection, *ends)
+    client, server = request.client, request.scope.get("server")
+    if not known and client and server and PROXY_HEADERS.isdisjoint(request.headers):
+        known = await asyncio.to_thread(is_own_connection, client, server)
     if not known:
         raise AccessError(
             "invitations need an API key with the scope admin. Create one with mtp-coord key create NAME "

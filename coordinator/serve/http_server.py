@@ -93,9 +93,8 @@ class HttpConnection(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Admit the connection. `request.state.connection` has its two ends, which no header can change."""
+        """Admit the connection."""
         super().connection_made(transport)
-        self.app_state = {**self.app_state, "connection": (self.client, self.server)}
         self._start_deadline(HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -146,5 +146,8 @@ def is_own_connection(client: Address, server: Address) -> bool:
 
 def _comparable(address: Address) -> tuple[str, int]:
     """Return one spelling of an address. A socket for both families sees IPv4 as `::ffff:127.0.0.1`."""
-    host = ipaddress.ip_address(address[0])
-    return str(getattr(host, "ipv4_mapped", None) or host), address[1]
+    host = str(address[0])
+    with contextlib.suppress(ValueError):  # a name
+        found = ipaddress.ip_address(host)
+        host = str(getattr(found, "ipv4_mapped", None) or found)
+    return host, address[1]
