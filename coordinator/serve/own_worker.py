@@ -12,6 +12,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from coordinator.serve.options import JOIN_PORT, ServeOptions
 from proto.announcement import UNSPECIFIED, join_address, parse_address
@@ -112,19 +113,27 @@ class OwnWorker:
     async def _keep(self) -> None:
         pause = FIRST_PAUSE
         while True:
-            process, began = await self._spawn(), time.monotonic()
-            extra = {"pid": process.pid, "log": str(self.log_file)}
-            log.info("the worker of this machine starts", extra=extra)
+            began = time.monotonic()
             try:
-                status = await process.wait()
-            finally:
-                await _end(process)
+                ended: dict[str, Any] = {"status": await self._run()}
+            except OSError as error:  # such as a full disk, or no memory for a process
+                ended = {"error": str(error)}
             if time.monotonic() - began > STABLE_SECONDS:
                 pause = FIRST_PAUSE
-            extra = {"status": status, "seconds": pause, "log": str(self.log_file)}
+            extra = {**ended, "seconds": pause, "log": str(self.log_file)}
             log.error("the worker of this machine ended. It starts again", extra=extra)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _run(self) -> int:
+        """Run the process to its end, and return its status. Raises OSError if it cannot start."""
+        process = await self._spawn()
+        extra = {"pid": process.pid, "log": str(self.log_file)}
+        log.info("the worker of this machine starts", extra=extra)
+        try:
+            return await process.wait()
+        finally:
+            await _end(process)
 
     async def _spawn(self) -> Process:
         self.log_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
