@@ -6,13 +6,11 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from coordinator.api.client_settings import AGENTS, NO_KEY, Agent, Endpoint, Setup
+from coordinator.api.client_settings import AGENTS, NO_KEY, Endpoint
 from coordinator.cli.client import DEFAULT_URL, KeyOption, UrlOption, call, server_url
 from proto.errors import AccessError, NotReadyError, UsageError
 from proto.state_dir import state_dir, write_private
@@ -24,10 +22,6 @@ def launch(
     url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
     show: Annotated[bool, typer.Option("--show", help="Print the settings, and start nothing.")] = False,
-    write: Annotated[
-        bool,
-        typer.Option("--write", help="Also keep the settings in the program's own file, after a copy of it."),
-    ] = False,
 ) -> None:
     """Start an agent's program against a running server, with every setting that it needs.
 
@@ -48,8 +42,6 @@ def launch(
         raise UsageError(f"{known.program} is not installed. Install it: {known.install}")
     for name, content in setup.files.items():
         write_private(directory / name, content)
-    if write:
-        _keep(known, setup)
     sys.stdout.flush()
     environment = {n: v for n, v in os.environ.items() if n not in setup.cleared}
     os.execve(program, [program, *setup.arguments, *(arguments or ())], {**environment, **setup.variables})
@@ -70,42 +62,3 @@ def _endpoint(url: str, api_key: str | None) -> Endpoint:
     if served is None:
         raise NotReadyError(f"{url} serves no model yet. See mtp-coord status")
     return Endpoint(server_url(url), key, served["id"], served["max_model_len"])
-
-
-OWN_FILES = {
-    "claude": (".claude/settings.json", "settings.json"),
-    "opencode": (".config/opencode/opencode.json", ""),
-    "crush": (".local/share/crush/crush.json", "crush.json"),
-    "cline-cli": (".cline/data/settings/providers.json", "providers.json"),
-}
-"""The JSON file of each program in the home directory, and the file of its settings here; empty for a variable."""
-
-
-def _keep(agent: Agent, setup: Setup) -> None:
-    """Merge the settings into the program's own file. Raises UsageError for a program without one."""
-    if agent.name not in OWN_FILES:
-        lines = replace(setup, files={}, arguments=()).text(agent.program)
-        raise UsageError(
-            f"--write: {agent.program} reads no JSON file. Put these lines into your shell's profile instead:\n{lines}"
-        )
-    place, name = OWN_FILES[agent.name]
-    text = setup.files[name] if name else setup.variables["OPENCODE_CONFIG_CONTENT"]
-    file = Path.home() / place
-    before: dict[str, Any] = {}
-    if file.exists():
-        try:
-            before = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UsageError(f"--write: {file} is not plain JSON: {error}. Change it yourself") from error
-        shutil.copy2(file, file.with_name(f"{file.name}.before-mtp"))
-    write_private(file, json.dumps(_merged(before, json.loads(text)), indent=2) + "\n")
-    typer.echo(f"{file}: written. The file before is {file.name}.before-mtp", err=True)
-
-
-def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Return `old` with the values of `new`, object by object."""
-    found = dict(old)
-    for key, value in new.items():
-        both = isinstance(value, dict) and isinstance(found.get(key), dict)
-        found[key] = _merged(found[key], value) if both else value
-    return found
