@@ -62,8 +62,7 @@ def install(options: WorkerOptions) -> None:
         from worker.node.process import join_now
 
         asyncio.run(join_now(options))
-    with kept_flags(state / CONFIG, options):
-        file = _service(state).install()
+    file = _service(state).install(kept_flags(state / CONFIG, options))
     typer.echo(f"{file}: installed and started. Its log: {PROGRAM} service logs")
 
 

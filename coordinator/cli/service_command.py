@@ -34,6 +34,5 @@ def install(options: ServeOptions) -> None:
     if model.is_dir():  # the service starts in another directory
         options = replace(options, model=str(model.absolute()))
     find_model(options.model)  # raises for a name that is none
-    with kept_flags(found.state / CONFIG, options):
-        file = found.install()
+    file = found.install(kept_flags(found.state / CONFIG, options))
     typer.echo(f"{file}: installed and started. Its log: mtp-coord service logs")

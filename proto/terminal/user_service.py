@@ -5,19 +5,24 @@ The flags are in a file of the state directory, so the definition names the prog
 
 from __future__ import annotations
 
+import contextlib
 import os
 import plistlib
+import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import typer
 
 from proto.errors import UsageError
+from proto.state_dir import replace_file
 from proto.state_dir import state_dir as directory_of
 from proto.terminal.logs import LOG_FILE
 from proto.terminal.options import StateOption
@@ -25,8 +30,14 @@ from proto.terminal.options import StateOption
 COMMAND_SECONDS = 60.0
 """Seconds. Bound of a call of launchctl or systemctl. Stopping a program takes up to 30."""
 
+END_SECONDS = 40.0
+"""Seconds. Longest wait for the end of an earlier service, which launchd kills 30 s after it was asked to end."""
+
+LABEL_IN_USE = (5, 37)
+"""Statuses of `launchctl bootstrap` while an earlier service of the label ends: EIO, and EALREADY on macOS."""
+
 POLL_SECONDS = 0.3
-"""Seconds between two looks for new lines of the log."""
+"""Seconds between two attempts to load a definition, and between two looks for new lines of the log."""
 
 LAST_LINES = 40
 """Lines of the log that are shown before new ones."""
@@ -54,47 +65,82 @@ class Service:
         places = ["--state-dir", str(self.state), LOG_FILE, str(self.log_file)]
         return [os.path.abspath(found), *self.arguments, *places]
 
-    def install(self) -> Path:
-        """Write the definition, start the service now and at every login, and return the file. Replaces an earlier one.
+    def install(self, flags: AbstractContextManager[None]) -> Path:
+        """Start the service now and at every login with the written `flags`, and return the file of its definition.
 
-        Raises UsageError if the system refuses it.
+        Replaces an earlier service, which is put back if this one cannot start. Raises UsageError then.
         """
         self.log_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.file.parent.mkdir(parents=True, exist_ok=True)
+        definition, changed = self._definition(), False
+        before = self.file.read_bytes() if self.file.exists() else None
         try:
-            self._start()
-        except UsageError as error:
-            self.file.unlink(missing_ok=True)
-            raise UsageError(f"{error}. Nothing was installed; {self.program} runs without a service too") from error
+            with flags:  # those of before are back when the earlier service starts again
+                self._write(definition)
+                changed = True
+                self._start(earlier=before is not None)
+        except BaseException as error:
+            kept = self._put_back(before) if changed else "Nothing was changed"
+            if not isinstance(error, UsageError):
+                raise
+            raise UsageError(f"{error}. {kept}; {self.program} runs without a service too") from error
         return self.file
 
-    def _start(self) -> None:
+    def _write(self, definition: bytes) -> None:
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self.file.resolve(), definition, 0o600)  # atomic; a link stays one
+        except OSError as error:
+            raise UsageError(f"{self.file}: cannot be written: {error.strerror}") from error
+
+    def _start(self, *, earlier: bool) -> None:
         if sys.platform == "darwin":
-            if self.file.exists():
+            if earlier:
                 self._run("bootout", self._target, check=False)
-            self.file.write_bytes(plistlib.dumps(self._plist()))
-            self._run("bootstrap", self._domain, str(self.file))
+            self._bootstrap()
         else:
-            self.file.write_text(self._unit())
             self._run("daemon-reload")
             self._run("enable", "--quiet", self._target)
             self._run("restart", self._target)
 
-    def uninstall(self) -> None:
-        """Stop the service and remove its definition. Raises UsageError if there is none."""
-        self._check_installed()
+    def _bootstrap(self) -> None:
+        """Load the definition. launchd refuses it until the earlier service of this label has ended."""
+        deadline = time.monotonic() + END_SECONDS
+        while (done := self._call("bootstrap", self._domain, str(self.file))).returncode:
+            if done.returncode not in LABEL_IN_USE or time.monotonic() > deadline:
+                raise _failure(done)
+            time.sleep(POLL_SECONDS)
+
+    def _put_back(self, before: bytes | None) -> str:
+        """Start the service with the definition `before`, or remove a failed one. Return the result for people."""
+        if before is None:
+            with contextlib.suppress(UsageError):
+                self._stop()
+            self.file.unlink(missing_ok=True)
+            return "Nothing was installed"
+        try:
+            self._write(before)
+            self._start(earlier=True)
+        except UsageError as error:
+            return f"The earlier service does not start again: {error}"
+        return "The earlier service runs again"
+
+    def _stop(self) -> None:
         if sys.platform == "darwin":
             self._run("bootout", self._target, check=False)
         else:
             self._run("disable", "--quiet", "--now", self._target, check=False)
+
+    def uninstall(self) -> None:
+        """Stop the service and remove its definition. Raises UsageError if there is none."""
+        self._check_installed()
+        self._stop()
         self.file.unlink()
 
     def status(self) -> str:
         """Return the state of the service for people. Raises UsageError if it is not installed."""
         self._check_installed()
-        text = self.file.read_text()
         program = self.command[0]
-        if program not in text:
+        if self._installed_program() != program:
             return f"installed for a program that is not this one ({program}). Run service install again"
         verb = "print" if sys.platform == "darwin" else "status"
         extra = () if sys.platform == "darwin" else ("--no-pager", "--lines=0")
@@ -139,6 +185,19 @@ class Service:
         mac = sys.platform == "darwin"
         return f"{self._domain}/{self._label}" if mac else f"{self.program}.service"
 
+    def _definition(self) -> bytes:
+        return plistlib.dumps(self._plist()) if sys.platform == "darwin" else self._unit().encode()
+
+    def _installed_program(self) -> str:
+        """Return the program of the definition, empty for a definition that cannot be read."""
+        content = self.file.read_bytes()
+        if sys.platform == "darwin":
+            with contextlib.suppress(Exception):  # the library has no common error
+                return str(plistlib.loads(content)["ProgramArguments"][0])
+            return ""
+        found = _EXEC_START.search(content.decode(errors="replace"))
+        return re.sub(r"\\(.)|%(%)", r"\1\2", found[1] or found[2]) if found else ""
+
     def _plist(self) -> dict[str, object]:
         """Return the definition for launchd. The program writes its own log; what it cannot log goes beside it."""
         errors = str(self.log_file.with_suffix(".err"))
@@ -157,7 +216,9 @@ class Service:
 
     def _unit(self) -> str:
         """Return the definition for systemd. Status 2 is a wrong flag, with which no start succeeds."""
-        command = " ".join(f'"{_escaped(part)}"' for part in self.command)
+        program, *arguments = self.command
+        escaped = [_escaped(program), *(_escaped(part).replace("$", "$$") for part in arguments)]
+        command = " ".join(f'"{part}"' for part in escaped)
         return (
             f"[Unit]\nDescription={self.program} of mtp-cluster\nAfter=network-online.target\n\n"
             f"[Service]\nType=exec\nExecStart={command}\nRestart=on-failure\nRestartSec=2\n"
@@ -171,21 +232,32 @@ class Service:
 
     def _run(self, *arguments: str, check: bool = True) -> str:
         """Run launchctl or systemctl, and return its output. Raises UsageError if it fails and `check` is set."""
+        done = self._call(*arguments)
+        if check and done.returncode:
+            raise _failure(done)
+        return (done.stdout + done.stderr).strip()
+
+    @staticmethod
+    def _call(*arguments: str) -> CompletedProcess[str]:
         mac = sys.platform == "darwin"
         command = ["launchctl", *arguments] if mac else ["systemctl", "--user", *arguments]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_SECONDS)
+            return subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise UsageError(f"{command[0]} does not work here: {error}") from error
-        said = (done.stdout + done.stderr).strip()
-        if check and done.returncode:
-            raise UsageError(f"{' '.join(command)}: {said or f'status {done.returncode}'}")
-        return said
+
+
+def _failure(done: CompletedProcess[str]) -> UsageError:
+    said = (done.stdout + done.stderr).strip()
+    return UsageError(f"{' '.join(done.args)}: {said or f'status {done.returncode}'}")
+
+
+_EXEC_START = re.compile(r'^ExecStart=(?:"((?:[^"\\]|\\.)*)"|(\S+))', re.MULTILINE)
 
 
 def _escaped(text: str) -> str:
-    """Return `text` for a quoted argument of ExecStart, in which systemd expands % and $."""
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    """Return `text` for a quoted word of ExecStart, in which systemd expands %, and $ in all words but the first."""
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
 
 
 def service_app(what: str, make: Callable[[Path], Service]) -> typer.Typer:

@@ -88,6 +88,105 @@ def test_a_moved_program_is_told(calls: Calls, tmp_path: Path) -> None:
     assert calls()
 
 
+def definition(tmp_path: Path) -> Path:
+    (file,) = (tmp_path / "home").rglob("*mtp-coord*")
+    return file
+
+
+def script(tmp_path: Path, text: str) -> None:
+    """Replace launchctl and systemctl by a shell script, in which $verb is the command's verb."""
+    for name in ("launchctl", "systemctl"):
+        head = f'#!/bin/sh\nverb=$1; [ "$1" = --user ] && verb=$2\necho "{name} $verb" >> {tmp_path}/calls\n'
+        (tmp_path / "bin" / name).write_text(head + text)
+
+
+FAILS_AFTER_START = """
+case $verb in bootstrap|restart)
+    [ -e {flag} ] && {{ rm {flag}; echo "Unit has a bad setting" >&2; exit 78; }}
+    cat "{state}/serve.toml" > "{state}/seen" ;;
+esac
+"""
+
+
+def test_a_failed_install_puts_the_earlier_service_back(calls: Calls, tmp_path: Path) -> None:
+    """Definition and flags are those of before when it starts again. A first install that fails leaves nothing."""
+    flag, state = tmp_path / "fail", tmp_path / "state"
+    script(tmp_path, FAILS_AFTER_START.format(flag=flag, state=state))
+    flag.touch()
+    with pytest.raises(UsageError, match=r"bad setting\. Nothing was installed"):
+        service("install", "builtin")
+    assert not list((tmp_path / "home").rglob("*mtp-coord*"))
+    assert not (state / CONFIG).exists()
+    service("install", "builtin", "--nodes", "1", "--own-worker")
+    file = definition(tmp_path)
+    link = tmp_path / "kept-elsewhere"
+    file.rename(link)
+    file.symlink_to(link)
+    link.write_bytes(link.read_bytes().replace(b"mtp-coord of mtp", b"my own of mtp").replace(b"</dict>", b"\n</dict>"))
+    before, flags = file.read_bytes(), (state / CONFIG).read_text()
+    flag.touch()
+    with pytest.raises(UsageError, match=r"bad setting\. The earlier service runs again"):
+        service("install", "builtin", "--port", "9000")
+    assert file.read_bytes() == before
+    assert file.is_symlink()
+    assert (state / CONFIG).read_text() == (state / "seen").read_text() == flags
+    assert calls()[-1].split()[-1] in ("bootstrap", "restart")
+    assert {each.name for each in file.parent.iterdir()} <= {file.name}
+
+
+def test_without_a_manager_of_services_nothing_is_left(calls: Calls, tmp_path: Path) -> None:
+    for name in ("launchctl", "systemctl"):
+        (tmp_path / "bin" / name).write_text("#!/no/such/program\n")
+    with pytest.raises(UsageError, match=r"does not work here.*Nothing was installed"):
+        service("install", "builtin")
+    assert not list((tmp_path / "home").rglob("*mtp-coord*"))
+    assert calls() == []
+
+
+@pytest.mark.skipif(not Path("/proc/version").exists(), reason="needs a directory that nobody can write to")
+def test_a_definition_that_cannot_be_written_stops_nothing(calls: Calls, tmp_path: Path) -> None:
+    service("install", "builtin")
+    file, count = definition(tmp_path), len(calls())
+    file.unlink()
+    file.symlink_to("/proc/version")
+    with pytest.raises(UsageError, match=r"cannot be written.*Nothing was changed"):
+        service("install", "builtin", "--port", "9000")
+    assert file.is_symlink()
+    assert len(calls()) == count
+
+
+def test_launchd_gets_the_time_that_an_earlier_service_needs(calls: Calls, tmp_path: Path) -> None:
+    """It refuses a label whose service still ends, with status 5 or 37. Other failures are final."""
+    if sys.platform != "darwin":
+        pytest.skip("systemd waits itself")
+    busy = tmp_path / "busy"
+    drop = f"tail -n +2 {busy} > {busy}.rest; mv {busy}.rest {busy}"
+    script(tmp_path, f"[ $verb = bootstrap ] && read status < {busy} && {{ {drop}; exit $status; }}\nexit 0\n")
+    busy.write_text("5\n37\n5\n")
+    service("install", "builtin")
+    service("install", "builtin")
+    assert [line.split()[1] for line in calls()] == [*["bootstrap"] * 4, "bootout", "bootstrap"]
+    busy.write_text("5\n78\n")
+    with pytest.raises(UsageError, match="status 78"):
+        service("install", "builtin")
+
+
+@pytest.mark.parametrize("name", ["a & b", "<a>", 'a"b', "100%", "a$b", "a\\b", '$HOME %h &amp; "x"'])
+def test_a_program_at_any_path_is_this_one(calls: Calls, name: str, tmp_path: Path) -> None:
+    """Its own definition names it. One that only begins so, and a definition that cannot be read, are others'."""
+    folder = tmp_path / name
+    (tmp_path / "bin").rename(folder)
+    os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+    service("install", "builtin")
+    assert "active" in service("status")
+    file = definition(tmp_path)
+    text = file.read_text()
+    for changed in (text.replace("mtp-coord<", "mtp-coord-old<").replace('mtp-coord"', 'mtp-coord-old"'), "damaged"):
+        file.write_text(changed)
+        assert "Run service install again" in service("status")
+    assert calls()
+
+
 def test_the_log_is_shown(calls: Calls, tmp_path: Path) -> None:
     """Its last lines are printed. Before the first start there is none."""
     with pytest.raises(UsageError, match="no log yet"):
