@@ -10,16 +10,19 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from queue import Empty, SimpleQueue
-from typing import Self
+from typing import Any, Self
 
 import httpx
-from huggingface_hub import HfApi, constants, get_token, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, get_token, hf_hub_url, set_client_factory, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils._http import default_client_factory
 
 from mtp.checkpoint.format import shard
 from mtp.checkpoint.hub.known_repos import known_repo
@@ -44,6 +47,8 @@ MAX_SMALL_BYTES = 64 * 2**20
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
 
 
@@ -66,12 +71,60 @@ def repo_name(name: str) -> str:
     return known.name if known else name
 
 
+def _check_value(kind: str, value: str, *, valid: bool) -> None:
+    if not valid:
+        raise CheckpointError(f"the hub at {constants.ENDPOINT} sent {value!r:.80} as {kind}. Use another hub.")
+
+
+def _check_file(name: str) -> None:
+    path = PurePosixPath(name)
+    inside = name.isprintable() and path.name and not path.is_absolute() and ".." not in path.parts
+    _check_value("the name of a file", name, valid=bool(inside))
+
+
+def _check_commit(commit: str) -> None:
+    _check_value("a commit", commit, valid=bool(_COMMIT.fullmatch(commit)))
+
+
+def _check_answer(response: Any) -> None:
+    """Raise CheckpointError for values of an answer to the hub's library that lead out of the cache.
+
+    The library makes paths of them.
+    """
+    for name in ("ETag", "X-Linked-ETag", "X-Xet-Hash"):
+        if (tag := response.headers.get(name)) is not None:
+            _check_file(tag.lstrip("W/").strip('"'))
+    commits, files = [response.headers.get("X-Repo-Commit")], []
+    if "/api/models/" in response.url.path:
+        response.read()
+        with suppress(ValueError):  # the library says what is wrong
+            found = response.json()
+            for entry in found if isinstance(found, list) else [found]:
+                large = entry.get("lfs") or {}
+                commits.append(entry.get("sha"))
+                files += [entry.get("path"), entry.get("oid"), entry.get("xetHash"), large.get("oid")]
+    for value in filter(None, commits):
+        _check_commit(str(value))
+    for value in filter(None, files):
+        _check_file(str(value))
+
+
+def _checking_client() -> Any:
+    """Return the client of the hub's library, with a check of every answer."""
+    client = default_client_factory()
+    client.event_hooks = {**client.event_hooks, "response": [*client.event_hooks["response"], _check_answer]}
+    return client
+
+
+set_client_factory(_checking_client)
+
+
 class TransientError(Exception):
     """A failure of the hub that may be temporary."""
 
 
 class HubRepo:
-    """A reader of the files of `repo` at `revision`, a branch or a commit, for one thread at a time. A context manager.
+    """A reader of the files of `repo` at `revision`, `main` or a commit, for one thread at a time. A context manager.
 
     The first answer pins a branch to its commit. Files in the local cache are read there. Every failure is raised as a
     CheckpointError that says what to do.
@@ -79,6 +132,12 @@ class HubRepo:
 
     def __init__(self, repo: str, revision: str = "main") -> None:
         self.repo = repo_name(repo)
+        try:
+            validate_repo_id(self.repo)
+        except HFValidationError:
+            raise unreadable(f"{self.repo!r:.200}") from None
+        if revision != "main":
+            _check_commit(revision)
         self.revision = revision
         self._sizes: dict[str, int] = {}
         timeout = httpx.Timeout(READ_SECONDS, connect=CONNECT_SECONDS)
@@ -171,7 +230,7 @@ class HubRepo:
         found = try_to_load_from_cache(self.repo, file, revision=self.revision)
         if not isinstance(found, str):
             return None
-        self.revision = Path(found).parent.name
+        self.revision = Path(found).parents[file.count("/")].name
         return Path(found)
 
     @contextmanager
@@ -194,7 +253,9 @@ class HubRepo:
             if int(found[1]) != start:
                 raise TransientError("the hub sent another byte range than requested")
             for answer in (*response.history, response):
-                self.revision = answer.headers.get("X-Repo-Commit", self.revision)
+                if (commit := answer.headers.get("X-Repo-Commit")) is not None:
+                    _check_commit(commit)
+                    self.revision = commit
             yield response
 
     def _check(self, response: httpx.Response, file: str) -> None:

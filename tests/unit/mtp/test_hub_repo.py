@@ -18,12 +18,13 @@ from coordinator.cli import import_command
 from coordinator.cli.model_commands import assess_head
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.remote_checkpoint import open_model
-from mtp.checkpoint.hub.repo import ATTEMPTS, HubRepo
+from mtp.checkpoint.hub.repo import ATTEMPTS, HubRepo, find_blobs
 from mtp.checkpoint.hub.resolve import find_model, resolve_model
 from proto.errors import CheckpointError, NotReadyError
 from tests.conftest import Checkpoints
 from tests.support.checkpoints.checkpoints import move_head
 from tests.support.checkpoints.hub import TOKEN, Hub
+from tests.support.checkpoints.hub import Repo as FakeRepo
 
 FILE = "model-00002-of-00003.safetensors"
 REPO = "someone/some-model"
@@ -279,16 +280,93 @@ def test_progress_is_reported_every_second(hub: Hub, source: Path) -> None:
     assert max(b - a for a, b in pairwise(times)) < 1
 
 
-def test_a_hub_names_no_file_outside_the_cache(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+ESCAPES = ["../../../../outside/x", "/{tmp}/outside/x", "a/../../../../../outside/x"]
+
+
+@pytest.fixture(params=ESCAPES)
+def escape(request: Any, tmp_path: Path) -> str:
+    """Return a value that leads out of the cache."""
+    return str(request.param).replace("/{tmp}", str(tmp_path))
+
+
+def check_nothing_outside(tmp_path: Path) -> None:
+    assert not list(tmp_path.glob("outside*"))
+
+
+@pytest.mark.parametrize("tagged", ["weights", "other files"])
+def test_a_hash_names_no_file_outside_the_cache(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, escape: str, tagged: str
+) -> None:
     """A hash that is a path is refused, and no weights are requested. The cache names its files by hashes."""
-    outside = tmp_path / "outside"
     etag = hub.etag
 
     def lying_etag(file: Path) -> str:
-        return f"../../../../{outside.name}" if file.suffix == ".safetensors" else etag(file)
+        return escape if (file.suffix == ".safetensors") == (tagged == "weights") else etag(file)
 
     monkeypatch.setattr(hub, "etag", lying_etag)
-    with pytest.raises(CheckpointError, match="as the SHA-256 of"):
+    with pytest.raises(CheckpointError, match=r"the hub at .* sent .*outside.*Use another hub"):
         resolve_model(REPO)
     assert hub.weights_sent == 0
-    assert not list(tmp_path.glob("outside*"))
+    check_nothing_outside(tmp_path)
+
+
+@pytest.mark.parametrize("commit", [*ESCAPES, "main", "A" * 40, "0" * 39, "0" * 41, "0" * 40 + "\u00b2"])
+def test_a_commit_has_40_digits(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: str) -> None:
+    """A header or an answer with another commit is refused, by every reader, before it becomes a path."""
+    monkeypatch.setattr(FakeRepo, "commit", property(lambda repo: commit))
+    monkeypatch.chdir(tmp_path)
+    for read in (resolve_model, open_model):
+        with pytest.raises(CheckpointError, match=r"sent .* as a commit\. Use another hub"):
+            read(REPO)
+    with pytest.raises(CheckpointError, match="as a commit"), HubRepo(REPO) as found:
+        found.read("config.json")
+    check_nothing_outside(tmp_path)
+
+
+def test_a_commit_after_a_redirect_is_checked(hub: Hub, repo: HubRepo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head of a mirror's weights would otherwise be written to the place that the commit names."""
+    config = repo.read("config.json")
+    assert config
+    monkeypatch.setattr(FakeRepo, "commit", property(lambda _: "../../x"))
+    repo.revision = "main"
+    with pytest.raises(CheckpointError, match="as a commit"):
+        repo.read_header(FILE)
+    assert repo.revision == "main"
+
+
+def test_a_listing_names_no_file_outside_the_repo(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, escape: str
+) -> None:
+    """Neither a download nor a look for a head beside the model's files follows such a name."""
+    tree = hub._server.RequestHandlerClass._tree  # type: ignore[attr-defined]
+    hub.repos[REPO].path.joinpath("mtp.safetensors").touch()
+
+    def lying_tree(self: Any, *args: Any) -> None:
+        answer = self._json
+        self._json = lambda entries: answer([*entries, {**entries[-1], "path": f"{escape}.safetensors"}])
+        tree(self, *args)
+
+    monkeypatch.setattr(hub._server.RequestHandlerClass, "_tree", lying_tree)
+    for read in (resolve_model, lambda name: find_blobs(name, hub.repos[REPO].commit)):
+        with pytest.raises(CheckpointError, match="as the name of a file"):
+            read(REPO)
+    check_nothing_outside(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../x", "a b/c", "a/..", "a/b/c", "-/x", "a/b?c", "a/b\n"])
+def test_a_name_that_is_no_repo_is_refused(name: str) -> None:
+    """A model card or a coordinator may send any text."""
+    with pytest.raises(CheckpointError, match="neither a directory here nor a repo"):
+        HubRepo(name)
+    for revision in ("../../x", "refs/pr/1", "MAIN", ""):
+        with pytest.raises(CheckpointError, match="as a commit"):
+            HubRepo(REPO, revision)
+
+
+def test_a_cached_file_in_a_folder_pins_the_commit(hub: Hub, source: Path) -> None:
+    (source / "mtp").mkdir()
+    shutil.copy(source / FILE, source / "mtp" / "weights.safetensors")
+    resolve_model(REPO)
+    with HubRepo(REPO) as found:
+        assert found.size("mtp/weights.safetensors")
+        assert found.revision == hub.repos[REPO].commit
