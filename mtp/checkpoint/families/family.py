@@ -32,6 +32,61 @@ def model_args(text: Text) -> TextModelArgs:
     return TextModelArgs(**{name: value for name, value in text.items() if name in _FIELDS})
 
 
+Rule = tuple[str, float, float]
+"""A rule for a field: its kind, and the lowest and highest value. A number exceeds the lowest one.
+
+An `optional` field may be absent, and a `nullable` one may be null too.
+"""
+
+MOST_LAYERS, MOST_HEADS, MOST_COLUMNS = 1024, 2**16, 2**20
+"""Bounds of sizes, far above those of every published model. Config files with more would take minutes to refuse."""
+
+ROPE_RULES: dict[str, Rule] = {
+    "rope_theta": ("number", 0, 1e30),
+    "partial_rotary_factor": ("optional number", 0, 1),
+    "rope_type": ("optional text", 0, 0),
+    "type": ("optional text", 0, 0),
+}
+"""The rules of the fields of `rope_parameters`."""
+
+
+def find_wrong_field(rules: Mapping[str, Rule], fields: Text) -> str | None:
+    """Return the fault of the first field that breaks its rule, None if all are valid."""
+    for name, (kind, low, high) in rules.items():
+        value, *_, plain = fields.get(name), *kind.split()
+        if (name not in fields and plain != kind) or (value is None and kind.startswith("nullable")):
+            continue
+        if not _is_valid(plain, value, low, high):
+            found = "is missing" if value is None else f"is {value!r:.60}"
+            return f"{name} {found}. It must be {_wanted(plain, low, high)}."
+    return None
+
+
+def _is_valid(kind: str, value: Any, low: float, high: float) -> bool:
+    if kind == "integer":
+        return type(value) is int and low <= value <= high
+    if kind == "number":
+        return type(value) in (int, float) and low < value <= high
+    if kind == "tokens":
+        value = value if isinstance(value, list) else [value]
+    if kind in ("integers", "tokens"):
+        return isinstance(value, list) and all(_is_valid("integer", each, low, high) for each in value)
+    if kind == "texts":
+        return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return isinstance(value, {"boolean": bool, "text": str, "object": dict}[kind])
+
+
+def _wanted(kind: str, low: float, high: float) -> str:
+    if kind == "integer":
+        return f"a positive integer up to {high}" if low == 1 else f"an integer from {low} to {high}"
+    if kind == "number":
+        return f"a number above {low:g} and up to {high:g}"
+    names = {"integers": f"a list of integers from {low} to {high}", "tokens": "a token id or a list of them"}
+    return names.get(kind) or {
+        "texts": "a list of texts", "boolean": "true or false", "text": "a text", "object": "an object",
+    }[kind]  # fmt: skip
+
+
 class Family(ABC):
     """The names of a family in config.json, and the modules of its layers. The engine runs those of Qwen3.5."""
 
@@ -67,6 +122,36 @@ class Family(ABC):
 
     quantizes_kv: ClassVar[bool] = True
     """True if keys and values can be stored in 4 or 8 bits."""
+
+    rules: ClassVar[Mapping[str, Rule]] = {
+        "num_hidden_layers": ("integer", 1, MOST_LAYERS),
+        "hidden_size": ("integer", 1, MOST_COLUMNS),
+        "vocab_size": ("integer", 1, 2**26),
+        "max_position_embeddings": ("integer", 1, 2**40),
+        "num_attention_heads": ("integer", 1, MOST_HEADS),
+        "num_key_value_heads": ("integer", 1, MOST_HEADS),
+        "head_dim": ("optional integer", 1, MOST_HEADS),
+        "intermediate_size": ("optional integer", 0, MOST_COLUMNS),
+        "num_experts": ("optional integer", 0, MOST_HEADS),
+        "num_experts_per_tok": ("optional integer", 0, MOST_HEADS),
+        "moe_intermediate_size": ("optional integer", 0, MOST_COLUMNS),
+        "shared_expert_intermediate_size": ("optional integer", 0, MOST_COLUMNS),
+        "linear_num_value_heads": ("integer", 1, MOST_HEADS),
+        "linear_num_key_heads": ("integer", 1, MOST_HEADS),
+        "linear_value_head_dim": ("integer", 1, MOST_HEADS),
+        "linear_key_head_dim": ("integer", 1, MOST_HEADS),
+        "linear_conv_kernel_dim": ("integer", 1, MOST_LAYERS),
+        "full_attention_interval": ("optional integer", 1, MOST_LAYERS),
+        "decoder_sparse_step": ("optional integer", 1, MOST_LAYERS),
+        "rms_norm_eps": ("optional number", 0, 1),
+        "attention_bias": ("optional boolean", 0, 0),
+        "layer_types": ("nullable texts", 0, 0),
+        "mtp_num_hidden_layers": ("nullable integer", 0, MOST_LAYERS),
+        "num_nextn_predict_layers": ("nullable integer", 0, MOST_LAYERS),
+        "mtp_use_dedicated_embeddings": ("nullable boolean", 0, 0),
+        "eos_token_id": ("nullable tokens", 0, 2**31),
+    }
+    """The rules of the fields that the family reads, which are checked before anything else."""
 
     call_forms: ClassVar[Mapping[str, CallForm]] = {"qwen3_coder": "xml", "json_tools": "json", "glm47": "pairs"}
     """The form of calls by mlx-lm's parser of tools, which follows from a checkpoint's chat template."""
@@ -152,7 +237,7 @@ class Family(ABC):
         return ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
 
     def find_problem(self, text: Text) -> str | None:
-        """Return the fault of a field that only this family has, None when all are valid."""
+        """Return the fault of a field that only this family has, None if all are valid. Each field keeps its rule."""
         return None
 
     def announced_head_layers(self, text: Text) -> Any:

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx_lm.models.qwen3_5 import TextModelArgs
 
 from mtp.checkpoint.families.family import Family, Text, model_args
-from mtp.flash_next.args import FlashNextArgs, find_problem
+from mtp.flash_next.args import RULES, FlashNextArgs, find_problem
 from mtp.flash_next.head import FlashNextHead
 from mtp.flash_next.layers import stream_layer
 from mtp.flash_next.modules import FlashNextLayer, FlashNextModel, HyperConnection
@@ -33,6 +33,7 @@ class FlashNext(Family):
     head_types: ClassVar = {"qwen4_exp_mtp": "qwen4_exp"}
     prefix = "language_model."
     attention_types: ClassVar = ("full_attention", "indexed_attention", "qwen_sparse_attention")
+    rules: ClassVar = {**Family.rules, **RULES}
     cuts_layers = False
     quantizes_kv = False
     is_own = True

@@ -8,11 +8,20 @@ import mlx.nn as nn
 from mlx_lm.models.qwen3_5 import TextModelArgs
 
 from mtp.checkpoint.families.family import Family, Text, model_args
-from mtp.glm_flash.args import GlmArgs, find_problem
+from mtp.glm_flash.args import RULES, GlmArgs, find_problem
 from mtp.glm_flash.head import GlmHead
 from mtp.glm_flash.layers import GlmLayer
 from mtp.glm_flash.modules import DecoderLayer, GlmModel, StreamMean
 from mtp.layers.layer import Layer
+
+
+DELTA = {
+    "linear_num_heads": "num_heads",
+    "linear_head_dim": "head_dim",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
+    "linear_lower_bound": "gate_lower_bound",
+}
+"""The fields of Kimi Delta Attention: by transformers' names, those in the publisher's `linear_attn_config`."""
 
 
 class GlmFlash(Family):
@@ -23,6 +32,7 @@ class GlmFlash(Family):
     head_types: ClassVar = {}
     prefix = "language_model."
     attention_types: ClassVar = ("deepseek_sparse_attention", "indexed_attention", "full_attention")
+    rules: ClassVar = {**RULES, **Family.rules, **RULES}
     quantizes_kv = False
     is_own = True
     sees_images = False
@@ -32,20 +42,25 @@ class GlmFlash(Family):
 
     def named_fields(self, text: Text) -> Text:
         delta: Any = text.get("linear_attn_config")
-        delta = delta if isinstance(delta, dict) else {}
+        flat = {name: text.get(name, -5.0 if name == "linear_lower_bound" else None) for name in DELTA}
+        if isinstance(delta, dict):  # the publisher's; transformers writes the values beside it, or alone
+            flat = {name: delta.get(theirs, flat[name]) for name, theirs in DELTA.items()}
+            if flat["linear_lower_bound"] is None and delta.get("safe_gate", True):
+                flat["linear_lower_bound"] = -5.0
+        heads, dim = flat["linear_num_heads"], flat["linear_head_dim"]
         return {
             **text,
+            **flat,
             "rms_norm_eps": text.get("rms_norm_eps", 1e-5),
             "rope_parameters": {"rope_theta": 1.0},  # there is no RoPE
-            "head_dim": delta.get("head_dim"),
-            "num_key_value_heads": delta.get("num_heads"),
+            "head_dim": dim,
+            "num_key_value_heads": heads,
             "num_experts": text.get("n_routed_experts"),
             "shared_expert_intermediate_size": text.get("moe_intermediate_size"),
-            "linear_num_key_heads": delta.get("num_heads"),
-            "linear_num_value_heads": delta.get("num_heads"),
-            "linear_key_head_dim": delta.get("head_dim"),
-            "linear_value_head_dim": delta.get("head_dim"),
-            "linear_conv_kernel_dim": delta.get("short_conv_kernel_size"),
+            "linear_num_key_heads": heads,
+            "linear_num_value_heads": heads,
+            "linear_key_head_dim": dim,
+            "linear_value_head_dim": dim,
         }
 
     def text_args(self, text: Text) -> TextModelArgs:

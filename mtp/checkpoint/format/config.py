@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 import mlx.nn as nn
 from mlx_lm.models.qwen3_5 import TextModelArgs
+from mlx_lm.models.rope_utils import initialize_rope
 
 from mtp.checkpoint.families import FAMILIES, find_family
-from mtp.checkpoint.families.family import Family
+from mtp.checkpoint.families.family import ROPE_RULES, Family, find_wrong_field
 from mtp.checkpoint.format.cut import WHOLE, Cut, cut_fields
 from mtp.checkpoint.format.shard import parse_json_object
 from mtp.head.drafter import MTPHead
@@ -50,6 +51,15 @@ def with_rope_parameters(text: dict[str, Any]) -> dict[str, Any]:
         "partial_rotary_factor": text.get("partial_rotary_factor", PARTIAL_ROTARY_FACTOR),
     }
     return {**text, "rope_parameters": rope}
+
+
+def with_interval(text: dict[str, Any]) -> dict[str, Any]:
+    """Return `text` with `full_attention_interval`, which transformers writes only as the list `layer_types`."""
+    types = text.get("layer_types")
+    if text.get("full_attention_interval") is not None or not isinstance(types, list):
+        return text
+    found = (place for place, kind in enumerate(types, 1) if kind != "linear_attention")
+    return {**text, "full_attention_interval": next(found, 4)}
 
 
 QUANTIZATION_FILE = "hf_quant_config.json"
@@ -134,7 +144,7 @@ class ModelConfig:
     def parse(cls, file: Path, config: dict[str, Any], eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
         """Check the object of the config.json `file`. Raises CheckpointError for an unsupported model or field."""
         config = with_quantization(config, None)
-        text = with_rope_parameters(_text(file, config))
+        text = with_interval(with_rope_parameters(_text(file, config)))
         if found := find_family(str(config.get("model_type"))):
             text = found[0].named_fields(text)
         return _Reader(file, config, text).read(eos_token_ids)
@@ -238,19 +248,20 @@ class _Reader:
     def read(self, eos_token_ids: tuple[int, ...]) -> ModelConfig:
         """Read and check every field. Raises CheckpointError."""
         family, model_type, head_only = self._family()
+        if problem := find_wrong_field(family.rules, self.text):
+            raise self._error(problem)
         self._check_rope()
         layers = self._positive("num_hidden_layers")
         experts = self._count("num_experts")
         heads = self._positive("num_attention_heads")
         hidden = self._positive("hidden_size")
-        try:
-            problem = family.find_problem(self.text)
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            problem = f"a field is missing or of a wrong type ({error!r:.100}). Download it again."
-        if problem:
+        if problem := family.find_problem(self.text):
             raise self._error(problem)
         for name in family.mlp_fields(self.text):
             self._positive(name)
+        if experts and (chosen := self.text["num_experts_per_tok"]) > experts:
+            raise self._error(f"num_experts_per_tok {chosen} is more than the {experts} experts.")
+        self._check_rotation(hidden // heads)
         tied = self.text.get("tie_word_embeddings", self.config.get("tie_word_embeddings", False))
         self._check("tie_word_embeddings", tied, isinstance(tied, bool), "true or false")
         vision, image = self.config.get("vision_config"), self.config.get("image_token_id", 0)
@@ -322,11 +333,23 @@ class _Reader:
     def _check_rope(self) -> None:
         """Raise unless the config has a RoPE base: mlx-lm would use a default base, and the output would be wrong."""
         rope = self.text.get("rope_parameters")
-        if not isinstance(rope, dict) or not isinstance(rope.get("rope_theta"), int | float):
+        if not isinstance(rope, dict) or "rope_theta" not in rope:
             raise self._error("rope_parameters has no rope_theta. Download config.json again.")
+        if problem := find_wrong_field(ROPE_RULES, rope):
+            raise self._error(f"rope_parameters: {problem}")
         sections = rope.get("mrope_section", [0, 0, 0])
         valid = isinstance(sections, list) and [type(n) for n in sections] == [int] * 3
         self._check("mrope_section", sections, valid, "three integers")
+
+    def _check_rotation(self, head_dim: int) -> None:
+        """Raise unless mlx-lm can make the RoPE, whose types have different fields."""
+        rope = self.text["rope_parameters"]
+        share = rope.get("partial_rotary_factor", PARTIAL_ROTARY_FACTOR)
+        dims, longest = int(self.text.get("head_dim", head_dim) * share), self.text["max_position_embeddings"]
+        try:
+            initialize_rope(dims, rope["rope_theta"], False, dict(rope), longest)
+        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+            raise self._error(f"rope_parameters are not supported: {error!r:.100}.") from error
 
     def _layer_kinds(self, layers: int, family: Family) -> tuple[LayerKind, ...]:
         """Return the kind of each layer. mlx-lm derives the kinds from the interval, so layer_types must agree."""
@@ -345,9 +368,7 @@ class _Reader:
         return tuple(kinds)
 
     def _mtp_layers(self, family: Family) -> int:
-        layers = family.announced_head_layers(self.text) or 0
-        valid = type(layers) is int and layers >= 0
-        self._check("mtp_num_hidden_layers", layers, valid, "a positive integer")
+        layers = int(family.announced_head_layers(self.text) or 0)
         if layers and self.text.get("mtp_use_dedicated_embeddings"):
             raise self._error(
                 "mtp_use_dedicated_embeddings is true, and only heads without own embeddings are supported. Set "
@@ -383,6 +404,9 @@ class _Reader:
                 return None
         if not isinstance(found, dict) or not {"bits", "group_size"} <= found.keys():
             raise self._error("quantization is not an object with bits and group_size")
+        for name, most in (("bits", 8), ("group_size", 2**16)):
+            valid = type(found[name]) is int and 0 < found[name] <= most
+            self._check(f"quantization.{name}", found[name], valid, f"a positive integer up to {most}")
         return found
 
 
