@@ -102,6 +102,11 @@ class Prediction:
     token: float
     drafted: tuple[float, ...] = ()
 
+    @property
+    def fastest(self) -> float:
+        """Seconds of a token with the best number of drafts, which may be none."""
+        return min((self.token, *self.drafted))
+
 
 @dataclass(frozen=True)
 class Planning:
@@ -119,14 +124,14 @@ class Planning:
 def choose_plan(planning: Planning, machines: Sequence[Machine], epoch: int) -> Plan:
     """Return the plan that `--parallel` asks for. Raises the errors of `make_plan`, and SpanError for a group.
 
-    `auto` takes the fastest for one stream, and of equals the fastest for many. `tensor` takes several smaller groups
+    `auto` takes the fastest for one stream with its best number of drafts, and of equals the fastest for many. `tensor` takes several smaller groups
     if the layers cannot be cut for all machines. After the first plan, the machines that are left serve in smaller
     groups or as a pipeline, so that no answer waits for one that may not return.
     """
     parallel = planning.parallel
     if parallel.auto:
         found = predict_plans(planning, machines, epoch)
-        chosen = min(found, key=lambda one: (one.token, one.plan.slowest_seconds))
+        chosen = min(found, key=lambda one: (one.fastest, one.plan.slowest_seconds))
         return replace(chosen.plan, reason=describe(chosen, found))
     problem: ClusterError | None = None
     for size, groups in _attempts(parallel, len(machines), is_first=epoch == 1):
@@ -149,9 +154,10 @@ def _attempts(parallel: Parallel, count: int, *, is_first: bool) -> Iterator[tup
 
 
 def describe(chosen: Prediction, found: Sequence[Prediction]) -> str:
-    """Return why a plan was chosen: its predicted speed, and that of the others."""
-    others = [f"{one.text} {1 / one.token:.3g}" for one in found if one is not chosen]
-    text = f"{chosen.text}: {1 / chosen.token:.3g} tokens/s of one stream are predicted"
+    """Return why a plan was chosen: its predicted speed, and that of the others, each with its best drafts."""
+    others = [f"{one.text} {1 / one.fastest:.3g}" for one in found if one is not chosen]
+    text = f"{chosen.text}: {1 / chosen.fastest:.3g} tokens/s of one stream are predicted"
+    text += " with drafts" * (chosen.fastest < chosen.token)
     return f"{text} ({', '.join(others)})" if others else text
 
 

@@ -23,7 +23,10 @@ LEAST_CONTEXT = 16_384
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A model that fits. Speeds are tokens a second of one stream over the best plan, plain and with drafts."""
+    """A model that fits, with the figures of one plan: the fastest for one stream.
+
+    Speeds are tokens a second of one stream, plain and with the best number of drafts.
+    """
 
     name: str
     repo: str
@@ -69,11 +72,9 @@ def _recommendation(repo: KnownRepo, specs: Sequence[NodeSpec]) -> Recommendatio
     workload = Workload(LEAST_CONTEXT, 0, reserve_bytes(costs_of(1)))
     machines = [Machine(spec, f"{spec.speed:g}", spec.name) for spec in specs]
     found = predict_plans(Planning(costs_of, workload), machines)
-    best = min(found, key=lambda one: one.token)
-    roomiest = max(
-        plan_capacity(costs_of(one.plan.group_size), one.plan.stages, checkpoint.config.max_positions, 1).kv_tokens
-        for one in found
-    )
+    best = min(found, key=lambda one: one.fastest)
+    longest = checkpoint.config.max_positions
+    room = plan_capacity(costs_of(best.plan.group_size), best.plan.stages, longest, 1).kv_tokens
     name = repo.short + (f"-{repo.bits}bit" if repo.bits not in (4, None) else "")
     name += "-bf16" if repo.bits is None else ""
     return Recommendation(
@@ -81,9 +82,9 @@ def _recommendation(repo: KnownRepo, specs: Sequence[NodeSpec]) -> Recommendatio
         repo.name,
         repo.bits or 16,
         sum(checkpoint.part_bytes().values()),
-        min(roomiest, checkpoint.config.max_positions),
+        min(room, longest),
         1 / best.token,
-        1 / min(min(one.drafted) for one in found),
+        1 / min(best.drafted, default=best.token),
         len(best.plan.nodes),
         best.text,
         repo.head,

@@ -135,7 +135,7 @@ def _cluster_gauges(status: ClusterStatus) -> Iterator[Metric]:
     for name, (text, value) in gauges.items():
         if value is not None:
             yield GaugeMetricFamily(name, text, value=value)
-    text = "Plans that ended, by a failure or for another plan."
+    text = "Plans that failed while they served. A plan that another one replaced does not count."
     yield CounterMetricFamily("mtp_recoveries", text, value=status.recoveries)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.planning.capacity import model_costs
-from coordinator.planning.chips import LAYER_SECONDS, mac_spec
+from coordinator.planning.chips import LAYER_SECONDS, mac_spec, mac_specs
 from coordinator.planning.groups import (
     DEFAULT_COLLECTIVE,
     Machine,
@@ -17,7 +17,8 @@ from coordinator.planning.groups import (
     group_machines,
     predict_plans,
 )
-from coordinator.planning.plan import LayerCost, ModelCosts, NodeSpec, Workload
+from coordinator.planning.plan import LayerCost, ModelCosts, NodeSpec, Plan, Workload
+from coordinator.planning.recommend import recommendations
 from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.hub.published import converted_headers, find_published
 from proto.errors import ClusterError, MemoryLimitError, SpanError, UsageError
@@ -203,6 +204,41 @@ def test_predictions_come_near_what_others_measured() -> None:
     }
     assert found == {measured: pytest.approx(measured, rel=0.2) for measured in found}
     assert found[25.0] == pytest.approx(25.0, rel=0.05)
+
+
+def test_auto_counts_drafts() -> None:
+    """A group that is slower without drafts, and faster with them, is chosen: each draft is verified in its pass."""
+    model = find_published("qwen3.5:27b")
+    assert model is not None
+    checkpoint = converted_headers(model, 4)
+
+    def chosen(*, with_head: bool) -> Plan:
+        def shares(size: int) -> ModelCosts:
+            return model_costs(checkpoint.cut_for(Cut(0, size)), with_head=with_head)
+
+        macs = [Machine(replace(mac_spec("M4 Pro 64GB"), name=f"mac-{i}"), "m4", "10.0.0.1") for i in range(2)]
+        return choose_plan(Planning(shares, Workload(), Parallel.parse("auto")), macs, 1)
+
+    drafting, plain = chosen(with_head=True), chosen(with_head=False)
+    assert (drafting.group_size, plain.group_size) == (2, 1)
+    assert "a group of 2: 27.2 tokens/s of one stream are predicted with drafts (one machine 25.2" in drafting.reason
+    assert "one machine: 15.2 tokens/s of one stream are predicted (" in plain.reason
+
+
+@pytest.mark.parametrize("macs", [("M4 Pro 64GB",) * 2, ("M4 Pro 64GB", "M4 Max 128GB"), ("M4 16GB",) * 4])
+def test_a_recommendation_has_the_figures_of_one_plan(macs: tuple[str, ...]) -> None:
+    """Speeds, context and number of Macs belong together: the row of one Mac is that of this Mac alone."""
+    specs = mac_specs(macs)
+    best = max(specs, key=lambda spec: spec.speed)
+    alone = {one.name: one for one in recommendations([best])}
+    found = list(recommendations(specs))
+    assert found
+    for one in found:
+        assert one.drafted >= one.plain or one.machines == 1
+        if one.machines == 1:
+            assert one == alone[one.name]
+        elif one.name in alone:  # more Macs are taken only where they are faster
+            assert max(one.plain, one.drafted) > max(alone[one.name].plain, alone[one.name].drafted)
 
 
 @pytest.mark.parametrize("text", ["", "2", "0x2", "2x0", "2x9", "4x1", "x", "tensor2", "999x2"])
