@@ -367,6 +367,49 @@ def test_a_chat_that_is_opened_during_an_answer_can_be_continued(opened: Watched
     expect(page.get_by_role("button", name="Regenerate")).to_be_visible()
 
 
+def stored_titles(page: Page) -> list[str]:
+    """Return the titles of the stored conversations, sorted."""
+    found = page.evaluate("JSON.parse(localStorage.getItem('mtp-conversations') ?? '[]')")
+    return sorted(one["title"] for one in found if "messages" in one)
+
+
+def test_two_tabs_share_their_chats(opened: WatchedPage, client: ApiClient) -> None:
+    """Chats of both tabs stay, the newest version of each counts, and a removed one does not come back."""
+    one = opened.page
+    opened.show("chat")
+    two = one.context.new_page()
+    two.goto(one.url)
+    two.click("#tab-chat")
+    ended = ".message.assistant:not(.streaming) .answer-foot button"
+
+    def ask(page: Page, text: str, count: int = 1) -> None:
+        page.fill("#chat-input", text)
+        page.keyboard.press("Enter")
+        expect(page.locator(ended + ":has-text('Copy')")).to_have_count(count)
+
+    ask(one, "First")
+    ask(two, "Second")
+    assert stored_titles(one) == ["First", "Second"]
+    titles = "#chat .conversations .title"
+    for page in (one, two):
+        expect(page.locator(titles)).to_have_text(["Second", "First"])
+    two.click(f"{titles}:has-text('First')")
+    ask(two, "More of it", 2)  # the first tab shows this chat
+    expect(one.locator(".message.user .bubble")).to_have_text(["First", "More of it"])
+    two.click("[aria-label='Delete: First']")
+    expect(one.locator(titles)).to_have_text(["Second"])
+    one.click("button.wide:has-text('New chat')")
+    ask(one, "Third")
+    two.click("button.wide:has-text('New chat')")
+    client.generator.hang_after = 1
+    begin(two, "Fourth")
+    one.click("[aria-label='Delete: Second']")
+    two.keyboard.press("Escape")
+    two.reload()
+    assert "First" not in stored_titles(two)
+    assert "Second" not in stored_titles(two)
+
+
 def test_steps_that_overlap_count_once(opened: WatchedPage) -> None:
     """The share of time is the part of the lane that is drawn, as a machine begins a step before another ends."""
     share = opened.page.evaluate(

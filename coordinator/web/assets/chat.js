@@ -20,8 +20,9 @@ const EXAMPLES = ["What does the function os.path.join do?", "Write a Python fun
 export class ChatView {
   constructor(root, live) {
     this.live = live;
-    this.conversations = new Conversations();
+    this.conversations = new Conversations(() => this.adopt());
     this.current = this.conversations.list[0] ?? this.conversations.create();
+    this.shown = this.current.saved;
     this.parameters = new Parameters();
     this.tint = h("input", { type: "checkbox", name: "tint", onchange: () => this.setTint() });
     this.tint.checked = localStorage.getItem(TINT) === "on";
@@ -119,6 +120,13 @@ export class ChatView {
     else this.drawList();
   }
 
+  // Shows what another tab has stored. A running answer, and a question that is edited, stay as they are.
+  adopt() {
+    if (!this.running && !this.conversations.find(this.current.id)) this.open(this.conversations.list[0]?.id);
+    this.drawList();
+    if (!this.running && this.current.saved !== this.shown) this.drawMessages();
+  }
+
   drawList() {
     const kept = this.conversations.list.filter((one) => one.messages.length);
     this.list.replaceChildren(...kept.map((one) => h("li", { class: one === this.current ? "current" : "" },
@@ -128,6 +136,7 @@ export class ChatView {
 
   drawMessages() {
     const { messages } = this.current;
+    this.shown = this.current.saved;
     if (!messages.length) {
       this.messages.replaceChildren(h("div", { class: "welcome" }, h("h3", {}, "Ask the cluster something"),
         h("p", { class: "hint" }, "Each answer shows how long you waited for its first token, its speed, and how many drafted tokens were right."),
@@ -239,10 +248,11 @@ export class ChatView {
     const body = this.parameters.body(conversation.messages);
     const message = { role: "assistant", content: "", reasoning: "", calls: [], seed: body.seed, figures: null, error: null };
     conversation.messages.push(message);
+    this.conversations.held = conversation;
     let left = false;
     const keep = (event) => { // what has arrived, for a page that is opened again
       message.error = CLOSED;
-      this.conversations.save();
+      this.conversations.save(conversation);
       message.error = null;
       left = event?.type === "pagehide";
     };
@@ -273,8 +283,11 @@ export class ChatView {
     for (const type of LEAVING) removeEventListener(type, keep);
     this.running = null;
     setText(this.send, "Send");
-    this.conversations.save();
-    if (conversation === this.current) this.finishDrawing(message);
+    this.conversations.save(conversation);
+    this.conversations.held = null;
+    this.shown = this.current.saved;
+    if (!this.conversations.find(this.current.id)) this.open(this.conversations.list[0]?.id); // another tab removed it
+    else if (conversation === this.current) this.finishDrawing(message);
     else this.drawMessages(); // its last answer can be regenerated now
   }
 

@@ -1,11 +1,21 @@
-// Conversations, kept in this browser only.
+// Conversations, kept in this browser only. Its tabs share them.
 
 const NAME = "mtp-conversations";
 const MOST = 50;
+const MOST_REMOVED = 500; // ids of removed conversations, which a tab that is still open must not store again
 
 export class Conversations {
-  constructor() {
-    this.list = load();
+  // Calls `changed()` after another tab has stored something. `held`, one that is being answered, takes no other version.
+  constructor(changed = () => {}) {
+    this.list = [];
+    this.removed = new Map();
+    this.held = null;
+    this.merge();
+    addEventListener("storage", ({ key }) => {
+      if (key !== NAME) return;
+      this.merge();
+      changed();
+    });
   }
 
   create() {
@@ -20,24 +30,40 @@ export class Conversations {
   }
 
   remove(id) {
-    this.list = this.list.filter((one) => one.id !== id);
+    this.removed.set(id, Date.now());
     this.save();
   }
 
-  // When the browser has no room for all, leaves out images first, the oldest ones before others, and then the oldest conversations.
-  save() {
-    let kept = this.list.filter((one) => one.messages.length);
-    let pictured = kept.filter((one) => one.messages.some(({ images }) => images)).length;
-    while (kept.length) {
+  // Takes what is stored: of each conversation the version that was saved last, and every removal.
+  merge() {
+    const stored = load();
+    for (const { id, removed } of stored) if (removed) this.removed.set(id, removed);
+    for (const one of stored.filter(({ messages }) => messages)) {
+      const own = this.find(one.id);
+      if (!own) this.list.push(one);
+      else if (own !== this.held && (one.saved ?? 0) > (own.saved ?? 0)) Object.assign(own, one);
+    }
+    this.list = this.list.filter(({ id }) => !this.removed.has(id)).sort((a, b) => (b.at ?? 0) - (a.at ?? 0)).slice(0, MOST);
+  }
+
+  // Stores all conversations, of which this tab has changed `one`. When the browser has no room for all, leaves out images first, the oldest
+  // ones before others, and then the oldest conversations.
+  save(one = null) {
+    if (one) one.saved = Date.now();
+    this.merge();
+    const removed = [...this.removed].slice(-MOST_REMOVED).map(([id, at]) => ({ id, removed: at }));
+    let kept = this.list.filter(({ messages }) => messages.length);
+    let pictured = kept.filter(({ messages }) => messages.some(({ images }) => images)).length;
+    for (;;) {
       try {
-        localStorage.setItem(NAME, JSON.stringify(kept));
+        localStorage.setItem(NAME, JSON.stringify([...kept, ...removed]));
         return;
       } catch {
         if (pictured) kept = withoutImages(kept, --pictured);
-        else kept.pop();
+        else if (kept.length) kept.pop();
+        else return localStorage.removeItem(NAME);
       }
     }
-    localStorage.removeItem(NAME);
   }
 }
 
@@ -52,7 +78,7 @@ function withoutImages(conversations, count) {
 function load() {
   try {
     const list = JSON.parse(localStorage.getItem(NAME) ?? "[]");
-    return Array.isArray(list) ? list.filter((one) => Array.isArray(one.messages)) : [];
+    return Array.isArray(list) ? list.filter((one) => one?.id && (one.removed || Array.isArray(one.messages))) : [];
   } catch {
     return [];
   }
