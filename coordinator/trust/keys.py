@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -138,8 +138,8 @@ def is_own_connection(client: Address, server: Address) -> bool:
         with contextlib.suppress(psutil.Error):
             if process.pid == os.getpid() or process.uids().real != os.getuid():
                 continue
-            connections = [each for each in process.net_connections("tcp") if each.raddr]
-            if any((_comparable(each.laddr), _comparable(each.raddr)) == ends for each in connections):
+            found: Iterable[Any] = process.net_connections("tcp")
+            if any(one.raddr and (_comparable(one.laddr), _comparable(one.raddr)) == ends for one in found):
                 return True
     return False
 

@@ -23,18 +23,15 @@ _DEFAULTS: dict[str, Any] = {
 
 RULES: dict[str, tuple[str, float, float]] = {
     "hc_count": ("optional integer", 2, 64),
-    "hc_lowrank": ("optional integer", 1, 2**16),
-    "ple_conv_kernel_size": ("optional integer", 1, 1024),
+    "hc_lowrank": ("optional size", 1, 2**16),
+    **dict.fromkeys(("ple_conv_kernel_size", "heads_per_ngram"), ("optional size", 1, 1024)),
     "ngram_size": ("optional integer", 2, 16),
-    "heads_per_ngram": ("optional integer", 1, 256),
-    "ngram_vocab_size_base": ("optional integer", 1, 2**32),
-    "make_ngram_vocab_size_divisible_by": ("optional integer", 1, 2**20),
-    "seed": ("optional integer", 0, 2**63 - 1),
-    "indexer_n_heads": ("integer", 1, 2**16),
+    **dict.fromkeys(("ngram_vocab_size_base", "make_ngram_vocab_size_divisible_by"), ("optional size", 1, 2**32)),
+    "seed": ("optional size", 1, 2**63),
+    **dict.fromkeys(
+        ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio"), ("size", 1, 2**20)
+    ),
     "indexer_kv_heads": ("optional integer", 1, 1),
-    "indexer_head_dim": ("integer", 1, 2**16),
-    "indexer_budget": ("integer", 1, 2**24),
-    "indexer_compress_ratio": ("integer", 1, 2**16),
     "ple_layer_ids": ("nullable integers", 1, 1024),
     "ple_embed_dim": ("nullable integer", 0, 2**20),
     "output_gate_type": ("nullable text", 0, 0),

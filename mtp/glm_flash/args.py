@@ -8,35 +8,24 @@ from typing import Any
 
 from mtp.layers.sparse_attention import IndexerArgs
 
-_COLUMNS, _HEADS, _LAYERS = 2**20, 2**16, 1024
-
 RULES: dict[str, tuple[str, float, float]] = {
     "linear_attn_config": ("nullable object", 0, 0),
-    "linear_num_heads": ("integer", 1, _HEADS),
-    "linear_head_dim": ("integer", 1, _HEADS),
-    "linear_conv_kernel_dim": ("integer", 1, _LAYERS),
+    **dict.fromkeys(("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"), ("size", 1, 2**16)),
     "linear_lower_bound": ("nullable number", -1e30, 0),
-    "intermediate_size": ("integer", 1, _COLUMNS),
-    "moe_intermediate_size": ("integer", 1, _COLUMNS),
-    "n_routed_experts": ("integer", 1, _HEADS),
-    "num_experts_per_tok": ("integer", 1, _HEADS),
+    **dict.fromkeys(
+        ("intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "index_topk"), ("size", 1, 2**20)
+    ),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_routed_experts", "num_experts_per_tok", "qk_nope_head_dim", "v_head_dim"),
+        ("size", 1, 2**16),
+    ),
+    **dict.fromkeys(("index_n_heads", "index_head_dim", "index_kpool"), ("size", 1, 2**16)),
+    **dict.fromkeys(("hc_mult", "hc_sinkhorn_iters"), ("size", 1, 1024)),
     "routed_scaling_factor": ("optional number", 0, 1e30),
-    "first_k_dense_replace": ("optional integer", 0, _LAYERS),
-    "mlp_layer_types": ("nullable texts", 0, 0),
     "swiglu_limit": ("number", 0, 1e30),
-    "num_attention_heads": ("integer", 1, _HEADS),
-    "q_lora_rank": ("integer", 1, _COLUMNS),
-    "kv_lora_rank": ("integer", 1, _COLUMNS),
-    "qk_nope_head_dim": ("integer", 1, _HEADS),
-    "v_head_dim": ("integer", 1, _HEADS),
-    "index_n_heads": ("integer", 1, _HEADS),
-    "index_head_dim": ("integer", 1, _HEADS),
-    "index_topk": ("integer", 1, 2**24),
-    "index_kpool": ("integer", 1, _HEADS),
-    "indexer_types": ("nullable texts", 0, 0),
-    "hc_mult": ("integer", 1, 64),
     "hc_eps": ("optional number", 0, 1),
-    "hc_sinkhorn_iters": ("integer", 1, 1000),
+    "first_k_dense_replace": ("optional integer", 0, 1024),
+    **dict.fromkeys(("mlp_layer_types", "indexer_types"), ("nullable texts", 0, 0)),
 }
 """The rules of the fields that only this family has: kind, lowest and highest value."""
 

@@ -390,7 +390,7 @@ def test_two_tabs_share_their_chats(opened: WatchedPage, client: ApiClient) -> N
     ask(one, "First")
     ask(two, "Second")
     assert stored_titles(one) == ["First", "Second"]
-    titles = "#chat .conversations .title"
+    titles = ".conversations .title"
     for page in (one, two):
         expect(page.locator(titles)).to_have_text(["Second", "First"])
     two.click(f"{titles}:has-text('First')")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
@@ -38,53 +38,55 @@ Rule = tuple[str, float, float]
 An `optional` field may be absent, and a `nullable` one may be null too.
 """
 
-MOST_LAYERS, MOST_HEADS, MOST_COLUMNS = 1024, 2**16, 2**20
-"""Bounds of sizes, far above those of every published model. Config files with more would take minutes to refuse."""
+LAYERS, HEADS, COLUMNS = 1024, 2**16, 2**20
+"""The most layers, heads and columns that a config may have, far above those of every published model."""
 
 ROPE_RULES: dict[str, Rule] = {
     "rope_theta": ("number", 0, 1e30),
     "partial_rotary_factor": ("optional number", 0, 1),
-    "rope_type": ("optional text", 0, 0),
-    "type": ("optional text", 0, 0),
+    **dict.fromkeys(("rope_type", "type"), ("optional text", 0, 0)),
 }
 """The rules of the fields of `rope_parameters`."""
+
+_KINDS: dict[str, tuple[str, Callable[[Any, float, float], bool]]] = {
+    "integer": (
+        "an integer from {:.0f} to {:.0f}",
+        lambda value, low, high: type(value) is int and low <= value <= high,
+    ),
+    "size": ("a positive integer up to {1:.0f}", lambda value, low, high: type(value) is int and 0 < value <= high),
+    "number": (
+        "a number above {:g} and up to {:g}",
+        lambda value, low, high: type(value) in (int, float) and low < value <= high,
+    ),
+    "integers": ("a list of integers from {:.0f} to {:.0f}", lambda *given: _are_all("integer", *given)),
+    "tokens": (
+        "a token id or a list of them",
+        lambda value, *range: _are_all("integer", value if isinstance(value, list) else [value], *range),
+    ),
+    "texts": ("a list of texts", lambda *given: _are_all("text", *given)),
+    "text": ("a text", lambda value, *_: isinstance(value, str)),
+    "boolean": ("true or false", lambda value, *_: isinstance(value, bool)),
+    "object": ("an object", lambda value, *_: isinstance(value, dict)),
+}
+"""The description of each kind for errors, and its check of a value, with the lowest and highest one."""
+
+
+def _are_all(kind: str, values: Any, low: float, high: float) -> bool:
+    return isinstance(values, list) and all(_KINDS[kind][1](each, low, high) for each in values)
 
 
 def find_wrong_field(rules: Mapping[str, Rule], fields: Text) -> str | None:
     """Return the fault of the first field that breaks its rule, None if all are valid."""
     for name, (kind, low, high) in rules.items():
-        value, *_, plain = fields.get(name), *kind.split()
-        if (name not in fields and plain != kind) or (value is None and kind.startswith("nullable")):
+        *option, kind = kind.split()
+        value = fields.get(name)
+        if (option and name not in fields) or (option == ["nullable"] and value is None):
             continue
-        if not _is_valid(plain, value, low, high):
+        wanted, is_valid = _KINDS[kind]
+        if not is_valid(value, low, high):
             found = "is missing" if value is None else f"is {value!r:.60}"
-            return f"{name} {found}. It must be {_wanted(plain, low, high)}."
+            return f"{name} {found}. It must be {wanted.format(low, high)}."
     return None
-
-
-def _is_valid(kind: str, value: Any, low: float, high: float) -> bool:
-    if kind == "integer":
-        return type(value) is int and low <= value <= high
-    if kind == "number":
-        return type(value) in (int, float) and low < value <= high
-    if kind == "tokens":
-        value = value if isinstance(value, list) else [value]
-    if kind in ("integers", "tokens"):
-        return isinstance(value, list) and all(_is_valid("integer", each, low, high) for each in value)
-    if kind == "texts":
-        return isinstance(value, list) and all(isinstance(each, str) for each in value)
-    return isinstance(value, {"boolean": bool, "text": str, "object": dict}[kind])
-
-
-def _wanted(kind: str, low: float, high: float) -> str:
-    if kind == "integer":
-        return f"a positive integer up to {high}" if low == 1 else f"an integer from {low} to {high}"
-    if kind == "number":
-        return f"a number above {low:g} and up to {high:g}"
-    names = {"integers": f"a list of integers from {low} to {high}", "tokens": "a token id or a list of them"}
-    return names.get(kind) or {
-        "texts": "a list of texts", "boolean": "true or false", "text": "a text", "object": "an object",
-    }[kind]  # fmt: skip
 
 
 class Family(ABC):
@@ -124,30 +126,26 @@ class Family(ABC):
     """True if keys and values can be stored in 4 or 8 bits."""
 
     rules: ClassVar[Mapping[str, Rule]] = {
-        "num_hidden_layers": ("integer", 1, MOST_LAYERS),
-        "hidden_size": ("integer", 1, MOST_COLUMNS),
-        "vocab_size": ("integer", 1, 2**26),
-        "max_position_embeddings": ("integer", 1, 2**40),
-        "num_attention_heads": ("integer", 1, MOST_HEADS),
-        "num_key_value_heads": ("integer", 1, MOST_HEADS),
-        "head_dim": ("optional integer", 1, MOST_HEADS),
-        "intermediate_size": ("optional integer", 0, MOST_COLUMNS),
-        "num_experts": ("optional integer", 0, MOST_HEADS),
-        "num_experts_per_tok": ("optional integer", 0, MOST_HEADS),
-        "moe_intermediate_size": ("optional integer", 0, MOST_COLUMNS),
-        "shared_expert_intermediate_size": ("optional integer", 0, MOST_COLUMNS),
-        "linear_num_value_heads": ("integer", 1, MOST_HEADS),
-        "linear_num_key_heads": ("integer", 1, MOST_HEADS),
-        "linear_value_head_dim": ("integer", 1, MOST_HEADS),
-        "linear_key_head_dim": ("integer", 1, MOST_HEADS),
-        "linear_conv_kernel_dim": ("integer", 1, MOST_LAYERS),
-        "full_attention_interval": ("optional integer", 1, MOST_LAYERS),
-        "decoder_sparse_step": ("optional integer", 1, MOST_LAYERS),
+        "num_hidden_layers": ("size", 1, LAYERS),
+        "hidden_size": ("size", 1, COLUMNS),
+        "vocab_size": ("size", 1, 2**26),
+        "max_position_embeddings": ("size", 1, 2**40),
+        **dict.fromkeys(
+            ("num_attention_heads", "num_key_value_heads", "linear_num_value_heads", "linear_num_key_heads"),
+            ("size", 1, HEADS),
+        ),
+        **dict.fromkeys(("linear_value_head_dim", "linear_key_head_dim", "linear_conv_kernel_dim"), ("size", 1, HEADS)),
+        "head_dim": ("optional size", 1, HEADS),
+        **dict.fromkeys(("num_experts", "num_experts_per_tok"), ("optional integer", 0, HEADS)),
+        **dict.fromkeys(
+            ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
+            ("optional integer", 0, COLUMNS),
+        ),
+        **dict.fromkeys(("full_attention_interval", "decoder_sparse_step"), ("optional size", 1, LAYERS)),
         "rms_norm_eps": ("optional number", 0, 1),
         "attention_bias": ("optional boolean", 0, 0),
         "layer_types": ("nullable texts", 0, 0),
-        "mtp_num_hidden_layers": ("nullable integer", 0, MOST_LAYERS),
-        "num_nextn_predict_layers": ("nullable integer", 0, MOST_LAYERS),
+        **dict.fromkeys(("mtp_num_hidden_layers", "num_nextn_predict_layers"), ("nullable integer", 0, LAYERS)),
         "mtp_use_dedicated_embeddings": ("nullable boolean", 0, 0),
         "eos_token_id": ("nullable tokens", 0, 2**31),
     }

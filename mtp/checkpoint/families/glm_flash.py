@@ -14,7 +14,6 @@ from mtp.glm_flash.layers import GlmLayer
 from mtp.glm_flash.modules import DecoderLayer, GlmModel, StreamMean
 from mtp.layers.layer import Layer
 
-
 DELTA = {
     "linear_num_heads": "num_heads",
     "linear_head_dim": "head_dim",

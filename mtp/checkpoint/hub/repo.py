@@ -21,8 +21,8 @@ from huggingface_hub import HfApi, constants, get_token, hf_hub_url, set_client_
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import validate_repo_id
 from huggingface_hub.utils._http import default_client_factory
+from huggingface_hub.utils._validators import validate_repo_id
 
 from mtp.checkpoint.format import shard
 from mtp.checkpoint.hub.known_repos import known_repo

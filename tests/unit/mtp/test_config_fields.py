@@ -30,8 +30,8 @@ CONFIGS = {
 }
 
 ODD: list[Any] = [
-    math.nan, math.inf, -math.inf, -1, 0, 1, 0.5, 1e8, 10**8, 1e30, 10**30, 10**400, "x", "", [], [1], [-1], ["x"], [None],
-    [[]], {}, {"x": 1}, None, True, False,
+    math.nan, math.inf, -math.inf, -1, 0, 1, 0.5, 1e8, 10**8, 1e30, 10**30, 10**400, "x", "", [], [1], [-1], ["x"],
+    [None], [[]], {}, {"x": 1}, None, True, False,
 ]  # fmt: skip
 
 SECONDS = 1.0
@@ -93,17 +93,20 @@ def test_the_error_names_the_field(name: str) -> None:
     path = ("text_config",) if "text_config" in CONFIGS[name] else ()
     sizes = [field for field, value in text.items() if type(value) is int and value > 1 and field in RULED]
     assert len(sizes) > 8
+    values: tuple[Any, ...] = (math.nan, "x", [], -1, 1e8, 10**30)
     for field in sizes:
-        for value in (math.nan, "x", [], -1, 1e8, 10**30):
+        for value in values:
             with pytest.raises(CheckpointError, match=field):
                 open_config(replaced(CONFIGS[name], (*path, field), value))
 
 
 RULED = {
-    "num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "max_position_embeddings", "intermediate_size",
-    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_conv_kernel_dim", "num_experts",
+    "num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "max_position_embeddings",
+    "intermediate_size", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+    "linear_conv_kernel_dim", "num_experts",
     "num_experts_per_tok", "moe_intermediate_size", "full_attention_interval", "hc_mult", "index_topk", "index_kpool",
-    "q_lora_rank", "kv_lora_rank", "v_head_dim", "n_routed_experts", "hc_count", "indexer_budget", "first_k_dense_replace",
+    "q_lora_rank", "kv_lora_rank", "v_head_dim", "n_routed_experts", "hc_count", "indexer_budget",
+    "first_k_dense_replace",
 }  # fmt: skip
 
 
@@ -116,7 +119,7 @@ def saved(config: dict[str, Any], folder: Path, *, own: bool) -> dict[str, Any]:
 
     from transformers import CONFIG_MAPPING
 
-    kind = CONFIG_MAPPING[config["model_type"]]
+    kind: Any = CONFIG_MAPPING[config["model_type"]]
     plain = {name: value for name, value in config.items() if not name.startswith("quantization")}
     found = kind.from_dict(copy.deepcopy(plain))
     if own:

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 from starlette.responses import PlainTextResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.serve import http_server
 from coordinator.serve.certificate import TlsFiles, issue_certificate, renew_in_context
@@ -74,7 +74,7 @@ class App:
 
 
 @contextlib.asynccontextmanager
-async def listening(app: App, folder: Path | None = None) -> AsyncIterator[int]:
+async def listening(app: ASGIApp, folder: Path | None = None) -> AsyncIterator[int]:
     """Serve `app`, with TLS if there is a `folder` for its certificate, and yield the port."""
 
     async def nothing() -> None:

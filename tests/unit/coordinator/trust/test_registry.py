@@ -97,7 +97,12 @@ def test_a_port_number_alone_vouches_for_nobody(vouching: str) -> None:
     other = {"listens": "127.0.0.2", "is connected": "127.0.0.2", "is connected elsewhere": "127.0.0.1"}[vouching]
     with listening_on("127.0.0.1") as ours, listening_on("127.0.0.1") as elsewhere, socket.socket() as foreign:
         foreign.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        target = {"listens": ("", 0), "is connected": ours.getsockname()}.get(vouching, elsewhere.getsockname())
+        targets = {
+            "listens": ("", 0),
+            "is connected": ours.getsockname(),
+            "is connected elsewhere": elsewhere.getsockname(),
+        }
+        target: tuple[Any, ...] = targets[vouching]
         with owned_by_another_process(other, 0, target) as port:
             # This process stands for another user, because its own sockets do not vouch.
             if other == "127.0.0.1":
