@@ -37,6 +37,10 @@ PATCHES = "patch_embed.proj.weight"
 ACTIVATION = "gelu_pytorch_tanh"
 
 
+MOST = 2**20
+"""Bound of every size of a tower, far above those of published ones."""
+
+
 @dataclass(frozen=True)
 class VisionConfig:
     """The fields of `vision_config` that decide the tower."""
@@ -59,13 +63,15 @@ class VisionConfig:
         names = [name for name in cls.__annotations__ if name != "theta"]
         for name in names:
             value = fields.get(name)
-            if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            if type(value) is not int or not 0 < value <= MOST:
                 raise CheckpointError(
-                    f"{source}: vision_config.{name} is {value!r:.60}. It must be a positive integer."
+                    f"{source}: vision_config.{name} is {value!r:.60}. It must be a positive integer up to {MOST}."
                 )
         rope = fields.get("rope_parameters") or {}
-        theta = float(rope.get("rope_theta", 10000.0))
-        config = cls(**{name: fields[name] for name in names}, theta=theta)
+        theta = rope.get("rope_theta", 10000.0) if isinstance(rope, dict) else rope
+        if type(theta) not in (int, float) or not 0 < theta <= 1e30:
+            raise CheckpointError(f"{source}: vision_config.rope_parameters {rope!r:.60} have no positive rope_theta.")
+        config = cls(**{name: fields[name] for name in names}, theta=float(theta))
         side = round(config.num_position_embeddings**0.5)
         supported = {
             "deepstack_visual_indexes": not fields.get("deepstack_visual_indexes"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from mtp.checkpoint.format.config import ModelConfig
+from mtp.vision.tower import VisionConfig
 from proto.errors import CheckpointError
 
 PUBLISHED = Path(__file__).parents[2] / "published"
@@ -84,6 +86,20 @@ def test_an_odd_value_of_any_field_loads_or_is_named(name: str) -> None:
             if time.process_time() - started > SECONDS:
                 wrong.append(f"{'.'.join(path)} = {value!r:.20}: {time.process_time() - started:.1f} s")
     assert not wrong, "\n".join(wrong)
+
+
+def test_an_odd_value_of_the_vision_part_loads_or_is_named() -> None:
+    config = CONFIGS["qwen3.5-27b-bf16"]
+    whole, size = (
+        config["vision_config"] | {"rope_parameters": {"rope_theta": 1e4}},
+        config["text_config"]["hidden_size"],
+    )
+    assert VisionConfig.parse(Path("config.json"), whole, size)
+    for path in places(whole):
+        for value in ODD:
+            with contextlib.suppress(CheckpointError):
+                found = VisionConfig.parse(Path("config.json"), replaced(whole, path, value), size)
+                assert 0 < found.theta < math.inf
 
 
 @pytest.mark.parametrize("name", CONFIGS)
