@@ -83,8 +83,8 @@ class BackupTransfer:
             if len(placed) >= room.sequences or reserved > room.kv_tokens:
                 return
             sequence.sought = True
-            entry = scheduler.prefixes.find_entry(sequence.tokens)
-            held = 0 if entry is None else len(entry.tokens)
+            entry = scheduler.prefixes.find_entry(sequence.tokens, sequence.hash_blocks())
+            held = 0 if entry is None else entry.tokens
             searches = pipeline.has_disk and len(sequence.tokens) - held > SMALLEST_ENTRY
             if searches or self._useful_backup(sequence, held) is not None:
                 sequence.restoring = True

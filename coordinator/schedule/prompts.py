@@ -69,9 +69,10 @@ def check_request(request: GenerationRequest, context: int, vocab: int, kv_token
         raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
     if request.max_tokens < 1:
         raise RequestError("max_tokens is at least 1", param="max_tokens")
-    if not all(0 <= token < vocab for token in without_images(request.prompt, 0)):
+    words = without_images(request.prompt, 0)
+    if min(words) < 0 or max(words) >= vocab:
         raise RequestError(f"a token is outside the vocabulary of {vocab}", param="prompt")
-    rows = [i for i, token in enumerate(request.prompt) if token >= FIRST_IMAGE_TOKEN]
+    rows = [] if words is request.prompt else [i for i, t in enumerate(request.prompt) if t >= FIRST_IMAGE_TOKEN]
     if rows != [i for one in request.images for i in range(one.span.start, one.span.end)]:
         raise RequestError("the tokens of an image are not those of its rows", param="prompt")
     if any(token >= vocab for token in request.params.logit_bias):

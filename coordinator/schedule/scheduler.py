@@ -26,7 +26,7 @@ from coordinator.drafts.controller import MAX_DEPTH, Controller
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.backups import BackupInFlight, Backups
 from coordinator.schedule.in_flight import FrameInFlight, LastWindow, StepTimer
-from coordinator.schedule.prefix_cache import PrefixCache
+from coordinator.schedule.prefix_cache import BLOCK, PrefixCache
 from coordinator.schedule.prompts import Limits, Prompts, check_queue, check_request
 from coordinator.schedule.request import Finished, GenerationEvent, GenerationRequest, PrefillProgress, TokenChunk
 from coordinator.schedule.sequence import Sequence
@@ -215,7 +215,10 @@ class Scheduler:
         return sequence
 
     def cancel_sequence(self, seq_id: int) -> None:
-        """Remove a sequence without a client. Evict in the next header removes it from the stages."""
+        """Remove a sequence without a client. Evict in the next header removes it from the stages.
+
+        The computed part of a prompt becomes a prefix entry, so the client can send the prompt again and continue.
+        """
         for waiting in self.waiting:
             if waiting.seq_id == seq_id:
                 self.waiting.remove(waiting)
@@ -225,16 +228,25 @@ class Scheduler:
                 return
         sequence = self.running.get(seq_id)
         if sequence is not None:
+            if self._may_keep(sequence):
+                self._save_prefix(sequence, sequence.scheduled_tokens, partial=True)
             self._remove_sequence(sequence)
+
+    def _may_keep(self, sequence: Sequence) -> bool:
+        """Return whether the part of a prompt that was sent is worth a prefix entry."""
+        sent = sequence.scheduled_tokens
+        return sequence.prefilling and sent - sequence.kept_tokens >= BLOCK and self.prefixes.fits(sent)
 
     def can_skip(self, seq_id: int) -> bool:
         """Return whether stages may skip the segments in flight of a sequence without a client.
 
-        They may not while a prefix entry is being saved from it. A stage that gets the signal early would compute
-        fewer of the chunks than the others, and the entry would differ from stage to stage.
+        They may not while a prefix entry is being saved from it, or will be. A stage that gets the signal early would
+        compute fewer of the chunks than the others, and the entry would differ from stage to stage.
         """
         sequence = self.running.get(seq_id)
-        return sequence is not None and sequence.saved_prefix <= sequence.computed_tokens
+        if sequence is None or self._may_keep(sequence):
+            return False
+        return sequence.saved_prefix <= sequence.computed_tokens
 
     # ---- frames out
 
@@ -259,8 +271,8 @@ class Scheduler:
         return frame
 
     def _queue_sequence(self, sequence: Sequence) -> None:
-        entry = self.prefixes.find_entry(sequence.tokens)
-        sequence.expected_prefix = 0 if entry is None else len(entry.tokens)
+        entry = self.prefixes.find_entry(sequence.tokens, sequence.hash_blocks())
+        sequence.expected_prefix = 0 if entry is None else entry.tokens
         self.waiting.append(sequence)
 
     def _place_sequence(self, sequence: Sequence, now: float) -> None:
@@ -403,7 +415,9 @@ class Scheduler:
         self._queue_backup(sequence, start)
         boundaries = sequence.prefix_boundaries
         if boundaries and start == boundaries[0]:
-            self._save_prefix(sequence, tuple(sequence.tokens[: boundaries.pop(0)]))
+            self._save_prefix(sequence, boundaries.pop(0))
+        elif self.prefixes.is_partial_due(start, sequence.kept_tokens, sequence.prefill_tokens):
+            self._save_prefix(sequence, start, partial=True, evict=False)
         end = boundaries[0] if boundaries else sequence.prefill_tokens
         sequence.scheduled_tokens = sequence.chunk_end(start, min(end, start + max_length))
         last = not sequence.prefilling
@@ -448,24 +462,30 @@ class Scheduler:
             vocabulary, self._vocabulary_sent = self._vocabulary, True
         self.ops.append(sequence.admit_op(vocabulary))
         sequence.admitted = True
-        prompt = tuple(sequence.tokens)
+        tokens, keys = sequence.tokens, sequence.hash_blocks()
         if sequence.restorable_tokens:
             self.ops.append(RestoreBackup(sequence.seq_id, sequence.restorable_tokens))
             sequence.start_after(sequence.restorable_tokens)
             if sequence.from_disk:
-                self._save_prefix(sequence, prompt[: sequence.scheduled_tokens])
-        elif (entry := self.prefixes.find_entry(prompt)) is not None:
+                self._save_prefix(sequence, sequence.scheduled_tokens)
+        elif (entry := self.prefixes.find_entry(tokens, keys)) is not None:
             self.ops.append(RestorePrefix(sequence.seq_id, entry.number))
-            sequence.start_after(len(entry.tokens))
-        sequence.prefix_boundaries = self.prefixes.boundaries(prompt, sequence.scheduled_tokens, sequence.request.turn)
+            sequence.start_after(entry.tokens)
+            sequence.partial_entry = entry.number if entry.partial else None
+        start, turn = sequence.scheduled_tokens, sequence.request.turn
+        sequence.prefix_boundaries = self.prefixes.boundaries(tokens, start, turn, keys)
 
-    def _save_prefix(self, sequence: Sequence, tokens: tuple[int, ...]) -> None:
-        """Save the stages' state of `sequence`, which is the state after `tokens`, as a prefix entry."""
-        entry, dropped = self.prefixes.add_entry(tokens)
+    def _save_prefix(self, sequence: Sequence, length: int, *, partial: bool = False, evict: bool = True) -> None:
+        """Save the stages' state of `sequence`, which is the state after `length` tokens, as a prefix entry."""
+        tokens, former = sequence.tokens[:length], sequence.partial_entry
+        entry, dropped = self.prefixes.add_entry(
+            tokens, sequence.hash_blocks(), partial=partial, replaced=former, evict=evict
+        )
         self.ops.extend(DropPrefix(number) for number in dropped)
         if entry is not None:
             self.ops.append(SavePrefix(sequence.seq_id, entry.number, prefix_key(tokens)))
-            sequence.saved_prefix = len(tokens)
+            sequence.saved_prefix = length
+            sequence.partial_entry = entry.number if partial else None
 
     def _queue_backup(self, sequence: Sequence, held: int) -> None:
         """Let the next frame back up `sequence`, of which the stages then hold `held` tokens, if that is due."""
@@ -567,14 +587,12 @@ class Scheduler:
         """If the text has ended, add the last event, save a useful prefix entry, and remove the sequence."""
         if sequence.finished is None:
             return
-        held = (*sequence.tokens[: segment.position], *segment.tokens[: outcome.accepted_length])
-        if segment.continues:
-            held = tuple(sequence.tokens[: segment.position + 1])
+        accepted = 1 if segment.continues else min(len(segment.tokens), outcome.accepted_length)
         finished = Finished(sequence.finished, sequence.stats(result.now))
         result.events.append((sequence.seq_id, finished))
         self._queue_commit(sequence)
         if sequence.request.continued:
-            self._save_prefix(sequence, held)
+            self._save_prefix(sequence, segment.position + accepted)
         self._remove_sequence(sequence)
 
     def _remove_sequence(self, sequence: Sequence) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from coordinator.drafts.averages import DraftCounts, DraftResult, Shape
 from coordinator.drafts.prompt_lookup import NgramMatcher
 from coordinator.schedule.in_flight import FrameInFlight, LastWindow, Window, WindowOutcome, WindowResult
+from coordinator.schedule.prefix_cache import block_keys
 from coordinator.schedule.request import FinishReason, GenerationRequest, GenerationStats
 from proto.control import Rollback
 from proto.frame import Admit, Commit, Outcome
@@ -55,6 +56,10 @@ class Sequence:
     """Positions in the prompt where a chunk ends so that a prefix entry can be saved, in ascending order."""
     saved_prefix: int = 0
     """Tokens of the newest prefix entry saved from this sequence."""
+    partial_entry: int | None = None
+    """Number of the partial prefix entry that it started from or saved, which its next entry replaces."""
+    keys: bytes = b""
+    """The `block_keys` of `tokens`, as far as they were needed."""
     drafts: tuple[int, ...] = ()
     """Drafts for the tokens after `tokens`: those of the MTP head, or of a match of the text."""
     own_shape: Shape | None = None
@@ -118,6 +123,11 @@ class Sequence:
     def decoding(self) -> bool:
         """The whole prompt is computed, and windows follow."""
         return self.admitted and self.computed_tokens >= self.prefill_tokens
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens of the longest prefix entry that it started from or saved."""
+        return max(self.cached_tokens, self.saved_prefix)
 
     @property
     def tokens_in_flight(self) -> int:
@@ -198,6 +208,11 @@ class Sequence:
         """Return the operation that creates the sequence on the stages."""
         params, images = self.request.params, self.spans
         return Admit(self.seq_id, self.capacity, self.prompt_length, params, vocabulary, images)
+
+    def hash_blocks(self) -> bytes:
+        """Return the keys of all whole blocks of `tokens`. Each block is hashed once."""
+        self.keys = block_keys(self.tokens, self.keys)
+        return self.keys
 
     @property
     def spans(self) -> tuple[ImageSpan, ...]:
@@ -325,7 +340,7 @@ class Sequence:
         self.admitted = False
         self.commit = None
         self.cached_tokens = self.saved_prefix = self.restorable_tokens = 0
-        self.expected_prefix = 0
+        self.expected_prefix, self.partial_entry = 0, None
         self.prefix_boundaries.clear()
         self.drafts, self.drafted_after = (), None
         self.windows_in_flight.clear()

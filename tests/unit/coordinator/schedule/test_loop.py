@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
@@ -11,12 +12,14 @@ import pytest
 
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.pipeline.pipeline import Pipeline, PipelineSource
+from coordinator.planning.capacity import Capacity
 from coordinator.schedule.loop import MAX_FAILURES, GenerationLoop, is_gpu_timeout
 from coordinator.schedule.prompts import SHORTEST_CHUNK, Limits
 from coordinator.schedule.request import (
     Finished,
     GenerationEvent,
     GenerationRequest,
+    PrefillProgress,
     TokenChunk,
     generate,
 )
@@ -24,7 +27,7 @@ from coordinator.schedule.scheduler import FrameOutcome, Scheduler
 from coordinator.status.cluster_status import ClusterStatus
 from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError
 from proto.frame import Frame
-from tests.support.protocol.simulation import SimulatedPipeline, Timing, run_virtually
+from tests.support.protocol.simulation import SimulatedPipeline, Simulation, Timing, run_virtually
 from tests.support.stages.token_stages import plain
 
 PROMPT = (1, 2, 3)
@@ -309,3 +312,77 @@ def test_other_failures_keep_the_chunks() -> None:
     source = Watchdog("w1: engine failed", 0, most=MAX_FAILURES)
     assert end_of(source).reason == "error"
     assert source.scheduler.limits.longest_chunk == 512
+
+
+# ---- clients that leave while their prompt is computed
+
+LONG = tuple(i * i % 997 for i in range(7570))
+KEEPING = Capacity(sequences=4, kv_tokens=2**20, prefix_bytes=12_000, token_bytes=1)
+
+
+async def ask_until(loop: GenerationLoop, seconds: float, prompt: tuple[int, ...] = LONG) -> list[GenerationEvent]:
+    """Return the events of a request whose client leaves after `seconds`."""
+    found: list[GenerationEvent] = []
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            async for event in generate(loop, GenerationRequest(prompt, 10)):
+                found.append(event)
+    return found
+
+
+def computed(found: list[GenerationEvent]) -> list[PrefillProgress]:
+    return [event for event in found if isinstance(event, PrefillProgress)]
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_prompt_that_its_client_left_goes_on(stages: int) -> None:
+    """The same prompt again starts from the last whole chunk, so deadlines make progress until the answer comes."""
+
+    async def work() -> list[list[GenerationEvent]]:
+        timing = Timing(stages, token=0.001)
+        async with Simulation(timing, chunk=512, room=KEEPING) as simulation:
+            return [await ask_until(simulation.loop, 3.2) for _ in range(3)]
+
+    first, *others = run_virtually(work())
+    left = computed(first)[-1].done
+    assert 2000 < left < 3500 and not told(first)
+    assert computed(others[0])[0].cached >= left
+    assert computed(others[1])[0].cached >= computed(others[0])[-1].done
+    assert told(others[-1]) == plain(LONG, 10)
+
+
+def test_a_left_prompt_replaces_its_own_entry() -> None:
+    """A prompt that is left again and again keeps one entry, and the entries of another prompt stay."""
+
+    async def work() -> tuple[list[int], list[GenerationEvent]]:
+        async with Simulation(Timing(2, token=0.001), chunk=512, room=KEEPING) as simulation:
+            await ask_until(simulation.loop, 10.0, LONG[::-1][:2000])
+            for _ in range(5):
+                await ask_until(simulation.loop, 1.2)
+            kept = [entry.tokens for entry in simulation.scheduler.prefixes.entries.values()]
+            return kept, await ask_until(simulation.loop, 1.0, LONG[::-1][:2000])
+
+    kept, other = run_virtually(work())
+    assert len(kept) == 3, kept
+    assert computed(other)[0].cached == 1984
+
+
+def test_a_long_prompt_has_entries_on_the_way() -> None:
+    """Another prompt with the same beginning finds most of what is computed. Such an entry drops none of others."""
+
+    async def work(prefix_bytes: int) -> tuple[int, int, list[int]]:
+        room = replace(KEEPING, prefix_bytes=prefix_bytes)
+        async with Simulation(Timing(1, token=0.001), chunk=512, room=room) as simulation:
+            await ask_until(simulation.loop, 10.0, LONG[::-1][:3000])
+            first = asyncio.create_task(ask_until(simulation.loop, 9.0))
+            await asyncio.sleep(5.0)
+            entries = simulation.scheduler.prefixes.entries.values()
+            held = [entry.tokens for entry in entries]
+            second = await ask_until(simulation.loop, 4.0, (*LONG[:4500], 5, 6))
+            done = computed(await first)
+            return computed(second)[0].cached, done[-1].done, held
+
+    cached, done, held = run_virtually(work(12_000))
+    assert cached >= 4096 and done == len(LONG)
+    assert len(held) == 3, "one entry of each text, and one on the way"
+    assert run_virtually(work(7000))[2][:2] == held[:2], "without room the entries of others stay"

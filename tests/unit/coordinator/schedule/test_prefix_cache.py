@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.planning.capacity import Capacity
-from coordinator.schedule.prefix_cache import BLOCK, SMALLEST_ENTRY, PrefixCache, Tokens
+from coordinator.schedule.prefix_cache import BLOCK, SMALLEST_ENTRY, PrefixCache, Tokens, block_keys
 from coordinator.text.schemas import Json
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
@@ -98,6 +101,58 @@ def test_a_few_tokens_more_than_are_held_are_no_entry() -> None:
     assert index.boundaries(second, 250, turn=380) == [288, 380]
 
 
+# ---- costs
+
+SHORT = text(160)
+CONTEXT = tuple(i * i % 100_003 for i in range(130_000))
+
+
+def crowded(entries: int) -> PrefixCache:
+    """Return an index with `entries` entries, some of prompts that begin as CONTEXT does, and 64 remembered prompts."""
+    index = cache(prefix_bytes=2**60)
+    keys = block_keys(CONTEXT)
+    for i in range(entries):
+        length = 200 + i
+        own = CONTEXT[:length] if i % 1000 == 0 else (i, *SHORT)
+        index.add_entry(own, keys if i % 1000 == 0 else b"")
+    for i in range(64):
+        other = list(CONTEXT)
+        other[2000 * i + 50] = -1 % 2**31
+        index.boundaries(other, 0)
+    return index
+
+
+def turn_seconds(index: PrefixCache) -> float:
+    """Return the processor time of a further turn of CONTEXT, at best of three."""
+    times = []
+    for i in range(3):
+        prompt = [*CONTEXT[:-1], i]
+        started = time.process_time()
+        keys = block_keys(prompt)
+        found = index.find_entry(prompt, keys)
+        index.boundaries(prompt, found.tokens if found else 0, 0, keys)
+        index.add_entry(prompt, keys)
+        times.append(time.process_time() - started)
+    return min(times)
+
+
+def test_a_long_prompt_costs_the_same_beside_any_number_of_entries() -> None:
+    """A prompt of 130,000 tokens is hashed once, whatever is kept."""
+    few, many = turn_seconds(crowded(100)), turn_seconds(crowded(100_000))
+    assert many < max(0.05, 2 * few)
+
+
+def test_a_remembered_prompt_takes_half_a_byte_a_token() -> None:
+    """The index keeps no tokens of the prompts that it compares with new ones."""
+    index = cache()
+    tracemalloc.start()
+    for i in range(4):
+        index.boundaries([i, *CONTEXT[:9999]], 0)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 0.7 * 4 * 10_000
+
+
 # ---- chats
 
 OPENING = 9
@@ -128,7 +183,7 @@ def test_the_next_turn_of_a_chat_finds_the_one_before(tokenizer: Tokenizer, thin
         for answer in ("Yes.", "\n\nNo", "  (1)"):
             prompt = tokenizer.chat_prompt(chat, template_kwargs={"enable_thinking": thinking})
             found = index.find_entry(prompt.tokens)
-            assert (len(found.tokens) if found else 0) == held
+            assert (found.tokens if found else 0) == held
             assert index.boundaries(prompt.tokens, held, prompt.turn) == [prompt.turn]
             index.add_entry(prompt.tokens[: prompt.turn])
             held = prompt.turn
@@ -180,8 +235,8 @@ def test_the_budget_holds_and_what_is_found_is_a_prefix(asked: list[tuple[Tokens
         found = index.find_entry(prompt)
         if found is not None:
             assert found.number in held
-            assert prompt[: len(found.tokens)] == found.tokens != prompt
-        start = len(found.tokens) if found else 0
+            assert found.tokens < len(prompt)
+        start = found.tokens if found else 0
         for boundary in index.boundaries(prompt, start):
             assert start < boundary < len(prompt)
             assert boundary % BLOCK == 0

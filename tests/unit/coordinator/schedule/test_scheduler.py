@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from coordinator.drafts.averages import Shape, StepCost
 from coordinator.drafts.controller import MAX_DEPTH, Controller, MtpMode
 from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.planning.capacity import Capacity
+from coordinator.schedule.prefix_cache import block_keys, place_of
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk
 from coordinator.schedule.scheduler import KV_STEP, may_run_ahead
@@ -114,7 +116,27 @@ def test_prefixes_keep_the_answers(stages: int, budget: int, seed: int) -> None:
     for seq_id, tokens in wanted.items():
         assert drive.tokens(seq_id) == tokens
     entries = drive.scheduler.prefixes.entries
-    assert drive.stage.prefixes == {number: entry.tokens for number, entry in entries.items()}
+    assert drive.stage.prefixes.keys() == entries.keys()
+    for number, tokens in drive.stage.prefixes.items():
+        assert place_of(tokens, len(tokens), block_keys(tokens)) == entries[number].place
+
+
+def test_a_long_turn_costs_milliseconds() -> None:
+    """A prompt of 130,000 tokens is checked, queued, admitted and saved in 50 ms of the event loop, at best of two."""
+    room = Capacity(sequences=1, kv_tokens=10**6, prefix_bytes=10**6, token_bytes=1)
+    drive = Drive(limits=Limits(10**6, prefill_chunk=2**16), room=room)
+    times = []
+    for i in range(2):
+        prompt = [*range(130_000), i]
+        started = time.process_time()
+        drive.submit(prompt, tokens=2)
+        first = drive.scheduler.next_frame(0.0)
+        assert first is not None and first.segments
+        drive.scheduler.cancel_sequence(i)
+        assert len(drive.scheduler.prefixes.entries) == 1, "the later entry of the text replaces the earlier one"
+        times.append(time.process_time() - started)
+        drive.scheduler.in_flight.clear()
+    assert min(times) < 0.05
 
 
 def test_the_turn_of_a_chat_is_saved_and_a_final_answer_is_not() -> None:
@@ -124,7 +146,7 @@ def test_the_turn_of_a_chat_is_saved_and_a_final_answer_is_not() -> None:
     drive.scheduler.submit(request, drive.now)
     drive.run()
     entries = drive.scheduler.prefixes.entries.values()
-    assert [entry.tokens for entry in entries] == [request.prompt[:197]]
+    assert [entry.place for entry in entries] == [place_of(request.prompt, 197, block_keys(request.prompt))]
 
 
 def test_the_next_turn_starts_from_the_last_answer() -> None:
