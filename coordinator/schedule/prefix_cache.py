@@ -118,10 +118,10 @@ class PrefixCache:
 
     def boundaries(self, prompt: Tokens, start: int, turn: int = 0, keys: bytes = b"") -> list[int]:
         """Return the positions after `start` to save, the last one `turn` or a whole block. Remember the prompt."""
-        if not self.fits(SMALLEST_ENTRY):
+        end = turn or (len(prompt) - 1) // BLOCK * BLOCK
+        if start >= end or not self.fits(SMALLEST_ENTRY):
             return []
         keys = block_keys(prompt, keys)
-        end = turn or (len(prompt) - 1) // BLOCK * BLOCK
         shared = {_shared_blocks(keys, seen) * BLOCK for seen in self._recent}
         points = {end, *(p for p in shared if start + BLOCK <= p < end)}
         if keys not in self._recent:

@@ -132,19 +132,28 @@ OTHER_FRAMES = 3
 SHORT_PROMPT = 128
 """Tokens. Prompts up to this length count as equally short, and the oldest of them is first."""
 
+TURN_SECONDS = 1.0
+"""Seconds. A sequence keeps its place so long before it pauses, so that clients do not only change places."""
+
+RETURN_TURN = 2.0
+"""The same after a pause, over the time in which lost tokens were computed again. That takes a third of its turn."""
+
 Running = Mapping[int, Sequence]
 
 
 class Prompts:
     """The order of prompts, admitted or waiting, the time that they take, and the tokens that fit into a frame.
 
-    Answers that a failure has interrupted come first. Then comes the client with the fewest admitted sequences. Among
-    its prompts the shortest comes first, by powers of two, and the older one of equals.
+    Answers that a failure has interrupted come first. Then comes the client with the fewest admitted sequences, of
+    those without one the client that had none for the longest time. Among its prompts paused answers come first, then
+    the shortest, by powers of two, and the older one of equals.
     """
 
     def __init__(self) -> None:
         self.other_frames = 0
         """Prompt frames since the oldest prompt was part of one, up to OTHER_FRAMES."""
+        self._placed_at: dict[str, float] = {}
+        """Seconds. When each client with open requests last got a place."""
         self._seconds_per_token: deque[float] = deque(maxlen=RECENT_FRAMES)
         """Seconds of a prompt token in the slowest stage, for the newest frames of prompts."""
 
@@ -193,6 +202,44 @@ class Prompts:
             if left <= 0:
                 return None
         return None
+
+    def next_to_pause(
+        self, running: Running, waiting: Collection[Sequence], room: Capacity, now: float
+    ) -> tuple[Sequence, Sequence] | None:
+        """Return the sequence that must give up its place, and the waiting one of another client that gets it, or None.
+
+        The client with the most sequences pauses the one that has its place for the longest time. It keeps as many as
+        the waiting client has then. Only a client without a sequence takes the last one of another. If K/V memory is
+        missing, sequences that have enough of it come first.
+        """
+        prompts = [one for one in waiting if not one.restoring]
+        if not prompts or not running:
+            return None
+        admitted = _count_clients(running)
+        wanted = min(prompts, key=lambda one: self._key(one, admitted))
+        placed = [*running.values(), *(one for one in waiting if one.is_placed)]
+        missing = max(0, sum(one.capacity for one in (*placed, wanted)) - room.kv_tokens)
+        if wanted.is_placed or (len(placed) < room.sequences and not missing):
+            return None
+        for one in running.values():
+            if one.held_tokens < one.paused_tokens:
+                one.keeps_place_until = now + max(TURN_SECONDS, RETURN_TURN * (now - one.placed_at))
+        own, found = admitted[wanted.request.client], list[Sequence]()
+        order = sorted(running.values(), key=lambda one: (max(0, missing - one.capacity), one.keeps_place_until))
+        for client, count in admitted.most_common():
+            theirs = [one for one in order if one.admitted and one.request.client == client]
+            found += theirs[: max(0, count - own - 1, not own)]
+        found.sort(key=lambda one: max(0, missing - one.capacity))
+        if not found or sum(one.capacity for one in found) < missing or now < found[0].keeps_place_until:
+            return None
+        return found[0], wanted
+
+    def record_place(self, sequence: Sequence, running: Running, waiting: Collection[Sequence], now: float) -> None:
+        """Record that a sequence gets a place. Forget the clients without open requests."""
+        clients = {one.request.client for one in (*running.values(), *waiting)}
+        self._placed_at = {client: at for client, at in self._placed_at.items() if client in clients}
+        self._placed_at[sequence.request.client] = now
+        sequence.placed_at, sequence.keeps_place_until = now, now + TURN_SECONDS
 
     def queue_position(self, running: Running, waiting: Collection[Sequence], request: GenerationRequest) -> int | None:
         """Return the position of `request` in the order of the waiting prompts, from 1 on, or None."""
@@ -247,12 +294,18 @@ class Prompts:
         prompts = [sequence for sequence in running.values() if sequence.prefilling]
         prompts += [sequence for sequence in waiting if not sequence.restoring]
         admitted = _count_clients(running)
-        prompts.sort(key=lambda sequence: _key(sequence, admitted))
+        prompts.sort(key=lambda sequence: self._key(sequence, admitted))
         if prompts and self.other_frames >= OTHER_FRAMES:
             oldest = _find_oldest(prompts, running)
             prompts.remove(oldest)
             prompts.insert(0, oldest)
         return prompts
+
+    def _key(self, sequence: Sequence, admitted: Counter[str]) -> tuple[bool, int, float, bool, int, int]:
+        client, rest = sequence.request.client, max(SHORT_PROMPT, sequence.prompt_left)
+        own = admitted[client]
+        turn = 0.0 if own else self._placed_at.get(client, -1.0)
+        return (not sequence.interrupted, own, turn, not sequence.emitted, (rest - 1).bit_length(), sequence.seq_id)
 
 
 def _count_clients(running: Running) -> Counter[str]:
@@ -266,8 +319,3 @@ def _find_oldest(prompts: Collection[Sequence], running: Running) -> Sequence:
     fewest = min(counts, default=0)
     found = (one for one in prompts if one.seq_id in running or admitted[one.request.client] == fewest)
     return min(found, key=lambda sequence: sequence.seq_id)
-
-
-def _key(sequence: Sequence, admitted: Counter[str]) -> tuple[bool, int, int, int]:
-    rest = max(SHORT_PROMPT, sequence.prompt_left)
-    return (not sequence.interrupted, admitted[sequence.request.client], (rest - 1).bit_length(), sequence.seq_id)

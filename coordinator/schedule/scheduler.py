@@ -235,7 +235,8 @@ class Scheduler:
     def _may_keep(self, sequence: Sequence) -> bool:
         """Return whether the part of a prompt that was sent is worth a prefix entry."""
         sent = sequence.scheduled_tokens
-        return sequence.prefilling and sent - sequence.kept_tokens >= BLOCK and self.prefixes.fits(sent)
+        whole = sent >= sequence.prefill_tokens
+        return not whole and sent - sequence.saved_prefix >= BLOCK and self.prefixes.fits(sent)
 
     def can_skip(self, seq_id: int) -> bool:
         """Return whether stages may skip the segments in flight of a sequence without a client.
@@ -252,6 +253,7 @@ class Scheduler:
 
     def next_frame(self, now: float) -> Frame | None:
         """Return the next frame to send, or None if there is no work or the pipeline is full."""
+        self._pause_for_others(now)
         while sequence := self.prompts.next_to_admit(
             self.running, self.waiting, self.capacity, self.limits, self.stages
         ):
@@ -270,6 +272,27 @@ class Scheduler:
         self.in_flight.append(record)
         return frame
 
+    def _pause_for_others(self, now: float) -> None:
+        """Give a place of the client with the most sequences to one that waits.
+
+        The sequence waits until nothing of it is in flight. It returns from its tokens, without computing them again if
+        its state is still in the prefix cache.
+        """
+        chosen, wanted = self.prompts.next_to_pause(self.running, self.waiting, self.capacity, now) or (None, None)
+        for sequence in self.running.values():
+            sequence.pausing = sequence is chosen
+        if chosen is None or wanted is None or chosen.is_in_flight:
+            return
+        self._queue_commit(chosen)
+        self._save_prefix(chosen, chosen.held_tokens, partial=True)
+        self.ops.append(Evict(chosen.seq_id))
+        del self.running[chosen.seq_id]
+        chosen.pause()
+        self._queue_sequence(chosen)
+        placed = [*self.running.values(), *(one for one in self.waiting if one.is_placed), wanted]
+        if sum(one.capacity for one in placed) <= self.capacity.kv_tokens:
+            self._place_sequence(wanted, now)
+
     def _queue_sequence(self, sequence: Sequence) -> None:
         entry = self.prefixes.find_entry(sequence.tokens, sequence.hash_blocks())
         sequence.expected_prefix = 0 if entry is None else entry.tokens
@@ -278,6 +301,7 @@ class Scheduler:
     def _place_sequence(self, sequence: Sequence, now: float) -> None:
         self.waiting.remove(sequence)
         sequence.scheduled_at = sequence.scheduled_at or now
+        self.prompts.record_place(sequence, self.running, self.waiting, now)
         self.running[sequence.seq_id] = sequence
 
     def _next_micro_batch(self, record: FrameInFlight) -> list[Segment]:
@@ -416,7 +440,7 @@ class Scheduler:
         boundaries = sequence.prefix_boundaries
         if boundaries and start == boundaries[0]:
             self._save_prefix(sequence, boundaries.pop(0))
-        elif self.prefixes.is_partial_due(start, sequence.kept_tokens, sequence.prefill_tokens):
+        elif self.prefixes.is_partial_due(start, sequence.saved_prefix, sequence.prefill_tokens):
             self._save_prefix(sequence, start, partial=True, evict=False)
         end = boundaries[0] if boundaries else sequence.prefill_tokens
         sequence.scheduled_tokens = sequence.chunk_end(start, min(end, start + max_length))
@@ -471,6 +495,7 @@ class Scheduler:
         elif (entry := self.prefixes.find_entry(tokens, keys)) is not None:
             self.ops.append(RestorePrefix(sequence.seq_id, entry.number))
             sequence.start_after(entry.tokens)
+            sequence.saved_prefix = entry.tokens
             sequence.partial_entry = entry.number if entry.partial else None
         start, turn = sequence.scheduled_tokens, sequence.request.turn
         sequence.prefix_boundaries = self.prefixes.boundaries(tokens, start, turn, keys)

@@ -49,13 +49,21 @@ class Sequence:
     window_count: int = 0
     interrupted: bool = False
     """True if a plan that has failed was computing it."""
+    pausing: bool = False
+    """True while its segments in flight return, before its place goes to another client. No segment is sent."""
+    paused_tokens: int = 0
+    """Tokens that the stages held when it gave up its place, 0 if it never did."""
+    placed_at: float = 0.0
+    """Seconds. When it left the queue for the last time."""
+    keeps_place_until: float = 0.0
+    """Seconds. It does not pause before."""
     admitted: bool = False
     commit: Commit | None = None
     """The commit of its last window. The header of its next segment carries it."""
     prefix_boundaries: list[int] = field(default_factory=list)
     """Positions in the prompt where a chunk ends so that a prefix entry can be saved, in ascending order."""
     saved_prefix: int = 0
-    """Tokens of the newest prefix entry saved from this sequence."""
+    """Tokens of the newest prefix entry that it started from or saved."""
     partial_entry: int | None = None
     """Number of the partial prefix entry that it started from or saved, which its next entry replaces."""
     keys: bytes = b""
@@ -111,7 +119,7 @@ class Sequence:
     @property
     def prefilling(self) -> bool:
         """Prompt chunks are still to be sent."""
-        return self.scheduled_tokens < self.prefill_tokens
+        return self.scheduled_tokens < self.prefill_tokens and not self.pausing
 
     @property
     def prompt_left(self) -> int:
@@ -122,12 +130,17 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """The whole prompt is computed, and windows follow."""
-        return self.admitted and self.computed_tokens >= self.prefill_tokens
+        return self.admitted and self.computed_tokens >= self.prefill_tokens and not self.pausing
 
     @property
-    def kept_tokens(self) -> int:
-        """Tokens of the longest prefix entry that it started from or saved."""
-        return max(self.cached_tokens, self.saved_prefix)
+    def is_in_flight(self) -> bool:
+        """A valid window or a prompt chunk is in flight."""
+        return bool(self.windows_in_flight) or self.computed_tokens < self.scheduled_tokens
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens that the stages hold after its last commit, while nothing of it is in flight."""
+        return len(self.tokens) - 1 if self.computed_tokens >= self.prefill_tokens else self.computed_tokens
 
     @property
     def tokens_in_flight(self) -> int:
@@ -240,7 +253,8 @@ class Sequence:
 
     def start_after(self, tokens: int) -> None:
         """Continue after the first `tokens` tokens, which the stages restore."""
-        self.scheduled_tokens = self.computed_tokens = self.cached_tokens = tokens
+        self.scheduled_tokens = self.computed_tokens = tokens
+        self.cached_tokens = min(tokens, self.cached_tokens) if self.paused_tokens else tokens
         self.restorable_tokens = 0
 
     def next_window_number(self) -> int:
@@ -337,7 +351,8 @@ class Sequence:
         """Forget the stages' state. Window numbers go on, because a signal for an earlier one may still arrive."""
         self.prefill_tokens = len(self.tokens)
         self.scheduled_tokens = self.computed_tokens = 0
-        self.admitted = False
+        self.admitted = self.pausing = False
+        self.paused_tokens = 0
         self.commit = None
         self.cached_tokens = self.saved_prefix = self.restorable_tokens = 0
         self.expected_prefix, self.partial_entry = 0, None
@@ -346,6 +361,14 @@ class Sequence:
         self.windows_in_flight.clear()
         self.shape = None
         self.last_window = replace(self.last_window, frame=None)
+
+    def pause(self) -> None:
+        """Forget the stages' state until it has a place again. Its tokens stay, and what was cached for its prompt."""
+        held, cached = self.held_tokens, self.cached_tokens
+        self.reset_for_plan()
+        self.paused_tokens, self.cached_tokens = held, cached
+        # Stages might evict it only after they have received its backup.
+        self.interrupted, self.sought = False, True
 
     def stats(self, now: float) -> GenerationStats:
         """Return the cost of the request up to `now`, in the clock of the scheduler's caller."""
@@ -367,10 +390,10 @@ class Sequence:
         """Assert the invariants of a running sequence in a plan of `stages` stages."""
         assert 0 <= self.computed_tokens <= self.scheduled_tokens, self
         assert self.scheduled_tokens <= self.prefill_tokens <= len(self.tokens), self
-        assert self.cached_tokens <= self.scheduled_tokens, self
+        assert self.cached_tokens <= self.prefill_tokens, self
         assert self.remaining > 0 and self.finished is None, self
         assert self.prefilling or len(self.windows_in_flight) <= max(2, stages), self
-        assert not self.windows_in_flight or self.decoding, self
+        assert not self.windows_in_flight or self.decoding or self.pausing, self
         assert self.tokens_in_flight <= self.remaining, self
         numbers = [window.number for window in self.windows_in_flight]
         assert numbers == sorted(set(numbers)), self

@@ -112,6 +112,9 @@ class Ledger:
     def answered(self, frame: Frame) -> Ledger:
         """Record a frame that the last stage passes on."""
         decided = dict(self.decided)
+        for op in frame.ops:
+            if isinstance(op, Evict):  # a paused sequence begins again from its tokens
+                decided.pop(op.seq_id, None)
         for segment, outcome in zip(frame.segments, frame.outcomes, strict=True):
             # The text may have ended before a window that continues, so only a header commits it.
             if segment.open and not outcome.cancelled and not segment.continues:
@@ -195,6 +198,12 @@ class Scheduled:
     def epoch(self) -> int:
         """Epoch of the present plan."""
         return self.scheduler.epoch
+
+    @property
+    def is_pausing(self) -> bool:
+        """True while a sequence is about to give its place to another client, or waits for its return."""
+        waiting = (one.window_count and not one.interrupted for one in self.scheduler.waiting)
+        return any(waiting) or any(one.pausing for one in self.scheduler.running.values())
 
     def clone(self) -> Scheduled:
         """Return a copy that shares no mutable state."""
@@ -656,6 +665,7 @@ def _successors(world: World, path: tuple[str, ...], walk: Walk) -> Iterator[tup
             scripts += chooser.following()
             walk.steps += 1
             walk.met[name.partition("(")[0].partition(" ")[0]] += 1
+            walk.met["pause"] += following.coordinator.is_pausing
             yield name, following
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.planning.capacity import Capacity
-from coordinator.schedule import prefix_cache
+from coordinator.schedule import prefix_cache, prompts
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest
 from coordinator.schedule.scheduler import Scheduler
@@ -36,15 +36,20 @@ def scheduled(
     chunk: int = 1,
     stop: int | None = None,
     grouped: bool = False,
+    clients: str = "",
 ) -> Walk:
     """Walk the real scheduler with requests of `lengths` tokens, `leaves` leaving clients and `crashes` crashes.
 
-    The text of each sequence stops after `stop` tokens. With `grouped` a group of two holds each stage.
+    Each letter of `clients` names the client of one request. The text of each sequence stops after `stop` tokens.
+    With `grouped` a group of two holds each stage.
     """
     limits = Limits(64, prefill_chunk=chunk, step_tokens=2 * chunk)
     scheduler = Scheduler(limits, Controller(MtpMode.parse(mtp)))
     stops = frozenset(truth(i, prompt + stop + 1)[-1] for i in range(2)) if stop is not None else frozenset()
-    requests = tuple(GenerationRequest(tuple(truth(i, prompt)), n, stop_tokens=stops) for i, n in enumerate(lengths))
+    requests = tuple(
+        GenerationRequest(tuple(truth(i, prompt)), n, stop_tokens=stops, client=clients[i : i + 1])
+        for i, n in enumerate(lengths)
+    )
     coordinator = Scheduled(scheduler, requests, leaves, room)
     walk = explore(World.start(coordinator, stages, crashes, grouped=grouped), MAX_STATES)
     print(walk)
@@ -120,6 +125,28 @@ def test_a_member_that_decides_by_itself_is_seen(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(StageEngine, "_decided", lambda _, frame, segments: frame)
     with pytest.raises(AssertionError, match="after"):
         scheduled("off", 1, 4, leaves=1, grouped=True)
+
+
+@pytest.mark.parametrize(
+    ("stages", "lengths", "leaves", "crashes", "mtp", "chunk"),
+    [(1, (3, 2, 1), 0, 1, "off", 2), (2, (5, 3, 1), 0, 0, "1", 8), (2, (3, 1, 1), 1, 0, "off", 2)],
+)
+def test_a_sequence_pauses(
+    stages: int,
+    lengths: tuple[int, ...],
+    leaves: int,
+    crashes: int,
+    mtp: str,
+    chunk: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sequence that gives its place to another client returns and continues its text, and the contract holds.
+
+    Signals for its former windows arrive before or after its return.
+    """
+    monkeypatch.setattr(prompts, "TURN_SECONDS", 0.0)
+    walk = scheduled(mtp, stages, *lengths, leaves=leaves, crashes=crashes, chunk=chunk, clients="aab")
+    assert walk.met["pause"]
 
 
 def test_a_prompt_in_one_chunk() -> None:
