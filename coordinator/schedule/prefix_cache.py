@@ -107,9 +107,10 @@ class PrefixCache:
         """Return the longest entry that is a proper prefix of `prompt`, and mark it as the most recently used."""
         keys = block_keys(prompt, keys)
         for blocks in range(len(keys) // KEY_BYTES, -1, -1):
-            ends = self._ends.get(_key_at(keys, blocks))
-            start = blocks * BLOCK
-            for count in range(min(BLOCK, len(prompt) - start) - 1, -1, -1) if ends else ():
+            ends, start = self._ends.get(_key_at(keys, blocks)), blocks * BLOCK
+            if ends is None:
+                continue
+            for count in range(min(BLOCK, len(prompt) - start) - 1, -1, -1):
                 number = ends.get(tuple(prompt[start : start + count]))
                 if number is not None:
                     self.entries.move_to_end(number)
@@ -156,12 +157,13 @@ class PrefixCache:
         """
         place = place_of(tokens, len(tokens), block_keys(tokens, keys))
         nbytes, dropped = self.capacity.entry_bytes(len(tokens)), list[int]()
-        former = self.entries[replaced].nbytes if replaced in self.entries else 0
-        full = self.nbytes - former + nbytes > self.capacity.prefix_bytes
+        former = None if replaced is None else self.entries.get(replaced)
+        freed = 0 if former is None else former.nbytes
+        full = self.nbytes - freed + nbytes > self.capacity.prefix_bytes
         if self._has_entry(place) or not self.fits(len(tokens)) or (full and not evict):
             return None, []
-        if replaced is not None and replaced in self.entries:
-            self.entries.move_to_end(replaced, last=False)
+        if former is not None:
+            self.entries.move_to_end(former.number, last=False)
             dropped.append(self._drop_first())
         while self.nbytes + nbytes > self.capacity.prefix_bytes:
             dropped.append(self._drop_first())

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import time
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Any
 
 import grpc
@@ -259,6 +262,49 @@ def test_clients_that_disconnect_leave_no_state(url: str, workers: list[str], to
         "no open request",
         GONE_SECONDS,
     )
+
+
+# ---- clients
+
+
+FIRST_SECONDS = 4.0
+"""Seconds. Maximum time to the first token of a client beside one that floods the server."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS has one loopback address")
+def test_one_address_does_not_hold_up_another(url: str, workers: list[str], tokenizer: Tokenizer) -> None:
+    """Beside 24 long answers of one address, another one has its first token soon, and all answers are right."""
+    text = list(tokenizer.encode(LONG))
+    long: list[Body] = [
+        {"prompt": text[i : i + 20], "max_tokens": 150, "temperature": i % 2, "seed": i, "ignore_eos": True}
+        for i in range(24)
+    ]
+    short: Body = {"prompt": text[60:90], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+    async def scene() -> tuple[list[dict[str, Any]], list[float]]:
+        other = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=600) as one,
+            httpx.AsyncClient(base_url=url, timeout=600, transport=other) as two,
+        ):
+            flood = [asyncio.create_task(ask(one, body)) for body in long]
+            firsts = []
+            for _ in range(3):
+                await asyncio.sleep(2.0)
+                started = time.monotonic()
+                async with two.stream("POST", "/v1/completions", json={**short, "stream": True}) as reply:
+                    lines = (line async for line in reply.aiter_lines() if line.startswith("data: {"))
+                    await anext(lines)
+                    firsts.append(time.monotonic() - started)
+                    assert not all(task.done() for task in flood)
+            return list(await asyncio.gather(*flood)), firsts
+
+    replies, firsts = asyncio.run(scene())
+    assert median(firsts) < FIRST_SECONDS, firsts  # a busy machine may delay one
+    expected = alone([as_request(body) for body in long[:4]], tokenizer)
+    assert [said(reply) for reply in replies[:4]] == expected
+    assert_nothing_is_held(workers)
 
 
 # ---- limits

@@ -6,9 +6,10 @@ docs/measurements.md has the differences in other precisions, and docs/MTP_HEAD.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence as Row
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,15 +22,20 @@ from mlx_lm.utils import load_model
 from coordinator.drafts.averages import Shape
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.drafts.prompt_lookup import NgramMode
+from coordinator.schedule import prefix_cache, prompts
 from coordinator.schedule.prompts import Limits
-from coordinator.schedule.request import GenerationRequest
+from coordinator.schedule.request import GenerationEvent, GenerationRequest, PrefillProgress
+from coordinator.schedule.sequence import Sequence
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
+from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.head.draft_vocabulary import DraftVocabulary
 from mtp.sampling.sampler import filtered
 from proto.params import SamplingParams
 from tests.support.checkpoints.checkpoints import convert_checkpoint
 from tests.support.stages.local_run import Answered, run
+from tests.support.stages.local_run import answer as answer_one
+from tests.support.stages.local_stages import local_stages
 from tests.support.text.chi_square import chi_square, sigmas
 from tests.support.text.prompts import PROMPTS
 
@@ -45,9 +51,7 @@ CHUNK = {1: 512, 2: 32, 4: 7}
 """Prefill chunk by number of stages. The chunk must not matter, so each number of stages has its own."""
 
 
-def requests(
-    prompts: Sequence[str], count: int, settings: Sequence[SamplingParams] = SETTINGS
-) -> list[GenerationRequest]:
+def requests(prompts: Row[str], count: int, settings: Row[SamplingParams] = SETTINGS) -> list[GenerationRequest]:
     """Return every prompt in every setting, with one seed a prompt.
 
     Answers have `count` tokens and ignore stop tokens.
@@ -60,14 +64,14 @@ def requests(
     ]
 
 
-def answers(asked: Sequence[GenerationRequest], mtp: str, stages: int = 1, **options: Any) -> list[Answered]:
+def answers(asked: Row[GenerationRequest], mtp: str, stages: int = 1, **options: Any) -> list[Answered]:
     """Return the built-in model's answers. All requests run concurrently unless `options` say otherwise."""
     limits = Limits(context=2048, prefill_chunk=CHUNK[stages])
     options = {"path": checkpoint_dir(), "dtype": "float32", "limits": limits, **options}
     return run(requests=asked, mtp=mtp, stages=stages, **options)
 
 
-def check_same(found: Sequence[Answered], expected: Sequence[Answered]) -> None:
+def check_same(found: Row[Answered], expected: Row[Answered]) -> None:
     """Check that tokens, log-probabilities and finish reasons are equal."""
     for i, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert one.tokens == other.tokens, f"request {i}"
@@ -75,11 +79,11 @@ def check_same(found: Sequence[Answered], expected: Sequence[Answered]) -> None:
         assert one.reason == other.reason, f"request {i}"
 
 
-def accepted(found: Sequence[Answered]) -> int:
+def accepted(found: Row[Answered]) -> int:
     return sum(answer.stats.accepted for answer in found)
 
 
-def drafted(found: Sequence[Answered]) -> int:
+def drafted(found: Row[Answered]) -> int:
     return sum(answer.stats.drafted for answer in found)
 
 
@@ -168,6 +172,57 @@ class RandomDepth(Controller):
 
 
 DEPTHS: list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("mtp", "stages", "saved"),
+    [("off", 1, True), ("2", 2, True), pytest.param("1", 1, False, marks=pytest.mark.thorough)],
+)
+def test_pauses_change_nothing(
+    expected: list[Answered], mtp: str, stages: int, saved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three clients that take two places from each other all the time get the answers that they get alone."""
+    pauses = Counter[int]()
+    pause = Sequence.pause
+
+    def counted(sequence: Sequence) -> None:
+        pauses[sequence.seq_id] += 1
+        pause(sequence)
+
+    monkeypatch.setattr(Sequence, "pause", counted)
+    monkeypatch.setattr(prompts, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(prefix_cache, "SMALLEST_ENTRY", 8)
+    asked = [replace(one, client=str(i % 3)) for i, one in enumerate(requests(FEW, COUNT))]
+    check_same(answers(asked, mtp, stages, max_sequences=2, prefix_cache=saved), expected)
+    assert len(pauses) > 2 and pauses.total() > 6, pauses
+
+
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.thorough), 2])
+def test_a_prompt_that_was_left_changes_nothing(stages: int) -> None:
+    """A client that leaves again and again while its prompt is computed gets the answer of one that stays."""
+    (asked,) = requests([" ".join(PROMPTS[:20])], 4, SETTINGS[1:2])
+    (expected,) = answers([asked], "off", prefix_cache=False)
+
+    async def work() -> tuple[Answered, int]:
+        limits = Limits(context=2048, prefill_chunk=64, step_tokens=64)
+        checkpoint = Checkpoint.open(checkpoint_dir())
+        async with local_stages(checkpoint, stages=stages, dtype="float32", limits=limits) as loop:
+            for chunks in (3, 1):
+                done = asyncio.Event()
+
+                def deliver(event: GenerationEvent, most: int = 64 * chunks, done: asyncio.Event = done) -> None:
+                    if isinstance(event, PrefillProgress) and event.done >= event.cached + most:
+                        done.set()
+
+                cancel = loop.submit(asked, deliver)
+                await done.wait()
+                cancel()
+            found = await answer_one(loop, asked)
+            return found, found.stats.cached_tokens
+
+    found, cached = asyncio.run(work())
+    check_same([found], [expected])
+    assert cached >= 192
 
 
 def sixteen() -> list[GenerationRequest]:

@@ -117,8 +117,8 @@ def test_prefixes_keep_the_answers(stages: int, budget: int, seed: int) -> None:
         assert drive.tokens(seq_id) == tokens
     entries = drive.scheduler.prefixes.entries
     assert drive.stage.prefixes.keys() == entries.keys()
-    for number, tokens in drive.stage.prefixes.items():
-        assert place_of(tokens, len(tokens), block_keys(tokens)) == entries[number].place
+    for number, held_tokens in drive.stage.prefixes.items():
+        assert place_of(held_tokens, len(held_tokens), block_keys(held_tokens)) == entries[number].place
 
 
 def test_a_long_turn_costs_milliseconds() -> None:
