@@ -165,3 +165,14 @@ def test_prefix_entries_are_the_same_everywhere(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(token_stages, "first_token", lambda _: 20)
     room = Capacity(sequences=1, kv_tokens=64, prefix_bytes=4, token_bytes=1)
     scheduled("1", 2, 1, 1, leaves=1, room=room, prompt=3)
+
+
+def test_a_pause_keeps_the_same_state_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence returns from the entry that its pause has made, which every stage has, while clients leave."""
+    monkeypatch.setattr(prefix_cache, "SMALLEST_ENTRY", 1)
+    monkeypatch.setattr(prefix_cache, "BLOCK", 1)
+    monkeypatch.setattr(prompts, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(token_stages, "first_token", lambda _: 20)
+    room = Capacity(sequences=1, kv_tokens=64, prefix_bytes=8, token_bytes=1)
+    walk = scheduled("1", 2, 3, 1, leaves=1, room=room, prompt=3, clients="ab")
+    assert walk.met["pause"]
