@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
+from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
@@ -144,6 +145,32 @@ class Lead:
             self.ahead, self.trying = not self.ahead, True
 
 
+@dataclass(eq=False)
+class StageTimes:
+    """The times that one loaded stage has shown. Another stage starts anew, because its model may be slower."""
+
+    deadlines: DeadlineEstimate = field(default_factory=lambda: DeadlineEstimate(this_device().compile_seconds))
+    usual: float = 0.0
+    """Seconds that the newest finished frame took."""
+    _leads: dict[int, Lead] = field(default_factory=dict)
+    """By the bit length of a frame's windows."""
+    _ended: tuple[int, float] = (-1, 0.0)
+    """The number of the newest finished frame, and when that was in seconds of `time.perf_counter`."""
+
+    def lead_of(self, frame: Frame) -> Lead:
+        """Return the choice for frames with as many windows as `frame`."""
+        return self._leads.setdefault(len(frame.segments).bit_length(), Lead())
+
+    def record_end(self, frame: Frame, out: Frame) -> None:
+        """Record that `frame` has ended now as `out`."""
+        (number, before), now = self._ended, time.perf_counter()
+        if frame.continues and number == frame.number - 1:
+            self.lead_of(frame).record_interval(now - before)
+        self._ended = frame.number, now
+        self.usual = out.stage_us[-1] / 1e6
+        self.deadlines.record_frame_time(out, self.usual)
+
+
 OnDone = Callable[[Frame], None]
 OnError = Callable[[Exception], None]
 
@@ -192,6 +219,7 @@ class LoadedStage:
     """Its prefixes on disk, None without a folder."""
     collective: float = 0.0
     """Seconds of a sum over the members of its group, 0 for one process."""
+    times: StageTimes = field(default_factory=StageTimes)
 
 
 class StageHost:
@@ -203,15 +231,11 @@ class StageHost:
         """The prefixes on disk, None without a folder."""
         self.stamps = StampRing()
         """Stamps of the newest frames on the stages."""
-        self._deadlines = DeadlineEstimate(this_device().compile_seconds)
+        self._times = StageTimes()
+        """Those of the stage of the newest engine."""
         self._trimmer = hardware.CacheTrimmer()
-        self._stage_prefixes: list[StagePrefixes] = []
-        self._leads: dict[int, Lead] = {}
-        """By the bit length of a frame's windows."""
-        self._ended: tuple[int, float] = (-1, 0.0)
-        """The number of the newest finished frame, and when that was in seconds of `time.perf_counter`."""
-        self._usual = 0.0
-        """Seconds that the newest finished frame took."""
+        self._stage_prefixes = WeakValueDictionary[int, StagePrefixes]()
+        """By id. Those of a former stage stay while they are written."""
         self.thread.on_idle = self._trimmer.clear
 
     # ---- on the engine thread
@@ -267,7 +291,7 @@ class StageHost:
         collective = 0.0
         if group is not None:
             expect(JOIN_SECONDS)  # other members may still open the checkpoint
-            hidden, dtype = checkpoint.config.hop_width, DTYPES[spec.dtype or "bfloat16"]
+            hidden, dtype = checkpoint.config.hidden_size, DTYPES[spec.dtype or "bfloat16"]
             collective = measure_collective(group, hidden, dtype)
             expect(seconds)
         modules = load_stage(
@@ -317,17 +341,17 @@ class StageHost:
         # The MTP head counts as a layer after the last one.
         end = spec.span.end + (spec.last and stage.modules.head is not None)
         prefixes = StagePrefixes(self.disk, namespace, Span(spec.span.start, end), self.thread)
-        self._stage_prefixes.append(prefixes)
+        self._stage_prefixes[id(prefixes)] = prefixes
         return prefixes
 
     async def close(self) -> None:
         """End the writing of prefixes, and the engine thread."""
-        await asyncio.gather(*(one.close() for one in self._stage_prefixes))
+        await asyncio.gather(*(one.close() for one in [*self._stage_prefixes.values()]))
         await self.thread.close()
 
     def make_engine(self, loaded: LoadedStage, epoch: int, budget: Budget = UNLIMITED) -> StageEngine:
         """Return an engine without sequences for plan `epoch`."""
-        stage, spec = loaded.stage, loaded.spec
+        stage, spec, self._times = loaded.stage, loaded.spec, loaded.times
         verifier = Verifier(stage.modules, stage.kv_format) if spec.last else None
         engine = StageEngine(stage, epoch=epoch, first=spec.first, verifier=verifier, budget=budget)
         engine.disk = loaded.prefixes
@@ -346,7 +370,7 @@ class StageHost:
         After an error nothing is called any more: the first one stays, and no later frame is sent.
         """
         least = GROUP_SECONDS if engine.group.size > 1 else 0.0
-        seconds = max(self._deadlines.seconds(frame), least)
+        seconds = max(self._times.deadlines.seconds(frame), least)
         self.thread.expect(seconds)
         if not (may_overlap(frame) and self._runs_ahead(engine, frame)):
             self.thread.run_deferred(partial(engine.stage.expect_chunks, frame.segments))
@@ -367,7 +391,7 @@ class StageHost:
         runs_ahead = (frame.continues or queued) and self._runs_ahead(engine, frame)
         chunks_only = not any(segment.open for segment in frame.segments)
         if runs_ahead or (queued and chunks_only and engine.stage.token_layers):
-            self.thread.defer(finish, min(LONGEST_WAIT, PATIENCE * self._usual))
+            self.thread.defer(finish, min(LONGEST_WAIT, PATIENCE * self._times.usual))
         else:
             finish()
 
@@ -376,10 +400,7 @@ class StageHost:
             return False
         # No program waits for the results of the other members.
         decides = engine.group.size > 1 and engine.group.rank == 0 and frame.continues
-        return not decides or self._lead_of(frame).ahead
-
-    def _lead_of(self, frame: Frame) -> Lead:
-        return self._leads.setdefault(len(frame.segments).bit_length(), Lead())
+        return not decides or self._times.lead_of(frame).ahead
 
     def _finish_frame(self, begun: BegunFrame, seconds: float, on_done: OnDone, on_error: OnError) -> None:
         if begun.engine.failed:
@@ -388,12 +409,7 @@ class StageHost:
             self.thread.expect(seconds)
             out = begun.finish_frame()
             on_done(out)
-            (number, before), now = self._ended, time.perf_counter()
-            if begun.frame.continues and number == begun.frame.number - 1:
-                self._lead_of(begun.frame).record_interval(now - before)
-            self._ended = begun.frame.number, now
-            self._usual = out.stage_us[-1] / 1e6
-            self._deadlines.record_frame_time(out, self._usual)
+            self._times.record_end(begun.frame, out)
             begun.clean_up()
         except Exception as error:
             begun.engine.failed = True

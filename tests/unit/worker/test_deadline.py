@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
 
 import pytest
 
+from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import ProtocolError
-from proto.frame import Frame, Segment
+from proto.frame import Admit, Evict, Frame, Segment
+from proto.frame_stamps import FrameStamps, StageStep
+from proto.span import Span
+from tests.support.checkpoints.checkpoints import write_checkpoint
+from worker.disk.block_index import BlockIndex
 from worker.engine.engine_thread import EngineThread
+from worker.engine.stage_engine import BegunFrame, StageEngine
 from worker.engine.stage_host import (
     FIRST_SECONDS,
     GROUP_SECONDS,
@@ -20,7 +32,9 @@ from worker.engine.stage_host import (
     TRIED_FRAMES,
     DeadlineEstimate,
     Lead,
+    LoadedStage,
     StageHost,
+    StageSpec,
 )
 
 
@@ -80,7 +94,7 @@ def test_no_deadline_is_below_the_least() -> None:
 async def test_a_frame_of_a_group_has_time_for_the_other_members() -> None:
     """A member waits in its sums while another one is slow, so the times of its own frames say little."""
     host, given = StageHost(), list[float]()
-    host._deadlines.record_frame_time(frame(1), 0.01)
+    host._times.deadlines.record_frame_time(frame(1), 0.01)
     with patch.object(EngineThread, "expect", lambda _, seconds: given.append(seconds)):
         for size in (1, 2):
             engine: Any = MagicMock()
@@ -88,3 +102,71 @@ async def test_a_frame_of_a_group_has_time_for_the_other_members() -> None:
             host.run_frame(engine, frame(1), MagicMock(), MagicMock(), MagicMock())
     assert given == [SLACK * 0.01, GROUP_SECONDS]
     await host.close()
+
+
+@pytest.fixture
+async def host(tmp_path: Path) -> Any:
+    """Return a host with a disk."""
+    host = StageHost(BlockIndex(tmp_path / "prefixes", 2**30))
+    yield host
+    await host.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
+    """Return two models. The tests make the second one slow."""
+    yield [write_checkpoint(tmp_path_factory.mktemp("model"), layers=4, seed=seed) for seed in (1, 2)]
+
+
+async def load(host: StageHost, path: Path) -> LoadedStage:
+    """Load all layers of a model."""
+    spec = StageSpec(Span(0, 4), True, True, "float32")
+    return await host.thread.call(lambda: host.load(lambda: Checkpoint.open(path), spec, None))
+
+
+async def run_prompts(host: StageHost, engine: StageEngine, *lengths: int) -> float:
+    """Run prompts, one after the other. Return the longest time past a deadline, in seconds."""
+    stalls, errors, ended = [0.0], list[Exception](), threading.Event()
+    for number, length in enumerate(lengths, engine.frames_done):
+        ended.clear()
+        ops = (*((Evict(number - 1),) if number else ()), Admit(number, length + 8, length))
+        prompt = Frame(engine.epoch, number, ops, (Segment(number, 0, 0, (7,) * length, sample=True),))
+        stamps, done = FrameStamps(0, StageStep), lambda _: ended.set()
+        host.thread.submit_frame(partial(host.run_frame, engine, prompt, stamps, done, errors.append))
+        while not ended.wait(0.01):
+            stalls.append(host.thread.stall)
+            assert not errors
+        await host.thread.call(lambda: None)
+    return max(stalls)
+
+
+async def test_a_slower_model_has_deadlines_of_its_own(
+    host: StageHost, models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The times of a model say nothing of the next one, whose long prompt may take a hundred times as long."""
+    fast = await load(host, models[0])
+    await run_prompts(host, host.make_engine(fast, 1), 1, 512)
+    for _ in range(100):  # as of a fast machine
+        host._times.deadlines.record_frame_time(frame(512), 0.02)
+    again = host.make_engine(fast, 2)
+    deadline = host._times.deadlines.seconds(frame(512))
+    assert deadline < FIRST_SECONDS, "a stage in a new plan keeps its times"
+    del again, fast
+    slow, finish = deadline + 0.5, BegunFrame.finish_frame
+
+    def slowly(begun: BegunFrame) -> Frame:
+        """Finish a frame as a slow machine does."""
+        time.sleep(slow)
+        return finish(begun)
+
+    monkeypatch.setattr(BegunFrame, "finish_frame", slowly)
+    second = await load(host, models[1])
+    assert await run_prompts(host, host.make_engine(second, 3), 512) == 0
+
+
+async def test_a_former_stage_leaves_nothing_at_its_host(host: StageHost, models: list[Path]) -> None:
+    """After many loads a host has what it had after the first one."""
+    for path in (*models, *models):
+        loaded = await load(host, path)
+    gc.collect()
+    assert [*host._stage_prefixes.values()] == [loaded.prefixes]
