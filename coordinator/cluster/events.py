@@ -200,7 +200,8 @@ def apply(view: View, event: Event, now: float) -> View:
             return _with_failed_preparation(view, reason, address)
         case ModelChanged(why_not_alone):
             settings = replace(view.settings, why_not_alone=why_not_alone)
-            ended = replace(_end_plan(view, ""), settings=settings, alone_problem="")
+            members = {a: replace(m, collectives={}) for a, m in view.members.items()}  # of rows of the former model
+            ended = replace(_end_plan(view, ""), settings=settings, members=members, alone_problem="")
             # The workers are known already, so this process does not wait for them before it serves alone.
             waited = 0.0 if ended.usable() else settings.wait
             return replace(ended, recovering=True, gathered=waited, since=now, retry_at=0.0)

@@ -101,7 +101,7 @@ class ClusterManager(PipelineSource):
         """Serve `model` over the same leases. The pipeline in force ends; `acquire` returns the next one."""
         described = await self.membership.describe_for(model)
         self._stop_plan(StaleEpochError("the cluster changes to another model"))
-        self.model, self.alone = model, alone
+        self.model, self.alone, self.loads = model, alone, LoadState()
         self._planner = model.planner()
         self.view = replace(self.view, serving=())
         self.membership.change_model(model, described)

@@ -188,5 +188,6 @@ class BackupTransfer:
         return computed or USUAL_LOAD if moves else max(SHORTEST_LOAD, computed or USUAL_LOAD)
 
     async def close(self) -> None:
-        """Cancel the transfers, which end with their plan."""
+        """Cancel the transfers, which end with their plan. The next plan may have other disks."""
+        self._no_disk_until = -math.inf
         await self._background.close()

@@ -178,7 +178,7 @@ class Scheduler:
         self._vocabulary_sent = False
         self.controller.forget_costs()
         self._shape = None
-        self._step_timer = StepTimer(stages)
+        self._step_timer, self.prompts = StepTimer(stages), Prompts()
         running = sorted(self.running.values(), key=lambda sequence: sequence.seq_id)
         self.running.clear()
         for place, sequence in enumerate(running):

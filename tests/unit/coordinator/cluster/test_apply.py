@@ -8,6 +8,7 @@ from coordinator.cluster.events import (
     Event,
     GatheringFailed,
     GatheringRestarted,
+    GroupMeasured,
     ModelChanged,
     PlanFailed,
     PlanServing,
@@ -121,8 +122,8 @@ def test_a_plan_ends_with_any_of_its_workers(view: View) -> None:
 
 
 def test_another_model_needs_another_plan(view: View) -> None:
-    """The plan ends, its workers stay, and the next plan may start at once."""
-    changed = after(view, ModelChanged("too large"))
+    """The plan ends, its workers stay, and the next plan may start at once. Sums of its rows are measured anew."""
+    changed = after(view, GroupMeasured(("a",), 0.05), ModelChanged("too large"))
     assert (changed.phase, changed.serving, changed.recovering) == (Phase.GATHERING, (), True)
     assert changed.members == view.members
     assert (changed.settings.why_not_alone, changed.waited) == ("too large", 0.0)

@@ -58,6 +58,14 @@ def test_chunks_suit_the_machines_of_each_plan() -> None:
 # ---- the time of prompts
 
 
+def test_the_pace_of_prompts_belongs_to_the_plan() -> None:
+    """The frames of a new plan are as short as those of an unknown machine, because other machines may be slower."""
+    drive = Drive(limits=Limits(context=1000))
+    drive.scheduler.prompts.record_frame(chunk_frame(100, 0.001))
+    drive.scheduler.reset(1, 2, ROOM, 0.0)
+    assert drive.scheduler.prompts.expected_seconds(100) is None
+
+
 def test_a_short_prompt_has_no_shorter_chunks_than_the_gpu_computes_fast() -> None:
     """A prompt is cut into eight chunks or more, of the shortest to the longest useful length."""
     limits = Limits(10_000, frames=FrameLimits(1024, 512))
