@@ -110,6 +110,7 @@ class LocalPipeline(Pipeline):
         self.stamps = StampRing()
         self.host = StageHost(disk)
         self.thread = self.host.thread
+        self.thread.on_failure = partial(self._engine_failed, FrameStamps(COORDINATOR, CoordinatorStep))
         self._model = model
         self._engine: StageEngine | None = None
         self.layers = ""
@@ -148,12 +149,13 @@ class LocalPipeline(Pipeline):
         self.layers = loaded.stage.variants.summary
 
     async def _watch(self) -> ClusterError:
-        """Fail the pipeline when the engine is stuck for STUCK_SECONDS."""
+        """Fail the pipeline when the engine is stuck for STUCK_SECONDS, or when its thread has ended."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            if (stall := self.thread.stall) >= STUCK_SECONDS:
-                log.error("the engine of this process is stuck", extra={"seconds": stall})
-                error = WorkerLostError(f"{STUCK} {stall:.0f} s")
+            alive = self.thread.alive
+            if (stall := self.thread.stall) >= STUCK_SECONDS or not alive:
+                log.error("the engine of this process is stuck", extra={"seconds": stall, "alive": alive})
+                error = WorkerLostError(f"{STUCK} {stall:.0f} s" if alive else "the engine of this process has ended")
                 self.fail(error)
                 return error
 
@@ -174,6 +176,8 @@ class LocalPipeline(Pipeline):
 
     def _engine_failed(self, own: FrameStamps, error: Exception) -> None:
         """Drop the engine after an invalid frame, a bug or a lack of memory. Runs on the engine thread."""
+        if self._engine is not None:
+            self._engine.failed = True  # it may have begun a frame
         self._engine = None
         if not isinstance(error, ClusterError):
             log.error("engine failed", exc_info=error)

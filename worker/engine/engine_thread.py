@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import queue
 import threading
 import time
@@ -21,6 +22,8 @@ import mlx.core as mx
 
 from mtp.device import this_device
 from worker.engine.hardware import compiler_runs
+
+log = logging.getLogger(__name__)
 
 END_SECONDS = 5.0
 """Seconds that the end of the process waits for an idle thread."""
@@ -55,6 +58,9 @@ class MlxThread:
             try:
                 work()
                 _idle.append(self)
+            except BaseException:  # its owner sees that it is not alive
+                log.critical("the engine thread has ended", exc_info=True)
+                return
             finally:
                 ended.set()
             del item, work, ended  # an idle thread keeps no engine in memory
@@ -126,6 +132,8 @@ class EngineThread:
 
     def __init__(self) -> None:
         self.on_idle: Work = lambda: None
+        self.on_failure: Callable[[Exception], None] = lambda error: None
+        """Called on the thread with an error that work did not report itself. It ends the plan."""
         self._loop = asyncio.get_running_loop()
         self._usual = max(USUAL_SECONDS, this_device().compile_seconds)
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
@@ -141,7 +149,7 @@ class EngineThread:
     # ---- from the event loop
 
     def submit(self, work: Work) -> None:
-        """Queue work that reports its own result. It must not raise. Deferred work runs before it."""
+        """Queue work that reports its own result. Deferred work runs before it."""
         self._queue.put(partial(self._run_in_order, work))
 
     def submit_frame(self, work: Work) -> None:
@@ -238,15 +246,23 @@ class EngineThread:
         try:
             return self._queue.get(timeout=IDLE_SECONDS)
         except queue.Empty:
-            self.on_idle()
+            self._attempt(self.on_idle)
             return self._queue.get()
+
+    def _attempt(self, work: Work) -> None:
+        """Run `work`. An error in it is no reason to end the thread, which the next plan needs."""
+        try:
+            work()
+        except Exception as error:
+            log.exception("work on the engine thread failed")
+            self.on_failure(error)
 
     def _run(self) -> None:
         while (work := self._next_work()) is not None:
             started = self._working_since = time.monotonic()
             self.expect(self._usual)
             while self._urgent:
-                self._urgent.popleft()()
-            work()
+                self._attempt(self._urgent.popleft())
+            self._attempt(work)
             self._due = self._working_since = None
             self._busy_us += int((time.monotonic() - started) * 1e6)

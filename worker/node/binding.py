@@ -242,7 +242,7 @@ class Binding:
 
     def _take_engine(self, make_engine: Callable[[], StageEngine]) -> None:
         if not self._closed:
-            self.engine = make_engine()
+            self.engine, self.thread.on_failure = make_engine(), self._engine_failed
             if self.members:
                 self.engine.announce = self._announce
 
@@ -334,6 +334,8 @@ class Binding:
 
     def _engine_failed(self, error: Exception) -> None:
         """Drop the engine after an invalid frame, a bug or a lack of memory."""
+        if self.engine is not None:
+            self.engine.failed = True  # it may have begun a frame
         self.engine, message = None, str(error)
         if not isinstance(error, ClusterError) and LOST_PEER not in message:
             log.error("engine failed", exc_info=error)

@@ -234,8 +234,7 @@ async def _run_member(options: WorkerOptions) -> None:
         report_ready(port, address, options.rdma)
         due = time.monotonic() + FIRST_LEASE_SECONDS
         while not node.released.is_set() and (node.lease is not None or time.monotonic() < due):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(node.released.wait(), POLL_SECONDS)
+            await _wait_for(node.released, node)
             node.release_lapsed()
     os._exit(0)  # the engine thread may wait in a collective
 
@@ -282,11 +281,19 @@ async def _serve(
                     advice += f". If one runs, and no line here names a reason, restart this worker with {JOIN_FLAG}"
                 log.info("no coordinator yet. Start one with: mtp-coord serve --model MODEL%s", advice)
                 advised = True
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stopping.wait(), POLL_SECONDS)
-        await stopping.wait()
+            await _wait_for(stopping, node)
+        while not stopping.is_set():
+            await _wait_for(stopping, node)
         await _drain(node)
     return port
+
+
+async def _wait_for(event: asyncio.Event, node: WorkerNode) -> None:
+    """Wait for `event`, at most POLL_SECONDS. Raises WorkerLostError without an engine thread, which no plan can use."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), POLL_SECONDS)
+    if not node.host.thread.alive:
+        raise WorkerLostError("the engine thread has ended: the log has its error. Start the worker again")
 
 
 async def _drain(node: WorkerNode) -> None:

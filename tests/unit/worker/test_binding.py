@@ -121,6 +121,23 @@ async def test_a_signal_that_breaks_the_engine() -> None:
     assert bound.fault is not None and "none left" in bound.fault.message
 
 
+async def test_any_error_of_a_frame_ends_the_plan() -> None:
+    """A bug outside the computation of a frame is a fault of the stage too, and the next plan has its thread."""
+    failed = asyncio.Event()
+    host = StageHost()
+    bound = Binding(Place(1, 0, 1, b"token"), host, Traffic(), failed.set)
+    engine = MagicMock(failed=False)
+    engine.lacks_tokens.side_effect = ZeroDivisionError("a bug")
+    await host.thread.call(lambda: bound._take_engine(lambda: engine))
+    bound.enqueue_frame(encode(Frame(1, 0)))
+    async with asyncio.timeout(20):
+        await failed.wait()
+        assert await host.thread.call(lambda: "well") == "well"
+        await host.close()
+    assert bound.fault is not None and "a bug" in bound.fault.message
+    assert engine.failed and bound.engine is None
+
+
 @pytest.mark.parametrize("at", ["the end of frame 0", "the beginning of frame 1"])
 async def test_nothing_follows_the_first_fault(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frame 1 has begun when frame 0 fails, such as by the GPU's time-out. It is not sent, and hides no error."""

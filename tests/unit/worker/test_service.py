@@ -17,9 +17,13 @@ import psutil
 import pytest
 
 from proto import cluster_pb2 as pb
-from proto.errors import NotReadyError
+from proto.errors import NotReadyError, WorkerLostError
+from tests.support.processes.waits import until
+from worker.engine import engine_thread
 from worker.engine.engine_thread import EngineThread
-from worker.node import service
+from worker.node import process, service
+from worker.node.node import WorkerNode
+from worker.node.options import WorkerOptions
 from worker.node.service import WorkerService
 
 
@@ -114,3 +118,49 @@ def test_engines_of_a_process_share_its_threads() -> None:
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def broken() -> None:
+    """Raise the error of a bug."""
+    raise ZeroDivisionError("a bug")
+
+
+@pytest.mark.parametrize("way", ["submit", "submit_frame", "submit_urgent", "defer", "on_idle"])
+async def test_work_that_raises_ends_the_plan_and_not_the_thread(
+    way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error is logged and reported, whichever way its work came. Later work, such as the next load, runs."""
+    monkeypatch.setattr(engine_thread, "IDLE_SECONDS", 0.01)
+    thread, errors = EngineThread(), list[str]()
+    thread.on_failure = lambda error: errors.append(str(error))
+    match way:
+        case "defer":
+            thread.submit_frame(lambda: thread.defer(broken, 0.0))
+        case "on_idle":
+            thread.on_idle = broken
+        case _:
+            getattr(thread, way)(broken)
+    await until(lambda: errors, "the report")
+    async with asyncio.timeout(20):
+        assert await thread.call(lambda: "well") == "well"
+    assert errors[0] == "a bug" and "work on the engine thread failed" in caplog.text
+    await thread.close()
+
+
+async def test_a_dead_engine_thread_ends_the_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A worker whose engine thread has ended cannot load again. It ends with an error, and its service restarts it."""
+    nodes: list[WorkerNode] = []
+
+    def make(*arguments: Any) -> WorkerNode:
+        nodes.append(WorkerNode(*arguments))
+        return nodes[0]
+
+    monkeypatch.setattr(process, "WorkerNode", make)
+    monkeypatch.setattr(process, "measured_bandwidth", lambda: 1e9)
+    options = WorkerOptions(listen="127.0.0.1:0", no_mdns=True, insecure=True, state_dir=tmp_path)
+    running = asyncio.create_task(process.run(options))
+    await until(lambda: nodes and nodes[0].tickets.port, "the worker")
+    nodes[0].host.thread.submit(sys.exit)
+    async with asyncio.timeout(20):
+        with pytest.raises(WorkerLostError, match="engine thread has ended"):
+            await running
