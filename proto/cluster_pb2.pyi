@@ -188,7 +188,10 @@ class DescribeRequest(_message.Message):
 
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
+    refusal: _builtins.str
+    """why the coordinator does not use the worker, for the worker's log"""
     @_builtins.property
     def model(self) -> Global___ModelRef:
         """if set, the reply has the fingerprint of this model if the worker has it"""
@@ -198,10 +201,11 @@ class DescribeRequest(_message.Message):
         *,
         protocol_version: _builtins.int = ...,
         model: Global___ModelRef | None = ...,
+        refusal: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "protocol_version", b"protocol_version", "refusal", b"refusal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

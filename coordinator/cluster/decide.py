@@ -211,12 +211,12 @@ def _present(view: View, planner: Planner) -> Plan:
 
 
 def describe_wait(view: View, planner: Planner) -> str:
-    """Return the workers that are ready, and what the first plan lacks, for people."""
+    """Return the workers that are ready, and what the first plan lacks, for people: workers with the reasons."""
     usable = view.usable()
     wanted = view.settings.nodes
     ready = f"{len(usable)} of {wanted}" if wanted else f"{len(usable)} ready"
     if not usable or (wanted and len(usable) < wanted):
-        return ready
+        return "; ".join((ready, *_member_problems(view)))
     try:
         planner(usable, view.epoch + 1)
     except ClusterError as error:
@@ -236,10 +236,14 @@ def _failure_reason(view: View, problem: str) -> str:
                 f"{usable} of {settings.nodes} workers are ready. Start more mtp-worker processes, or pass "
                 f"{fewer}a longer --wait, or --alone-ok"
             )
-    workers = [_member_problem(m, view.now) for _, m in sorted(view.members.items())]
-    found = [missing, problem, settings.why_not_alone, view.alone_problem, *workers]
+    found = [missing, problem, settings.why_not_alone, view.alone_problem, *_member_problems(view)]
     reasons = "; ".join(dict.fromkeys(filter(None, found))) or "no worker was found"
     return f"no plan can serve after {view.waited:.0f} s: {reasons}"
+
+
+def _member_problems(view: View) -> list[str]:
+    """Return why workers are not used."""
+    return [text for _, m in sorted(view.members.items()) if (text := _member_problem(m, view.now))]
 
 
 def _member_problem(member: Member, now: float) -> str:

@@ -145,7 +145,7 @@ class GatheringRestarted(Event):
 
 
 FORGET_SECONDS = 3600.0
-"""Seconds for which a lost worker is shown. One that returns at another address replaces it at once."""
+"""Seconds for which a lost worker is shown, or a refused one that is silent. One that returns at another address replaces it at once."""
 
 RETRY_SECONDS = 0.5
 """Seconds. Pause after a plan that could not start for a reason that no worker is known to have caused."""
@@ -165,7 +165,7 @@ def apply(view: View, event: Event, now: float) -> View:
             members = {
                 a: m.with_failure_forgiven(now)
                 for a, m in view.members.items()
-                if not m.is_lost or now - m.lost_at < FORGET_SECONDS
+                if m.state not in (MemberState.LOST, MemberState.REFUSED) or now - m.lost_at < FORGET_SECONDS
             }
             return replace(view, members=members, open_requests=open_requests)
         case PlanStarting(epoch, addresses, group_size):
@@ -246,7 +246,7 @@ def _with_member_event(view: View, event: MemberEvent) -> View:
                 del members[one]
             members[address] = joined.with_history_of(before)
         case WorkerRefused(member, reason):
-            refused = replace(member, state=MemberState.REFUSED, reason=reason)
+            refused = replace(member, state=MemberState.REFUSED, reason=reason, lost_at=view.now)
             members[address] = refused.with_history_of(before)
         case WorkerLost(_, reason) if before is not None:
             members[address] = before

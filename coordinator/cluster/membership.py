@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -158,22 +158,36 @@ class Membership:
     async def _run_ticks(self, time_passed: Callable[[], events.TimePassed]) -> None:
         async with self._discovery as discovery:
             while True:
-                for candidate in discovery.candidates():
-                    known = any(address in self.clients for address in candidate.addresses)
-                    asked = self._described_at.get(candidate.id, -POLL_SECONDS)
-                    if not known and self.clock() - asked >= POLL_SECONDS:
-                        # While the answer is awaited, the candidate is not due.
-                        self._described_at[candidate.id] = self.clock() + DESCRIBE_SECONDS
-                        self._background.spawn(self._describe_candidate(candidate))
-                self.apply_event(time_passed())
+                try:
+                    self._ask_candidates(discovery.candidates())
+                    self.apply_event(time_passed())
+                except Exception:  # a bug here: later ticks may succeed
+                    log.exception("looking for workers failed")
+                    await asyncio.sleep(POLL_SECONDS)
                 await asyncio.sleep(TICK_SECONDS)
+
+    def _ask_candidates(self, candidates: Sequence[Candidate]) -> None:
+        """Begin to describe the candidates that are due, and forget those that are gone."""
+        self._described_at = {c.id: self._described_at.get(c.id, -POLL_SECONDS) for c in candidates}
+        addresses = {address for candidate in candidates for address in candidate.addresses}
+        self._last_errors = {a: kind for a, kind in self._last_errors.items() if a in addresses}
+        for candidate in candidates:
+            known = any(address in self.clients for address in candidate.addresses)
+            if not known and self.clock() - self._described_at[candidate.id] >= POLL_SECONDS:
+                # While the answer is awaited, the candidate is not due.
+                self._described_at[candidate.id] = self.clock() + DESCRIBE_SECONDS
+                self._background.spawn(self._describe_candidate(candidate))
 
     async def _describe_candidate(self, candidate: Candidate) -> None:
         """Admit the worker at the first address of `candidate` that answers with the announced worker id."""
         model = self.model
         for address in candidate.addresses:
             try:
-                client, info = await connect_worker(self.options.policy, candidate, address, self.options.me, model.ref)
+                known = self.view().members.get(address)
+                refusal = known.reason if known and known.state is MemberState.REFUSED else ""
+                client, info = await connect_worker(
+                    self.options.policy, candidate, address, self.options.me, model.ref, refusal=refusal
+                )
             except ClusterError as error:
                 self._record_silence(candidate, address, error)
                 continue
@@ -220,8 +234,8 @@ class Membership:
             return
         name = shown_name(info, address)
         reason = self._refusal_reason(info, self.model)
-        reason = reason or self.group.refusal(name, _arithmetic_of(info))
         reason = reason or self._mixing_reason(client)
+        reason = reason or self.group.refusal(name, _arithmetic_of(info))
         if reason:
             await client.close()
             self._refuse_worker(Member(address, info.worker_id[:MAX_ID], name, 0), reason)

@@ -58,7 +58,7 @@ class Member:
     joined_at: float = 0.0
     """Manager's clock. The process joined at this time."""
     lost_at: float = 0.0
-    """Manager's clock, for a worker that is lost."""
+    """Manager's clock, for a worker that is lost, or was refused last at this time."""
     arithmetic: str = ""
     """Name of the machine's arithmetic. Machines with equal names give the same bits."""
     version: str = ""

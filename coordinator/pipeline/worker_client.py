@@ -127,9 +127,14 @@ class WorkerClient:
         except grpc.aio.UsageError:  # the channel was closed
             raise self._connection_lost() from None
 
-    async def describe(self, model: pb.ModelRef | None = None, timeout: float = DESCRIBE_SECONDS) -> pb.WorkerInfo:
-        """Return the worker's description. Raises VersionError for another release, or WorkerLostError."""
-        request = pb.DescribeRequest(protocol_version=VERSION, model=model)
+    async def describe(
+        self, model: pb.ModelRef | None = None, timeout: float = DESCRIBE_SECONDS, refusal: str = ""
+    ) -> pb.WorkerInfo:
+        """Return the worker's description. Raises VersionError for another release, or WorkerLostError.
+
+        `refusal` tells the worker why it was not used after the description before.
+        """
+        request = pb.DescribeRequest(protocol_version=VERSION, model=model, refusal=refusal)
         info: pb.WorkerInfo = await self.call(self.stub.Describe, request, timeout)
         check_version(info.protocol_version)
         return info

@@ -76,6 +76,7 @@ async def connect_worker(
     me: pb.Coordinator,
     model: pb.ModelRef,
     timeout: float = DESCRIBE_SECONDS,
+    refusal: str = "",
 ) -> tuple[WorkerClient, pb.WorkerInfo]:
     """Return a client for the worker at `address` and its description.
 
@@ -86,7 +87,7 @@ async def connect_worker(
     async def described(trust: NodeTrust | None, node: str) -> tuple[WorkerClient, pb.WorkerInfo]:
         client = WorkerClient(address, me, trust, node)
         try:
-            return client, await client.describe(model, timeout=timeout)
+            return client, await client.describe(model, timeout, refusal)
         except BaseException:
             await client.close()
             raise

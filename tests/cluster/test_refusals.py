@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import httpx
 import psutil
 import pytest
 
@@ -27,13 +29,17 @@ from proto.rpc.link import FrameWriter, LoopFrameReader
 from proto.span import Span
 from tests.cluster.conftest import Pool
 from tests.support.checkpoints.checkpoints import write_checkpoint
+from tests.support.processes.faulty_worker import ARITHMETIC
 from tests.support.processes.processes import (
     Process,
     as_coordinator,
+    as_worker,
     ending,
+    launch,
     launch_coordinator,
     launch_worker,
 )
+from tests.support.processes.reserved_port import reserved_port
 
 REFUSED_SECONDS = 90.0
 """Seconds. Deadline for a program that cannot start. An idle machine needs about two."""
@@ -282,3 +288,29 @@ def test_a_stream_that_belongs_to_no_plan(worker: str) -> None:
         code, details = status_of(frames(*metadata), worker)
         assert code is expected
         assert details
+
+
+def test_a_machine_that_rounds_in_another_way_is_named(tmp_path: Path) -> None:
+    """While an exact cluster waits for it, both programs say why it is not used, and so does the API."""
+    program, flags = "tests.support.processes.faulty_worker", ("--listen", "127.0.0.1:0", "--no-mdns")
+    with ExitStack() as stack:
+        launched = [
+            stack.enter_context(ending(launch(tmp_path, name, program, flags, env={ARITHMETIC: arithmetic})))
+            for name, arithmetic in (("a", ""), ("b", "metal applegpu_g13s, mlx 0.0.1"))
+        ]
+        workers = {worker.address: worker for worker in map(as_worker, launched)}
+        port = stack.enter_context(reserved_port())
+        named = [flag for address in workers for flag in ("--worker", address)]
+        model = ("--model", "builtin", "--exact", "--nodes", "2", "--port", str(port))
+        coordinator = stack.enter_context(ending(launch_coordinator(tmp_path, *model, *named)))
+        refused = coordinator.wait_for("worker refused")
+        worker = workers[refused["address"]]
+        reason = worker.wait_for("a coordinator does not use this worker")["reason"]
+        assert refused["reason"] == reason and "--exact needs equal machines" in reason
+        detail = httpx.get(f"http://127.0.0.1:{port}/status").json()["detail"]
+        assert "waiting for workers: 1 of 2" in detail and reason in detail
+        body = {"prompt": "a", "max_tokens": 1}
+        reply = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
+        assert reply.status_code == 503 and reason in reply.json()["error"]["message"]
+        time.sleep(2.5)
+        assert len(worker.records("a coordinator does not use this worker")) == 1

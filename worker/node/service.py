@@ -7,6 +7,7 @@ import contextlib
 import logging
 import socket
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -35,7 +36,7 @@ from proto.rpc.channels import CHANNEL_OPTIONS, FIRST_MESSAGE_SECONDS, peer_of
 from proto.rpc.data_connection import FRAMES, RESULTS, SERVICE, StreamBinding
 from proto.rpc.link import FrameReader, FrameWriter
 from proto.rpc.listener import MAX_CONTROL_BYTES, MAX_TRANSFERS, first_message
-from proto.rpc.status_codes import to_status
+from proto.rpc.status_codes import printable, to_status
 from proto.span import Span
 from proto.trust.certificates import Role
 from proto.trust.node_trust import NodeTrust
@@ -149,6 +150,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 METADATA_SECONDS = 1.0
 """Seconds that a cancelled call waits for its metadata to be sent."""
 
+MAX_REFUSAL = 400
+"""Characters of a coordinator's reason in the log."""
+
 REPEAT_SECONDS = 20.0
 """Seconds without progress after which the newest message is sent again. A coordinator ends a load that says nothing
 for two minutes, and compiling kernels takes up to one."""
@@ -242,11 +246,17 @@ class WorkerService(pb_grpc.WorkerServicer):
         self.node = node
         self._transfers = 0
         """Provide calls in progress."""
+        self._refusals = deque[str](maxlen=8)
+        """The newest reasons why coordinators do not use this worker. They repeat them every second."""
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.WorkerInfo:
         check_version(request.protocol_version)
         node, identity = self.node, self.node.identity
         node.release_lapsed()
+        refusal = printable(request.refusal, MAX_REFUSAL)
+        if refusal and refusal not in self._refusals:
+            self._refusals.append(refusal)
+            log.warning("a coordinator does not use this worker", extra={"reason": refusal})
         info = pb.WorkerInfo(
             protocol_version=VERSION,
             worker_id=identity.id,

@@ -2,6 +2,8 @@
 
 `MTP_TEST_FAULT` names the file. The worker reads it before every frame and every load. `stuck` blocks the engine
 thread and `hang` blocks the next load, until the file changes. `slow 1.5` delays each frame by 1.5 seconds.
+
+`MTP_TEST_ARITHMETIC` is the arithmetic that the worker claims to have.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from mtp.device import Arithmetic
 from proto.frame import Frame
 from proto.frame_stamps import FrameStamps
 from tests.support.processes.moved_clock import follow_moved_clock
@@ -20,7 +23,7 @@ from worker import cli
 from worker.engine.stage_engine import BegunFrame, StageEngine
 from worker.model.loader import load_stage
 
-FAULT = "MTP_TEST_FAULT"
+FAULT, ARITHMETIC = "MTP_TEST_FAULT", "MTP_TEST_ARITHMETIC"
 
 PART_SECONDS = 1.0
 """Seconds. Longest load of one part here, where checkpoints are small."""
@@ -29,7 +32,7 @@ PART_SECONDS = 1.0
 def fault() -> list[str]:
     """Return the words of the fault file, or none if there is no file."""
     try:
-        return Path(os.environ[FAULT]).read_text().split()
+        return Path(os.environ.get(FAULT, "")).read_text().split()
     except OSError:  # no file, or no free descriptor
         return []
 
@@ -44,7 +47,7 @@ def main() -> None:
     """Run `mtp-worker` with faulty frames and loads."""
     answer_for_tasks()
     follow_moved_clock()
-    begin = StageEngine.begin_frame
+    begin, rounding = StageEngine.begin_frame, os.environ.get(ARITHMETIC) or str(Arithmetic.here())
 
     def faulty_begin(self: StageEngine, frame: Frame, stamps: FrameStamps) -> BegunFrame:
         """Begin `frame` with the current fault."""
@@ -63,5 +66,6 @@ def main() -> None:
         patch.object(StageEngine, "begin_frame", faulty_begin),
         patch("worker.engine.stage_host.load_stage", faulty_load),
         patch("worker.engine.stage_host.PART_SECONDS", PART_SECONDS),
+        patch.object(Arithmetic, "__str__", lambda _: rounding),
     ):
         cli.main()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster.events import Event, apply
+from coordinator.cluster.events import FORGET_SECONDS, Event, TimePassed, apply
 from coordinator.cluster.membership import ArithmeticGroup, ManagerOptions, Membership
 from coordinator.cluster.view import Member, MemberState, Settings, View
 from coordinator.pipeline.worker_connection import Candidate
@@ -285,3 +285,39 @@ async def test_a_worker_without_a_status_is_that_of_the_new_model(
             await until(lambda: worker.watchers == 0)
             refused = await cluster.member(worker, MemberState.REFUSED)
             assert "has no copy of the model" in refused.reason
+
+
+# ---- what stays
+
+
+async def test_nothing_stays_of_candidates_that_are_gone() -> None:
+    """Workers come and go at other addresses for weeks. What is known of them goes with them, or an hour later."""
+    members = Members()
+    look = members.membership._ask_candidates
+    for number in range(500):
+        address = f"127.0.0.1:{number + 1}"
+        candidate = Candidate(f"name-{number}", (address,))
+        members.membership._record_silence(candidate, address, WorkerLostError("no answer"))
+        look([candidate])
+        members.membership._refuse_worker(Member(address, f"w{number}", "w", 0), "another checkpoint")
+    look([candidate])
+    assert len(members.membership._described_at) == len(members.membership._last_errors) == 1
+    members.view = apply(members.view, TimePassed(), FORGET_SECONDS)
+    assert members.view.members == {}
+    await members.membership.close()
+
+
+async def test_a_tick_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixture) -> None:
+    """A bug in one tick is logged. Workers are looked for again."""
+    ticks = list[int]()
+
+    def fail_once() -> TimePassed:
+        """Return the event of a tick, but not of the first."""
+        ticks.append(len(ticks))
+        return TimePassed(1 // ticks[-1])
+
+    members = Members()
+    members.membership.start(fail_once)
+    await until(lambda: len(ticks) > 2)
+    await members.membership.close()
+    assert "looking for workers failed" in caplog.text
