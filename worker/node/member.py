@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import socket
 import sys
@@ -18,6 +19,12 @@ import threading
 from proto import cluster_pb2 as pb
 from proto.announcement import join_address
 from proto.errors import NotReadyError
+from proto.rpc.listener import BackgroundTasks
+
+log = logging.getLogger(__name__)
+
+MAX_LINE = 2**20
+"""Bytes. Longest line of a member's log, such as one with a traceback."""
 
 START_SECONDS = 60.0
 """Seconds. Bound of the start of a process, which imports MLX: 2 s on an idle machine."""
@@ -68,6 +75,27 @@ def report_ready(port: int, address: str, rdma: str) -> None:
     threading.Thread(target=wait_for_end, name="worker-watch", daemon=True).start()
 
 
+async def relay_log(stream: asyncio.StreamReader, pid: int) -> None:
+    """Log the records of a member, which are JSON, in the log of this process. Other lines are those of libraries."""
+    while True:
+        try:
+            line = (await stream.readline()).decode(errors="replace")
+        except ValueError:  # longer than MAX_LINE
+            continue
+        if not line:
+            return
+        try:
+            record = json.loads(line)
+            level, name, text = record.pop("level").upper(), record.pop("logger"), record.pop("message")
+            extra = {key: value for key, value in record.items() if key != "time"} | {"member": pid}
+            logging.getLogger(name).log(logging.getLevelNamesMapping()[level], "%s", text, extra=extra)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            log.warning("%s", line.rstrip(), extra={"member": pid})
+
+
+_background = BackgroundTasks()
+
+
 class MemberProcess:
     """A member process. It waits until `serve` is called."""
 
@@ -82,9 +110,13 @@ class MemberProcess:
             *flags,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=MAX_LINE,
             env={**ENVIRONMENT, **os.environ},
             start_new_session=True,  # Ctrl-C drains the worker, which ends this process afterwards
         )
+        assert process.stderr is not None
+        _background.spawn(relay_log(process.stderr, process.pid))
         return cls(process)
 
     @property

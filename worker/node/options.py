@@ -175,7 +175,7 @@ class WorkerOptions:
         flags += ["--rdma", self.rdma] if self.rdma else []
         flags += ["--memory-limit", f"{memory_limit}B", "--kernels", self.kernels.value]
         flags += ["--prefix-disk", f"{self.prefix_disk}B"] if self.prefix_disk else []
-        flags += ["--log-level", self.log_level, "--log-format", self.log_format]
+        flags += ["--log-level", self.log_level, "--log-format", "json"]
         flags += ["--model", str(model)] if model else []
         flags += ["--state-dir", str(self.state_dir)] if self.state_dir else []
         flags += ["--no-wired-memory"] if self.no_wired_memory else []

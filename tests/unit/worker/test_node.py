@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
@@ -20,6 +21,7 @@ from proto.errors import CheckpointError, NotReadyError, StaleEpochError
 from tests.support.processes.waits import until
 from worker.engine.stage_host import LoadedStage, StageHost, StageSpec
 from worker.model.stage import Stage
+from worker.node.member import MAX_LINE, MemberProcess, relay_log
 from worker.node.node import WorkerNode
 
 ME = pb.Coordinator(id="c", name="c")
@@ -176,3 +178,23 @@ async def test_a_cancelled_start_keeps_the_spare_process(node: WorkerNode, monke
         await node.start_member(pb.MemberRequest(coordinator=ME, epoch=2))
     assert node._spare is spare
     ending.cancel()
+
+
+async def test_the_log_of_a_member_is_that_of_its_worker(caplog: pytest.LogCaptureFixture) -> None:
+    """The worker's log rotates. It has the members' records with their fields, and what their libraries print."""
+    fields = {"time": "now", "level": "error", "logger": "worker.engine", "message": "100 % lost", "epoch": 3}
+    stream = asyncio.StreamReader(MAX_LINE)
+    lines = (b"x" * (2 * MAX_LINE), b"Traceback of a library", b"[7]", json.dumps(fields).encode())
+    stream.feed_data(b"\n".join(lines) + b"\n")
+    stream.feed_eof()
+    async with asyncio.timeout(10):
+        await relay_log(stream, 7)
+    assert [(r.levelname, r.name, r.getMessage(), vars(r)["member"]) for r in caplog.records] == [
+        ("WARNING", "worker.node.member", "Traceback of a library", 7),
+        ("WARNING", "worker.node.member", "[7]", 7),
+        ("ERROR", "worker.engine", "100 % lost", 7),
+    ]
+    assert vars(caplog.records[-1])["epoch"] == 3
+    member = await MemberProcess.spawn(("--no-such-flag",))
+    await until(lambda: "no-such-flag" in caplog.text, "the error of the process")
+    await member.stop()
