@@ -14,6 +14,15 @@ MAX_LOGPROBS = 20
 MAX_GRAMMAR_BYTES = 256 * 1024
 """Bytes. Maximum size of a request's grammar, which travels to the last stage; schemas of agents take a few KB."""
 
+MAX_STOPS = 1024
+"""Maximum tokens in `reasoning_stops`. The last stage reads the logits of all of them."""
+
+MAX_MARK = 64
+"""Maximum tokens in `reasoning_start` and in `reasoning_end`; the marks of models have fewer than 10."""
+
+OPENING_TOKENS = 8
+"""Tokens of an answer among which the reasoning may begin, if the prompt has not opened it."""
+
 MAX_LOGIT_BIAS = 1024
 """Maximum entries in the logit_bias of a request. The last stage applies every entry to every token."""
 
@@ -31,6 +40,11 @@ class SamplingParams:
     penalties cover the output only, as in vLLM's reading of OpenAI's API.
     `logprobs` is the number of alternatives reported with each token: 0 reports only the chosen token, None reports
     nothing.
+
+    A `grammar` begins after the token `grammar_start`, or with the answer. Until then, a token of `reasoning_stops` is
+    chosen as `grammar_start`. Reasoning of `reasoning_budget` tokens is closed with `reasoning_end`, whose last token
+    is its end mark. It begins with the answer, or after the first token of `reasoning_start`, which only the others may
+    precede.
 
     Raises RequestError that names the field for a value out of range.
     """
@@ -51,6 +65,10 @@ class SamplingParams:
     grammar: bytes = b""
     grammar_start: int | None = None
     acceptance: Acceptance = "match"
+    reasoning_budget: int | None = None
+    reasoning_start: tuple[int, ...] = ()
+    reasoning_end: tuple[int, ...] = ()
+    reasoning_stops: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, 0.0, 100.0)
@@ -76,6 +94,13 @@ class SamplingParams:
             )
         if self.grammar_start is not None:
             _within("grammar_start", self.grammar_start, 0, 2**32 - 1, whole=True)
+        if self.reasoning_budget is not None:
+            _within("reasoning_budget", self.reasoning_budget, 0, 2**31 - 1, whole=True)
+            if not self.reasoning_end:
+                raise RequestError("reasoning_budget requires reasoning_end", param="reasoning_budget")
+        _check_tokens("reasoning_start", self.reasoning_start, MAX_MARK)
+        _check_tokens("reasoning_end", self.reasoning_end, MAX_MARK)
+        _check_tokens("stop_token_ids", self.reasoning_stops, MAX_STOPS)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(
                 f"logit_bias has {len(self.logit_bias)} entries, which exceeds the limit of {MAX_LOGIT_BIAS}",
@@ -100,10 +125,15 @@ class SamplingParams:
         """True if the history of the sequence changes its logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
-    @property
-    def needs_host(self) -> bool:
-        """True if the logits depend on tokens that only the host has processed: on a history or a grammar."""
-        return self.penalized or bool(self.grammar)
+    def needs_host(self, first: int, end: int) -> bool:
+        """Return whether the choice of the answer's tokens `first` to `end` depends on tokens before them.
+
+        Only the host knows them. A history and a grammar need them always, the end of the reasoning near its budget.
+        """
+        if self.penalized or self.grammar or self.reasoning_budget is None:
+            return self.penalized or bool(self.grammar)
+        latest = self.reasoning_budget + (OPENING_TOKENS if self.reasoning_start else 0)
+        return self.reasoning_budget < end and first < latest + len(self.reasoning_end)
 
     def to_wire(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, as msgpack encodes them."""
@@ -115,7 +145,7 @@ class SamplingParams:
         """Invert `to_wire`. Raises ProtocolError for unknown fields or wrong types."""
         check_type(wire, dict, "sampling parameters")
         try:
-            return cls(**wire | {"xtc_exempt": tuple(wire.get("xtc_exempt", ()))})
+            return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in wire.items()})
         except (RequestError, TypeError, AttributeError) as error:
             raise ProtocolError(f"sampling parameters: {error}") from error
 
@@ -139,6 +169,13 @@ def _within(
             f"{name} {_shown(value)} is outside {bracket}{_shown(low)}, {_shown(high)}]",
             param=param or name,
         )
+
+
+def _check_tokens(name: str, tokens: tuple[int, ...], most: int) -> None:
+    if len(tokens) > most:
+        raise RequestError(f"{name} has {len(tokens)} tokens, which exceeds the limit of {most}", param=name)
+    for token in tokens:
+        _within(f"{name} token", token, 0, 2**32 - 1, whole=True, param=name)
 
 
 def _shown(number: int | float) -> str:

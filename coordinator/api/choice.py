@@ -25,6 +25,7 @@ from coordinator.text.answer_reader import (
     join_parts,
 )
 from coordinator.text.grammars import OutputFormat
+from coordinator.text.schemas import Json
 from coordinator.text.tokenizer import Piece, TextStream, Tokenizer
 from proto.errors import RequestError, WorkerLostError
 from proto.frame import TokenLogprob
@@ -79,9 +80,8 @@ class Choice:
 
     With `reader` the text is split into content, reasoning and calls; without it all text is content. `tokens`,
     `drafted` and `accepted` count up to the end of a stop string. `began` and `first_token_at` are times of
-    `perf_counter`. `calls` includes calls that are not complete. Above `reasoning_budget` tokens of reasoning, it needs
-    a continuation: a request whose prompt closes the reasoning. With `one_call` it ends after its first call. `replay`
-    restores it from the tokens `generated`, and `next_request` is the request for the rest.
+    `perf_counter`. `calls` includes calls that are not complete. With `one_call` it ends after its first call. `replay`
+    restores it from the tokens `generated`, and `request` is then for the rest.
     """
 
     index: int
@@ -89,7 +89,6 @@ class Choice:
     tokenizer: Tokenizer
     stop: tuple[str, ...]
     reader: AnswerReader | None = None
-    reasoning_budget: int | None = None
     one_call: bool = False
 
     def __post_init__(self) -> None:
@@ -107,10 +106,6 @@ class Choice:
         self.logprobs: list[TokenLogprob] = []
         self._text = TextStream(self.tokenizer.text_bytes, self.stop)
         self.generated: list[int] = []
-        self.next_request = self.request
-        self._continuation: GenerationRequest | None = None
-        self._earlier_drafted = 0  # before the continuation
-        self._earlier_accepted = 0
         self._new: list[tuple[str, TokenLogprob | None]] = []  # of tokens without a piece yet
         self._held: list[tuple[str, TokenLogprob | None]] = []  # whose text the reader holds back
         """The origin and the log-probability of each token that no event has shown."""
@@ -146,32 +141,22 @@ class Choice:
             case TokenChunk():
                 return self._apply_tokens(event)
             case Finished():
-                self.drafted = self._earlier_drafted + event.stats.drafted
-                self.accepted = self._earlier_accepted + event.stats.accepted
+                self.drafted, self.accepted = event.stats.drafted, event.stats.accepted
                 if event.reason not in ("stop", "length"):
                     raise WorkerLostError(event.error or f"the request was {event.reason}")
                 return self._end("stop" if event.reason == "stop" else "length")
 
     def replay(self, tokens: Sequence[int]) -> list[AnswerEvent]:
-        """Restore the choice from `tokens`, read one by one as before; return the events. `next_request` goes on."""
+        """Restore the choice from `tokens`, read one by one as before; return the events. `request` goes on."""
         events: list[AnswerEvent] = []
-        emitted: list[int] = []
         for token in tokens:
             if self.done:
                 return events
             events += self.apply_event(TokenChunk((token,)))
-            emitted.append(token)
-            if (continuation := self.take_continuation()) is not None:
-                self.next_request, emitted = continuation, []
-        if not self.done and len(emitted) >= self.next_request.max_tokens:
+        if not self.done and len(tokens) >= self.request.max_tokens:
             return events + self._end("length")
-        self.next_request = replace(self.next_request, emitted=tuple(emitted))
+        self.request = replace(self.request, emitted=tuple(tokens))
         return events
-
-    def take_continuation(self) -> GenerationRequest | None:
-        """Return the request that replaces the current one, once; None if the current one goes on."""
-        taken, self._continuation = self._continuation, None
-        return taken
 
     def _apply_tokens(self, chunk: TokenChunk) -> list[AnswerEvent]:
         self.first_token_at = self.first_token_at or time.perf_counter()
@@ -186,28 +171,6 @@ class Choice:
             events += self._read_piece(self._text.add_token(token))
             if self._text.stopped or (self.one_call and self.complete_calls):
                 return events + self._end("stop")
-            budget, reader = self.reasoning_budget, self.reader
-            reasoning = reader is not None and reader.reasoning
-            if budget is not None and reasoning and self.reasoning_tokens >= budget:
-                return events + self._close_reasoning()
-        return events
-
-    def _close_reasoning(self) -> list[AnswerEvent]:
-        """Close the reasoning, and continue from its tokens up to the budget, whatever the size of windows."""
-        assert self.reader is not None
-        events = self._read_piece(self._text.finish())
-        closing = self.tokenizer.reasoning_end
-        events += self._record_parts(self.reader.add_text(closing))
-        self._text = TextStream(self.tokenizer.text_bytes, self.stop)
-        self.reasoning_budget = None
-        self._earlier_drafted, self._earlier_accepted = self.drafted, self.accepted
-        self._new.clear()
-        added = (*self.generated, *self.tokenizer.encode(closing))
-        room = self.request.max_tokens - len(added)
-        if room < 1:
-            return events + self._end("length")
-        prompt = self.request.prompt + added
-        self._continuation = replace(self.request, prompt=prompt, max_tokens=room)
         return events
 
     def _end(self, reason: EndReason) -> list[AnswerEvent]:
@@ -340,17 +303,23 @@ async def chat_answer(
     chat: request_settings.ChatRequest,
     answer_id: str,
     restored: GenerationRequest | None = None,
+    emitted: Sequence[int] = (),
 ) -> GeneratedAnswer:
-    """Return the answer before its first token, or that of a `restored` request. Raises RequestError."""
+    """Return the answer before its first token, or that of a `restored` request after `emitted`. Raises RequestError.
+
+    The choice reads the emitted tokens later.
+    """
     prompt, images = await prompt_of(api, chat)
     stop_tokens, stop = request_settings.stops_of(api, chat.settings)
     if restored is not None and images:
         if restored.prompt[: len(prompt.tokens)] != prompt.tokens:
             raise RequestError("the images of this answer have changed since it began")
         restored = replace(restored, images=images)
+    if restored is not None:
+        restored = _with_limit(restored, emitted, request_settings.reasoning_limit(api, chat, prompt))
     requests = [restored] if restored else []
     if restored is None:
-        forced = await request_settings.grammar_fields(api, chat, thinking=prompt.thinking)
+        forced = await request_settings.constraint_fields(api, chat, prompt, stop_tokens)
         requests = [
             replace(request, turn=prompt.turn, continued=prompt.continued, images=images)
             for request in request_settings.requests_of(
@@ -364,9 +333,21 @@ async def chat_answer(
             api.tokenizer,
             stop,
             AnswerReader(api.tokenizer.marks, thinking=prompt.thinking, reasons=prompt.reasons, tools=chat.tools),
-            reasoning_budget=chat.reasoning_budget,
             one_call=chat.one_call,
         )
         for index, request in enumerate(requests)
     ]
     return GeneratedAnswer(answer_id, api.model.id, chat.settings, choices)
+
+
+def _with_limit(request: GenerationRequest, emitted: Sequence[int], limit: Json) -> GenerationRequest:
+    """Return a restored request with the limit of its reasoning, which earlier releases kept beside it.
+
+    They left the tokens that close the reasoning out of `emitted`. Raises RequestError where that cannot be mended.
+    """
+    if not limit or request.params.reasoning_budget is not None:
+        return request
+    budget, mark = limit["reasoning_budget"], limit["reasoning_end"][-1]
+    if len(emitted) >= budget and mark not in emitted[:budget]:
+        raise RequestError("an earlier release began this answer and limited its reasoning. Send the request again.")
+    return replace(request, params=replace(request.params, **limit))

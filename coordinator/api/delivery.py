@@ -97,14 +97,15 @@ class AnswerQueue:
 
     def __init__(self, generator: Generator, requests: Sequence[GenerationRequest]) -> None:
         self._generator = generator
-        self._queue: asyncio.Queue[tuple[int, int, GenerationEvent | Exception]] = asyncio.Queue()
-        self._requests = [*requests]
+        self._queue: asyncio.Queue[tuple[int, GenerationEvent | Exception]] = asyncio.Queue()
+        self._requests = requests
         self._backlog = BACKLOG + BACKLOG_OF_REQUEST * len(requests)
         self._running: dict[int, Callable[[], None]] = {}
-        self._generation = [0] * len(requests)
-        """The number of times that each request was replaced. Events of a replaced one are dropped."""
         for index, request in enumerate(requests):
-            self._start(index, request)
+            try:
+                self._running[index] = generator.submit(request, partial(self._deliver, index))
+            except Exception as error:  # a refusal or a bug, which `next_event` raises
+                self._queue.put_nowait((index, error))
 
     @property
     def position(self) -> int | None:
@@ -116,9 +117,7 @@ class AnswerQueue:
         """Return the next event and its request's index, or None after `seconds`. Raises an error in its place."""
         try:
             async with asyncio.timeout(seconds):
-                index, generation, event = await self._queue.get()
-                while generation != self._generation[index]:
-                    index, generation, event = await self._queue.get()
+                index, event = await self._queue.get()
         except TimeoutError:
             return None
         if isinstance(event, Exception):
@@ -130,32 +129,18 @@ class AnswerQueue:
         if (cancel := self._running.pop(index, None)) is not None:
             cancel()
 
-    def replace_request(self, index: int, request: GenerationRequest) -> None:
-        """Stop one request and start `request` in its place. No event of the stopped request arrives any more."""
-        self.cancel_request(index)
-        self._generation[index] += 1
-        self._start(index, request)
-
     def close(self) -> None:
         """Stop all requests that still run."""
         for index in list(self._running):
             self.cancel_request(index)
 
-    def _start(self, index: int, request: GenerationRequest) -> None:
-        self._requests[index] = request
-        deliver = partial(self._deliver, index, self._generation[index])
-        try:
-            self._running[index] = self._generator.submit(request, deliver)
-        except Exception as error:  # a refusal or a bug, which `next_event` raises
-            self._queue.put_nowait((index, self._generation[index], error))
-
-    def _deliver(self, index: int, generation: int, event: GenerationEvent) -> None:
+    def _deliver(self, index: int, event: GenerationEvent) -> None:
         """Queue an event, or an error in its place if the client leaves too many unread."""
         if self._queue.qsize() < self._backlog:
-            self._queue.put_nowait((index, generation, event))
-        elif index in self._running and generation == self._generation[index]:
+            self._queue.put_nowait((index, event))
+        elif index in self._running:
             error = ClusterError("the client did not read its answer. Read it faster.")
-            self._queue.put_nowait((index, generation, error))
+            self._queue.put_nowait((index, error))
             self.cancel_request(index)
 
 
@@ -198,7 +183,7 @@ class Delivery:
         self._keep_alive = api.options.keep_alive_seconds
         meter.record.prompt_tokens = prepared.answer.prompt_tokens
         open_choices = () if prepared.answer.done else prepared.answer.choices
-        self._queue = AnswerQueue(api.generator, [each.next_request for each in open_choices])
+        self._queue = AnswerQueue(api.generator, [each.request for each in open_choices])
         self.outcome = "cancelled"
         self._opened = opened
         self._logged = logged
@@ -305,8 +290,6 @@ class Delivery:
             self._meter.record_tokens(index, choice.tokens - before)
         if choice.done:
             self._queue.cancel_request(index)  # the engine does not look for stop strings
-        elif (request := choice.take_continuation()) is not None:
-            self._queue.replace_request(index, request)
         return events
 
     def _record_success(self) -> None:

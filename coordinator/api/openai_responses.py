@@ -341,7 +341,7 @@ async def restore(api: Api, record: Record, request: GenerationRequest) -> Prepa
     body = ResponsesBody.model_validate_json(record.body)
     items = _items.validate_python([*record.history["before"], *record.history["input"]])
     chat = _internal_request(api, body, items)
-    answer = await chat_answer(api, chat, record.id, restored=request)
+    answer = await chat_answer(api, chat, record.id, restored=request, emitted=record.tokens)
     answer = replace(answer, created=record.created)
     writer = ResponseWriter(answer, _repeated_fields(body), _names(body))
     return PreparedAnswer(answer, writer, stream=True, record=record)

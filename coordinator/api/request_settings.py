@@ -124,7 +124,7 @@ def requests_of(
     stop_tokens: frozenset[int],
     forced: Json,
 ) -> list[GenerationRequest]:
-    """Return `n` requests per prompt, with the grammar's fields in `forced`. Raises RequestError, naming the field."""
+    """Return `n` requests per prompt, with the fields of SamplingParams in `forced`. Raises RequestError."""
     check_choices(api, len(prompts), settings.n)
     params = replace(_sampling_params(api, settings), **forced)
     # vLLM, llama.cpp and Ollama read -1 as no seed.
@@ -258,24 +258,41 @@ async def render_chat(api: Api, chat: ChatRequest, places: Mapping[str, str] | N
         raise
 
 
-async def grammar_fields(api: Api, chat: ChatRequest, *, thinking: bool) -> Json:
-    """Return the fields of SamplingParams that force the chat's output. Raises RequestError, naming the field.
+async def constraint_fields(api: Api, chat: ChatRequest, prompt: ChatPrompt, stop_tokens: Collection[int]) -> Json:
+    """Return the fields of SamplingParams that force the chat's output and limit the reasoning. Raises RequestError.
 
-    If the answer begins inside reasoning (`thinking`), the grammar starts at the token that closes it.
+    If the answer begins inside reasoning, the grammar starts at the token that closes it, and a stop token closes it.
     """
-    output = await asyncio.to_thread(_forced_output, api, chat)
+    output, limit = await asyncio.to_thread(_forced_output, api, chat), reasoning_limit(api, chat, prompt)
     if output is None:
-        return {}
+        return limit
     if chat.settings.ignore_eos:
         raise refused_field(output.param, "cannot be combined with ignore_eos. Send one of them.")
     # An error of the calls' grammar names the tool whose schema is the cause.
     schemas = _tool_schemas(chat) if chat.forced_tool is not None else ()
     causes = [OutputFormat("json_schema", schema, path) for path, schema in schemas]
     grammar = await api.compiler.compile([output, *causes])
-    start = api.tokenizer.reasoning_end_id if thinking else None
-    if thinking and start is None:
+    if not prompt.thinking:
+        return {"grammar": grammar}
+    mark = api.tokenizer.reasoning_end_id
+    if mark is None:
         raise refused_field(output.param, "this model's reasoning has no end token. Switch reasoning off.")
-    return {"grammar": grammar, "grammar_start": start}
+    stops = tuple(sorted({*stop_tokens} - {mark}))
+    return {"grammar": grammar, "grammar_start": mark, "reasoning_stops": stops, **limit}
+
+
+def reasoning_limit(api: Api, chat: ChatRequest, prompt: ChatPrompt) -> Json:
+    """Return the fields of SamplingParams that limit the reasoning of an answer to `prompt`. Raises RequestError."""
+    if chat.reasoning_budget is None or not (prompt.reasons and api.tokenizer.reasoning_end):
+        return {}
+    if api.tokenizer.reasoning_end_id is None:
+        text = "this model's reasoning has no end token, so it has no limit. Omit the field."
+        raise refused_field(chat.settings.client_name("reasoning_budget"), text)
+    return {
+        "reasoning_budget": chat.reasoning_budget,
+        "reasoning_start": () if prompt.thinking else api.tokenizer.reasoning_start,
+        "reasoning_end": api.tokenizer.encode(api.tokenizer.reasoning_end),
+    }
 
 
 def _tool_schemas(chat: ChatRequest) -> Iterator[tuple[str, Any]]:

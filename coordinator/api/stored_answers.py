@@ -425,7 +425,6 @@ async def serve_answer(request: Request, endpoint: str, prepare: Prepare) -> Res
         raise
     for choice in prepared.answer.choices:
         choice.request = replace(choice.request, client=client)
-        choice.next_request = replace(choice.next_request, client=client)
     record = prepared.record
     if record is not None and (prepared.stream or record.background):
         answer = await stored_of(request).start(prepared, meter)

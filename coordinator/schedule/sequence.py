@@ -159,7 +159,8 @@ class Sequence:
         window = self.windows_in_flight[0]
         if len(self.windows_in_flight) > 1 or window.width > 1 or window.drafts:
             return False
-        return not self.request.params.needs_host and window.relays >= relayed
+        newest = self.emitted + self.tokens_in_flight
+        return not self.request.params.needs_host(newest, newest + 1) and window.relays >= relayed
 
     def can_send_window(self, shape: Shape) -> bool:
         """Return whether a window of `shape` can be sent now: the first one, or a further speculative one."""
@@ -202,7 +203,8 @@ class Sequence:
         With `relay` a later window may continue this one over several stages, if it is plain.
         """
         number, depth = self.next_window_number(), shape.depth
-        relay = relay and not (depth or self.request.params.needs_host)
+        newest = self.emitted + self.tokens_in_flight + 1  # the place of a token that a later window continues with
+        relay = relay and not (depth or self.request.params.needs_host(newest, newest + 1))
         relay = relay and self.tokens_in_flight + 1 < self.remaining
         if self.windows_in_flight and shape.fill == 1:
             window = Window(number, 0, (), frame, depth, continues=True, relays=relay)

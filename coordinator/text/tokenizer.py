@@ -405,6 +405,12 @@ class Tokenizer:
         tokens = tuple(self._wrapper.think_end_tokens or ()) if self._wrapper.has_thinking else ()
         return tokens[0] if len(tokens) == 1 else None
 
+    @property
+    def reasoning_start(self) -> tuple[int, ...]:
+        """The token that opens reasoning, and the blank ones that models write before it."""
+        blanks = [self.encode(blank) for blank in ("\n", "\n\n", " ", "  ")]
+        return (*self._wrapper.think_start_tokens, *(tokens[0] for tokens in blanks if len(tokens) == 1))
+
     # ---- tokens to text
 
     def token_bytes(self, token: int) -> bytes:
@@ -430,11 +436,11 @@ class Tokenizer:
 
     @property
     def reasoning_end(self) -> str:
-        """The text that closes reasoning, with its line breaks; empty for a model without reasoning."""
+        """The text that closes reasoning, up to its mark; empty for a model without reasoning."""
         if not self._wrapper.has_thinking:
             return ""
         end = str(self._wrapper.think_end)
-        return end if self.call_form == "pairs" else f"\n{end}\n\n"
+        return end if self.call_form == "pairs" else f"\n{end}"
 
     @property
     def has_tools(self) -> bool:

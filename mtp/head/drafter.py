@@ -19,7 +19,8 @@ from mlx_lm.models.qwen3_5 import DecoderLayer, TextModelArgs
 from mtp.layers.kv_cache import KVRows
 from mtp.layers.layer import Hole, KVFormat, Layer
 from mtp.layers.reference.attention import AttentionLayer
-from mtp.sampling.grammar import Answer, GrammarState
+from mtp.sampling.constraint import Constraint
+from mtp.sampling.grammar import Answer
 from mtp.sampling.sampler import Draft, History, draw, key_array, shared_settings
 from proto.params import SamplingParams
 
@@ -179,8 +180,8 @@ class HeadState:
 class DraftJob:
     """A request for `depth` drafts after `token`, which is at `position` and not in `history` yet.
 
-    With a `grammar`, `answer` are the tokens of the answer up to `token`. The tokens that the grammar forces are the
-    first drafts, also more than `depth` of them. They cost no pass.
+    With a `constraint`, `answer` are the tokens of the answer up to `token`. The tokens that it forces are the first
+    drafts, also more than `depth` of them. They cost no pass.
     """
 
     state: HeadState
@@ -189,15 +190,15 @@ class DraftJob:
     position: int
     params: SamplingParams
     history: History | None = None
-    grammar: GrammarState | None = None
+    constraint: Constraint | None = None
     answer: Answer = field(default_factory=Answer)
 
     @cached_property
     def forced(self) -> tuple[int, ...]:
-        """The first drafts, which the grammar forces."""
-        if self.grammar is None:
+        """The first drafts, which the constraint forces."""
+        if self.constraint is None:
             return ()
-        return tuple(self.grammar.forced(self.answer)[: max(self.depth, FORCED_DRAFTS)])
+        return tuple(self.constraint.forced(self.answer)[: max(self.depth, FORCED_DRAFTS)])
 
 
 @dataclass(frozen=True)
@@ -311,9 +312,9 @@ class _Chain:
             return
         position = job.position + 1 + len(self.tokens)
         pending = mx.concatenate([mx.array([job.token], mx.int32), *self.tokens])
-        if job.grammar is not None:
+        if job.constraint is not None:
             drafted = cast(list[int], pending[1:].tolist())
-            logits = job.grammar.mask(logits, job.answer.with_pending(drafted))
+            logits = job.constraint.mask(logits, job.answer.with_pending(drafted))
         keys = partial(key_array, [(job.params.seed, position)])
         drawn = draw(logits, job.params, keys, job.history, pending)
         self.tokens.append(drawn.tokens)

@@ -285,6 +285,10 @@ class GrammarState:
             row[: None if mask is None else mask.size] = True if mask is None else mask
         return mx.where(mx.array(table), logits, -mx.inf)
 
+    def waits(self, answer: Answer, length: int) -> bool:
+        """Return whether the grammar begins later than after the first `length` tokens of `answer`."""
+        return self._first_constrained(answer, length) is None
+
     def _first_constrained(self, answer: Answer, length: int) -> int | None:
         """Return where the part of the answer begins that the grammar covers, or None before it begins."""
         if self._start is None or self._begins is not None:

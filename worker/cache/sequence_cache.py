@@ -21,7 +21,8 @@ import mlx.core as mx
 
 from mtp.head.drafter import Drafts, HeadState
 from mtp.layers.layer import LayerCache
-from mtp.sampling.grammar import Answer, GrammarState
+from mtp.sampling.constraint import Constraint
+from mtp.sampling.grammar import Answer
 from mtp.sampling.sampler import Draft, History
 from proto.errors import ProtocolError
 from proto.frame import Admit, Segment
@@ -244,7 +245,7 @@ class LastStageState:
     chosen: ChosenToken | None = None
     unconfirmed: list[UnconfirmedToken] = field(default_factory=list)
     """Tokens of windows that continue and whose commit has not arrived."""
-    grammar: GrammarState | None = None
+    constraint: Constraint | None = None
     chains: dict[int, DraftedChain] = field(default_factory=dict)
     """Under the ratio rule, the newest chains by the window that they follow."""
     image_token: int = 0
@@ -255,6 +256,11 @@ class LastStageState:
         prompt = self.admitted.prompt
         rest = max(0, prompt - len(self.tokens))  # of the prompt, in its last chunk
         return Answer(self.tokens, prompt, tuple(tokens[rest:]))
+
+    def needs_host(self, segment: Segment, drafts: int = 0) -> bool:
+        """Return whether the tokens after the rows of `segment`, or `drafts` more, depend on tokens before them."""
+        first = segment.position + 1 - self.admitted.prompt
+        return self.params.needs_host(first, first + segment.width + drafts)
 
     @property
     def params(self) -> SamplingParams:

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from mtp.head.drafter import Drafter, DraftJob, Drafts, WindowDrafts, WindowJob
 from mtp.layers.layer import KVFormat
-from mtp.sampling.grammar import GrammarState
+from mtp.sampling.constraint import Constraint
 from mtp.sampling.sampler import (
     Draft,
     History,
@@ -158,7 +158,7 @@ class Verdict:
             state.expected = outcome.token
 
     def _with_late_drafts(self, outcomes: dict[Key, Outcome]) -> dict[Key, Outcome]:
-        """Add the drafts that depend on the host: on a history or a grammar."""
+        """Add the drafts that depend on the host: on a history or a constraint."""
         early = () if self.drafts is None else self.drafts.keys
         jobs: dict[Key, DraftJob] = {}
         for run in self.runs:
@@ -167,10 +167,12 @@ class Verdict:
                 continue
             if state.head is None:
                 raise ProtocolError("drafts are requested, but this checkpoint has no MTP head")
-            head, params, grammar = state.head, state.params, state.grammar
+            head, params, constraint = state.head, state.params, state.constraint
             end = segment.position + outcome.accepted_length
             answer = state.answer_with([outcome.token])
-            jobs[run.key] = DraftJob(head, segment.drafts, outcome.token, end, params, state.history, grammar, answer)
+            jobs[run.key] = DraftJob(
+                head, segment.drafts, outcome.token, end, params, state.history, constraint, answer
+            )
         if not jobs or self.drafter is None:
             return outcomes
         drafts = self.drafter.draft(list(jobs.values()))
@@ -229,11 +231,11 @@ class Verifier:
         head = None if self.drafter is None else self.drafter.new_state()
         history = History(self.vocab, op.prompt) if op.params.penalized else None
         self.vocabulary = op.vocabulary or self.vocabulary
-        grammar = GrammarState.make(op.params, self.vocabulary)
+        constraint = Constraint.make(op.params, self.vocabulary, self.vocab)
         # The vocabulary may have megabytes, so the state does not include it.
         admitted = replace(op, vocabulary=b"") if op.vocabulary else op
         self.states[op.seq_id] = LastStageState(
-            admitted, head, history=history, grammar=grammar, image_token=self.config.image_token
+            admitted, head, history=history, constraint=constraint, image_token=self.config.image_token
         )
 
     def evict(self, seq_id: int) -> None:
@@ -289,7 +291,7 @@ class Verifier:
         verified, start = [], 0
         for _, segment in runs:
             state = self.states[segment.seq_id]
-            if segment.continues and state.params.needs_host:
+            if segment.continues and state.needs_host(segment):
                 raise ProtocolError(f"sequence {segment.seq_id} cannot continue by itself")
             if state.admitted.images and state.head is not None:
                 images = ImageLayout(state.admitted.images, self.config.image_sections)
@@ -303,7 +305,7 @@ class Verifier:
         chosen = []
         for segment in segments:
             state = self.states[segment.seq_id]
-            if state.chosen is None or state.params.needs_host:
+            if state.chosen is None or state.needs_host(segment):
                 raise ProtocolError(f"sequence {segment.seq_id} cannot continue by itself")
             chosen.append(state.chosen)
         tokens, rows = chosen[0].tokens, [one.row for one in chosen]
@@ -350,7 +352,8 @@ class Verifier:
         for run, rows in logits:
             params, open_window = run.state.params, run.segment.open and not run.segment.continues
             drafts = run.state.drafts_of(run.segment) if params.ratio and open_window else []
-            settings = None if run.state.grammar is not None or drafts else shared_settings(params)
+            own = run.state.constraint is not None and run.state.needs_host(run.segment)
+            settings = None if own or drafts else shared_settings(params)
             if settings is None:
                 found.append(Choice([(run, rows.shape[0])], self._targets(run, rows, drafts)))
             else:
@@ -367,8 +370,8 @@ class Verifier:
         """Return the target's token after each row: int32 `[w]`, lazy. `drafts` are those of the ratio rule."""
         state, segment, rows = run.state, run.segment, logits.shape[0]
         params = state.params
-        if state.grammar is not None:
-            logits = state.grammar.mask(logits, state.answer_with(segment.tokens))
+        if state.constraint is not None and state.needs_host(segment):
+            logits = state.constraint.mask(logits, state.answer_with(segment.tokens))
         first = segment.position + segment.width - rows + 1
         return choose(logits, params, first, state.history, segment.tokens, drafts)
 
@@ -403,14 +406,14 @@ def _places(run: VerifiedRun, logits: mx.array) -> list[tuple[int, int]]:
 
 
 def _drafts_on_device(run: VerifiedRun) -> bool:
-    """Return whether a window that is no misspeculation asks for drafts without a history or a grammar."""
+    """Return whether a window that is no misspeculation asks for drafts without a history or a constraint."""
     segment, state = run.segment, run.state
     sampled = segment.open or segment.sample
     if not segment.drafts or not sampled or segment.continues or state.head is None:
         return False
     if segment.open and state.expected is not None and state.expected != segment.tokens[0]:
         return False
-    return not state.params.needs_host and shared_settings(state.params) is not None
+    return not state.needs_host(segment, segment.drafts) and shared_settings(state.params) is not None
 
 
 def _window_job(run: VerifiedRun, normed: mx.array, targets: mx.array) -> WindowJob:

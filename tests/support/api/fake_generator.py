@@ -18,6 +18,8 @@ from coordinator.schedule.request import (
 )
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus
 from coordinator.text.tokenizer import Tokenizer
+from mtp.sampling.constraint import closing_tokens
+from mtp.sampling.grammar import Answer
 from proto.errors import ClusterError
 from proto.frame import TokenLogprob
 
@@ -96,7 +98,7 @@ class FakeGenerator:
             yield PrefillProgress(len(request.prompt) // 2, len(request.prompt), self.cached)
             yield PrefillProgress(len(request.prompt), len(request.prompt), self.cached)
             text = self.answer(request) if self.answer else self.text
-            tokens = self.tokenizer.encode(text)[: request.max_tokens]
+            tokens = self._limited(request, self.tokenizer.encode(text))[: request.max_tokens]
             for index, start in enumerate(range(len(request.emitted), len(tokens), self.window)):
                 await self._obstacle(index)
                 chunk = tokens[start : start + self.window]
@@ -110,6 +112,14 @@ class FakeGenerator:
         finally:
             if not finished:
                 self.cancelled.append(request.request_id)
+
+    def _limited(self, request: GenerationRequest, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Return `tokens` with the reasoning closed as the last stage does; the text goes on after its own end mark."""
+        for length in range(len(tokens)):
+            if closing := closing_tokens(request.params, Answer(pending=tokens), length):
+                place = tokens.index(closing[-1]) + 1 if closing[-1] in tokens else len(tokens)
+                return (*tokens[:length], *closing, *tokens[place:])
+        return tokens
 
     async def _obstacle(self, window: int) -> None:
         if self.failure is not None and window == self.fail_after:

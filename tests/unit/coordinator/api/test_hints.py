@@ -51,27 +51,42 @@ async def test_reasoning_effort_drives_the_templates_switch(effort: str, thinks:
 
 @pytest.mark.parametrize("window", [1, 7])
 async def test_a_reasoning_budget_closes_the_reasoning(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the budget the engine continues from the reasoning so far and its end marker, for any window."""
+    """The engine gets one request with the limit, and its answer has the closing tokens as any others."""
     monkeypatch.setitem(BUDGETS, "low", 4)
     tokens = tiny_tokenizer().encode("one two three four five six seven")
-    prompts: list[tuple[int, ...]] = []
-
-    def answer(request: Any) -> str:
-        prompts.append(request.prompt)
-        return "The answer" if len(prompts) == 2 else "one two three four five six seven"
-
-    api = api_saying("", answer=answer, window=window)
-    body = {"reasoning_effort": "low", "seed": 3, "max_tokens": 100, "logprobs": True}
+    api = api_saying("one two three four five six seven</think>The answer", window=window)
+    body = {"reasoning_effort": "low", "seed": 3, "max_tokens": 100, "logprobs": True, "return_token_ids": True}
     reply = (await api.chat(**body)).json()
     (choice,) = reply["choices"]
     kept = b"".join(map(tiny_tokenizer().token_bytes, tokens[:4])).decode()
+    closing = tiny_tokenizer().encode("\n</think>")
     assert choice["message"]["reasoning_content"] == kept
     assert choice["message"]["content"] == "The answer"
-    assert prompts[1] == prompts[0] + tokens[:4] + tiny_tokenizer().encode("\n</think>\n\n")
-    first, second = api.generator.requests
-    assert first.params == second.params
-    assert len(second.prompt) + second.max_tokens == len(first.prompt) + first.max_tokens
-    assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == 4
+    (request,) = api.generator.requests
+    assert (request.params.reasoning_budget, request.params.reasoning_end) == (4, closing)
+    assert tuple(choice["token_ids"][: 4 + len(closing)]) == tokens[:4] + closing
+    assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == 4 + len(closing)
+    assert reply["usage"]["completion_tokens"] == len(choice["token_ids"])
     entries = choice["logprobs"]["content"]
-    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == f"{kept}The answer"
-    assert len(api.generator.cancelled) == 1
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == f"{kept}\n</think>The answer"
+    assert not api.generator.cancelled
+
+
+@pytest.mark.parametrize(
+    ("switch", "text", "limited"),
+    [(None, "one two", True), (False, "one two", False), (False, "</think>", False)],
+)
+async def test_only_reasoning_has_a_budget(switch: bool | None, text: str, limited: bool) -> None:
+    """Where reasoning is off, the engine gets no limit, and the content is not cut."""
+    api = api_saying(text)
+    fields = {} if switch is None else {"enable_thinking": switch}
+    assert (await api.chat(thinking_budget=1, **fields)).status_code == 200
+    assert (api.generator.requests[0].params.reasoning_budget is not None) is limited
+
+
+async def test_each_choice_with_a_budget_is_one_submission() -> None:
+    """A choice keeps its place in the queue: nothing is submitted again when its reasoning is closed."""
+    api = api_saying("one two three four five six seven</think>The answer")
+    reply = (await api.chat(thinking_budget=2, n=3)).json()
+    assert [choice["message"]["content"] for choice in reply["choices"]] == ["The answer"] * 3
+    assert len(api.generator.requests) == 3

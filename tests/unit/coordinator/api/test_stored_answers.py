@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,29 +112,62 @@ async def test_every_event_arrives_once_whatever_the_place_of_the_restart(tmp_pa
         await restarts.end(api)
 
 
-async def test_a_budget_is_kept_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restart after the budget closed the reasoning continues the request that closed it."""
-    monkeypatch.setitem(BUDGETS, "low", 4)
-    body = {"input": "Hi", "reasoning": {"effort": "low"}}
-    restarts = Restarts(tmp_path, "one two three four five six seven")
-    api = await restarts.start()
-    expected = await whole_stream(api, body)
-    prompts = [request.prompt for request in restarts.generator.requests]
-    assert len(prompts) == 2, "the budget makes a second request"
-    await restarts.end(api)
-    api = await restarts.start(hang_after=7)
-    client = DisconnectingClient(api, PATH, {**body, "stream": True, "seed": 1})
-    await client.wait_for(b'"delta":"o')
+LIMITED = {"input": "Hi", "reasoning": {"effort": "low"}}
+LONG = "one two three four five six seven\n</think>\n\nThe answer"
+
+
+async def interrupted(restarts: Restarts, place: int) -> list[str]:
+    """Run the answer LIMITED up to token `place`, end the server, and return the events that the client received."""
+    api = await restarts.start(hang_after=place)
+    client = DisconnectingClient(api, PATH, {**LIMITED, "stream": True, "seed": 1})
     async with asyncio.timeout(PATIENCE):
         await restarts.generator.hanging.acquire()
+    await client.wait_for(b"data: ")
     await restarts.end(api)
     await client.task
-    received = numbered(client)
+    return numbered(client)
+
+
+async def test_a_budget_is_kept_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart before, inside and after the closing of the reasoning continues the same request."""
+    monkeypatch.setitem(BUDGETS, "low", 4)
+    restarts = Restarts(tmp_path, LONG)
     api = await restarts.start()
-    assert texts(received + await rest_of(api, received)) == texts(expected)
+    expected = await whole_stream(api, LIMITED)
     (request,) = restarts.generator.requests
-    assert request.prompt == prompts[1]
-    assert request.emitted
+    await restarts.end(api)
+    for place in range(8):
+        received = await interrupted(restarts, place)
+        api = await restarts.start()
+        assert texts(received + await rest_of(api, received)) == texts(expected), place
+        (restored,) = restarts.generator.requests
+        assert (restored.params, len(restored.emitted)) == (request.params, place)
+        await restarts.end(api)
+
+
+@pytest.mark.parametrize(("place", "goes_on"), [(3, True), (4, False), (7, False)])
+async def test_an_answer_of_an_earlier_release_with_a_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int, goes_on: bool
+) -> None:
+    """Its record has no limit. Before the budget it gets one; later it ends with the reason, since tokens are missing."""
+    restarts = Restarts(tmp_path, LONG)
+    monkeypatch.setitem(BUDGETS, "low", 4 if goes_on else 100)  # the text of those tokens has no end mark
+    received = await interrupted(restarts, place)
+    answer_id = json.loads(received[0].partition("data: ")[2])["response"]["id"]
+    monkeypatch.setitem(BUDGETS, "low", 4)
+    journal = Journal(tmp_path / "answers.db")
+    (record,) = await journal.unfinished()
+    params = {n: value for n, value in record.request["params"].items() if not n.startswith("reasoning")}
+    journal.save_answer(replace(record, request={**record.request, "params": params}))
+    await journal.close()
+    api = await restarts.start()
+    found = await finished(api, answer_id)
+    if goes_on:
+        assert restarts.generator.requests[0].params.reasoning_budget == 4
+        assert found["output"][-1]["content"][0]["text"] == "The answer"
+    else:
+        assert not restarts.generator.requests
+        assert "limited its reasoning" in found["error"]["message"]
     await restarts.end(api)
 
 
