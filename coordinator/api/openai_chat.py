@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from fastapi import APIRouter
@@ -166,6 +167,7 @@ class ChunkWriter(AnswerWriter):
         self._tokenizer = tokenizer
         self._body = body
         self._shown: dict[int, int] = {}  # token ids that each choice has shown
+        self._hidden: dict[int, AnswerEvent] = {}  # the events of choices since their last chunk, joined
 
     @abc.abstractmethod
     def choice_result(self, index: int) -> Json:
@@ -180,7 +182,13 @@ class ChunkWriter(AnswerWriter):
         return self._add_token_ids({**self._head(self.kind), "choices": choices, "usage": usage_of(self._answer)})
 
     def write_event(self, event: AnswerEvent) -> bytes:
-        return self.chunk(self.choice_entry(event)) if self.shows(event) else b""
+        if (hidden := self._hidden.pop(event.choice, None)) is not None:
+            logprobs, origins = hidden.logprobs + event.logprobs, hidden.origins + event.origins
+            event = replace(event, logprobs=logprobs, origins=origins)
+        if self.shows(event):
+            return self.chunk(self.choice_entry(event))
+        self._hidden[event.choice] = event
+        return b""
 
     def shows(self, event: AnswerEvent) -> bool:
         """Return whether an event has a chunk. The next one shows that a call has ended."""
@@ -283,7 +291,7 @@ class ChatWriter(ChunkWriter):
             case _:
                 raise AssertionError("the end of a call has no chunk")
         entry = self._entry(event.choice, delta, event.logprobs, reason)
-        if self._body.token_origins and reason is None:
+        if self._body.token_origins and (event.origins or reason is None):
             entry["token_origins"] = event.origins
         return entry
 
@@ -323,7 +331,7 @@ class CompletionWriter(ChunkWriter):
         if isinstance(event.part, Content):
             return self._entry(event.choice, event.part.text, event.logprobs)
         reason = self._answer.choices[event.choice].finish_reason
-        return self._entry(event.choice, "", finish_reason=reason)
+        return self._entry(event.choice, "", event.logprobs, reason)
 
     def _entry(
         self,

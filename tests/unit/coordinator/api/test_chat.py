@@ -321,3 +321,31 @@ async def test_the_first_chat_has_its_answer_in_the_content(page: str) -> None:
         message = reply.json()["choices"][0]["message"]
         assert message["content"] == "Hello"
         assert not message.get("reasoning_content")
+
+
+CUSTOM_CALL = "<tool_call>\n<function=note>\n<parameter=input>\nBuy milk\n</parameter>\n</function>\n</tool_call>"
+ANSWERS = {
+    "text": "Thought\n</think>\n\nHello there",
+    "custom call": f"Thought\n</think>\n\nNow:\n{CUSTOM_CALL}",
+    "two calls": f"Thought\n</think>\n\n{CUSTOM_CALL}\n{CALL}\n",
+    "cut call": f"Thought\n</think>\n\n{CUSTOM_CALL[:70]}",
+    "call in reasoning": f"Thought\n{CUSTOM_CALL}\n</think>\n\nDone",
+}
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("text", ANSWERS.values(), ids=ANSWERS)
+async def test_a_stream_has_every_log_probability(text: str, window: int) -> None:
+    """The chunks have the tokens, log-probabilities and origins of the whole answer, also of what they do not show."""
+    api = api_saying(text, window=window, end="length" if text == ANSWERS["cut call"] else "stop")
+    custom = {"type": "custom", "custom": {"name": "note"}}
+    body: Any = {"tools": [custom, TOOL], "logprobs": True, "top_logprobs": 1, "n": 2, "return_token_ids": True}
+    whole = (await api.chat(**body)).json()
+    events = await api.stream(**body, stream_options={"token_origins": True})
+    for index, choice in enumerate(whole["choices"]):
+        entries = [entry for chunk in events.data for entry in chunk["choices"] if entry["index"] == index]
+        found = [one for entry in entries for one in (entry["logprobs"] or {"content": ()})["content"]]
+        assert found == choice["logprobs"]["content"]
+        assert [token for entry in entries for token in entry["token_ids"]] == choice["token_ids"]
+        assert len(found) == len(choice["token_ids"])
+        assert len("".join(entry.get("token_origins", "") for entry in entries)) == len(found)
