@@ -138,6 +138,7 @@ class AnswerReader:
         self._begun = False  # a part of the call is sent
         self._muted = False
         self._line_begun = False  # the part of a value that is sent ends in a line with text
+        self._behind = ""  # text behind the reasoning, hidden from a call in it
         self._hopeless = False  # an earlier call does not end in this part, so none does
         self._fresh = True  # reasoning may open here
         self._quoted = 0  # marks of reasoning that are open in the content
@@ -154,6 +155,8 @@ class AnswerReader:
     def add_text(self, text: str) -> list[Part]:
         """Add `text` and return the parts that became final with it."""
         self._buffer += text
+        if self._taken is not None:
+            self._hide_content()
         return self._advance()
 
     def finish(self, *, cut: bool = False) -> list[Part]:
@@ -259,6 +262,7 @@ class AnswerReader:
             self._emit(self._take(len(opening)))
             return
         self._taken, self._waiting, self._begun, self._muted = [], [], False, False
+        self._hide_content()
         if not bare:
             self._take(len(opening))
         try:
@@ -268,6 +272,14 @@ class AnswerReader:
         except _NoCallError as error:
             self._leave_call(opening, unfinished=error.unfinished)
         self._taken = None
+        self._buffer, self._behind = self._buffer + self._behind, ""
+
+    def _hide_content(self) -> None:
+        """Hide the text behind the end of the reasoning from a call in it, which the text must not change."""
+        end = self._marks.think_end
+        if self.reasoning and (self._behind or end in self._buffer):
+            before, end, behind = self._buffer.partition(end)
+            self._buffer, self._behind = before + end, self._behind + behind
 
     def _read_call(self) -> Steps:
         """Read one call, in either form."""
@@ -471,7 +483,7 @@ class AnswerReader:
         """Read the value of the last parameter `given`, with its end. Strings are sent while they arrive."""
         assert self._tools is not None
         kinds = self._tools.kinds(function, given[-1])
-        streams = "string" in kinds and kinds <= {"string", "null"}
+        streams = "string" in kinds and kinds <= {"string", "null"} and not self.reasoning
         while self._buffer in ("", "\r"):
             yield from self._more()
         self._take(found.end() if (found := LINE_BREAK.match(self._buffer)) else 0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -440,6 +442,73 @@ def test_any_pieces_give_the_parts_of_the_whole(text: str, cuts: list[int], opti
             parts += reader.add_text(text[place : place + step])
             place, number = place + step, number + 1
         assert join_parts([*parts, *reader.finish(cut=cut)]) == whole
+
+
+JSON_CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
+PAIR_CALL = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>"
+PIECES = [
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "</function>", "</parameter>", "<function=weather>"),
+    *("<function=reboot>", "<function=weather", "<function", "<parameter=city>", "<parameter=x>", "<parameter"),
+    *('<function name="weather">', "<parameter=content>", "`<parameter=path>` ", "\n", "\n\n", " ", "\t", "\r\n", "\r"),
+    *("```", "~~~", "```bash\nls\n", "2", "null", "<", "a ", "é", "{", '{"name": "weather"', '"', "}", "[", "]"),
+    *("weather", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "city", JSON_CALL, CALL, f"\n{CALL}\n"),
+    *(f"<tool_call>\n{JSON_CALL}\n</tool_call>", f"<tool_call>{JSON_CALL}{JSON_CALL}</tool_call>", PAIR_CALL),
+    *(written("x"), CALL.removesuffix("</tool_call>"), CALL.removeprefix("<tool_call>\n"), CALL[:40], CALL[:70]),
+    CALL.replace("</parameter>\n", "", 1),
+]
+OTHER_MARKS = [MARKS, replace(MARKS, pairs=True), replace(MARKS, call_end="")]
+
+
+def check_pieces(seed: int) -> None:
+    """Assert that a random text has the same parts whole, by characters and in random pieces."""
+    draw = random.Random(seed)
+    text = "".join(draw.choice(PIECES) for _ in range(draw.randrange(1, 15)))
+    marks, cut = draw.choice(OTHER_MARKS), draw.random() < 0.3
+    options: Any = draw.choice([{}, {"thinking": True}, {"thinking": True}, {"reasons": False}])
+    places = [draw.sample(range(len(text) + 1), min(len(text), draw.randrange(1, most))) for most in (8, 30)]
+    found = []
+    for cuts in ([], range(1, len(text)), *places):
+        reader, parts, start = AnswerReader(marks, tools=TOOLS, **options), list[Part](), 0
+        for end in (*sorted(cuts), len(text)):
+            parts += reader.add_text(text[start:end])
+            start = end
+        found.append(join_parts([*parts, *reader.finish(cut=cut)]))
+    assert all(parts == found[0] for parts in found), (seed, text, marks, options, cut)
+
+
+def test_the_text_alone_decides() -> None:
+    """Broken and real calls of all forms, inside and outside reasoning, are read alike in any pieces."""
+    for seed in range(400):
+        check_pieces(seed)
+
+
+@pytest.mark.slow
+def test_the_text_alone_decides_for_many_texts() -> None:
+    """See above."""
+    for seed in range(400, 100_000):
+        check_pieces(seed)
+
+
+BEHIND = "</think></parameter></function>"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'<function=weather\n<parameter=c\n<function=<tool_call>{{"name": "weather"}}{BEHIND}',
+        f'<function=weather\n<parameter=c><tool_call>{{"name": "weather"}}<parameter={BEHIND}',
+        f"<function=weather>\n<parameter=city>\nRome\n{BEHIND}</tool_call>",
+    ],
+)
+@STEPS
+def test_content_completes_no_call_of_the_reasoning(text: str, step: int) -> None:
+    """A call that is open at the end of the reasoning stays text in any pieces, whatever follows."""
+    for marks in OTHER_MARKS:
+        reader = AnswerReader(marks, thinking=True, tools=TOOLS)
+        parts = [part for i in range(0, len(text), step) for part in reader.add_text(text[i : i + step])]
+        reasoning, content = join_parts([*parts, *reader.finish()])
+        assert reasoning == Reasoning(text.removesuffix("</tool_call>").removesuffix(BEHIND).rstrip("\n"))
+        assert isinstance(content, Content)
 
 
 @given(text=TEXTS, options=OPTIONS)
