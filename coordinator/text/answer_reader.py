@@ -84,6 +84,9 @@ PAIR = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>
 
 SPACE, LINE_BREAK = re.compile(r"\s*"), re.compile(r"(\r?\n)?")
 
+MOST_BROKEN = 8
+"""Calls that may lack their end before the text behind them is no longer searched for one, which takes as long again."""
+
 LONGEST_TAG = 240
 """Characters of the longest opening tag."""
 
@@ -139,7 +142,7 @@ class AnswerReader:
         self._muted = False
         self._line_begun = False  # the part of a value that is sent ends in a line with text
         self._behind = ""  # text behind the reasoning, hidden from a call in it
-        self._hopeless = False  # an earlier call does not end in this part, so none does
+        self._broken = 0  # calls of this part that do not end in it
         self._fresh = True  # reasoning may open here
         self._quoted = 0  # marks of reasoning that are open in the content
         self._unended = False  # a call's end mark may still come
@@ -198,7 +201,7 @@ class AnswerReader:
     def _open_marks(self) -> list[str]:
         marks = self._marks
         found = [marks.think, marks.think_end]
-        found += [marks.call, *OPENINGS] if self._tools and not self._hopeless else []
+        found += [marks.call, *OPENINGS] if self._tools and self._broken < MOST_BROKEN else []
         found += [marks.call_end] if self._unended else []
         return [mark for mark in found if mark]
 
@@ -234,7 +237,7 @@ class AnswerReader:
     def _enter(self, part: type[Content] | type[Reasoning]) -> None:
         """Change to reasoning or content. Line breaks between the two belong to neither."""
         self._lines[self._part].drop()
-        self._part, self._fresh, self._hopeless = part, False, False
+        self._part, self._fresh, self._broken = part, False, 0
         self._lines[part].trim = True
         self._line = _Line()
 
@@ -340,7 +343,7 @@ class AnswerReader:
         if self._cut and unfinished and (self._begun or wrapped):
             self._buffer = ""
             return
-        self._buffer, self._hopeless = text + self._buffer, unfinished
+        self._buffer, self._broken = text + self._buffer, self._broken + unfinished
         self._emit(self._take(len(self._buffer if self._begun else opening)))
 
     def _send(self, *parts: Part) -> None:

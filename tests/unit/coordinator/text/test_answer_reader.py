@@ -490,25 +490,27 @@ def test_the_text_alone_decides_for_many_texts() -> None:
 
 
 BEHIND = "</think></parameter></function>"
+REAL = '<tool_call>{"name": "weather"}'
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("broken", "real"),
     [
-        f'<function=weather\n<parameter=c\n<function=<tool_call>{{"name": "weather"}}{BEHIND}',
-        f'<function=weather\n<parameter=c><tool_call>{{"name": "weather"}}<parameter={BEHIND}',
-        f"<function=weather>\n<parameter=city>\nRome\n{BEHIND}</tool_call>",
+        ("<function=weather\n<parameter=c\n<function=", REAL),
+        ("<function=weather\n<parameter=c>", f"{REAL}<parameter="),
+        ("<function=weather>\n<parameter=city>\nRome\n", ""),
+        ("<function=weather>\n<parameter=city>\n" * 3, REAL),
     ],
 )
 @STEPS
-def test_content_completes_no_call_of_the_reasoning(text: str, step: int) -> None:
-    """A call that is open at the end of the reasoning stays text in any pieces, whatever follows."""
-    for marks in OTHER_MARKS:
-        reader = AnswerReader(marks, thinking=True, tools=TOOLS)
-        parts = [part for i in range(0, len(text), step) for part in reader.add_text(text[i : i + step])]
-        reasoning, content = join_parts([*parts, *reader.finish()])
-        assert reasoning == Reasoning(text.removesuffix("</tool_call>").removesuffix(BEHIND).rstrip("\n"))
-        assert isinstance(content, Content)
+def test_content_completes_no_call_of_the_reasoning(broken: str, real: str, step: int) -> None:
+    """A call that is open at the end of the reasoning stays text, and a real one behind it is read, in any pieces."""
+    text = broken + real + BEHIND
+    parts = parse(text, step, thinking=True)
+    assert parts[0] == Reasoning(broken.rstrip("\n"))
+    assert parts[1:4] == (call("weather", {}) if real else parts[1:4])
+    assert Content(BEHIND.removeprefix("</think>")) in parts
+    assert [part for part in parts if isinstance(part, CallStart)] == [CallStart("weather")] * bool(real)
 
 
 @given(text=TEXTS, options=OPTIONS)
