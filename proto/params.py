@@ -145,7 +145,8 @@ class SamplingParams:
         """Invert `to_wire`. Raises ProtocolError for unknown fields or wrong types."""
         check_type(wire, dict, "sampling parameters")
         try:
-            return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in wire.items()})
+            fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in wire.items()}
+            return cls(**fields)
         except (RequestError, TypeError, AttributeError) as error:
             raise ProtocolError(f"sampling parameters: {error}") from error
 

@@ -85,7 +85,7 @@ PAIR = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>
 SPACE, LINE_BREAK = re.compile(r"\s*"), re.compile(r"(\r?\n)?")
 
 MOST_BROKEN = 8
-"""Calls that may lack their end before the text behind them is no longer searched for one, which takes as long again."""
+"""Calls without an end behind which a part is still searched for one. Each search takes as long again."""
 
 LONGEST_TAG = 240
 """Characters of the longest opening tag."""

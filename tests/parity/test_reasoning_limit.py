@@ -229,7 +229,11 @@ def limits() -> list[SamplingParams]:
     found = []
     for number, budget in enumerate((0, 1, 4, 12)):
         limit: dict[str, Any] = {"reasoning_budget": budget, "reasoning_end": end, "logprobs": 0, "seed": number}
-        forced = {"grammar": compiled(formats()[number % 2]), "grammar_start": end[-1], "reasoning_stops": (4089,)}
+        forced: dict[str, Any] = {
+            "grammar": compiled(formats()[number % 2]),
+            "grammar_start": end[-1],
+            "reasoning_stops": (4089,),
+        }
         found += [SamplingParams(**limit, temperature=0.9), SamplingParams(**limit, **forced, temperature=0.7)]
         found.append(SamplingParams(**limit, frequency_penalty=0.5))
     return found

@@ -149,7 +149,7 @@ async def test_a_budget_is_kept_after_a_restart(tmp_path: Path, monkeypatch: pyt
 async def test_an_answer_of_an_earlier_release_with_a_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int, goes_on: bool
 ) -> None:
-    """Its record has no limit. Before the budget it gets one; later it ends with the reason, since tokens are missing."""
+    """Its record has no limit. Before the budget it gets one; later it ends with the reason."""
     restarts = Restarts(tmp_path, LONG)
     monkeypatch.setitem(BUDGETS, "low", 4 if goes_on else 100)  # the text of those tokens has no end mark
     received = await interrupted(restarts, place)
