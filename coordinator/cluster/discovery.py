@@ -91,7 +91,7 @@ class Discovery:
                     while True:
                         await asyncio.sleep(RESCAN_SECONDS)
                         await zeroconf.zeroconf.async_update_interfaces()
-            except (OSError, RuntimeError, ZeroconfError) as error:  # RuntimeError: no interface
+            except Exception as error:  # such as RuntimeError without an interface
                 if not self.problem:
                     self.problem = f"{type(error).__name__}: {error}"
                     log.warning(

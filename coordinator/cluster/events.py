@@ -145,7 +145,7 @@ class GatheringRestarted(Event):
 
 
 FORGET_SECONDS = 3600.0
-"""Seconds for which a lost worker is shown, or a refused one that is silent. One that returns at another address replaces it at once."""
+"""Seconds for which a lost worker, or a refused one that is silent, is shown. One that returns elsewhere replaces it."""
 
 RETRY_SECONDS = 0.5
 """Seconds. Pause after a plan that could not start for a reason that no worker is known to have caused."""

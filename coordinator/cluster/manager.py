@@ -165,7 +165,8 @@ class ClusterManager(PipelineSource):
 
     async def _probe_failed_plan(self, epoch: int, reason: str, suspect: str | None) -> None:
         """Probe every worker of a failed plan, so that the next plan leaves out those that do not answer."""
-        await asyncio.gather(*(self.membership.probe(address) for address in self.view.serving))
+        probes = (self.membership.probe(address) for address in self.view.serving)
+        await asyncio.gather(*probes, return_exceptions=True)
         self._apply_event(events.PlanFailed(epoch, reason, suspect))
 
     # ---- events and actions
@@ -263,13 +264,13 @@ class ClusterManager(PipelineSource):
         self.loads = start.loads
         try:
             pipeline = await start.run()
+            self._record_collectives(plan)
+            if reason := self._why_not_a_group(plan):
+                await pipeline.close()
+                self._apply_event(events.PlanFailed(plan.epoch, reason, learned=True))
+                return
         except Exception as error:
             self._apply_event(events.PlanFailed(plan.epoch, *describe_failure(error)))
-            return
-        self._record_collectives(plan)
-        if reason := self._why_not_a_group(plan):
-            await pipeline.close()
-            self._apply_event(events.PlanFailed(plan.epoch, reason, learned=True))
             return
         self._install_pipeline(pipeline)
 

@@ -55,16 +55,16 @@ class BackupTransfer:
         backups, started = self._scheduler.backups, self._clock()
         try:
             found = await pipeline.read_backup(made.seq_id, backups.limit)
-        except ClusterError as error:
-            log.debug("backup not read", extra={"seq_id": made.seq_id, "error": str(error)})
-            seconds = self._clock() - started
-            if isinstance(error, BackupTooLargeError):
-                backups.skip_sequence(made.seq_id)
-        else:
             backups.complete_backup(made, found.tokens, found.states)
             seconds = found.seconds or 1e-3
             self._speeds.append(sum(len(state.data) for state in found.states) / seconds)
             log.debug("backup read", extra={"seq_id": made.seq_id, "tokens": found.tokens, "bytes": backups.nbytes})
+        except Exception as error:  # after a bug here too, the next backup must follow
+            level = logging.DEBUG if isinstance(error, ClusterError) else logging.ERROR
+            log.log(level, "backup not read", extra={"seq_id": made.seq_id, "error": repr(error)})
+            seconds = self._clock() - started
+            if isinstance(error, BackupTooLargeError):
+                backups.skip_sequence(made.seq_id)
         backups.end_backup(made, seconds, self._clock())
 
     def restore_states(self, pipeline: Pipeline, then: Callable[[], None]) -> None:

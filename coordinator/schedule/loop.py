@@ -162,19 +162,23 @@ class GenerationLoop(Generator):
     async def _serve(self) -> None:
         """Receive frames until the server ends, over one pipeline after another."""
         while True:
-            if self.pipeline is None:
-                await self._acquire_pipeline()
-                continue
+            failure: ClusterError | None = None
             try:
-                self._process_frame(await self.pipeline.receive_frame())
+                if self.pipeline is None:
+                    await self._acquire_pipeline()
+                else:
+                    self._process_frame(await self.pipeline.receive_frame())
             except ClusterError as error:
-                await self._abandon_pipeline(self.pipeline, error)
-                continue
+                failure = error
             except Exception as error:  # a bug here: the state of the running requests is unknown
                 log.exception("the generation loop failed")
                 self._fail_requests("the server failed on one of the requests it was serving")
                 failure = ClusterError(f"{type(error).__name__}: {error}")
-                await self._abandon_pipeline(self.pipeline, failure)
+            try:
+                if failure is not None and self.pipeline is not None:
+                    await self._abandon_pipeline(self.pipeline, failure)
+            except Exception:  # a bug there: the next pipeline may serve
+                log.exception("a failed pipeline was not closed")
 
     def _process_frame(self, frame: Frame) -> None:
         """Apply the outcomes of a returned frame, send the frames that follow, and deliver events to clients."""

@@ -14,7 +14,7 @@ from uvicorn import Config
 from coordinator.serve.options import ServeOptions
 from coordinator.trust.authority import Authority
 from proto.announcement import UNSPECIFIED
-from proto.errors import ClusterError, UsageError
+from proto.errors import UsageError
 from proto.rpc.listener import own_addresses
 from proto.state_dir import write_private
 from proto.trust.certificates import fingerprint, from_pem, key_to_pem
@@ -90,5 +90,5 @@ async def renew_forever(options: ServeOptions, tls: TlsFiles, config: Config) ->
         assert config.ssl is not None
         try:
             loaded = renew_in_context(options, tls, config.ssl, loaded)
-        except (ClusterError, OSError) as error:
+        except Exception as error:  # such as a full disk
             log.warning("HTTP certificate not renewed", extra={"error": str(error)})

@@ -242,7 +242,7 @@ class ClusterTrust:
                     version = found
                     drop_removed(self.trust.removed)
                     self._sent.clear()
-            except (ClusterError, OSError) as error:  # such as a full disk, or too many open files
+            except Exception as error:  # such as a full disk, or too many open files
                 if (now := time.monotonic()) >= failed_at + REFRESH_SECONDS:
                     log.error("removals and renewals wait", extra={"error": str(error)})
                     failed_at = now

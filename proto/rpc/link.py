@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import select
 import socket
 import ssl
@@ -24,6 +25,8 @@ from proto.rpc.channels import open_channel
 from proto.rpc.data_connection import FRAMES, HopFigures, StreamBinding, TicketOffer, dial_on_thread, shut_down
 from proto.rpc.status_codes import from_status
 from proto.trust.node_trust import NodeTrust
+
+log = logging.getLogger(__name__)
 
 SMALL_BYTES = 2**16
 """Bytes. Frames that fit into this buffer arrive with one call of the system."""
@@ -114,10 +117,10 @@ class FrameReader:
         try:
             while self._receive(whole if self._buffer.long is not None else 0):
                 pass
-        except ClusterError as failure:
-            error = failure
         except OSError:
             pass  # the call of this connection has the cause
+        except Exception as failure:
+            error = _failure_of(failure)
         finally:
             self._connection.close()
         with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -160,10 +163,10 @@ class LoopFrameReader(FrameReader):
             self._end(None)
         except (BlockingIOError, ssl.SSLWantReadError):
             pass
-        except ClusterError as error:
-            self._end(error)
         except OSError:
             self._end(None)
+        except Exception as error:
+            self._end(_failure_of(error))
 
 
 LENGTH = struct.Struct("<I")
@@ -264,9 +267,9 @@ class FrameWriter:
                 self._write(parts)
                 on_written()
                 del item, parts  # a tensor must not stay in memory until the next frame
-        except ClusterError as error:
+        except Exception as error:
             with self._changed:
-                self._fail(error)
+                self._fail(_failure_of(error))
         finally:
             with self._changed:
                 self._closed = True
@@ -304,6 +307,14 @@ class FrameWriter:
             return
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self.on_failure, error)
+
+
+def _failure_of(error: Exception) -> ClusterError:
+    """Return the error that ends a connection, for a bug too: its frames must not be lost without one."""
+    if isinstance(error, ClusterError):
+        return error
+    log.error("a data connection failed", exc_info=error)
+    return ProtocolError(f"{type(error).__name__}: {error}")
 
 
 def _write_some(connection: socket.socket, data: bytes | memoryview) -> int:

@@ -79,7 +79,7 @@ async def _announce(announcement: Announcement, host: str) -> None:
                 while not changed:
                     await asyncio.sleep(RESCAN_SECONDS)
                     changed = await asyncio.to_thread(reachable_addresses, host) != addresses
-        except (OSError, RuntimeError, ZeroconfError) as error:  # RuntimeError: no interface
+        except Exception as error:  # such as RuntimeError without an interface
             if not warned:
                 log.warning(
                     "mDNS is unavailable. Pass this worker's address to the coordinator with --worker",

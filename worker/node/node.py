@@ -22,6 +22,7 @@ from proto import cluster_pb2 as pb
 from proto.control import Backend, Kernels
 from proto.errors import BusyError, CheckpointError, NotReadyError, ProtocolError, StaleEpochError, UsageError
 from proto.rpc.data_connection import DataTickets, HopFigures, StreamBinding
+from proto.rpc.listener import BackgroundTasks
 from proto.rpc.status_codes import printable
 from proto.span import Span
 from proto.terminal.progress import OnProgress, byte_bar
@@ -206,7 +207,7 @@ class WorkerNode:
         """The process that holds this worker's part of a group's stage."""
         self._spare: MemberProcess | None = None
         """The next such process, while this worker is leased and was a member."""
-        self._preparing: asyncio.Task[None] | None = None
+        self._background = BackgroundTasks()
         self._ending: asyncio.Task[None] | None = None
         """The end of the process before it, whose memory the next one needs."""
         self.released = asyncio.Event()
@@ -249,7 +250,7 @@ class WorkerNode:
         self._end_plan()
         if self._spare is not None:
             spare, self._spare = self._spare, None
-            self._preparing = asyncio.create_task(spare.stop())
+            self._background.spawn(spare.stop())
 
     def _end_plan(self) -> None:
         self._loading = None
@@ -302,7 +303,7 @@ class WorkerNode:
             await member.stop()
             raise StaleEpochError(f"plan {request.epoch} ended while its processes were starting")
         self.member = member
-        self._preparing = asyncio.create_task(self._prepare_spare())
+        self._background.spawn(self._prepare_spare())
         log.info("process for a group started", extra={"port": ready.port})
         return ready
 

@@ -289,7 +289,7 @@ async def _serve(
 
 
 async def _wait_for(event: asyncio.Event, node: WorkerNode) -> None:
-    """Wait for `event`, at most POLL_SECONDS. Raises WorkerLostError without an engine thread, which no plan can use."""
+    """Wait for `event`, at most POLL_SECONDS. Raises WorkerLostError if the engine thread has ended."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), POLL_SECONDS)
     if not node.host.thread.alive:

@@ -178,13 +178,14 @@ async def test_a_peer_that_left_is_lost(pair: tuple[socket.socket, socket.socket
 
 
 @pytest.mark.parametrize("kind", [FrameReader, LoopFrameReader])
+@pytest.mark.parametrize("cause", [ProtocolError("the queue is full"), KeyError("the queue is full")])
 async def test_a_refused_frame_ends_the_connection(
-    kind: type[FrameReader] | type[LoopFrameReader], pair: tuple[socket.socket, socket.socket]
+    kind: type[FrameReader] | type[LoopFrameReader], cause: Exception, pair: tuple[socket.socket, socket.socket]
 ) -> None:
-    """The error of `on_frame` ends the reader with that error, and the connection with it."""
+    """The error of `on_frame` ends the reader with that error, and the connection with it, also that of a bug."""
 
     def refuse(data: bytes | bytearray) -> None:
-        raise ProtocolError("the queue is full")
+        raise cause
 
     reader = kind(pair[0], refuse)
     pair[1].sendall(LENGTH.pack(1) + b"x")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -136,6 +138,23 @@ async def test_any_error_of_a_frame_ends_the_plan() -> None:
         await host.close()
     assert bound.fault is not None and "a bug" in bound.fault.message
     assert engine.failed and bound.engine is None
+
+
+async def test_a_rollback_comes_before_the_frames_that_wait() -> None:
+    """Without the signal the stage would restore the state when the header of the next frame comes, and not before."""
+    host, order, free = StageHost(), list[object](), threading.Event()
+    bound = Binding(Place(1, 0, 1, b"token"), host, Traffic(), lambda: None)
+    engine = MagicMock(failed=False)
+    engine.rollback.side_effect = lambda *rollback: order.append(rollback)
+    engine.lacks_tokens.side_effect = lambda frame: order.append(frame.number) or True
+    await host.thread.call(lambda: bound._take_engine(lambda: engine))
+    host.thread.submit(partial(free.wait, 20))
+    bound.enqueue_frame(encode(Frame(1, 0)))
+    bound.apply_signal(Rollback(7, 5, 2).to_signal(1))
+    free.set()
+    await host.thread.call(lambda: None)
+    await host.close()
+    assert order == [(1, 7, 5, 2), 0]
 
 
 @pytest.mark.parametrize("at", ["the end of frame 0", "the beginning of frame 1"])

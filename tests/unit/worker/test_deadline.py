@@ -6,7 +6,6 @@ import gc
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,9 +112,9 @@ async def host(tmp_path: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Return two models. The tests make the second one slow."""
-    yield [write_checkpoint(tmp_path_factory.mktemp("model"), layers=4, seed=seed) for seed in (1, 2)]
+    return [write_checkpoint(tmp_path_factory.mktemp("model"), layers=4, seed=seed) for seed in (1, 2)]
 
 
 async def load(host: StageHost, path: Path) -> LoadedStage:

@@ -22,6 +22,7 @@ from proto.rpc.channels import add_port
 from proto.trust.certificates import Role
 from proto.trust.node_trust import NodeTrust
 from tests.support.processes.own_address import network_address
+from tests.support.processes.stub_worker import StubMember, stub_members
 from tests.support.processes.waits import until
 from tests.support.trust.cluster_ca import make_authority, trust_of
 
@@ -126,6 +127,17 @@ async def test_a_worker_that_starts_may_be_silent_for_longer(
     await until(lambda: lost, "the loss")
     assert "was silent for 1.2 s" in str(lost[0])
     assert time.monotonic() - began > 1.0
+
+
+async def test_a_status_that_fails_loses_its_worker() -> None:
+    """After a bug here nobody would watch the worker, and its loss would go unnoticed."""
+    worker, lost = StubMember("a", "f"), list[Any]()
+    with stub_members(worker):
+        client = WorkerClient(worker.address, pb.Coordinator(id="c", name="c"))
+        client.watch(5.0, lambda status: {}[status], lost.append)
+        await until(lambda: lost, "the loss")
+        await client.close()
+    assert "its status failed: TypeError" in str(lost[0])
 
 
 @pytest.fixture

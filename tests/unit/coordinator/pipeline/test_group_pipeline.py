@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -12,6 +13,7 @@ from coordinator.pipeline.remote_pipeline import RemotePipeline, StallDetector, 
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.backups import Backup
 from proto.backup import LayerState, ReceivedStates, by_layer
+from proto.control import Rollback
 from proto.errors import ProtocolError
 from proto.frame import Frame, Outcome, Segment
 from proto.span import Span
@@ -54,6 +56,17 @@ async def test_a_backup_has_the_shares_of_all_members() -> None:
         for member in group:
             assert {state.layer for state in member.written} == {2 * stage, 2 * stage + 1}
             assert len(member.written) == 6
+
+
+async def test_a_rollback_is_a_signal_to_every_stage() -> None:
+    """The first worker of each stage gets it, and the other members of its group follow the first one's frames."""
+    members = [[MagicMock() for _ in range(2)] for _ in range(2)]
+    pipeline = RemotePipeline(members, 3, ROOM, 3.0, [Span(0, 2), Span(2, 4)])
+    rollback = Rollback(1, 5, 2)
+    pipeline.broadcast_rollback(rollback)
+    for first, second in members:
+        first.send_signal.assert_called_once_with(rollback.to_signal(3))
+        second.send_signal.assert_not_called()
 
 
 SAMPLED = Segment(1, 0, 0, (5,), open=True, sample=True)

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from unittest.mock import patch
+from unittest.mock import AsyncMock, MagicMock, patch
 
 import pytest
 
@@ -25,8 +25,9 @@ from coordinator.schedule.request import (
 )
 from coordinator.schedule.scheduler import FrameOutcome, Scheduler
 from coordinator.status.cluster_status import ClusterStatus
+from proto.control import Rollback
 from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError
-from proto.frame import Frame
+from proto.frame import Commit, Frame
 from tests.support.protocol.simulation import SimulatedPipeline, Simulation, Timing, run_virtually
 from tests.support.stages.token_stages import plain
 
@@ -58,6 +59,52 @@ class Breaking(Failing):
         if self.lost:
             raise RuntimeError("out of memory")
         return await super().acquire()
+
+
+class Forgetful(Failing):
+    """A source with a bug in its answer to failures."""
+
+    def report_failure(self, pipeline: Pipeline, error: Exception) -> None:
+        super().report_failure(pipeline, error)
+        raise ZeroDivisionError("a bug")
+
+
+def test_a_bug_in_the_end_of_a_plan_does_not_end_the_loop() -> None:
+    """The next plan continues the request, which would wait without end."""
+    assert told(run_virtually(heard(Forgetful([WorkerLostError("gone")])))) == plain(PROMPT, 10)
+
+
+class Telling(SimulatedPipeline):
+    """A pipeline that records rollbacks and frames in their order."""
+
+    def __init__(self, sent: list[Rollback | Frame]) -> None:
+        super().__init__(Timing(1))
+        self.last.engine.epoch, self.sent = 0, sent
+
+    def broadcast_rollback(self, rollback: Rollback) -> None:
+        self.sent.append(rollback)
+
+    def send_frame(self, frame: Frame) -> None:
+        self.sent.append(frame)
+        super().send_frame(frame)
+
+
+def test_every_rejection_is_signalled_before_the_next_frame() -> None:
+    """The header commits a window again, so no token shows a signal that is missing or late."""
+    sent: list[Rollback | Frame] = []
+    source: PipelineSource = MagicMock(acquire=AsyncMock(side_effect=lambda: Telling(sent)))
+    scheduler = Scheduler(Limits(100), Controller(MtpMode(3)))
+    assert told(run_virtually(heard(source, scheduler))) == plain(PROMPT, 10)
+    widths = {s.window: s.width for f in sent if isinstance(f, Frame) for s in f.segments}
+    commits = [(op, sent[i - 1]) for i, f in enumerate(sent) if isinstance(f, Frame) for op in f.ops]
+    cut = [
+        (op.window, widths[op.window] - op.accepted_length, before)
+        for op, before in commits
+        if isinstance(op, Commit) and op.accepted_length < widths[op.window]
+    ]
+    assert len(cut) > 1
+    for window, trim, before in cut:
+        assert before == Rollback(0, window, trim)
 
 
 async def events(errors: list[ClusterError]) -> list[GenerationEvent]:
