@@ -145,7 +145,7 @@ class GatheringRestarted(Event):
 
 
 FORGET_SECONDS = 3600.0
-"""Seconds for which a lost worker, or a refused one that is silent, is shown. One that returns elsewhere replaces it."""
+"""Seconds for which a lost or refused worker is shown after its last news. One that returns elsewhere replaces it."""
 
 RETRY_SECONDS = 0.5
 """Seconds. Pause after a plan that could not start for a reason that no worker is known to have caused."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
+from itertools import islice
 from typing import Literal
 
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus
@@ -88,7 +89,7 @@ class RequestLog:
 
     def open_requests(self) -> list[RequestRecord]:
         """Return the oldest MAX_SHOWN open requests."""
-        return list(self._open.values())[:MAX_SHOWN]
+        return list(islice(self._open.values(), MAX_SHOWN))
 
     def ended_since(self, count: int) -> Iterable[RequestRecord]:
         """Return the requests that ended after the first `count`, as far as they are kept."""

@@ -146,12 +146,20 @@ async def test_a_rollback_comes_before_the_frames_that_wait() -> None:
     bound = Binding(Place(1, 0, 1, b"token"), host, Traffic(), lambda: None)
     engine = MagicMock(failed=False)
     engine.rollback.side_effect = lambda *rollback: order.append(rollback)
-    engine.lacks_tokens.side_effect = lambda frame: order.append(frame.number) or True
+
+    def lacks_tokens(frame: Frame) -> bool:
+        """Let the frame wait."""
+        order.append(frame.number)
+        return True
+
+    engine.lacks_tokens.side_effect = lacks_tokens
     await host.thread.call(lambda: bound._take_engine(lambda: engine))
-    host.thread.submit(partial(free.wait, 20))
+    busy = asyncio.create_task(host.thread.call(partial(free.wait, 20)))
+    await asyncio.sleep(0)
     bound.enqueue_frame(encode(Frame(1, 0)))
     bound.apply_signal(Rollback(7, 5, 2).to_signal(1))
     free.set()
+    await busy
     await host.thread.call(lambda: None)
     await host.close()
     assert order == [(1, 7, 5, 2), 0]
