@@ -354,7 +354,7 @@ class WorkerClient:
                 on_lost(self._translate(error))
             except ClusterError as error:
                 on_lost(error)
-            except Exception as error:  # a bug here: a worker that nobody watches must not stay in use
+            except Exception as error:  # a bug here: an unwatched worker must not stay in use
                 log.exception("a status failed")
                 on_lost(WorkerLostError(f"its status failed: {type(error).__name__}: {error}"))
             finally:

@@ -232,10 +232,10 @@ class StageHost:
         self.stamps = StampRing()
         """Stamps of the newest frames on the stages."""
         self._times = StageTimes()
-        """Those of the stage of the newest engine."""
+        """The times of the newest engine's stage."""
         self._trimmer = hardware.CacheTrimmer()
         self._stage_prefixes = WeakValueDictionary[int, StagePrefixes]()
-        """By id. Those of a former stage stay while they are written."""
+        """By id. The prefixes of a former stage stay while they are written."""
         self.thread.on_idle = self._trimmer.clear
 
     # ---- on the engine thread

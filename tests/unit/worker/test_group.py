@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import mlx.core as mx
 import pytest
@@ -11,7 +12,10 @@ import pytest
 from coordinator.cluster.plan_start import choose_backend
 from proto.control import Backend
 from proto.errors import NotReadyError, UsageError
+from proto.span import Span
+from worker.engine import stage_host
 from worker.engine.group import GroupSpec, join_group
+from worker.engine.stage_host import StageHost, StageSpec
 
 
 @pytest.fixture(autouse=True)
@@ -104,3 +108,25 @@ def test_a_backend_that_this_machine_lacks_is_named() -> None:
         pytest.skip("this machine has RDMA")
     with pytest.raises(NotReadyError, match=r"10.0.0.1:5001, 10.0.0.2:5002 cannot be formed by jaccl"):
         join_group(GroupSpec(0, HOSTS, Backend.jaccl, ("rdma_en5", "rdma_en2")), exact=False)
+
+
+async def test_a_group_measures_a_sum_of_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with four residual streams sums one row of `hidden_size`, and not the streams that a hop carries."""
+    measured: list[int] = []
+
+    def measure(group: object, hidden: int, dtype: mx.Dtype) -> float:
+        """Record the width, and end the load."""
+        measured.append(hidden)
+        raise NotReadyError("measured")
+
+    monkeypatch.setattr(stage_host, "join_group", lambda spec, exact: MagicMock(rank=0, size=2))
+    monkeypatch.setattr(stage_host, "measure_collective", measure)
+    checkpoint = MagicMock()
+    share = checkpoint.cut_for.return_value
+    share.config.hidden_size, share.config.hop_width = 64, 256
+    share.part_bytes.return_value, share.stage_parts.return_value = {"layer": 8}, ["layer"]
+    host, spec = StageHost(), StageSpec(Span(0, 1), True, False, group=GroupSpec(0, HOSTS))
+    with pytest.raises(NotReadyError, match="measured"):
+        await host.thread.call(lambda: host.load(lambda: checkpoint, spec, None))
+    await host.close()
+    assert measured == [64]
