@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordinator.planning.capacity import Capacity
-from proto.backup import KEY_BYTES
 
 SMALLEST_ENTRY = 128
 """Tokens. Shorter prefixes are not kept: to prefill them costs less than the memory of every layer's GDN state."""
+
+KEY_BYTES = 16
+"""Bytes of a block's key. With 128 bits two texts never have one key by chance."""
 
 BLOCK = 32
 """Tokens. Entries inside a prompt end at multiples of this, so prompts that differ in their last words share one."""

@@ -46,7 +46,7 @@ class DraftVocabulary:
             return cls(int(text))
         if not Path(text).is_file():
             raise UsageError(
-                f"--draft-vocab {text!r:.80}: not found. Use auto, off, a number of tokens or a file of ids"
+                f"--draft-vocab {text!r:.300}: not found. Use auto, off, a number of tokens or a file of ids"
             )
         return cls(file=Path(text))
 

@@ -1,4 +1,4 @@
-"""What an answer must keep to: a grammar, and the end of its reasoning. A pure function of parameters and answer."""
+"""The constraint of an answer: a grammar, and the end of its reasoning. It is a pure function of parameters and answer."""
 
 from __future__ import annotations
 

@@ -182,7 +182,35 @@ PROMISES: dict[str, tuple[str, ...]] = {
         f"{CLUSTER}/test_stored_answers.py::test_answers_outlive_a_killed_coordinator",
         f"{COORDINATOR}/api/test_stored_answers.py::test_every_event_arrives_once_whatever_the_place_of_the_restart",
     ),
+    # ---- samplers and rules that went once
+    "XTC draws once for drafts and verification, and spares special tokens": (
+        f"{UNIT}/mtp/test_sampling.py::test_xtc_removes_what_mlx_lm_removes",
+        f"{PARITY}/test_identity.py::test_drafts_stages_and_concurrency_change_nothing",
+        f"{COORDINATOR}/api/test_parameters.py::test_xtc_spares_the_ends_and_line_breaks_in_every_dialect",
+    ),
+    "drafts accepted by the ratio leave the distribution as it is": (
+        f"{UNIT}/mtp/test_sampling.py::test_the_ratio_rule_follows_the_target",
+        f"{UNIT}/mtp/test_sampling.py::test_a_text_of_the_ratio_rule_has_the_models_transitions",
+        f"{PARITY}/test_head.py::test_the_ratio_rule_decides_about_a_draft_that_was_not_sent",
+    ),
+    "a trimmed draft head changes no answer": (
+        f"{PARITY}/test_identity.py::test_a_trimmed_draft_head_changes_nothing",
+        f"{UNIT}/mtp/test_draft_vocabulary.py::test_logits_of_the_part_are_those_of_lm_head",
+    ),
+    "a forced format survives the end of the reasoning": (
+        f"{PARITY}/test_reasoning_limit.py::test_a_format_survives_the_end_of_the_reasoning",
+        f"{COORDINATOR}/api/test_hints.py::test_each_choice_with_a_budget_is_one_submission",
+    ),
+    # ---- clients beside each other
+    "a client that holds all places makes room for another one": (
+        f"{COORDINATOR}/schedule/test_prompts.py::test_one_client_never_holds_the_last_place",
+        f"{COORDINATOR}/schedule/test_prompts.py::test_clients_that_share_a_place_take_turns",
+        f"{PARITY}/test_identity.py::test_pauses_change_nothing",
+    ),
     # ---- prefixes on disk
+    "prefixes on disk serve other machines": (
+        f"{CLUSTER}/test_prefix_disk.py::test_workers_with_disks_of_their_own_keep_the_prefixes",
+    ),
     "prefixes on disk outlive a restart and serve another cut": (
         f"{PARITY}/test_prefix_disk.py::test_a_restart_and_other_cuts_keep_the_prefixes",
         f"{UNIT}/worker/test_block_index.py::test_any_cut_finds_its_layers",

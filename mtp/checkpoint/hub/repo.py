@@ -73,7 +73,7 @@ def repo_name(name: str) -> str:
 
 def _check_value(kind: str, value: str, *, valid: bool) -> None:
     if not valid:
-        raise CheckpointError(f"the hub at {constants.ENDPOINT} sent {value!r:.80} as {kind}. Use another hub.")
+        raise CheckpointError(f"the hub at {constants.ENDPOINT} sent {value!r:.300} as {kind}. Use another hub.")
 
 
 def _check_file(name: str) -> None:

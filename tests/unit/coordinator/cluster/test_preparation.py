@@ -59,6 +59,7 @@ class Cluster:
             with_head=True,
             exact=False,
             slices=1,
+            draft_vocab=b"",
             provider=SimpleNamespace(provide_weights=self._provide),
         )
 
