@@ -144,11 +144,14 @@ async def _browsing(handler: Callable[..., None]) -> AsyncIterator[AsyncZeroconf
         browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE_TYPE, handlers=[handler])
         yield zeroconf
     finally:
-        with contextlib.suppress(OSError, TimeoutError, ZeroconfError):
-            async with asyncio.timeout(CLOSE_SECONDS):
-                if browser is not None:
-                    await browser.async_cancel()
-                await zeroconf.async_close()
+        with contextlib.suppress(OSError, ZeroconfError):
+            try:
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    if browser is not None:
+                        await browser.async_cancel()
+                    await zeroconf.async_close()
+            except TimeoutError:  # on a busy machine; its sockets must not stay open
+                zeroconf.zeroconf.engine.close()
 
 
 def own_networks() -> list[ipaddress.IPv4Network]:

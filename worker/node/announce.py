@@ -110,5 +110,9 @@ async def _registered(announcement: Announcement, addresses: list[str]) -> Async
         yield
     finally:
         with contextlib.suppress(OSError, ZeroconfError):
-            async with asyncio.timeout(STEP_SECONDS):
-                await zeroconf.async_close()  # sends a goodbye
+            try:
+                async with asyncio.timeout(STEP_SECONDS):
+                    await zeroconf.async_close()  # sends a goodbye
+            except TimeoutError:  # on a busy machine; its sockets must not stay open
+                zeroconf.zeroconf.engine.close()
+                raise
