@@ -142,8 +142,8 @@ async def recommendations_of(request: Request) -> Response:
         for n in nodes
         if n.memory_limit and n.health != "refused"
     ]
-    found = await asyncio.to_thread(lambda: list(recommendations(specs)) if specs else [])
-    return JSONResponse({"models": [asdict(one) for one in sorted(found, key=lambda m: -m.nbytes)]})
+    found = await asyncio.to_thread(recommendations, specs) if specs else []
+    return JSONResponse({"models": [asdict(one) for one in found]})
 
 
 PLACE = "~/mtp-settings"
