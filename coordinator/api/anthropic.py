@@ -19,8 +19,9 @@ from coordinator.api.conversation import Call, RoleName, Turn, role_of, template
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, sse_event
 from coordinator.api.error_responses import field_error, message_of, status_of
 from coordinator.api.image_parts import ContentPart, Contents, ResultContents, images_of, listed, prompt_of, text_of
+from coordinator.api.message_fields import History, HistoryObject, Many, aliased
 from coordinator.api.openai_schemas import SamplingBody
-from coordinator.api.request_body import Body, History, Many, Told, named, read_body
+from coordinator.api.request_body import Body, read_body
 from coordinator.api.stored_answers import serve_answer
 from coordinator.text.answer_reader import CallArguments, CallStart, Content, Reasoning
 from coordinator.text.grammars import OutputFormat
@@ -28,14 +29,14 @@ from coordinator.text.schemas import Json
 from coordinator.text.tokenizer import ContextLengthError
 
 
-class ThinkingBlock(Told):
+class ThinkingBlock(HistoryObject):
     """Reasoning of an earlier answer, sent back. That of another model is encrypted, and omitted."""
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: str | None = None
 
 
-class ToolUseBlock(Told):
+class ToolUseBlock(HistoryObject):
     """A tool call of an earlier answer."""
 
     type: Literal["tool_use"]
@@ -44,7 +45,7 @@ class ToolUseBlock(Told):
     input: Any = None
 
 
-class ToolResultBlock(Told):
+class ToolResultBlock(HistoryObject):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
@@ -70,7 +71,7 @@ Block = Annotated[
 ]
 
 
-class Message(Told):
+class Message(HistoryObject):
     """One message. System messages may stand anywhere."""
 
     role: RoleName
@@ -198,8 +199,8 @@ class PromptBody(Body):
     tools: Many[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = named("output_config.effort")
-    output_format: OutputSchema | None = named("output_format", "output_config.format")
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = aliased("output_config.effort")
+    output_format: OutputSchema | None = aliased("output_format", "output_config.format")
 
     @model_validator(mode="after")
     def _fields_agree(self) -> PromptBody:

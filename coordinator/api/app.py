@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.api import anthropic, ollama, openai_chat, openai_responses, operations
+from coordinator.api.access import require_key
 from coordinator.api.context import Api, ApiOptions
 from coordinator.api.error_responses import ErrorFormat, error_body, install_error_handlers
 from coordinator.api.journal import Journal
 from coordinator.api.model_catalog import ModelLoader
-from coordinator.api.request_body import require_key
 from coordinator.api.stored_answers import StoredAnswers
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.frame_records import FrameRecords

@@ -101,6 +101,12 @@ class ApiOptions:
     key_ring: KeyRing | None = None
     """The named keys. Once there was one, every request requires one of them or one of `api_keys`."""
 
+    @property
+    def needs_key(self) -> bool:
+        """True if requests need a key."""
+        ring = self.key_ring
+        return bool(self.api_keys or (ring and (ring.stored_keys() or ring.required)))
+
     def __post_init__(self) -> None:
         assert self.keep_alive_seconds > 0
         assert self.default_max_tokens > 0

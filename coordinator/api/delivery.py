@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -88,11 +89,30 @@ class AnswerWriter(abc.ABC):
         return b""
 
 
+AnswerStatus = Literal["queued", "in_progress", "ended", "failed", "cancelled"]
+
+
+class StoredWriter(AnswerWriter):
+    """The format of an answer that goes on without its client, which retrieves it later."""
+
+    @abc.abstractmethod
+    def result(self, status: AnswerStatus) -> Json:
+        """Return the object that clients retrieve."""
+
+    @abc.abstractmethod
+    def cancelled(self) -> bytes:
+        """Return the end of a stream that a client cancelled."""
+
+    @abc.abstractmethod
+    def interrupted(self, error: Exception) -> bytes:
+        """Return the end of a connection whose stream goes on later. It changes no state."""
+
+
 BACKLOG, BACKLOG_OF_REQUEST = 1024, 256
 """Events that may wait for a client, and more for each request, 2 KB each. STALL_SECONDS end the connection later."""
 
 
-class AnswerQueue:
+class SubmittedRequests:
     """The requests of an answer, started by the constructor, and a queue of their events. `close` never waits."""
 
     def __init__(self, generator: Generator, requests: Sequence[GenerationRequest]) -> None:
@@ -183,7 +203,7 @@ class Delivery:
         self._keep_alive = api.options.keep_alive_seconds
         meter.record.prompt_tokens = prepared.answer.prompt_tokens
         open_choices = () if prepared.answer.done else prepared.answer.choices
-        self._queue = AnswerQueue(api.generator, [each.request for each in open_choices])
+        self._queue = SubmittedRequests(api.generator, [each.request for each in open_choices])
         self.outcome = "cancelled"
         self._opened = opened
         self._logged = logged
@@ -269,7 +289,7 @@ class Delivery:
                 return b""
 
     async def _next_event(self, seconds: float) -> IndexedEvent:
-        """Return `AnswerQueue.next_event`. A field that the engine rejects gets the client's name."""
+        """Return `SubmittedRequests.next_event`. A field that the engine rejects gets the client's name."""
         try:
             return await self._queue.next_event(seconds)
         except RequestError as error:

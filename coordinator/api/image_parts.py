@@ -15,7 +15,7 @@ from pydantic import AfterValidator, AliasChoices, AliasPath, BeforeValidator, D
 from coordinator.api.context import Api
 from coordinator.api.conversation import IMAGE_PLACE, Turn, newest_of_user, note_of
 from coordinator.api.error_responses import refused_field
-from coordinator.api.request_body import AS_WORDS, Many, Told
+from coordinator.api.message_fields import AS_WORDS, HistoryObject, Many
 from coordinator.api.request_settings import ChatRequest, render_chat
 from coordinator.images.encoder import EncodedImage
 from coordinator.schedule.request import PromptImage
@@ -32,14 +32,14 @@ _NAME = re.compile(r"^\w+: image \d+: ")
 _AS_TEMPLATES_WRITE_IT = f"<|vision_start|>{IMAGE_WORD}<|vision_end|>"
 
 
-class TextPart(Told):
+class TextPart(HistoryObject):
     """Text of a message, of reasoning or of a tool's output."""
 
     type: Literal["text", "input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
 
 
-class _Image(Told):
+class _Image(HistoryObject):
     """A part of a message that is an image."""
 
     url: str

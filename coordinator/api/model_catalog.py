@@ -60,7 +60,7 @@ def _describe(name: str) -> ModelFacts | None:
     if path is None:
         return None
     try:
-        return describe_model(name, Checkpoint.open(with_fetched_head(path)))
+        return facts_of(name, Checkpoint.open(with_fetched_head(path)))
     except ClusterError as error:
         return ModelFacts(name, problem=error.public.replace(str(path), name))
 
@@ -71,7 +71,7 @@ def quantization_text(checkpoint: Checkpoint) -> str:
     return f"{quantization['bits']}-bit" if quantization else ""
 
 
-def describe_model(name: str, checkpoint: Checkpoint) -> ModelFacts:
+def facts_of(name: str, checkpoint: Checkpoint) -> ModelFacts:
     """Return the facts of an opened checkpoint."""
     config, mtp = checkpoint.config, checkpoint.mtp
     head = "complete" if mtp.complete else "incomplete" if mtp.present else "missing"

@@ -22,9 +22,10 @@ from coordinator.api.conversation import IMAGE_PLACE, Call, RoleName, Turn, role
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, json_line
 from coordinator.api.error_responses import message_of
 from coordinator.api.image_parts import data_url
+from coordinator.api.message_fields import History, HistoryObject, Many, aliased
 from coordinator.api.model_catalog import ModelFacts
 from coordinator.api.openai_schemas import SamplingBody
-from coordinator.api.request_body import Body, History, Many, Told, named, read_body
+from coordinator.api.request_body import Body, read_body
 from coordinator.api.stored_answers import serve_answer
 from coordinator.text.answer_reader import CallEnd, Content, Reasoning
 from coordinator.text.grammars import ANY_OBJECT, OutputFormat
@@ -74,15 +75,15 @@ class ModelBody(Body):
         )
 
 
-class MessageCall(Told):
+class MessageCall(HistoryObject):
     """A call in the history."""
 
     id: str | None = None
     name: str = Field(validation_alias=AliasPath("function", "name"))
-    arguments: Any = named("function.arguments")
+    arguments: Any = aliased("function.arguments")
 
 
-class Message(Told):
+class Message(HistoryObject):
     """One message."""
 
     role: RoleName

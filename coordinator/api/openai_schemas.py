@@ -10,18 +10,18 @@ from pydantic import AliasChoices, AliasPath, BeforeValidator, Field, model_vali
 from coordinator.api.conversation import FREEFORM, Call, RoleName, Turn, freeform_tool, role_of, template_tool
 from coordinator.api.error_responses import field_error, refused_field
 from coordinator.api.image_parts import Contents, images_of, text_of
-from coordinator.api.request_body import (
-    Body,
+from coordinator.api.message_fields import (
     Budget,
     History,
+    HistoryObject,
     Many,
     Seed,
     StopString,
     StopStrings,
     TokenLimit,
-    Told,
-    named,
+    aliased,
 )
+from coordinator.api.request_body import Body
 from coordinator.api.request_settings import (
     MAX_CHOICES,
     GenerationSettings,
@@ -37,7 +37,7 @@ class ResponseFormat(Body):
     """The format of an answer's content, always enforced. llama.cpp's clients send the schema without `json_schema`."""
 
     type: Literal["text", "json_object", "json_schema"]
-    schema_: Json | None = named("json_schema.schema", "schema")
+    schema_: Json | None = aliased("json_schema.schema", "schema")
 
     @model_validator(mode="after")
     def _schema_fits_the_type(self) -> ResponseFormat:
@@ -61,12 +61,12 @@ class SamplingBody(Body):
     min_p: float | None = None
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
-    repetition_penalty: float | None = named("repetition_penalty", "repeat_penalty", "rep_pen")
+    repetition_penalty: float | None = aliased("repetition_penalty", "repeat_penalty", "rep_pen")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
-    seed: Seed | None = named("seed", "sampler_seed")
-    stop: StopString | StopStrings | None = named("stop", "stop_sequences", "stopping_strings")
+    seed: Seed | None = aliased("seed", "sampler_seed")
+    stop: StopString | StopStrings | None = aliased("stop", "stop_sequences", "stopping_strings")
 
     def sampling_settings(self, **others: Any) -> GenerationSettings:
         """Return the settings of the internal request with these fields and `others`."""
@@ -132,20 +132,20 @@ class GenerationBody(SamplingBody):
     model: str | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
-    include_usage: bool | None = named("stream_options.include_usage")
-    token_origins: bool | None = named("stream_options.token_origins")
+    include_usage: bool | None = aliased("stream_options.include_usage")
+    token_origins: bool | None = aliased("stream_options.token_origins")
     """Our extension: each chunk of a chat has one letter for each of its tokens, `d` for an accepted draft."""
     stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = named("ignore_eos", "ban_eos_token")
-    max_tokens: TokenLimit | None = named("max_tokens", "n_predict", "num_predict", "max_new_tokens")
+    ignore_eos: bool | None = aliased("ignore_eos", "ban_eos_token")
+    max_tokens: TokenLimit | None = aliased("max_tokens", "n_predict", "num_predict", "max_new_tokens")
     max_completion_tokens: TokenLimit | None = None
     logit_bias: dict[Annotated[int, Field(ge=0, lt=2**31)], float] | None = None
     return_token_ids: bool | None = None
     num_draft_tokens: int | None = Field(None, ge=0)
     response_format: ResponseFormat | None = None
-    guided_json: Json | None = named("guided_json", "json_schema", "structured_outputs.json")
-    guided_regex: str | None = named("guided_regex", "structured_outputs.regex")
-    guided_choice: Annotated[list[str], Field(min_length=1)] | None = named(
+    guided_json: Json | None = aliased("guided_json", "json_schema", "structured_outputs.json")
+    guided_regex: str | None = aliased("guided_regex", "structured_outputs.regex")
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = aliased(
         "guided_choice", "structured_outputs.choice"
     )
     structured_outputs: Body | None = None
@@ -184,13 +184,13 @@ class GenerationBody(SamplingBody):
         )
 
 
-class MessageToolCall(Told):
+class MessageToolCall(HistoryObject):
     """A call in the history, of a function or of a custom tool."""
 
     id: Any = None
     name: str = Field(validation_alias=AliasChoices(AliasPath("function", "name"), AliasPath("custom", "name")))
-    arguments: Any = named("function.arguments")
-    input: str | None = named("custom.input")
+    arguments: Any = aliased("function.arguments")
+    input: str | None = aliased("custom.input")
 
     def call(self) -> Call:
         """Return the call."""
@@ -198,7 +198,7 @@ class MessageToolCall(Told):
         return Call(str(self.id or ""), self.name, arguments)
 
 
-class FunctionCall(Told):
+class FunctionCall(HistoryObject):
     """The only call of a message."""
 
     name: str
@@ -209,13 +209,13 @@ class FunctionCall(Told):
         return Call("", self.name, self.arguments)
 
 
-class Message(Told):
+class Message(HistoryObject):
     """One message. Those that OpenAI's client returned may come back with null fields."""
 
     role: RoleName
     content: Contents = None
     name: str | None = None
-    reasoning_content: Any = named("reasoning_content", "reasoning", "thinking")
+    reasoning_content: Any = aliased("reasoning_content", "reasoning", "thinking")
     tool_calls: Many[MessageToolCall] | None = None
     tool_call_id: str | None = None
     function_call: FunctionCall | None = None
@@ -253,8 +253,8 @@ class FunctionTool(Body):
 
     type: Literal["function"]
     name: str = Field(validation_alias=AliasPath("function", "name"))
-    description: str | None = named("function.description")
-    parameters: Json | None = named("function.parameters")
+    description: str | None = aliased("function.description")
+    parameters: Json | None = aliased("function.parameters")
 
     def for_template(self) -> Json:
         """Return the tool as chat templates read it."""
@@ -266,8 +266,8 @@ class CustomTool(Body):
 
     type: Literal["custom"]
     name: str = Field(validation_alias=AliasPath("custom", "name"))
-    description: str | None = named("custom.description")
-    format: Json | None = named("custom.format.grammar", "custom.format")
+    description: str | None = aliased("custom.description")
+    format: Json | None = aliased("custom.format.grammar", "custom.format")
 
     def for_template(self) -> Json:
         """Return the tool as chat templates read it."""
@@ -295,9 +295,9 @@ class ChatBody(GenerationBody):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Json | None = None
-    reasoning_effort: ReasoningEffort | None = named("reasoning_effort", "reasoning.effort")
-    enable_thinking: Switch | None = named("enable_thinking", "thinking.type", "reasoning.enabled")
-    thinking_budget: Budget | None = named(
+    reasoning_effort: ReasoningEffort | None = aliased("reasoning_effort", "reasoning.effort")
+    enable_thinking: Switch | None = aliased("enable_thinking", "thinking.type", "reasoning.enabled")
+    thinking_budget: Budget | None = aliased(
         "thinking_budget", "thinking_token_budget", "thinking.budget_tokens", "reasoning.max_tokens"
     )
     logprobs: bool | None = None

@@ -17,7 +17,7 @@ from coordinator.api.client_settings import AGENTS, Endpoint, other_clients
 from coordinator.api.context import Api, api_of
 from coordinator.api.model_catalog import ModelLoader
 from coordinator.api.ollama import utc_time
-from coordinator.api.request_body import Body, keys_are_set, read_body, require_json
+from coordinator.api.request_body import Body, read_body, require_json
 from coordinator.api.request_settings import TAG, check_model
 from coordinator.planning.recommend import joined_spec, recommendations
 from coordinator.text.schemas import Json
@@ -119,7 +119,7 @@ async def _inviter(request: Request) -> Callable[[], Invitation]:
     would vouch for everyone behind it.
     """
     api = api_of(request)
-    known = keys_are_set(api.options)
+    known = api.options.needs_key
     client, server = request.client, request.scope.get("server")
     if not known and client and server and PROXY_HEADERS.isdisjoint(request.headers):
         known = await asyncio.to_thread(is_own_connection, client, server)
@@ -201,7 +201,7 @@ class LoadBody(Body):
 async def models(request: Request) -> Response:
     """List the served model under its id and the names of --served-model-name, then those that can be loaded."""
     api = api_of(request)
-    served = [{**describe_model(api.model), "id": name} for name in api.model.listed_names]
+    served = [{**served_entry(api.model), "id": name} for name in api.model.listed_names]
     listed = [*served, *await _loadable(api)]
     if wants_anthropic_format(request):
         page = {"data": [anthropic_model(entry) for entry in listed], "has_more": False}
@@ -231,11 +231,11 @@ async def model(request: Request, name: str) -> Response:
     loadable = [entry for entry in await _loadable(api) if entry["id"] == name]
     if not loadable:
         check_model(api, name, strictly=True)
-    found = loadable[0] if loadable else describe_model(api.model)
+    found = loadable[0] if loadable else served_entry(api.model)
     return JSONResponse(anthropic_model(found) if wants_anthropic_format(request) else found)
 
 
-def describe_model(model: ModelInfo) -> Json:
+def served_entry(model: ModelInfo) -> Json:
     """Return the served model in OpenAI's format. `max_model_len`, vLLM's name, is the context in tokens."""
     return _entry(model.id, model.created, model.context_length, loaded=True)
 

@@ -1,27 +1,20 @@
-"""The body of a request: keys, bounds on its size and its values, and the fields that are refused."""
+"""The body of a request: bounds on its size and its values, and the fields that are refused."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-import secrets
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any, Self, TypeVar, cast, get_args
+from typing import Self, TypeVar
 
 import pydantic
-from pydantic import AliasChoices, AliasPath
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from coordinator.api.context import LARGE_BYTES, ApiOptions, api_of
-from coordinator.api.conversation import RoleName, newest_of_user, note_of, role_of
+from coordinator.api.context import LARGE_BYTES, api_of
 from coordinator.api.error_responses import field_error, request_error
-from coordinator.text.schemas import Json
-from coordinator.trust.keys import Scope
-from proto.errors import AccessError, ClusterError, RequestError
+from proto.errors import ClusterError, RequestError
 
 _REFUSED = {
     "": """
@@ -101,141 +94,7 @@ class Body(pydantic.BaseModel):
         return self
 
 
-class Told(Body):
-    """An object of the history. Nothing of what other servers have added to it is refused."""
-
-    @pydantic.model_validator(mode="after")
-    def _check_others(self) -> Self:
-        (self.__pydantic_extra__ or {}).clear()
-        return self
-
-
-def named(*names: str) -> Any:
-    """Return an optional field of several names. The first that is sent counts; one with a dot is a path."""
-    paths = [AliasPath(*name.split(".")) if "." in name else name for name in names]
-    return pydantic.Field(None, validation_alias=AliasChoices(*paths))
-
-
 B = TypeVar("B", bound=Body)
-T = TypeVar("T")
-
-Many = Annotated[list[T], pydantic.Field(fail_fast=True)]
-"""A list whose validation ends at the first error. A client could otherwise cause an error object for each byte."""
-
-
-def _read_or_tell(content: Any, read: pydantic.ValidatorFunctionWrapHandler) -> Any:
-    try:
-        return read(content)
-    except pydantic.ValidationError:
-        return note_of({"type": "result", "content": content})
-
-
-AS_WORDS = pydantic.WrapValidator(_read_or_tell)
-"""A validator of a tool's output, which an agent cannot change: an invalid one becomes its words."""
-
-
-def _role(turn: Any) -> str:
-    """Return the role of a message that may be invalid. An unknown name counts as the user's."""
-    name = turn.get("role") if isinstance(turn, dict) else "user"
-    if name in get_args(RoleName):
-        return role_of(cast(RoleName, name))
-    return "user" if isinstance(name, str) else "tool"
-
-
-def _as_text(turn: Any) -> Json:
-    content = turn if isinstance(turn, dict) else {"content": turn}
-    role = content["role"] if content.get("role") in get_args(RoleName) else "user"
-    return {"role": role, "content": note_of({**content, "type": str(content.get("type") or "message")})}
-
-
-def _read_history(turns: Any, read: pydantic.ValidatorFunctionWrapHandler) -> Any:
-    """Validate a history. An invalid message becomes its words, except the newest of the user: others stay invalid."""
-    try:
-        return read(turns)
-    except pydantic.ValidationError:
-        if not isinstance(turns, list):
-            raise
-    newest, found = newest_of_user([*map(_role, turns)]), [*turns]
-    for index, turn in enumerate(turns):
-        with suppress(pydantic.ValidationError):
-            read([turn])
-            continue
-        if index != newest:
-            found[index] = _as_text(turn)
-    return read(found)
-
-
-History = Annotated[list[T], pydantic.Field(fail_fast=True), pydantic.WrapValidator(_read_history)]
-"""The messages of a conversation. A client cannot change an earlier one, so it is never refused."""
-
-StopString = Annotated[str, pydantic.Field(max_length=256)]
-StopStrings = Annotated[list[StopString], pydantic.Field(max_length=64)]
-"""Stop strings. The end of the text is compared with each of them at every token. Empty ones have no effect."""
-
-
-def _check_limit(limit: int) -> int | None:
-    if limit == 0:
-        raise ValueError("send 1 or more, or -1 for no limit")
-    return limit if limit > 0 else None
-
-
-def _check_budget(limit: int) -> int | None:
-    return limit if limit >= 0 else None
-
-
-Budget = Annotated[int, pydantic.Field(ge=-2), pydantic.AfterValidator(_check_budget)]
-"""A number of reasoning tokens. 0 switches the reasoning off, a negative one is no limit."""
-
-TokenLimit = Annotated[int, pydantic.Field(ge=-2), pydantic.AfterValidator(_check_limit)]
-"""A number of tokens, None for a negative one: llama.cpp's and LM Studio's clients send it for no limit."""
-
-Seed = Annotated[int, pydantic.Field(ge=-(2**63), lt=2**64)]
-
-
-ADMIN_PATHS = frozenset({"/trace", "/v1/models/load"})
-ADMIN_PREFIX = "/v1/cluster/"
-METRICS_PATHS = frozenset({"/metrics", "/status", "/v1/events"})
-"""Paths that need another scope than inference."""
-
-
-def keys_are_set(options: ApiOptions) -> bool:
-    """Return whether requests need a key."""
-    ring = options.key_ring
-    return bool(options.api_keys or (ring and (ring.stored_keys() or ring.required)))
-
-
-async def require_key(request: Request) -> None:
-    """Raise HTTPException 401 unless the request carries a valid key or no keys are set.
-
-    The key is in `Authorization: Bearer KEY` or, as Anthropic's clients send it, in `x-api-key`. Every key is compared,
-    in constant time. `request.state` gets a digest as `owner`, and the `key_name` of a named key. Raises AccessError
-    for a named key without the scope of the request, and for a web page of another site.
-    """
-    check_origin(request)
-    options = api_of(request).options
-    ring = options.key_ring
-    if not keys_are_set(options):
-        return
-    scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
-    sent = credentials if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    content = sent.strip().encode("latin-1")  # headers are bytes that Starlette decodes as Latin-1
-    request.state.owner = hashlib.sha256(b"owner of answers " + content).hexdigest()
-    matches = [secrets.compare_digest(content, key.encode()) for key in options.api_keys]
-    named = ring.find(content) if ring else None
-    if any(matches):
-        return
-    if ring is None or named is None:
-        text = "API key: missing or invalid. Send Authorization: Bearer KEY."
-        raise HTTPException(401, text, headers={"WWW-Authenticate": "Bearer"})
-    request.state.key_name = named.name
-    ring.check_scope(named, scope_of(request.url.path))
-
-
-def scope_of(path: str) -> Scope:
-    """Return the scope that a request for `path` needs."""
-    if path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX):
-        return Scope.ADMIN
-    return Scope.METRICS if path in METRICS_PATHS else Scope.INFERENCE
 
 
 def require_json(request: Request) -> None:
@@ -250,30 +109,11 @@ def require_json(request: Request) -> None:
         raise RequestError(f"{request.url.path}: send the header Content-Type: application/json")
 
 
-def check_origin(request: Request) -> None:
-    """Raise AccessError for a request that a web page of another site sends, unless the user allowed its origin.
-
-    Images and frames of a page send no origin, but the relation of the sites. A link that the user follows is allowed.
-    """
-    headers, allowed = request.headers, api_of(request).options.allowed_origins
-    origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
-    if not {origin, "*"}.isdisjoint(allowed):
-        return
-    if origin is None:
-        own = site in ("same-origin", "none") or headers.get("sec-fetch-dest") == "document"
-    else:
-        own = origin.partition("://")[2] == headers.get("host")
-    if not own:
-        raise AccessError(
-            f"Origin: web pages of {origin or site!r:.100} may not call this server. Allow them with --allowed-origins."
-        )
-
-
 async def read_body(request: Request, kind: type[B]) -> B:
     """Return the JSON body as a `kind`. Raises RequestError, or HTTPException if it is too large or too slow."""
     api = api_of(request)
     options, context = api.options, api.model.context_length
-    if not keys_are_set(options):
+    if not options.needs_key:
         require_json(request)
     if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) not in ("", "identity"):
         raise HTTPException(415, f"Content-Encoding: {encoding!r:.40} is not supported. Send the body uncompressed.")

@@ -13,9 +13,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from coordinator.api.context import Api, api_of, client_of
-from coordinator.api.delivery import EVENT_STREAM, AnswerStream, Delivery, IndexedEvent, PreparedAnswer, outcome_of
+from coordinator.api.delivery import (
+    EVENT_STREAM,
+    AnswerStatus,
+    AnswerStream,
+    Delivery,
+    IndexedEvent,
+    PreparedAnswer,
+    StoredWriter,
+    outcome_of,
+)
 from coordinator.api.journal import Journal, Record
-from coordinator.api.responses_writer import AnswerStatus, ResponseWriter
 from coordinator.schedule.request import GenerationRequest
 from coordinator.status.metrics import RequestMeter
 from coordinator.text.schemas import Json
@@ -34,7 +42,7 @@ RETRY_SECONDS = 1.0
 """Seconds before a restored answer tries again to enter the queue."""
 
 
-class EventLog:
+class StreamLog:
     """The events of a stream, numbered from 0. `events` are those of a stream that has ended."""
 
     def __init__(self, events: Sequence[bytes] = ()) -> None:
@@ -107,7 +115,7 @@ class StoredAnswer:
         assert len(prepared.answer.choices) == 1, "the order of events must follow from the tokens"
         self.record = prepared.record
         self.writer = writer_of(prepared)
-        self.log = EventLog()
+        self.log = StreamLog()
         self._api = api
         self._prepared = prepared
         self._choice = prepared.answer.choices[0]
@@ -248,9 +256,9 @@ class StoredAnswer:
         self._on_end()
 
 
-def writer_of(prepared: PreparedAnswer) -> ResponseWriter:
-    """Return the writer of a response."""
-    return cast(ResponseWriter, prepared.writer)
+def writer_of(prepared: PreparedAnswer) -> StoredWriter:
+    """Return the writer of a stored answer."""
+    return cast(StoredWriter, prepared.writer)
 
 
 Restore = Callable[[Api, Record, GenerationRequest], Awaitable[PreparedAnswer]]
@@ -374,7 +382,7 @@ class StoredAnswers:
             failure = record.result.get("error")
             cause = f"failed: {failure['message']}" if failure else "was not created as a stream"
             raise RequestError(f"{answer_id!r:.80}: {cause}. Retrieve it without stream.", param="stream")
-        events = EventLog(record.events).follow(after, bytes, 1.0)
+        events = StreamLog(record.events).follow(after, bytes, 1.0)
         return AnswerStream(events, record.id, lambda: None, EVENT_STREAM)
 
     async def cancel(self, request: Request, answer_id: str) -> Json:

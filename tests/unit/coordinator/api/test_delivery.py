@@ -254,7 +254,7 @@ async def test_an_answer_that_nobody_reads_is_cancelled(monkeypatch: pytest.Monk
     monkeypatch.setattr(delivery, "BACKLOG_OF_REQUEST", 5)
     generator = FakeGenerator(tiny_tokenizer(), text="word " * 500, window=1)
     requests = [GenerationRequest((5,), 400, request_id=str(index)) for index in range(2)]
-    unread = delivery.AnswerQueue(generator, requests)
+    unread = delivery.SubmittedRequests(generator, requests)
     await tasks_end()
     assert sorted(generator.cancelled) == ["0", "1"]
     for _ in range(20):  # 10 + 2 x 5

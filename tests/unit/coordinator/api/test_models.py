@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.api.app import create_app, starting_app
 from coordinator.api.context import Api, ApiOptions
-from coordinator.api.model_catalog import ModelFacts, describe_model, find_listed, list_models
+from coordinator.api.model_catalog import ModelFacts, facts_of, find_listed, list_models
 from coordinator.status.cluster_status import LoadReport
 from coordinator.text.tokenizer import ModelInfo
 from coordinator.trust.cluster_trust import Invitation
@@ -169,7 +169,7 @@ async def test_the_progress_is_readable_while_no_model_serves() -> None:
 
 async def test_ollamas_sizes_are_those_of_the_weights() -> None:
     """`size` is the bytes of the weights."""
-    facts = describe_model("builtin", Checkpoint.open(checkpoint_dir()))
+    facts = facts_of("builtin", Checkpoint.open(checkpoint_dir()))
     api = ApiClient(FakeGenerator(tiny_tokenizer(), "x"), nbytes=facts.nbytes)
     (listed,) = (await api.get("/api/tags")).json()["models"]
     assert listed["size"] == facts.nbytes

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from coordinator.api.request_body import scope_of
+from coordinator.api.access import scope_of
 from coordinator.cli import COMMANDS
 from coordinator.trust.keys import Scope
 from coordinator.web.live_feed import ASSETS
