@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.api.context import ApiOptions
 from coordinator.trust.keys import OWNER_KEY, ApiKey, KeyRing, Scope, is_own_connection
 from coordinator.trust.registry import Registry
+from coordinator.web.context import ApiOptions
 from proto.errors import AccessError, UsageError
 from proto.trust.joining import JoinToken, new_token
 
