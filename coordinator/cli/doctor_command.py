@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from coordinator.cluster.discovery import Discovery
-from coordinator.doctor import answer, checks
+from coordinator.doctor import checks
 from coordinator.doctor.checks import Finding, Verdict
+from coordinator.doctor.kernels import check_kernels
 from coordinator.pipeline.worker_connection import ConnectionPolicy
 from coordinator.serve.options import ModelOption, NoMdnsOption, WorkersOption
 from coordinator.trust.cluster_trust import ClusterTrust
@@ -32,7 +33,7 @@ from proto.terminal.options import JsonOption, StateOption, takes_options
 from worker.engine import hardware
 
 CHECK_SECONDS = 600.0
-"""Seconds. Longest single check. With --full one loads and measures a large model."""
+"""Seconds. Longest single check. That of the kernels loads a model, which may be large."""
 
 MDNS_SECONDS = 3.0
 """Seconds. Time for workers to answer on the network. A local answer takes about one."""
@@ -42,26 +43,23 @@ MDNS_SECONDS = 3.0
 class Diagnosis:
     """A run of all checks with one model, of this machine and of the workers at `addresses` or found by mDNS.
 
-    `findings` holds the results, and `report` gets each as soon as it is known. `plain` is the measured answer without
-    drafts. `policy` decides how to connect to workers.
+    `findings` holds the results, and `report` gets each as soon as it is known. `policy` decides how to connect to
+    workers.
     """
 
     checkpoint: Checkpoint
     report: Callable[[Finding], None]
     addresses: tuple[str, ...] = ()
     mdns: bool = True
-    full: bool = False
     policy: ConnectionPolicy = field(default_factory=ConnectionPolicy)
     findings: list[Finding] = field(default_factory=list)
-    plain: answer.Answer | None = None
 
     async def run(self) -> list[Finding]:
-        """Run the checks of the system, the network and the model, and return the findings."""
+        """Check the versions, the device, the kernels, the workers and the network, and return the findings."""
         await self.check("versions", checks.check_versions)
         await self.check("device", checks.check_device)
-        await self.check("memory", checks.check_memory)
+        await self.check("kernels", check_kernels, self.checkpoint)
         await self._check_network()
-        await self.check_model()
         return self.findings
 
     async def check(self, name: str, check: Callable[..., Finding | Awaitable[Finding]], *arguments: Any) -> None:
@@ -91,33 +89,12 @@ class Diagnosis:
         fingerprint = await asyncio.to_thread(self.checkpoint.fingerprint) if found else ""
         model = pb.ModelRef(name="doctor", fingerprint=fingerprint)
         me = pb.Coordinator(id=secrets.token_hex(8), name="mtp-coord doctor")
-        versions: dict[str, str] = {}
         for candidate in found:
-            arguments = (candidate, model, me, self.policy, versions)
+            arguments = (candidate, model, me, self.policy, hardware.own_version())
             await self.check(f"worker {candidate.name}", checks.check_worker, *arguments)
-        if versions:
-            own = hardware.own_version()
-            await self.check("versions of the workers", checks.check_equal_versions, own, versions)
-        await self.check("Thunderbolt", checks.check_thunderbolt, len(versions))
-
-    async def check_model(self) -> None:
-        """Check the answers of the model with and without drafts, and their speed."""
-        depths = [1, 2, 4] if self.full else [2]
-        await self.check("answer", self._plain_answer)
-        for depth in depths if self.plain and self.checkpoint.mtp.complete else []:
-            await self.check(f"answer with {depth} drafts", self._drafted_answer, depth)
-
-    async def _plain_answer(self) -> Finding:
-        self.plain = await answer.measure_answer(self.checkpoint, 0, self._tokens)
-        return answer.judge_answer(self.plain)
-
-    async def _drafted_answer(self, depth: int) -> Finding:
-        assert self.plain is not None
-        return answer.judge_drafts(self.plain, await answer.measure_answer(self.checkpoint, depth, self._tokens))
-
-    @property
-    def _tokens(self) -> int:
-        return 200 if self.full else 64
+        failed = [one.check for one in self.findings if one.verdict is Verdict.FAIL]
+        reached = sum(f"worker {candidate.name}" not in failed for candidate in found)
+        await self.check("Thunderbolt", checks.check_thunderbolt, reached)
 
 
 SIGNS = {Verdict.OK: "[green]✓[/]", Verdict.WARN: "[yellow]![/]", Verdict.FAIL: "[red]✗[/]", Verdict.SKIP: "[dim]-[/]"}
@@ -130,7 +107,6 @@ class DoctorOptions:
     model: ModelOption = BUILTIN
     worker: WorkersOption = ()
     no_mdns: NoMdnsOption = False
-    full: Annotated[bool, typer.Option("--full", help="Take minutes: longer texts and more depths.")] = False
     insecure: Annotated[bool, typer.Option("--insecure", help="Connect to workers without encryption.")] = False
     state_dir: StateOption = None
     json: JsonOption = False
@@ -149,7 +125,7 @@ def doctor(options: DoctorOptions) -> None:
     trust = None if options.insecure else ClusterTrust.open(state, create=False)
     policy = ConnectionPolicy(trust.trust if trust else None, options.insecure)
     console = Console(emoji=False, stderr=options.json, quiet=options.json)
-    diagnosis = Diagnosis(checkpoint, partial(show, console), options.worker, not options.no_mdns, options.full, policy)
+    diagnosis = Diagnosis(checkpoint, partial(show, console), options.worker, not options.no_mdns, policy)
     findings = asyncio.run(diagnosis.run())
     counts = Counter(finding.verdict for finding in findings)
     if options.json:

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 import mlx.core as mx
 import typer
 
-from coordinator.api.choice import Choice, ChoiceEnd
+from coordinator.answers.choice import Choice, ChoiceEnd
 from coordinator.drafts.prompt_lookup import NgramMode
+from coordinator.schedule.admission import check_request
 from coordinator.schedule.local_generator import local_generator
-from coordinator.schedule.prompts import check_request
 from coordinator.schedule.request import Finished, GenerationEvent, GenerationRequest, GenerationStats
 from coordinator.schedule.request import generate as generate_events
 from coordinator.serve import options

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from coordinator.api.client_settings import AGENTS, NO_KEY, Endpoint
 from coordinator.cli.client import DEFAULT_URL, KeyOption, UrlOption, call, server_url
+from coordinator.serve.client_settings import AGENTS, NO_KEY, Endpoint
 from proto.errors import AccessError, NotReadyError, UsageError
 from proto.state_dir import state_dir, write_private
 

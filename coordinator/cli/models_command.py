@@ -54,6 +54,6 @@ def _of_the_server() -> tuple[str, list[dict[str, Any]]] | None:
 
 def _of_the_disk() -> list[dict[str, Any]]:
     # It imports MLX and the hub's library, which take half a second.
-    from coordinator.api.model_catalog import list_models
+    from coordinator.web.model_catalog import list_models
 
     return [asdict(model) for model in list_models()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from typing import Annotated, Any, Literal
 
 import typer
@@ -14,12 +13,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator.planning import groups
-from coordinator.planning.capacity import model_costs, plan_capacity, reserve_bytes
+from coordinator.planning.capacity import plan_capacity
 from coordinator.planning.chips import mac_specs
-from coordinator.planning.plan import MAX_FREE_NODES, ModelCosts, NodeSpec, StagePlan, Workload
+from coordinator.planning.plan import MAX_FREE_NODES, NodeSpec, StagePlan
 from coordinator.serve import options
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.checkpoint.hub.published import MODELS, converted_headers, find_published
 from mtp.checkpoint.hub.remote_checkpoint import open_model
@@ -144,23 +142,19 @@ def parse_node(text: str) -> NodeSpec:
 
 def answer(checkpoint: Checkpoint, specs: Sequence[NodeSpec], options: PlanOptions) -> dict[str, Any]:
     """Return the object that --json prints. Sizes are bytes, times are seconds."""
-
-    @cache
-    def costs_of(size: int) -> ModelCosts:
-        """Return the costs of a member's share."""
-        share = checkpoint.cut_for(Cut(0, size))
-        return model_costs(share, dtype=options.dtype, kv_bits=options.kv_bits, with_head=options.mtp > 0)
-
-    machines = [groups.Machine(spec, f"speed {spec.speed:g}", spec.name) for spec in specs]
-    longest = checkpoint.config.max_positions
-    workload = Workload(
-        kv_tokens=min(options.context, longest),
+    planning = groups.Planning.of(
+        checkpoint,
+        options.context,
         draft_depth=options.mtp,
-        reserve_bytes=reserve_bytes(costs_of(1)),
+        parallel=options.parallel,
+        collective=options.sum_us / 1e6,
+        dtype=options.dtype,
+        kv_bits=options.kv_bits,
+        with_head=options.mtp > 0,
     )
-    planning = groups.Planning(costs_of, workload, options.parallel, collective=options.sum_us / 1e6)
+    machines = groups.plan_machines(specs)
     found = groups.choose_plan(planning, machines, 1)
-    costs = costs_of(found.group_size)
+    costs, longest = planning.costs_of(found.group_size), checkpoint.config.max_positions
     capacity = plan_capacity(costs, found.stages, longest, options.sequences)
     pinned = any(spec.pinned for spec in specs)
     return {

@@ -36,7 +36,7 @@ def recommend(
     `mtp-coord recommend --mac "M4 Pro 64GB" --mac "M4 Pro 64GB"`
     """
     specs = mac_specs(mac) if mac else _joined(url)
-    found = sorted(recommendations(specs), key=lambda one: -one.nbytes)
+    found = recommendations(specs)
     if as_json:
         typer.echo(json.dumps([asdict(one) for one in found], indent=2))
         return

@@ -15,12 +15,11 @@ from functools import cached_property, partial
 
 from coordinator.cluster.view import Member
 from coordinator.pipeline.worker_client import WorkerClient
-from coordinator.planning.capacity import Capacity, model_costs, plan_capacity, reserve_bytes
+from coordinator.planning.capacity import Capacity, plan_capacity
 from coordinator.planning.groups import Machine, Parallel, Planning, choose_plan
-from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, Workload
+from coordinator.planning.plan import NodeSpec, Plan
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import read_config
-from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.format.shard import TensorInfo, read_file
 from proto import cluster_pb2 as pb
 from proto.errors import ProtocolError
@@ -133,31 +132,30 @@ class ServedModel:
     slices: int = 1
     parallel: Parallel = field(default_factory=Parallel)
     draft_vocab: bytes = b""
-    _costs: dict[int, ModelCosts] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def provider(self) -> WeightProvider:
         """Source of weights for workers that lack the checkpoint's files."""
         return WeightProvider(self.checkpoint, self.ref, self.share_weights)
 
-    def costs_of(self, size: int) -> ModelCosts:
-        """Return the costs of a member of a group of `size`. Raises SpanError if the layers cannot be cut."""
-        if size not in self._costs:
-            cut, kv_bits = self.checkpoint.cut_for(Cut(0, size)), self.kv_bits or None
-            self._costs[size] = model_costs(
-                cut, dtype=self.dtype, kv_bits=kv_bits, with_head=self.with_head, draft_vocab=self.draft_vocab
-            )
-        return self._costs[size]
+    @cached_property
+    def planning(self) -> Planning:
+        """The costs of a member of each size of a group, and what every plan must have room for."""
+        return Planning.of(
+            self.checkpoint,
+            SMALLEST_CONTEXT,
+            draft_depth=self.draft_depth,
+            parallel=self.parallel,
+            slices=self.slices if self.exact else None,
+            dtype=self.dtype,
+            kv_bits=self.kv_bits or None,
+            with_head=self.with_head,
+            draft_vocab=self.draft_vocab,
+        )
 
     def planner(self) -> Callable[[Sequence[Member], int], Plan]:
         """Return a function from members and an epoch to a plan, whose stages name members by address."""
-        workload = Workload(
-            kv_tokens=min(self.checkpoint.config.max_positions, SMALLEST_CONTEXT),
-            draft_depth=self.draft_depth,
-            reserve_bytes=reserve_bytes(self.costs_of(1)),
-        )
-        slices = self.slices if self.exact else None
-        planning = Planning(self.costs_of, workload, self.parallel, slices=slices)
+        planning = self.planning
 
         def plan(members: Sequence[Member], epoch: int) -> Plan:
             speeds = _speeds(members)
@@ -172,7 +170,7 @@ class ServedModel:
 
     def capacity(self, plan: Plan) -> Capacity:
         """Return the room of the plan's stages. Raises MemoryLimitError if one sequence does not fit."""
-        costs, context = self.costs_of(plan.group_size), self.checkpoint.config.max_positions
+        costs, context = self.planning.costs_of(plan.group_size), self.checkpoint.config.max_positions
         return plan_capacity(costs, plan.stages, context, self.max_sequences, self.prefix_cache)
 
 

@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import version
@@ -82,32 +82,17 @@ def check_versions() -> Finding:
     return judged("versions", figure, advice if old else "", values)
 
 
-SWAP_SHARE = 0.05
-"""Share of the machine's memory. More swap in use than this means that memory is short already."""
-
-
-def check_memory() -> Finding:
-    """Report what a worker may use here, and whether the machine is short of memory already."""
-    memory, swap = psutil.virtual_memory(), psutil.swap_memory().used
-    limit = hardware.default_memory_limit()
-    values = {"total": memory.total, "available": memory.available, "limit": limit, "swap": swap}
-    advice = (
-        f"{format_size(swap)} are swapped out. End other programs, or lower --memory-limit, because a model that is "
-        "swapped answers very slowly."
-    )
-    size, usable, swapped = map(format_size, (memory.total, limit, swap))
-    figure = f"{size}, a worker may use {usable}, swap {swapped}"
-    return judged("memory", figure, advice if swap > SWAP_SHARE * memory.total else "", values)
-
-
 SAMPLES = 50
 
 SLOW_SECONDS = 1e-3
 """Seconds. Reports give 0.2 to 0.25 ms for Metal."""
 
+SWAP_SHARE = 0.05
+"""Share of the machine's memory. More swap in use than this means that memory is short already."""
+
 
 def check_device() -> Finding:
-    """Report the speed of products of a matrix and a vector, and the round trip between Python and MLX's device."""
+    """Report the device's bandwidth, its round trip with Python, its memory for a worker, and swap in use."""
     chip, speed = hardware.chip(), hardware.measured_bandwidth()
     one = mx.ones((8,))
     mx.eval(one)
@@ -117,10 +102,18 @@ def check_device() -> Finding:
         mx.eval(one + 1)
         times.append(time.perf_counter() - started)
     seconds = statistics.median(times)
-    slow = "The device answers slowly. End other programs that use it."
-    figure = f"{chip}, {speed / 1e9:.3g} GB/s, a round trip takes {seconds * 1e3:.3f} ms"
+    memory, swap = psutil.virtual_memory().total, psutil.swap_memory().used
+    limit = hardware.default_memory_limit()
+    advice = ["The device answers slowly. End other programs that use it."] * (seconds > SLOW_SECONDS)
+    if swap > SWAP_SHARE * memory:
+        advice.append("A swapped model answers very slowly. End other programs, or lower --memory-limit.")
+    figure = (
+        f"{chip}, {speed / 1e9:.3g} GB/s, a round trip takes {seconds * 1e3:.3f} ms; {format_size(memory)}, "
+        f"a worker may use {format_size(limit)}, swap {format_size(swap)}"
+    )
     values = {"chip": chip, "bytes_per_second": speed, "round_trip_seconds": seconds}
-    return judged("device", figure, slow if seconds > SLOW_SECONDS else "", values)
+    values |= {"memory": memory, "limit": limit, "swap": swap}
+    return judged("device", figure, " ".join(advice), values)
 
 
 def check_discovery(candidates: Sequence[Candidate], enabled: bool, problem: str, seconds: float) -> Finding:
@@ -174,13 +167,9 @@ DESCRIBE_SECONDS = 10.0
 
 
 async def check_worker(
-    candidate: Candidate,
-    model: pb.ModelRef,
-    me: pb.Coordinator,
-    policy: ConnectionPolicy,
-    versions: dict[str, str],
+    candidate: Candidate, model: pb.ModelRef, me: pb.Coordinator, policy: ConnectionPolicy, own: str
 ) -> Finding:
-    """Ask a candidate at its addresses, in order, until one answers. Put its versions by its name in `versions`."""
+    """Ask a candidate at its addresses, in order, until one answers. Compare its versions with `own`."""
     error = None
     for address in candidate.addresses:
         try:
@@ -189,24 +178,24 @@ async def check_worker(
             error = problem
             continue
         await client.close()
-        versions[info.name] = printable(info.version, MAX_VERSION)
-        return _described(info, address, model)
+        return _described(info, address, model, own)
     return _unreachable(candidate, error)
 
 
-def _described(info: pb.WorkerInfo, address: str, model: pb.ModelRef) -> Finding:
-    limit = info.hardware.memory_limit
-    figure = f"{address}, {info.hardware.chip}, {format_size(limit)}"
-    values = {
-        "address": address,
-        "chip": info.hardware.chip,
-        "memory_limit": limit,
-        "bytes_per_second": info.hardware.bytes_per_second,
-        "version": printable(info.version, MAX_VERSION),
-    }
-    other = info.model and info.fingerprint != model.fingerprint
-    advice = f"It has another checkpoint ({info.model}). Give both programs the same --model."
-    return judged(f"worker {info.name}", figure, advice if other else "", values)
+def _described(info: pb.WorkerInfo, address: str, model: pb.ModelRef, own: str) -> Finding:
+    chip, limit = info.hardware.chip, info.hardware.memory_limit
+    versions = printable(info.version, MAX_VERSION) or "unknown"
+    values = {"address": address, "chip": chip, "memory_limit": limit, "version": versions}
+    values["bytes_per_second"] = info.hardware.bytes_per_second
+    advice = []
+    if info.model and info.fingerprint != model.fingerprint:
+        advice.append(f"It has another checkpoint ({info.model}). Give both programs the same --model.")
+    if versions != own:
+        advice.append(
+            f"It runs {versions}, and this machine {own}. Install the same release everywhere, with its pinned "
+            "packages. Other versions of MLX round differently."
+        )
+    return judged(f"worker {info.name}", f"{address}, {chip}, {format_size(limit)}", " ".join(advice), values)
 
 
 def _unreachable(candidate: Candidate, error: ClusterError | None) -> Finding:
@@ -220,12 +209,3 @@ def _unreachable(candidate: Candidate, error: ClusterError | None) -> Finding:
     else:
         advice = "Check the address, the cable and the firewall, and that mtp-worker runs there."
     return Finding(f"worker {candidate.name}", Verdict.FAIL, text, advice, {"error": text})
-
-
-def check_equal_versions(own: str, workers: Mapping[str, str]) -> Finding:
-    """Compare the versions of the programs of each worker, which decide the arithmetic, with `own`."""
-    other = {name: version or "unknown" for name, version in workers.items() if version != own}
-    values = {"own": own, "others": other}
-    figure = "; ".join([f"{own} here", *(f"{name}: {found}" for name, found in other.items())])
-    advice = "Install the same release everywhere, with its pinned packages. Other versions of MLX round differently."
-    return judged("versions of the workers", figure, advice if other else "", values)

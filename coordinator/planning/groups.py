@@ -9,8 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
 
+from coordinator.planning.capacity import model_costs, reserve_bytes
 from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, StagePlan, Workload, make_plan
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.cut import Cut
 from proto.announcement import is_loopback
 from proto.errors import ClusterError, SpanError, UsageError
 
@@ -90,6 +95,11 @@ class Machine:
     collectives: Mapping[frozenset[str], float] = field(default_factory=dict)
 
 
+def plan_machines(specs: Sequence[NodeSpec]) -> list[Machine]:
+    """Return machines that are only planned, each with a direct link. Those of one speed are of one kind."""
+    return [Machine(spec, f"speed {spec.speed:g}", spec.name) for spec in specs]
+
+
 @dataclass(frozen=True)
 class Prediction:
     """A possible plan, its name for people, and the predicted seconds of a token of one stream.
@@ -119,6 +129,28 @@ class Planning:
     """Slices of each layer in exact mode, which every size of a group must divide. None without exact mode."""
     collective: float = DEFAULT_COLLECTIVE
     """Seconds of a sum over a group that has not measured it."""
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        context: int,
+        *,
+        draft_depth: int = 0,
+        parallel: Parallel = Parallel(),
+        slices: int | None = None,
+        collective: float = DEFAULT_COLLECTIVE,
+        **loading: Any,
+    ) -> Planning:
+        """Return the planning of `checkpoint`. `loading` are options of `model_costs`."""
+
+        @cache
+        def costs_of(size: int) -> ModelCosts:
+            return model_costs(checkpoint.cut_for(Cut(0, size)), **loading)
+
+        kv_tokens = min(context, checkpoint.config.max_positions)
+        workload = Workload(kv_tokens, draft_depth, reserve_bytes(costs_of(1)))
+        return cls(costs_of, workload, parallel, slices, collective)
 
 
 def choose_plan(planning: Planning, machines: Sequence[Machine], epoch: int) -> Plan:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
-from coordinator.planning.capacity import model_costs, plan_capacity, reserve_bytes
+from coordinator.planning.capacity import plan_capacity
 from coordinator.planning.chips import GB_SPEED, LAYER_SECONDS
-from coordinator.planning.groups import Machine, Planning, predict_plans
-from coordinator.planning.plan import ModelCosts, NodeSpec, Workload
-from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.cut import Cut
+from coordinator.planning.groups import Planning, plan_machines, predict_plans
+from coordinator.planning.plan import NodeSpec
 from mtp.checkpoint.hub.known_repos import KNOWN, KnownRepo
 from mtp.checkpoint.hub.published import converted_headers, find_published
 from proto.errors import ClusterError
@@ -47,20 +44,19 @@ def joined_spec(name: str, memory_limit: int, bytes_per_second: float | None, ch
     return NodeSpec(name, memory_limit, speed, layer_seconds=fixed)
 
 
-def recommendations(specs: Sequence[NodeSpec]) -> Iterator[Recommendation]:
-    """Yield the known models that fit `specs`: of each size and number of bits the newest release.
+def recommendations(specs: Sequence[NodeSpec]) -> list[Recommendation]:
+    """Return the known models that fit `specs`, the largest first: of each size and number of bits the newest release.
 
     Unquantized ones are left out where there are others.
     """
     packed = {repo.size for repo in KNOWN if repo.bits is not None}
-    seen = set()
-    for repo in sorted(KNOWN, key=lambda one: one.release, reverse=True):
-        key = repo.size, repo.bits
-        if key in seen or (repo.bits is None and repo.size in packed):
-            continue
-        seen.add(key)
-        with suppress(ClusterError):  # it does not fit
-            yield _recommendation(repo, specs)
+    newest = {(repo.size, repo.bits): repo for repo in sorted(KNOWN, key=lambda one: one.release)}
+    found = []
+    for repo in newest.values():
+        if repo.bits is not None or repo.size not in packed:
+            with suppress(ClusterError):  # it does not fit
+                found.append(_recommendation(repo, specs))
+    return sorted(found, key=lambda one: -one.nbytes)
 
 
 def _recommendation(repo: KnownRepo, specs: Sequence[NodeSpec]) -> Recommendation:
@@ -68,13 +64,10 @@ def _recommendation(repo: KnownRepo, specs: Sequence[NodeSpec]) -> Recommendatio
     model = find_published(repo.name)
     assert model is not None
     checkpoint = converted_headers(model, repo.bits)
-    costs_of = partial(_share, checkpoint)
-    workload = Workload(LEAST_CONTEXT, 0, reserve_bytes(costs_of(1)))
-    machines = [Machine(spec, f"{spec.speed:g}", spec.name) for spec in specs]
-    found = predict_plans(Planning(costs_of, workload), machines)
-    best = min(found, key=lambda one: one.fastest)
+    planning = Planning.of(checkpoint, LEAST_CONTEXT)
+    best = min(predict_plans(planning, plan_machines(specs)), key=lambda one: one.fastest)
     longest = checkpoint.config.max_positions
-    room = plan_capacity(costs_of(best.plan.group_size), best.plan.stages, longest, 1).kv_tokens
+    room = plan_capacity(planning.costs_of(best.plan.group_size), best.plan.stages, longest, 1).kv_tokens
     name = repo.short + (f"-{repo.bits}bit" if repo.bits not in (4, None) else "")
     name += "-bf16" if repo.bits is None else ""
     return Recommendation(
@@ -89,8 +82,3 @@ def _recommendation(repo: KnownRepo, specs: Sequence[NodeSpec]) -> Recommendatio
         best.text,
         repo.head,
     )
-
-
-def _share(checkpoint: Checkpoint, size: int) -> ModelCosts:
-    """Return the costs of the share of one of `size` members."""
-    return model_costs(checkpoint.cut_for(Cut(0, size)))

@@ -10,8 +10,8 @@ from typing import Any
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines
+from coordinator.schedule.admission import Limits
 from coordinator.schedule.loop import GenerationLoop
-from coordinator.schedule.prompts import Limits
 from coordinator.schedule.scheduler import Scheduler
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.missing_head import missing_head_tensors, repair_hint

@@ -24,10 +24,10 @@ from dataclasses import dataclass, field, replace
 from coordinator.drafts.averages import DraftResult, Shape
 from coordinator.drafts.controller import MAX_DEPTH, Controller
 from coordinator.planning.capacity import Capacity
+from coordinator.schedule.admission import Limits, Prompts, check_queue, check_request
 from coordinator.schedule.backups import BackupInFlight, Backups
 from coordinator.schedule.in_flight import FrameInFlight, LastWindow, StepTimer
 from coordinator.schedule.prefix_cache import BLOCK, PrefixCache
-from coordinator.schedule.prompts import Limits, Prompts, check_queue, check_request
 from coordinator.schedule.request import Finished, GenerationEvent, GenerationRequest, PrefillProgress, TokenChunk
 from coordinator.schedule.sequence import Sequence
 from mtp.device import FrameLimits

@@ -1,1 +1,1 @@
-"""The process of `mtp-coord serve`: its HTTP server, its parts, and the change of its model."""
+"""The process of `mtp-coord serve`: its app, HTTP server, endpoints, settings of clients, and change of the model."""

@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from coordinator.api.model_catalog import ModelFacts, ModelLoader, find_listed, list_models
 from coordinator.cluster.manager import ClusterManager
 from coordinator.pipeline.pipeline import PipelineSource
 from coordinator.serve.options import ServeOptions
 from coordinator.serve.served_parts import OpenedModel, ServedParts, served_model
 from coordinator.status.cluster_status import FINISH_SECONDS, LoadPhase, LoadReport
+from coordinator.web.model_catalog import ModelFacts, ModelLoader, find_listed, list_models
 from mtp.checkpoint.hub.missing_head import fetched_if_possible, with_fetched_head
 from mtp.checkpoint.hub.resolve import resolve_model, snapshot_of
 from proto import errors

@@ -7,12 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coordinator.api.app import create_app
-from coordinator.api.context import Api, ApiOptions
-from coordinator.api.journal import Journal
-from coordinator.api.live_status import LiveStatus
-from coordinator.api.model_catalog import ModelLoader, quantization_text
-from coordinator.api.stored_answers import StoredAnswers
+from coordinator.answers.journal import Journal
+from coordinator.answers.stored_answers import StoredAnswers
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.membership import ManagerOptions
 from coordinator.cluster.served_model import ServedModel
@@ -22,15 +18,19 @@ from coordinator.images.encoder import ImageEncoder
 from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines
 from coordinator.pipeline.pipeline import PipelineSource
 from coordinator.pipeline.worker_connection import ConnectionPolicy
+from coordinator.schedule.admission import Limits
 from coordinator.schedule.local_generator import effective_mtp_mode
 from coordinator.schedule.loop import GenerationLoop
-from coordinator.schedule.prompts import Limits
 from coordinator.schedule.scheduler import Scheduler
+from coordinator.serve.app import create_app
+from coordinator.serve.live_status import LiveStatus
 from coordinator.serve.options import DEFAULT_WAIT, ServeOptions
 from coordinator.status.cluster_status import ModelStatus
 from coordinator.text.grammars import pack_vocabulary
 from coordinator.text.tokenizer import ModelInfo, Tokenizer, generation_defaults
 from coordinator.trust.cluster_trust import Invitation
+from coordinator.web.context import Api, ApiOptions
+from coordinator.web.model_catalog import ModelLoader, quantization_text
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import snapshot_of
 from mtp.vision.tower import tower_bytes

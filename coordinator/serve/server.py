@@ -15,11 +15,10 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from coordinator.api.app import starting_app
-from coordinator.api.context import ApiOptions
-from coordinator.api.journal import Journal
+from coordinator.answers.journal import Journal
 from coordinator.cluster.manager import ClusterManager
 from coordinator.pipeline.pipeline import PipelineSource
+from coordinator.serve.app import starting_app
 from coordinator.serve.certificate import TlsFiles, http_tls, renew_forever
 from coordinator.serve.http_server import HostCheck, HttpServer
 from coordinator.serve.model_switch import ModelSwitch
@@ -29,6 +28,7 @@ from coordinator.serve.served_parts import LastingParts, OpenedModel, ServedPart
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
 from coordinator.trust.cluster_trust import ClusterTrust
 from coordinator.trust.keys import KeyRing
+from coordinator.web.context import ApiOptions
 from mtp.checkpoint.hub.missing_head import fetched_if_possible, with_fetched_head
 from mtp.checkpoint.hub.resolve import resolve_model
 from proto import cluster_pb2 as pb

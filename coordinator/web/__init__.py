@@ -1,1 +1,1 @@
-"""The web page of the coordinator: static assets, and the event stream that keeps them up to date."""
+"""HTTP: the parts of an app, access, bodies, errors, the models of this machine, and the web page."""

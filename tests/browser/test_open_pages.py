@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 from playwright.sync_api import Browser, expect
 
-from coordinator.api.context import ApiOptions
 from coordinator.trust.cluster_trust import Invitation
+from coordinator.web.context import ApiOptions
 from tests.support.api.api_client import ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving
 from tests.support.api.fake_generator import FakeGenerator

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 
-from coordinator.api.client_settings import AGENTS
 from coordinator.planning.recommend import Recommendation
+from coordinator.serve.client_settings import AGENTS
 from coordinator.status.history import Sample
 from coordinator.text.schemas import Json
 from tests.support.api.api_client import ApiClient, tiny_tokenizer

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.api.client_settings import AGENTS as LAUNCHED
+from coordinator.serve.client_settings import AGENTS as LAUNCHED
 from tests.support.api.api_client import ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving
 from tests.support.api.fake_generator import FakeGenerator

@@ -12,7 +12,7 @@ import ollama
 import openai
 import pytest
 
-from coordinator.api.context import ApiOptions
+from coordinator.web.context import ApiOptions
 from proto.errors import CapacityError, WorkerLostError
 from tests.support.api.api_client import CALL, ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving

@@ -14,11 +14,11 @@ import pytest
 from pydantic import TypeAdapter
 from typer.testing import CliRunner, Result
 
-from coordinator.api.context import ApiOptions
 from coordinator.cli import app as commands
 from coordinator.cli import cluster_commands as command
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus
 from coordinator.trust.keys import KeyRing, Scope
+from coordinator.web.context import ApiOptions
 from proto.errors import AccessError, NotReadyError, UsageError
 from proto.state_dir import STATE_DIR
 from tests.support.api.api_client import ApiClient

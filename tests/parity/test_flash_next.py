@@ -15,7 +15,7 @@ import pytest
 
 from coordinator.planning.capacity import model_costs
 from coordinator.planning.plan import NodeSpec, make_plan
-from coordinator.schedule.prompts import Limits
+from coordinator.schedule.admission import Limits
 from coordinator.schedule.request import GenerationRequest
 from mtp.checkpoint.convert.add_head import plan_head_addition
 from mtp.checkpoint.convert.convert import Quantization, Settings, convert

@@ -15,7 +15,7 @@ import pytest
 
 from coordinator.drafts.controller import MtpMode
 from coordinator.planning.capacity import model_costs
-from coordinator.schedule.prompts import Limits
+from coordinator.schedule.admission import Limits
 from mtp.checkpoint.convert.add_head import plan_head_addition
 from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.format.checkpoint import Checkpoint

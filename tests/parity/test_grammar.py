@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.schedule.prompts import Limits
+from coordinator.schedule.admission import Limits
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.answer_reader import (
     AnswerReader,

@@ -22,8 +22,8 @@ from mlx_lm.utils import load_model
 from coordinator.drafts.averages import Shape
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.drafts.prompt_lookup import NgramMode
-from coordinator.schedule import prefix_cache, prompts
-from coordinator.schedule.prompts import Limits
+from coordinator.schedule import admission, prefix_cache
+from coordinator.schedule.admission import Limits
 from coordinator.schedule.request import GenerationEvent, GenerationRequest, PrefillProgress
 from coordinator.schedule.sequence import Sequence
 from coordinator.text.tokenizer import Tokenizer
@@ -190,7 +190,7 @@ def test_pauses_change_nothing(
         pause(sequence)
 
     monkeypatch.setattr(Sequence, "pause", counted)
-    monkeypatch.setattr(prompts, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(admission, "TURN_SECONDS", 0.0)
     monkeypatch.setattr(prefix_cache, "SMALLEST_ENTRY", 8)
     asked = [replace(one, client=str(i % 3)) for i, one in enumerate(requests(FEW, COUNT))]
     check_same(answers(asked, mtp, stages, max_sequences=2, prefix_cache=saved), expected)

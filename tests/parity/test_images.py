@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model
 
-from coordinator.api.image_parts import IMAGE_WORD, placed
 from coordinator.images.encoder import EncodedImage, ImageEncoder, PatchReader
+from coordinator.prompts.image_parts import IMAGE_WORD, placed
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import ChatPrompt, Tokenizer
 from mtp.checkpoint.convert.convert import Quantization, Settings, convert

@@ -12,10 +12,10 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.api.request_settings import BUDGETS
 from coordinator.drafts.controller import MtpMode
+from coordinator.prompts.request_settings import BUDGETS
+from coordinator.schedule.admission import Limits
 from coordinator.schedule.loop import GenerationLoop
-from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint

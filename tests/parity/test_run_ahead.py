@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 
 from coordinator.drafts.controller import MtpMode
-from coordinator.schedule.prompts import Limits
+from coordinator.schedule.admission import Limits
 from coordinator.schedule.request import GenerationRequest
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint

@@ -57,33 +57,37 @@ worker.model: mtp mtp.checkpoint.format mtp.head mtp.layers mtp.layers.cuda
 worker.node: mtp mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.terminal
     proto.trust worker.disk worker.engine worker.fetch
 coordinator: mtp
-coordinator.api: coordinator.cluster coordinator.images coordinator.planning coordinator.schedule
-    coordinator.status coordinator.text coordinator.trust coordinator.web mtp.checkpoint.format
-    mtp.checkpoint.hub proto proto.terminal
-coordinator.cli: coordinator.api coordinator.cluster coordinator.drafts coordinator.doctor
+coordinator.answers: coordinator.prompts coordinator.schedule coordinator.status coordinator.text
+    coordinator.web proto
+coordinator.cli: coordinator.answers coordinator.cluster coordinator.doctor coordinator.drafts
     coordinator.pipeline coordinator.planning coordinator.schedule coordinator.serve
-    coordinator.status coordinator.text coordinator.trust mtp.checkpoint.convert
+    coordinator.status coordinator.text coordinator.trust coordinator.web mtp.checkpoint.convert
     mtp.checkpoint.format mtp.checkpoint.hub mtp.vision proto proto.rpc proto.terminal proto.trust
     worker.engine
 coordinator.cluster: coordinator.pipeline coordinator.planning mtp mtp.checkpoint.format proto
     proto.rpc proto.terminal
-coordinator.drafts: proto
+coordinator.dialects: coordinator.answers coordinator.prompts coordinator.schedule coordinator.text
+    coordinator.web proto
 coordinator.doctor: coordinator.drafts coordinator.pipeline coordinator.schedule coordinator.text
     mtp.checkpoint.format proto proto.rpc proto.terminal worker.engine
+coordinator.drafts: proto
 coordinator.images: mtp.checkpoint.format mtp.vision proto worker.engine
 coordinator.pipeline: coordinator.planning coordinator.status mtp mtp.checkpoint.format mtp.vision
     proto proto.rpc proto.terminal proto.trust worker.disk worker.engine
 coordinator.planning: mtp.checkpoint.format mtp.checkpoint.hub mtp.head proto proto.terminal
+coordinator.prompts: coordinator.images coordinator.schedule coordinator.text coordinator.web proto
 coordinator.schedule: coordinator.drafts coordinator.pipeline coordinator.planning
     coordinator.status mtp mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.terminal
-coordinator.serve: coordinator.api coordinator.cluster coordinator.drafts coordinator.images
-    coordinator.pipeline coordinator.planning coordinator.schedule coordinator.status
-    coordinator.text coordinator.trust mtp.checkpoint.format mtp.checkpoint.hub mtp.head mtp.vision
-    proto proto.rpc proto.terminal proto.trust
+coordinator.serve: coordinator.answers coordinator.cluster coordinator.dialects coordinator.drafts
+    coordinator.images coordinator.pipeline coordinator.planning coordinator.prompts
+    coordinator.schedule coordinator.status coordinator.text coordinator.trust coordinator.web
+    mtp.checkpoint.format mtp.checkpoint.hub mtp.head mtp.vision proto proto.rpc proto.terminal
+    proto.trust
 coordinator.status: coordinator.drafts proto
 coordinator.text: mtp.checkpoint.families mtp.checkpoint.format mtp.sampling proto
 coordinator.trust: proto proto.rpc proto.trust
-coordinator.web: coordinator.status proto"""
+coordinator.web: coordinator.images coordinator.schedule coordinator.status coordinator.text
+    coordinator.trust mtp.checkpoint.format mtp.checkpoint.hub proto"""
 )
 """The other folders that each folder imports from. An arrow that no module uses is an error."""
 
@@ -98,9 +102,12 @@ COMPOSITION_ROOTS = {
 FLOORS = (
     {"coordinator.drafts", "coordinator.images", "coordinator.planning", "coordinator.text"},
     {"coordinator.status", "coordinator.trust"},
-    {"coordinator.pipeline", "coordinator.web"},
+    {"coordinator.pipeline"},
     {"coordinator.cluster", "coordinator.schedule"},
-    {"coordinator.api", "coordinator.doctor"},
+    {"coordinator.doctor", "coordinator.web"},
+    {"coordinator.prompts"},
+    {"coordinator.answers"},
+    {"coordinator.dialects"},
     {"coordinator.serve"},
     {"coordinator.cli"},
 )
@@ -120,11 +127,12 @@ WIRES_OF: dict[str, set[str]] = {
     "mtp.checkpoint.hub": {"httpx", "huggingface_hub"},
     "worker.fetch": {"huggingface_hub"},
     "worker.node": {"grpc", "socket", "zeroconf"},
-    "coordinator.api": {"fastapi", "starlette"},
+    "coordinator.answers": {"starlette"},
+    "coordinator.dialects": {"fastapi", "starlette"},
     "coordinator.cli": {"httpx", "ssl", "urllib"},
     "coordinator.cluster": {"socket", "zeroconf"},
     "coordinator.pipeline": {"grpc"},
-    "coordinator.serve": {"socket", "ssl", "starlette", "uvicorn"},
+    "coordinator.serve": {"fastapi", "socket", "ssl", "starlette", "uvicorn"},
     "coordinator.text": {"socket"},
     "coordinator.trust": {"socket", "ssl"},
     "coordinator.web": {"fastapi", "starlette"},

@@ -88,12 +88,12 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     "a seed gives the same tokens": (
         f"{UNIT}/mtp/test_sampling.py::test_noise_is_the_same_in_every_release",
-        f"{COORDINATOR}/api/test_chat.py::test_several_choices_have_their_own_seeds_and_indices",
+        f"{COORDINATOR}/dialects/test_chat.py::test_several_choices_have_their_own_seeds_and_indices",
     ),
     "penalties of repetition, presence and frequency, and a bias of logits": (
         f"{UNIT}/mtp/test_sampling.py::test_penalties_follow_their_definition",
         f"{UNIT}/mtp/test_sampling.py::test_a_window_of_five_chooses_what_five_windows_of_one_choose",
-        f"{COORDINATOR}/api/test_parameters.py::test_every_sampling_field_reaches_the_engine",
+        f"{COORDINATOR}/prompts/test_parameters.py::test_every_sampling_field_reaches_the_engine",
     ),
     # ---- one engine for many
     "several answers draft in one step": (
@@ -101,7 +101,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         f"{COORDINATOR}/schedule/test_scheduler_order.py::test_micro_batches_fill_the_pipeline_and_share_it",
     ),
     "prompts are read in chunks, beside streams": (
-        f"{COORDINATOR}/schedule/test_prompts.py::test_long_prompts_of_many_clients_hold_nobody_up",
+        f"{COORDINATOR}/schedule/test_admission.py::test_long_prompts_of_many_clients_hold_nobody_up",
         f"{COORDINATOR}/schedule/test_simulation.py::test_a_long_prompt_does_not_stall_an_open_stream",
     ),
     "keys and values can be quantized": (
@@ -120,7 +120,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         f"{COORDINATOR}/schedule/test_loop.py::test_a_long_prompt_is_tried_with_shorter_chunks",
     ),
     "statistics of answers, drafts and machines": (
-        f"{COORDINATOR}/api/test_operations.py::test_metrics_cover_requests_and_the_cluster",
+        f"{COORDINATOR}/serve/test_operations.py::test_metrics_cover_requests_and_the_cluster",
         f"{COORDINATOR}/schedule/test_scheduler.py::test_draft_counters_are_by_position",
     ),
     "a command measures first tokens, times between tokens, streams, acceptance and the cost of drafts": (
@@ -180,7 +180,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "and after a lost member of a group": (f"{CLUSTER}/test_groups.py::test_a_lost_process_changes_no_answer",),
     "and after a lost coordinator": (
         f"{CLUSTER}/test_stored_answers.py::test_answers_outlive_a_killed_coordinator",
-        f"{COORDINATOR}/api/test_stored_answers.py::test_every_event_arrives_once_whatever_the_place_of_the_restart",
+        f"{COORDINATOR}/answers/test_stored_answers.py::test_every_event_arrives_once_whatever_the_place_of_the_restart",
     ),
     # ---- samplers and rules that went once
     "XTC draws once for drafts and verification, and spares special tokens": (
@@ -244,14 +244,14 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "two commands start two machines": (f"{CLUSTER}/test_two_machines.py::test_the_session_of_the_readme",),
     # ---- bounds
     "a client that floods the queue takes no place from another": (
-        f"{COORDINATOR}/schedule/test_prompts.py::test_the_client_with_the_fewest_sequences_is_next",
-        f"{COORDINATOR}/schedule/test_prompts.py::test_a_full_queue_refuses_the_client_that_fills_it",
+        f"{COORDINATOR}/schedule/test_admission.py::test_the_client_with_the_fewest_sequences_is_next",
+        f"{COORDINATOR}/schedule/test_admission.py::test_a_full_queue_refuses_the_client_that_fills_it",
     ),
     "each request is bounded in memory and in time": (
-        f"{COORDINATOR}/api/test_large_requests.py::test_the_memory_of_large_bodies_is_bounded",
-        f"{COORDINATOR}/api/test_large_requests.py::test_a_body_of_many_values_is_refused",
-        f"{COORDINATOR}/api/test_delivery.py::test_an_answer_that_nobody_reads_is_cancelled",
-        f"{COORDINATOR}/api/test_delivery.py::test_a_body_that_never_ends_is_a_408",
+        f"{COORDINATOR}/web/test_large_requests.py::test_the_memory_of_large_bodies_is_bounded",
+        f"{COORDINATOR}/web/test_large_requests.py::test_a_body_of_many_values_is_refused",
+        f"{COORDINATOR}/answers/test_delivery.py::test_an_answer_that_nobody_reads_is_cancelled",
+        f"{COORDINATOR}/answers/test_delivery.py::test_a_body_that_never_ends_is_a_408",
         f"{COORDINATOR}/text/test_grammar_process.py::test_a_slow_format_is_refused_within_its_time",
         f"{COORDINATOR}/text/test_grammar_process.py::test_a_format_may_not_take_more_memory",
     ),
@@ -273,15 +273,15 @@ PROMISES: dict[str, tuple[str, ...]] = {
         f"{PARITY}/test_glm_flash.py::test_stages_and_drafts_change_nothing",
     ),
     "chat completions and completions": (
-        f"{COORDINATOR}/api/test_chat.py::test_a_stream_adds_up_to_the_whole_answer",
-        f"{COORDINATOR}/api/test_completions.py::test_a_stream_adds_up_to_the_whole_text",
+        f"{COORDINATOR}/dialects/test_chat.py::test_a_stream_adds_up_to_the_whole_answer",
+        f"{COORDINATOR}/dialects/test_completions.py::test_a_stream_adds_up_to_the_whole_text",
     ),
     "responses": (f"{CLUSTER}/test_makers_clients.py::test_a_response_whole_and_streamed",),
     "messages of Anthropic": (f"{CLUSTER}/test_makers_clients.py::test_a_message_with_thinking_whole_and_streamed",),
     "the dialect of Ollama": (f"{CLUSTER}/test_makers_clients.py::test_an_ollama_chat_whole_and_streamed",),
     "a session goes on whatever its history holds": (
-        f"{COORDINATOR}/api/test_histories.py::test_a_history_never_locks_a_session",
-        f"{COORDINATOR}/api/test_histories.py::test_odd_parts_are_taken",
+        f"{COORDINATOR}/dialects/test_histories.py::test_a_history_never_locks_a_session",
+        f"{COORDINATOR}/dialects/test_histories.py::test_odd_parts_are_taken",
     ),
     "one command starts an agent": (
         f"{COORDINATOR}/cli/test_launch.py::test_a_program_is_started_with_its_arguments",

@@ -14,11 +14,11 @@ from typing import Any
 
 import httpx
 
-from coordinator.api.app import create_app
-from coordinator.api.context import Api, ApiOptions
-from coordinator.api.journal import Journal
+from coordinator.answers.journal import Journal
 from coordinator.images.encoder import ImageEncoder
+from coordinator.serve.app import create_app
 from coordinator.text.tokenizer import ModelInfo, Tokenizer
+from coordinator.web.context import Api, ApiOptions
 from proto.params import SamplingParams
 from tests.support.api.fake_generator import FakeGenerator, FakeStatus
 from tests.support.checkpoints.tiny_tokenizer import write_tokenizer

@@ -12,17 +12,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coordinator.api.live_status import LiveStatus
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.membership import ManagerOptions
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import MemberState, Phase, Settings, View
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.pipeline.pipeline import Pipeline
+from coordinator.schedule.admission import Limits
 from coordinator.schedule.loop import GenerationLoop
-from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import Finished, GenerationRequest, TokenChunk, generate
 from coordinator.schedule.scheduler import Scheduler
+from coordinator.serve.live_status import LiveStatus
 from coordinator.status.cluster_status import NodeStatus
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto import cluster_pb2 as pb

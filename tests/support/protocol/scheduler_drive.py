@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.planning.capacity import Capacity
+from coordinator.schedule.admission import Limits
 from coordinator.schedule.backups import BackupInFlight
-from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import Finished, GenerationEvent, GenerationRequest, TokenChunk
 from coordinator.schedule.scheduler import FrameOutcome, Scheduler
 from proto.control import Rollback

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.pipeline.pipeline import Pipeline
 from coordinator.planning.capacity import Capacity
+from coordinator.schedule.admission import Limits
 from coordinator.schedule.loop import GenerationLoop
-from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk, generate
 from coordinator.schedule.scheduler import Scheduler
 from coordinator.status.frame_trace import ProcessTrace

@@ -15,9 +15,9 @@ from coordinator.pipeline.local_pipeline import LocalModel, LocalPipeline, Local
 from coordinator.pipeline.pipeline import PipelineSource, longest_prefix
 from coordinator.planning.capacity import model_costs
 from coordinator.planning.plan import NodeSpec, make_plan
+from coordinator.schedule.admission import Limits
 from coordinator.schedule.local_generator import effective_mtp_mode
 from coordinator.schedule.loop import GenerationLoop
-from coordinator.schedule.prompts import Limits
 from coordinator.schedule.scheduler import Scheduler
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.frame import Frame

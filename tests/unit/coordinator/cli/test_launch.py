@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.api.client_settings import AGENTS, Endpoint, other_clients
-from coordinator.api.context import ApiOptions
 from coordinator.cli import import_command
+from coordinator.serve.client_settings import AGENTS, Endpoint, other_clients
+from coordinator.web.context import ApiOptions
 from proto.errors import AccessError, NotReadyError, UsageError
 from tests.support.api.api_client import ApiClient
 from tests.support.api.api_server import serving

@@ -10,9 +10,7 @@ import pytest
 
 from coordinator.cli import doctor_command
 from coordinator.cli.doctor_command import Diagnosis, json_report
-from coordinator.doctor.answer import Answer
 from coordinator.doctor.checks import Finding, Verdict
-from coordinator.schedule.request import GenerationStats
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import CheckpointError
@@ -65,21 +63,3 @@ def test_the_report_has_no_path_of_the_user() -> None:
     assert home not in text or home == "/"
     assert "~/models" in text
     assert json.loads(text)["checks"][0]["verdict"] == "warn"
-
-
-async def test_a_plain_answer_that_fails_does_not_end_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The answers with drafts would be compared with nothing, so none is measured."""
-
-    async def measure(checkpoint: Checkpoint, depth: int, *_: object, **__: object) -> Answer:
-        await asyncio.sleep(0)
-        if depth == 0:
-            raise CheckpointError("the plain answer failed")
-        return Answer(depth, (1, 2), GenerationStats(1, 2))
-
-    monkeypatch.setattr("coordinator.doctor.answer.measure_answer", measure)
-    run = Diagnosis(Checkpoint.open(checkpoint_dir()), lambda finding: None, full=True)
-    await run.check_model()
-    assert run.findings[0].figure == "the plain answer failed"
-    assert [finding.check for finding in run.findings] == ["answer"]

@@ -1,11 +1,11 @@
-"""Versions, the device and memory in the doctor's report."""
+"""Versions and the device in the doctor's report."""
 
 from __future__ import annotations
 
 import pytest
 
 from coordinator.doctor import checks
-from coordinator.doctor.checks import Verdict, check_device, check_memory, check_versions
+from coordinator.doctor.checks import Verdict, check_device, check_versions
 
 
 def on_mac(patch: pytest.MonkeyPatch, release: str, machine: str) -> None:
@@ -34,18 +34,18 @@ def test_an_old_macos_and_rosetta_are_named(
     assert f"macOS {release}" in finding.figure
 
 
-@pytest.mark.parametrize(("limit", "verdict"), [(60.0, Verdict.OK), (0.0, Verdict.WARN)])
-def test_a_slow_device_is_named(monkeypatch: pytest.MonkeyPatch, limit: float, verdict: Verdict) -> None:
-    """A round trip above the limit is a warning. The report has the chip and its speed."""
+@pytest.mark.parametrize(
+    ("limit", "share", "words"),
+    [(60.0, 2.0, ""), (0.0, 2.0, "answers slowly"), (60.0, -1.0, "swapped model")],
+)
+def test_a_slow_device_and_swap_are_named(
+    monkeypatch: pytest.MonkeyPatch, limit: float, share: float, words: str
+) -> None:
+    """A round trip above the limit, or more swap than the share, is a warning. The report has the chip's speed."""
     monkeypatch.setattr(checks, "SLOW_SECONDS", limit)
+    monkeypatch.setattr(checks, "SWAP_SHARE", share)
     finding = check_device()
-    assert finding.verdict is verdict
+    assert finding.verdict is (Verdict.WARN if words else Verdict.OK)
+    assert words in finding.advice
     assert finding.values["bytes_per_second"] > 0
     assert finding.values["chip"] in finding.figure
-
-
-@pytest.mark.parametrize(("share", "verdict"), [(2.0, Verdict.OK), (-1.0, Verdict.WARN)])
-def test_swap_is_named(monkeypatch: pytest.MonkeyPatch, share: float, verdict: Verdict) -> None:
-    """More swap than the share is a warning."""
-    monkeypatch.setattr(checks, "SWAP_SHARE", share)
-    assert check_memory().verdict is verdict

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from coordinator.doctor.checks import (
-    Verdict,
-    check_equal_versions,
-    check_thunderbolt,
-    check_worker,
-)
+from coordinator.doctor.checks import Finding, Verdict, check_thunderbolt, check_worker
 from coordinator.pipeline.worker_connection import Candidate, ConnectionPolicy
 from proto import cluster_pb2 as pb
 from proto.frame import VERSION
@@ -70,33 +63,36 @@ ME = pb.Coordinator(id="c", name="doctor")
 MODEL = pb.ModelRef(name="m", fingerprint="f" * 64)
 
 
-async def ask(address: str) -> Any:
+OWN = "1.0, mlx 0.32.4"
+
+
+async def ask(address: str) -> Finding:
     """Check the worker at `address`."""
-    versions: dict[str, str] = {}
-    candidate = Candidate(address, (address,))
-    return versions, await check_worker(candidate, MODEL, ME, ConnectionPolicy(), versions)
+    return await check_worker(Candidate(address, (address,)), MODEL, ME, ConnectionPolicy(), OWN)
 
 
 async def test_another_release_and_another_checkpoint_are_named() -> None:
     """A worker of another release fails, and one with another checkpoint warns."""
     old = StubMember("old", "", fields={"protocol_version": VERSION + 1})
-    other = StubMember("other", "", fields={"model": "another-model", "fingerprint": "0" * 64})
+    other = StubMember("other", "", fields={"model": "another-model", "fingerprint": "0" * 64, "version": OWN})
     with stub_members(old, other):
-        versions, finding = await ask(old.address)
-        assert not versions
+        finding = await ask(old.address)
         assert (finding.verdict, "same release" in finding.advice) == (Verdict.FAIL, True)
-        versions, finding = await ask(other.address)
-        assert list(versions) == ["other"]
-        assert (finding.verdict, "another checkpoint" in finding.advice) == (Verdict.WARN, True)
-    versions, finding = await ask(old.address)
-    assert not versions
-    assert "No worker listens there" in finding.advice
+        finding = await ask(other.address)
+        assert (finding.check, finding.verdict) == ("worker other", Verdict.WARN)
+        assert "another checkpoint" in finding.advice
+        assert "same release" not in finding.advice
+    assert "No worker listens there" in (await ask(old.address)).advice
 
 
-def test_other_versions_are_named() -> None:
+@pytest.mark.parametrize(
+    ("version", "verdict"), [(OWN, Verdict.OK), ("1.0, mlx 0.31.0", Verdict.WARN), ("", Verdict.WARN)]
+)
+async def test_other_versions_are_named(version: str, verdict: Verdict) -> None:
     """A worker with other packages is named, and so is one that does not report them."""
-    own, other = "1.0, mlx 0.32.4", "1.0, mlx 0.31.0"
-    assert check_equal_versions(own, {"same": own}).verdict is Verdict.OK
-    finding = check_equal_versions(own, {"same": own, "other": other, "silent": ""})
-    assert finding.verdict is Verdict.WARN
-    assert finding.values["others"] == {"other": other, "silent": "unknown"}
+    member = StubMember("one", "", fields={"version": version})
+    with stub_members(member):
+        finding = await ask(member.address)
+    assert finding.verdict is verdict
+    assert finding.values["version"] == (version or "unknown")
+    assert ((version or "unknown") in finding.advice) == (verdict is Verdict.WARN)

@@ -12,9 +12,9 @@ import pytest
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.pipeline.pipeline import Pipeline
 from coordinator.planning.capacity import Capacity
+from coordinator.schedule.admission import Limits
 from coordinator.schedule.backups import CALM_PAUSE, FIRST_PAUSE, SPARED_SECONDS, STORM_PAUSE
 from coordinator.schedule.loop import GenerationLoop
-from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk, generate
 from coordinator.schedule.scheduler import Scheduler
 from coordinator.schedule.sequence import MOST_RESTORES

@@ -12,7 +12,7 @@ import pytest
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.planning.capacity import Capacity
-from coordinator.schedule.prompts import Limits
+from coordinator.schedule.admission import Limits
 from coordinator.schedule.request import GenerationRequest
 from coordinator.schedule.scheduler import Scheduler
 from proto.frame import Frame, Outcome

@@ -13,8 +13,8 @@ import pytest
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.pipeline.pipeline import Pipeline, PipelineSource
 from coordinator.planning.capacity import Capacity
+from coordinator.schedule.admission import SHORTEST_CHUNK, Limits
 from coordinator.schedule.loop import MAX_FAILURES, GenerationLoop, is_gpu_timeout
-from coordinator.schedule.prompts import SHORTEST_CHUNK, Limits
 from coordinator.schedule.request import (
     Finished,
     GenerationEvent,

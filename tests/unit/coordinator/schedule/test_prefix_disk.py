@@ -12,8 +12,8 @@ import pytest
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.pipeline.pipeline import FoundPrefix, Move, longest_prefix, prefix_with_moves
 from coordinator.planning.capacity import Capacity
+from coordinator.schedule.admission import Limits
 from coordinator.schedule.loop import GenerationLoop
-from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk, generate
 from coordinator.schedule.scheduler import Scheduler
 from proto import cluster_pb2 as pb

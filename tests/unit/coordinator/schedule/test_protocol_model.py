@@ -13,8 +13,8 @@ import pytest
 
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.planning.capacity import Capacity
-from coordinator.schedule import prefix_cache, prompts
-from coordinator.schedule.prompts import Limits
+from coordinator.schedule import admission, prefix_cache
+from coordinator.schedule.admission import Limits
 from coordinator.schedule.request import GenerationRequest
 from coordinator.schedule.scheduler import Scheduler
 from tests.support.protocol.model import PROMPT, ROOM, Scheduled, Walk, World, explore
@@ -144,7 +144,7 @@ def test_a_sequence_pauses(
 
     Signals for its former windows arrive before or after its return.
     """
-    monkeypatch.setattr(prompts, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(admission, "TURN_SECONDS", 0.0)
     walk = scheduled(mtp, stages, *lengths, leaves=leaves, crashes=crashes, chunk=chunk, clients="aab")
     assert walk.met["pause"]
 
@@ -171,7 +171,7 @@ def test_a_pause_keeps_the_same_state_everywhere(monkeypatch: pytest.MonkeyPatch
     """A sequence returns from the entry that its pause has made, which every stage has, while clients leave."""
     monkeypatch.setattr(prefix_cache, "SMALLEST_ENTRY", 1)
     monkeypatch.setattr(prefix_cache, "BLOCK", 1)
-    monkeypatch.setattr(prompts, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(admission, "TURN_SECONDS", 0.0)
     monkeypatch.setattr(token_stages, "first_token", lambda _: 20)
     room = Capacity(sequences=1, kv_tokens=64, prefix_bytes=8, token_bytes=1)
     walk = scheduled("1", 2, 3, 1, leaves=1, room=room, prompt=3, clients="ab")

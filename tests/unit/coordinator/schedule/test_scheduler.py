@@ -17,8 +17,8 @@ from coordinator.drafts.averages import Shape, StepCost
 from coordinator.drafts.controller import MAX_DEPTH, Controller, MtpMode
 from coordinator.drafts.prompt_lookup import NgramMode
 from coordinator.planning.capacity import Capacity
+from coordinator.schedule.admission import Limits
 from coordinator.schedule.prefix_cache import block_keys, place_of
-from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk
 from coordinator.schedule.scheduler import KV_STEP, may_run_ahead
 from coordinator.schedule.sequence import Sequence

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.api.live_status import LiveStatus
 from coordinator.cluster.view import Phase, Settings, View
+from coordinator.serve.live_status import LiveStatus
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus, PrefillStatus
 from coordinator.status.history import (
     KEPT_SECONDS,

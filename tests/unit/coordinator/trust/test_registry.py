@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.api.context import ApiOptions
-from coordinator.api.request_body import keys_are_set
 from coordinator.trust.keys import OWNER_KEY, ApiKey, KeyRing, Scope, is_own_connection
 from coordinator.trust.registry import Registry
+from coordinator.web.context import ApiOptions
 from proto.errors import AccessError, UsageError
 from proto.trust.joining import JoinToken, new_token
 
@@ -199,14 +198,14 @@ def test_the_end_of_the_last_key_admits_nobody(tmp_path: Path) -> None:
     """A server that had a key, or that is open to the network, needs one after the last was revoked or deleted."""
     ring, command = KeyRing(tmp_path / "a"), KeyRing(tmp_path / "a")
     options = ApiOptions(key_ring=ring)
-    assert not keys_are_set(options)
+    assert not options.needs_key
     command.create("laptop", INFERENCE)
-    assert keys_are_set(options)
+    assert options.needs_key
     command.revoke("laptop")
-    assert keys_are_set(options)
+    assert options.needs_key
     (tmp_path / "a" / "keys" / "keys.json").unlink()
-    assert keys_are_set(options)
-    assert keys_are_set(ApiOptions(key_ring=KeyRing(tmp_path / "b", required=True)))
+    assert options.needs_key
+    assert ApiOptions(key_ring=KeyRing(tmp_path / "b", required=True)).needs_key
 
 
 def test_the_owner_of_the_directory_needs_no_named_key(tmp_path: Path) -> None:
@@ -219,7 +218,7 @@ def test_the_owner_of_the_directory_needs_no_named_key(tmp_path: Path) -> None:
         text = json.loads(file.read_text())["key"]
         for scope in Scope:
             ring.check_scope(found(ring, text), scope)
-        assert not keys_are_set(ApiOptions(key_ring=ring)), "strangers need no key by this"
+        assert not ApiOptions(key_ring=ring).needs_key, "strangers need no key by this"
         assert ring.find(earlier) is None
         earlier = text.encode()
     assert found(ring, text).scopes == frozenset(Scope)

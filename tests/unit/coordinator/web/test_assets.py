@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from coordinator.api.request_body import scope_of
 from coordinator.cli import COMMANDS
 from coordinator.trust.keys import Scope
+from coordinator.web.access import scope_of
 from coordinator.web.live_feed import ASSETS
 from tests.support.api.api_client import ApiClient
 

@@ -1,0 +1,1 @@
+"""Answers to requests: choices, their delivery, stored answers and the journal."""

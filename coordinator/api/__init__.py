@@ -1,1 +1,0 @@
-"""The HTTP API: one file per dialect, one internal request, one event stream; models and the journal."""
