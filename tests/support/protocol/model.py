@@ -52,6 +52,9 @@ from tests.support.stages.token_stages import (
 from worker.engine.stage_engine import BegunFrame, StageEngine, relayed_tokens
 from worker.engine.stage_host import may_overlap
 
+STAGE_US = (1000,)
+"""The time of each stage. The controller reads it, and measured times would make every walk another one."""
+
 Known = Callable[[int], int]
 """Function from a sequence to the number of its tokens that the coordinator knows, including the prompt."""
 
@@ -437,7 +440,7 @@ class World:
         frame = self.channels[at].popleft()
         if at == len(self.stages):
             self.coordinator = self.coordinator.clone()
-            self._announce(self.coordinator.apply_outcomes(frame))
+            self._announce(self.coordinator.apply_outcomes(replace(frame, stage_us=STAGE_US * len(self.stages))))
             self._pump()
             return
         stage = self.stages[at] = clone_stage(self.stages[at])

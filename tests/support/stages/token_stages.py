@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import mlx.core as mx
+import numpy as np
 
 from mtp.layers.communicator import ALONE, Alone, Communicator
 from mtp.layers.kv_cache import PlainKV
@@ -182,11 +183,11 @@ class TokenStage(Stage):
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Return the tokens as hidden states `[rows, 1]`."""
-        return tokens.astype(mx.float32)[:, None]
+        return mx.array(np.array(tokens, np.float32)[:, None])  # without work for the device
 
     def forward(self, x: mx.array, runs: Sequence[Run]) -> mx.array:
         """Append the rows to the layers and return them unchanged."""
-        rows = [int(row) for row in cast(list[float], x[:, 0].tolist())]
+        rows = [int(row) for row in np.array(x)[:, 0]]
         for sequence, segment in runs:
             tokens = tuple(rows[: segment.width])
             del rows[: segment.width]

@@ -129,7 +129,7 @@ def test_a_member_that_decides_by_itself_is_seen(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("stages", "lengths", "leaves", "crashes", "mtp", "chunk"),
-    [(1, (3, 2, 1), 0, 1, "off", 2), (2, (5, 3, 1), 0, 0, "1", 8), (2, (3, 1, 1), 1, 0, "off", 2)],
+    [(1, (3, 2, 1), 0, 1, "off", 2), (2, (5, 3, 1), 0, 0, "1", 8), (2, (2, 1, 1), 1, 0, "off", 2)],
 )
 def test_a_sequence_pauses(
     stages: int,
