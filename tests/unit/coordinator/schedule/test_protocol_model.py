@@ -20,7 +20,7 @@ from coordinator.schedule.scheduler import Scheduler
 from tests.support.protocol.model import PROMPT, ROOM, Scheduled, Walk, World, explore
 from tests.support.stages import token_stages
 from tests.support.stages.token_stages import truth
-from worker.engine.stage_engine import StageEngine
+from worker.engine.frame_engine import FrameEngine
 
 MAX_STATES = 10**6
 
@@ -122,7 +122,7 @@ def test_the_scheduler_over_stages(mtp: str, stages: int, lengths: tuple[int, ..
 
 def test_a_member_that_decides_by_itself_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The walk finds a group whose members run what each of them would, and not what the first has decided."""
-    monkeypatch.setattr(StageEngine, "_decided", lambda _, frame, segments: frame)
+    monkeypatch.setattr(FrameEngine, "_decided", lambda _, frame, segments: frame)
     with pytest.raises(AssertionError, match="after"):
         scheduled("off", 1, 4, leaves=1, grouped=True)
 
