@@ -303,8 +303,6 @@ def _with_failed_preparation(view: View, reason: str, address: str | None) -> Vi
 
 
 def _end_plan(view: View, reason: str) -> View:
-    served = view.phase is Phase.SERVING
-    failed_at = view.now if served else view.failed_at
-    recovering = view.recovering or served
-    view = replace(view, serving=(), recovering=recovering, problem=reason, failed_at=failed_at)
+    recovering = view.recovering or view.phase is Phase.SERVING
+    view = replace(view, serving=(), recovering=recovering, problem=reason)
     return _enter(_without_preparation(view), Phase.GATHERING)

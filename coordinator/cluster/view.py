@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -153,8 +152,6 @@ class View:
     group_size: int = 1
     """Workers that hold each stage of the plan in force together."""
     open_requests: int = 0
-    failed_at: float = -math.inf
-    """End of the newest plan that served and failed."""
     recovering: bool = False
     """True if a plan served before. Clients may be waiting, so the waits differ from those of a start."""
     considered: frozenset[str] = frozenset()

@@ -30,7 +30,7 @@ from mtp.vision.tower import VisionConfig, VisionTower, has_tower, load_tower
 from proto.errors import CapacityError, CheckpointError, NotReadyError, RequestError
 from proto.images import image_tokens
 from worker.engine.engine_thread import EngineThread
-from worker.engine.stage_engine import to_bytes
+from worker.engine.frame_engine import to_bytes
 
 log = logging.getLogger(__name__)
 

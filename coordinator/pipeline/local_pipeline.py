@@ -33,11 +33,11 @@ from proto.frame_stamps import CoordinatorStep, FrameStamps, StageStep, StampRin
 from proto.span import Span
 from proto.terminal.progress import OnProgress, byte_bar
 from worker.disk.block_index import BlockIndex
+from worker.engine.frame_engine import FrameEngine
 from worker.engine.hardware import default_memory_limit, own_version, release_weights, set_limits
+from worker.engine.host import EngineHost, StageSpec
 from worker.engine.prefix_disk import StagePrefixes, open_index
 from worker.engine.stage_backups import ReceivedBackup
-from worker.engine.stage_engine import StageEngine
-from worker.engine.stage_host import StageHost, StageSpec
 
 log = logging.getLogger(__name__)
 
@@ -108,11 +108,11 @@ class LocalPipeline(Pipeline):
         self.makes_backups = False
         self.frame_limits = FrameLimits.here(sparse=model.checkpoint.config.num_experts > 0)
         self.stamps = StampRing()
-        self.host = StageHost(disk)
+        self.host = EngineHost(disk)
         self.thread = self.host.thread
         self.thread.on_failure = partial(self._engine_failed, FrameStamps(COORDINATOR, CoordinatorStep))
         self._model = model
-        self._engine: StageEngine | None = None
+        self._engine: FrameEngine | None = None
         self.layers = ""
         """The variants of the layers, for people."""
         self._outbox: asyncio.Queue[Frame | ClusterError] = asyncio.Queue()

@@ -2,7 +2,7 @@
 
 A member of a group holds some of the heads and columns of each layer. A product whose inputs are cut gives a partial
 sum, and the sum over all members is the result. Every member must ask for the same sums in the same order, or a
-collective waits without end. `StageEngine` sees to that order.
+collective waits without end. `FrameEngine` sees to that order.
 """
 
 from __future__ import annotations

@@ -24,8 +24,9 @@ from proto.frame import Frame, decode, encode
 from proto.frame_stamps import StampRing
 from tests.support.protocol.simulation import PipelineWithoutWorkers
 from tests.support.stages.token_stages import TokenBackup
+from worker.engine.frame_engine import FrameEngine
+from worker.engine.operations import relayed_tokens
 from worker.engine.stage_backups import ReceivedBackup
-from worker.engine.stage_engine import StageEngine, relayed_tokens
 
 STAGE_SECONDS, HOP_SECONDS, SIGNAL_SECONDS = 0.010, (0.0005, 0.004), (0.0002, 0.03)
 """Virtual seconds. Time of a frame in a stage, and the shortest and longest times of a hop and of a signal."""
@@ -42,7 +43,7 @@ class EnginePlan(PipelineWithoutWorkers):
 
     def __init__(
         self,
-        engines: Sequence[StageEngine],
+        engines: Sequence[FrameEngine],
         capacity: Capacity,
         chance: random.Random,
         counts: Counter[str],
@@ -171,7 +172,7 @@ class EnginePlan(PipelineWithoutWorkers):
         """Send a cancellation to every stage, each after a time of its own."""
         self._signal(lambda engine: engine.cancel(self.epoch, seq_id))
 
-    def _signal(self, deliver: Callable[[StageEngine], None]) -> None:
+    def _signal(self, deliver: Callable[[FrameEngine], None]) -> None:
         def arrive(stage: int) -> None:
             """Apply the signal unless the stage has gone."""
             if not self.failed and stage not in self._dead:

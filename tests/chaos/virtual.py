@@ -40,7 +40,8 @@ from proto.span import Span
 from tests.chaos.engine_plan import EnginePlan
 from tests.support.protocol.simulation import run_virtually
 from tests.support.stages.token_stages import Formula, TokenStage, token_engine
-from worker.engine.stage_engine import Budget, StageEngine
+from worker.engine.frame_engine import FrameEngine
+from worker.engine.operations import Budget
 
 CUTS: tuple[tuple[int, ...], ...] = ((), (4,), (3,), (2, 5), (1, 6), (2, 4, 6))
 """The plans: the layers before which a model of eight is cut."""
@@ -130,7 +131,7 @@ class Result:
 PROMPTS = [tuple(range(i, i + length)) for i, length in enumerate((9, 9, 17, 30, 47))]
 
 
-def make_engines(cuts: Sequence[int], epoch: int) -> list[StageEngine]:
+def make_engines(cuts: Sequence[int], epoch: int) -> list[FrameEngine]:
     """Return the engines of a new plan over layers that hold tokens, with a text by formula."""
     borders = (0, *cuts, LAYERS)
     return [

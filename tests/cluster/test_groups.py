@@ -194,7 +194,7 @@ import os
 from dataclasses import replace
 from mtp import device
 from worker.engine.engine_thread import EngineThread
-from worker.engine.stage_host import Lead
+from worker.engine.frame_times import Lead
 Lead.record_interval = lambda *_: None
 device.DEVICES["cpu"] = replace(device.DEVICES["cpu"], ahead_kv_bytes=2**30)
 defer = EngineThread.defer

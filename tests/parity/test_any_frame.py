@@ -33,8 +33,9 @@ from proto.frame import (
 from proto.params import SamplingParams
 from tests.support.checkpoints.checkpoints import write_checkpoint
 from tests.support.stages.chain import VOCAB, modules
-from worker.engine.stage_engine import Budget, StageEngine
-from worker.model.stage import Stage
+from worker.engine.frame_engine import FrameEngine
+from worker.engine.operations import Budget
+from worker.model.stage import StageForward
 from worker.model.verifier import Verifier
 
 LAYERS = 4
@@ -96,13 +97,13 @@ def conversations(draw: st.DrawFn) -> list[Frame]:
 
 
 @pytest.fixture(scope="module")
-def stages(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Stage]:
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Sequence[StageForward]:
     path: Path = write_checkpoint(tmp_path_factory.mktemp("toy"), layers=LAYERS)
     ends = [(0, 2, True, False), (2, LAYERS, False, True)]
-    return [Stage(modules(path, *end), KVFormat()) for end in ends]
+    return [StageForward(modules(path, *end), KVFormat()) for end in ends]
 
 
-def test_any_frames_are_computed_or_refused(stages: Sequence[Stage]) -> None:
+def test_any_frames_are_computed_or_refused(stages: Sequence[StageForward]) -> None:
     """The first and the last stage compute each frame or refuse it, and many frames are computed.
 
     The count of computed frames shows that the first check does not reject all of them.
@@ -130,7 +131,7 @@ def test_any_frames_are_computed_or_refused(stages: Sequence[Stage]) -> None:
     assert min(seen["computed"], seen["refused"]) > 50, seen
 
 
-def test_prefix_entries_have_a_budget(stages: Sequence[Stage]) -> None:
+def test_prefix_entries_have_a_budget(stages: Sequence[StageForward]) -> None:
     """A prefix entry that would exceed the budget is refused and not stored."""
     engine = new_engines(stages)[0]
     engine.process(Frame(1, 0, (Admit(0, 12, 2),), (Segment(0, 0, 0, (1, 2)),)))
@@ -142,16 +143,16 @@ def test_prefix_entries_have_a_budget(stages: Sequence[Stage]) -> None:
     check_budget(engine)
 
 
-def new_engines(stages: Sequence[Stage]) -> list[StageEngine]:
+def new_engines(stages: Sequence[StageForward]) -> list[FrameEngine]:
     first, last = stages
     verifier = Verifier(last.modules, KVFormat())
     return [
-        StageEngine(first, epoch=1, first=True, verifier=None, budget=BUDGET),
-        StageEngine(last, epoch=1, first=False, verifier=verifier, budget=BUDGET),
+        FrameEngine(first, epoch=1, first=True, verifier=None, budget=BUDGET),
+        FrameEngine(last, epoch=1, first=False, verifier=verifier, budget=BUDGET),
     ]
 
 
-def check_budget(engine: StageEngine) -> None:
+def check_budget(engine: FrameEngine) -> None:
     held = engine.report_state()
     assert len(held.sequences) <= BUDGET.sequences
     assert sum(s.capacity for s in held.sequences) <= BUDGET.kv_tokens

@@ -47,7 +47,7 @@ from tests.support.stages import row_kernels
 from tests.support.stages.rows_behind_a_hole import rows_behind_a_hole
 from worker.cache.sequence_cache import SequenceCache
 from worker.model.loader import StageModules
-from worker.model.stage import Stage
+from worker.model.stage import StageForward
 
 
 def wide_config(eighths: int, layers: int) -> ModelConfig:
@@ -295,7 +295,7 @@ def loaded(seed: int = 3) -> StageModules:
 class Text:
     """A sequence on a stage, fed with random rows."""
 
-    def __init__(self, stage: Stage, seq_id: int) -> None:
+    def __init__(self, stage: StageForward, seq_id: int) -> None:
         self.sequence: SequenceCache = stage.new_sequence(Admit(seq_id, 32_768, 1))
         self.seq_id = seq_id
         self.window = 0
@@ -312,14 +312,14 @@ def rows_of(width: int, seed: int) -> mx.array:
 
 
 @pytest.fixture(scope="module")
-def stage() -> Stage:
-    return Stage(loaded(), KVFormat())
+def stage() -> StageForward:
+    return StageForward(loaded(), KVFormat())
 
 
-def test_the_stage_agrees_with_its_reference(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stage_agrees_with_its_reference(stage: StageForward, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed layers compute what mlx-lm's do: a long prompt, then windows of 1 to 5 rows."""
     monkeypatch.setattr(packing.Packer, "works", lambda packer: False)
-    reference = Stage(loaded(), KVFormat())
+    reference = StageForward(loaded(), KVFormat())
     assert stage.variants.summary == f"{LAYERS} packed"
     packed, plain = Text(stage, 0), Text(reference, 0)
     for width in (130, 1, 2, 5, 1):
@@ -329,7 +329,7 @@ def test_the_stage_agrees_with_its_reference(stage: Stage, monkeypatch: pytest.M
         assert error_of(found, expected) < TOLERANCE, width
 
 
-def test_company_changes_no_bit(stage: Stage) -> None:
+def test_company_changes_no_bit(stage: StageForward) -> None:
     """Windows of ten sequences at once, of mixed widths, beside a long prompt: each row is what it is alone."""
     widths = (1, 3, 1, 1, 5, 2, 1, 1, 4, 1)
     together = [Text(stage, i) for i in range(10)]
@@ -355,7 +355,7 @@ def test_company_changes_no_bit(stage: Stage) -> None:
                 text.sequence.commit_window(text.window, kept, in_header=True)
 
 
-def test_a_window_is_its_tokens_one_by_one(stage: Stage) -> None:
+def test_a_window_is_its_tokens_one_by_one(stage: StageForward) -> None:
     """A window of 5 rows gives, bit for bit, the rows of 5 windows of one."""
     wide, narrow = Text(stage, 0), Text(stage, 1)
     for text in (wide, narrow):
@@ -373,7 +373,7 @@ def test_a_window_is_its_tokens_one_by_one(stage: Stage) -> None:
 def attention() -> PackedAttentionLayer:
     """Return a layer of random weights."""
     mx.random.seed(5)
-    layer = Stage(random_stage(wide_config(EIGHTHS, 4)), KVFormat()).modules.layers[3]
+    layer = StageForward(random_stage(wide_config(EIGHTHS, 4)), KVFormat()).modules.layers[3]
     assert isinstance(layer, PackedAttentionLayer)
     return layer
 
@@ -436,7 +436,7 @@ def test_a_step_copies_no_cache(attention: PackedAttentionLayer, kind: str) -> N
     assert statistics.median(peaks) < cache.nbytes / 2.5, (peaks, cache.nbytes)
 
 
-def test_a_step_after_a_long_text_takes_as_long(stage: Stage) -> None:
+def test_a_step_after_a_long_text_takes_as_long(stage: StageForward) -> None:
     """A step reads the cache of a long text and does not copy it, which would take 20 times as long as reading it."""
     medians = []
     for length in (2_048, 30_208):
@@ -463,7 +463,7 @@ def test_a_kernel_that_does_not_compile_leaves_the_reference(
         return broken([x], blocks=(1, 1, 1), template=[], shapes=[(1,)], dtypes=[mx.float32])[0]
 
     monkeypatch.setattr(packing, "multiply_rows", run)
-    stage = Stage(loaded(), KVFormat())
+    stage = StageForward(loaded(), KVFormat())
     assert stage.modules.layers[0].kind == "reference"
     text = Text(stage, 0)
     mx.eval(stage.forward(rows_of(2, 1), [(text.sequence, text.segment(2))]))

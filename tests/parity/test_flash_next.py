@@ -45,7 +45,7 @@ from tests.support.checkpoints.flash_next import reference_model, text_config, w
 from tests.support.checkpoints.foreign import TYPES, Members, save_tensors
 from tests.support.stages.local_run import Answered, run
 from worker.engine.engine_thread import EngineThread
-from worker.engine.stage_engine import BegunFrame
+from worker.engine.frame_engine import BegunFrame
 from worker.model.loader import load_stage
 
 torch = pytest.importorskip("torch", reason="transformers needs torch")

@@ -32,7 +32,7 @@ from tests.support.stages.doubled import Doubled
 from worker.model import layer_variants
 from worker.model.layer_variants import KernelChoice
 from worker.model.loader import load_stage
-from worker.model.stage import Stage
+from worker.model.stage import StageForward
 
 VIEWS = set(
     "AsStrided Broadcast BroadcastAxes ExpandDims Flatten NumberOfElements Reshape Slice Split Squeeze StopGradient "
@@ -126,7 +126,7 @@ class OwnSteps:
         span = Span(0, checkpoint.config.num_layers)
         modules = load_stage(checkpoint, span, first=True, last=True, dtype=None, with_head=False)
         modules.communicator = communicator
-        self.stage = Stage(modules, KVFormat())
+        self.stage = StageForward(modules, KVFormat())
         self.sequences = [self.stage.new_sequence(Admit(i, CAPACITY, 1)) for i in range(count)]
         self.width, self.number = width, 0
 

@@ -26,7 +26,7 @@ from tests.support.metal.runner import reason_not_to_run
 from tests.support.stages.reference_kernels import reference_kernels
 from worker.cache.sequence_cache import SequenceCache, arrays_of, copies_of
 from worker.model.loader import load_stage
-from worker.model.stage import Stage
+from worker.model.stage import StageForward
 
 PROMPT = 40
 CAPACITY = 128
@@ -42,7 +42,9 @@ PATHS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 @pytest.fixture(params=PATHS)
-def stage(request: pytest.FixtureRequest, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+def stage(
+    request: pytest.FixtureRequest, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[StageForward]:
     """Four layers, the last with attention, as a CPU, a Mac or an NVIDIA GPU runs them."""
     if request.param == "metal" and (reason := reason_not_to_run()):
         pytest.skip(reason)
@@ -52,7 +54,7 @@ def stage(request: pytest.FixtureRequest, checkpoints: Checkpoints, monkeypatch:
     path = checkpoints(layers=4, seed=4, **(form if request.param == "cuda" else {}))
     with PATHS[request.param]():
         modules = load_stage(Checkpoint.open(path), Span(0, 4), first=True, last=True, dtype=None, with_head=False)
-        stage = Stage(modules, KVFormat())
+        stage = StageForward(modules, KVFormat())
         assert request.param != "cuda" or stage.variants.summary == "4 packed"
         yield stage
 
@@ -73,7 +75,7 @@ def places(sequences: list[SequenceCache]) -> list[tuple[int, int]]:
 class Texts:
     """Two sequences that run together."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: StageForward) -> None:
         self.stage = stage
         self.sequences = [stage.new_sequence(Admit(i, CAPACITY, 6)) for i in range(2)]
         self.number = 0
@@ -111,14 +113,14 @@ class Texts:
             sequence.commit_window(number, accepted, in_header=True)
 
 
-def test_a_plain_step_writes_its_token(stage: Stage) -> None:
+def test_a_plain_step_writes_its_token(stage: StageForward) -> None:
     """Steps that stay within the room of a cache write in place."""
     texts = Texts(stage)
     found = [texts.run(1, stays_open=False) for _ in range(3)]
     assert found == [texts.step_bytes] * 3
 
 
-def test_open_and_rejected_windows_copy_nothing(stage: Stage) -> None:
+def test_open_and_rejected_windows_copy_nothing(stage: StageForward) -> None:
     """Windows that build on open windows, and windows after a rejection, write their own tokens."""
     texts = Texts(stage)
     expected = WIDTH * texts.step_bytes
@@ -129,7 +131,7 @@ def test_open_and_rejected_windows_copy_nothing(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("kind", ["prefix", "backup"])
-def test_a_copy_of_the_state_does_not_make_the_next_step_copy(stage: Stage, kind: str) -> None:
+def test_a_copy_of_the_state_does_not_make_the_next_step_copy(stage: StageForward, kind: str) -> None:
     """A prefix entry or a backup holds memory of its own, so steps write in place while it lives."""
     texts = Texts(stage)
     held: list[Any] = []
@@ -145,7 +147,7 @@ def test_a_copy_of_the_state_does_not_make_the_next_step_copy(stage: Stage, kind
     assert all(np.array_equal(a, b) for a, b in zip(kept, held, strict=True))
 
 
-def test_a_cache_that_something_refers_to_is_copied(stage: Stage) -> None:
+def test_a_cache_that_something_refers_to_is_copied(stage: StageForward) -> None:
     """The count shows it. A kernel for NVIDIA GPUs writes in place all the same, behind the tokens that are read."""
     texts = Texts(stage)
     caches = [cast(KVRows, s.layers[3]) for s in texts.sequences]

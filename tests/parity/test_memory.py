@@ -19,8 +19,8 @@ from proto.params import SamplingParams
 from proto.span import Span
 from tests.conftest import Checkpoints
 from tests.support.stages.chain import EPOCH, Chain, Script, modules, random_tokens
-from worker.engine.stage_engine import StageEngine
-from worker.model.stage import Stage
+from worker.engine.frame_engine import FrameEngine
+from worker.model.stage import StageForward
 
 pytestmark = pytest.mark.thorough
 
@@ -51,7 +51,7 @@ class MiddleStage:
     def __init__(self, path: Path) -> None:
         loaded = modules(path, 2, 4, False, False)
         assert loaded.span == Span(2, 4)
-        self.engine = StageEngine(Stage(loaded, KVFormat()), epoch=EPOCH, first=False, verifier=None)
+        self.engine = FrameEngine(StageForward(loaded, KVFormat()), epoch=EPOCH, first=False, verifier=None)
         self.frames = self.end = 0
         self.ops: list[Op] = [Admit(0, 100_000, PROMPT)]
         self._send(PROMPT, stays_open=False)

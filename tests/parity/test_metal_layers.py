@@ -36,7 +36,7 @@ from worker.cache.sequence_cache import SequenceCache
 from worker.model import layer_variants
 from worker.model.layer_variants import KernelChoice, read_trials
 from worker.model.loader import load_stage
-from worker.model.stage import Stage
+from worker.model.stage import StageForward
 
 pytestmark = pytest.mark.skipif(reason_not_to_run() is not None, reason=reason_not_to_run() or "Metal kernels run")
 
@@ -77,9 +77,9 @@ WIDTHS = (6, 3, 1, 4)
 """Tokens of a prompt and of windows."""
 
 
-def stage_of(path: Path, kernels: Kernels = Kernels.own, state: Path | None = None) -> Stage:
+def stage_of(path: Path, kernels: Kernels = Kernels.own, state: Path | None = None) -> StageForward:
     modules = load_stage(Checkpoint.open(path), Span(0, 4), first=True, last=True, dtype=None, with_head=False)
-    return Stage(modules, KVFormat(), kernels=kernels, state=state)
+    return StageForward(modules, KVFormat(), kernels=kernels, state=state)
 
 
 def written_as(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, form: str) -> Path:
@@ -90,7 +90,7 @@ def written_as(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, form: 
     return checkpoints(layers=4, seed=len(form), **options)
 
 
-def outputs(stage: Stage, widths: Sequence[int] = WIDTHS, images: int = 1) -> mx.array:
+def outputs(stage: StageForward, widths: Sequence[int] = WIDTHS, images: int = 1) -> mx.array:
     """Return the hidden vectors of two sequences that run together, one token apart, with a rejection in each.
 
     The second one has the rows of `images` images in its prompt.
@@ -120,7 +120,7 @@ def unchanged(*_: Any, **__: Any) -> SimpleNamespace:
     return SimpleNamespace(layer=lambda x: x, mixer=lambda x: x, picks=lambda *_: False)
 
 
-def shared_outputs(stage: Stage) -> tuple[mx.array, int]:
+def shared_outputs(stage: StageForward) -> tuple[mx.array, int]:
     """Return the outputs of a member of two whose parts are equal, and the number of its sums."""
     communicator = Doubled()
     stage.modules.communicator = communicator

@@ -30,10 +30,10 @@ from tests.bench.dialled_model import BITS, FULL_BITS, ModelShape
 from tests.support.stages.doubled import Doubled
 from tests.support.stages.reference_kernels import reference_kernels
 from tests.support.stages.rows_behind_a_hole import rows_behind_a_hole
-from worker.engine.stage_engine import StageEngine
-from worker.engine.stage_host import warm_up
+from worker.engine.frame_engine import FrameEngine
+from worker.engine.warm_up import warm_up
 from worker.model.loader import StageModules
-from worker.model.stage import Stage
+from worker.model.stage import StageForward
 from worker.model.verifier import Verifier
 
 pytestmark = pytest.mark.thorough
@@ -83,14 +83,14 @@ def modules_of(start: int, end: int, bits: int = BITS) -> StageModules:
     return StageModules.of(config, Span(start, end), parts)
 
 
-def engines(*cuts: int) -> list[StageEngine]:
+def engines(*cuts: int) -> list[FrameEngine]:
     """Return fresh engines over the layers split at `cuts`."""
     borders = [0, *cuts, SHAPE.layers]
     found = []
     for start, end in pairwise(borders):
-        stage = Stage(modules_of(start, end), KVFormat())
+        stage = StageForward(modules_of(start, end), KVFormat())
         verifier = Verifier(stage.modules, KVFormat()) if end == SHAPE.layers else None
-        found.append(StageEngine(stage, epoch=1, first=start == 0, verifier=verifier))
+        found.append(FrameEngine(stage, epoch=1, first=start == 0, verifier=verifier))
     return found
 
 
@@ -189,7 +189,7 @@ def test_the_parts_of_the_members_are_added(width: int, bits: int) -> None:
     rows = mx.random.normal((width, SHAPE.hidden), key=mx.random.key(width)).astype(mx.bfloat16)
     results = []
     for kernels, shared in ((Kernels.auto, True), (Kernels.mlx, True), (Kernels.mlx, False)):
-        stage = Stage(modules_of(0, SHAPE.layers, bits), KVFormat(), kernels=kernels)
+        stage = StageForward(modules_of(0, SHAPE.layers, bits), KVFormat(), kernels=kernels)
         communicator = Doubled()
         if shared:
             stage.modules.communicator = communicator
@@ -289,10 +289,10 @@ def test_the_warm_up_runs_to_its_end(
 ) -> None:
     """First, middle and last stages run all frames of the warm-up, of which each device needs a number of its own."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("worker.engine.stage_host.this_device", lambda: DEVICES[backend])
-    monkeypatch.setattr("worker.engine.stage_host.CHUNK", 4)
+    monkeypatch.setattr("worker.engine.warm_up.this_device", lambda: DEVICES[backend])
+    monkeypatch.setattr("worker.engine.warm_up.CHUNK", 4)
     for start, end in ((0, 4), (1, 3)):
-        stage = Stage(modules_of(start, end), KVFormat())
+        stage = StageForward(modules_of(start, end), KVFormat())
         warm_up(stage, first=start == 0, last=end == 4, expect=lambda _: None)
     messages = [record.getMessage() for record in caplog.records]
     done = [vars(r)["done"] for r in caplog.records if r.getMessage() == "compiling kernels"]

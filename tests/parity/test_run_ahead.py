@@ -26,9 +26,9 @@ from tests.conftest import Checkpoints
 from tests.support.stages.chain import EPOCH, Chain, random_tokens
 from tests.support.stages.local_run import Answered, answer
 from tests.support.stages.local_stages import local_stages
-from worker.engine import stage_engine
-from worker.engine.stage_engine import BegunFrame, StageEngine
-from worker.engine.stage_host import StageHost, may_overlap
+from worker.engine import frame_engine
+from worker.engine.frame_engine import BegunFrame, FrameEngine, may_overlap
+from worker.engine.host import EngineHost
 
 PROMPT = random_tokens(9)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=4)
@@ -131,7 +131,7 @@ def test_chunks_overlap(checkpoints: Checkpoints) -> None:
 def test_a_group_ends_a_frame_with_drafts_first(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its end may have collectives, which every member must have before those of the next frame."""
     device = replace(this_device(), ahead_kv_bytes=2**30)
-    monkeypatch.setattr(stage_engine, "this_device", lambda: device)
+    monkeypatch.setattr(frame_engine, "this_device", lambda: device)
     found = {}
     for size in (1, 2):
         plain = in_turn(checkpoints(layers=4), SamplingParams(), 1)
@@ -206,25 +206,25 @@ def test_only_a_stage_that_knows_the_token_continues(checkpoints: Checkpoints) -
 async def answers(patched: pytest.MonkeyPatch, most_copied: int) -> tuple[list[Answered], int]:
     """Return answers of the built-in model, and how many frames began before the one before was finished."""
     device = replace(this_device(), ahead_kv_bytes=most_copied)
-    patched.setattr(stage_engine, "this_device", lambda: device)
+    patched.setattr(frame_engine, "this_device", lambda: device)
     unfinished: set[int] = set()
     overlaps = 0
 
-    def begin(self: StageEngine, frame: Frame, stamps: FrameStamps) -> BegunFrame:
+    def begin(self: FrameEngine, frame: Frame, stamps: FrameStamps) -> BegunFrame:
         """Begin a frame, and count it if another one is unfinished."""
         nonlocal overlaps
         overlaps += bool(unfinished)
         unfinished.add(frame.number)
         return begin_frame(self, frame, stamps)
 
-    def finish(self: StageHost, begun: BegunFrame, *rest: Any) -> None:
+    def finish(self: EngineHost, begun: BegunFrame, *rest: Any) -> None:
         """Finish a frame."""
         unfinished.discard(begun.frame.number)
         finish_frame(self, begun, *rest)
 
-    begin_frame, finish_frame = StageEngine.begin_frame, StageHost._finish_frame
-    patched.setattr(StageEngine, "begin_frame", begin)
-    patched.setattr(StageHost, "_finish_frame", finish)
+    begin_frame, finish_frame = FrameEngine.begin_frame, EngineHost._finish_frame
+    patched.setattr(FrameEngine, "begin_frame", begin)
+    patched.setattr(EngineHost, "_finish_frame", finish)
     limits = Limits(context=512)
     local = partial(local_stages, limits=limits, mtp=MtpMode.parse("off"), dtype="float32")
     async with local(Checkpoint.open(checkpoint_dir())) as loop:

@@ -25,7 +25,7 @@ EVALUATED_FIRST = 2
 """Layers that start computing as soon as each is built."""
 
 
-class Stage:
+class StageForward:
     """Layers `[start, end)` of the model, with the embedding on the first stage."""
 
     def __init__(

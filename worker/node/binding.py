@@ -23,8 +23,9 @@ from proto.rpc.link import FrameWriter, Link, OnFrame
 from proto.rpc.listener import BackgroundTasks
 from proto.trust.certificates import NodeIdentity, Role
 from proto.trust.node_trust import NodeTrust
-from worker.engine.stage_engine import StageEngine, relayed_tokens
-from worker.engine.stage_host import StageHost
+from worker.engine.frame_engine import FrameEngine
+from worker.engine.host import EngineHost
+from worker.engine.operations import relayed_tokens
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class Binding:
     def __init__(
         self,
         place: Place,
-        host: StageHost,
+        host: EngineHost,
         traffic: Traffic,
         on_failure: Callable[[], None],
         trust: NodeTrust | None = None,
@@ -102,7 +103,7 @@ class Binding:
         self.traffic = traffic
         self._host = host
         self._stamps = host.stamps
-        self.engine: StageEngine | None = None
+        self.engine: FrameEngine | None = None
         self.link: Link | None = None
         self.ring: Link | None = None
         """The link of the last of several stages to the first."""
@@ -126,7 +127,7 @@ class Binding:
 
     # ---- start and end
 
-    async def open(self, make_engine: Callable[[], StageEngine], request: pb.ConnectRequest) -> HopFigures | None:
+    async def open(self, make_engine: Callable[[], FrameEngine], request: pb.ConnectRequest) -> HopFigures | None:
         """Open the links, make the engine on its thread, and return the figures of the hop, None without one."""
         figures, timeout_ms = None, request.hop_timeout_ms
         self.hop_timeout = timeout_ms / 1000
@@ -240,7 +241,7 @@ class Binding:
 
     # ---- on the engine thread
 
-    def _take_engine(self, make_engine: Callable[[], StageEngine]) -> None:
+    def _take_engine(self, make_engine: Callable[[], FrameEngine]) -> None:
         if not self._closed:
             self.engine, self.thread.on_failure = make_engine(), self._engine_failed
             if self.members:

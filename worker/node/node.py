@@ -31,8 +31,8 @@ from proto.wire import DTYPE_BYTES
 from worker.disk.block_index import BlockIndex
 from worker.engine.group import GroupSpec
 from worker.engine.hardware import release_weights
-from worker.engine.stage_engine import UNLIMITED, Budget
-from worker.engine.stage_host import LoadedStage, StageHost, StageSpec
+from worker.engine.host import EngineHost, LoadedStage, StageSpec
+from worker.engine.operations import UNLIMITED, Budget
 from worker.fetch.fill import SpanCopy
 from worker.node.binding import Binding, Place, Traffic
 from worker.node.member import END_SECONDS, SPARE_SECONDS, MemberProcess
@@ -189,7 +189,7 @@ class WorkerNode:
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
-        self.host = StageHost(identity.disk)
+        self.host = EngineHost(identity.disk)
         self.traffic = Traffic()
         self.tickets = DataTickets(identity.trust)
         self.state: pb.WorkerState.ValueType = pb.WORKER_STATE_IDLE

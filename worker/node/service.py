@@ -41,9 +41,9 @@ from proto.span import Span
 from proto.trust.certificates import Role
 from proto.trust.node_trust import NodeTrust
 from worker.engine import hardware
+from worker.engine.frame_engine import FrameEngine
 from worker.engine.prefix_disk import StagePrefixes, layer_bytes
 from worker.engine.stage_backups import ReceivedBackup, layer_states
-from worker.engine.stage_engine import StageEngine
 from worker.fetch.fill import provide
 from worker.node.node import Lease, WorkerNode
 
@@ -375,7 +375,7 @@ class WorkerService(pb_grpc.WorkerServicer):
 
     async def _prefix_call(
         self, requests: AsyncIterator[pb.PrefixRequest]
-    ) -> tuple[StageEngine, StagePrefixes, int, list[int]]:
+    ) -> tuple[FrameEngine, StagePrefixes, int, list[int]]:
         """Return the engine, its disk, and the sequence and tokens of a call, or raise NotReadyError, ProtocolError."""
         first = await first_message(requests)
         engine, disk = self._disk(first.coordinator, first.epoch)
@@ -392,13 +392,13 @@ class WorkerService(pb_grpc.WorkerServicer):
             for piece in split([state], checked=True):
                 yield piece
 
-    def _disk(self, coordinator: pb.Coordinator, epoch: int) -> tuple[StageEngine, StagePrefixes]:
+    def _disk(self, coordinator: pb.Coordinator, epoch: int) -> tuple[FrameEngine, StagePrefixes]:
         engine = self._engine(coordinator, epoch)
         if engine.disk is None:
             raise NotReadyError("this worker keeps no prefixes on disk")
         return engine, engine.disk
 
-    def _engine(self, coordinator: pb.Coordinator, epoch: int) -> StageEngine:
+    def _engine(self, coordinator: pb.Coordinator, epoch: int) -> FrameEngine:
         self.node.renew_lease(coordinator)
         binding = self.node.binding
         if binding is None or binding.place.epoch != epoch or binding.engine is None:

@@ -20,7 +20,7 @@ from proto.frame_stamps import FrameStamps
 from tests.support.processes.moved_clock import follow_moved_clock
 from tests.support.processes.task_count import answer_for_tasks
 from worker import cli
-from worker.engine.stage_engine import BegunFrame, StageEngine
+from worker.engine.frame_engine import BegunFrame, FrameEngine
 from worker.model.loader import load_stage
 
 FAULT, ARITHMETIC = "MTP_TEST_FAULT", "MTP_TEST_ARITHMETIC"
@@ -47,9 +47,9 @@ def main() -> None:
     """Run `mtp-worker` with faulty frames and loads."""
     answer_for_tasks()
     follow_moved_clock()
-    begin, rounding = StageEngine.begin_frame, os.environ.get(ARITHMETIC) or str(Arithmetic.here())
+    begin, rounding = FrameEngine.begin_frame, os.environ.get(ARITHMETIC) or str(Arithmetic.here())
 
-    def faulty_begin(self: StageEngine, frame: Frame, stamps: FrameStamps) -> BegunFrame:
+    def faulty_begin(self: FrameEngine, frame: Frame, stamps: FrameStamps) -> BegunFrame:
         """Begin `frame` with the current fault."""
         wait_while("stuck")
         match fault():
@@ -63,9 +63,9 @@ def main() -> None:
         return load_stage(*args, **options)
 
     with (
-        patch.object(StageEngine, "begin_frame", faulty_begin),
-        patch("worker.engine.stage_host.load_stage", faulty_load),
-        patch("worker.engine.stage_host.PART_SECONDS", PART_SECONDS),
+        patch.object(FrameEngine, "begin_frame", faulty_begin),
+        patch("worker.engine.host.load_stage", faulty_load),
+        patch("worker.engine.host.PART_SECONDS", PART_SECONDS),
         patch.object(Arithmetic, "__str__", lambda _: rounding),
     ):
         cli.main()

@@ -6,6 +6,7 @@ There is no process, socket or clock. Events go into `apply`, and the walk carri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from typing import cast
 
 from coordinator.cluster import decide, events
 from coordinator.cluster.events import apply
-from coordinator.cluster.view import Member, Phase, View
+from coordinator.cluster.view import STABLE_SECONDS, Member, MemberState, Phase, View
 from coordinator.planning.plan import Plan
 from proto.errors import ClusterError, MemoryLimitError
 
@@ -127,7 +128,7 @@ def walk(
 ) -> tuple[int, int]:
     """Walk every order of up to `depth` events over the workers. Return the numbers of steps and of views.
 
-    Views that differ only in their clock count as one.
+    Views from which the same events lead to the same decisions count as one.
     """
     seen: set[object] = {_key(start)}
     edge, steps = [start], 0
@@ -145,20 +146,29 @@ def walk(
     return steps, len(seen)
 
 
+LONGEST = max(decide.POSTPONED_SECONDS, STABLE_SECONDS)
+"""Seconds. A longer time in a serving plan, or of a ready worker, changes no decision."""
+
+
 def _key(view: View) -> object:
-    """Return a view with times relative to now, and with all times long past made equal."""
-    now = view.now
+    """Return the part of a view that decisions depend on. Its times are relative to now and bounded by their limits.
 
-    def ago(moment: float) -> float:
-        """Return `moment` relative to now, at least -100."""
-        return max(round(moment - now, 3), -100.0)
+    A wait is the sum of its phases. While a plan loads, the start of the phase has no effect.
+    """
+    now, settings, serves = view.now, view.settings, view.phase is Phase.SERVING
+    limits = (settings.wait, settings.first_wait or 0.0, settings.recovery_wait, decide.LONGEST_PATIENCE)
+    waited = min(view.waited, max(limit for limit in limits if limit < math.inf))
+    since = min(now - view.since, LONGEST) if serves else 0.0
+    times = (round(since, 3), round(waited, 3), round(max(view.retry_at - now, 0.0), 3))
+    flags = (view.recovering, bool(view.alone_problem), bool(view.open_requests))
+    # A plan that starts begins without considered and postponed workers.
+    sets = (view.considered, view.postponed) if serves else ()
+    members = tuple(_member_key(member, now) for _, member in sorted(view.members.items()))
+    return view.phase, view.serving, times, flags, sets, view.preparing, view.prepared, members
 
-    members = tuple(
-        (m.worker_id, m.state, m.failure_count, ago(m.backoff_until), ago(m.ready_since))
-        for _, m in sorted(view.members.items())
-    )
-    times = (ago(view.since), round(view.gathered, 3), ago(view.retry_at), ago(view.failed_at))
-    alone, busy = bool(view.alone_problem), bool(view.open_requests)
-    flags = (view.recovering, alone, busy)
-    sets = (view.considered, view.postponed, view.preparing, view.prepared)
-    return view.phase, view.serving, times, flags, sets, members
+
+def _member_key(member: Member, now: float) -> object:
+    """Return the part of a member that decisions depend on. A back-off that has passed has the effect of a join."""
+    since = max(member.ready_since - now, -LONGEST) if member.state is MemberState.READY else 0.0
+    backoff = max(member.backoff_until - now, since)
+    return member.worker_id, member.state, member.failure_count, round(backoff, 3), round(since, 3)

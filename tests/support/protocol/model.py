@@ -1,6 +1,6 @@
 """A model of the pipeline's protocol: a world of few states, walked exhaustively.
 
-A world is a coordinator, a chain of real `StageEngine`s without a model, and the channels between them. The walk takes
+A world is a coordinator, a chain of real `FrameEngine`s without a model, and the channels between them. The walk takes
 every possible step from every state. A frame passes a stage or returns. A signal reaches a stage (again, late, or
 never). A request arrives or its client leaves. The plan ends in a crash and another begins. States met before are not
 walked again.
@@ -49,8 +49,11 @@ from tests.support.stages.token_stages import (
     tokens_of,
     truth,
 )
-from worker.engine.stage_engine import BegunFrame, StageEngine, relayed_tokens
-from worker.engine.stage_host import may_overlap
+from worker.engine.frame_engine import BegunFrame, FrameEngine, may_overlap
+from worker.engine.operations import relayed_tokens
+
+STAGE_US = (1000,)
+"""The time of each stage. The controller reads it, and measured times would make every walk another one."""
 
 Known = Callable[[int], int]
 """Function from a sequence to the number of its tokens that the coordinator knows, including the prompt."""
@@ -139,7 +142,7 @@ class Ledger:
 
     # ---- what must hold
 
-    def check(self, stage: StageEngine) -> None:
+    def check(self, stage: FrameEngine) -> None:
         """Assert that a stage holds the sequences that its headers left it, with the committed lengths they say.
 
         A signal may have committed more, and the last stage commits its own outcomes. For a sequence whose client has
@@ -298,7 +301,7 @@ class Scheduled:
         idle = not (self.to_come or s.running or s.waiting or s.ops or s.in_flight)
         return idle and self.received.keys() == self.ended
 
-    def check(self, stages: Sequence[StageEngine], *, at_rest: bool) -> None:
+    def check(self, stages: Sequence[FrameEngine], *, at_rest: bool) -> None:
         """Assert that clients got the right text, and that at rest no sequence waits for a frame."""
         self.scheduler.check()
         assert not (at_rest and self.scheduler.running), "a sequence waits, and no frame is in flight"
@@ -323,7 +326,7 @@ class World:
     """
 
     coordinator: Scheduled
-    stages: list[StageEngine]
+    stages: list[FrameEngine]
     channels: list[deque[Frame]]
     ring: deque[Frame] = field(default_factory=deque)
     """Tokens that the last of several stages has relayed to the first."""
@@ -338,7 +341,7 @@ class World:
     """Maximum number of crashes still to come."""
     grouped: bool = False
     """True if each stage is a group of two, whose second member follows the frames of the first."""
-    followers: list[StageEngine] = field(default_factory=list)
+    followers: list[FrameEngine] = field(default_factory=list)
 
     @classmethod
     def start(cls, coordinator: Scheduled, stages: int, crashes: int = 0, *, grouped: bool = False) -> World:
@@ -437,7 +440,7 @@ class World:
         frame = self.channels[at].popleft()
         if at == len(self.stages):
             self.coordinator = self.coordinator.clone()
-            self._announce(self.coordinator.apply_outcomes(frame))
+            self._announce(self.coordinator.apply_outcomes(replace(frame, stage_us=STAGE_US * len(self.stages))))
             self._pump()
             return
         stage = self.stages[at] = clone_stage(self.stages[at])
@@ -541,7 +544,7 @@ class World:
         self._check_stale_results()
         self.coordinator.check(self.stages, at_rest=not any(self.channels))
 
-    def _check_stale(self, stage: StageEngine) -> None:
+    def _check_stale(self, stage: FrameEngine) -> None:
         """Assert that frames and signals of an older plan change nothing, at any time."""
         if not self.stale_frames and not self.stale_news and not self.stale_tokens:
             return
@@ -590,7 +593,7 @@ def _end(begun: BegunFrame) -> Frame:
     return out
 
 
-def deliver(stage: StageEngine, epoch: int, news: News) -> None:
+def deliver(stage: FrameEngine, epoch: int, news: News) -> None:
     """Apply a signal to a stage."""
     if news.trim is None:
         stage.cancel(epoch, news.seq_id)

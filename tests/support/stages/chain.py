@@ -23,9 +23,9 @@ from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Commit, Frame, Op, Outcome, Segment, decode, encode
 from proto.params import SamplingParams
 from proto.span import Span
-from worker.engine.stage_engine import StageEngine
+from worker.engine.frame_engine import FrameEngine
 from worker.model.loader import StageModules, load_stage
-from worker.model.stage import Stage
+from worker.model.stage import StageForward
 from worker.model.verifier import Verifier
 
 EPOCH = 1
@@ -52,7 +52,7 @@ class Recorder:
         return logits
 
 
-def reject(engine: StageEngine, seq_id: int, window: int, accepted_length: int) -> None:
+def reject(engine: FrameEngine, seq_id: int, window: int, accepted_length: int) -> None:
     """Signal to a stage of epoch 1 that `accepted_length` tokens of a window remain, if it is open there."""
     widths = {one.number: one.width for one in engine.sequences[seq_id].stack.windows}
     engine.rollback(1, seq_id, window, widths.get(window, accepted_length) - accepted_length)
@@ -69,13 +69,13 @@ class Chain:
         layers = Checkpoint.open(path).config.num_layers
         kv_format = kv_format or KVFormat()
         borders = [0, *cuts, layers]
-        self.engines: list[StageEngine] = []
+        self.engines: list[FrameEngine] = []
         for start, end in pairwise(borders):
             first, last = start == 0, end == layers
             loaded = modules(path, start, end, first, last)
-            stage = Stage(loaded, kv_format)
+            stage = StageForward(loaded, kv_format)
             verifier = Verifier(loaded, kv_format) if last else None
-            self.engines.append(StageEngine(stage, epoch=EPOCH, first=first, verifier=verifier))
+            self.engines.append(FrameEngine(stage, epoch=EPOCH, first=first, verifier=verifier))
         self.inboxes: list[deque[bytes]] = [deque() for _ in self.engines]
         self.posted = 0
         self.logits: dict[int, mx.array] = {}

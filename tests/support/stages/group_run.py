@@ -31,11 +31,11 @@ from proto.frame import Admit, BackUp, Commit, Frame, RestoreBackup, Segment
 from proto.frame_stamps import FrameStamps, StageStep
 from proto.params import SamplingParams
 from proto.span import Span
+from worker.engine.frame_engine import BegunFrame, FrameEngine
 from worker.engine.group import GroupSpec, join_group
 from worker.engine.stage_backups import ReceivedBackup, layer_states
-from worker.engine.stage_engine import BegunFrame, StageEngine
 from worker.model.loader import load_stage
-from worker.model.stage import Stage
+from worker.model.stage import StageForward
 from worker.model.verifier import Verifier
 from worker.node.member import group_address
 
@@ -103,11 +103,11 @@ def answer(work: Work, communicator: Communicator = ALONE) -> Answers:
     )
     nbytes = mx.get_active_memory()
     kv_format = KVFormat.of(checkpoint.config.head_dim, work.kv_bits)
-    stage = Stage(modules, kv_format, exact=work.exact)
+    stage = StageForward(modules, kv_format, exact=work.exact)
     verifier = Verifier(modules, kv_format)
     digest = hashlib.sha256()
     verifier.unembed = _digested(verifier.unembed, digest)
-    engine = StageEngine(stage, epoch=1, first=True, verifier=verifier)
+    engine = FrameEngine(stage, epoch=1, first=True, verifier=verifier)
     answered, accepted, backup = [], 0, list[Backup]()
     for number, prompt in enumerate(work.prompts):
         one = _ahead if work.ahead else _one
@@ -135,7 +135,7 @@ def _digested(function: Callable[[mx.array], mx.array], digest: hashlib._Hash) -
     return call
 
 
-def _one(engine: StageEngine, work: Work, number: int, prompt: Sequence[int]) -> tuple[list[int], int]:
+def _one(engine: FrameEngine, work: Work, number: int, prompt: Sequence[int]) -> tuple[list[int], int]:
     params = SamplingParams(temperature=work.temperature, seed=number)
     ops: tuple[Any, ...] = (Admit(number, len(prompt) + 2 * work.count + 8, len(prompt), params),)
     window, position, tokens, accepted = 0, 0, list[int](), 0
@@ -164,7 +164,7 @@ def _one(engine: StageEngine, work: Work, number: int, prompt: Sequence[int]) ->
     return tokens[: work.count], accepted
 
 
-def _ahead(engine: StageEngine, work: Work, number: int, prompt: Sequence[int]) -> tuple[list[int], int]:
+def _ahead(engine: FrameEngine, work: Work, number: int, prompt: Sequence[int]) -> tuple[list[int], int]:
     """Let all windows but the first continue. Only the first member overlaps them, the others are late at random."""
     params = SamplingParams(temperature=work.temperature, seed=number)
     admit = Admit(number, len(prompt) + work.count + 8, len(prompt), params)

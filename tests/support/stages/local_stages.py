@@ -25,9 +25,10 @@ from proto.frame_stamps import FrameStamps
 from proto.span import Span
 from proto.terminal.progress import OnProgress
 from worker.disk.block_index import BlockIndex
+from worker.engine.frame_engine import FrameEngine
+from worker.engine.operations import relayed_tokens
 from worker.engine.prefix_disk import StagePrefixes, open_index
 from worker.engine.stage_backups import ReceivedBackup
-from worker.engine.stage_engine import StageEngine, relayed_tokens
 
 FRAME_SECONDS = 300.0
 """Seconds. Deadline of a frame, which test machines never reach."""
@@ -40,7 +41,7 @@ class ChainedPipeline(LocalPipeline):
         super().__init__(model, epoch, disk=disk)
         self.stages = len(spans)
         self._spans = spans
-        self._engines: list[StageEngine] = []
+        self._engines: list[FrameEngine] = []
 
     def _load(self, on_progress: OnProgress | None) -> None:
         model, last = self._model, self.stages - 1

@@ -1,4 +1,4 @@
-"""Stages without a model: real `StageEngine`s whose layers hold tokens, and a last stage that knows the text.
+"""Stages without a model: real `FrameEngine`s whose layers hold tokens, and a last stage that knows the text.
 
 The text of a sequence is a function of its tokens, so a wrong token in a stage is found at once. `Truth` is a text by
 sequence, whose drafts a chooser picks. `Formula` depends on all tokens before and on the seed. `FakeLastStage` is the
@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import mlx.core as mx
+import numpy as np
 
 from mtp.layers.communicator import ALONE, Alone, Communicator
 from mtp.layers.kv_cache import PlainKV
@@ -46,10 +47,11 @@ from worker.cache.sequence_cache import (
     SequenceCache,
     copies_of,
 )
+from worker.engine.frame_engine import FrameEngine
+from worker.engine.operations import UNLIMITED, Budget
 from worker.engine.stage_backups import ReceivedBackup, SequenceBackup, StageBackups
-from worker.engine.stage_engine import UNLIMITED, Budget, StageEngine
 from worker.model.loader import StageModules
-from worker.model.stage import Run, Stage
+from worker.model.stage import Run, StageForward
 from worker.model.verifier import Key, Verdict, Verifier
 
 VOCAB = 256
@@ -167,7 +169,7 @@ class Member(Alone):
         self.rank, self.size = rank, size
 
 
-class TokenStage(Stage):
+class TokenStage(StageForward):
     """A stage whose hidden states are the tokens: `[rows, 1]`."""
 
     def __init__(self, communicator: Communicator = ALONE, span: Span = TWO_LAYERS, vocab: int = VOCAB) -> None:
@@ -182,11 +184,11 @@ class TokenStage(Stage):
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Return the tokens as hidden states `[rows, 1]`."""
-        return tokens.astype(mx.float32)[:, None]
+        return mx.array(np.array(tokens, np.float32)[:, None])  # without work for the device
 
     def forward(self, x: mx.array, runs: Sequence[Run]) -> mx.array:
         """Append the rows to the layers and return them unchanged."""
-        rows = [int(row) for row in cast(list[float], x[:, 0].tolist())]
+        rows = [int(row) for row in np.array(x)[:, 0]]
         for sequence, segment in runs:
             tokens = tuple(rows[: segment.width])
             del rows[: segment.width]
@@ -388,13 +390,13 @@ def token_engine(
     *,
     first: bool = True,
     budget: Budget = UNLIMITED,
-) -> StageEngine:
+) -> FrameEngine:
     """Return the engine of a stage in a new plan, with a `text` on the last stage.
 
     The two layers of the stage stand for all layers of its span.
     """
     verifier = None if text is None else TokenVerifier(text)
-    engine = StageEngine(stage, epoch=epoch, first=first, verifier=verifier, budget=budget)
+    engine = FrameEngine(stage, epoch=epoch, first=first, verifier=verifier, budget=budget)
     engine.backups = TokenBackups(stage.modules.span, stage.modules.config)
     return engine
 
@@ -462,13 +464,13 @@ class FakeLastStage:
         return self.under_way.popleft()
 
 
-def make_stages(count: int, epoch: int, communicator: Communicator = ALONE) -> list[StageEngine]:
+def make_stages(count: int, epoch: int, communicator: Communicator = ALONE) -> list[FrameEngine]:
     """Return `count` stages of a new plan, whose text is `Truth`."""
     texts = [None] * (count - 1) + [Truth(Chooser())]
     return [token_engine(TokenStage(communicator), epoch, text, first=i == 0) for i, text in enumerate(texts)]
 
 
-def clone_stage(engine: StageEngine) -> StageEngine:
+def clone_stage(engine: FrameEngine) -> FrameEngine:
     """Return a copy of a stage."""
     clone = copy.copy(engine)
     clone.sequences = {
@@ -486,7 +488,7 @@ def clone_stage(engine: StageEngine) -> StageEngine:
     return clone
 
 
-def stage_key(engine: StageEngine) -> Hashable:
+def stage_key(engine: FrameEngine) -> Hashable:
     """Return a value that tells two states of a stage apart."""
     held = tuple((seq_id, tuple(tokens_of(s)), *_stack_key(s)) for seq_id, s in engine.sequences.items())
     verifier = engine.verifier

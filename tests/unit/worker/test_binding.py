@@ -21,9 +21,9 @@ from proto.rpc.data_connection import TOKEN_BYTES, StreamBinding
 from proto.trust.certificates import NodeIdentity, Role
 from tests.support.stages.token_stages import VOCAB, TokenStage
 from worker.engine.engine_thread import EngineThread
+from worker.engine.frame_engine import FrameEngine, to_bytes
+from worker.engine.host import EngineHost
 from worker.engine.stage_backups import array_of, plain_array
-from worker.engine.stage_engine import StageEngine, to_bytes
-from worker.engine.stage_host import StageHost
 from worker.node import binding
 from worker.node.binding import MAX_QUEUED_FRAMES, Binding, Place, Traffic
 
@@ -89,7 +89,7 @@ def test_the_last_stage_alone_relays_tokens() -> None:
 async def test_frames_wait_for_relayed_tokens() -> None:
     """A frame that continues waits for its token, the frames behind it wait too, and they begin in order."""
     first = bind(Place(1, 0, 2, TOKEN))
-    engine = StageEngine(TokenStage(), epoch=1, first=True, verifier=None)
+    engine = FrameEngine(TokenStage(), epoch=1, first=True, verifier=None)
     first.engine, started = engine, []
     run: Any = first._host.run_frame
     run.side_effect = lambda engine, frame, *_: started.append(frame.number)
@@ -111,7 +111,7 @@ async def test_frames_wait_for_relayed_tokens() -> None:
 async def test_a_signal_that_breaks_the_engine() -> None:
     """An error in a rollback, such as a lack of memory, ends the plan, but not the thread that the next plan needs."""
     failed = asyncio.Event()
-    host = StageHost()
+    host = EngineHost()
     bound = Binding(Place(1, 0, 1, b"token"), host, Traffic(), failed.set)
     bound.engine = MagicMock()
     bound.engine.rollback.side_effect = MemoryError("none left")
@@ -126,7 +126,7 @@ async def test_a_signal_that_breaks_the_engine() -> None:
 async def test_any_error_of_a_frame_ends_the_plan() -> None:
     """A bug outside the computation of a frame is a fault of the stage too, and the next plan has its thread."""
     failed = asyncio.Event()
-    host = StageHost()
+    host = EngineHost()
     bound = Binding(Place(1, 0, 1, b"token"), host, Traffic(), failed.set)
     engine = MagicMock(failed=False)
     engine.lacks_tokens.side_effect = ZeroDivisionError("a bug")
@@ -142,7 +142,7 @@ async def test_any_error_of_a_frame_ends_the_plan() -> None:
 
 async def test_a_rollback_comes_before_the_frames_that_wait() -> None:
     """Without the signal the stage would restore the state when the header of the next frame comes, and not before."""
-    host, order, free = StageHost(), list[object](), threading.Event()
+    host, order, free = EngineHost(), list[object](), threading.Event()
     bound = Binding(Place(1, 0, 1, b"token"), host, Traffic(), lambda: None)
     engine = MagicMock(failed=False)
     engine.rollback.side_effect = lambda *rollback: order.append(rollback)
@@ -169,7 +169,7 @@ async def test_a_rollback_comes_before_the_frames_that_wait() -> None:
 async def test_nothing_follows_the_first_fault(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frame 1 has begun when frame 0 fails, such as by the GPU's time-out. It is not sent, and hides no error."""
     monkeypatch.setattr(EngineThread, "queued", 1)
-    host, errors, sent = StageHost(), list[str](), list[int]()
+    host, errors, sent = EngineHost(), list[str](), list[int]()
     engine = MagicMock(failed=False)
     engine.group.size = 1
 

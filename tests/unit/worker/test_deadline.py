@@ -21,8 +21,8 @@ from proto.span import Span
 from tests.support.checkpoints.checkpoints import write_checkpoint
 from worker.disk.block_index import BlockIndex
 from worker.engine.engine_thread import EngineThread
-from worker.engine.stage_engine import BegunFrame, StageEngine
-from worker.engine.stage_host import (
+from worker.engine.frame_engine import BegunFrame, FrameEngine
+from worker.engine.frame_times import (
     FIRST_SECONDS,
     GROUP_SECONDS,
     NEW_SIZE_SECONDS,
@@ -31,10 +31,8 @@ from worker.engine.stage_host import (
     TRIED_FRAMES,
     DeadlineEstimate,
     Lead,
-    LoadedStage,
-    StageHost,
-    StageSpec,
 )
+from worker.engine.host import EngineHost, LoadedStage, StageSpec
 
 
 def frame(rows: int, position: int = 0) -> Frame:
@@ -92,7 +90,7 @@ def test_no_deadline_is_below_the_least() -> None:
 
 async def test_a_frame_of_a_group_has_time_for_the_other_members() -> None:
     """A member waits in its sums while another one is slow, so the times of its own frames say little."""
-    host, given = StageHost(), list[float]()
+    host, given = EngineHost(), list[float]()
     host._times.deadlines.record_frame_time(frame(1), 0.01)
     with patch.object(EngineThread, "expect", lambda _, seconds: given.append(seconds)):
         for size in (1, 2):
@@ -106,7 +104,7 @@ async def test_a_frame_of_a_group_has_time_for_the_other_members() -> None:
 @pytest.fixture
 async def host(tmp_path: Path) -> Any:
     """Return a host with a disk."""
-    host = StageHost(BlockIndex(tmp_path / "prefixes", 2**30))
+    host = EngineHost(BlockIndex(tmp_path / "prefixes", 2**30))
     yield host
     await host.close()
 
@@ -117,13 +115,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [write_checkpoint(tmp_path_factory.mktemp("model"), layers=4, seed=seed) for seed in (1, 2)]
 
 
-async def load(host: StageHost, path: Path) -> LoadedStage:
+async def load(host: EngineHost, path: Path) -> LoadedStage:
     """Load all layers of a model."""
     spec = StageSpec(Span(0, 4), True, True, "float32")
     return await host.thread.call(lambda: host.load(lambda: Checkpoint.open(path), spec, None))
 
 
-async def run_prompts(host: StageHost, engine: StageEngine, *lengths: int) -> float:
+async def run_prompts(host: EngineHost, engine: FrameEngine, *lengths: int) -> float:
     """Run prompts, one after the other. Return the longest time past a deadline, in seconds."""
     stalls, errors, ended = [0.0], list[Exception](), threading.Event()
     for number, length in enumerate(lengths, engine.frames_done):
@@ -140,7 +138,7 @@ async def run_prompts(host: StageHost, engine: StageEngine, *lengths: int) -> fl
 
 
 async def test_a_slower_model_has_deadlines_of_its_own(
-    host: StageHost, models: list[Path], monkeypatch: pytest.MonkeyPatch
+    host: EngineHost, models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The times of a model say nothing of the next one, whose long prompt may take a hundred times as long."""
     fast = await load(host, models[0])
@@ -163,7 +161,7 @@ async def test_a_slower_model_has_deadlines_of_its_own(
     assert await run_prompts(host, host.make_engine(second, 3), 512) == 0
 
 
-async def test_a_former_stage_leaves_nothing_at_its_host(host: StageHost, models: list[Path]) -> None:
+async def test_a_former_stage_leaves_nothing_at_its_host(host: EngineHost, models: list[Path]) -> None:
     """After many loads a host has what it had after the first one."""
     for path in (*models, *models):
         loaded = await load(host, path)

@@ -13,9 +13,9 @@ from coordinator.cluster.plan_start import choose_backend
 from proto.control import Backend
 from proto.errors import NotReadyError, UsageError
 from proto.span import Span
-from worker.engine import stage_host
+from worker.engine import host as engine_host
 from worker.engine.group import GroupSpec, join_group
-from worker.engine.stage_host import StageHost, StageSpec
+from worker.engine.host import EngineHost, StageSpec
 
 
 @pytest.fixture(autouse=True)
@@ -119,13 +119,13 @@ async def test_a_group_measures_a_sum_of_hidden_states(monkeypatch: pytest.Monke
         measured.append(hidden)
         raise NotReadyError("measured")
 
-    monkeypatch.setattr(stage_host, "join_group", lambda spec, exact: MagicMock(rank=0, size=2))
-    monkeypatch.setattr(stage_host, "measure_collective", measure)
+    monkeypatch.setattr(engine_host, "join_group", lambda spec, exact: MagicMock(rank=0, size=2))
+    monkeypatch.setattr(engine_host, "measure_collective", measure)
     checkpoint = MagicMock()
     share = checkpoint.cut_for.return_value
     share.config.hidden_size, share.config.hop_width = 64, 256
     share.part_bytes.return_value, share.stage_parts.return_value = {"layer": 8}, ["layer"]
-    host, spec = StageHost(), StageSpec(Span(0, 1), True, False, group=GroupSpec(0, HOSTS))
+    host, spec = EngineHost(), StageSpec(Span(0, 1), True, False, group=GroupSpec(0, HOSTS))
     with pytest.raises(NotReadyError, match="measured"):
         await host.thread.call(lambda: host.load(lambda: checkpoint, spec, None))
     await host.close()

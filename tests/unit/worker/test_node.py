@@ -19,8 +19,8 @@ from mtp import device
 from proto import cluster_pb2 as pb
 from proto.errors import CheckpointError, NotReadyError, StaleEpochError
 from tests.support.processes.waits import until
-from worker.engine.stage_host import LoadedStage, StageHost, StageSpec
-from worker.model.stage import Stage
+from worker.engine.host import EngineHost, LoadedStage, StageSpec
+from worker.model.stage import StageForward
 from worker.node.member import MAX_LINE, MemberProcess, relay_log
 from worker.node.node import WorkerNode
 
@@ -54,7 +54,7 @@ class Reading:
 @pytest.fixture
 def reading(monkeypatch: pytest.MonkeyPatch) -> Reading:
     found = Reading()
-    monkeypatch.setattr(StageHost, "load", found)
+    monkeypatch.setattr(EngineHost, "load", found)
     return found
 
 
@@ -118,7 +118,7 @@ async def test_a_worker_that_drains_says_so(node: WorkerNode, monkeypatch: pytes
     assert node.state == pb.WORKER_STATE_DRAINING
     node._failed()
     assert node.state == pb.WORKER_STATE_DRAINING
-    monkeypatch.setattr(StageHost, "load", MagicMock(side_effect=CheckpointError("gone")))
+    monkeypatch.setattr(EngineHost, "load", MagicMock(side_effect=CheckpointError("gone")))
     with pytest.raises(CheckpointError):
         await load(node, 2, 4)
     assert node.state == pb.WORKER_STATE_DRAINING
@@ -142,13 +142,13 @@ async def test_a_stage_is_gone_while_the_next_one_loads(node: WorkerNode, readin
     await loading
 
 
-def stage_of(node: WorkerNode) -> weakref.ref[Stage]:
+def stage_of(node: WorkerNode) -> weakref.ref[StageForward]:
     """Return a reference to the loaded stage that does not keep it."""
     assert node.loaded is not None
     return weakref.ref(node.loaded.stage)
 
 
-async def released(stage: weakref.ref[Stage]) -> None:
+async def released(stage: weakref.ref[StageForward]) -> None:
     """Wait until nothing holds the stage."""
     await until(lambda: gc.collect() >= 0 and stage() is None, "the release of the stage")
 

@@ -24,9 +24,9 @@ from proto.errors import MemoryLimitError, NotReadyError, ProtocolError, WorkerL
 from proto.frame import Admit, Evict, Frame, Op, Segment
 from tests.support.checkpoints.checkpoints import write_checkpoint
 from worker.engine.engine_thread import EngineThread
+from worker.engine.frame_engine import FrameEngine
 from worker.engine.hardware import default_memory_limit
-from worker.engine.stage_engine import StageEngine
-from worker.engine.stage_host import PROBE_SECONDS
+from worker.engine.host import PROBE_SECONDS
 
 FRAME = Frame(1, 0, ops=(Admit(0, 8, 4),), segments=(Segment(0, 0, 0, (1, 2, 3, 4), sample=True),))
 
@@ -53,7 +53,7 @@ def impatient() -> Iterator[None]:
     with (
         patch.object(local, "STUCK_SECONDS", 0.1),
         patch.object(local, "WATCH_SECONDS", 0.02),
-        patch("worker.engine.stage_host.FIRST_SECONDS", 0.1),
+        patch("worker.engine.frame_times.FIRST_SECONDS", 0.1),
         patch("worker.engine.engine_thread.CLOSE_SECONDS", 0.1),
     ):
         yield
@@ -67,7 +67,7 @@ async def test_a_stuck_engine_is_an_error(model: LocalModel) -> None:
     free = threading.Event()
     pipelines = LocalPipelines(model)
     pipeline = await pipelines.make(1)
-    with patch.object(StageEngine, "begin_frame", partial(block_until, free)):
+    with patch.object(FrameEngine, "begin_frame", partial(block_until, free)):
         with impatient():
             pipeline.send_frame(FRAME)
             async with asyncio.timeout(60):
@@ -91,8 +91,8 @@ async def test_a_stuck_load_is_an_error(model: LocalModel) -> None:
     free = threading.Event()
     with (
         impatient(),
-        patch("worker.engine.stage_host.load_stage", lambda *_, **__: free.wait(100)),
-        patch("worker.engine.stage_host.PART_SECONDS", 0.1),
+        patch("worker.engine.host.load_stage", lambda *_, **__: free.wait(100)),
+        patch("worker.engine.host.PART_SECONDS", 0.1),
     ):
         async with asyncio.timeout(60):
             with pytest.raises(WorkerLostError, match="stuck"):
@@ -107,7 +107,7 @@ async def test_any_loading_error_is_a_cluster_error(model: LocalModel) -> None:
         raise RuntimeError("[malloc] Unable to allocate")
 
     with (
-        patch("worker.engine.stage_host.load_stage", out_of_memory),
+        patch("worker.engine.host.load_stage", out_of_memory),
         pytest.raises(WorkerLostError, match=r"loading the model failed.*Unable to allocate"),
     ):
         await LocalPipelines(model).make(1)
@@ -154,7 +154,7 @@ async def test_a_thread_that_finishes_is_waited_for(model: LocalModel) -> None:
     pipelines = LocalPipelines(model)
     first = await pipelines.make(1)
     with (
-        patch.object(StageEngine, "begin_frame", partial(block_until, free)),
+        patch.object(FrameEngine, "begin_frame", partial(block_until, free)),
         patch("worker.engine.engine_thread.CLOSE_SECONDS", 0.05),
     ):
         first.send_frame(FRAME)

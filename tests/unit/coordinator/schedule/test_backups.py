@@ -210,7 +210,7 @@ def test_a_client_that_leaves_takes_its_backup() -> None:
 @patch("coordinator.schedule.backups.MIN_NEW_TOKENS", 4)
 def test_backups_above_their_limit_restore_no_wrong_tokens() -> None:
     """The youngest sequences lose their backups, also while the next part is in flight. All answers stay the same."""
-    for limit in range(500, 1000, 50):
+    for limit in range(500, 1000, 100):
         drive = Drive(stages=3)
         backups = drive.scheduler.backups
         backups.limit = limit

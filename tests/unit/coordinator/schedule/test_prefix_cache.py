@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.planning.capacity import Capacity
-from coordinator.schedule.prefix_cache import BLOCK, SMALLEST_ENTRY, PrefixCache, Tokens, block_keys
+from coordinator.schedule.prefix_cache import BLOCK, KEY_BYTES, SMALLEST_ENTRY, PrefixCache, Tokens, block_keys
 from coordinator.text.schemas import Json
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
@@ -111,14 +111,16 @@ def crowded(entries: int) -> PrefixCache:
     """Return an index with `entries` entries, some of prompts that begin as CONTEXT does, and 64 remembered prompts."""
     index = cache(prefix_bytes=2**60)
     keys = block_keys(CONTEXT)
+    blocks = len(SHORT) // BLOCK
     for i in range(entries):
-        length = 200 + i
-        own = CONTEXT[:length] if i % 1000 == 0 else (i, *SHORT)
-        index.add_entry(own, keys if i % 1000 == 0 else b"")
+        if i % 1000 == 0:
+            index.add_entry(CONTEXT[: 200 + i], keys)
+        else:  # keys that need no hashing, since they are as different
+            index.add_entry(SHORT, i.to_bytes(KEY_BYTES, "big") * blocks)
     for i in range(64):
-        other = list(CONTEXT)
-        other[2000 * i + 50] = -1 % 2**31
-        index.boundaries(other, 0)
+        place = 2000 * i + 50
+        other = (*CONTEXT[:place], -1 % 2**31, *CONTEXT[place + 1 :])
+        index.boundaries(other, 0, 0, block_keys(other, keys[: place // BLOCK * KEY_BYTES]))
     return index
 
 

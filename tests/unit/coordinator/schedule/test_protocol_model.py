@@ -20,7 +20,7 @@ from coordinator.schedule.scheduler import Scheduler
 from tests.support.protocol.model import PROMPT, ROOM, Scheduled, Walk, World, explore
 from tests.support.stages import token_stages
 from tests.support.stages.token_stages import truth
-from worker.engine.stage_engine import StageEngine
+from worker.engine.frame_engine import FrameEngine
 
 MAX_STATES = 10**6
 
@@ -122,14 +122,14 @@ def test_the_scheduler_over_stages(mtp: str, stages: int, lengths: tuple[int, ..
 
 def test_a_member_that_decides_by_itself_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The walk finds a group whose members run what each of them would, and not what the first has decided."""
-    monkeypatch.setattr(StageEngine, "_decided", lambda _, frame, segments: frame)
+    monkeypatch.setattr(FrameEngine, "_decided", lambda _, frame, segments: frame)
     with pytest.raises(AssertionError, match="after"):
         scheduled("off", 1, 4, leaves=1, grouped=True)
 
 
 @pytest.mark.parametrize(
     ("stages", "lengths", "leaves", "crashes", "mtp", "chunk"),
-    [(1, (3, 2, 1), 0, 1, "off", 2), (2, (5, 3, 1), 0, 0, "1", 8), (2, (3, 1, 1), 1, 0, "off", 2)],
+    [(1, (3, 2, 1), 0, 1, "off", 2), (2, (5, 3, 1), 0, 0, "1", 8), (2, (2, 1, 1), 1, 0, "off", 2)],
 )
 def test_a_sequence_pauses(
     stages: int,

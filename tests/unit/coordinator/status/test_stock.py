@@ -20,7 +20,7 @@ from proto import cluster_pb2 as pb
 from proto.errors import WorkerLostError
 from proto.frame import Frame, Outcome, Segment
 from proto.frame_stamps import StageStep, StampRing
-from worker.engine.stage_host import StageTimes
+from worker.engine.frame_times import FrameTimes
 
 FEW, MANY = 100, 100_000
 MORE_THAN_KEPT = 10_000
@@ -50,7 +50,7 @@ def open_requests() -> Use:
 
 def frames() -> Use:
     """Use the records and stamps of frames, and the times of a stage."""
-    records, stamps, stall, times = FrameRecords(), StampRing(), StallDetector(2), StageTimes()
+    records, stamps, stall, times = FrameRecords(), StampRing(), StallDetector(2), FrameTimes()
 
     def use(number: int) -> None:
         returned = frame(number)
