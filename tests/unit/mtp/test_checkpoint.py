@@ -11,11 +11,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mtp.checkpoint.families import FAMILIES, find_family
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.shard import MAX_HEADER_BYTES
 from mtp.checkpoint.hub.published import MODELS
+from mtp.checkpoint.known_families import FAMILIES, find_family
 from proto.errors import CheckpointError, SpanError
 from proto.span import Span
 from tests.conftest import Checkpoints
@@ -38,9 +38,9 @@ def test_config_is_read_from_text_config_or_top_level(dense: Path) -> None:
     (dense / "config.json").write_text(json.dumps(text))
     assert ModelConfig.load(dense) == wrapped
     assert wrapped.model_type == "qwen3_5"
-    assert wrapped.layer_kinds == ("gdn", "gdn", "gdn", "attention") * 2
+    assert wrapped.shape.kinds == ("gdn", "gdn", "gdn", "attention") * 2
     assert wrapped.eos_token_ids == (255,)
-    assert wrapped.text_args().tie_word_embeddings is True
+    assert wrapped.text()["tie_word_embeddings"] is True
 
 
 @pytest.mark.parametrize(
