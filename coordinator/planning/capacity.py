@@ -177,9 +177,9 @@ def model_costs(
         lm_head_seconds=lm_head_active / REFERENCE_BANDWIDTH,
         draft_seconds=(sizes["mtp"][1] + drafted_active) / REFERENCE_BANDWIDTH if head else 0.0,
         head_kv_bytes=head_kv,
-        head_state_bytes=MOST_WAITING * config.hop_width * itemsize if head else 0,
+        head_state_bytes=MOST_WAITING * config.shape.hop_width * itemsize if head else 0,
         last_stage_needs_embed=head or tied,
-        first_layers=1 + max(config.token_layers, default=0),
+        first_layers=1 + max(config.shape.token_layers, default=0),
         launches=config.shape.launches,
     )
 

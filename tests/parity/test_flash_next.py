@@ -88,7 +88,7 @@ def logits_of(
     for width in widths:
         own = np.array(tokens[start : start + width])
         x = stage.embed_tokens(mx.array(own.tolist())) if rows is None else rows[start : start + width]
-        x = mx.tile(x, (1, stage.config.streams))
+        x = mx.tile(x, (1, stage.config.shape.streams))
         for layer, cache in zip(stage.layers, caches, strict=True):
             cache.coming, cache.layout = own, layout
             x = layer.forward(x, [cache], [width], [False])

@@ -131,7 +131,7 @@ def load_stage(
         checkpoint = settled
         if (layers := checkpoint.config.mtp_layers) > 1:
             log.warning("the MTP head drafts with its first layer", extra={"layers": layers})
-    late = [layer for layer in checkpoint.config.token_layers if layer in span and not first]
+    late = [layer for layer in checkpoint.config.shape.token_layers if layer in span and not first]
     if late:
         raise SpanError(
             f"layer {late[0]} reads the tokens, so it has to be on the first machine. Give that one the layers up to "

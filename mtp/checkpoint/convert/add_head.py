@@ -119,8 +119,10 @@ def plan_head_addition(target: Checkpoint, source: Checkpoint, *, replace: bool 
         raise UsageError(
             f"{target.path}: is a raw checkpoint. Convert it with mtp-coord convert, which keeps its head."
         )
-    if target.config.head() is None:
-        raise UsageError(f"{target.path}: the {target.config.model_type} family has no MTP head. Serve it as it is.")
+    if target.config.shape.head is None:
+        raise UsageError(
+            f"{target.path}: models of type {target.config.model_type} have no MTP head. Serve it as it is."
+        )
     if target.mtp.present and not replace:
         state = "has an MTP head" if target.mtp.complete else "has a part of an MTP head"
         raise UsageError(f"{target.path}: {state} already. Use --replace to replace it.")

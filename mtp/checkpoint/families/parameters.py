@@ -15,8 +15,10 @@ Transform = Callable[..., mx.array]
 """The function from the stored tensors of a parameter to its value."""
 
 CutBy = Literal["rows", "columns", "heads of keys", "segments", "vocabulary"]
-"""The cut of a parameter for the members of a group: by outputs, by inputs, by heads of keys or values that members
-may share, by the rows of each segment (`Family.segments`), or by outputs if their number permits it."""
+"""The cut of a parameter for the members of a group. Members may share `heads of keys`, which are those of values too.
+
+The `segments` of its rows (`Family.segments`) are cut one by one. The `vocabulary` stays whole if it cannot be cut.
+"""
 
 
 def as_stored(weight: mx.array) -> mx.array:
@@ -72,7 +74,7 @@ STORED = r"\.(weight|scales|biases|bias)"
 """The tensors of a projection whose rows are cut, plain or quantized."""
 
 _SUMMED = r"\.(weight|scales|biases)"
-"""Those of one whose columns are cut. Each member would add its bias."""
+"""The tensors of a projection whose columns are cut. Each member would add a bias."""
 
 PROJECTIONS = (
     Parameter(r".*\.global_scale", keeps_type=True),

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mtp.checkpoint.families.family import Family, Place
-from mtp.checkpoint.families.fields import find_wrong_field
+from mtp.checkpoint.families.fields import Rule, find_wrong_field
 from mtp.checkpoint.families.shape import Shape
 from mtp.checkpoint.format.cut import WHOLE, Cut, cut_fields
 from mtp.checkpoint.format.names import local_name
@@ -148,21 +148,6 @@ class ModelConfig:
         return KVFormat.of(self.head_dim, bits)
 
     @property
-    def streams(self) -> int:
-        """Residual streams of a row between two layers."""
-        return self.shape.streams
-
-    @property
-    def hop_width(self) -> int:
-        """Values of a row between two layers."""
-        return self.shape.hop_width
-
-    @property
-    def token_layers(self) -> tuple[int, ...]:
-        """The layers that read the tokens of their rows, and belong to the first stage."""
-        return self.shape.token_layers
-
-    @property
     def image_sections(self) -> tuple[int, int, int]:
         """The pairs of a head that turn by the time, height and width of an image's rows."""
         time, height, width = self.text_config.get("rope_parameters", {}).get("mrope_section", (11, 11, 10))
@@ -177,6 +162,14 @@ class ModelConfig:
     def cuts_vocabulary(self) -> bool:
         """True if each member of a group holds its share of lm_head. Otherwise each holds all of it."""
         return self.vocab_size % self.cut.size == 0
+
+
+_RULES: dict[str, Rule] = {
+    "tie_word_embeddings": ("boolean", 0, 0),
+    "vision_config": ("nullable object", 0, 0),
+    "image_token_id": ("optional integer", 0, 2**31),
+}
+"""The rules of the fields beside those of the text part."""
 
 
 @dataclass(frozen=True)
@@ -194,10 +187,8 @@ class _Reader:
         if problem := find_wrong_field(family.rules, text) or family.find_problem(text):
             raise self._error(problem)
         tied = text.get("tie_word_embeddings", self.config.get("tie_word_embeddings", False))
-        self._check("tie_word_embeddings", tied, isinstance(tied, bool), "true or false")
-        vision, image = self.config.get("vision_config"), self.config.get("image_token_id", 0)
-        self._check("vision_config", vision, isinstance(vision, dict | None), "an object")
-        self._check("image_token_id", image, type(image) is int and image >= 0, "a token id")
+        if problem := find_wrong_field(_RULES, {**self.config, "tie_word_embeddings": tied}):
+            raise self._error(problem)
         hidden = text["hidden_size"]
         return ModelConfig(
             model_type=model_type,
@@ -216,16 +207,12 @@ class _Reader:
             foreign=self._foreign(),
             head_only=head_only,
             head_file=self._head_file(),
-            vision=vision if family.sees_images else None,
-            image_token=image,
+            vision=self.config.get("vision_config") if family.sees_images else None,
+            image_token=self.config.get("image_token_id", 0),
         )
 
     def _error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.file}: {message}")
-
-    def _check(self, name: str, found: Any, valid: bool, wanted: str) -> None:
-        if not valid:
-            raise self._error(f"{name} is {found!r:.60}. It must be {wanted}.")
 
     def _family(self) -> tuple[Family, str, bool]:
         name = self.config.get("model_type")
@@ -277,9 +264,8 @@ class _Reader:
                 return None
         if not isinstance(found, dict) or not {"bits", "group_size"} <= found.keys():
             raise self._error("quantization is not an object with bits and group_size")
-        for name, most in (("bits", 8), ("group_size", 2**16)):
-            valid = type(found[name]) is int and 0 < found[name] <= most
-            self._check(f"quantization.{name}", found[name], valid, f"a positive integer up to {most}")
+        if problem := find_wrong_field({"bits": ("size", 1, 8), "group_size": ("size", 1, 2**16)}, found):
+            raise self._error(f"quantization.{problem}")
         return found
 
 

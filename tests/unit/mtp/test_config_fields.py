@@ -63,7 +63,7 @@ def open_config(fields: dict[str, Any]) -> ModelConfig:
     """Parse a config and ask it for everything that needs no weights."""
     config = ModelConfig.parse(Path("model") / "config.json", copy.deepcopy(fields))
     assert len(config.shape.kinds) == config.num_layers
-    assert config.hop_width >= config.hidden_size
+    assert config.shape.hop_width >= config.hidden_size
     kv_format = config.kv_format(None)
     assert config.shape.head is not None and config.shape.head.token_bytes(2, kv_format) > 0
     assert all(layer.token_bytes(2, kv_format) or layer.sequence_bytes(2) > 0 for layer in config.shape.layers)
