@@ -175,7 +175,7 @@ def answer(checkpoint: Checkpoint, specs: Sequence[NodeSpec], options: PlanOptio
         "unused": list(found.unused),
         "reason": found.reason,
         "sequences": options.sequences,
-        "rows_on_disk": checkpoint.table_bytes,
+        "rows_on_disk": checkpoint.disk_bytes,
         "vision_bytes": tower_bytes(checkpoint),
         "stages": [_stage_facts(stage) for stage in found.stages],
     }

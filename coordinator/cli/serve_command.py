@@ -33,7 +33,7 @@ def _wants_head(options: ServeOptions) -> bool:
         checkpoint = open_model(options.model if path is None else str(with_fetched_head(path)))
     except ClusterError:
         return False  # the server says what is wrong
-    if checkpoint.mtp.complete:
+    if checkpoint.mtp.complete or checkpoint.config.shape.head is None:
         return False
     return typer.confirm(
         f"{options.model} has no complete MTP head, so it would decode without drafts. Download the head alone, from "

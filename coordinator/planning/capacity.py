@@ -159,16 +159,12 @@ def model_costs(
     stored = STORED_BYTES[norm] if norm in _FLOATS else 4
     itemsize = DTYPE_BYTES[dtype] if dtype else stored
     kv_format = config.kv_format(kv_bits)
-    elements = config.kv_bytes_per_token(1)
-    kv_bytes = elements * itemsize
-    if kv_format.bits:  # each group has a scale and a bias
-        kv_bytes = elements * kv_format.bits // 8 + elements // kv_format.group_size * 2 * itemsize
     layers = []
-    for layer, kind in enumerate(config.layer_kinds):
-        total, active = sizes[f"layers.{layer}"]
-        gdn = kind == "gdn"
-        kv, state = (0, config.gdn_bytes_per_sequence(itemsize, layer)) if gdn else (kv_bytes, 0)
+    for number, layer in enumerate(config.shape.layers):
+        total, active = sizes[f"layers.{number}"]
+        kv, state = layer.token_bytes(itemsize, kv_format), layer.sequence_bytes(itemsize)
         layers.append(LayerCost(total, active / REFERENCE_BANDWIDTH, kv, state))
+    head_kv = config.shape.head.token_bytes(itemsize, kv_format) if head and config.shape.head else 0
     last = sizes["norm"][0] + (0 if tied else lm_head) + (sizes["mtp"][0] if head else 0)
     draft_rows, drafted_active = 0, lm_head_active
     if head and draft_vocab:  # every member of a group has all of them
@@ -180,11 +176,11 @@ def model_costs(
         last_stage_bytes=last + draft_rows,
         lm_head_seconds=lm_head_active / REFERENCE_BANDWIDTH,
         draft_seconds=(sizes["mtp"][1] + drafted_active) / REFERENCE_BANDWIDTH if head else 0.0,
-        head_kv_bytes=kv_bytes if head else 0,
-        head_state_bytes=MOST_WAITING * config.hop_width * itemsize if head else 0,
+        head_kv_bytes=head_kv,
+        head_state_bytes=MOST_WAITING * config.shape.hop_width * itemsize if head else 0,
         last_stage_needs_embed=head or tied,
-        first_layers=1 + max(config.token_layers, default=0),
-        launches=config.family.launches,
+        first_layers=1 + max(config.shape.token_layers, default=0),
+        launches=config.shape.launches,
     )
 
 
@@ -194,9 +190,8 @@ def _part_bytes(checkpoint: Checkpoint, part: str, dtype: str | None) -> tuple[i
         name: _loaded_bytes(checkpoint.tensors[name], stored, dtype)
         for name, stored in checkpoint.stored_bytes(part).items()
     }
-    family, text = checkpoint.config.family, checkpoint.config.text_config
-    active = sum(size * family.read_share(text, name) for name, size in sizes.items())
-    return sum(sizes.values()), int(active)
+    routed, share = checkpoint.routed_tensors(part), checkpoint.config.shape.routed_share
+    return sum(sizes.values()), int(sum(size * (share if name in routed else 1) for name, size in sizes.items()))
 
 
 def _loaded_bytes(tensor: TensorInfo, stored: int, dtype: str | None) -> int:

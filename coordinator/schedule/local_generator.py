@@ -63,6 +63,8 @@ def effective_mtp_mode(checkpoint: Checkpoint, requested: MtpMode) -> MtpMode:
     if requested.depth == 0 or checkpoint.mtp.complete:
         return requested
     missing = missing_head_tensors(checkpoint)
+    if requested == AUTO and checkpoint.config.shape.head is None:
+        return MtpMode(0)
     if requested == AUTO:
         log.warning(
             "decoding without drafts: this checkpoint has no complete MTP head. mtp-coord serve --fetch-head adds it",

@@ -190,7 +190,7 @@ class ServedParts:
         self.loop = GenerationLoop(source, scheduler, describe_wait=waiting_for)
         model.images.closed = False
         facts = ModelStatus(
-            layers="".join(kind[0] for kind in config.layer_kinds),
+            layers="".join(kind[0] for kind in config.shape.kinds),
             has_head=model.checkpoint.mtp.complete,
             context=config.max_positions,
             quantization=model.info.quantization,

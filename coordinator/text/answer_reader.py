@@ -1,7 +1,7 @@
 """The reader of an answer's structure: reasoning, content and tool calls, while the text streams.
 
 A call of Qwen3.5 is `<function=NAME>` with a `<parameter=NAME>` for each argument, one of Hermes is
-`{"name": …, "arguments": {…}}`, and one of GLM is its name with a pair of `<arg_key>` and `<arg_value>` for each
+`{"name": …, "arguments": {…}}`, and a pair form is its name with a pair of `<arg_key>` and `<arg_value>` for each
 argument, all between the marks of a call. Models leave marks out and quote them, so a mark counts only where structure
 follows it. What is read depends on the text alone, not on the pieces it arrives in.
 """

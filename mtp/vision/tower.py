@@ -16,9 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.checkpoint import Checkpoint, Files
 from mtp.checkpoint.format.names import vision_name
-from mtp.checkpoint.format.parts import Files, load_tensor
 from mtp.layers.rope import rotate
 from proto.errors import CheckpointError
 
@@ -280,7 +279,7 @@ def tower_weights(checkpoint: Checkpoint) -> dict[str, mx.array]:
     quantization = checkpoint.config.quantization or {}
     files: Files = {}
     names = _stored_names(checkpoint).items()
-    found = {own: load_tensor(checkpoint, name, files) for own, name in names}
+    found = {own: checkpoint.load_tensor(name, files) for own, name in names}
     for scales in [name for name in found if name.endswith(".scales")]:
         base = scales.removesuffix(".scales")
         group, bits = quantization.get("group_size", 64), quantization.get("bits", 4)

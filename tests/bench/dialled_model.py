@@ -20,8 +20,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
+from mtp.checkpoint.families.family import Family
 from mtp.checkpoint.format.config import ModelConfig
-from mtp.checkpoint.format.names import module_path, part_names
+from mtp.checkpoint.format.names import part_names
 from mtp.checkpoint.format.parts import part_module
 from mtp.checkpoint.hub.published import FLASH_NEXT, GLM_FLASH
 from tests.support.checkpoints.checkpoints import config_of
@@ -197,7 +198,7 @@ def write_dialled_model(
         if part.startswith("layers."):
             _quiet(holder.part, live, bits)
             shards.add_tables(part, holder.part)
-        shards.add(part, holder.part)
+        shards.add(parsed.family, part, holder.part)
     shards.close()
     return cycle
 
@@ -221,10 +222,10 @@ class _Shards:
         self._names: dict[str, str] = {}
         self._files = 0
 
-    def add(self, part: str, module: nn.Module) -> None:
+    def add(self, family: Family, part: str, module: nn.Module) -> None:
         """Add the tensors of `part`, under the names that mlx-lm gives them."""
         for name, value in _tensors(module):
-            local = module_path(part, name)
+            local = family.path(part, name)
             inner = "" if local.startswith(("lm_head", "mtp.")) else "model."
             self._held[f"language_model.{inner}{local}"] = value
         mx.eval(self._held)

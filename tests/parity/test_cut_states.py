@@ -167,7 +167,7 @@ def test_every_cache_is_cut_for_groups_of_two_and_four(model: Path, bits: int | 
     try:
         groups = [[caches(Cut(rank, size)) for rank in range(size)] for size in (2, 4)]
     except SpanError as error:
-        assert "cannot be shared" in str(error) and not checkpoint.config.family.cuts_layers
+        assert "cannot be shared" in str(error) and not checkpoint.config.shape.can_cut
         return
     for n, state in enumerate(filled(whole)):
         if any(axis is not None for axis in whole[n].cut_axes):

@@ -21,7 +21,7 @@ from mtp.checkpoint.convert.add_head import plan_head_addition
 from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.convert.foreign import open_source
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.parts import open_table
+from mtp.flash_next.disk_rows import open_table, table_names
 from mtp.flash_next.layers import (
     NgramState,
 )
@@ -88,7 +88,7 @@ def logits_of(
     for width in widths:
         own = np.array(tokens[start : start + width])
         x = stage.embed_tokens(mx.array(own.tolist())) if rows is None else rows[start : start + width]
-        x = mx.tile(x, (1, stage.config.streams))
+        x = mx.tile(x, (1, stage.config.shape.streams))
         for layer, cache in zip(stage.layers, caches, strict=True):
             cache.coming, cache.layout = own, layout
             x = layer.forward(x, [cache], [width], [False])
@@ -260,7 +260,7 @@ def test_a_conversion_keeps_the_answers(model: Path, tmp_path: Path, bits: int |
     converted = Checkpoint.open(tmp_path / "mlx")
     assert converted.unknown == ()
     assert converted.mtp.complete
-    stored = {converted.tensors[name].dtype for name in converted.tables["layers.1"]["weight"]}
+    stored = {converted.tensors[name].dtype for name in table_names(converted, "layers.1")["weight"]}
     assert stored == ({"F32"} if bits is None else {"U32"})
     alone = answers(model if bits is None else tmp_path / "mlx", "off", 1, 512, one_by_one=True)
     assert different(answers(tmp_path / "mlx", "2", 2, 64), alone) == 0
@@ -400,9 +400,11 @@ def test_rows_in_fp8_are_converted(tmp_path: Path, text: dict[str, Any], referen
     halved = write_flash_next(tmp_path / "halved", reference, text)
     edit_tensors(halved, partial(_with_factor, scale))
     tables = [
-        open_table(checkpoint, part, sum(checkpoint.tensors[n].shape[0] for n in kinds["weight"]))
+        open_table(
+            checkpoint, part, sum(checkpoint.tensors[n].shape[0] for n in table_names(checkpoint, part)["weight"])
+        )
         for checkpoint in map(Checkpoint.open, (plain, halved))
-        for part, kinds in checkpoint.tables.items()
+        for part in checkpoint.on_disk
     ]
     ids, width = np.arange(9), wanted.shape[1]
     found = [table.read(ids, width, mx.float32) for table in tables]

@@ -8,11 +8,11 @@ import pytest
 
 from coordinator.cli.plan_command import PlanOptions, answer
 from coordinator.planning.plan import NodeSpec
-from mtp.checkpoint.families import FAMILIES
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.checkpoint.hub.known_repos import KNOWN
 from mtp.checkpoint.hub.published import MODELS, Published, converted_headers
+from mtp.checkpoint.known_families import FAMILIES
 from proto.errors import CheckpointError
 
 LINES = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text().splitlines()

@@ -208,7 +208,7 @@ class FrameEngine(StageState):
     def _rows(self, frame: Frame, segments: tuple[Segment, ...]) -> mx.array:
         """Return the rows to run: embedded tokens on the first stage, otherwise the tensor without stale segments."""
         if not self.first:
-            width = self.stage.modules.config.hop_width
+            width = self.stage.modules.config.shape.hop_width
             return self._received_rows(frame, segments, width)
         running = [s for s in segments if not s.cancelled]
         words = self._tokens(running)

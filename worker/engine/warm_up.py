@@ -95,7 +95,7 @@ def _process(engine: FrameEngine, ops: tuple[Op, ...], segments: tuple[Segment, 
     """Let the engine process the next frame. Return the outcomes, without a last stage those of one token a window."""
     frame = Frame(0, engine.frames_done, ops, segments)
     if not engine.first and frame.rows:
-        rows = mx.zeros((frame.rows, engine.stage.modules.config.hop_width), engine.stage.dtype)
+        rows = mx.zeros((frame.rows, engine.stage.modules.config.shape.hop_width), engine.stage.dtype)
         frame = frame.with_tensor(*to_bytes(rows))
     usual = (Outcome(s.seq_id, s.window, 1 if s.open else s.width) for s in segments)
     return {o.seq_id: o for o in engine.process(frame).outcomes or usual}

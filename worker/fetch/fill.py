@@ -25,7 +25,7 @@ from huggingface_hub import constants
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig, read_json_object
-from mtp.checkpoint.format.names import Layout, local_name, split_part
+from mtp.checkpoint.format.names import Layout
 from mtp.checkpoint.format.shard import (
     Entry,
     ShardWriter,
@@ -169,11 +169,11 @@ def _offered_parts(offer: pb.WeightsOffer, config: ModelConfig) -> dict[str, lis
             raise ProtocolError(f"the size of tensor {name!r:.120} contradicts its shape")
         if Path(offered.file).is_absolute() or ".." in Path(offered.file).parts:
             raise ProtocolError(f"{offered.file!r:.120} is not the name of a file in a repo")
-        found = split_part(local_name(name) or "", config.num_layers, head_is_layer=config.family.head_is_layer)
-        if found is None:
+        place = config.place(name)
+        if place is None:
             raise ProtocolError(f"tensor {name!r:.120} belongs to no part of this model")
         info = TensorInfo(Path(offered.file), dtype, entry.shape, start, entry.nbytes)
-        parts.setdefault(found[0], []).append(Tensor(number, entry, info))
+        parts.setdefault(place.part, []).append(Tensor(number, entry, info))
     return parts
 
 

@@ -15,8 +15,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.cut import Cut
-from mtp.checkpoint.format.names import module_path
-from mtp.checkpoint.format.parts import check_types, missing_tensors, open_table, part_module, read_part, settle_norms
+from mtp.checkpoint.format.parts import check_types, missing_tensors, part_module, read_part, settle_norms
 from mtp.device import this_device
 from mtp.head.draft_vocabulary import DraftRows, drafted_tokens
 from mtp.head.drafter import MTPHead
@@ -132,16 +131,11 @@ def load_stage(
         checkpoint = settled
         if (layers := checkpoint.config.mtp_layers) > 1:
             log.warning("the MTP head drafts with its first layer", extra={"layers": layers})
-    tokens_of = [f"layers.{layer}" for layer in checkpoint.config.token_layers if layer in span]
-    if lacking := [part for part in tokens_of if part not in checkpoint.tables]:
-        raise CheckpointError(
-            f"{checkpoint.path}: the rows of n-grams of {lacking[0]} are missing (ple_embedding). Download them."
-        )
-    late = [layer for layer in checkpoint.config.token_layers if layer in span and not first]
+    late = [layer for layer in checkpoint.config.shape.token_layers if layer in span and not first]
     if late:
         raise SpanError(
-            f"layer {late[0]} reads the tokens (ple_layer_ids), so it has to be on the first machine. Give that one "
-            f"the layers up to {late[0]}."
+            f"layer {late[0]} reads the tokens, so it has to be on the first machine. Give that one the layers up to "
+            f"{late[0]}."
         )
     modules: dict[str, Any] = {part: _build(checkpoint, part, dtype) for part in parts}
     _read(checkpoint, own, modules, dtype, on_progress, kv_sharers)
@@ -219,8 +213,7 @@ def _build(checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None, *, shares:
     if part.startswith("layers."):
         config = checkpoint.config
         module = config.family.engine_layer(config.text(), module)
-    if part in checkpoint.tables:
-        module.ple.table = open_table(checkpoint, part, module.ple.hash.rows)
+        config.family.open_on_disk(checkpoint, part, module)
     return module.eval()
 
 
@@ -271,8 +264,9 @@ def _check(checkpoint: Checkpoint, part: str, module: nn.Module, weights: dict[s
         if weight.shape != expected[name].shape:
             stored = plan[name].stored[0]
             raise CheckpointError(
-                f"{checkpoint.tensors[stored].file}: tensor {stored} gives {module_path(part, name)} the "
-                f"shape {weight.shape}, but config.json requires {expected[name].shape}. Download both again."
+                f"{checkpoint.tensors[stored].file}: tensor {stored} gives "
+                f"{checkpoint.config.family.path(part, name)} the shape {weight.shape}, but config.json requires "
+                f"{expected[name].shape}. Download both again."
             )
 
 
@@ -284,6 +278,6 @@ def _check_experts(part: str, module: nn.Module, weights: dict[str, mx.array]) -
         if isinstance(leaf, SwitchLinear) and weights[f"{path}.weight"].dtype != mx.float32:
             dtype = str(weights[f"{path}.weight"].dtype).removeprefix("mlx.core.")
             raise UsageError(
-                f"{module_path(part, path)} is {dtype}, but the CPU backend runs unquantized experts in float32 "
+                f"{part}.{path} is {dtype}, but the CPU backend runs unquantized experts in float32 "
                 "only. Use --dtype float32, or a quantized checkpoint."
             )

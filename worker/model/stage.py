@@ -62,7 +62,7 @@ class StageForward:
 
     def in_streams(self, rows: mx.array) -> mx.array:
         """Return `rows [rows, hidden]` in every stream."""
-        streams = self.modules.config.streams
+        streams = self.modules.config.shape.streams
         return rows if streams == 1 else mx.tile(rows, (1, streams))
 
     def announce_tokens(self, tokens: mx.array, runs: Sequence[Run]) -> None:
@@ -83,7 +83,7 @@ class StageForward:
     def token_layers(self) -> list[int]:
         """The layers that read the tokens of their rows, counted from the first one of the stage."""
         span = self.modules.span
-        return [layer - span.start for layer in self.modules.config.token_layers if layer in span]
+        return [layer - span.start for layer in self.modules.config.shape.token_layers if layer in span]
 
     def forward(self, x: mx.array, runs: Sequence[Run]) -> mx.array:
         """Run `x [rows, hidden]` through the span, and extend its sequences. Rows belong to `runs` in order.

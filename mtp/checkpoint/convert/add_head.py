@@ -19,7 +19,7 @@ from mtp.checkpoint.convert.convert import SAFETENSORS, Group, group_parameters
 from mtp.checkpoint.convert.foreign import read_source_part
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import is_head
-from mtp.checkpoint.format.parts import read_part
+from mtp.checkpoint.format.parts import part_module, read_part
 from mtp.checkpoint.format.shard import check_free_space
 from mtp.layers.linear import Format
 from proto.errors import CheckpointError, UsageError
@@ -73,7 +73,7 @@ class HeadAddition:
     def _groups(self, weights: dict[str, mx.array] | None) -> list[Group]:
         """Return the head's tensors as they are written; without `weights`, only their names and shapes."""
         model = nn.Module()
-        model.mtp = self.target.config.head()
+        model.mtp = part_module(self.target.config, "mtp")
         model.set_dtype(self.dtype)
         packed = weights is not None and any(name.endswith(".scales") for name in weights)
         if not packed:
@@ -119,6 +119,10 @@ def plan_head_addition(target: Checkpoint, source: Checkpoint, *, replace: bool 
         raise UsageError(
             f"{target.path}: is a raw checkpoint. Convert it with mtp-coord convert, which keeps its head."
         )
+    if target.config.shape.head is None:
+        raise UsageError(
+            f"{target.path}: models of type {target.config.model_type} have no MTP head. Serve it as it is."
+        )
     if target.mtp.present and not replace:
         state = "has an MTP head" if target.mtp.complete else "has a part of an MTP head"
         raise UsageError(f"{target.path}: {state} already. Use --replace to replace it.")
@@ -131,12 +135,12 @@ def plan_head_addition(target: Checkpoint, source: Checkpoint, *, replace: bool 
         raise CheckpointError(
             f"{source.path}: no complete MTP head: {missing} is missing. Give a checkpoint that has its head."
         )
-    mine, theirs = target.config.text_args(), source.config.text_args()
     for name in _COMPARED:
-        if getattr(mine, name) != getattr(theirs, name):
+        mine, theirs = (getattr(c, name, c.text_config.get(name)) for c in (target.config, source.config))
+        if mine != theirs:
             raise CheckpointError(
-                f"the head of {source.path} does not fit {target.path}: {name} is {getattr(theirs, name)} there "
-                f"and {getattr(mine, name)} here. Use the checkpoint that this one was converted from."
+                f"the head of {source.path} does not fit {target.path}: {name} is {theirs} there "
+                f"and {mine} here. Use the checkpoint that this one was converted from."
             )
     quantization = _packed(source) or _like_backbone(target)
     dtype = next(dtype for dtype, known in SAFETENSORS.items() if known == target.norm_type)
@@ -153,7 +157,7 @@ def _packed(source: Checkpoint) -> dict[str, dict[str, Any]]:
     types = {name: dtype for dtype, name in SAFETENSORS.items()}
     infos = {n: source.tensors[made.stored[0]] for n, made in source.plans["mtp"].items()}
     shapes = {n: SimpleNamespace(shape=i.shape, dtype=types.get(i.dtype)) for n, i in infos.items()}
-    return _inferred(source.config.head(), shapes)
+    return _inferred(part_module(source.config, "mtp"), shapes)
 
 
 def _inferred(module: nn.Module, stored: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -167,10 +171,9 @@ def _inferred(module: nn.Module, stored: dict[str, Any]) -> dict[str, dict[str, 
 
 def _like_backbone(target: Checkpoint) -> dict[str, dict[str, Any]]:
     """Return the quantization of the target's last attention layer, for the head's layer."""
-    kinds = target.config.layer_kinds
-    if target.config.quantization is None or "attention" not in kinds:
+    twin = target.config.shape.twin
+    if target.config.quantization is None or twin is None:
         return {}
-    last = len(kinds) - 1 - kinds[::-1].index("attention")
-    stored = read_part(target, f"layers.{last}", None)
-    layer = target.config.head().layers[0]
+    stored = read_part(target, f"layers.{twin}", None)
+    layer = part_module(target.config, "mtp").layers[0]
     return {f"layers.0.{path}": how for path, how in _inferred(layer, stored).items()}

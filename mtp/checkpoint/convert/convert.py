@@ -21,8 +21,7 @@ from mlx.utils import tree_flatten
 from mtp.checkpoint.convert.foreign import read_source_part
 from mtp.checkpoint.format.checkpoint import INDEX, Checkpoint
 from mtp.checkpoint.format.config import QUANTIZATION_FILE
-from mtp.checkpoint.format.names import module_path
-from mtp.checkpoint.format.parts import check_rows, load_tensor, missing_from_backbone
+from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.checkpoint.format.shard import Entry, ShardWriter, check_free_space, replace_bytes
 from mtp.vision.tower import PATCHES, has_tower, tower_weights
 from proto.errors import CheckpointError, UsageError
@@ -214,9 +213,6 @@ _SUPPORTED: dict[Mode, tuple[tuple[int, ...], tuple[int, ...]]] = {
 }
 """The group sizes and the bits that MLX has kernels for, the default first."""
 
-TABLE_GROUP = 32
-"""Weights of a scale in rows that stay on disk: 160 of Flash-Next are no multiple of 64."""
-
 
 @dataclass(frozen=True)
 class Quantization:
@@ -283,7 +279,6 @@ def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeig
             f"{checkpoint.path}: is quantized already. Convert from the checkpoint that Qwen publishes."
         )
     checkpoint.check_names()
-    check_rows(checkpoint)
     if missing := missing_from_backbone(checkpoint):
         raise checkpoint.missing_tensors_error(missing)
     with_head = checkpoint.mtp.complete
@@ -293,35 +288,15 @@ def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeig
     prefix = config.family.prefix
     kept = _load(checkpoint, model, settings, with_head)
     found = _quantize(model, prefix, settings, kept)
-    parameters = dict(tree_flatten(model.parameters())) | _tables(checkpoint, settings)
+    bits = settings.quantization.bits if settings.quantization else None
+    on_disk = config.family.convert_on_disk(checkpoint, settings.cast, bits)
+    parameters = dict(tree_flatten(model.parameters())) | on_disk
     parameters = {prefix + name: weight for name, weight in parameters.items()}
     backbone = {n: w for n, w in parameters.items() if not n.startswith(f"{prefix}mtp.")}
     head = {n: w for n, w in parameters.items() if n not in backbone}
     vision = _vision(checkpoint, settings) if settings.vision and has_tower(checkpoint) else {}
     backbone_groups, head_groups, vision_groups = map(group_parameters, (backbone, head, vision))
     return ConvertedWeights(backbone_groups, head_groups, vision_groups, found)
-
-
-def _tables(checkpoint: Checkpoint, settings: Settings) -> dict[str, mx.array]:
-    """Return the rows that stay on disk, under the names of MLX checkpoints. A quantized row has groups of 32."""
-    found: dict[str, mx.array] = {}
-    wanted = settings.quantization
-    for part, kinds in checkpoint.tables.items():
-        for number, name in enumerate(kinds["weight"]):
-            rows = load_tensor(checkpoint, name, {})
-            if scale := kinds.get("weight_scale"):  # rows in FP8 with one scale for all
-                factor = load_tensor(checkpoint, scale[0], {}).astype(mx.float32)
-                rows = mx.from_fp8(rows.view(mx.uint8), mx.float32) * factor
-                rows = rows.astype(mx.bfloat16)
-            rows = settings.cast(rows)
-            base = f"model.{part}.ple.ple_embedding.ngram_embedding.shards.{number}"
-            if wanted is None or rows.shape[1] % TABLE_GROUP:
-                found[f"{base}.weight"] = rows
-                continue
-            packed = mx.quantize(rows, TABLE_GROUP, wanted.bits)
-            kinds_of = ("weight", "scales", "biases")
-            found |= {f"{base}.{kind}": a for kind, a in zip(kinds_of, packed, strict=True)}
-    return found
 
 
 def _vision(checkpoint: Checkpoint, settings: Settings) -> dict[str, mx.array]:
@@ -347,8 +322,9 @@ def _load(checkpoint: Checkpoint, model: nn.Module, settings: Settings, with_hea
             continue
         inside = "" if part in ("lm_head", "mtp") else "model."
         found, forms = read_source_part(checkpoint, part, dtype, keep_codes=True)
-        weights += [(f"{inside}{module_path(part, name)}", w) for name, w in found.items()]
-        kept |= {f"{inside}{module_path(part, name)}": form for name, form in forms.items()}
+        path = checkpoint.config.family.path
+        weights += [(f"{inside}{path(part, name)}", w) for name, w in found.items()]
+        kept |= {f"{inside}{path(part, name)}": form for name, form in forms.items()}
     nn.quantize(model, class_predicate=lambda path, module: kept.get(path, False))
     try:
         model.load_weights(weights)

@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.families.parameters import gate_half, stack, up_half
+from mtp.checkpoint.format.checkpoint import Checkpoint, Files
 from mtp.checkpoint.format.names import Source
-from mtp.checkpoint.format.parts import TRANSFORMS, Files, load_tensor, read_part
+from mtp.checkpoint.format.parts import read_part
 from mtp.checkpoint.format.shard import TensorInfo
 from proto.errors import CheckpointError
 from proto.wire import STORED_NAMES
@@ -180,8 +181,8 @@ def read_source_part(
         fields = checkpoint.config.foreign.fields
         members: Members = {}
         for member, names in (("weight", source.stored), *source.members.items()):
-            arrays = [load_tensor(checkpoint, stored, files) for stored in names]
-            members[member] = mx.stack(arrays) if source.transform == "stack" else arrays[0]
+            arrays = [checkpoint.load_tensor(stored, files) for stored in names]
+            members[member] = stack(*arrays) if source.transform is stack else arrays[0]
         try:
             if keep_codes and source.form == "gptq":
                 module = name.removesuffix(".weight")
@@ -189,8 +190,8 @@ def read_source_part(
                 weights |= {f"{module}.{leaf}": array for leaf, array in parameters.items()}
             else:
                 values = packed_values(source.form, members, fields)
-                if source.transform.endswith("half"):  # of fused experts
-                    values = TRANSFORMS[source.transform](values)
+                if source.transform in (gate_half, up_half):
+                    values = source.transform(values)
                 weights[name] = values.astype(wanted)
         except ValueError as error:
             raise CheckpointError(f"tensor {source.stored[0]} cannot be unpacked: {error}. {_INSTEAD}") from error

@@ -15,7 +15,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
 from mlx_lm.models.qwen3_next import Model, ModelArgs, Qwen3NextDecoderLayer
 
-from mtp.checkpoint.families.family import Family, Text, model_args
+from mtp.checkpoint.families.fields import Text
+from mtp.checkpoint.families.hybrid import HybridFamily, model_args
 
 _DEFAULTS: Text = {
     "decoder_sparse_step": 1,
@@ -27,7 +28,7 @@ _DEFAULTS: Text = {
 """The values of absent fields, as transformers has them. mlx-lm requires some, and has another `norm_topk_prob`."""
 
 
-class Qwen3Next(Family):
+class Qwen3Next(HybridFamily):
     """Mixtures of experts without a vision part. Their config.json has all fields at the top level."""
 
     releases = "Qwen3-Next"
@@ -51,7 +52,7 @@ class Qwen3Next(Family):
             layer.linear_attn = _separate(layer.linear_attn, self.text_args(text))
         return layer
 
-    def find_problem(self, text: Text) -> str | None:
+    def find_own_problem(self, text: Text) -> str | None:
         text = {**_DEFAULTS, **text}
         dense, step = text["mlp_only_layers"], text["decoder_sparse_step"]
         if not isinstance(dense, list | tuple) or not all(type(layer) is int for layer in dense):

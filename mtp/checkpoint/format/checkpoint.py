@@ -12,10 +12,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mtp.checkpoint.format.config import ModelConfig, read_json_object
-from mtp.checkpoint.format.cut import Cut, is_cut, is_kv
+from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.format.names import (
     ADAPTER_FILES,
     IGNORED,
@@ -26,10 +27,8 @@ from mtp.checkpoint.format.names import (
     is_head,
     join_names,
     local_name,
-    module_path,
     part_names,
     plan_part,
-    split_part,
     with_head_prefix,
 )
 from mtp.checkpoint.format.shard import Header, TensorInfo, read_header
@@ -48,6 +47,12 @@ _SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/[^/]+$")
 _SAMPLED_TENSORS = 1024
 _SAMPLED_BYTES = 64
 
+
+_UNREAD = ("F64", "F8_E5M2")
+"""Types that MLX does not support. MLX reads no tensor of a file that contains one of them."""
+
+Files = dict[Path, dict[str, mx.array]]
+"""The lazy tensors of opened files."""
 
 FileState = tuple[int, int, int]
 """The size, the time of the last change in nanoseconds and the inode of a file."""
@@ -91,8 +96,8 @@ class Checkpoint:
     plans: dict[str, dict[str, Source]] = field(repr=False)
     unknown: tuple[str, ...]
     ignored: tuple[str, ...] = ()
-    tables: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict, repr=False)
-    """Tensors whose rows stay on disk: by part and kind, such as `weight`, the stored names in their order."""
+    on_disk: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
+    """Tensors that stay on disk: by part the stored names by those within the part."""
     files: dict[Path, FileState | None] = field(default_factory=dict, repr=False, compare=False)
     """The files on this machine as they were when they were read. Their offsets hold for no other state."""
 
@@ -129,13 +134,29 @@ class Checkpoint:
                 "again."
             )
 
+    def load_tensor(self, name: str, files: Files | None = None) -> mx.array:
+        """Return the stored tensor `name`, lazily. `files` has the tensors of the files that were opened before."""
+        file, files = self.tensors[name].file, {} if files is None else files
+        if file not in files:
+            self.check_file(file)
+            try:
+                loaded = mx.load(str(file))
+            except (RuntimeError, ValueError) as error:
+                others = [name for name, i in self.tensors.items() if i.file == file and i.dtype in _UNREAD]
+                raise CheckpointError(
+                    f"{file}: MLX cannot read {join_names(others) or 'it'}: {error}. Use the checkpoint that Qwen "
+                    "publishes, or convert it again."
+                ) from error
+            assert isinstance(loaded, dict)
+            files[file] = loaded
+        return files[file][self.tensors[name].stored or name]
+
     @classmethod
     def assemble(cls, path: Path, config: ModelConfig, layout: Layout, tensors: dict[str, TensorInfo]) -> Checkpoint:
         """Build a checkpoint from tensors whose places are known. Raises CheckpointError if two are one parameter."""
-        family = config.family
         pairs = {part: list[tuple[str, str]]() for part in part_names(config.num_layers)}
         unknown, ignored = [], []
-        tables: dict[str, dict[str, dict[int, str]]] = {}
+        on_disk: dict[str, dict[str, str]] = {}
         for name in sorted(tensors):
             if IGNORED.fullmatch(name):
                 ignored.append(name)
@@ -145,32 +166,28 @@ class Checkpoint:
                 continue
             if config.head_only:
                 local = with_head_prefix(local)
-            if family.derived_values(config.text_config, local) is not None:
-                ignored.append(name)
-                continue
-            where = split_part(local, config.num_layers, head_is_layer=family.head_is_layer)
-            table = family.table_part(local)
-            if table is not None:
-                part, kind, number = table
-                tables.setdefault(part, {}).setdefault(kind, {})[number] = name
-            elif where is None:
-                unknown.append(name)
-            else:
-                pairs[where[0]].append((where[1], name))
-        experts = config.num_experts
-        plans = {part: plan_part(part, stored, layout, experts) for part, stored in pairs.items()}
-        ordered = {
-            part: {kind: tuple(n for _, n in sorted(names.items())) for kind, names in kinds.items()}
-            for part, kinds in tables.items()
+            match config.family.place(local, config.text_config):
+                case None:
+                    unknown.append(name)
+                case _, _, "ignored":
+                    ignored.append(name)
+                case part, within, "on disk":
+                    on_disk.setdefault(part, {})[within] = name
+                case part, within, _:
+                    pairs[part].append((within, name))
+        plans = {
+            part: plan_part(config.family, part, stored, layout, config.num_experts) for part, stored in pairs.items()
         }
-        return cls(path, config, layout, tensors, plans, tuple(unknown), tuple(ignored), ordered)
+        return cls(path, config, layout, tensors, plans, tuple(unknown), tuple(ignored), on_disk)
 
     @cached_property
     def mtp(self) -> MtpStatus:
         """The state of the MTP head. The missing experts of an incomplete stack are listed one by one."""
-        plan = self.plans["mtp"]
-        names = dict(tree_flatten(self.config.head().parameters()))
-        missing = [module_path("mtp", name) for name in names if name not in plan]
+        plan, head = self.plans["mtp"], self.config.head()
+        if head is None:
+            return MtpStatus(announced=False, present=False, missing=())
+        names = dict(tree_flatten(head.parameters()))
+        missing = [f"mtp.{name}" for name in names if name not in plan]
         missing += self.missing_sources("mtp")
         return MtpStatus(self.config.mtp_layers > 0, bool(plan), tuple(missing))
 
@@ -179,15 +196,14 @@ class Checkpoint:
         return info.file.relative_to(self.path).as_posix()
 
     def tensors_of(self, part: str) -> set[str]:
-        """Return the stored names of a part, those whose rows stay on disk included."""
+        """Return the stored names of a part, those that stay on disk included."""
         names = {name for source in self.plans[part].values() for name in source.tensors}
-        return names.union(*self.tables.get(part, {}).values())
+        return names.union(self.on_disk.get(part, {}).values())
 
     @property
-    def table_bytes(self) -> int:
-        """Bytes of the tensors whose rows stay on disk."""
-        names = (name for kinds in self.tables.values() for part in kinds.values() for name in part)
-        return sum(self.tensors[name].nbytes for name in names)
+    def disk_bytes(self) -> int:
+        """Bytes of the tensors that stay on disk."""
+        return sum(self.tensors[name].nbytes for names in self.on_disk.values() for name in names.values())
 
     @property
     def norm_type(self) -> str:
@@ -227,13 +243,17 @@ class Checkpoint:
             if name in self.tensors
         }
 
+    def routed_tensors(self, part: str) -> set[str]:
+        """Return the stored names of the experts of a part, of which a token reads its share."""
+        rule, plan = self.config.family.rule, self.plans[part]
+        return {name for parameter in plan if rule(part, parameter).routed for name in plan[parameter].tensors}
+
     def _members_of(self, part: str, parameter: str, name: str) -> int:
         """Return the number of shares of a stored tensor. Members may hold the same head of keys and values."""
-        config = self.config
-        whole = config.cut.size == 1 or not is_cut(part, parameter)
-        if whole or (part == "lm_head" and not config.cuts_vocabulary):
+        config, by = self.config, self.config.family.rule(part, parameter).cut
+        if config.cut.size == 1 or by is None or (by == "vocabulary" and not config.cuts_vocabulary):
             return 1
-        if is_kv(parameter):
+        if by == "heads of keys":
             return self.tensors[name].shape[0] // config.head_dim // config.num_kv_heads
         return config.cut.size
 
@@ -438,8 +458,8 @@ def check_not_head_only(path: Path, config: ModelConfig) -> None:
 
 
 def layout_of(path: Path, config: ModelConfig, headers: dict[Path, Header]) -> Layout:
-    """Return `detect_layout` of a family that has two layouts. Without offset norms there is one."""
-    return detect_layout(path, headers, head_only=config.head_only) if config.family.offset_norms else "mlx"
+    """Return `detect_layout` of a family that has two layouts."""
+    return detect_layout(path, headers, head_only=config.head_only) if config.family.has_raw_layout else "mlx"
 
 
 def detect_layout(path: Path, headers: dict[Path, Header], *, head_only: bool = False) -> Layout:

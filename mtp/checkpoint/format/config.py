@@ -6,16 +6,17 @@ import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models.qwen3_5 import TextModelArgs
-from mlx_lm.models.rope_utils import initialize_rope
 
-from mtp.checkpoint.families import FAMILIES, find_family
-from mtp.checkpoint.families.family import ROPE_RULES, Family, find_wrong_field
+from mtp.checkpoint.families.family import Family, Place
+from mtp.checkpoint.families.fields import Rule, find_wrong_field
+from mtp.checkpoint.families.shape import Shape
 from mtp.checkpoint.format.cut import WHOLE, Cut, cut_fields
+from mtp.checkpoint.format.names import local_name
 from mtp.checkpoint.format.shard import parse_json_object
+from mtp.checkpoint.known_families import FAMILIES, find_family
 from mtp.head.drafter import MTPHead
 from mtp.layers.layer import KVFormat
 from proto.errors import CheckpointError, SpanError, UsageError
@@ -32,42 +33,8 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return parse_json_object(content, str(file))
 
 
-PARTIAL_ROTARY_FACTOR = 0.25
-"""Share of the rotated dimensions in Qwen3.5, where the config does not have it."""
-
-
-def with_rope_parameters(text: dict[str, Any]) -> dict[str, Any]:
-    """Return `text` with `rope_parameters`, as transformers builds them from the three fields of older exporters.
-
-    `text` is returned unchanged when it has `rope_parameters`, or has no valid older fields.
-    """
-    scaling = text.get("rope_scaling") or {}
-    if "rope_parameters" in text or "rope_theta" not in text or not isinstance(scaling, dict):
-        return text
-    rope = {
-        **scaling,
-        "rope_type": scaling.get("rope_type", scaling.get("type", "default")),
-        "rope_theta": text["rope_theta"],
-        "partial_rotary_factor": text.get("partial_rotary_factor", PARTIAL_ROTARY_FACTOR),
-    }
-    return {**text, "rope_parameters": rope}
-
-
-def with_interval(text: dict[str, Any]) -> dict[str, Any]:
-    """Return `text` with `full_attention_interval`, which transformers writes only as the list `layer_types`."""
-    types = text.get("layer_types")
-    if text.get("full_attention_interval") is not None or not isinstance(types, list):
-        return text
-    found = (place for place, kind in enumerate(types, 1) if kind != "linear_attention")
-    return {**text, "full_attention_interval": next(found, 4)}
-
-
 QUANTIZATION_FILE = "hf_quant_config.json"
 """The file in which ModelOpt describes its quantization."""
-
-LayerKind = Literal["gdn", "attention"]
-
-_LAYER_TYPES: dict[LayerKind, str] = {"gdn": "linear_attention", "attention": "full_attention"}
 
 PACKINGS = {
     "fp8": "FP8",
@@ -97,26 +64,20 @@ class ForeignPacking:
 class ModelConfig:
     """The fields of config.json that decide a stage's modules, memory and stop tokens.
 
-    `text_config` is the raw dict of the fields, always with `rope_parameters`. `head_only` is true for a repo that
-    holds an MTP head and no model. `quantization` is the raw dict of mlx-lm's own quantization, `foreign` the packing
-    of another program. At least one of them is None.
+    `text_config` is the raw dict of the fields, by the names that the family gives them. `head_only` is true for a repo
+    that holds an MTP head and no model. `quantization` is the raw dict of mlx-lm's own quantization, `foreign` the
+    packing of another program. At least one of them is None.
     """
 
     model_type: str
     hidden_size: int
     num_layers: int
-    layer_kinds: tuple[LayerKind, ...]
     vocab_size: int
     tie_word_embeddings: bool
     max_positions: int
     num_experts: int
     num_kv_heads: int
     head_dim: int
-    gdn_value_heads: int
-    gdn_value_dim: int
-    gdn_key_heads: int
-    gdn_key_dim: int
-    gdn_kernel: int
     mtp_layers: int
     eos_token_ids: tuple[int, ...]
     quantization: dict[str, Any] | None = field(repr=False, hash=False)
@@ -144,25 +105,17 @@ class ModelConfig:
     def parse(cls, file: Path, config: dict[str, Any], eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
         """Check the object of the config.json `file`. Raises CheckpointError for an unsupported model or field."""
         config = with_quantization(config, None)
-        text = with_interval(with_rope_parameters(_text(file, config)))
+        text = _text(file, config)
         if found := find_family(str(config.get("model_type"))):
             text = found[0].named_fields(text)
         return _Reader(file, config, text).read(eos_token_ids)
 
     def cut_for(self, cut: Cut) -> ModelConfig:
         """Return the config of one member's layers. Raises SpanError for heads or columns that cannot be cut."""
-        if cut.size > 1 and not self.family.cuts_layers:
+        if cut.size > 1 and not self.shape.can_cut:
             raise SpanError(f"the layers of {self.model_type} cannot be shared. Use a pipeline.")
         text = cut_fields({**self.text_config, "head_dim": self.head_dim}, cut)
-        return replace(
-            self,
-            num_kv_heads=text["num_key_value_heads"],
-            gdn_value_heads=text["linear_num_value_heads"],
-            gdn_key_heads=text["linear_num_key_heads"],
-            text_config=text,
-            cut=cut,
-            whole=self,
-        )
+        return replace(self, num_kv_heads=text["num_key_value_heads"], text_config=text, cut=cut, whole=self)
 
     @property
     def family(self) -> Family:
@@ -171,43 +124,33 @@ class ModelConfig:
         assert found is not None, f"{self.model_type} was checked when the config was read"
         return found[0]
 
-    def text_args(self) -> TextModelArgs:
-        """Return mlx-lm's arguments for the engine's modules of this model."""
-        return self.family.text_args(self.text())
+    @cached_property
+    def shape(self) -> Shape:
+        """The sizes of the layers and their states."""
+        return self.family.shape(self.text_config)
+
+    def place(self, stored: str) -> Place | None:
+        """Return the place of a stored tensor, or None when no part of this model has it."""
+        return self.family.place(local_name(stored) or "", self.text_config)
 
     def backbone(self) -> nn.Module:
         """Return mlx-lm's model without weights: its names begin with `model.` and `lm_head.`."""
         return self.family.backbone(self.text())
 
-    def head(self) -> MTPHead:
-        """Return the MTP head without weights."""
+    def head(self) -> MTPHead | None:
+        """Return the MTP head without weights, None if the family has none."""
         return self.family.head(self.text())
 
     def kv_format(self, bits: int | None) -> KVFormat:
         """Return the format of K/V for `--kv-bits`. Raises UsageError if this family has no such format."""
-        if bits is not None and not self.family.quantizes_kv:
+        if bits is not None and not self.shape.quantizes_kv:
             raise UsageError(f"--kv-bits is not supported for {self.family.releases}. Leave it out.")
         return KVFormat.of(self.head_dim, bits)
-
-    @cached_property
-    def streams(self) -> int:
-        """Residual streams of a row between two layers."""
-        return self.family.streams(self.text_config)
-
-    @property
-    def hop_width(self) -> int:
-        """Values of a row between two layers."""
-        return self.streams * self.hidden_size
-
-    @cached_property
-    def token_layers(self) -> tuple[int, ...]:
-        """The layers that read the tokens of their rows, and belong to the first stage."""
-        return self.family.token_layers(self.text_config)
 
     @property
     def image_sections(self) -> tuple[int, int, int]:
         """The pairs of a head that turn by the time, height and width of an image's rows."""
-        time, height, width = self.text_config["rope_parameters"].get("mrope_section", (11, 11, 10))
+        time, height, width = self.text_config.get("rope_parameters", {}).get("mrope_section", (11, 11, 10))
         return time, height, width
 
     def text(self) -> dict[str, Any]:
@@ -220,21 +163,13 @@ class ModelConfig:
         """True if each member of a group holds its share of lm_head. Otherwise each holds all of it."""
         return self.vocab_size % self.cut.size == 0
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Return the bytes of K/V per token in one attention layer; an element has `itemsize` bytes."""
-        return self.family.kv_values(self.text_config, self.num_kv_heads, self.head_dim) * itemsize
 
-    def gdn_bytes_per_sequence(self, itemsize: int, layer: int = 0) -> int:
-        """Return the bytes per sequence in GDN layer `layer`: the convolution state, and the recurrent state in fp32.
-
-        A layer that reads tokens has a further state.
-        """
-        keys = self.gdn_key_heads * self.gdn_key_dim
-        values = self.gdn_value_heads * self.gdn_value_dim
-        stored = (self.gdn_kernel - 1) * (2 * keys + values)
-        if layer in self.token_layers:
-            stored += self.family.token_values(self.text_config)
-        return stored * itemsize + 4 * values * self.gdn_key_dim
+_RULES: dict[str, Rule] = {
+    "tie_word_embeddings": ("boolean", 0, 0),
+    "vision_config": ("nullable object", 0, 0),
+    "image_token_id": ("optional integer", 0, 2**31),
+}
+"""The rules of the fields beside those of the text part."""
 
 
 @dataclass(frozen=True)
@@ -248,74 +183,36 @@ class _Reader:
     def read(self, eos_token_ids: tuple[int, ...]) -> ModelConfig:
         """Read and check every field. Raises CheckpointError."""
         family, model_type, head_only = self._family()
-        if problem := find_wrong_field(family.rules, self.text):
+        text = self.text
+        if problem := find_wrong_field(family.rules, text) or family.find_problem(text):
             raise self._error(problem)
-        self._check_rope()
-        layers = self._positive("num_hidden_layers")
-        experts = self._count("num_experts")
-        heads = self._positive("num_attention_heads")
-        hidden = self._positive("hidden_size")
-        if problem := family.find_problem(self.text):
+        tied = text.get("tie_word_embeddings", self.config.get("tie_word_embeddings", False))
+        if problem := find_wrong_field(_RULES, {**self.config, "tie_word_embeddings": tied}):
             raise self._error(problem)
-        for name in family.mlp_fields(self.text):
-            self._positive(name)
-        if experts and (chosen := self.text["num_experts_per_tok"]) > experts:
-            raise self._error(f"num_experts_per_tok {chosen} is more than the {experts} experts.")
-        self._check_rotation(hidden // heads)
-        tied = self.text.get("tie_word_embeddings", self.config.get("tie_word_embeddings", False))
-        self._check("tie_word_embeddings", tied, isinstance(tied, bool), "true or false")
-        vision, image = self.config.get("vision_config"), self.config.get("image_token_id", 0)
-        self._check("vision_config", vision, isinstance(vision, dict | None), "an object")
-        self._check("image_token_id", image, type(image) is int and image >= 0, "a token id")
-        config = ModelConfig(
+        hidden = text["hidden_size"]
+        return ModelConfig(
             model_type=model_type,
             hidden_size=hidden,
-            num_layers=layers,
-            layer_kinds=self._layer_kinds(layers, family),
-            vocab_size=self._positive("vocab_size"),
+            num_layers=text["num_hidden_layers"],
+            vocab_size=text["vocab_size"],
             tie_word_embeddings=tied,
-            max_positions=self._positive("max_position_embeddings"),
-            num_experts=experts,
-            num_kv_heads=self._positive("num_key_value_heads"),
-            head_dim=self._positive("head_dim") if "head_dim" in self.text else hidden // heads,
-            gdn_value_heads=self._positive("linear_num_value_heads"),
-            gdn_value_dim=self._positive("linear_value_head_dim"),
-            gdn_key_heads=self._positive("linear_num_key_heads"),
-            gdn_key_dim=self._positive("linear_key_head_dim"),
-            gdn_kernel=self._positive("linear_conv_kernel_dim"),
+            max_positions=text["max_position_embeddings"],
+            num_experts=text.get("num_experts") or 0,
+            num_kv_heads=text["num_key_value_heads"],
+            head_dim=text["head_dim"] if "head_dim" in text else hidden // text["num_attention_heads"],
             mtp_layers=self._mtp_layers(family),
             eos_token_ids=eos_token_ids,
             quantization=self._quantization(),
-            text_config=self.text,
+            text_config=text,
             foreign=self._foreign(),
             head_only=head_only,
             head_file=self._head_file(),
-            vision=vision if family.sees_images else None,
-            image_token=image,
+            vision=self.config.get("vision_config") if family.sees_images else None,
+            image_token=self.config.get("image_token_id", 0),
         )
-        if config.gdn_value_heads % config.gdn_key_heads:
-            raise self._error(
-                f"linear_num_value_heads {config.gdn_value_heads} is not a multiple of "
-                f"linear_num_key_heads {config.gdn_key_heads}"
-            )
-        return config
 
     def _error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.file}: {message}")
-
-    def _check(self, name: str, found: Any, valid: bool, wanted: str) -> None:
-        if not valid:
-            raise self._error(f"{name} is {found!r:.60}. It must be {wanted}.")
-
-    def _positive(self, name: str) -> int:
-        value = self.text.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            found = "is missing" if value is None else f"is {value!r:.60}"
-            raise self._error(f"{name} {found}. It must be a positive integer.")
-        return value
-
-    def _count(self, name: str) -> int:
-        return self._positive(name) if self.text.get(name) else 0
 
     def _family(self) -> tuple[Family, str, bool]:
         name = self.config.get("model_type")
@@ -326,46 +223,9 @@ class _Reader:
             types = " or ".join(dict.fromkeys(kinds))
             raise self._error(f"model_type {name!r:.60} is not supported. Use a {releases} checkpoint ({types}).")
         family, model_type, head_only = found
-        if head_only and self._count("num_experts") and model_type == "qwen3_5":
+        if head_only and self.text.get("num_experts") and model_type == "qwen3_5":
             model_type = "qwen3_5_moe"
         return family, model_type, head_only
-
-    def _check_rope(self) -> None:
-        """Raise unless the config has a RoPE base: mlx-lm would use a default base, and the output would be wrong."""
-        rope = self.text.get("rope_parameters")
-        if not isinstance(rope, dict) or "rope_theta" not in rope:
-            raise self._error("rope_parameters has no rope_theta. Download config.json again.")
-        if problem := find_wrong_field(ROPE_RULES, rope):
-            raise self._error(f"rope_parameters: {problem}")
-        sections = rope.get("mrope_section", [0, 0, 0])
-        valid = isinstance(sections, list) and [type(n) for n in sections] == [int] * 3
-        self._check("mrope_section", sections, valid, "three integers")
-
-    def _check_rotation(self, head_dim: int) -> None:
-        """Raise unless mlx-lm can make the RoPE, whose types have different fields."""
-        rope = self.text["rope_parameters"]
-        share = rope.get("partial_rotary_factor", PARTIAL_ROTARY_FACTOR)
-        dims, longest = int(self.text.get("head_dim", head_dim) * share), self.text["max_position_embeddings"]
-        try:
-            initialize_rope(dims, rope["rope_theta"], False, dict(rope), longest)
-        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
-            raise self._error(f"rope_parameters are not supported: {error!r:.100}.") from error
-
-    def _layer_kinds(self, layers: int, family: Family) -> tuple[LayerKind, ...]:
-        """Return the kind of each layer. mlx-lm derives the kinds from the interval, so layer_types must agree."""
-        interval = self._count("full_attention_interval") or 4
-        kinds: list[LayerKind] = ["gdn" if (layer + 1) % interval else "attention" for layer in range(layers)]
-        types = self.text.get("layer_types")
-        if isinstance(types, list):
-            attention = _LAYER_TYPES["attention"]
-            types = [attention if kind in family.attention_types else kind for kind in types]
-        if types is not None and types != [_LAYER_TYPES[kind] for kind in kinds]:
-            raise self._error(
-                f"layer_types is not linear attention with full attention every {interval}th of "
-                f"{layers} layers, and mlx-lm supports no other pattern. Download config.json again: "
-                "full_attention_interval may be missing, or num_hidden_layers edited."
-            )
-        return tuple(kinds)
 
     def _mtp_layers(self, family: Family) -> int:
         layers = int(family.announced_head_layers(self.text) or 0)
@@ -404,9 +264,8 @@ class _Reader:
                 return None
         if not isinstance(found, dict) or not {"bits", "group_size"} <= found.keys():
             raise self._error("quantization is not an object with bits and group_size")
-        for name, most in (("bits", 8), ("group_size", 2**16)):
-            valid = type(found[name]) is int and 0 < found[name] <= most
-            self._check(f"quantization.{name}", found[name], valid, f"a positive integer up to {most}")
+        if problem := find_wrong_field({"bits": ("size", 1, 8), "group_size": ("size", 1, 2**16)}, found):
+            raise self._error(f"quantization.{problem}")
         return found
 
 

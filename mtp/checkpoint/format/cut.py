@@ -7,11 +7,12 @@ whole. A layer that is cut has fewer heads and columns, and its results are part
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
+from mtp.checkpoint.families.parameters import CutBy
 from proto.errors import SpanError
 
 
@@ -51,27 +52,6 @@ def cut_fields(text: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
     return fields | shares | {"num_key_value_heads": max(1, heads // size)}
 
 
-_ROWS = re.compile(
-    r".*\b(q_proj|in_proj_(z|b|a|qkvz|ba)|gate_proj|up_proj|(q|kv|f|g)_b_proj|b_proj|[qkv]_conv1d)"
-    r"\.(weight|scales|biases|bias)"
-)
-_KV_ROWS = re.compile(r".*\b[kv]_proj\.(weight|scales|biases|bias)")
-_QKV = re.compile(r".*\b(in_proj_qkv|conv1d)\.(weight|scales|biases|bias)")
-_HEADS = re.compile(r".*\b(A_log|dt_bias)")
-_COLUMNS = re.compile(r".*\b(o_proj|out_proj|down_proj)\.(weight|scales|biases)")
-
-
-def is_cut(part: str, name: str) -> bool:
-    """Return whether the parameter `name` of a part is cut, and not whole on every member."""
-    patterns = (_ROWS, _KV_ROWS, _QKV, _HEADS, _COLUMNS)
-    return part == "lm_head" or any(pattern.fullmatch(name) for pattern in patterns)
-
-
-def is_kv(name: str) -> bool:
-    """Return whether the parameter `name` projects to keys or values, whose heads members may share."""
-    return _KV_ROWS.fullmatch(name) is not None
-
-
 @dataclass(frozen=True)
 class Share:
     """The share of a parameter: the half-open `ranges` of one axis, which follow each other on the member."""
@@ -85,33 +65,30 @@ class Share:
         return [whole[(*before, slice(start, end))] for start, end in self.ranges]
 
 
-def share_of(part: str, name: str, shape: Sequence[int], cut: Cut, key_dim: int, head_dim: int) -> Share | None:
-    """Return the share of a whole parameter of `shape`, or None if each member holds all of it.
+def share_of(
+    name: str, by: CutBy | None, shape: Sequence[int], cut: Cut, segments: Sequence[int], head_dim: int
+) -> Share | None:
+    """Return the share of a whole parameter of `shape` that is cut `by`, or None if each member holds all of it.
 
-    `key_dim` are a member's outputs for the keys of a GatedDeltaNet. Raises SpanError if the parameter cannot be cut.
+    `segments` are the rows of a member's segments. Raises SpanError if the parameter cannot be cut; `name` is for it.
     """
-    if cut.size == 1 or not is_cut(part, name):
+    if cut.size == 1 or by is None:
         return None
-    if is_kv(name):  # its own heads, or the one that it shares with its neighbours
+    if by == "heads of keys":  # its own heads, or the one that it shares with its neighbours
         heads = shape[0] // head_dim
         first, count = cut.rank * heads // cut.size, max(1, heads // cut.size)
         return Share(0, ((first * head_dim, (first + count) * head_dim),))
-    if _QKV.fullmatch(name):
-        keys = key_dim * cut.size
-        segments = ((0, keys), (keys, 2 * keys), (2 * keys, shape[0]))
-        return Share(0, tuple(_part_of(start, end, cut) for start, end in segments))
-    last = _COLUMNS.fullmatch(name) is not None or len(shape) == 1
-    axis = len(shape) - (1 if last else 2)
-    if shape[axis] % cut.size:
-        if part == "lm_head":
-            return None
+    if by == "segments":
+        starts = accumulate(segments, initial=0)
+        own = ((start * cut.size + cut.rank * rows, rows) for start, rows in zip(starts, segments, strict=False))
+        return Share(0, tuple((first, first + rows) for first, rows in own))
+    axis = len(shape) - (1 if by == "columns" or len(shape) == 1 else 2)
+    length, rest = divmod(shape[axis], cut.size)
+    if rest and by == "vocabulary":
+        return None
+    if rest:
         raise SpanError(
-            f"{part}.{name} of shape {tuple(shape)} cannot be cut for {cut.size} machines. Use a group of another "
+            f"{name} of shape {tuple(shape)} cannot be cut for {cut.size} machines. Use a group of another "
             "size, or a quantization of smaller groups."
         )
-    return Share(axis, (_part_of(0, shape[axis], cut),))
-
-
-def _part_of(start: int, end: int, cut: Cut) -> tuple[int, int]:
-    length = (end - start) // cut.size
-    return start + cut.rank * length, start + (cut.rank + 1) * length
+    return Share(axis, ((cut.rank * length, (cut.rank + 1) * length),))

@@ -11,22 +11,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mtp.checkpoint.families import FAMILIES
+from mtp.checkpoint.families.family import Family, head_name
+from mtp.checkpoint.families.parameters import Transform, as_stored, gate_half, stack, up_half
+from mtp.checkpoint.known_families import FAMILIES
 from proto.errors import CheckpointError
 
 _TOP = frozenset(module for family in FAMILIES for module in family.head_modules)
-_OFFSET_NORMS = frozenset(f"{norm}.weight" for family in FAMILIES for norm in family.offset_norms)
 
 _PREFIX = re.compile(r"(?:mtp_layers|nextn_layers|nextn|mtp)\.(?:0\.)?")
 """The beginnings that name a head. With a number the exporter keeps the whole head in one layer."""
-
-_ALIASES = (
-    (re.compile(r"eh_proj\b"), "fc"),
-    (re.compile(r"enorm\b"), "pre_fc_norm_embedding"),
-    (re.compile(r"hnorm\b"), "pre_fc_norm_hidden"),
-    (re.compile(r"shared_head[._]norm\b"), "norm"),
-)
-"""From the names of DeepSeek's head, which engines use for all heads, to those of Qwen's."""
 
 _OF_THE_MODEL = ("mtp", "embed_tokens", "lm_head")
 """Modules that have their full name in a repo of a head alone."""
@@ -52,25 +45,16 @@ def with_head_prefix(local: str) -> str:
 
 
 def _in_head(within: str) -> str:
-    for alias, name in _ALIASES:
-        within = alias.sub(name, within, count=1) if alias.match(within) else within
-    module = within.partition(".")[0]
-    return f"mtp.{within}" if module in _TOP else f"mtp.layers.0.{within}"
+    return f"mtp.{head_name(within, _TOP)}"
 
 
 Layout = Literal["raw", "mlx"]
-Transform = Literal["as stored", "conv1d", "taps", "norm + 1", "stack", "gate half", "up half"]
 
 _VISION = re.compile(r"((model|language_model)\.)?(vision_tower|visual)\.")
 """Prefixes of the vision part. Some converters put it below `language_model.`."""
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 """Prefixes of raw names, of MLX names, of MLX's lm_head and mtp, and of models of text."""
-
-_MIXER = "hyper_connection_mixer"
-"""The final norm of Flash-Next, which has modules of its own."""
-
-_ENDS = {"embed_tokens": "embed", _MIXER: "norm", "norm": "norm", "lm_head": "lm_head"}
 
 IGNORED = re.compile(
     r"(.*\.)?(rotary_emb\.inv_freq|self_attn\.([kv]_proj\.)?(k_scale|v_scale|kv_scale)"
@@ -93,7 +77,7 @@ class Source:
     """The stored tensors that one parameter is made of, and their transform."""
 
     stored: tuple[str, ...]
-    transform: Transform = "as stored"
+    transform: Transform = as_stored
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -125,38 +109,9 @@ def is_head(stored: str) -> bool:
     return (local_name(stored) or "").startswith("mtp.")
 
 
-_LAYER = re.compile(r"layers\.([0-9]{1,9})\.(.+)")
-
-
-def split_part(local: str, num_layers: int, *, head_is_layer: bool = False) -> tuple[str, str] | None:
-    """Split a local name into (part, name within the part); None when no part of this model has this tensor.
-
-    With `head_is_layer` the layer after the last one is the head.
-    """
-    head, _, rest = local.partition(".")
-    if not rest:
-        return None
-    if head in _ENDS:
-        return _ENDS[head], rest
-    if head == "mtp":
-        return "mtp", rest
-    layer = _LAYER.fullmatch(local)
-    if layer and head_is_layer and int(layer[1]) == num_layers:
-        return "mtp", _in_head(layer[2]).removeprefix("mtp.")
-    return (f"layers.{int(layer[1])}", layer[2]) if layer and int(layer[1]) < num_layers else None
-
-
 def part_names(num_layers: int) -> tuple[str, ...]:
     """Return every part of a model, in the order in which a token passes them."""
     return ("embed", *(f"layers.{i}" for i in range(num_layers)), "norm", "lm_head", "mtp")
-
-
-def module_path(part: str, within: str) -> str:
-    """Return the local name of a module or parameter of a part; the inverse of `split_part`."""
-    if part == "norm" and "." in within:
-        return f"{_MIXER}.{within}"
-    ends = {part: head for head, part in _ENDS.items()}
-    return f"{ends.get(part, part)}.{within}".removesuffix(".")
 
 
 def join_names(names: Sequence[str]) -> str:
@@ -165,46 +120,38 @@ def join_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def plan_part(part: str, stored: Iterable[tuple[str, str]], layout: Layout, num_experts: int) -> dict[str, Source]:
+def plan_part(
+    family: Family, part: str, stored: Iterable[tuple[str, str]], layout: Layout, num_experts: int
+) -> dict[str, Source]:
     """Return the Source of each parameter of a part. `stored` are pairs (name within the part, stored name).
 
     A stack lists all experts, present or not. Raises CheckpointError when two tensors would become one parameter.
     """
     plan: dict[str, Source] = {}
     for within, name in stored:
-        for target, source in name_sources(part, within, name, layout, num_experts):
+        for target, source in _sources(family, part, within, name, layout, num_experts):
             if plan.setdefault(target, source) != source:
                 raise CheckpointError(
-                    f"{module_path(part, target)} is stored twice: as {plan[target].stored[0]} and as {name}"
+                    f"{family.path(part, target)} is stored twice: as {plan[target].stored[0]} and as {name}"
                 )
     return plan
 
 
-def name_sources(part: str, within: str, name: str, layout: Layout, num_experts: int) -> list[tuple[str, Source]]:
+def _sources(
+    family: Family, part: str, within: str, name: str, layout: Layout, num_experts: int
+) -> list[tuple[str, Source]]:
     """Return the parameters that the stored tensor `name` is a part of, each with its Source."""
     if (expert := _EXPERT.fullmatch(within)) and int(expert[2]) < num_experts:
         prefix = name[: -len(f"{expert[2]}.{expert[3]}")]
-        stack = tuple(f"{prefix}{e}.{expert[3]}" for e in range(num_experts))
-        return [(f"{expert[1]}.switch_mlp.{expert[3]}", Source(stack, "stack"))]
+        stored = tuple(f"{prefix}{e}.{expert[3]}" for e in range(num_experts))
+        return [(f"{expert[1]}.switch_mlp.{expert[3]}", Source(stored, stack))]
     if fused := _FUSED.fullmatch(within):
         switch = f"{fused[1]}.switch_mlp"
         if fused[2] == "down":
             return [(f"{switch}.down_proj.weight", Source((name,)))]
         return [
-            (f"{switch}.gate_proj.weight", Source((name,), "gate half")),
-            (f"{switch}.up_proj.weight", Source((name,), "up half")),
+            (f"{switch}.gate_proj.weight", Source((name,), gate_half)),
+            (f"{switch}.up_proj.weight", Source((name,), up_half)),
         ]
-    transform: Transform = "as stored"
-    if layout == "raw" and within in ("linear_attn.conv1d.weight", "ple.conv1d.weight"):
-        transform = "conv1d"
-    elif within.endswith(("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")):
-        transform = "taps"
-    elif layout == "raw" and is_shifted_norm(part, within):
-        transform = "norm + 1"
-    return [(within, Source((name,), transform))]
-
-
-def is_shifted_norm(part: str, within: str) -> bool:
-    """Return whether a parameter belongs to an RMSNorm whose raw weight is an offset from 1."""
-    final_norm = (part, within) in (("norm", "weight"), ("mtp", "norm.weight"))
-    return final_norm or ".".join(within.split(".")[-2:]) in _OFFSET_NORMS
+    rule = family.rule(part, within)
+    return [(within, Source((name,), rule.raw if layout == "raw" else rule.mlx))]

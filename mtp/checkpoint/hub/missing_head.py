@@ -33,12 +33,16 @@ MAX_PARENTS = 4
 
 def missing_head_tensors(checkpoint: Checkpoint) -> str:
     """Return the missing tensors of the head, for use in a sentence."""
+    if checkpoint.config.shape.head is None:
+        return "the whole head, which this family does not have"
     missing = checkpoint.mtp.missing
     return join_names(missing) if checkpoint.mtp.present else f"all {len(missing)} mtp.* tensors"
 
 
 def repair_hint(checkpoint: Checkpoint, *, replace: bool) -> str:
     """Return how to get a working head, without a full stop. `replace` is for one that is incomplete or wrong."""
+    if checkpoint.config.shape.head is None:
+        return "No head can be added to this family"
     if checkpoint.layout == "raw" and replace:
         return "Download the checkpoint again, or use the one that Qwen publishes"
     path, copy = str(checkpoint.path), ""
@@ -93,7 +97,8 @@ def fetch_missing_head(path: Path, on_progress: OnProgress) -> Path:
 
 def fetched_if_possible(path: Path, on_progress: OnProgress) -> Path:
     """Return a copy of the checkpoint in `path` with its head. If it cannot be fetched, warn and return `path`."""
-    if Checkpoint.open(path).mtp.complete:
+    checkpoint = Checkpoint.open(path)
+    if checkpoint.mtp.complete or checkpoint.config.shape.head is None:
         return path
     try:
         return fetch_missing_head(path, on_progress)

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mtp.checkpoint.convert.convert import SAFETENSORS, TABLE_GROUP
+from mtp.checkpoint.convert.convert import SAFETENSORS
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.shard import TensorInfo
@@ -202,18 +202,9 @@ def converted_headers(model: Published, bits: int | None) -> Checkpoint:
         for copy in copies:
             place = f"model.layers.{copy}."
             tensors[name.replace(layer[0], place) if layer else name] = info
-    for number in parsed.token_layers:
-        ple: Any = module.model.layers[number].ple
-        base = f"{few.family.prefix}model.layers.{number}.ple.ple_embedding.ngram_embedding"
-        rows, dim = ple.hash.rows, ple.ngrams.row_dim
-        kinds = {"weight": ("BF16", dim)}
-        if bits is not None:
-            scales = "BF16", dim // TABLE_GROUP
-            kinds = {"weight": ("U32", dim * bits // 32), "scales": scales, "biases": scales}
-        for kind, (dtype, columns) in kinds.items():
-            nbytes = rows * columns * STORED_BYTES[dtype]
-            info = TensorInfo(Path("model.safetensors"), dtype, (rows, columns), 0, nbytes)
-            tensors[f"{base}.{kind}"] = info
+    for name, (dtype, shape) in parsed.family.sizes_on_disk(parsed.text_config, bits).items():
+        nbytes = math.prod(shape) * STORED_BYTES[dtype]
+        tensors[few.family.prefix + name] = TensorInfo(Path("model.safetensors"), dtype, shape, 0, nbytes)
     return Checkpoint.assemble(Path(model.name), parsed, "mlx", tensors)
 
 

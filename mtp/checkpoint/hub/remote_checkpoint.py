@@ -87,10 +87,10 @@ def open_remote(hub: HubRepo, wanted: Callable[[str], bool] = lambda name: True)
     beside = None if hub.size(QUANTIZATION_FILE) is None else _read_object(hub, QUANTIZATION_FILE)
     fields = with_quantization(fields, beside)
     config = ModelConfig.parse(path / "config.json", fields)
-    own = f".layers.{config.num_layers}."
 
     def accepts(name: str) -> bool:
-        return config.head_only or wanted(name) or (config.family.head_is_layer and own in name)
+        place = config.place(name)
+        return config.head_only or wanted(name) or (place is not None and place.part == "mtp")
 
     headers = _headers(hub, accepts, config.head_file)
     config, headers = settle_head(config, headers)

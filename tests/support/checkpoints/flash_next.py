@@ -124,7 +124,7 @@ def head_weights(text: dict[str, Any]) -> dict[str, mx.array]:
     """Return the tensors of a random head, named and shaped as in the published checkpoint."""
     from mlx.utils import tree_flatten
 
-    from mtp.checkpoint.families.flash_next import FlashNext
+    from mtp.flash_next.family import FlashNext
 
     mx.random.seed(5)
     found: dict[str, mx.array] = {}

@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from mtp.checkpoint.convert.foreign import PackedSource, open_source, read_source_part
+from mtp.checkpoint.families.parameters import stack
 from tests.support.checkpoints.checkpoints import read_tensors, write_checkpoint
 
 Members = dict[str, tuple[str, mx.array]]
@@ -172,7 +173,7 @@ def write_dequantized(source: Path, path: Path) -> Path:
         for within, made in plan.items():
             if isinstance(made, PackedSource):
                 values = weights[within]
-                each = list(values) if made.transform == "stack" else [values]
+                each = list(values) if made.transform is stack else [values]
                 for name, weight in zip(made.stored, each, strict=True):
                     plain[f"{name.rpartition('.')[0]}.weight"] = weight
             else:

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mtp.checkpoint.families.glm_flash import GlmFlash
+from mtp.glm_flash.family import GlmFlash
 from tests.support.checkpoints.checkpoints import edit_config, edit_tensors
 
 VOCAB = 256

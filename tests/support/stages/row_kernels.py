@@ -7,9 +7,9 @@ from dataclasses import replace
 import mlx.core as mx
 import mlx.nn as nn
 
-from mtp.checkpoint.families.glm_flash import GlmFlash
 from mtp.checkpoint.hub.published import GLM_FLASH
 from mtp.glm_flash.args import GlmArgs
+from mtp.glm_flash.family import GlmFlash
 from mtp.glm_flash.layers import DeltaNet
 from mtp.glm_flash.modules import DecoderLayer, DeltaAttention
 from mtp.glm_flash.streams import HyperConnection

@@ -21,6 +21,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
+from mtp.checkpoint.families.shape import Shape
 from mtp.layers.communicator import ALONE, Alone, Communicator
 from mtp.layers.kv_cache import PlainKV
 from mtp.layers.layer import LayerCache
@@ -173,8 +174,8 @@ class TokenStage(StageForward):
     """A stage whose hidden states are the tokens: `[rows, 1]`."""
 
     def __init__(self, communicator: Communicator = ALONE, span: Span = TWO_LAYERS, vocab: int = VOCAB) -> None:
-        sizes = {"vocab_size": vocab, "hidden_size": 1, "hop_width": 1}
-        config = SimpleNamespace(**sizes, image_token=0, token_layers=())
+        sizes = {"vocab_size": vocab, "hidden_size": 1, "shape": Shape(1, ())}
+        config = SimpleNamespace(**sizes, image_token=0)
         modules = SimpleNamespace(config=config, span=span, communicator=communicator)
         self.modules = cast(StageModules, modules)
 

@@ -5,21 +5,31 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mtp.checkpoint.families import FAMILIES, find_family
-from mtp.checkpoint.format.checkpoint import Checkpoint
+from coordinator.drafts.controller import MtpMode
+from coordinator.planning.capacity import model_costs
+from coordinator.schedule.local_generator import AUTO, effective_mtp_mode
+from mtp.checkpoint.convert.add_head import plan_head_addition
+from mtp.checkpoint.convert.convert import Settings, convert
+from mtp.checkpoint.families.qwen3_5 import Qwen35
+from mtp.checkpoint.format.checkpoint import Checkpoint, MtpStatus
 from mtp.checkpoint.format.config import ModelConfig
+from mtp.checkpoint.format.parts import report
 from mtp.checkpoint.format.shard import MAX_HEADER_BYTES
+from mtp.checkpoint.hub.missing_head import fetched_if_possible
 from mtp.checkpoint.hub.published import MODELS
-from proto.errors import CheckpointError, SpanError
+from mtp.checkpoint.known_families import FAMILIES, find_family
+from proto.errors import CheckpointError, SpanError, UsageError
 from proto.span import Span
 from tests.conftest import Checkpoints
 from tests.support.checkpoints.checkpoints import edit_config, edit_tensors, write_checkpoint
+from worker.model.loader import load_stage
 
 
 @pytest.fixture
@@ -38,9 +48,9 @@ def test_config_is_read_from_text_config_or_top_level(dense: Path) -> None:
     (dense / "config.json").write_text(json.dumps(text))
     assert ModelConfig.load(dense) == wrapped
     assert wrapped.model_type == "qwen3_5"
-    assert wrapped.layer_kinds == ("gdn", "gdn", "gdn", "attention") * 2
+    assert wrapped.shape.kinds == ("gdn", "gdn", "gdn", "attention") * 2
     assert wrapped.eos_token_ids == (255,)
-    assert wrapped.text_args().tie_word_embeddings is True
+    assert wrapped.text()["tie_word_embeddings"] is True
 
 
 @pytest.mark.parametrize(
@@ -296,3 +306,27 @@ def test_invalid_fields_of_qwen3_next_are_named(fields: dict[str, Any], error: s
     """A field that would fail while loading is refused when the config is read."""
     with pytest.raises(CheckpointError, match=error):
         NEXT.parsed(**fields)
+
+
+def test_a_family_without_a_head_is_served_without_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No head is announced, loaded, charged, converted or asked for. A request for one is refused by its cause."""
+    path = write_checkpoint(tmp_path / "model")
+    other = Checkpoint.open(write_checkpoint(tmp_path / "other"))
+    whole = other.config.shape
+    monkeypatch.setattr(Qwen35, "head", lambda self, text: None)
+    monkeypatch.setattr(Qwen35, "shape", lambda self, text: replace(whole, head=None))
+    checkpoint = Checkpoint.open(path)
+    assert checkpoint.mtp == MtpStatus(announced=False, present=False, missing=())
+    shown = report(checkpoint)
+    assert not shown["mtp"]["complete"] and not shown["unknown_tensors"] and shown["parameters"] > 0
+    costs = model_costs(checkpoint)
+    assert costs.draft_seconds == costs.head_kv_bytes == costs.head_state_bytes == 0
+    stage = load_stage(checkpoint, Span(0, checkpoint.config.num_layers), first=True, last=True, dtype=None)
+    assert stage.head is None
+    assert not convert(checkpoint, tmp_path / "out", Settings()).has_head
+    assert fetched_if_possible(path, lambda done, total: None) == path
+    assert effective_mtp_mode(checkpoint, AUTO).depth == 0
+    with pytest.raises(UsageError, match="which this family does not have"):
+        effective_mtp_mode(checkpoint, MtpMode(1))
+    with pytest.raises(UsageError, match="have no MTP head"):
+        plan_head_addition(Checkpoint.open(tmp_path / "out"), other)

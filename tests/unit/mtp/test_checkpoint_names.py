@@ -13,12 +13,13 @@ import pytest
 
 from coordinator.cli import import_command
 from mtp.checkpoint.convert.convert import Settings, convert
+from mtp.checkpoint.families.parameters import Transform, add_one, as_stored, gate_half, stack, swap_taps, up_half
+from mtp.checkpoint.families.qwen3_5 import Qwen35
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import (
     IGNORED,
     Layout,
     Source,
-    Transform,
     is_head,
     local_name,
     plan_part,
@@ -60,21 +61,21 @@ def test_every_prefix_leads_to_one_local_name(stored: str, local: str | None) ->
 @pytest.mark.parametrize(
     ("part", "within", "transform"),
     [
-        ("layers.0", "input_layernorm.weight", "norm + 1"),
-        ("layers.0", "post_attention_layernorm.weight", "norm + 1"),
-        ("layers.3", "self_attn.q_norm.weight", "norm + 1"),
-        ("layers.3", "self_attn.k_norm.weight", "norm + 1"),
-        ("norm", "weight", "norm + 1"),
-        ("mtp", "norm.weight", "norm + 1"),
-        ("mtp", "pre_fc_norm_embedding.weight", "norm + 1"),
-        ("mtp", "pre_fc_norm_hidden.weight", "norm + 1"),
-        ("mtp", "layers.0.self_attn.q_norm.weight", "norm + 1"),
-        ("layers.0", "linear_attn.conv1d.weight", "conv1d"),
-        ("layers.0", "linear_attn.norm.weight", "as stored"),
-        ("layers.0", "linear_attn.A_log", "as stored"),
-        ("layers.0", "mlp.up_proj.weight", "as stored"),
-        ("embed", "weight", "as stored"),
-        ("lm_head", "weight", "as stored"),
+        ("layers.0", "input_layernorm.weight", add_one),
+        ("layers.0", "post_attention_layernorm.weight", add_one),
+        ("layers.3", "self_attn.q_norm.weight", add_one),
+        ("layers.3", "self_attn.k_norm.weight", add_one),
+        ("norm", "weight", add_one),
+        ("mtp", "norm.weight", add_one),
+        ("mtp", "pre_fc_norm_embedding.weight", add_one),
+        ("mtp", "pre_fc_norm_hidden.weight", add_one),
+        ("mtp", "layers.0.self_attn.q_norm.weight", add_one),
+        ("layers.0", "linear_attn.conv1d.weight", swap_taps),
+        ("layers.0", "linear_attn.norm.weight", as_stored),
+        ("layers.0", "linear_attn.A_log", as_stored),
+        ("layers.0", "mlp.up_proj.weight", as_stored),
+        ("embed", "weight", as_stored),
+        ("lm_head", "weight", as_stored),
     ],
 )
 def test_raw_tensors_are_changed_and_converted_ones_are_not(part: str, within: str, transform: Transform) -> None:
@@ -84,7 +85,7 @@ def test_raw_tensors_are_changed_and_converted_ones_are_not(part: str, within: s
 
 
 def _plan(part: str, within: list[str], layout: Layout = "raw") -> dict[str, Source]:
-    return plan_part(part, [(name, name) for name in within], layout, num_experts=2)
+    return plan_part(Qwen35(), part, [(name, name) for name in within], layout, num_experts=2)
 
 
 def test_unfused_experts_become_one_stack_in_order_of_expert() -> None:
@@ -92,7 +93,7 @@ def test_unfused_experts_become_one_stack_in_order_of_expert() -> None:
     names = [f"mlp.experts.{e}.{p}_proj.weight" for e in (1, 0) for p in ("gate", "up", "down")]
     plan = _plan("layers.0", names)
     assert plan == {
-        f"mlp.switch_mlp.{p}_proj.weight": Source(tuple(f"mlp.experts.{e}.{p}_proj.weight" for e in (0, 1)), "stack")
+        f"mlp.switch_mlp.{p}_proj.weight": Source(tuple(f"mlp.experts.{e}.{p}_proj.weight" for e in (0, 1)), stack)
         for p in ("gate", "up", "down")
     }
 
@@ -100,8 +101,8 @@ def test_unfused_experts_become_one_stack_in_order_of_expert() -> None:
 def test_fused_experts_are_split_gate_first() -> None:
     """`gate_up_proj` holds gate, then up; `down_proj` is used whole."""
     assert _plan("mtp", ["layers.0.mlp.experts.gate_up_proj", "layers.0.mlp.experts.down_proj"]) == {
-        "layers.0.mlp.switch_mlp.gate_proj.weight": Source(("layers.0.mlp.experts.gate_up_proj",), "gate half"),
-        "layers.0.mlp.switch_mlp.up_proj.weight": Source(("layers.0.mlp.experts.gate_up_proj",), "up half"),
+        "layers.0.mlp.switch_mlp.gate_proj.weight": Source(("layers.0.mlp.experts.gate_up_proj",), gate_half),
+        "layers.0.mlp.switch_mlp.up_proj.weight": Source(("layers.0.mlp.experts.gate_up_proj",), up_half),
         "layers.0.mlp.switch_mlp.down_proj.weight": Source(("layers.0.mlp.experts.down_proj",)),
     }
 

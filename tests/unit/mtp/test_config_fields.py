@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mtp.checkpoint.families.hybrid import HybridFamily
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.vision.tower import VisionConfig
 from proto.errors import CheckpointError
@@ -61,13 +62,19 @@ def replaced(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[
 def open_config(fields: dict[str, Any]) -> ModelConfig:
     """Parse a config and ask it for everything that needs no weights."""
     config = ModelConfig.parse(Path("model") / "config.json", copy.deepcopy(fields))
-    assert len(config.layer_kinds) == config.num_layers
-    assert config.hop_width >= config.hidden_size
-    assert config.kv_bytes_per_token(2) > 0
-    assert all(config.gdn_bytes_per_sequence(2, layer) > 0 for layer in (0, *config.token_layers))
-    assert math.isfinite(config.text_args().rope_theta)
-    assert config.kv_format(None)
+    assert len(config.shape.kinds) == config.num_layers
+    assert config.shape.hop_width >= config.hidden_size
+    kv_format = config.kv_format(None)
+    assert config.shape.head is not None and config.shape.head.token_bytes(2, kv_format) > 0
+    assert all(layer.token_bytes(2, kv_format) or layer.sequence_bytes(2) > 0 for layer in config.shape.layers)
+    assert math.isfinite(args_of(config).rope_theta)
     return config
+
+
+def args_of(config: ModelConfig) -> Any:
+    """Return the arguments of mlx-lm's modules."""
+    assert isinstance(config.family, HybridFamily)
+    return config.family.text_args(config.text())
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -153,9 +160,8 @@ def saved(config: dict[str, Any], folder: Path, *, own: bool) -> dict[str, Any]:
 def test_a_config_that_transformers_saved_is_that_of_the_publisher(name: str, own: bool, tmp_path: Path) -> None:
     """Every size and argument is the same. Only the head is not announced among transformers' own fields."""
     before, after = open_config(CONFIGS[name]), open_config(saved(CONFIGS[name], tmp_path, own=own))
-    names = ("hidden_size", "num_layers", "layer_kinds", "vocab_size", "max_positions", "num_experts", "num_kv_heads",
-             "head_dim", "gdn_value_heads", "gdn_value_dim", "gdn_key_heads", "gdn_key_dim", "gdn_kernel", "streams",
-             "token_layers", "tie_word_embeddings", "model_type", "image_sections")  # fmt: skip
+    names = ("hidden_size", "num_layers", "shape", "vocab_size", "max_positions", "num_experts", "num_kv_heads",
+             "head_dim", "tie_word_embeddings", "model_type", "image_sections")  # fmt: skip
     assert [(n, getattr(after, n)) for n in names] == [(n, getattr(before, n)) for n in names]
     assert _args(after) == _args(before)
     assert own or after.mtp_layers == before.mtp_layers
@@ -167,7 +173,7 @@ def _args(config: ModelConfig) -> list[Any]:
     from mtp.glm_flash.args import GlmArgs
 
     own = {"qwen4_exp": FlashNextArgs, "glm5_next": GlmArgs}.get(config.model_type)
-    args = vars(config.text_args())
+    args = vars(args_of(config))
     rope = {name: args[name] for name in ("rope_theta", "partial_rotary_factor")}
     plain = {name: value for name, value in args.items() if not name.startswith("rope")}
     return [plain, rope, own.of(config.text()) if own else None]  # type: ignore[attr-defined]
@@ -204,5 +210,5 @@ def test_the_interval_follows_from_the_kinds_of_layers(interval: int) -> None:
     count = text["num_hidden_layers"]
     text["layer_types"] = ["linear_attention" if n % interval else "full_attention" for n in range(1, count + 1)]
     found = open_config(config)
-    assert found.layer_kinds.index("attention") == interval - 1
-    assert found.text_args().full_attention_interval == interval
+    assert found.shape.kinds.index("attention") == interval - 1
+    assert args_of(found).full_attention_interval == interval

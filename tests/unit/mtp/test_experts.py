@@ -10,10 +10,10 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.qwen3_5 import SparseMoeBlock, TextModelArgs
 
-from mtp.checkpoint.families.glm_flash import GlmFlash
 from mtp.checkpoint.hub.published import GLM_FLASH
 from mtp.device import this_device
 from mtp.glm_flash.args import GlmArgs
+from mtp.glm_flash.family import GlmFlash
 from mtp.glm_flash.modules import Experts
 from mtp.layers.experts import FusedExperts, OrderedExperts, fuse_experts, highest, tiles_of
 

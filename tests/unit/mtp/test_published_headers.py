@@ -16,7 +16,9 @@ from coordinator.cli import app
 from mtp.checkpoint.convert.foreign import open_source
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
-from mtp.checkpoint.format.parts import check_derived, check_types, missing_from_backbone
+from mtp.checkpoint.format.parts import check_types, missing_from_backbone
+from mtp.flash_next.disk_rows import check_derived
+from mtp.flash_next.family import FlashNext
 from proto.errors import CheckpointError
 from tests.support.checkpoints.published_headers import PublishedHeaders, read_published
 
@@ -81,6 +83,7 @@ def test_the_numbers_of_flash_nexts_hash_are_the_published_ones(tmp_path: Path) 
     derived = {name.rpartition(".")[2]: name for name in checkpoint.ignored}
     assert set(derived) == {"layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets"}
     text, family = checkpoint.config.text_config, checkpoint.config.family
+    assert isinstance(family, FlashNext)
     base = "layers.1.ple.ple_embedding."
     multipliers = family.derived_values(text, f"{base}layer_multipliers")
     sizes = family.derived_values(text, f"{base}ngram_heads_vocab_sizes")

@@ -123,7 +123,7 @@ async def test_a_group_measures_a_sum_of_hidden_states(monkeypatch: pytest.Monke
     monkeypatch.setattr(engine_host, "measure_collective", measure)
     checkpoint = MagicMock()
     share = checkpoint.cut_for.return_value
-    share.config.hidden_size, share.config.hop_width = 64, 256
+    share.config.hidden_size, share.config.shape.hop_width = 64, 256
     share.part_bytes.return_value, share.stage_parts.return_value = {"layer": 8}, ["layer"]
     host, spec = EngineHost(), StageSpec(Span(0, 1), True, False, group=GroupSpec(0, HOSTS))
     with pytest.raises(NotReadyError, match="measured"):

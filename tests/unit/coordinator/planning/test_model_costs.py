@@ -23,8 +23,10 @@ def test_dense_costs_add_up_to_the_files(tmp_path: Path) -> None:
     assert costs.draft_seconds == (sizes["lm_head"] + sizes["mtp"]) / REFERENCE_BANDWIDTH
     assert costs.last_stage_needs_embed
     config = checkpoint.config
-    assert [layer.kv_bytes for layer in costs.layers[2:4]] == [0, config.kv_bytes_per_token(2)]
-    assert costs.layers[0].state_bytes == config.gdn_bytes_per_sequence(2)
+    assert [layer.kv_bytes for layer in costs.layers[2:4]] == [0, 2 * 2 * config.num_kv_heads * config.head_dim]
+    keys, _, values = config.family.segments(config.text_config)
+    kernel, dim = (config.text_config[f"linear_{name}"] for name in ("conv_kernel_dim", "key_head_dim"))
+    assert costs.layers[0].state_bytes == 2 * (kernel - 1) * (2 * keys + values) + 4 * values * dim
     wide = model_costs(checkpoint, dtype="float32")
     assert wide.embed_bytes == 2 * costs.embed_bytes
     assert wide.layers[3].kv_bytes == 2 * costs.layers[3].kv_bytes
@@ -57,7 +59,7 @@ def test_only_active_experts_cost_time(tmp_path: Path, fused: bool) -> None:
 def test_quantized_kv_costs_its_bits_and_scales(tmp_path: Path) -> None:
     """Quantized K/V takes 8 bits per element, and a scale and a bias per group of 32 elements."""
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "m", dtype=mx.float16))
-    elements = checkpoint.config.kv_bytes_per_token(1)
+    elements = 2 * checkpoint.config.num_kv_heads * checkpoint.config.head_dim
     layer = model_costs(checkpoint, kv_bits=8).layers[3]
     assert layer.kv_bytes == elements + elements // 32 * 2 * 2
 

@@ -199,7 +199,7 @@ async def test_the_catalog_has_what_is_on_this_machine(
     found = {one.name: one for one in list_models()}
     assert found.keys() == {BUILTIN, "own/broken", "Qwen/Qwen3.5-4B"}
     assert found[BUILTIN].head == "complete"
-    assert found["Qwen/Qwen3.5-4B"].layers == len(Checkpoint.open(checkpoints()).config.layer_kinds)
+    assert found["Qwen/Qwen3.5-4B"].layers == len(Checkpoint.open(checkpoints()).config.shape.kinds)
     assert found["own/broken"].problem
     assert str(tmp_path) not in found["own/broken"].problem
 

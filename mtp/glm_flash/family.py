@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.qwen3_5 import TextModelArgs
 
-from mtp.checkpoint.families.family import Family, Text, model_args
+from mtp.checkpoint.families.family import Place, head_name
+from mtp.checkpoint.families.fields import Text
+from mtp.checkpoint.families.hybrid import HybridFamily, interval_of
+from mtp.checkpoint.families.parameters import PROJECTIONS, STORED, Parameter
+from mtp.checkpoint.families.shape import LayerShape, Shape
 from mtp.glm_flash.args import RULES, GlmArgs, find_problem
 from mtp.glm_flash.head import GlmHead
 from mtp.glm_flash.layers import GlmLayer
@@ -23,23 +28,31 @@ DELTA = {
 """The fields of Kimi Delta Attention: by transformers' names, those in the publisher's `linear_attn_config`."""
 
 
-class GlmFlash(Family):
+def _flat_taps(weight: mx.array) -> mx.array:
+    """Return the taps `[C, K]` of a convolution, which some store as `[C, 1, K]` or `[C, K, 1]`."""
+    return weight.reshape(weight.shape[0], -1)
+
+
+class GlmFlash(HybridFamily):
     """Mixtures of experts with hyper-connections. mlx-lm has no model of them."""
 
     releases = "GLM-5.3-Flash"
     model_types: ClassVar = {"glm5_next": "glm5_next", "glm5_next_text": "glm5_next"}
-    head_types: ClassVar = {}
     prefix = "language_model."
-    attention_types: ClassVar = ("deepseek_sparse_attention", "indexed_attention", "full_attention")
-    rules: ClassVar = {**RULES, **Family.rules, **RULES}
-    quantizes_kv = False
+    attention_types = ("deepseek_sparse_attention", "indexed_attention", "full_attention")
+    rules: ClassVar = {**RULES, **HybridFamily.rules, **RULES}
     is_own = True
     sees_images = False
-    launches = 3.0  # by the 27.8 and 29.5 tokens/s that others measured on an M3 Ultra
-    head_is_layer = True
-    offset_norms = ()
+    parameters = (
+        Parameter(r".*\.self_attn\.(A_log|dt_bias)", "rows", keeps_type=True),
+        Parameter(r".*\.(e_score_correction_bias|hc_(attn|ffn)_(fn|base|scale))", keeps_type=True),
+        Parameter(r".*\.[qkv]_conv1d\.weight", "rows", _flat_taps, _flat_taps),
+        Parameter(rf".*\.((q|kv|f|g)_b_proj|b_proj){STORED}", "rows"),
+        *PROJECTIONS,
+    )
 
     def named_fields(self, text: Text) -> Text:
+        text = super().named_fields(text)
         delta: Any = text.get("linear_attn_config")
         flat = {name: text.get(name, -5.0 if name == "linear_lower_bound" else None) for name in DELTA}
         if isinstance(delta, dict):  # the publisher's; transformers writes the values beside it, or alone
@@ -62,9 +75,6 @@ class GlmFlash(Family):
             "linear_value_head_dim": dim,
         }
 
-    def text_args(self, text: Text) -> TextModelArgs:
-        return model_args(text)
-
     def backbone(self, text: Text) -> nn.Module:
         linear = [self._is_linear(text, layer) for layer in range(text["num_hidden_layers"])]
         return GlmModel(self.text_args(text), GlmArgs.of(text), linear)
@@ -81,16 +91,25 @@ class GlmFlash(Family):
     def stage_layer(self, layer: Any) -> Layer:
         return GlmLayer(layer)
 
-    def find_problem(self, text: Text) -> str | None:
+    def find_own_problem(self, text: Text) -> str | None:
         return find_problem(text)
 
-    def streams(self, text: Text) -> int:
-        return GlmArgs.of(text).streams
+    def place(self, local: str, text: Text) -> Place | None:
+        """Return the place of a tensor. The publisher stores the MTP head as one more layer after the last one."""
+        head = f"layers.{text['num_hidden_layers']}."
+        if local.startswith(head):
+            return Place("mtp", head_name(local.removeprefix(head), self.head_modules))
+        return super().place(local, text)
 
-    def kv_values(self, text: Text, kv_heads: int, head_dim: int) -> int:
+    def attention_shape(self, text: Text) -> LayerShape:
+        """Return the latent, the key and the gate of each token, and the keys of blocks in fp32."""
         indexer = GlmArgs.of(text).indexer
-        # The key and the gate of each token, and the keys of blocks in fp32.
-        return int(text["kv_lora_rank"]) + 2 * indexer.head_dim + 2 * indexer.head_dim // indexer.block
+        index = 2 * indexer.head_dim + 2 * indexer.head_dim // indexer.block
+        return LayerShape("attention", token_values=text["kv_lora_rank"] + index)
+
+    def shape(self, text: Text) -> Shape:
+        launches = 3.0  # by the 27.8 and 29.5 tokens/s that others measured on an M3 Ultra
+        return replace(super().shape(text), streams=text["hc_mult"], launches=launches, quantizes_kv=False)
 
     def convert_text(self, text: Text) -> None:
         """Remove the fields that `named_fields` adds: other programs read those of the publisher."""
@@ -98,4 +117,4 @@ class GlmFlash(Family):
 
     @staticmethod
     def _is_linear(text: Text, layer: int) -> bool:
-        return (layer + 1) % (text.get("full_attention_interval") or 4) != 0
+        return (layer + 1) % interval_of(text) != 0
