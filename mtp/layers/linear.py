@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from mtp.device import this_device
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.exact import ExactProducts
 from mtp.layers.source_kernel import MetalKernel
@@ -37,6 +38,8 @@ class Format:
     bits: int | None = None
     group_size: int = 0
     mode: str = ""
+    columns: bool = False
+    """Dense weights in fp32 that have a row for each input."""
 
     @classmethod
     def of(cls, module: Any) -> Format | None:
@@ -68,6 +71,8 @@ class Format:
 
         All may have further axes before, as those of heads.
         """
+        if self.columns:
+            return (x.astype(mx.float32) @ weights[0]).astype(x.dtype)
         if self.bits is None:
             return x @ (weights[0].swapaxes(-1, -2) if transposed else weights[0])
         weight, scales, biases = (*weights, None)[:3]
@@ -104,6 +109,9 @@ class FusedLinear:
             return None
         names = [name for name in ("weight", "scales", "biases") if name in modules[0]]
         weights = tuple(_concatenated([module[name] for module in modules], order) for name in names)
+        if shared_format == Format() and weights[0].ndim == 2 and this_device().stores_columns:
+            shared_format, weights = Format(columns=True), (mx.contiguous(weights[0].astype(mx.float32).T),)
+            mx.eval(weights)
         if len(modules) > 1:
             mx.eval(weights)
             for module in modules:

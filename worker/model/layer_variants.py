@@ -70,8 +70,9 @@ def choose_variants(
         packer = Packer(dtype, kv_format, exact=exact)
         if modules.slices == 1 and packer.works():
             _pack(modules, packer)
-    elif device.backend == "metal" and not exact:
-        fuser = MetalFuser(modules.config.hidden_size, dtype, choice.choose)
+    elif not exact:
+        choose = choice.choose if device.backend == "metal" else lambda *_: False
+        fuser = MetalFuser(modules.config.hidden_size, dtype, choose)
         modules.replace_layers(fuser.layer)
         _mix(modules, fuser.mixer)
         modules.take_kernels(MetalKernel, fuser.picks)
