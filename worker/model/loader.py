@@ -57,6 +57,8 @@ class StageModules:
     head: MTPHead | None = None
     draft_rows: DraftRows | None = None
     """The rows of lm_head that drafts are drawn from; None for all."""
+    model_bytes: int = 0
+    """Bytes of the weights of the whole checkpoint."""
     communicator: Communicator = ALONE
     """The members of the group that holds these layers together."""
     slices: int = 1
@@ -147,6 +149,7 @@ def load_stage(
     _read(checkpoint, own, modules, dtype, on_progress, kv_sharers)
     stage = StageModules.of(checkpoint.config, span, modules)
     stage.communicator, stage.slices = communicator, slices
+    stage.model_bytes = sum(whole.part_bytes().values())
     if draft_vocab and stage.head is not None:
         part = "embed" if whole.config.tie_word_embeddings else "lm_head"
         # A member of a group, or a process with slices, has the rows in other pieces.
