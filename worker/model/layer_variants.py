@@ -24,7 +24,7 @@ from mtp.layers.cuda.dense_rows import DenseRows
 from mtp.layers.cuda.pack import Packer
 from mtp.layers.cuda.packed_linear import FEW_ROWS
 from mtp.layers.exact import ExactProducts
-from mtp.layers.layer import KernelTrial, KVFormat, Mixer
+from mtp.layers.layer import KernelTrial, KVFormat
 from mtp.layers.linear import Fuse, FusedLinear
 from mtp.layers.metal.fuse import MetalFuser
 from mtp.layers.source_kernel import HALF_TYPES, CudaKernel, MetalKernel
@@ -87,8 +87,7 @@ def choose_variants(
         fuse = partial(FusedLinear.of, columns=columns)
         choose = choice.choose if device.backend == "metal" else None
         fuser = MetalFuser(modules.config.hidden_size, dtype, choose, fuse)
-        modules.replace_layers(fuser.layer)
-        _mix(modules, fuser.mixer)
+        modules.replace_layers(fuser.layer, fuser.mixer)
         modules.take_kernels(MetalKernel, fuser.picks)
         if columns:
             _store_columns(modules, fuse, columns if wide else ())
@@ -110,8 +109,7 @@ def choose_variants(
 
 
 def _pack(modules: StageModules, packer: Packer) -> None:
-    modules.replace_layers(packer.layer)
-    _mix(modules, packer.mixer)
+    modules.replace_layers(packer.layer, packer.mixer)
     modules.take_kernels(CudaKernel, packer.picks)
     if modules.lm_head is not None:
         modules.lm_head = packer.projection(modules.lm_head)
@@ -138,12 +136,6 @@ def _store_columns(modules: StageModules, fuse: Fuse, tied: Collection[mx.Dtype]
     head: Any = modules.head
     if head is not None and "fc" in head:
         head.fc = fuse([head.fc]) or head.fc
-
-
-def _mix(modules: StageModules, replaced: Callable[[Any], Mixer]) -> None:
-    for layer in [*modules.layers, *([modules.head.block] if modules.head else [])]:
-        if layer.mixer is not None:
-            layer.mixer = replaced(layer.mixer)
 
 
 def _pin(modules: StageModules, products: ExactProducts) -> None:

@@ -22,7 +22,7 @@ from mtp.head.draft_vocabulary import DraftRows, drafted_tokens
 from mtp.head.drafter import MTPHead
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.experts import OrderedExperts
-from mtp.layers.layer import Layer, Picks
+from mtp.layers.layer import Layer, Mixer, Picks
 from mtp.layers.linear import Format
 from mtp.layers.reference import REFERENCE
 from mtp.layers.reference.slices import SlicedOutputs, SlicedSums, join_layer
@@ -71,11 +71,15 @@ class StageModules:
         embed, norm, lm_head, head = map(parts.get, ("embed", "norm", "lm_head", "mtp"))
         return cls(config, span, layers, layers[0].dtype, embed, norm, lm_head, head)
 
-    def replace_layers(self, replaced: Callable[[Any], Layer]) -> None:
-        """Replace the reference layers, that of the MTP head included. Other layers stay."""
+    def replace_layers(self, replaced: Callable[[Any], Layer], mixed: Callable[[Any], Mixer]) -> None:
+        """Replace the reference layers, that of the MTP head included, and the mixers of other layers that have one."""
 
         def once(layer: Layer) -> Layer:
-            return replaced(layer) if layer.kind == REFERENCE else layer
+            if layer.kind == REFERENCE:
+                return replaced(layer)
+            if layer.mixer is not None:
+                layer.mixer = mixed(layer.mixer)
+            return layer
 
         self.layers = [once(layer) for layer in self.layers]
         if self.head is not None:

@@ -21,9 +21,9 @@ from mtp.layers.gdn_windows import WindowMixer
 from mtp.layers.layer import KernelTrial, KVFormat, Layer, Mixer, PlainMLP, Rows
 from mtp.layers.linear import Format, Fuse, FusedLinear, FusedMLP
 from mtp.layers.metal.attention import FusedAttentionLayer, PreparedAttentionLayer, fused_projections
-from mtp.layers.metal.gdn import FusedGDNLayer, WindowGDNLayer, gated_delta_window
+from mtp.layers.metal.gdn import WindowGDNLayer, gated_delta_window
 from mtp.layers.reference import ReferenceLayer
-from mtp.layers.reference.gdn import GDNLayer, input_product
+from mtp.layers.reference.gdn import GatedDelta, GDNLayer
 from mtp.layers.source_kernel import MetalKernel
 from mtp.layers.stream_rows import NORM_SOURCE
 
@@ -54,34 +54,29 @@ class MetalFuser:
         return replaced or layer
 
     def _gdn(self, layer: GDNLayer, mlp: FusedMLP | None) -> Layer | None:
-        module, net = layer.module, layer.net
-        inputs = input_product(net, self._fuse)
+        module, net = layer.module, layer.mixer.net
+        inputs = layer.mixer.input_product(self._fuse)
         if inputs is None:
             return None
-        fused = FusedGDNLayer(module, inputs)
-        if mlp is not None:
-            fused.mlp = mlp
+        layer.mixer = layer.mixer.with_inputs(inputs)
+        layer.mlp = mlp or PlainMLP(module.mlp)
         if not self._has_window_kernel(net, inputs):
             net.out_proj = self._fuse([net.out_proj]) or net.out_proj
-            return fused
+            return layer
         window, normed = (WindowGDNLayer(module, self._dtype, inputs, mlp, fuses_norm=fuses) for fuses in (False, True))
         shapes = f"{net.num_k_heads} and {net.num_v_heads} heads"
-        if not self._wins("gated_delta_window", shapes, gdn_windows.SOURCE, window, fused):
-            return fused
+        if not self._wins("gated_delta_window", shapes, gdn_windows.SOURCE, window, layer):
+            return layer
         return normed if mlp and self._wins_norm(normed, window) else window
 
     def mixer(self, inner: Any) -> Mixer:
-        """Return `inner`, a `GDNLayer.over` the modules, fused where its weights have one format, or itself.
-
-        Another mixer has its products fused.
-        """
-        if not isinstance(inner, GDNLayer):
+        """Return `inner` fused where its weights have one format, or itself."""
+        if not isinstance(inner, GatedDelta):
             return cast(Mixer, inner.fuse(self._fuse))
         net = inner.net
-        if (inputs := input_product(net, self._fuse)) is None:
-            return cast(Mixer, inner)
-        fused = FusedGDNLayer.over(net, self._dtype)
-        fused.fuse_inputs(inputs)
+        if inner.inputs is not None or (inputs := inner.input_product(self._fuse)) is None:
+            return inner
+        fused = inner.with_inputs(inputs)
         has_kernel = self._has_window_kernel(net, inputs)
         if (out := self._fuse([net.out_proj])) is not None:
             net.out_proj = out

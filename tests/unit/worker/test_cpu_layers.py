@@ -94,7 +94,7 @@ def test_fused_layers_compute_what_the_reference_does(checkpoints: Checkpoints, 
 def columns_of(stage: Stage) -> dict[str, bool]:
     """Return which products of a GatedDeltaNet layer and of the vocabulary are stored by columns."""
     layer: Any = stage.modules.layers[0]
-    products = {"out": layer.net.out_proj, "lm_head": stage.modules.lm_head}
+    products = {"out": layer.mixer.net.out_proj, "lm_head": stage.modules.lm_head}
     found = {name: getattr(getattr(one, "format", None), "mode", "") == COLUMNS for name, one in products.items()}
     return found | {"mlp": COLUMNS in [form.mode for form in layer.mlp.formats]}
 
