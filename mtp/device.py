@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import re
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -50,6 +51,8 @@ class Device:
     """MLX wires memory, and the device recommends a limit."""
     token_major_exact: bool = False
     """The attention of `--exact` needs the keys of a token next to each other in memory."""
+    stores_columns: bool = False
+    """Products of dense weights are fastest where these are fp32 with a row for each input."""
     computes_on_host: bool = False
     """The CPU computes. MLX runs a C++ compiler for functions, multiplies unquantized experts in float32 only, and a
     recurrence of few operations is the fastest."""
@@ -58,7 +61,7 @@ class Device:
 DEVICES = {
     device.backend: device
     for device in (
-        Device("cpu", 1, 0, 0.0, (), 1, 9, None, computes_on_host=True),
+        Device("cpu", 1, 0, 0.0, (), 1, 9, None, stores_columns=sys.platform == "linux", computes_on_host=True),
         Device("metal", 4, 2**28, 0.0, (1,), 16, 64, 1, wires_memory=True),
         Device("cuda", 4, 2**28, 30.0, (1, 4, 8), 16, 512, 1, 16, 2**18, token_major_exact=True),
     )

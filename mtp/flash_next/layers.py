@@ -20,7 +20,7 @@ from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import CutAxis, Hole, KVFormat, Layer, LayerCache, Mixer, Picks, PlainMLP, Rows, checked_state
 from mtp.layers.linear import FusedLinear, side_by_side
 from mtp.layers.reference.attention import AttentionLayer
-from mtp.layers.reference.gdn import GDNLayer
+from mtp.layers.reference.gdn import GatedDelta
 from mtp.layers.rope import image_rotations, rotate, rotation_table
 from mtp.layers.source_kernel import SourceKernel
 from mtp.layers.sparse_attention import IndexedKV, SparseReads, sparse_attention
@@ -183,7 +183,7 @@ class StreamGDN(StreamLayer):
 
     def __init__(self, layer: modules.FlashNextLayer) -> None:
         super().__init__(layer)
-        self.mixer: Mixer = GDNLayer.over(layer.linear_attn, self.dtype, silu=layer.silu)
+        self.mixer: Mixer = GatedDelta(layer.linear_attn, self.dtype, silu=layer.silu)
 
     def new_cache(self, kv_format: KVFormat) -> Any:
         return self.mixer.new_cache(kv_format)

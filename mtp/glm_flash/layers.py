@@ -19,7 +19,7 @@ from mtp.layers.experts import row_experts
 from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import Hole, KVFormat, Layer, Mixer, Picks, Rows
 from mtp.layers.linear import Format, side_by_side
-from mtp.layers.reference.gdn import GDNLayer
+from mtp.layers.reference.gdn import GatedDelta
 from mtp.layers.source_kernel import SourceKernel
 from mtp.layers.sparse_attention import LatentKV, SparseReads, sparse_attention
 from proto.errors import CheckpointError, UsageError
@@ -29,7 +29,7 @@ class DeltaNet:
     """A KDA by the names of mlx-lm's `GatedDeltaNet`. Its decay has a value for each channel of a key."""
 
     def __init__(self, module: DeltaAttention, dtype: mx.Dtype) -> None:
-        self._module, sizes = module, module.args
+        self.module, sizes = module, module.args
         self.num_k_heads = self.num_v_heads = sizes.heads
         self.head_k_dim = self.head_v_dim = sizes.head_dim
         self.key_dim = self.value_dim = sizes.heads * sizes.head_dim
@@ -39,46 +39,26 @@ class DeltaNet:
         self.conv1d.weight = taps.astype(dtype)[..., None]
         self.A_log, self.dt_bias, self.bound = module.A_log, module.dt_bias, sizes.bound
         self.norm, self.out_proj = module.o_norm, module.o_proj
-        self._products = [module.q_proj, module.k_proj, module.v_proj]
+        self.products = [module.q_proj, module.k_proj, module.v_proj]
 
     def in_proj_qkv(self, x: mx.array) -> mx.array:
         """Return q, k and v before the convolution: `[rows, conv_dim]`."""
-        return mx.concatenate([product(x) for product in self._products], axis=-1)
+        return mx.concatenate([product(x) for product in self.products], axis=-1)
 
     def in_proj_z(self, x: mx.array) -> mx.array:
         """Return the inputs of the gates of the output: `[rows, value_dim]`."""
-        z: mx.array = self._module.g_b_proj(self._module.g_a_proj(x))
+        z: mx.array = self.module.g_b_proj(self.module.g_a_proj(x))
         return z
 
     def in_proj_b(self, x: mx.array) -> mx.array:
         """Return the inputs of the rates of writing: `[rows, heads]`."""
-        b: mx.array = self._module.b_proj(x)
+        b: mx.array = self.module.b_proj(x)
         return b
 
     def in_proj_a(self, x: mx.array) -> mx.array:
         """Return the inputs of the decays: `[rows, key_dim]`."""
-        a: mx.array = self._module.f_b_proj(self._module.f_a_proj(x))
+        a: mx.array = self.module.f_b_proj(self.module.f_a_proj(x))
         return a
-
-    def input_product(self, fuse: Callable[[Sequence[Any]], Any]) -> DeltaInputs | None:
-        """See `mtp.layers.reference.gdn.input_product`."""
-        net = self._module
-        second = [fuse([product]) for product in (net.g_b_proj, net.f_b_proj)]
-        # Last, because several modules that are fused lose their weights.
-        first = None if None in second else fuse([*self._products, net.g_a_proj, net.f_a_proj, net.b_proj])
-        ends = accumulate((self.conv_dim, self.head_v_dim, self.head_k_dim, self.num_v_heads))
-        return None if first is None else DeltaInputs(first, second, list(ends))
-
-    def advance(
-        self, q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """See `advance_state`. `a [n, w, heads x dim]` are the inputs of the decay."""
-        heads, dim = self.num_k_heads, self.head_k_dim
-        a, bias = a.reshape(*a.shape[:2], heads, dim), self.dt_bias.reshape(heads, dim)
-        found: tuple[mx.array, mx.array] = gated_delta_update(
-            q, k, v, a, b, self.A_log[:, None], bias, state, lower_bound=self.bound
-        )
-        return found
 
 
 @dataclass(frozen=True)
@@ -104,6 +84,27 @@ class DeltaInputs:
         qkv, z, a, b, *_ = mx.split(self.first(x), self.ends, axis=-1)
         z, a = (product(mx.contiguous(part)) for product, part in zip(self.second, (z, a), strict=True))
         return mx.concatenate([qkv, z, b, a], axis=-1)
+
+
+class KimiDelta(GatedDelta):
+    """The computation of a KDA, whose net is a `DeltaNet`."""
+
+    def input_product(self, fuse: Callable[[Sequence[Any]], Any]) -> DeltaInputs | None:
+        net, module = self.net, self.net.module
+        second = [fuse([product]) for product in (module.g_b_proj, module.f_b_proj)]
+        # Last, because several modules that are fused lose their weights.
+        first = None if None in second else fuse([*net.products, module.g_a_proj, module.f_a_proj, module.b_proj])
+        ends = accumulate((net.conv_dim, net.head_v_dim, net.head_k_dim, net.num_v_heads))
+        return None if first is None else DeltaInputs(first, second, list(ends))
+
+    def advance_state(self, *inputs: mx.array) -> tuple[mx.array, mx.array]:
+        q, k, v, a, b, state = inputs
+        net, heads, dim = self.net, self.net.num_k_heads, self.net.head_k_dim
+        a, bias = a.reshape(*a.shape[:2], heads, dim), net.dt_bias.reshape(heads, dim)
+        found: tuple[mx.array, mx.array] = gated_delta_update(
+            q, k, v, a, b, net.A_log[:, None], bias, state, lower_bound=net.bound
+        )
+        return found
 
 
 class _HeadProducts:
@@ -214,7 +215,7 @@ class GlmLayer(Layer):
         if isinstance(layer.mlp, Experts):
             self.experts = layer.mlp.fused()
         if layer.is_linear:
-            self.mixer = GDNLayer.over(DeltaNet(layer.self_attn, self.dtype), self.dtype, silu=False)
+            self.mixer = KimiDelta(DeltaNet(layer.self_attn, self.dtype), self.dtype, silu=False)
         else:
             self.mixer = LatentMixer(layer.self_attn, layer)
         streams = "hc_attn_fn" in layer

@@ -6,7 +6,7 @@ A function that runs a part of a layer takes its weights as arguments, so that l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from mtp.device import this_device
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.exact import ExactProducts
 from mtp.layers.source_kernel import MetalKernel
@@ -26,13 +27,16 @@ Weights = tuple[mx.array, ...]
 PRODUCT_ROWS = 8
 """Metal's fast product of one row with quantized weights has a multiple of this number of outputs."""
 
+COLUMNS = "columns"
+"""The mode of dense weights in fp32 that have a row for each input."""
+
 MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
 """The modes of MLX besides the affine one, by bits and group size."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """The quantization of weights, by MLX's names. `bits` None is none."""
+    """The quantization of weights, by MLX's names. `bits` None is none, and then the mode may be `COLUMNS`."""
 
     bits: int | None = None
     group_size: int = 0
@@ -41,13 +45,10 @@ class Format:
     @classmethod
     def of(cls, module: Any) -> Format | None:
         """Return the format of a linear layer that can be fused, None for any other module."""
-        if "weight" not in module or "bias" in module or "global_scale" in module:
+        dense, known = (nn.Linear, SwitchLinear), (nn.QuantizedLinear, QuantizedSwitchLinear)
+        if type(module) not in dense + known or "bias" in module or "global_scale" in module:
             return None
-        if type(module) in (nn.Linear, SwitchLinear):
-            return cls()
-        if type(module) in (nn.QuantizedLinear, QuantizedSwitchLinear):
-            return cls(module.bits, module.group_size, module.mode)
-        return None
+        return cls() if type(module) in dense else cls(module.bits, module.group_size, module.mode)
 
     @classmethod
     def stored(cls, weight: Any, scales: Any, inputs: int) -> Format:
@@ -68,6 +69,8 @@ class Format:
 
         All may have further axes before, as those of heads.
         """
+        if self.mode == COLUMNS:
+            return (x.astype(mx.float32) @ weights[0]).astype(x.dtype)
         if self.bits is None:
             return x @ (weights[0].swapaxes(-1, -2) if transposed else weights[0])
         weight, scales, biases = (*weights, None)[:3]
@@ -95,22 +98,36 @@ class FusedLinear:
         return len(formats) == len(types) == 1 and None not in formats
 
     @classmethod
-    def of(cls, modules: Sequence[Any], order: mx.array | None = None) -> FusedLinear | None:
+    def of(
+        cls, modules: Sequence[Any], order: mx.array | None = None, *, columns: Collection[mx.Dtype] = ()
+    ) -> FusedLinear | None:
         """Return `modules` as one, or None if they have different formats. Several modules lose their weights.
 
-        `order` are the outputs in another order. The modules may be those of all experts.
+        `order` are the outputs in another order. The modules may be those of all experts. Dense weights of the types
+        `columns` are stored as `by_columns` does.
         """
         if (shared_format := Format.of(modules[0])) is None or not cls.fits(modules):
             return None
         names = [name for name in ("weight", "scales", "biases") if name in modules[0]]
         weights = tuple(_concatenated([module[name] for module in modules], order) for name in names)
+        fused = cls(shared_format, weights)
+        if shared_format == Format() and weights[0].dtype in columns and weights[0].ndim == 2:
+            fused = cls.by_columns(weights[0])
         if len(modules) > 1:
             mx.eval(weights)
-            for module in modules:
-                for name in names:
-                    del module[name]
-            mx.clear_cache()
-        return cls(shared_format, weights)
+            release(modules)
+        return fused
+
+    @classmethod
+    def by_columns(cls, weight: mx.array) -> FusedLinear:
+        """Return the product with the dense `weight [outputs, inputs]`, copied to fp32 with a row for each input.
+
+        MLX calls the reference BLAS on Linux' CPUs. Its product along the outputs is vectorized, and the other one adds
+        one number after another, in the same order. One row takes half the time of weights as they are stored.
+        """
+        found = mx.contiguous(weight.astype(mx.float32).T)
+        mx.eval(found)
+        return cls(Format(mode=COLUMNS), (found,))
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return the outputs for `x [rows, inputs]`."""
@@ -135,6 +152,18 @@ class FusedLinear:
         weight, scales, *biases = self.weights
         chosen |= {"group_size": kind.group_size, "bits": kind.bits, "mode": kind.mode}
         return mx.gather_qmm(x, weight, scales, biases[0] if biases else None, **chosen)
+
+
+Fuse = Callable[..., FusedLinear | None]
+"""`FusedLinear.of`, perhaps with types to store by columns."""
+
+
+def release(modules: Sequence[Any]) -> None:
+    """Delete the weights of modules that others compute."""
+    for module in modules:
+        for name in ("weight", "scales", "biases"):
+            module.pop(name, None)
+    mx.clear_cache()
 
 
 def side_by_side(modules: Sequence[Any], fuse: Callable[[Sequence[Any]], Any]) -> Callable[[mx.array], list[mx.array]]:
@@ -165,9 +194,17 @@ COMPILED_ROWS = 64
 """Rows up to which parts of a layer are compiled. Each number of rows is traced once, and prompts have many."""
 
 
-@lru_cache(maxsize=32)
 def compiled(function: Callable[..., Any], shape: Any) -> Callable[..., Any]:
-    """Return `function` of `shape` and of arrays, traced once for each number of rows."""
+    """Return `function` of `shape` and of arrays, traced once for each number of rows, or itself on a CPU.
+
+    There MLX calls a C++ compiler, which takes seconds. For ARM it rounds sums of products once, so the bits of a row
+    would depend on the rows beside it. A layer of one row would gain a tenth.
+    """
+    return function if this_device().computes_on_host else _traced(function, shape)
+
+
+@lru_cache(maxsize=32)
+def _traced(function: Callable[..., Any], shape: Any) -> Callable[..., Any]:
     run = mx.compile(lambda *arrays: function(shape, *arrays))
     return lambda _, *arrays: run(*arrays)
 
@@ -182,15 +219,18 @@ class FusedMLP:
         self.weights = gate_up.weights, down.weights
 
     @classmethod
-    def of(cls, mlp: Any) -> FusedMLP | None:
-        """Return `mlp` fused, or None if it is no dense MLP or has different formats."""
+    def of(cls, mlp: Any, fuse: Fuse = FusedLinear.of) -> FusedMLP | None:
+        """Return `mlp` fused by `fuse`, or None if it is no dense MLP or has different formats."""
         if not all(name in mlp for name in ("gate_proj", "up_proj", "down_proj")):
             return None
         if Format.of(mlp.down_proj) is None:
             return None
-        gate_up = FusedLinear.of([mlp.gate_proj, mlp.up_proj])
-        down = FusedLinear.of([mlp.down_proj]) if gate_up else None
-        return None if gate_up is None or down is None else cls(gate_up, down)
+        gate_up = fuse([mlp.gate_proj, mlp.up_proj])
+        down = fuse([mlp.down_proj]) if gate_up else None
+        if gate_up is None or down is None:
+            return None
+        release([mlp.down_proj])
+        return cls(gate_up, down)
 
     def add_output(self, x: mx.array, norm: Callable[[mx.array], mx.array]) -> mx.array:
         return x + self.communicator.sum(gated_products(self.formats, self.weights, norm(x)))

@@ -37,7 +37,7 @@ from mtp.layers.gdn_windows import (
 from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import KVFormat, Layer, Mixer
 from mtp.layers.reference import reference_layer
-from mtp.layers.reference.gdn import GDNLayer, SigmoidGatedNorm
+from mtp.layers.reference.gdn import GatedDelta, GDNLayer, SigmoidGatedNorm
 from mtp.layers.source_kernel import CudaKernel
 from proto.frame import Admit, Segment
 from proto.span import Span
@@ -238,10 +238,10 @@ def test_tokens_at_once_are_tokens_one_by_one(recurrence: Recurrence, width: int
 def test_a_mixer_agrees_with_its_modules(silu: bool) -> None:
     """A GatedDeltaNet in a layer of Flash-Next has the kernel, with either gate, for prompts and for steps."""
     mx.random.seed(3)
-    net = cast(GDNLayer, random_stage(wide_config(EIGHTHS, 1)).layers[0]).net
+    net = cast(GDNLayer, random_stage(wide_config(EIGHTHS, 1)).layers[0]).mixer.net
     if not silu:
         net.norm = SigmoidGatedNorm(128, 1e-6)
-    _check_mixer(GDNLayer.over(net, mx.bfloat16, silu=silu), net.hidden_size)
+    _check_mixer(GatedDelta(net, mx.bfloat16, silu=silu), net.hidden_size)
 
 
 @pytest.mark.parametrize("bound", [-5.0, None])
@@ -250,7 +250,7 @@ def test_a_mixer_of_channels_agrees_with_its_modules(bound: float | None) -> Non
     _check_mixer(row_kernels.delta_mixer(mx.bfloat16, bound), row_kernels.DELTA_HIDDEN)
 
 
-def _check_mixer(modules: GDNLayer, hidden: int) -> None:
+def _check_mixer(modules: GatedDelta, hidden: int) -> None:
     """Check the kernels of `modules` against their operations, for a prompt and for steps."""
     x = mx.random.normal((40, hidden)).astype(mx.bfloat16)
 

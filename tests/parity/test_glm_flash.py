@@ -298,7 +298,7 @@ def test_the_bytes_of_a_token_and_a_sequence_are_those_of_the_config(model: Path
     surplus = 256 // 4 * TEXT["index_head_dim"] * 4
     for cost, cache in zip(costs.layers, caches, strict=True):
         assert cache.nbytes == 256 * cost.kv_bytes + cost.state_bytes - (surplus if cost.kv_bytes else 0)
-    assert isinstance(caches[0].net, DeltaNet)
+    assert isinstance(caches[0].mixer.net, DeltaNet)
 
 
 def test_what_cannot_be_served_is_refused(model: Path, tmp_path: Path, reference: Any) -> None:

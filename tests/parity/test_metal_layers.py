@@ -19,6 +19,7 @@ from mtp.layers.gdn_windows import WindowMixer
 from mtp.layers.layer import KernelTrial, KVFormat, Layer, Mixer
 from mtp.layers.metal import attention, fuse, gdn
 from mtp.layers.prepare_rows import AttentionShape
+from mtp.layers.reference.gdn import GatedDelta
 from mtp.layers.source_kernel import MetalKernel
 from proto.control import Kernels
 from proto.frame import Admit, Segment
@@ -169,7 +170,7 @@ def test_flash_next_computes_what_the_reference_does(
     with metal_path():
         stage = stage_of(path)
         mixers = [type(layer.mixer) for layer in stage.modules.layers if isinstance(layer, StreamGDN)]
-        assert mixers == [WindowMixer if dim == 128 else gdn.FusedGDNLayer] * 3
+        assert mixers == [WindowMixer if dim == 128 else GatedDelta] * 3
         found = outputs(stage)
         monkeypatch.setattr(layer_variants, "MetalFuser", unchanged)
         expected = outputs(stage_of(path))

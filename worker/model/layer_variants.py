@@ -9,22 +9,25 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mtp.device import Arithmetic, this_device
 from mtp.layers.cuda.dense_rows import DenseRows
 from mtp.layers.cuda.pack import Packer
 from mtp.layers.cuda.packed_linear import FEW_ROWS
 from mtp.layers.exact import ExactProducts
-from mtp.layers.layer import KernelTrial, KVFormat, Mixer
+from mtp.layers.layer import KernelTrial, KVFormat
+from mtp.layers.linear import Fuse, FusedLinear
 from mtp.layers.metal.fuse import MetalFuser
-from mtp.layers.source_kernel import CudaKernel, MetalKernel
+from mtp.layers.source_kernel import HALF_TYPES, CudaKernel, MetalKernel
 from proto.control import Kernels
 from proto.errors import UsageError
 from proto.state_dir import read_text, state_dir, write_private
@@ -46,6 +49,14 @@ class Variants:
     arithmetic: str
 
 
+WIDENED_BYTES = 512 * 10**6
+"""Bytes. Largest checkpoint whose half-precision weights become fp32 on a CPU, which doubles their memory.
+
+It is that of the whole checkpoint, so that all stages have one decision. The plan counts weights as stored, so a stage
+may take this much more than planned.
+"""
+
+
 def choose_variants(
     modules: StageModules,
     kv_format: KVFormat,
@@ -56,10 +67,10 @@ def choose_variants(
 ) -> Variants:
     """Replace the parts of `modules` by the fastest variants of this device. A stage is built only once from them.
 
-    CUDA kernels compute what they can on NVIDIA GPUs, but not layers in slices. On Apple GPUs fused products do, unless
-    the stage is exact: exact mode probes the products of single layers. All else stays with mlx-lm's modules. `kernels`
-    decides over this project's kernels, whose trials the state directory `state` keeps. Raises UsageError if exact mode
-    is impossible here.
+    CUDA kernels compute what they can on NVIDIA GPUs, but not layers in slices. On Apple GPUs and CPUs fused products
+    do, unless the stage is exact: exact mode probes the products of single layers. All else stays with mlx-lm's
+    modules. `kernels` decides over this project's kernels, whose trials the state directory `state` keeps. Raises
+    UsageError if exact mode is impossible here.
     """
     device = this_device()
     dtype = modules.dtype
@@ -70,11 +81,16 @@ def choose_variants(
         packer = Packer(dtype, kv_format, exact=exact)
         if modules.slices == 1 and packer.works():
             _pack(modules, packer)
-    elif device.backend == "metal" and not exact:
-        fuser = MetalFuser(modules.config.hidden_size, dtype, choice.choose)
-        modules.replace_layers(fuser.layer)
-        _mix(modules, fuser.mixer)
+    elif not exact:
+        wide = modules.model_bytes <= WIDENED_BYTES
+        columns = () if not device.stores_columns else (mx.float32, *HALF_TYPES) if wide else (mx.float32,)
+        fuse = partial(FusedLinear.of, columns=columns)
+        choose = choice.choose if device.backend == "metal" else None
+        fuser = MetalFuser(modules.config.hidden_size, dtype, choose, fuse)
+        modules.replace_layers(fuser.layer, fuser.mixer)
         modules.take_kernels(MetalKernel, fuser.picks)
+        if columns:
+            _store_columns(modules, fuse, columns if wide else ())
     if exact:
         _pin(modules, ExactProducts(dtype, DenseRows if device.backend == "cuda" else None))
     # A member alone chooses its kernels: a trial with collectives would wait for members that try others.
@@ -93,8 +109,7 @@ def choose_variants(
 
 
 def _pack(modules: StageModules, packer: Packer) -> None:
-    modules.replace_layers(packer.layer)
-    _mix(modules, packer.mixer)
+    modules.replace_layers(packer.layer, packer.mixer)
     modules.take_kernels(CudaKernel, packer.picks)
     if modules.lm_head is not None:
         modules.lm_head = packer.projection(modules.lm_head)
@@ -105,10 +120,22 @@ def _pack(modules: StageModules, packer: Packer) -> None:
         rows.module = packer.embedding(rows.module) if is_tied else packer.projection(rows.module)
 
 
-def _mix(modules: StageModules, replaced: Callable[[Any], Mixer]) -> None:
-    for layer in [*modules.layers, *([modules.head.block] if modules.head else [])]:
-        if layer.mixer is not None:
-            layer.mixer = replaced(layer.mixer)
+def _store_columns(modules: StageModules, fuse: Fuse, tied: Collection[mx.Dtype]) -> None:
+    """Fuse lm_head, the rows of drafts and the first product of the MTP head. `tied` are the types of an embedding."""
+
+    def unembedding(module: Any) -> Any:
+        is_tied = type(module) is nn.Embedding and module.weight.dtype in tied
+        return FusedLinear.by_columns(module.weight) if is_tied else fuse([module])
+
+    if modules.lm_head is not None:
+        modules.lm_head = unembedding(modules.lm_head) or modules.lm_head
+    elif modules.norm is not None:
+        modules.lm_head = unembedding(modules.embed_tokens)
+    if (rows := modules.draft_rows) is not None:
+        rows.module = unembedding(rows.module) or rows.module
+    head: Any = modules.head
+    if head is not None and "fc" in head:
+        head.fc = fuse([head.fc]) or head.fc
 
 
 def _pin(modules: StageModules, products: ExactProducts) -> None:

@@ -21,7 +21,7 @@ from mtp.head.draft_vocabulary import DraftRows, drafted_tokens
 from mtp.head.drafter import MTPHead
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.experts import OrderedExperts
-from mtp.layers.layer import Layer, Picks
+from mtp.layers.layer import Layer, Mixer, Picks
 from mtp.layers.linear import Format
 from mtp.layers.reference import REFERENCE
 from mtp.layers.reference.slices import SlicedOutputs, SlicedSums, join_layer
@@ -56,6 +56,8 @@ class StageModules:
     head: MTPHead | None = None
     draft_rows: DraftRows | None = None
     """The rows of lm_head that drafts are drawn from; None for all."""
+    model_bytes: int = 0
+    """Bytes of the weights of the whole checkpoint."""
     communicator: Communicator = ALONE
     """The members of the group that holds these layers together."""
     slices: int = 1
@@ -68,11 +70,15 @@ class StageModules:
         embed, norm, lm_head, head = map(parts.get, ("embed", "norm", "lm_head", "mtp"))
         return cls(config, span, layers, layers[0].dtype, embed, norm, lm_head, head)
 
-    def replace_layers(self, replaced: Callable[[Any], Layer]) -> None:
-        """Replace the reference layers, that of the MTP head included. Other layers stay."""
+    def replace_layers(self, replaced: Callable[[Any], Layer], mixed: Callable[[Any], Mixer]) -> None:
+        """Replace the reference layers, that of the MTP head included, and the mixers of other layers that have one."""
 
         def once(layer: Layer) -> Layer:
-            return replaced(layer) if layer.kind == REFERENCE else layer
+            if layer.kind == REFERENCE:
+                return replaced(layer)
+            if layer.mixer is not None:
+                layer.mixer = mixed(layer.mixer)
+            return layer
 
         self.layers = [once(layer) for layer in self.layers]
         if self.head is not None:
@@ -141,6 +147,7 @@ def load_stage(
     _read(checkpoint, own, modules, dtype, on_progress, kv_sharers)
     stage = StageModules.of(checkpoint.config, span, modules)
     stage.communicator, stage.slices = communicator, slices
+    stage.model_bytes = sum(whole.part_bytes().values())
     if draft_vocab and stage.head is not None:
         part = "embed" if whole.config.tie_word_embeddings else "lm_head"
         # A member of a group, or a process with slices, has the rows in other pieces.

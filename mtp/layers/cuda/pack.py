@@ -14,7 +14,7 @@ from mtp.layers.experts import fuse_experts, row_experts
 from mtp.layers.gdn_windows import WindowMixer, has_window_kernel, recurrence_of
 from mtp.layers.layer import KVFormat, Layer, Mixer, PlainMLP
 from mtp.layers.reference import ReferenceLayer
-from mtp.layers.reference.gdn import GDNLayer, input_product
+from mtp.layers.reference.gdn import GatedDelta
 from mtp.layers.source_kernel import HALF_TYPES, CudaKernel, report_fallback
 
 
@@ -57,17 +57,14 @@ class Packer:
         return packed or layer
 
     def mixer(self, inner: Any) -> Mixer:
-        """Return `inner`, a `GDNLayer.over` the modules, with the kernels, or itself where they do not compute it.
-
-        Another mixer has its products fused.
-        """
-        if not isinstance(inner, GDNLayer):
+        """Return `inner` with the kernels or with fused products, or itself where they do not compute it."""
+        if not isinstance(inner, GatedDelta):
             return cast(Mixer, inner.fuse(partial(fused, padded=True)))
         net: Any = inner.net
         if not has_window_kernel(net):
-            return cast(Mixer, inner)
+            return inner
         recurrence = recurrence_of(gated_delta_window, net, self._dtype, silu=inner.silu)
-        inputs = input_product(net, partial(fused, padded=True))
+        inputs = inner.input_product(partial(fused, padded=True))
         return WindowMixer(recurrence, self._dtype, inputs, fused([net.out_proj]))
 
     def projection(self, module: Any) -> Any:

@@ -17,12 +17,14 @@ from mtp.layers.layer import Hole, KVFormat
 from mtp.layers.linear import (
     COMPILED_ROWS,
     Format,
+    Fuse,
     FusedLinear,
     FusedMLP,
     Weights,
     add_norm,
     compiled,
     gated_products,
+    release,
 )
 from mtp.layers.prepare_rows import (
     HEAD_DIM,
@@ -39,8 +41,8 @@ Projections = tuple[FusedLinear, FusedLinear]
 """The input projections of a layer as one, and its output projection."""
 
 
-def fused_projections(attention: Any) -> Projections | None:
-    """Return the projections of a layer, or None if they have different formats."""
+def fused_projections(attention: Any, fuse: Fuse = FusedLinear.of) -> Projections | None:
+    """Return the projections of a layer, fused by `fuse`, or None if they have different formats."""
     if attention.q_norm.eps != attention.k_norm.eps or Format.of(attention.o_proj) is None:
         return None
     heads, dim = attention.num_attention_heads, attention.head_dim
@@ -50,9 +52,12 @@ def fused_projections(attention: Any) -> Projections | None:
     order = [alternating[:, 0].flatten(), 2 * heads * dim + mx.arange(keys)]
     order.append(alternating[:, 1].flatten())
     parts = [attention.q_proj, attention.k_proj, attention.v_proj]
-    inputs = FusedLinear.of(parts, mx.concatenate(order))
-    out = FusedLinear.of([attention.o_proj])
-    return None if inputs is None or out is None else (inputs, out)
+    inputs = fuse(parts, mx.concatenate(order))
+    out = fuse([attention.o_proj])
+    if inputs is None or out is None:
+        return None
+    release([attention.o_proj])
+    return inputs, out
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from mtp.layers import gdn_windows, prepare_rows
 from mtp.layers.experts import fuse_experts, row_experts
 from mtp.layers.gdn_windows import WindowMixer
 from mtp.layers.layer import KernelTrial, KVFormat, Layer, Mixer, PlainMLP, Rows
-from mtp.layers.linear import Format, FusedLinear, FusedMLP
+from mtp.layers.linear import Format, Fuse, FusedLinear, FusedMLP
 from mtp.layers.metal.attention import FusedAttentionLayer, PreparedAttentionLayer, fused_projections
-from mtp.layers.metal.gdn import FusedGDNLayer, WindowGDNLayer, gated_delta_window
+from mtp.layers.metal.gdn import WindowGDNLayer, gated_delta_window
 from mtp.layers.reference import ReferenceLayer
-from mtp.layers.reference.gdn import GDNLayer, input_product
+from mtp.layers.reference.gdn import GatedDelta, GDNLayer
 from mtp.layers.source_kernel import MetalKernel
 from mtp.layers.stream_rows import NORM_SOURCE
 
@@ -34,54 +34,53 @@ Choose = Callable[[str, str, str, Callable[[], KernelTrial]], bool]
 class MetalFuser:
     """The layers of a stage in fused products. Its activations are `[rows, hidden]` of `dtype`.
 
-    `choose` decides over each kernel, by a trial of one layer with it and without it.
+    `choose` decides over each kernel, by a trial of one layer with it and without it. None is a device without kernels.
+    `fuse` makes the products.
     """
 
-    def __init__(self, hidden: int, dtype: mx.Dtype, choose: Choose) -> None:
+    def __init__(self, hidden: int, dtype: mx.Dtype, choose: Choose | None, fuse: Fuse = FusedLinear.of) -> None:
         self._hidden, self._dtype = hidden, dtype
-        self._choose = choose
+        self._choose, self._fuse = choose, fuse
 
     def layer(self, layer: ReferenceLayer) -> Layer:
         """Return `layer` fused where its weights have one format, or itself."""
         module: Any = layer.module
         fused_experts = fuse_experts(module.mlp)
         module.mlp = row_experts(fused_experts, self._dtype, MetalKernel, self.picks)
-        mlp = FusedMLP.of(module.mlp)
+        mlp = FusedMLP.of(module.mlp, self._fuse)
         replaced = self._gdn(layer, mlp) if isinstance(layer, GDNLayer) else self._attention(module, mlp)
         if replaced is None:
             layer.mlp = mlp or PlainMLP(module.mlp)
         return replaced or layer
 
     def _gdn(self, layer: GDNLayer, mlp: FusedMLP | None) -> Layer | None:
-        module, net = layer.module, layer.net
-        inputs = input_product(net, FusedLinear.of)
+        module, net = layer.module, layer.mixer.net
+        inputs = layer.mixer.input_product(self._fuse)
         if inputs is None:
             return None
-        fused = FusedGDNLayer(module, inputs)
-        if mlp is not None:
-            fused.mlp = mlp
+        layer.mixer = layer.mixer.with_inputs(inputs)
+        layer.mlp = mlp or PlainMLP(module.mlp)
         if not self._has_window_kernel(net, inputs):
-            return fused
+            net.out_proj = self._fuse([net.out_proj]) or net.out_proj
+            return layer
         window, normed = (WindowGDNLayer(module, self._dtype, inputs, mlp, fuses_norm=fuses) for fuses in (False, True))
         shapes = f"{net.num_k_heads} and {net.num_v_heads} heads"
-        if not self._wins("gated_delta_window", shapes, gdn_windows.SOURCE, window, fused):
-            return fused
+        if not self._wins("gated_delta_window", shapes, gdn_windows.SOURCE, window, layer):
+            return layer
         return normed if mlp and self._wins_norm(normed, window) else window
 
     def mixer(self, inner: Any) -> Mixer:
-        """Return `inner`, a `GDNLayer.over` the modules, fused where its weights have one format, or itself.
-
-        Another mixer has its products fused.
-        """
-        if not isinstance(inner, GDNLayer):
-            return cast(Mixer, inner.fuse(FusedLinear.of))
+        """Return `inner` fused where its weights have one format, or itself."""
+        if not isinstance(inner, GatedDelta):
+            return cast(Mixer, inner.fuse(self._fuse))
         net = inner.net
-        if (inputs := input_product(net, FusedLinear.of)) is None:
-            return cast(Mixer, inner)
-        fused = FusedGDNLayer.over(net, self._dtype)
-        fused.fuse_inputs(inputs)
-        out = FusedLinear.of([net.out_proj])
-        if out is None or not self._has_window_kernel(net, inputs):
+        if inner.inputs is not None or (inputs := inner.input_product(self._fuse)) is None:
+            return inner
+        fused = inner.with_inputs(inputs)
+        has_kernel = self._has_window_kernel(net, inputs)
+        if (out := self._fuse([net.out_proj])) is not None:
+            net.out_proj = out
+        if out is None or not has_kernel:
             return fused
         recurrence = gdn_windows.recurrence_of(gated_delta_window, net, self._dtype, silu=inner.silu)
         window = WindowMixer(recurrence, self._dtype, inputs, out)
@@ -94,17 +93,20 @@ class MetalFuser:
 
     def _has_window_kernel(self, net: Any, inputs: Any) -> bool:
         return (
-            gdn_windows.has_window_kernel(net)
+            self._choose is not None
+            and gdn_windows.has_window_kernel(net)
             and inputs.dtype in (self._dtype, mx.uint8)
             and Format.of(net.out_proj) is not None
         )
 
     def _attention(self, module: Any, mlp: FusedMLP | None) -> Layer | None:
         attention = module.self_attn
-        parts = fused_projections(attention)
+        parts = fused_projections(attention, self._fuse)
         if parts is None:
             return None
         best = FusedAttentionLayer(module, parts, mlp, fuses_norm=False)
+        if self._choose is None:
+            return best
         if prepare_rows.can_prepare(attention):
             prepared = PreparedAttentionLayer(module, parts, mlp, fuses_norm=False)
             shapes = f"{attention.num_attention_heads} and {attention.num_key_value_heads} heads"
@@ -115,6 +117,8 @@ class MetalFuser:
 
     def picks(self, kernel: str, shapes: str, source: str, width: int, own: Rows, replaced: Rows) -> bool:
         """Return whether to use `kernel`, by a trial of `own` and `replaced`."""
+        if self._choose is None:
+            return False
         first, second = (PartTrial(lambda x, *_, part=part: part(x)) for part in (own, replaced))
         trial = partial(try_layer, first, second, width, self._dtype)
         return self._choose(kernel, f"{shapes}, rows of {width} in {self._dtype}", source, trial)
@@ -124,6 +128,7 @@ class MetalFuser:
 
     def _wins(self, kernel: str, shapes: str, source: str, with_kernel: Tried, without: Tried) -> bool:
         """Return whether a layer with `kernel` is right and not slower than the same layer without it."""
+        assert self._choose is not None
         known = f"{shapes}, rows of {self._hidden} in {self._dtype}"
         trial = partial(try_layer, with_kernel, without, self._hidden, self._dtype)
         return self._choose(kernel, known, source, trial)

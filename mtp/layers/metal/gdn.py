@@ -1,4 +1,4 @@
-"""GatedDeltaNet layers in fused products, with this project's kernel for windows or with mlx-lm's."""
+"""GatedDeltaNet layers in fused products with this project's kernel for windows."""
 
 from __future__ import annotations
 
@@ -23,31 +23,9 @@ from mtp.layers.gdn_windows import (
 )
 from mtp.layers.layer import Hole, KVFormat, Layer, PlainMLP
 from mtp.layers.linear import COMPILED_ROWS, Format, FusedLinear, FusedMLP, add_norm, compiled, gated_products
-from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.source_kernel import MetalKernel
 
 gated_delta_window = window_kernel(MetalKernel)
-
-
-class FusedGDNLayer(GDNLayer):
-    """A layer of mlx-lm's modules whose input projections are one."""
-
-    kind = "fused"
-
-    def __init__(self, layer: DecoderLayer, inputs: FusedLinear) -> None:
-        super().__init__(layer)
-        self.fuse_inputs(inputs)
-
-    def fuse_inputs(self, inputs: FusedLinear) -> None:
-        """Use `inputs` in place of the projections of the GatedDeltaNet."""
-        net = self.net
-        self._inputs = inputs
-        self._ends = [net.conv_dim, net.conv_dim + net.value_dim]
-        self._ends.append(self._ends[1] + net.num_v_heads)
-
-    def _project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        qkv, z, b, a = mx.split(self._inputs(x), self._ends, axis=-1)
-        return qkv, z, b, a
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
-from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
+from mlx_lm.models.qwen3_5 import DecoderLayer
 
 from mtp.device import this_device
 from mtp.layers.exact import ExactProducts
@@ -58,17 +58,18 @@ class GDNCache(LayerCache):
     `conv [1, kernel - 1, conv_dim]` are the last inputs of the convolution. `state [1, v_heads, v_dim, k_dim]` is fp32.
     """
 
-    net: Any
+    mixer: GatedDelta
     conv: mx.array
     state: mx.array
     tapes: list[Tape] = field(default_factory=list)
 
     @classmethod
-    def empty(cls, net: Any, dtype: mx.Dtype) -> GDNCache:
-        """Return the state before the first token, with `conv` of `dtype`."""
+    def empty(cls, mixer: GatedDelta) -> GDNCache:
+        """Return the state of `mixer` before the first token."""
+        net, dtype = mixer.net, mixer.dtype
         conv = mx.zeros((1, net.conv_kernel_size - 1, net.conv_dim), dtype)
         shape = (1, net.num_v_heads, net.head_v_dim, net.head_k_dim)
-        return cls(net, conv, mx.zeros(shape, mx.float32))
+        return cls(mixer, conv, mx.zeros(shape, mx.float32))
 
     def apply_commit(self, whole: int, cut: int | None, trim: int) -> None:
         """Remove the tapes of `whole` accepted windows. With `cut`, keep `cut` tokens of the next window.
@@ -87,11 +88,11 @@ class GDNCache(LayerCache):
         self.conv = mx.concatenate([self.conv, tape.qkv[:, :cut]], axis=1)[:, cut:]
         k = tape.k[:, :cut]  # also in place of q, which only the output depends on
         inputs = k, k, tape.v[:, :cut], tape.a[:, :cut], tape.b[:, :cut]
-        _, self.state = advance_net(self.net, *inputs, self.state)
+        _, self.state = self.mixer.advance_state(*inputs, self.state)
 
     def copy(self) -> GDNCache:
         """Return an independent copy in its own memory. Rows that ran together share their memory."""
-        return GDNCache(self.net, mx.contiguous(self.conv), mx.contiguous(self.state))
+        return GDNCache(self.mixer, mx.contiguous(self.conv), mx.contiguous(self.state))
 
     def arrays(self) -> list[mx.array]:
         return [self.conv, self.state]
@@ -105,41 +106,31 @@ class GDNCache(LayerCache):
 
     @property
     def cut_axes(self) -> tuple[CutAxis | None, ...]:
-        keys, values = self.net.num_k_heads * self.net.head_k_dim, self.net.num_v_heads * self.net.head_v_dim
+        net = self.mixer.net
+        keys, values = net.num_k_heads * net.head_k_dim, net.num_v_heads * net.head_v_dim
         return CutAxis(2, (keys, keys, values)), HEADS
 
 
 class GDNLayer(Layer):
-    """A GatedDeltaNet layer that runs the modules of mlx-lm."""
-
-    kind = REFERENCE
-    silu = True
+    """A GatedDeltaNet layer that runs the modules of mlx-lm, perhaps with fused products."""
 
     def __init__(self, layer: DecoderLayer) -> None:
         self.module = layer
         self.norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
-        self.net: Any = layer.linear_attn
         self.dtype: mx.Dtype = layer.input_layernorm.weight.dtype
+        self.mixer: GatedDelta = GatedDelta(layer.linear_attn, self.dtype)
         self.mlp: MLP = PlainMLP(layer.mlp)
-        self._together = True
 
-    @classmethod
-    def over(cls, net: Any, dtype: mx.Dtype, *, silu: bool = True) -> Self:
-        """Return the computation of a GatedDeltaNet alone, for `mix`. It has neither norms nor an MLP.
-
-        The gate of its output is `silu` or sigmoid.
-        """
-        layer = cls.__new__(cls)
-        layer.net, layer.dtype, layer._together, layer.silu = net, dtype, True, silu
-        return layer
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return self.mixer.kind
 
     def new_cache(self, kv_format: KVFormat) -> GDNCache:
-        return GDNCache.empty(self.net, self.dtype)
+        return self.mixer.new_cache(kv_format)
 
     def pin_exact(self, products: ExactProducts) -> None:
-        products.replace_children(self.net)
+        self.mixer.pin_exact(products)
         self.mlp.pin_exact(products)
-        self._together = products.queries is None
 
     def forward(
         self,
@@ -149,8 +140,50 @@ class GDNLayer(Layer):
         stay_open: Sequence[bool] = (),
         holes: Sequence[Hole] = (),
     ) -> mx.array:
-        mixed = self.mix(self.norm(x), caches, widths, stay_open)
+        mixed = self.mixer.mix(self.norm(x), caches, widths, stay_open)
         return self.mlp.add_output(x + self.communicator.sum(mixed), self.mlp_norm)
+
+
+class GatedDelta:
+    """A GatedDeltaNet by the modules of mlx-lm, without the layer around it. See `Mixer`.
+
+    The gate of its output is `silu` or sigmoid. `inputs` is the fused product of its inputs.
+    """
+
+    def __init__(self, net: Any, dtype: mx.Dtype, *, silu: bool = True, inputs: Any = None) -> None:
+        self.net, self.dtype, self.silu, self.inputs = net, dtype, silu, inputs
+        self._together = True
+        self._ends = list(accumulate((net.conv_dim, net.value_dim, net.num_v_heads)))
+
+    @property
+    def kind(self) -> str:
+        """The variant, as `Layer.kind`."""
+        return REFERENCE if self.inputs is None else "fused"
+
+    def with_inputs(self, inputs: Any) -> Self:
+        """Return the mixer with the product `inputs`, one of `input_product`."""
+        return type(self)(self.net, self.dtype, silu=self.silu, inputs=inputs)
+
+    def input_product(self, fuse: Callable[[Sequence[Any]], Any]) -> Any:
+        """Return the product that has q, k, v, z, b and a of a row in one, of modules that `fuse` joins.
+
+        Returns None if `fuse` returns it, as for modules of different formats.
+        """
+        net = self.net
+        return fuse([net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a])
+
+    def advance_state(self, *inputs: mx.array) -> tuple[mx.array, mx.array]:
+        """Advance the state, the last of `inputs`, over its rows. See the function of this name."""
+        q, k, v, a, b, state = inputs
+        return advance_state(q, k, v, a, b, self.net.A_log, self.net.dt_bias, state)
+
+    def new_cache(self, kv_format: KVFormat) -> GDNCache:
+        return GDNCache.empty(self)
+
+    def pin_exact(self, products: ExactProducts) -> None:
+        """See `Layer.pin_exact`."""
+        products.replace_children(self.net)
+        self._together = products.queries is None
 
     def mix(
         self,
@@ -197,7 +230,7 @@ class GDNLayer(Layer):
         conv_input = mx.concatenate([held, qkv], axis=1)
         q, k, v = self._convolve(conv_input)
         before = _concatenated([c.state for c in caches])
-        out, state = advance_net(self.net, q, k, v, a, b, before)
+        out, state = self.advance_state(q, k, v, a, b, before)
         # A contiguous copy, since a view of three rows would keep the inputs of the whole chunk in memory.
         conv = mx.contiguous(conv_input[:, width:])
         for i, cache in enumerate(caches):
@@ -211,7 +244,10 @@ class GDNLayer(Layer):
     def _project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Return qkv, z, b and a of `x [rows, hidden]`."""
         net = self.net
-        return net.in_proj_qkv(x), net.in_proj_z(x), net.in_proj_b(x), net.in_proj_a(x)
+        if self.inputs is None:
+            return net.in_proj_qkv(x), net.in_proj_z(x), net.in_proj_b(x), net.in_proj_a(x)
+        qkv, z, b, a = mx.split(self.inputs(x), self._ends, axis=-1)
+        return qkv, z, b, a
 
     def _convolve(self, conv_input: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Return q, k and v `[n, w, heads, dim]` of `conv_input [n, w + 3, channels]`, q and k normalized."""
@@ -249,26 +285,6 @@ class SigmoidGatedNorm(nn.Module):
 def _concatenated(states: Sequence[mx.array]) -> mx.array:
     """Return the states `[1, …]` of n sequences as one `[n, …]`."""
     return states[0] if len(states) == 1 else mx.concatenate(list(states))
-
-
-def input_product(net: Any, fuse: Callable[[Sequence[Any]], Any]) -> Any:
-    """Return the product that has q, k, v, z, b and a of a row in one, of modules that `fuse` joins.
-
-    Returns None if `fuse` returns it, as for modules of different formats.
-    """
-    if not isinstance(net, GatedDeltaNet):
-        return net.input_product(fuse)
-    return fuse([net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a])
-
-
-def advance_net(net: Any, *inputs: mx.array) -> tuple[mx.array, mx.array]:
-    """Advance the state, the last of `inputs`, by the rule of `net`. See `advance_state`."""
-    if not isinstance(net, GatedDeltaNet):
-        found: tuple[mx.array, mx.array] = net.advance(*inputs)
-        return found
-    *rows, state = inputs
-    q, k, v, a, b = rows
-    return advance_state(q, k, v, a, b, net.A_log, net.dt_bias, state)
 
 
 def advance_state(

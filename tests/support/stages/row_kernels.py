@@ -10,11 +10,11 @@ import mlx.nn as nn
 from mtp.checkpoint.hub.published import GLM_FLASH
 from mtp.glm_flash.args import GlmArgs
 from mtp.glm_flash.family import GlmFlash
-from mtp.glm_flash.layers import DeltaNet
+from mtp.glm_flash.layers import DeltaNet, KimiDelta
 from mtp.glm_flash.modules import DecoderLayer, DeltaAttention
 from mtp.glm_flash.streams import HyperConnection
 from mtp.layers.experts import FusedExperts, Routing, RowExperts, fuse_experts, has_row_kernels
-from mtp.layers.reference.gdn import GDNLayer
+from mtp.layers.reference.gdn import GatedDelta
 from mtp.layers.source_kernel import SourceKernel
 from mtp.layers.stream_rows import add_and_norm
 from tests.unit.mtp.test_experts import block_of
@@ -85,7 +85,7 @@ def check_streams(language: type[SourceKernel], dtype: mx.Dtype, rows: int) -> N
 DELTA_HIDDEN = 512
 
 
-def delta_mixer(dtype: mx.Dtype, bound: float | None) -> GDNLayer:
+def delta_mixer(dtype: mx.Dtype, bound: float | None) -> GatedDelta:
     """Return a Kimi Delta Attention of two heads in 4 bits, which MLX's operations compute."""
     mx.random.seed(3)
     delta = GLM_FLASH["linear_attn_config"] | {"num_heads": 2}
@@ -96,7 +96,7 @@ def delta_mixer(dtype: mx.Dtype, bound: float | None) -> GDNLayer:
     module.dt_bias = mx.random.normal(module.dt_bias.shape)
     module.set_dtype(dtype)
     nn.quantize(module, 64, 4)
-    return GDNLayer.over(DeltaNet(module, dtype), dtype, silu=False)
+    return KimiDelta(DeltaNet(module, dtype), dtype, silu=False)
 
 
 def check_hyper_connections(language: type[SourceKernel], dtype: mx.Dtype, rows: int) -> None:
