@@ -19,7 +19,7 @@ from tests.conftest import Checkpoints
 from tests.support.stages.chain import random_tokens
 from worker.model import layer_variants
 from worker.model.loader import load_stage
-from worker.model.stage import Stage
+from worker.model.stage import StageForward
 
 LAYERS = 4
 FORMS: dict[str, dict[str, Any]] = {
@@ -38,12 +38,14 @@ SOME = (2, 3, 4, 5, 7, 8, 9, 16, 17, 33, 64, 65, MOST)
 TOKENS = random_tokens(MOST + 1, seed=3)
 
 
-def stage_of(path: Path, **options: Any) -> Stage:
+def stage_of(path: Path, **options: Any) -> StageForward:
     span = Span(0, LAYERS)
-    return Stage(load_stage(Checkpoint.open(path), span, first=True, last=True, dtype=None), KVFormat(), **options)
+    return StageForward(
+        load_stage(Checkpoint.open(path), span, first=True, last=True, dtype=None), KVFormat(), **options
+    )
 
 
-def logits_of(stage: Stage, frames: Sequence[tuple[int, ...]]) -> list[mx.array]:
+def logits_of(stage: StageForward, frames: Sequence[tuple[int, ...]]) -> list[mx.array]:
     """Return the logits of each of the sequences, which have so many rows in each of the frames."""
     modules: Any = stage.modules
     unembed = modules.lm_head or modules.embed_tokens.as_linear
@@ -91,7 +93,7 @@ def test_fused_layers_compute_what_the_reference_does(checkpoints: Checkpoints, 
         assert (mx.abs(found - expected).max() <= limit * mx.abs(expected).max()).item()
 
 
-def columns_of(stage: Stage) -> dict[str, bool]:
+def columns_of(stage: StageForward) -> dict[str, bool]:
     """Return which products of a GatedDeltaNet layer and of the vocabulary are stored by columns."""
     layer: Any = stage.modules.layers[0]
     products = {"out": layer.mixer.net.out_proj, "lm_head": stage.modules.lm_head}
