@@ -343,7 +343,7 @@ async def chat_answer(
 def _with_limit(request: GenerationRequest, emitted: Sequence[int], limit: Json) -> GenerationRequest:
     """Return a restored request with the limit of its reasoning, which earlier releases kept beside it.
 
-    They left the tokens that close the reasoning out of `emitted`. Raises RequestError for an answer that cannot go on without them.
+    They left the tokens that close the reasoning out of `emitted`. Raises RequestError if the limit ended without them.
     """
     if not limit or request.params.reasoning_budget is not None:
         return request
