@@ -1,4 +1,4 @@
-"""The constraint of an answer: a grammar, and the end of its reasoning. It is a pure function of parameters and answer."""
+"""The constraint of an answer: a grammar, and the end of its reasoning. Parameters and the answer decide alone."""
 
 from __future__ import annotations
 
