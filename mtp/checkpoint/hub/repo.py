@@ -1,6 +1,7 @@
-"""Byte ranges of the files of a hub repo, and whole files by the hub's library.
+"""Byte ranges of the files of a hub repo.
 
-`HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE` and the standard cache apply.
+The hub's library downloads whole files, and discards an interrupted one. `HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE`
+and the standard cache apply.
 """
 
 from __future__ import annotations
@@ -12,18 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from queue import Empty, SimpleQueue
 from typing import Any, Self
 
 import httpx
-from huggingface_hub import (
-    HfApi,
-    constants,
-    get_token,
-    hf_hub_download,
-    hf_hub_url,
-    set_client_factory,
-    try_to_load_from_cache,
-)
+from huggingface_hub import HfApi, constants, get_token, hf_hub_url, set_client_factory, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.hf_api import RepoFile
@@ -32,7 +26,7 @@ from huggingface_hub.utils._validators import validate_repo_id
 
 from mtp.checkpoint.format import shard
 from mtp.checkpoint.hub.known_repos import known_repo
-from proto.errors import CheckpointError, NotReadyError
+from proto.errors import CheckpointError, ClusterError, NotReadyError
 from proto.terminal.progress import OnProgress
 
 CONNECT_SECONDS = 10.0
@@ -284,6 +278,9 @@ class HubRepo:
         return CheckpointError(f"{self.repo}: file {file} not found at revision {self.revision}")
 
 
+THREADS = 4
+"""Files downloaded at once, since one connection seldom fills a fast line."""
+
 REPORT_SECONDS = 0.25
 """Seconds between two progress reports, and the longest delay of an interruption."""
 
@@ -298,11 +295,9 @@ class Blob:
 
     @property
     def done(self) -> int:
-        """Bytes on this disk. The library writes each download into a file with another suffix."""
-        if self.path.exists():
-            return self.size
-        parts = [part.stat().st_blocks * 512 for part in self.path.parent.glob(f"{self.path.name}.*.incomplete")]
-        return min(self.size, max(parts, default=0))
+        """Bytes on this disk."""
+        missing = shard.PartFile(self.path, self.size).missing_bytes()
+        return self.size if self.path.exists() else self.size - missing
 
 
 def find_blobs(repo: str, commit: str) -> list[Blob]:
@@ -328,34 +323,61 @@ def download_blobs(
     on_progress: OnProgress = lambda done, total: None,
     stop: threading.Event | None = None,
 ) -> None:
-    """Download the blobs that are not in the cache, one by one. Raises CheckpointError, and the library's errors.
+    """Download the blobs that are not in the cache, and continue those of an interrupted call. Raises CheckpointError.
 
     `on_progress(done, total)` receives bytes of all blobs, on this thread. `stop` ends the call from another thread
-    with NotReadyError; KeyboardInterrupt ends it on this one. A file that was interrupted starts again.
+    with NotReadyError; KeyboardInterrupt ends it on this one.
     """
-    total, ended = sum(blob.size for blob in blobs), threading.Event()
-    shard.check_free_space(Path(constants.HF_HUB_CACHE), total - sum(blob.done for blob in blobs))
-    errors: list[Exception] = []
+    stopped = stop or threading.Event()
+    total = sum(blob.size for blob in blobs)
+    waiting: SimpleQueue[Blob] = SimpleQueue()
+    for blob in blobs:
+        if not blob.path.exists():
+            waiting.put(blob)
+    errors: list[ClusterError | OSError] = []
 
     def download() -> None:
         try:
-            for blob in blobs:
-                if not ended.is_set():
-                    blob.path.with_name(f"{blob.path.name}.part").unlink(missing_ok=True)  # of an earlier release
-                    hf_hub_download(repo, blob.file, revision=commit)
-        except Exception as error:
+            with HubRepo(repo, commit) as source:
+                while not stopped.is_set():
+                    _download_one(source, waiting.get_nowait(), stopped)
+        except Empty:
+            pass
+        except (ClusterError, OSError) as error:
             errors.append(error)
+            stopped.set()
 
-    # A daemon thread: the process must be able to end while it waits for the network.
-    thread = threading.Thread(target=download, daemon=True)
-    thread.start()
+    # Daemon threads: the process must be able to end while one of them waits for the network.
+    count = min(THREADS, waiting.qsize())
+    threads = [threading.Thread(target=download, daemon=True) for _ in range(count)]
     try:
-        while thread.is_alive():
-            thread.join(REPORT_SECONDS)
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads) and not stopped.is_set():
+            stopped.wait(REPORT_SECONDS)
             on_progress(sum(blob.done for blob in blobs), total)
-            if stop is not None and stop.is_set():
-                raise NotReadyError(f"model {repo}: the download stopped. The next start continues it.")
+        if stopped.is_set():
+            raise errors[0] if errors else _interrupted(repo)
     finally:
-        ended.set()
-    for error in errors:
-        raise error
+        stopped.set()
+
+
+def _download_one(source: HubRepo, blob: Blob, stop: threading.Event) -> None:
+    """Download the missing bytes of a blob, or wait until another process has done it."""
+    blob.path.parent.mkdir(parents=True, exist_ok=True)
+    file = shard.PartFile(blob.path, blob.size)
+
+    def write_rest() -> None:
+        for piece in source.read_range(blob.file, file.written, blob.size):
+            file.write(piece)
+            check_stop()
+
+    def check_stop(seconds: float = 0.0) -> None:
+        if stop.wait(seconds):
+            raise _interrupted(source.repo)
+
+    file.complete(write_rest, lambda: check_stop(REPORT_SECONDS))
+
+
+def _interrupted(repo: str) -> NotReadyError:
+    return NotReadyError(f"model {repo}: the download stopped. The next start continues it.")
