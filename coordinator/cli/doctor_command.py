@@ -17,10 +17,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from coordinator.cli import doctor_checks as checks
+from coordinator.cli.doctor_checks import Finding, Verdict
 from coordinator.cluster.discovery import Discovery
-from coordinator.doctor import checks
-from coordinator.doctor.checks import Finding, Verdict
-from coordinator.doctor.kernels import check_kernels
 from coordinator.pipeline.worker_connection import ConnectionPolicy
 from coordinator.serve.options import ModelOption, NoMdnsOption, WorkersOption
 from coordinator.trust.cluster_trust import ClusterTrust
@@ -58,7 +57,7 @@ class Diagnosis:
         """Check the versions, the device, the kernels, the workers and the network, and return the findings."""
         await self.check("versions", checks.check_versions)
         await self.check("device", checks.check_device)
-        await self.check("kernels", check_kernels, self.checkpoint)
+        await self.check("kernels", checks.check_kernels, self.checkpoint)
         await self._check_network()
         return self.findings
 

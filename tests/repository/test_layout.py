@@ -59,17 +59,14 @@ worker.node: mtp mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.
 coordinator: mtp
 coordinator.answers: coordinator.prompts coordinator.schedule coordinator.status coordinator.text
     coordinator.web proto
-coordinator.cli: coordinator.answers coordinator.cluster coordinator.doctor coordinator.drafts
-    coordinator.pipeline coordinator.planning coordinator.schedule coordinator.serve
-    coordinator.status coordinator.text coordinator.trust coordinator.web mtp.checkpoint.convert
-    mtp.checkpoint.format mtp.checkpoint.hub mtp.vision proto proto.rpc proto.terminal proto.trust
-    worker.engine
+coordinator.cli: coordinator.answers coordinator.cluster coordinator.drafts coordinator.pipeline
+    coordinator.planning coordinator.schedule coordinator.serve coordinator.status coordinator.text
+    coordinator.trust coordinator.web mtp.checkpoint.convert mtp.checkpoint.format
+    mtp.checkpoint.hub mtp.vision proto proto.rpc proto.terminal proto.trust worker.engine
 coordinator.cluster: coordinator.pipeline coordinator.planning mtp mtp.checkpoint.format proto
     proto.rpc proto.terminal
 coordinator.dialects: coordinator.answers coordinator.prompts coordinator.schedule coordinator.text
     coordinator.web proto
-coordinator.doctor: coordinator.drafts coordinator.pipeline coordinator.schedule coordinator.text
-    mtp.checkpoint.format proto proto.rpc proto.terminal worker.engine
 coordinator.drafts: proto
 coordinator.images: mtp.checkpoint.format mtp.vision proto worker.engine
 coordinator.pipeline: coordinator.planning coordinator.status mtp mtp.checkpoint.format mtp.vision
@@ -94,8 +91,8 @@ coordinator.web: coordinator.images coordinator.schedule coordinator.status coor
 COMPOSITION_ROOTS = {
     "coordinator.images.encoder",
     "coordinator.pipeline.local_pipeline",
+    "coordinator.cli.doctor_checks",
     "coordinator.cli.doctor_command",
-    "coordinator.doctor.checks",
 }
 """The modules of `coordinator` that import `worker`: they run stages in this process, or measure this machine."""
 
@@ -104,7 +101,7 @@ FLOORS = (
     {"coordinator.status", "coordinator.trust"},
     {"coordinator.pipeline"},
     {"coordinator.cluster", "coordinator.schedule"},
-    {"coordinator.doctor", "coordinator.web"},
+    {"coordinator.web"},
     {"coordinator.prompts"},
     {"coordinator.answers"},
     {"coordinator.dialects"},

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.cli import doctor_command
+from coordinator.cli.doctor_checks import Finding, Verdict
 from coordinator.cli.doctor_command import Diagnosis, json_report
-from coordinator.doctor.checks import Finding, Verdict
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import CheckpointError

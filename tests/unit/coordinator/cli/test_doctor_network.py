@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.doctor.checks import Finding, Verdict, check_thunderbolt, check_worker
+from coordinator.cli.doctor_checks import Finding, Verdict, check_thunderbolt, check_worker
 from coordinator.pipeline.worker_connection import Candidate, ConnectionPolicy
 from proto import cluster_pb2 as pb
 from proto.frame import VERSION

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.doctor import checks
-from coordinator.doctor.checks import Verdict, check_device, check_versions
+from coordinator.cli import doctor_checks as checks
+from coordinator.cli.doctor_checks import Verdict, check_device, check_versions
 
 
 def on_mac(patch: pytest.MonkeyPatch, release: str, machine: str) -> None:
