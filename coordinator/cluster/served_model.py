@@ -25,6 +25,7 @@ from mtp.checkpoint.format.shard import TensorInfo, read_file
 from proto import cluster_pb2 as pb
 from proto.errors import ProtocolError
 from proto.span import Span
+from proto.stage_options import StageOptions
 from proto.terminal.progress import OnProgress
 
 PIECE_BYTES = 1024 * 1024
@@ -114,25 +115,17 @@ SMALLEST_CONTEXT = 4096
 class ServedModel:
     """One checkpoint and its load options.
 
-    `ref` identifies the checkpoint to workers. `dtype` None keeps the stored type. `kv_bits` 0 leaves keys and values
-    unquantized. With `with_head` the last stage loads the MTP head, if the checkpoint has one. With `exact` an answer
-    has the same bits on any number of equal machines, also in groups of a size that divides `slices`. The head drafts
-    the tokens of the bitmap `draft_vocab`.
+    `ref` identifies the checkpoint to workers.
     """
 
     checkpoint: Checkpoint
     ref: pb.ModelRef
-    dtype: str | None
-    kv_bits: int
-    with_head: bool
+    options: StageOptions
     draft_depth: int
     max_sequences: int
     prefix_cache: bool = True
     share_weights: bool = False
-    exact: bool = False
-    slices: int = 1
     parallel: Parallel = field(default_factory=Parallel)
-    draft_vocab: bytes = b""
     _costs: dict[int, ModelCosts] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -143,9 +136,9 @@ class ServedModel:
     def costs_of(self, size: int) -> ModelCosts:
         """Return the costs of a member of a group of `size`. Raises SpanError if the layers cannot be cut."""
         if size not in self._costs:
-            cut, kv_bits = self.checkpoint.cut_for(Cut(0, size)), self.kv_bits or None
+            cut, o = self.checkpoint.cut_for(Cut(0, size)), self.options
             self._costs[size] = model_costs(
-                cut, dtype=self.dtype, kv_bits=kv_bits, with_head=self.with_head, draft_vocab=self.draft_vocab
+                cut, dtype=o.dtype, kv_bits=o.kv_bits, with_head=o.with_head, draft_vocab=o.draft_vocab
             )
         return self._costs[size]
 
@@ -156,7 +149,7 @@ class ServedModel:
             draft_depth=self.draft_depth,
             reserve_bytes=reserve_bytes(self.costs_of(1)),
         )
-        slices = self.slices if self.exact else None
+        slices = self.options.slices if self.options.exact else None
         planning = Planning(self.costs_of, workload, self.parallel, slices=slices)
 
         def plan(members: Sequence[Member], epoch: int) -> Plan:
