@@ -15,7 +15,6 @@ import mlx.core as mx
 import numpy as np
 
 from mtp.device import this_device
-from mtp.layers.communicator import Communicator
 from proto.errors import ProtocolError
 from proto.frame import Frame, Outcome, Segment
 from proto.frame_stamps import FrameStamps, StageStep
@@ -66,11 +65,6 @@ class FrameEngine(StageState):
     last_finished = 0.0
     """Seconds of `time.perf_counter`. When the newest finished frame was finished."""
     _drafts_asked = False  # by the newest frame
-
-    @property
-    def group(self) -> Communicator:
-        """The group that holds the stage."""
-        return self.stage.modules.communicator
 
     def process(self, frame: Frame) -> Frame:
         """Apply a frame's operations, run its segments, and return the frame for the next hop.

@@ -113,6 +113,7 @@ class StageState:
         self, stage: StageForward, *, epoch: int, first: bool, verifier: Verifier | None, budget: Budget = UNLIMITED
     ) -> None:
         self.stage = stage
+        self.group = stage.modules.communicator
         self.epoch = epoch
         self.first = first
         self.verifier = verifier
