@@ -28,6 +28,7 @@ from mtp.checkpoint.hub.missing_head import with_fetched_head
 from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
 from proto.errors import RequestError, UsageError
 from proto.params import SamplingParams
+from proto.stage_options import StageOptions
 from proto.terminal import logs
 from proto.terminal.options import JsonOption, takes_options
 from proto.terminal.progress import byte_bar, format_size
@@ -208,8 +209,9 @@ def generate(options: GenerateOptions) -> None:
     request = GenerationRequest(tokens, most, params, stop_tokens=ends)
     check_request(request, config.max_positions, config.vocab_size, config.max_positions)
     answer = PrintedAnswer(tokenizer, request, stream=not options.json, thinking=thinking)
-    draft_vocab = options.draft_vocab.resolve(tokenizer.backend, ends, config.vocab_size)
-    asyncio.run(_run(checkpoint, options, draft_vocab, request, answer))
+    drafted = options.draft_vocab.resolve(tokenizer.backend, ends, config.vocab_size)
+    stage = StageOptions(options.dtype, options.kv_bits, exact=options.exact, draft_vocab=drafted)
+    asyncio.run(_run(checkpoint, stage, options, request, answer))
     if options.json:
         typer.echo(answer.to_json())
     else:
@@ -218,22 +220,15 @@ def generate(options: GenerateOptions) -> None:
 
 async def _run(
     checkpoint: Checkpoint,
+    stage: StageOptions,
     options: GenerateOptions,
-    draft_vocab: bytes,
     request: GenerationRequest,
     answer: PrintedAnswer,
 ) -> None:
     async with AsyncExitStack() as stack:
         with byte_bar("loading") as on_progress:
             generator = local_generator(
-                checkpoint,
-                dtype=options.dtype,
-                mtp=options.mtp,
-                ngram=options.ngram,
-                kv_bits=options.kv_bits,
-                exact=options.exact,
-                draft_vocab=draft_vocab,
-                on_progress=on_progress,
+                checkpoint, options=stage, mtp=options.mtp, ngram=options.ngram, on_progress=on_progress
             )
             loop = await stack.enter_async_context(generator)
         async for event in generate_events(loop, request):

@@ -106,7 +106,7 @@ class Membership:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self.group = ArithmeticGroup(self.model.exact)
+        self.group = ArithmeticGroup(self.model.options.exact)
         self.clients: dict[str, WorkerClient] = {}
         """Watched workers, by address."""
         self._started = self.clock()

@@ -272,22 +272,18 @@ class PlanStart:
         return worker
 
     def _request(self, stage: StagePlan, room: Capacity, epoch: int) -> pb.LoadRequest:
-        return pb.LoadRequest(
+        request = pb.LoadRequest(
             coordinator=self.options.me,
             epoch=epoch,
             model=self.model.ref,
             span=pb.Span(start=stage.span.start, end=stage.span.end),
             first=stage.first,
             last=stage.last,
-            dtype=self.model.dtype or "",
-            kv_bits=self.model.kv_bits,
-            mtp=self.model.with_head,
-            exact=self.model.exact,
-            slices=self.model.slices,
-            draft_vocab=self.model.draft_vocab if stage.last else b"",
             limits=pb.Limits(max_sequences=room.sequences, kv_tokens=room.kv_tokens, prefix_bytes=room.prefix_bytes),
             lease_ms=self._lease_ms,
         )
+        self.model.options.write_to(request)
+        return request
 
     async def _fetch_and_load(self, worker: WorkerClient, request: pb.LoadRequest, show: OnProgress) -> None:
         await self._fetch(worker, request, show)

@@ -24,6 +24,7 @@ from mtp.checkpoint.format.shard import TensorInfo, read_file
 from proto import cluster_pb2 as pb
 from proto.errors import ProtocolError
 from proto.span import Span
+from proto.stage_options import StageOptions
 from proto.terminal.progress import OnProgress
 
 PIECE_BYTES = 1024 * 1024
@@ -113,25 +114,17 @@ SMALLEST_CONTEXT = 4096
 class ServedModel:
     """One checkpoint and its load options.
 
-    `ref` identifies the checkpoint to workers. `dtype` None keeps the stored type. `kv_bits` 0 leaves keys and values
-    unquantized. With `with_head` the last stage loads the MTP head, if the checkpoint has one. With `exact` an answer
-    has the same bits on any number of equal machines, also in groups of a size that divides `slices`. The head drafts
-    the tokens of the bitmap `draft_vocab`.
+    `ref` identifies the checkpoint to workers.
     """
 
     checkpoint: Checkpoint
     ref: pb.ModelRef
-    dtype: str | None
-    kv_bits: int
-    with_head: bool
+    options: StageOptions
     draft_depth: int
     max_sequences: int
     prefix_cache: bool = True
     share_weights: bool = False
-    exact: bool = False
-    slices: int = 1
     parallel: Parallel = field(default_factory=Parallel)
-    draft_vocab: bytes = b""
 
     @cached_property
     def provider(self) -> WeightProvider:
@@ -141,16 +134,17 @@ class ServedModel:
     @cached_property
     def planning(self) -> Planning:
         """The costs of a member of each size of a group, and what every plan must have room for."""
+        o = self.options
         return Planning.of(
             self.checkpoint,
             SMALLEST_CONTEXT,
             draft_depth=self.draft_depth,
             parallel=self.parallel,
-            slices=self.slices if self.exact else None,
-            dtype=self.dtype,
-            kv_bits=self.kv_bits or None,
-            with_head=self.with_head,
-            draft_vocab=self.draft_vocab,
+            slices=o.slices if o.exact else None,
+            dtype=o.dtype,
+            kv_bits=o.kv_bits,
+            with_head=o.with_head,
+            draft_vocab=o.draft_vocab,
         )
 
     def planner(self) -> Callable[[Sequence[Member], int], Plan]:

@@ -10,10 +10,9 @@ import asyncio
 import gc
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
@@ -26,11 +25,11 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.device import FrameLimits
 from mtp.vision.tower import tower_bytes
 from proto.backup import LayerState, ReceivedStates, by_layer
-from proto.control import Kernels
 from proto.errors import ClusterError, NotReadyError, WorkerLostError
 from proto.frame import Frame
 from proto.frame_stamps import CoordinatorStep, FrameStamps, StageStep, StampRing
 from proto.span import Span
+from proto.stage_options import MachineOptions, StageOptions
 from proto.terminal.progress import OnProgress, byte_bar
 from worker.disk.block_index import BlockIndex
 from worker.engine.frame_engine import FrameEngine
@@ -52,24 +51,15 @@ STUCK = "the engine of this process has been stuck for"
 
 @dataclass(frozen=True)
 class LocalModel:
-    """The model to load: a checkpoint, with or without its head."""
+    """The model to load, and how."""
 
     checkpoint: Checkpoint
-    dtype: str | None = None
-    kv_bits: int | None = None
-    with_head: bool = True
+    options: StageOptions = field(default_factory=StageOptions)
+    machine: MachineOptions = field(default_factory=MachineOptions)
     max_sequences: int = DEFAULT_SEQUENCES
     prefix_cache: bool = True
-    wired: bool = True
-    kernels: Kernels = Kernels.auto
-    state: Path | None = None
-    """The state directory."""
-    exact: bool = False
-    slices: int = 1
     vision: bool = False
     """True if the vision tower takes memory beside the layers."""
-    draft_vocab: bytes = b""
-    """The bitmap of the tokens that the head drafts."""
 
     @property
     def span(self) -> Span:
@@ -78,8 +68,10 @@ class LocalModel:
 
     def capacity(self, reserved: int = 0) -> Capacity:
         """Return what fits beside `reserved` bytes and the vision tower. Raises MemoryLimitError without room."""
-        head: Any = {"with_head": self.with_head, "draft_vocab": self.draft_vocab}
-        costs = model_costs(self.checkpoint, dtype=self.dtype, kv_bits=self.kv_bits, **head)
+        o = self.options
+        costs = model_costs(
+            self.checkpoint, dtype=o.dtype, kv_bits=o.kv_bits, with_head=o.with_head, draft_vocab=o.draft_vocab
+        )
         # A large image needs about as much for its activations.
         vision = 2 * tower_bytes(self.checkpoint) if self.vision else 0
         limit = default_memory_limit() - reserved - vision
@@ -91,8 +83,7 @@ class LocalModel:
 
     def spec(self) -> StageSpec:
         """Return the stage with all layers."""
-        own = self.dtype, self.kv_bits, self.with_head, self.exact, self.slices
-        return StageSpec(self.span, True, True, *own, draft_vocab=self.draft_vocab)
+        return StageSpec(self.span, True, True, self.options)
 
 
 class LocalPipeline(Pipeline):
@@ -108,7 +99,7 @@ class LocalPipeline(Pipeline):
         self.makes_backups = False
         self.frame_limits = FrameLimits.here(sparse=model.checkpoint.config.num_experts > 0)
         self.stamps = StampRing()
-        self.host = EngineHost(disk)
+        self.host = EngineHost(disk, model.machine)
         self.thread = self.host.thread
         self.thread.on_failure = partial(self._engine_failed, FrameStamps(COORDINATOR, CoordinatorStep))
         self._model = model
@@ -137,14 +128,7 @@ class LocalPipeline(Pipeline):
     def _load(self, on_progress: OnProgress | None) -> None:
         set_limits(self._memory_limit)
         model = self._model
-        loaded = self.host.load(
-            lambda: model.checkpoint,
-            model.spec(),
-            on_progress,
-            wired=model.wired,
-            kernels=model.kernels,
-            state=model.state,
-        )
+        loaded = self.host.load(lambda: model.checkpoint, model.spec(), on_progress)
         self._engine = self.host.make_engine(loaded, self.epoch)
         self.layers = loaded.stage.variants.summary
 

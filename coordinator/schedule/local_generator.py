@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import replace
 
 from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.drafts.prompt_lookup import NgramMode
@@ -16,6 +16,7 @@ from coordinator.schedule.scheduler import Scheduler
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.missing_head import missing_head_tensors, repair_hint
 from proto.errors import UsageError
+from proto.stage_options import StageOptions
 from proto.terminal.progress import OnProgress
 
 log = logging.getLogger(__name__)
@@ -29,25 +30,21 @@ AUTO = MtpMode()
 async def local_generator(
     checkpoint: Checkpoint,
     *,
-    dtype: str | None = None,
+    options: StageOptions | None = None,
     mtp: MtpMode = AUTO,
     ngram: NgramMode = NgramMode.off,
-    kv_bits: int | None = None,
-    exact: bool = False,
     prefix_cache: bool = True,
-    draft_vocab: bytes = b"",
     on_progress: OnProgress | None = None,
 ) -> AsyncIterator[GenerationLoop]:
     """Load `checkpoint`, and serve requests until the block is left.
 
-    `dtype` None keeps the stored type, and `kv_bits` 4 or 8 quantizes keys and values. With `exact` a row has the same
-    bits with any rows beside it. The head drafts the tokens of the bitmap `draft_vocab`. Without `prefix_cache` every
-    prompt is computed from its first token. The loading thread calls `on_progress(done, total)` with bytes. Raises
-    UsageError for drafts without a head, and the errors of loading.
+    It has its head if `mtp` uses it. Without `prefix_cache` every prompt is computed from its first token. The loading
+    thread calls `on_progress(done, total)` with bytes. Raises UsageError for drafts without a head, and the errors of
+    loading.
     """
     mode = effective_mtp_mode(checkpoint, mtp)
-    head: Any = {"with_head": mode.depth != 0, "draft_vocab": draft_vocab}
-    model = LocalModel(checkpoint, dtype, kv_bits, prefix_cache=prefix_cache, exact=exact, **head)
+    options = replace(options or StageOptions(), with_head=mode.depth != 0)
+    model = LocalModel(checkpoint, options, prefix_cache=prefix_cache)
     source = LocalPipelines(model, on_progress=on_progress)
     limits = Limits(checkpoint.config.max_positions, checkpoint.config.vocab_size)
     loop = GenerationLoop(source, Scheduler(limits, Controller(mode, ngram=ngram)))

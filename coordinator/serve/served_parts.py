@@ -37,6 +37,7 @@ from mtp.vision.tower import tower_bytes
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, MemoryLimitError, UsageError
 from proto.images import VisionMode
+from proto.stage_options import MachineOptions, StageOptions
 from proto.terminal.progress import format_size
 from proto.trust.node_trust import NodeTrust
 
@@ -79,17 +80,12 @@ def served_model(model: OpenedModel) -> ServedModel:
             revision=revision,
             fingerprint=checkpoint.fingerprint(),
         ),
-        options.dtype,
-        options.kv_bits or 0,
-        with_head=options.mtp.depth != 0,
+        replace(model.stage_options, with_head=options.mtp.depth != 0),
         draft_depth=AUTO_DEPTH if model.mode.depth is None else model.mode.depth,
         max_sequences=options.max_sequences,
         prefix_cache=not options.no_prefix_cache,
         share_weights=options.share_weights,
-        exact=options.exact,
-        slices=options.layer_slices,
         parallel=options.parallel,
-        draft_vocab=model.draft_vocab,
     )
 
 
@@ -144,7 +140,9 @@ class OpenedModel:
         self.tokenizer.max_tokens = config.max_positions
         self.vocabulary = pack_vocabulary(self.tokenizer)
         tokens = self.tokenizer.backend, self.tokenizer.eos_ids, config.vocab_size
-        self.draft_vocab = options.draft_vocab.resolve(*tokens)
+        stored, drafted = (options.dtype, options.kv_bits), options.draft_vocab.resolve(*tokens)
+        exact = options.exact, options.layer_slices
+        self.stage_options = StageOptions(*stored, self.mode.depth != 0, *exact, drafted)
         self.info = ModelInfo(
             self.name,
             config.max_positions,
@@ -157,18 +155,11 @@ class OpenedModel:
         )
         whole = LocalModel(
             self.checkpoint,
-            options.dtype,
-            options.kv_bits,
-            with_head=self.mode.depth != 0,
+            self.stage_options,
+            MachineOptions(not options.no_wired_memory, options.kernels, options.state),
             max_sequences=options.max_sequences,
             prefix_cache=not options.no_prefix_cache,
-            wired=not options.no_wired_memory,
-            kernels=options.kernels,
-            state=options.state,
-            exact=options.exact,
-            slices=options.layer_slices,
             vision=options.vision is not VisionMode.off,
-            draft_vocab=self.draft_vocab,
         )
         seen = options.vision is not VisionMode.off
         self.images = ImageEncoder(self.checkpoint if seen else None, options.dtype)

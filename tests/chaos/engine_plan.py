@@ -25,8 +25,8 @@ from proto.frame_stamps import StampRing
 from tests.support.protocol.simulation import PipelineWithoutWorkers
 from tests.support.stages.token_stages import TokenBackup
 from worker.engine.frame_engine import FrameEngine
-from worker.engine.operations import relayed_tokens
 from worker.engine.stage_backups import ReceivedBackup
+from worker.engine.stage_state import relayed_tokens
 
 STAGE_SECONDS, HOP_SECONDS, SIGNAL_SECONDS = 0.010, (0.0005, 0.004), (0.0002, 0.03)
 """Virtual seconds. Time of a frame in a stage, and the shortest and longest times of a hop and of a signal."""

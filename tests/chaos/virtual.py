@@ -41,7 +41,7 @@ from tests.chaos.engine_plan import EnginePlan
 from tests.support.protocol.simulation import run_virtually
 from tests.support.stages.token_stages import Formula, TokenStage, token_engine
 from worker.engine.frame_engine import FrameEngine
-from worker.engine.operations import Budget
+from worker.engine.stage_state import Budget
 
 CUTS: tuple[tuple[int, ...], ...] = ((), (4,), (3,), (2, 5), (1, 6), (2, 4, 6))
 """The plans: the layers before which a model of eight is cut."""

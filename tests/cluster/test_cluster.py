@@ -18,6 +18,7 @@ from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.frame import TokenLogprob
 from proto.params import SamplingParams
+from proto.stage_options import StageOptions
 from tests.cluster.conftest import Pool
 from tests.support.processes.processes import serving
 
@@ -83,7 +84,7 @@ def expected(tokenizer: Tokenizer) -> dict[Asked, Answer]:
 async def _generated(tokenizer: Tokenizer) -> dict[Asked, Answer]:
     prompt, found = tokenizer.encode(PROMPT), {}
     checkpoint = Checkpoint.open(checkpoint_dir())
-    async with local_generator(checkpoint, dtype="float32", mtp=MtpMode(0)) as loop:
+    async with local_generator(checkpoint, options=StageOptions("float32"), mtp=MtpMode(0)) as loop:
         for asked in (GREEDY, SAMPLED):
             params = SamplingParams(**asked.fields, logprobs=0)
             request = GenerationRequest(prompt, TOKENS, params, stop_tokens=tokenizer.eos_ids)

@@ -34,7 +34,7 @@ from proto.params import SamplingParams
 from tests.support.checkpoints.checkpoints import write_checkpoint
 from tests.support.stages.chain import VOCAB, modules
 from worker.engine.frame_engine import FrameEngine
-from worker.engine.operations import Budget
+from worker.engine.stage_state import Budget
 from worker.model.stage import StageForward
 from worker.model.verifier import Verifier
 

@@ -17,6 +17,7 @@ from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Commit, DropPrefix, Evict, Frame, Op, SavePrefix, Segment
 from proto.params import SamplingParams
 from proto.span import Span
+from proto.stage_options import StageOptions
 from tests.conftest import Checkpoints
 from tests.support.stages.chain import EPOCH, Chain, Script, modules, random_tokens
 from worker.engine.frame_engine import FrameEngine
@@ -181,7 +182,7 @@ def test_prefix_entries_stay_within_the_estimate(
     path = checkpoints()
     config = Checkpoint.open(path).config
     form = KVFormat.of(config.head_dim, bits)
-    model = LocalModel(Checkpoint.open(path), kv_bits=bits)
+    model = LocalModel(Checkpoint.open(path), StageOptions(kv_bits=bits))
     chain = Chain(path, kv_format=form)
     (engine,) = chain.engines
     end = 0

@@ -15,19 +15,15 @@ import mlx.core as mx
 import numpy as np
 
 from mtp.device import this_device
-from proto.errors import ProtocolError, StaleEpochError
-from proto.frame import (
-    Frame,
-    Outcome,
-    Segment,
-)
+from proto.errors import ProtocolError
+from proto.frame import Frame, Outcome, Segment
 from proto.frame_stamps import FrameStamps, StageStep
 from proto.images import FIRST_IMAGE_TOKEN, without_images
 from worker.cache.sequence_cache import PrefixEntry
-from worker.engine.operations import UNLIMITED, Budget, StageState, commit_early
 from worker.engine.stage_backups import array_of, plain_array, type_name
-from worker.model.stage import Run, StageForward
-from worker.model.verifier import Verdict, Verifier
+from worker.engine.stage_state import StageState, commit_early
+from worker.model.stage import Run
+from worker.model.verifier import Verdict
 
 
 def to_bytes(x: mx.array, plain: mx.array | None = None) -> tuple[str, tuple[int, ...], memoryview]:
@@ -62,18 +58,13 @@ def may_overlap(frame: Frame) -> bool:
 class FrameEngine(StageState):
     """The engine of one stage in one epoch. The `first` stage embeds tokens."""
 
-    def __init__(
-        self, stage: StageForward, *, epoch: int, first: bool, verifier: Verifier | None, budget: Budget = UNLIMITED
-    ) -> None:
-        super().__init__(stage, epoch=epoch, first=first, verifier=verifier, budget=budget)
-        self.group = stage.modules.communicator
-        self.announce: Callable[[Frame], None] | None = None
-        """Sends a frame to the other members of the group, on its first member."""
-        self.failed = False  # a frame could not be finished
-        self.frames_done = 0
-        self.last_finished = 0.0
-        """Seconds of `time.perf_counter`. When the newest finished frame was finished."""
-        self._drafts_asked = False  # by the newest frame
+    announce: Callable[[Frame], None] | None = None
+    """Sends a frame to the other members of the group, on its first member."""
+    failed = False
+    """True after a frame could not be finished."""
+    last_finished = 0.0
+    """Seconds of `time.perf_counter`. When the newest finished frame was finished."""
+    _drafts_asked = False  # by the newest frame
 
     def process(self, frame: Frame) -> Frame:
         """Apply a frame's operations, run its segments, and return the frame for the next hop.
@@ -92,7 +83,7 @@ class FrameEngine(StageState):
         """
         started = time.perf_counter()
         stamps.mark(StageStep.BEGUN)
-        self._check(frame)
+        self.check_header(frame)
         for op in frame.ops:
             self.apply_operation(op)
         late_copies = self.start_copies(frame)
@@ -137,22 +128,6 @@ class FrameEngine(StageState):
         rows = sum(max(1, len(segment.tokens)) for segment in frame.segments)
         copied = sum(s.copied_nbytes(rows) for s in held if s is not None)
         return copied <= this_device().ahead_kv_bytes
-
-    def _check(self, frame: Frame) -> None:
-        """Raise for a frame that is out of order, has two segments of a sequence, or has an invalid token."""
-        if frame.epoch != self.epoch:
-            raise StaleEpochError(f"frame of epoch {frame.epoch}, this stage is in {self.epoch}")
-        if frame.number != self.frames_done:
-            raise ProtocolError(f"frame {frame.number} arrived where {self.frames_done} was expected")
-        vocab = self.stage.modules.config.vocab_size
-        seen: set[int] = set()
-        for segment in frame.segments:
-            if segment.seq_id in seen:
-                raise ProtocolError(f"sequence {segment.seq_id} has two segments in one frame")
-            words = segment.tokens if segment.open else without_images(segment.tokens, 0)
-            if words and max(words) >= vocab:
-                raise ProtocolError(f"token {max(words)}: the vocabulary has {vocab}")
-            seen.add(segment.seq_id)
 
     def _mark(self, segment: Segment) -> Segment:
         stale = segment.cancelled or self.sequence_of(segment.seq_id).stack.stale

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
@@ -17,11 +16,11 @@ from mtp.checkpoint.format.cut import Cut
 from mtp.device import Arithmetic
 from mtp.head.draft_vocabulary import drafted_share
 from mtp.layers.communicator import ALONE, Communicator, GroupCommunicator
-from proto.control import Kernels
 from proto.errors import MemoryLimitError
 from proto.frame import Frame
 from proto.frame_stamps import FrameStamps, StampRing
 from proto.span import Span
+from proto.stage_options import MachineOptions, StageOptions
 from proto.terminal.progress import OnProgress
 from worker.disk.block_index import BlockIndex
 from worker.engine import hardware
@@ -29,8 +28,8 @@ from worker.engine.engine_thread import EngineThread
 from worker.engine.frame_engine import BegunFrame, FrameEngine, may_overlap
 from worker.engine.frame_times import GROUP_SECONDS, LONGEST_WAIT, PATIENCE, FrameTimes
 from worker.engine.group import JOIN_SECONDS, GroupSpec, join_group, measure_collective
-from worker.engine.operations import UNLIMITED, Budget
 from worker.engine.prefix_disk import StagePrefixes, namespace_of
+from worker.engine.stage_state import UNLIMITED, Budget
 from worker.engine.warm_up import warm_up
 from worker.model.loader import DTYPES, load_stage
 from worker.model.stage import StageForward
@@ -56,23 +55,14 @@ SLOWEST_DISK = 50e6
 
 @dataclass(frozen=True)
 class StageSpec:
-    """A stage of a plan. `dtype` None keeps the stored types; `kv_bits` None leaves keys and values unquantized.
-
-    With `mtp` the last stage has the MTP head, if the checkpoint has one. With `exact` a row has the same bits with any
-    rows beside it, and each layer is computed in `slices`. The head drafts the tokens of the bitmap `draft_vocab`.
-    """
+    """A stage of a plan."""
 
     span: Span
     first: bool
     last: bool
-    dtype: str | None = None
-    kv_bits: int | None = None
-    mtp: bool = True
-    exact: bool = False
-    slices: int = 1
+    options: StageOptions = field(default_factory=StageOptions)
     group: GroupSpec | None = None
     """The group of processes that hold the stage together; None for one process."""
-    draft_vocab: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -92,10 +82,11 @@ class LoadedStage:
 class EngineHost:
     """The parts of a process that successive plans share. Construct it on the event loop that waits for the thread."""
 
-    def __init__(self, disk: BlockIndex | None = None) -> None:
+    def __init__(self, disk: BlockIndex | None = None, machine: MachineOptions | None = None) -> None:
         self.thread = EngineThread()
         self.disk = disk
         """The prefixes on disk, None without a folder."""
+        self._machine = machine or MachineOptions()
         self.stamps = StampRing()
         """Stamps of the newest frames on the stages."""
         self._times = FrameTimes()
@@ -114,9 +105,6 @@ class EngineHost:
         on_progress: OnProgress | None,
         *,
         memory_limit: int | None = None,
-        wired: bool = True,
-        kernels: Kernels = Kernels.auto,
-        state: Path | None = None,
         fingerprint: str = "",
     ) -> LoadedStage:
         """Load a stage, after the memory of the one before is released. The watchdog's deadline moves with each part.
@@ -124,24 +112,24 @@ class EngineHost:
         `fingerprint` is that of the whole checkpoint, which a copy of some parts cannot compute.
         Raises MemoryLimitError before any weight is read, and the errors of `open_checkpoint` and `load_stage`.
         """
-        expect = self.thread.expect
+        expect, options, machine = self.thread.expect, spec.options, self._machine
         expect(PART_SECONDS)
         hardware.release_weights()
         group: GroupCommunicator | None = None
         if spec.group is not None:
             # First, because MLX holds Python's lock until all members have come, and no status is sent meanwhile.
             expect(JOIN_SECONDS)
-            group = join_group(spec.group, exact=spec.exact)
+            group = join_group(spec.group, exact=options.exact)
             expect(PART_SECONDS)
         communicator: Communicator = group or ALONE
         whole = open_checkpoint()
         checkpoint = whole.cut_for(Cut(communicator.rank, communicator.size))
         sizes = checkpoint.part_bytes()
-        parts = checkpoint.stage_parts(spec.span, first=spec.first, last=spec.last, with_head=spec.mtp)
+        parts = checkpoint.stage_parts(spec.span, first=spec.first, last=spec.last, with_head=options.with_head)
         weight_bytes = sum(sizes[part] for part in parts)
         if "mtp" in parts:
             unembedding = "embed" if whole.config.tie_word_embeddings else "lm_head"
-            rows = drafted_share(spec.draft_vocab, whole.config.vocab_size)
+            rows = drafted_share(options.draft_vocab, whole.config.vocab_size)
             weight_bytes += int(whole.part_bytes()[unembedding] * rows)
         if memory_limit is not None and weight_bytes > memory_limit:
             raise MemoryLimitError(
@@ -158,7 +146,7 @@ class EngineHost:
         collective = 0.0
         if group is not None:
             expect(JOIN_SECONDS)  # other members may still open the checkpoint
-            hidden, dtype = checkpoint.config.hidden_size, DTYPES[spec.dtype or "bfloat16"]
+            hidden, dtype = checkpoint.config.hidden_size, DTYPES[options.dtype or "bfloat16"]
             collective = measure_collective(group, hidden, dtype)
             expect(seconds)
         modules = load_stage(
@@ -166,22 +154,22 @@ class EngineHost:
             spec.span,
             first=spec.first,
             last=spec.last,
-            dtype=DTYPES[spec.dtype] if spec.dtype else None,
-            with_head=spec.mtp,
+            dtype=DTYPES[options.dtype] if options.dtype else None,
+            with_head=options.with_head,
             on_progress=report,
             communicator=communicator,
-            slices=spec.slices,
-            draft_vocab=spec.draft_vocab,
+            slices=options.slices,
+            draft_vocab=options.draft_vocab,
         )
-        if spec.last and spec.mtp and modules.head is None and checkpoint.mtp.announced:
+        if spec.last and options.with_head and modules.head is None and checkpoint.mtp.announced:
             log.warning(
                 "no MTP: config.json announces a head, but tensors of it are missing",
                 extra={"checkpoint": checkpoint.path.name, "missing": len(checkpoint.mtp.missing)},
             )
-        hardware.wire_weights(wanted=wired)
-        kv_format = checkpoint.config.kv_format(spec.kv_bits)
-        expect(PROBE_SECONDS if spec.exact else TRIAL_SECONDS)
-        stage = StageForward(modules, kv_format, exact=spec.exact, kernels=kernels, state=state)
+        hardware.wire_weights(wanted=machine.wired)
+        kv_format = checkpoint.config.kv_format(options.kv_bits)
+        expect(PROBE_SECONDS if options.exact else TRIAL_SECONDS)
+        stage = StageForward(modules, kv_format, exact=options.exact, kernels=machine.kernels, state=machine.state)
         hardware.warn_of_emulated_bfloat16(stage.dtype)
         if group is not None:  # other members may read their weights from a slower disk
             expect(PROBE_SECONDS + weight_bytes / SLOWEST_DISK)
@@ -199,9 +187,9 @@ class EngineHost:
             fingerprint,
             Arithmetic.here(),
             stage.dtype,
-            spec.kv_bits,
-            spec.exact,
-            spec.slices,
+            spec.options.kv_bits,
+            spec.options.exact,
+            spec.options.slices,
             stage.variants.arithmetic,
             *(() if spec.group is None else (spec.group.rank, len(spec.group.hosts))),
         )
@@ -225,12 +213,7 @@ class EngineHost:
         return engine
 
     def run_frame(
-        self,
-        engine: FrameEngine,
-        frame: Frame,
-        stamps: FrameStamps,
-        on_done: OnDone,
-        on_error: OnError,
+        self, engine: FrameEngine, frame: Frame, stamps: FrameStamps, on_done: OnDone, on_error: OnError
     ) -> None:
         """Begin `frame`. Call `on_done` or `on_error` now, or when the next one has come. A failed engine runs none.
 

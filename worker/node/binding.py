@@ -25,7 +25,7 @@ from proto.trust.certificates import NodeIdentity, Role
 from proto.trust.node_trust import NodeTrust
 from worker.engine.frame_engine import FrameEngine
 from worker.engine.host import EngineHost
-from worker.engine.operations import relayed_tokens
+from worker.engine.stage_state import relayed_tokens
 
 log = logging.getLogger(__name__)
 

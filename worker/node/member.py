@@ -15,6 +15,8 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 
 from proto import cluster_pb2 as pb
 from proto.announcement import join_address
@@ -65,14 +67,20 @@ def report_ready(port: int, address: str, rdma: str) -> None:
     ready = {"port": port, "group_address": address, "rdma": rdma}
     sys.stdout.write(json.dumps(ready) + "\n")
     sys.stdout.flush()
+    when_stdin_ends(partial(os._exit, 0))  # the engine thread may wait in a collective
+
+
+def when_stdin_ends(action: Callable[[], object]) -> None:
+    """Call `action`, on a thread, when the program that started this one ends, and with it the standard input."""
 
     def wait_for_end() -> None:
         with contextlib.suppress(OSError):
             while os.read(0, 64):
                 pass
-        os._exit(0)  # the engine thread may wait in a collective
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            action()
 
-    threading.Thread(target=wait_for_end, name="worker-watch", daemon=True).start()
+    threading.Thread(target=wait_for_end, name="owner-watch", daemon=True).start()
 
 
 async def relay_log(stream: asyncio.StreamReader, pid: int) -> None:

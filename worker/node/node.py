@@ -19,20 +19,20 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import BUILTIN, find_model, resolve_model
 from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
-from proto.control import Backend, Kernels
+from proto.control import Backend
 from proto.errors import BusyError, CheckpointError, NotReadyError, ProtocolError, StaleEpochError, UsageError
 from proto.rpc.data_connection import DataTickets, HopFigures, StreamBinding
 from proto.rpc.listener import BackgroundTasks
 from proto.rpc.status_codes import printable
 from proto.span import Span
+from proto.stage_options import MachineOptions, StageOptions
 from proto.terminal.progress import OnProgress, byte_bar
 from proto.trust.node_trust import NodeTrust
-from proto.wire import DTYPE_BYTES
 from worker.disk.block_index import BlockIndex
 from worker.engine.group import GroupSpec
 from worker.engine.hardware import release_weights
 from worker.engine.host import EngineHost, LoadedStage, StageSpec
-from worker.engine.operations import UNLIMITED, Budget
+from worker.engine.stage_state import UNLIMITED, Budget
 from worker.fetch.fill import SpanCopy
 from worker.node.binding import Binding, Place, Traffic
 from worker.node.member import END_SECONDS, SPARE_SECONDS, MemberProcess
@@ -114,7 +114,7 @@ class LocalModels:
 
 @dataclass
 class Identity:
-    """The decisions of the command line and of the start: `memory_limit` in bytes, weights pageable if not `wired`."""
+    """The decisions of the command line and of the start: `memory_limit` in bytes."""
 
     name: str
     pinned: Span | None
@@ -123,10 +123,7 @@ class Identity:
     bytes_per_second: float = 0.0
     trust: NodeTrust | None = None
     """The worker's credentials in a cluster; None for a worker whose connections are not secured."""
-    wired: bool = True
-    kernels: Kernels = Kernels.auto
-    state: Path | None = None
-    """The state directory, None for the usual one."""
+    machine: MachineOptions = field(default_factory=MachineOptions)
     disk: BlockIndex | None = None
     """The prefixes on disk, None without a folder."""
     direct: str = ""
@@ -159,29 +156,14 @@ class Lease:
 
 def requested_stage(request: pb.LoadRequest) -> StageSpec:
     """Return the stage that a request asks for. Raises SpanError, UsageError or ProtocolError for invalid values."""
-    if request.kv_bits not in (0, 4, 8) or request.dtype not in ("", *DTYPE_BYTES):
-        raise UsageError(
-            f"--kv-bits {request.kv_bits} with --dtype {request.dtype:.20}: choose 4 or 8, and one of "
-            f"{', '.join(DTYPE_BYTES)}"
-        )
     group, asked = None, request.group
     if request.HasField("group"):
         if asked.backend not in list(Backend):
             raise ProtocolError(f"the backend {asked.backend!r:.20} is unknown")
         hosts, rdma = tuple(asked.hosts), tuple(asked.rdma)
         group = GroupSpec(asked.rank, hosts, Backend(asked.backend), rdma)
-    return StageSpec(
-        Span(request.span.start, request.span.end),
-        request.first,
-        request.last,
-        dtype=request.dtype or None,
-        kv_bits=request.kv_bits or None,
-        mtp=request.mtp,
-        exact=request.exact,
-        slices=request.slices or 1,
-        group=group,
-        draft_vocab=request.draft_vocab,
-    )
+    span = Span(request.span.start, request.span.end)
+    return StageSpec(span, request.first, request.last, StageOptions.from_request(request), group)
 
 
 class WorkerNode:
@@ -189,7 +171,7 @@ class WorkerNode:
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
-        self.host = EngineHost(identity.disk)
+        self.host = EngineHost(identity.disk, identity.machine)
         self.traffic = Traffic()
         self.tickets = DataTickets(identity.trust)
         self.state: pb.WorkerState.ValueType = pb.WORKER_STATE_IDLE
@@ -372,9 +354,6 @@ class WorkerNode:
                 spec,
                 report,
                 memory_limit=identity.memory_limit,
-                wired=identity.wired,
-                kernels=identity.kernels,
-                state=identity.state,
                 fingerprint=model.fingerprint,
             )
             try:

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -23,6 +22,7 @@ from proto.errors import AccessError, ClusterError, DeadlineError, UsageError, W
 from proto.rpc.channels import add_port
 from proto.rpc.data_connection import DataPort
 from proto.rpc.listener import bind_listener
+from proto.stage_options import MachineOptions
 from proto.state_dir import read_text, state_dir, write_private
 from proto.terminal.console import keep_awake
 from proto.trust.joining import JoinToken, join
@@ -30,7 +30,7 @@ from proto.trust.node_trust import NodeTrust
 from worker.engine.hardware import default_memory_limit, measured_bandwidth, set_limits
 from worker.engine.prefix_disk import open_index
 from worker.node.announce import announced
-from worker.node.member import group_address, report_ready
+from worker.node.member import group_address, report_ready, when_stdin_ends
 from worker.node.node import Identity, LocalModels, WorkerNode
 from worker.node.options import EVERYWHERE, WorkerOptions
 from worker.node.service import STOP_SECONDS, make_server
@@ -163,7 +163,8 @@ async def run(options: WorkerOptions) -> None:
         options = replace(options, listen=EVERYWHERE if options.join else known)
     identity, stopping = _identity(options), asyncio.Event()
     if options.owned:
-        _stop_with_stdin(asyncio.get_running_loop(), stopping)
+        loop = asyncio.get_running_loop()
+        when_stdin_ends(partial(loop.call_soon_threadsafe, stopping.set))
     models = identity.models
     if models.own is not None:
         checkpoint, _ = models.open(models.own)
@@ -183,19 +184,6 @@ async def run(options: WorkerOptions) -> None:
             port = await _serve(identity, options, port, stopping, known)
 
 
-def _stop_with_stdin(loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> None:
-    """Set `stopping` when the program that started this one ends, and with it the standard input."""
-
-    def watch() -> None:
-        with contextlib.suppress(OSError):
-            while os.read(0, 64):
-                pass
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(stopping.set)
-
-    threading.Thread(target=watch, name="owner-watch", daemon=True).start()
-
-
 def _identity(options: WorkerOptions, trust: NodeTrust | None = None) -> Identity:
     own = find_model(options.model) if options.model is not None else None
     if options.model is not None and own is None:
@@ -209,9 +197,7 @@ def _identity(options: WorkerOptions, trust: NodeTrust | None = None) -> Identit
         options.memory_limit or default_memory_limit(),
         LocalModels(own),
         trust=trust,
-        wired=not options.no_wired_memory,
-        kernels=options.kernels,
-        state=options.state_dir,
+        machine=MachineOptions(not options.no_wired_memory, options.kernels, options.state_dir),
         disk=open_index(options.state_dir, options.prefix_disk),
     )
 

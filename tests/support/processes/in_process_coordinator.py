@@ -28,6 +28,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto import cluster_pb2 as pb
 from proto.errors import MemoryLimitError
 from proto.params import SamplingParams
+from proto.stage_options import StageOptions
 
 TIMEOUT = 2.0
 """Seconds. Failure timeout in tests: shorter than the default, longer than a delay of a busy machine."""
@@ -141,7 +142,7 @@ async def running_coordinator(
         name="toy",
         fingerprint=await asyncio.to_thread(checkpoint.fingerprint),
     )
-    served = ServedModel(checkpoint, reference, "float32", 0, True, draft_depth=1, max_sequences=16)
+    served = ServedModel(checkpoint, reference, StageOptions("float32"), draft_depth=1, max_sequences=16)
     settings = settings or Settings(
         nodes=len(addresses),
         wait=40.0,

@@ -50,7 +50,7 @@ from tests.support.stages.token_stages import (
     truth,
 )
 from worker.engine.frame_engine import BegunFrame, FrameEngine, may_overlap
-from worker.engine.operations import relayed_tokens
+from worker.engine.stage_state import relayed_tokens
 
 STAGE_US = (1000,)
 """The time of each stage. The controller reads it, and measured times would make every walk another one."""

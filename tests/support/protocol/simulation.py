@@ -30,7 +30,7 @@ from proto.errors import ClusterError, NotReadyError
 from proto.frame import Frame, decode, encode
 from proto.frame_stamps import StampRing
 from tests.support.stages.token_stages import WORDS, FakeLastStage
-from worker.engine.operations import RelayedTokens, relayed_tokens
+from worker.engine.stage_state import RelayedTokens, relayed_tokens
 
 T = TypeVar("T")
 

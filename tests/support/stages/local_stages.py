@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,17 @@ from coordinator.schedule.local_generator import effective_mtp_mode
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.scheduler import Scheduler
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from proto.control import Kernels
 from proto.frame import Frame
 from proto.frame_stamps import FrameStamps
 from proto.span import Span
+from proto.stage_options import MachineOptions, StageOptions
 from proto.terminal.progress import OnProgress
 from worker.disk.block_index import BlockIndex
 from worker.engine.frame_engine import FrameEngine
-from worker.engine.operations import relayed_tokens
 from worker.engine.prefix_disk import StagePrefixes, open_index
 from worker.engine.stage_backups import ReceivedBackup
+from worker.engine.stage_state import relayed_tokens
 
 FRAME_SECONDS = 300.0
 """Seconds. Deadline of a frame, which test machines never reach."""
@@ -47,7 +49,7 @@ class ChainedPipeline(LocalPipeline):
         model, last = self._model, self.stages - 1
         for i, span in enumerate(self._spans):
             spec = replace(model.spec(), span=span, first=i == 0, last=i == last)
-            loaded = self.host.load(lambda: model.checkpoint, spec, on_progress, kernels=model.kernels)
+            loaded = self.host.load(lambda: model.checkpoint, spec, on_progress)
             self._engines.append(self.host.make_engine(loaded, self.epoch))
 
     def _process(self, frame: Frame, own: FrameStamps, stamps: FrameStamps) -> None:
@@ -125,10 +127,13 @@ async def local_stages(
     """Load `checkpoint` in `stages` even stages, and serve requests until the block is left.
 
     With `prefix_disk` bytes, prefixes stay in the directory `state`. Requests with a grammar need the packed
-    `vocabulary`. `options` are fields of LocalModel.
+    `vocabulary`. `options` are fields of StageOptions and LocalModel, and `kernels`.
     """
     mode = effective_mtp_mode(checkpoint, mtp or MtpMode())
-    model = LocalModel(checkpoint, with_head=mode.depth != 0, **options)
+    known = [f.name for f in fields(StageOptions)]
+    stage = StageOptions(with_head=mode.depth != 0, **{name: options.pop(name) for name in known if name in options})
+    machine = MachineOptions(kernels=options.pop("kernels", Kernels.auto))
+    model = LocalModel(checkpoint, stage, machine, **options)
     source: PipelineSource = LocalPipelines(model, state, prefix_disk)
     if stages > 1:
         source = ChainedPipelines(model, stages, open_index(state, prefix_disk))

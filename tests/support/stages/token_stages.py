@@ -49,8 +49,8 @@ from worker.cache.sequence_cache import (
     copies_of,
 )
 from worker.engine.frame_engine import FrameEngine
-from worker.engine.operations import UNLIMITED, Budget
 from worker.engine.stage_backups import ReceivedBackup, SequenceBackup, StageBackups
+from worker.engine.stage_state import UNLIMITED, Budget
 from worker.model.loader import StageModules
 from worker.model.stage import Run, StageForward
 from worker.model.verifier import Key, Verdict, Verifier

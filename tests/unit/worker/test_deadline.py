@@ -18,6 +18,7 @@ from proto.errors import ProtocolError
 from proto.frame import Admit, Evict, Frame, Segment
 from proto.frame_stamps import FrameStamps, StageStep
 from proto.span import Span
+from proto.stage_options import StageOptions
 from tests.support.checkpoints.checkpoints import write_checkpoint
 from worker.disk.block_index import BlockIndex
 from worker.engine.engine_thread import EngineThread
@@ -117,7 +118,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 async def load(host: EngineHost, path: Path) -> LoadedStage:
     """Load all layers of a model."""
-    spec = StageSpec(Span(0, 4), True, True, "float32")
+    spec = StageSpec(Span(0, 4), True, True, StageOptions("float32"))
     return await host.thread.call(lambda: host.load(lambda: Checkpoint.open(path), spec, None))
 
 

@@ -30,6 +30,7 @@ from coordinator.planning.plan import Plan, StagePlan
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, MemoryLimitError, NotReadyError, SpanError
 from proto.span import Span
+from proto.stage_options import StageOptions
 from tests.support.protocol.cluster_walk import planner_for, worker
 
 
@@ -40,7 +41,7 @@ def manager_of(settings: Settings, planner: Planner | None = None) -> ClusterMan
         raise MemoryLimitError("this machine serves nothing alone in this test")
 
     plans = planner or planner_for(1)
-    model: Any = SimpleNamespace(exact=False, with_head=False, planner=lambda: plans)
+    model: Any = SimpleNamespace(options=StageOptions(), planner=lambda: plans)
     options = ManagerOptions(pb.Coordinator(id="c", name="c"), settings)
     return ClusterManager(model, options, no_pipeline)
 

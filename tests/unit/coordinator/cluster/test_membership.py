@@ -20,6 +20,7 @@ from coordinator.status.cluster_status import unlike_machines
 from proto import cluster_pb2 as pb
 from proto.errors import WorkerLostError
 from proto.rpc.status_codes import NO_MEMBERS
+from proto.stage_options import StageOptions
 from tests.support.processes.stub_worker import StubMember, stub_members
 from tests.support.processes.waits import until
 
@@ -45,7 +46,7 @@ class Leaving:
 async def test_a_coordinator_that_ends_stops_the_heartbeats_of_a_leaving_worker() -> None:
     """Open heartbeats would renew the lease, and the worker would wait for its release."""
     options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings())
-    unused: Any = SimpleNamespace(exact=False)
+    unused: Any = SimpleNamespace(options=StageOptions())
     membership = Membership(unused, options, lambda: View(Settings()), print, print)
     leaving: Any = Leaving()
     membership.clients["a"] = leaving
@@ -115,7 +116,7 @@ class Members:
         options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings())
         config = SimpleNamespace(num_layers=8)
         model: Any = SimpleNamespace(
-            exact=False, checkpoint=SimpleNamespace(config=config), ref=pb.ModelRef(fingerprint="f")
+            options=StageOptions(), checkpoint=SimpleNamespace(config=config), ref=pb.ModelRef(fingerprint="f")
         )
         self.view = View(Settings())
         self.membership = Membership(model, options, lambda: self.view, self._apply, print)
@@ -179,7 +180,7 @@ OLD, NEW = "0" * 64, "1" * 64
 def model(fingerprint: str, *, can_provide: bool = True) -> Any:
     """Return a model, whose weights the coordinator can provide or not."""
     return SimpleNamespace(
-        exact=False,
+        options=StageOptions(),
         checkpoint=SimpleNamespace(config=SimpleNamespace(num_layers=8)),
         ref=pb.ModelRef(name="m", fingerprint=fingerprint),
         provider=SimpleNamespace(can_provide=can_provide),

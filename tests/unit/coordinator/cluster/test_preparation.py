@@ -19,6 +19,7 @@ from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, MemoryLimitError
 from proto.span import Span
+from proto.stage_options import StageOptions
 from tests.support.protocol.cluster_walk import worker
 
 FAR = "192.0.2.7:7100"
@@ -54,12 +55,7 @@ class Cluster:
         self.model: Any = SimpleNamespace(
             capacity=lambda plan: SimpleNamespace(sequences=1, kv_tokens=1, prefix_bytes=0),
             ref=pb.ModelRef(name="m"),
-            dtype=None,
-            kv_bits=0,
-            with_head=True,
-            exact=False,
-            slices=1,
-            draft_vocab=b"",
+            options=StageOptions(),
             provider=SimpleNamespace(provide_weights=self._provide),
         )
 

@@ -22,6 +22,7 @@ from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import MemoryLimitError, NotReadyError, ProtocolError, WorkerLostError
 from proto.frame import Admit, Evict, Frame, Op, Segment
+from proto.stage_options import StageOptions
 from tests.support.checkpoints.checkpoints import write_checkpoint
 from worker.engine.engine_thread import EngineThread
 from worker.engine.frame_engine import FrameEngine
@@ -174,7 +175,7 @@ async def test_the_check_of_exact_mode_has_a_deadline_of_its_own(model: LocalMod
     """On CUDA it compiles for minutes, which must not look like a stuck engine."""
     deadlines: list[float] = []
     with patch.object(EngineThread, "expect", lambda _, seconds: deadlines.append(seconds)):
-        pipeline = await LocalPipelines(replace(model, exact=exact)).make(1)
+        pipeline = await LocalPipelines(replace(model, options=StageOptions(exact=exact))).make(1)
         await pipeline.close()
     assert (PROBE_SECONDS in deadlines) is exact
 

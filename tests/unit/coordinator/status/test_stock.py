@@ -20,6 +20,7 @@ from proto import cluster_pb2 as pb
 from proto.errors import WorkerLostError
 from proto.frame import Frame, Outcome, Segment
 from proto.frame_stamps import StageStep, StampRing
+from proto.stage_options import StageOptions
 from worker.engine.frame_times import FrameTimes
 
 FEW, MANY = 100, 100_000
@@ -86,7 +87,7 @@ def statuses() -> Use:
 def candidates() -> Use:
     """Use workers that are silent, each at another address."""
     options, view = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings()), View(Settings())
-    membership = Membership(SimpleNamespace(exact=False), options, lambda: view, print, print)  # type: ignore[arg-type]
+    membership = Membership(SimpleNamespace(options=StageOptions()), options, lambda: view, print, print)  # type: ignore[arg-type]
     background: Any = SimpleNamespace(spawn=lambda work: work.close())
     membership._background = background
 

@@ -31,6 +31,7 @@ from proto.frame import (
     SavePrefix,
     Segment,
 )
+from proto.images import without_images
 from proto.wire import MAX_INT
 from worker.cache.sequence_cache import Border, LastStageState, PrefixEntry, SequenceCache, copies_of
 from worker.engine.prefix_disk import StagePrefixes
@@ -112,6 +113,7 @@ class StageState:
         self, stage: StageForward, *, epoch: int, first: bool, verifier: Verifier | None, budget: Budget = UNLIMITED
     ) -> None:
         self.stage = stage
+        self.group = stage.modules.communicator
         self.epoch = epoch
         self.first = first
         self.verifier = verifier
@@ -124,12 +126,29 @@ class StageState:
             self.relayed = RelayedTokens(epoch, stage.modules.config.vocab_size)
         self.backups = StageBackups(stage.modules.span, stage.modules.config)
         self.disk: StagePrefixes | None = None
+        self.frames_done = 0
         self._borders: dict[int, Border] = {}
         """The newest saved or restored prefix of each sequence."""
         self._saved: list[tuple[int, PrefixEntry]] = []
         """Sequences and prefix entries that the present header saves. Their copies are lazy."""
 
     # ---- the header
+
+    def check_header(self, frame: Frame) -> None:
+        """Raise for a frame that is out of order, has two segments of a sequence, or has an invalid token."""
+        if frame.epoch != self.epoch:
+            raise StaleEpochError(f"frame of epoch {frame.epoch}, this stage is in {self.epoch}")
+        if frame.number != self.frames_done:
+            raise ProtocolError(f"frame {frame.number} arrived where {self.frames_done} was expected")
+        vocab = self.stage.modules.config.vocab_size
+        seen: set[int] = set()
+        for segment in frame.segments:
+            if segment.seq_id in seen:
+                raise ProtocolError(f"sequence {segment.seq_id} has two segments in one frame")
+            words = segment.tokens if segment.open else without_images(segment.tokens, 0)
+            if words and max(words) >= vocab:
+                raise ProtocolError(f"token {max(words)}: the vocabulary has {vocab}")
+            seen.add(segment.seq_id)
 
     def apply_operation(self, op: Op) -> None:
         """Carry out one operation of a header. Raises ProtocolError for one that is invalid here."""
