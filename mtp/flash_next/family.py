@@ -12,15 +12,14 @@ import mlx.nn as nn
 
 from mtp.checkpoint.families.family import OpenCheckpoint, Place
 from mtp.checkpoint.families.fields import Text
-from mtp.checkpoint.families.hybrid import HybridFamily
 from mtp.checkpoint.families.parameters import Parameter, add_one, swap_taps
+from mtp.checkpoint.families.qwen3_5 import HybridFamily
 from mtp.checkpoint.families.shape import LayerShape, Shape
-from mtp.flash_next import disk_rows
 from mtp.flash_next.args import RULES, FlashNextArgs, find_problem
 from mtp.flash_next.head import FlashNextHead
 from mtp.flash_next.layers import stream_layer
 from mtp.flash_next.modules import FlashNextLayer, FlashNextModel, HyperConnection
-from mtp.flash_next.ngrams import NgramHash
+from mtp.flash_next.ngrams import NgramHash, convert_rows, is_row, open_table, row_sizes
 from mtp.layers.layer import Layer
 
 _DERIVED = re.compile(r"layers\.(\d+)\.ple\.ple_embedding\.(\w+)")
@@ -85,7 +84,7 @@ class FlashNext(HybridFamily):
         found = super().place(local, text)
         if found is None:
             return None
-        if disk_rows.is_row(found.name):
+        if is_row(found.name):
             return found._replace(use="on disk")
         return found if self.derived_values(text, local) is None else found._replace(use="ignored")
 
@@ -100,15 +99,15 @@ class FlashNext(HybridFamily):
 
     def open_on_disk(self, checkpoint: OpenCheckpoint, part: str, layer: nn.Module) -> None:
         if "ple" in layer:
-            layer.ple.table = disk_rows.open_table(checkpoint, part, layer.ple.hash.rows)
+            layer.ple.table = open_table(checkpoint, part, layer.ple.hash.rows)
 
     def convert_on_disk(
         self, checkpoint: OpenCheckpoint, cast: Callable[[mx.array], mx.array], bits: int | None
     ) -> dict[str, mx.array]:
-        return disk_rows.convert_rows(checkpoint, cast, bits)
+        return convert_rows(checkpoint, cast, bits)
 
     def sizes_on_disk(self, text: Text, bits: int | None) -> dict[str, tuple[str, tuple[int, int]]]:
-        return disk_rows.row_sizes(FlashNextArgs.of(text).ngrams, bits)
+        return row_sizes(FlashNextArgs.of(text).ngrams, bits)
 
     def convert_text(self, text: Text) -> None:
         """Change nothing: no other program reads the fields in another way."""

@@ -96,19 +96,13 @@ class GlmArgs:
     @classmethod
     def of(cls, text: Mapping[str, Any]) -> GlmArgs:
         """Return the sizes in a `text_config` that `find_problem` accepts, or of the share of a member of a group."""
-        heads = text["num_attention_heads"]
-        delta = DeltaArgs(
-            text["linear_num_key_heads"],
-            text["linear_key_head_dim"],
-            text["linear_conv_kernel_dim"],
-            text["linear_lower_bound"],
-        )
-        experts = ExpertArgs(
-            text["n_routed_experts"],
-            text["num_experts_per_tok"],
-            text["moe_intermediate_size"],
-            text.get("routed_scaling_factor", 1.0),
-        )
+
+        def sizes(*names: str) -> list[Any]:
+            return [text[name] for name in names]
+
+        delta = sizes("linear_num_key_heads", "linear_key_head_dim", "linear_conv_kernel_dim", "linear_lower_bound")
+        latent = sizes("num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+        count, chosen, inner = sizes("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
         return cls(
             hidden=text["hidden_size"],
             inner=text["intermediate_size"],
@@ -118,12 +112,10 @@ class GlmArgs:
             streams=text["hc_mult"],
             mix_eps=text.get("hc_eps", 1e-6),
             rounds=text["hc_sinkhorn_iters"],
-            delta=delta,
-            latent=LatentArgs(
-                heads, text["q_lora_rank"], text["kv_lora_rank"], text["qk_nope_head_dim"], text["v_head_dim"]
-            ),
-            indexer=IndexerArgs(text["index_n_heads"], text["index_head_dim"], text["index_topk"], text["index_kpool"]),
-            experts=experts,
+            delta=DeltaArgs(*delta),
+            latent=LatentArgs(*latent),
+            indexer=IndexerArgs(*sizes("index_n_heads", "index_head_dim", "index_topk", "index_kpool")),
+            experts=ExpertArgs(count, chosen, inner, text.get("routed_scaling_factor", 1.0)),
         )
 
 

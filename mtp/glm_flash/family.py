@@ -10,8 +10,8 @@ import mlx.nn as nn
 
 from mtp.checkpoint.families.family import Place, head_name
 from mtp.checkpoint.families.fields import Text
-from mtp.checkpoint.families.hybrid import HybridFamily, interval_of
 from mtp.checkpoint.families.parameters import PROJECTIONS, STORED, Parameter
+from mtp.checkpoint.families.qwen3_5 import HybridFamily, interval_of
 from mtp.checkpoint.families.shape import LayerShape, Shape
 from mtp.glm_flash.args import RULES, GlmArgs, find_problem
 from mtp.glm_flash.head import GlmHead

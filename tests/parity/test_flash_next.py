@@ -21,11 +21,10 @@ from mtp.checkpoint.convert.add_head import plan_head_addition
 from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.convert.foreign import open_source
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.flash_next.disk_rows import open_table, table_names
 from mtp.flash_next.layers import (
     NgramState,
 )
-from mtp.flash_next.ngrams import Mapped
+from mtp.flash_next.ngrams import Mapped, open_table, table_names
 from mtp.layers.kv_cache import PlainKV
 from mtp.layers.layer import KVFormat
 from mtp.layers.sparse_attention import (

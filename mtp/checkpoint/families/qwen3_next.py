@@ -16,7 +16,7 @@ from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
 from mlx_lm.models.qwen3_next import Model, ModelArgs, Qwen3NextDecoderLayer
 
 from mtp.checkpoint.families.fields import Text
-from mtp.checkpoint.families.hybrid import HybridFamily, model_args
+from mtp.checkpoint.families.qwen3_5 import HybridFamily, model_args
 
 _DEFAULTS: Text = {
     "decoder_sparse_step": 1,

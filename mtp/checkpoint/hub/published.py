@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,7 @@ def converted_headers(model: Published, bits: int | None) -> Checkpoint:
     module.mtp = few.head()
     module.set_dtype(mx.bfloat16)
     if bits is not None:
-        nn.quantize(module, _GROUP, bits, class_predicate=_choose(module.quant_predicate))
+        nn.quantize(module, _GROUP, bits, class_predicate=partial(_is_quantized, module.quant_predicate))
     mx.eval(mx.random.state)  # the random weights are never computed
     infos = {
         few.family.prefix + name: _info(weight) for name, weight in dict(tree_flatten(module.parameters())).items()
@@ -208,16 +208,11 @@ def converted_headers(model: Published, bits: int | None) -> Checkpoint:
     return Checkpoint.assemble(Path(model.name), parsed, "mlx", tensors)
 
 
-def _choose(routers: Choose | None) -> Choose:
-    """Return which modules are quantized: all but `mtp.fc`, and routers as mlx-lm has them."""
-
-    def choose(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        """Return the quantization of `module`, or False for none."""
-        if not hasattr(module, "to_quantized") or path == "mtp.fc":
-            return False
-        return True if routers is None else routers(path, module)
-
-    return choose
+def _is_quantized(routers: Choose | None, path: str, module: nn.Module) -> bool | dict[str, Any]:
+    """Return the quantization of a module, or False for none: `mtp.fc` has none, and routers that of mlx-lm."""
+    if not hasattr(module, "to_quantized") or path == "mtp.fc":
+        return False
+    return True if routers is None else routers(path, module)
 
 
 def _info(weight: mx.array) -> TensorInfo:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mtp.checkpoint.families.hybrid import HybridFamily
+from mtp.checkpoint.families.qwen3_5 import HybridFamily
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.vision.tower import VisionConfig
 from proto.errors import CheckpointError

@@ -17,8 +17,8 @@ from mtp.checkpoint.convert.foreign import open_source
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.parts import check_types, missing_from_backbone
-from mtp.flash_next.disk_rows import check_derived
 from mtp.flash_next.family import FlashNext
+from mtp.flash_next.ngrams import check_derived
 from proto.errors import CheckpointError
 from tests.support.checkpoints.published_headers import PublishedHeaders, read_published
 
