@@ -74,7 +74,7 @@ class FlashNext(HybridFamily):
         if args.ngrams is None or layer not in args.ngrams.layers:
             return found
         rows = (args.ngrams.kernel - 1) * args.ngrams.size * args.width
-        return replace(found, sequence_values=found.sequence_values + rows, reads_tokens=True)
+        return replace(found, sequence_values=found.sequence_values + rows, reads_tokens="ple_layer_ids")
 
     def shape(self, text: Text) -> Shape:
         streams = FlashNextArgs.of(text).streams

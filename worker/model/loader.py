@@ -137,11 +137,12 @@ def load_stage(
         checkpoint = settled
         if (layers := checkpoint.config.mtp_layers) > 1:
             log.warning("the MTP head drafts with its first layer", extra={"layers": layers})
-    late = [layer for layer in checkpoint.config.shape.token_layers if layer in span and not first]
+    late = [] if first else [layer for layer in checkpoint.config.shape.token_layers if layer in span]
     if late:
+        field = checkpoint.config.shape.layers[late[0]].reads_tokens
         raise SpanError(
-            f"layer {late[0]} reads the tokens, so it has to be on the first machine. Give that one the layers up to "
-            f"{late[0]}."
+            f"layer {late[0]} reads the tokens ({field}), so it has to be on the first machine. Give that one the "
+            f"layers up to {late[0]}."
         )
     modules: dict[str, Any] = {part: _build(checkpoint, part, dtype) for part in parts}
     _read(checkpoint, own, modules, dtype, on_progress, kv_sharers)

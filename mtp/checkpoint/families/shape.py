@@ -10,7 +10,9 @@ from mtp.layers.layer import KVFormat
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The state of a layer. `kind` is its name for people, and `reads_tokens` puts it on the first stage.
+    """The state of a layer. `kind` is its name for people.
+
+    A layer that reads the tokens of its rows belongs to the first stage. `reads_tokens` is the field that says so.
 
     A token adds `token_values`. A sequence has `sequence_values` in the type of activations, and `fixed_bytes` in
     fp32 whatever this type is.
@@ -20,7 +22,7 @@ class LayerShape:
     token_values: int = 0
     sequence_values: int = 0
     fixed_bytes: int = 0
-    reads_tokens: bool = False
+    reads_tokens: str = ""
 
     def token_bytes(self, itemsize: int, kv_format: KVFormat) -> int:
         """Return the bytes of a token's K/V; an element of activations has `itemsize` bytes."""

@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from mtp.checkpoint.convert.add_head import HeadAddition, plan_head_addition
 from mtp.checkpoint.convert.foreign import plan_packed
 from mtp.checkpoint.format.checkpoint import INDEX, Checkpoint
-from mtp.checkpoint.format.names import is_head, join_names
+from mtp.checkpoint.format.names import join_names
 from mtp.checkpoint.hub.remote_checkpoint import fetch_head, open_remote
 from mtp.checkpoint.hub.repo import HubRepo
 from mtp.checkpoint.hub.resolve import snapshot_of
@@ -114,7 +114,7 @@ def add_head_from(
 
     Raises the errors of `plan_head_addition` and of the download.
     """
-    head = plan_packed(open_remote(hub, is_head))
+    head = plan_packed(open_remote(hub, only_head=True))
     addition = plan_head_addition(target, head, replace=replace)
     directory = target.path / DOWNLOADS
     source = fetch_head(hub, head, addition.needed, directory, on_progress, beside=addition.nbytes)
@@ -141,7 +141,7 @@ def base_model(path: Path) -> str:
         if (parent := _parent(card)) is None:
             break
         with HubRepo(parent) as hub:
-            if open_remote(hub, is_head).mtp.complete:
+            if open_remote(hub, only_head=True).mtp.complete:
                 return parent
             card = hub.read(CARD)
     raise CheckpointError(

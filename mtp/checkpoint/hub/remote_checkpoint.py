@@ -80,8 +80,8 @@ def fetch_head(
     return plan_packed(Checkpoint.assemble(directory, head.config, head.layout, writer.tensors()))
 
 
-def open_remote(hub: HubRepo, wanted: Callable[[str], bool] = lambda name: True) -> Checkpoint:
-    """Open the checkpoint in `hub` with the stored names that `wanted` accepts; all of them if it is a head alone."""
+def open_remote(hub: HubRepo, *, only_head: bool = False) -> Checkpoint:
+    """Open the checkpoint in `hub`, or `only_head`, its MTP head."""
     path = Path(hub.repo)
     fields = _read_object(hub, "config.json")
     beside = None if hub.size(QUANTIZATION_FILE) is None else _read_object(hub, QUANTIZATION_FILE)
@@ -90,7 +90,7 @@ def open_remote(hub: HubRepo, wanted: Callable[[str], bool] = lambda name: True)
 
     def accepts(name: str) -> bool:
         place = config.place(name)
-        return config.head_only or wanted(name) or (place is not None and place.part == "mtp")
+        return config.head_only or not only_head or (place is not None and place.part == "mtp")
 
     headers = _headers(hub, accepts, config.head_file)
     config, headers = settle_head(config, headers)
