@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,18 +13,16 @@ import numpy as np
 
 from mtp.flash_next import modules
 from mtp.flash_next.ngrams import Ints
-from mtp.layers.exact import ExactProducts
-from mtp.layers.experts import fuse_experts, row_experts
+from mtp.layers.experts import fuse_experts
 from mtp.layers.kv_cache import tiled_attention
-from mtp.layers.layer import CutAxis, Hole, KVFormat, Layer, LayerCache, Mixer, Picks, PlainMLP, Rows, checked_state
+from mtp.layers.layer import CutAxis, Hole, KVFormat, LayerCache, Mixer, checked_state
 from mtp.layers.linear import FusedLinear, side_by_side
 from mtp.layers.reference.attention import AttentionLayer
 from mtp.layers.reference.gdn import GatedDelta
 from mtp.layers.rope import image_rotations, rotate, rotation_table
-from mtp.layers.source_kernel import SourceKernel
 from mtp.layers.sparse_attention import IndexedKV, SparseReads, sparse_attention
-from mtp.layers.stream_rows import NORM_SOURCE
-from proto.errors import ProtocolError, UsageError
+from mtp.layers.stream_layer import StreamLayer
+from proto.errors import ProtocolError
 from proto.images import ImageLayout
 
 
@@ -122,81 +119,30 @@ class NgramGDNCache(LayerCache):
         return (*self.gdn.cut_axes, None, None)
 
 
-class StreamLayer(Layer):
-    """A decoder layer whose rows have all residual streams. Subclasses compute the first of its two blocks."""
+class FlashNextLayer(StreamLayer):
+    """A decoder layer around `mixer`."""
 
     kind = "flash-next"
+    model = "Qwen3.8-Flash-Next"
 
-    def __init__(self, layer: modules.FlashNextLayer) -> None:
-        self.streams = layer
-        self.experts = fuse_experts(layer.mlp)
-        self.mlp = PlainMLP(self.experts)
-        self.dtype: mx.Dtype = layer.attn_hyper_connection.hc_norm.weight.dtype
-        self.connections = layer.attn_hyper_connection, layer.mlp_hyper_connection
-        for connection in self.connections:
+    def __init__(self, layer: modules.FlashNextLayer, mixer: Mixer) -> None:
+        connections = layer.attn_hyper_connection, layer.mlp_hyper_connection
+        for connection in connections:
             connection.fuse_inputs()
-
-    def pin_exact(self, products: ExactProducts) -> None:
-        raise UsageError("--exact is not supported for Qwen3.8-Flash-Next. Leave it out.")
-
-    def forward(
-        self,
-        x: mx.array,
-        caches: Sequence[Any],
-        widths: Sequence[int],
-        stay_open: Sequence[bool] = (),
-        holes: Sequence[Hole] = (),
-    ) -> mx.array:
-        assert not holes, "the head of this family drafts from the host"
-        first, second = self.connections
-        x, inputs, gates = first.mix(x)
-        mixed = self._mixed(inputs, caches, widths, stay_open)
-        x, inputs, gates = second.mix(x, (mixed, gates))
-        return second.spread(x, self.experts(inputs), gates)
-
-    def take_kernels(self, language: type[SourceKernel], picks: Picks) -> None:
-        self.experts = row_experts(self.experts, self.dtype, language, picks)
-        first, second = self.connections
-
-        def layer_in(language: type[SourceKernel] | None) -> Rows:
-            """Return a layer without its blocks, whose streams a kernel in `language` computes."""
-
-            def run(x: mx.array) -> mx.array:
-                first.language = second.language = language
-                x, *added = first.mix(x)
-                x, *added = second.mix(x, added)
-                return second.spread(x, *added)
-
-            return run
-
-        shapes, sides = f"{first.streams} streams", (layer_in(language), layer_in(None))
-        won = picks("stream_norm", shapes, NORM_SOURCE, first.width, *sides)
-        first.language = second.language = language if won else None
-
-    @abstractmethod
-    def _mixed(self, x: mx.array, caches: Sequence[Any], widths: Sequence[int], stay_open: Sequence[bool]) -> mx.array:
-        """Return the output `[rows, hidden]` of the mixer of tokens, and advance the caches."""
+        super().__init__(mixer, fuse_experts(layer.mlp), connections, dtype_of(layer))
 
 
-class StreamGDN(StreamLayer):
-    """A GatedDeltaNet layer."""
-
-    def __init__(self, layer: modules.FlashNextLayer) -> None:
-        super().__init__(layer)
-        self.mixer: Mixer = GatedDelta(layer.linear_attn, self.dtype, silu=layer.silu)
-
-    def new_cache(self, kv_format: KVFormat) -> Any:
-        return self.mixer.new_cache(kv_format)
-
-    def _mixed(self, x: mx.array, caches: Sequence[Any], widths: Sequence[int], stay_open: Sequence[bool]) -> mx.array:
-        return self.mixer.mix(x, caches, widths, stay_open)
+def dtype_of(layer: modules.FlashNextLayer) -> mx.Dtype:
+    """Return the type of the activations."""
+    found: mx.Dtype = layer.attn_hyper_connection.hc_norm.weight.dtype
+    return found
 
 
-class NgramGDN(StreamGDN):
+class NgramGDN(FlashNextLayer):
     """A GatedDeltaNet layer with a per-layer embedding before it."""
 
-    def __init__(self, layer: modules.FlashNextLayer) -> None:
-        super().__init__(layer)
+    def __init__(self, layer: modules.FlashNextLayer, mixer: Mixer) -> None:
+        super().__init__(layer, mixer)
         self.ple = layer.ple
 
     def expect_tokens(self, chunks: Sequence[Ints]) -> None:
@@ -239,36 +185,37 @@ class NgramGDN(StreamGDN):
         return values + (parts[0] if len(parts) == 1 else mx.concatenate(parts))
 
 
-class SparseAttention(StreamLayer, AttentionLayer):
-    """A layer of Qwen Sparse Attention: queries read the blocks that the indexer scores highest, and the newest tokens.
+class SparseMixer(AttentionLayer):
+    """A mixer of Qwen Sparse Attention: queries read the blocks that the indexer scores highest, and the newest tokens.
 
     A query sees the whole blocks up to its own token, and reads at most `budget` tokens of them. Up to there the
     attention is the usual one, and no block is scored.
     """
 
-    kind = StreamLayer.kind
-
-    def __init__(self, layer: modules.FlashNextLayer) -> None:
-        StreamLayer.__init__(self, layer)
-        self.attention = attention = layer.self_attn
+    def __init__(self, attention: Any) -> None:
+        self.attention = attention
         self.indexer: modules.Indexer = attention.indexer
-        self.norm: Any = nn.Identity()
         self.sizes = self.indexer.args
         products = [attention.q_proj, attention.k_proj, attention.v_proj, self.indexer.index_qk_proj]
         self._products = side_by_side(products, FusedLinear.of)
+
+    def fuse(self, fuse: object) -> SparseMixer:
+        """Return itself, whose products are fused since the load."""
+        return self
 
     def new_cache(self, kv_format: KVFormat) -> IndexedKV:
         attention = self.attention
         cache = IndexedKV(self.sizes.block, self.sizes.head_dim)
         return cache.with_rows(attention.num_key_value_heads, attention.head_dim)
 
-    def _mixed(
+    def mix(
         self,
         x: mx.array,
         caches: Sequence[IndexedKV],
         widths: Sequence[int],
         stay_open: Sequence[bool],
     ) -> mx.array:
+        """See `Mixer.mix`."""
         attention, indexer = self.attention, self.indexer
         kv_heads = attention.num_key_value_heads
         heads = attention.num_attention_heads, kv_heads, kv_heads, self.sizes.heads + 1
@@ -323,5 +270,6 @@ class SparseAttention(StreamLayer, AttentionLayer):
 def stream_layer(layer: modules.FlashNextLayer) -> StreamLayer:
     """Return a loaded layer behind the interface of this project. It fuses weights, so call it once."""
     if not layer.is_linear:
-        return SparseAttention(layer)
-    return NgramGDN(layer) if "ple" in layer else StreamGDN(layer)
+        return FlashNextLayer(layer, SparseMixer(layer.self_attn))
+    mixer = GatedDelta(layer.linear_attn, dtype_of(layer), silu=layer.silu)
+    return NgramGDN(layer, mixer) if "ple" in layer else FlashNextLayer(layer, mixer)

@@ -22,7 +22,7 @@ from mtp.layers.linear import FusedLinear, pad_outputs
 from mtp.layers.reference.gdn import SigmoidGatedNorm
 from mtp.layers.source_kernel import SourceKernel
 from mtp.layers.sparse_attention import IndexerArgs
-from mtp.layers.stream_rows import add_and_norm
+from mtp.layers.stream_rows import NORM_SOURCE, add_and_norm
 
 
 class StreamNorm(nn.Module):
@@ -71,12 +71,16 @@ class HyperConnection(nn.Module):
         normed = self.hc_norm(x)
         return self._mixed(normed, self.input_mix_weight_down(normed))
 
-    def mix(self, x: mx.array, added: Sequence[mx.array] | None = None) -> tuple[mx.array, mx.array, mx.array]:
-        """Return the streams, the input `[rows, hidden]` of the next block, and the logits of its gates.
+    @property
+    def kernel(self) -> tuple[str, str, str, int]:
+        """See `Connection.kernel`."""
+        return "stream_norm", f"{self.streams} streams", NORM_SOURCE, self.width
 
-        `added` are the output of the block before and its gates, which the streams get. The last columns of the gates
-        `[rows, any]` are the logits.
-        """
+    def read(
+        self, x: mx.array, block: mx.array | None = None, gates: Any = None
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """See `Connection.read`. The last columns of the gates `[rows, any]` are the logits."""
+        added = None if block is None else (block, gates)
         if self.language is not None and x.shape[0] <= self.language.most_rows:
             sizes = self.streams, 0 if added is None else self._first_logit(added[1])
             x, normed = add_and_norm(self.language, x, added, self.hc_norm.weight, self._eps, sizes)
@@ -84,11 +88,11 @@ class HyperConnection(nn.Module):
             x = x if added is None else self.spread(x, *added)
             normed = self.hc_norm(x)
         if self._fused is None:
-            low, gates = self.input_mix_weight_down(normed), self.block_inject_weight(normed)
+            low, logits = self.input_mix_weight_down(normed), self.block_inject_weight(normed)
         else:
-            both = self._fused(normed)
-            low, gates = both[:, : self.rank], both
-        return x, self._mixed(normed, low), gates
+            logits = self._fused(normed)
+            low = logits[:, : self.rank]
+        return x, self._mixed(normed, low), logits
 
     def spread(self, x: mx.array, block: mx.array, gates: mx.array) -> mx.array:
         """Return the streams `x` with the output of a block `[rows, hidden]`, each by its gate."""

@@ -12,17 +12,14 @@ import mlx.nn as nn
 from mlx_lm.models.gated_delta import gated_delta_update
 
 from mtp.glm_flash.modules import DecoderLayer, DeltaAttention, Experts, LatentAttention
-from mtp.glm_flash.streams import READ_SOURCE, SPREAD_SOURCE, STREAMS, HyperConnection
-from mtp.layers.communicator import Communicator
-from mtp.layers.exact import ExactProducts
-from mtp.layers.experts import row_experts
+from mtp.glm_flash.streams import HyperConnection
 from mtp.layers.kv_cache import tiled_attention
-from mtp.layers.layer import Hole, KVFormat, Layer, Mixer, Picks, Rows
+from mtp.layers.layer import KVFormat, Mixer
 from mtp.layers.linear import Format, side_by_side
 from mtp.layers.reference.gdn import GatedDelta
-from mtp.layers.source_kernel import SourceKernel
 from mtp.layers.sparse_attention import LatentKV, SparseReads, sparse_attention
-from proto.errors import CheckpointError, UsageError
+from mtp.layers.stream_layer import Connection, Residual, StreamLayer
+from proto.errors import CheckpointError
 
 
 class DeltaNet:
@@ -203,78 +200,21 @@ class LatentMixer:
         return (keys * shares.astype(keys.dtype)).sum(axis=1)
 
 
-class GlmLayer(Layer):
+class GlmLayer(StreamLayer):
     """A layer: norms, a mixer of tokens and an MLP. Around both pass the streams, or one residual in the MTP head."""
 
     kind = "glm-flash"
-    mixer: Mixer
+    model = "GLM-5.3-Flash"
 
     def __init__(self, layer: DecoderLayer) -> None:
-        self.norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
-        self.experts, self.dtype = layer.mlp, layer.input_layernorm.weight.dtype
-        if isinstance(layer.mlp, Experts):
-            self.experts = layer.mlp.fused()
-        if layer.is_linear:
-            self.mixer = KimiDelta(DeltaNet(layer.self_attn, self.dtype), self.dtype, silu=False)
-        else:
-            self.mixer = LatentMixer(layer.self_attn, layer)
-        streams = "hc_attn_fn" in layer
-        blocks = (("attn", self.norm), ("ffn", self.mlp_norm)) if streams else ()
-        self.connections, self.streams = [HyperConnection(layer, *block) for block in blocks], layer.args.streams
-
-    def new_cache(self, kv_format: KVFormat) -> Any:
-        return self.mixer.new_cache(kv_format)
-
-    def share(self, communicator: Communicator) -> None:
-        self.communicator = communicator
-
-    def take_kernels(self, language: type[SourceKernel], picks: Picks) -> None:
-        self.experts = row_experts(self.experts, self.dtype, language, picks)
-        if not self.connections or self.streams != STREAMS:
-            return
-
-        def layer_in(language: type[SourceKernel] | None) -> Rows:
-            """Return a layer whose blocks keep their inputs, and whose streams kernels in `language` compute."""
-
-            def run(x: mx.array) -> mx.array:
-                for connection in self.connections:
-                    connection.language = language
-                return self._around(x, lambda inputs: inputs, lambda inputs: inputs)
-
-            return run
-
-        width, source = self.streams * self.norm.weight.size, SPREAD_SOURCE + READ_SOURCE
-        won = picks("hyper_connections", "any heads", source, width, layer_in(language), layer_in(None))
-        for connection in self.connections:
-            connection.language = language if won else None
-
-    def pin_exact(self, products: ExactProducts) -> None:
-        raise UsageError("--exact is not supported for GLM-5.3-Flash. Leave it out.")
-
-    def forward(
-        self,
-        x: mx.array,
-        caches: Sequence[Any],
-        widths: Sequence[int],
-        stay_open: Sequence[bool] = (),
-        holes: Sequence[Hole] = (),
-    ) -> mx.array:
-        assert not holes, "the head of this family drafts from the host"
-
-        def mixed(inputs: mx.array) -> mx.array:
-            return self.communicator.sum(self.mixer.mix(inputs, caches, widths, stay_open))
-
-        def expanded(inputs: mx.array) -> mx.array:
-            return self.communicator.sum(self.experts(inputs))
-
-        if not self.connections:
-            x = x + mixed(self.norm(x))
-            return x + expanded(self.mlp_norm(x))
-        return self._around(x, mixed, expanded)
-
-    def _around(self, x: mx.array, mixed: Rows, expanded: Rows) -> mx.array:
-        """Return the streams `x` after both blocks."""
-        first, second = self.connections
-        x, inputs, gates = first.read(x)
-        x, inputs, gates = second.read(x, mixed(inputs), gates)
-        return second.spread(x, expanded(inputs), gates)
+        norms, dtype = (layer.input_layernorm, layer.post_attention_layernorm), layer.input_layernorm.weight.dtype
+        experts = layer.mlp.fused() if isinstance(layer.mlp, Experts) else layer.mlp
+        mixer: Mixer = (
+            KimiDelta(DeltaNet(layer.self_attn, dtype), dtype, silu=False)
+            if layer.is_linear
+            else LatentMixer(layer.self_attn, layer)
+        )
+        connections: list[Connection] = [Residual(norm) for norm in norms]
+        if "hc_attn_fn" in layer:
+            connections = [HyperConnection(layer, *block) for block in zip(("attn", "ffn"), norms, strict=True)]
+        super().__init__(mixer, experts, connections, dtype)

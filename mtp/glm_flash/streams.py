@@ -172,13 +172,17 @@ class HyperConnection:
         self._sizes = mx.array([args.eps, args.mix_eps])
         mx.eval(self._fn, self._base, self._scales, self._sizes)
 
+    @property
+    def kernel(self) -> tuple[str, str, str, int] | None:
+        """See `Connection.kernel`."""
+        width = self._streams * self._norm.weight.size
+        known = "hyper_connections", "any heads", SPREAD_SOURCE + READ_SOURCE, width
+        return known if self._streams == STREAMS else None
+
     def read(
         self, x: mx.array, block: mx.array | None = None, gates: Sequence[mx.array] = ()
     ) -> tuple[mx.array, mx.array, Sequence[mx.array]]:
-        """Return the streams `x`, the normed input `[rows, hidden]` of the block, and the gates of its output.
-
-        `block` is the output of the block before, which the streams get by its `gates`.
-        """
+        """See `Connection.read`."""
         if self.language is not None:
             x, products = self._run_spread(self.language, x, block, gates)
             return x, *self._run_read(self.language, x, products)
@@ -193,7 +197,7 @@ class HyperConnection:
         return x, self._norm(inputs.astype(x.dtype)), (opened.astype(x.dtype), matrix.astype(x.dtype))
 
     def spread(self, x: mx.array, block: mx.array, gates: Sequence[mx.array]) -> mx.array:
-        """Return the mixed streams `x` plus the output `[rows, hidden]` of the block, by its gates."""
+        """See `Connection.spread`."""
         if self.language is not None:
             return self._run_spread(self.language, x, block, gates, products=False)[0]
         opened, matrix = gates

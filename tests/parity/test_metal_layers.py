@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.flash_next.layers import StreamGDN
+from mtp.flash_next.layers import SparseMixer
 from mtp.layers import gdn_windows
 from mtp.layers.gdn_windows import WindowMixer
 from mtp.layers.layer import KernelTrial, KVFormat, Layer, Mixer
@@ -169,8 +169,8 @@ def test_flash_next_computes_what_the_reference_does(
     path = write_flash_next(tmp_path / "model", reference_model(text), text)
     with metal_path():
         stage = stage_of(path)
-        mixers = [type(layer.mixer) for layer in stage.modules.layers if isinstance(layer, StreamGDN)]
-        assert mixers == [WindowMixer if dim == 128 else GatedDelta] * 3
+        mixers = [type(layer.mixer) for layer in stage.modules.layers]
+        assert mixers == [WindowMixer if dim == 128 else GatedDelta] * 3 + [SparseMixer]
         found = outputs(stage)
         monkeypatch.setattr(layer_variants, "MetalFuser", unchanged)
         expected = outputs(stage_of(path))
