@@ -21,7 +21,7 @@ from mtp.layers.reference.attention import AttentionLayer
 from mtp.layers.reference.gdn import GatedDelta
 from mtp.layers.rope import image_rotations, rotate, rotation_table
 from mtp.layers.sparse_attention import IndexedKV, SparseReads, sparse_attention
-from mtp.layers.streams import StreamLayer
+from mtp.layers.stream_layer import StreamLayer
 from proto.errors import ProtocolError
 from proto.images import ImageLayout
 

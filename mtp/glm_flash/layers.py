@@ -18,7 +18,7 @@ from mtp.layers.layer import KVFormat, Mixer
 from mtp.layers.linear import Format, side_by_side
 from mtp.layers.reference.gdn import GatedDelta
 from mtp.layers.sparse_attention import LatentKV, SparseReads, sparse_attention
-from mtp.layers.streams import Connection, Residual, StreamLayer
+from mtp.layers.stream_layer import Connection, Residual, StreamLayer
 from proto.errors import CheckpointError
 
 
