@@ -186,7 +186,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "XTC draws once for drafts and verification, and spares special tokens": (
         f"{UNIT}/mtp/test_sampling.py::test_xtc_removes_what_mlx_lm_removes",
         f"{PARITY}/test_identity.py::test_drafts_stages_and_concurrency_change_nothing",
-        f"{COORDINATOR}/api/test_parameters.py::test_xtc_spares_the_ends_and_line_breaks_in_every_dialect",
+        f"{COORDINATOR}/prompts/test_parameters.py::test_xtc_spares_the_ends_and_line_breaks_in_every_dialect",
     ),
     "drafts accepted by the ratio leave the distribution as it is": (
         f"{UNIT}/mtp/test_sampling.py::test_the_ratio_rule_follows_the_target",
@@ -199,12 +199,12 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     "a forced format survives the end of the reasoning": (
         f"{PARITY}/test_reasoning_limit.py::test_a_format_survives_the_end_of_the_reasoning",
-        f"{COORDINATOR}/api/test_hints.py::test_each_choice_with_a_budget_is_one_submission",
+        f"{COORDINATOR}/dialects/test_hints.py::test_each_choice_with_a_budget_is_one_submission",
     ),
     # ---- clients beside each other
     "a client that holds all places makes room for another one": (
-        f"{COORDINATOR}/schedule/test_prompts.py::test_one_client_never_holds_the_last_place",
-        f"{COORDINATOR}/schedule/test_prompts.py::test_clients_that_share_a_place_take_turns",
+        f"{COORDINATOR}/schedule/test_admission.py::test_one_client_never_holds_the_last_place",
+        f"{COORDINATOR}/schedule/test_admission.py::test_clients_that_share_a_place_take_turns",
         f"{PARITY}/test_identity.py::test_pauses_change_nothing",
     ),
     # ---- prefixes on disk
