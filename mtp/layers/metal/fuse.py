@@ -45,8 +45,9 @@ class MetalFuser:
     def layer(self, layer: ReferenceLayer) -> Layer:
         """Return `layer` fused where its weights have one format, or itself."""
         module: Any = layer.module
-        fused_experts = fuse_experts(module.mlp)
-        module.mlp = row_experts(fused_experts, self._dtype, MetalKernel, self.picks)
+        if self._choose is not None:  # on a CPU mlx-lm's own experts keep the bits of stock mlx-lm
+            fused_experts = fuse_experts(module.mlp)
+            module.mlp = row_experts(fused_experts, self._dtype, MetalKernel, self.picks)
         mlp = FusedMLP.of(module.mlp, self._fuse)
         replaced = self._gdn(layer, mlp) if isinstance(layer, GDNLayer) else self._attention(module, mlp)
         if replaced is None:
