@@ -40,7 +40,7 @@ def report_of(result: Result) -> dict[str, Any]:
     return report
 
 
-# ---- figures by hand
+# ---- figures without a server
 
 
 def chunk(text: str = "", ids: int | None = None) -> bytes:

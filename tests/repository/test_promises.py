@@ -1,4 +1,4 @@
-"""What must stay, and the tests that guard it: each of them exists and runs without being asked for."""
+"""The promises of the project, and the tests that guard them. Each test exists and runs by default."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         f"{PARITY}/test_metal_layers.py::test_layers_compute_what_the_reference_does",
     ),
 }
-"""What nobody may lose, and its tests. A change may alter how it is done, and never whether."""
+"""The promises and their tests. A change may alter how a promise is kept, and never whether."""
 
 NOT_RUN = {"skip", "slow", "xfail"}
 """Marks of a test that no one runs before a change."""

@@ -104,7 +104,7 @@ def test_the_rows_are_counted_where_the_head_is(checkpoints: Checkpoints, option
 
 
 def test_slices_and_members_have_the_rows_of_the_whole(checkpoints: Checkpoints) -> None:
-    """Where lm_head is cut, the rows for drafts are read from the whole one."""
+    """A process with a share of lm_head reads the rows for drafts from the whole one."""
     checkpoint = Checkpoint.open(checkpoints(layers=4, tie=False))
     span, bitmap = Span(0, checkpoint.config.num_layers), b"\x55" * (checkpoint.config.vocab_size // 8)
     found = []

@@ -266,7 +266,7 @@ def test_a_killed_process_leaves_nothing_that_no_limit_counts(folder: Folder) ->
 
 
 def test_a_smaller_limit_acts_at_the_start(folder: Folder) -> None:
-    """What exceeds it goes, the least recently used first."""
+    """Blocks above the limit are removed, the least recently used first."""
     assert folder.add(128) and folder.add(900) and folder.add(800)
     assert lengths(BlockIndex(folder.path, 250)) == [900, 800]
     assert folder.files == {"900-0-8", "800-0-8"}

@@ -77,7 +77,7 @@ async def test_a_reasoning_budget_closes_the_reasoning(window: int, monkeypatch:
     [(None, "one two", True), (False, "one two", False), (False, "</think>", False)],
 )
 async def test_only_reasoning_has_a_budget(switch: bool | None, text: str, limited: bool) -> None:
-    """Where reasoning is off, the engine gets no limit, and the content is not cut."""
+    """Without reasoning the engine gets no limit, and the content is not cut."""
     api = api_saying(text)
     fields = {} if switch is None else {"enable_thinking": switch}
     assert (await api.chat(thinking_budget=1, **fields)).status_code == 200
