@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -190,10 +190,6 @@ def _concatenated(parts: Sequence[mx.array], order: mx.array | None) -> mx.array
     return rows if order is None else rows[order]
 
 
-COMPILED_ROWS = 64
-"""Rows up to which parts of a layer are compiled. Each number of rows is traced once, and prompts have many."""
-
-
 def compiled(function: Callable[..., Any], shape: Any) -> Callable[..., Any]:
     """Return `function` of `shape` and of arrays, traced once for each number of rows, or itself on a CPU.
 
@@ -244,6 +240,36 @@ def gated_products(formats: tuple[Format, Format], weights: tuple[Weights, Weigh
     """Return a gated MLP of `x [rows, hidden]`."""
     gate, up = mx.split(formats[0].multiply(x, weights[0]), 2, axis=-1)
     return formats[1].multiply(nn.silu(gate) * up, weights[1])
+
+
+@dataclass(frozen=True)
+class FusedEnds:
+    """The products of a layer before and after its mixer, and of its MLP if that is fused. See `Ends`.
+
+    `eps` is that of its norms. With `fuses_norm` a kernel adds the residual before the MLP and computes its norm.
+    """
+
+    inputs: Format
+    out: Format
+    mlp: tuple[Format, Format] | None
+    eps: float
+    fuses_norm: bool
+    communicator: Communicator = ALONE
+    most_rows: ClassVar[int] = 64
+
+    def project(self, x: mx.array, arguments: Any) -> mx.array:
+        """See `Ends`. The arguments are the weights of the norm and of the products."""
+        norm, weights = arguments
+        return self.inputs.multiply(mx.fast.rms_norm(x, norm, self.eps), weights)
+
+    def finish(self, x: mx.array, y: mx.array, arguments: Any) -> mx.array:
+        """See `Ends`. The arguments are the weights of the product, of the MLP's norm, and of the MLP."""
+        out, norm, mlp = arguments
+        y = self.communicator.sum(self.out.multiply(y, out))
+        if self.mlp is None:
+            return x + y
+        x, normed = add_norm(x, y, norm, self.eps, self.fuses_norm)
+        return x + self.communicator.sum(gated_products(self.mlp, mlp, normed))
 
 
 def add_norm(x: mx.array, y: mx.array, weight: mx.array, eps: float, own: bool) -> tuple[mx.array, mx.array]:

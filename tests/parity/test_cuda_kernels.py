@@ -23,8 +23,7 @@ from mtp.layers.cuda import pack as packing
 from mtp.layers.cuda import packed_linear
 from mtp.layers.cuda.attention import PackedAttentionLayer
 from mtp.layers.cuda.dense_rows import DenseRows
-from mtp.layers.cuda.gdn import PackedGDNLayer
-from mtp.layers.cuda.pack import Packer
+from mtp.layers.cuda.pack import Packer, packed_windows
 from mtp.layers.cuda.packed_linear import PackedLinear, multiply_rows, pack, unpack
 from mtp.layers.gdn_windows import (
     GatedDeltaShape,
@@ -200,8 +199,8 @@ class Recurrence:
         mx.random.seed(2)
         modules = random_stage(wide_config(EIGHTHS, 1))
         reference = cast(GDNLayer, modules.layers[0])
-        self.layer = PackedGDNLayer(reference.module, mx.bfloat16, None)
-        self.shape: GatedDeltaShape = self.layer.shape
+        self.layer = packed_windows(reference.module, mx.bfloat16, None)
+        self.shape: GatedDeltaShape = self.layer.recurrence.shape
         self.rows = mx.random.normal((16, self.shape.row)).astype(mx.bfloat16)
 
     def run(self, cache: SnapshotGDNCache, start: int, count: int, *, stays_open: bool = False) -> mx.array:

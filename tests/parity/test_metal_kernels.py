@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 import pytest
 
+from mtp.layers.fused.attention import prepare_rows
+from mtp.layers.fused.fuse import gated_delta_window
 from mtp.layers.gdn_windows import HEAD_DIM, TAPS, GatedDeltaShape, WindowKernel
 from mtp.layers.linear import add_norm
-from mtp.layers.metal.attention import prepare_rows
-from mtp.layers.metal.gdn import gated_delta_window
 from mtp.layers.prepare_rows import AttentionShape
 from mtp.layers.source_kernel import MetalKernel
 from tests.parity.test_gpu import GPU, computing_on

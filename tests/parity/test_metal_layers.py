@@ -14,10 +14,10 @@ import pytest
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.flash_next.layers import SparseMixer
-from mtp.layers import gdn_windows
+from mtp.layers import gdn_windows, linear
+from mtp.layers.fused import attention, fuse
 from mtp.layers.gdn_windows import WindowMixer
 from mtp.layers.layer import KernelTrial, KVFormat, Layer, Mixer
-from mtp.layers.metal import attention, fuse, gdn
 from mtp.layers.prepare_rows import AttentionShape
 from mtp.layers.reference.gdn import GatedDelta
 from mtp.layers.source_kernel import MetalKernel
@@ -143,7 +143,7 @@ def test_layers_compute_what_the_reference_does(
         expected_kinds = ", ".join(f"{n} {k}" for k, n in sorted(kinds.items()))
         assert stage.variants.summary.partition(";")[0] == expected_kinds
         found = outputs(stage)
-        monkeypatch.setattr(layer_variants, "MetalFuser", unchanged)
+        monkeypatch.setattr(layer_variants, "Fuser", unchanged)
         expected = outputs(stage_of(path))
     # In bfloat16 the reference itself is 9 % away from the same layers in fp32.
     limit = 1e-5 if stage.dtype == mx.float32 else 0.1
@@ -172,7 +172,7 @@ def test_flash_next_computes_what_the_reference_does(
         mixers = [type(layer.mixer) for layer in stage.modules.layers]
         assert mixers == [WindowMixer if dim == 128 else GatedDelta] * 3 + [SparseMixer]
         found = outputs(stage)
-        monkeypatch.setattr(layer_variants, "MetalFuser", unchanged)
+        monkeypatch.setattr(layer_variants, "Fuser", unchanged)
         expected = outputs(stage_of(path))
     assert (mx.abs(found - expected).mean() <= 1e-5 * mx.abs(expected).mean()).item()
 
@@ -191,7 +191,7 @@ def test_delta_attention_computes_what_its_operations_do(bound: float | None) ->
 
     expected = results(modules)
     with metal_path():
-        kernels = fuse.MetalFuser(row_kernels.DELTA_HIDDEN, mx.float32, lambda *_: True).mixer(modules)
+        kernels = fuse.Fuser(row_kernels.DELTA_HIDDEN, mx.float32, lambda *_: True).mixer(modules)
         assert isinstance(kernels, WindowMixer)
         found = results(kernels)
     assert row_kernels.error(found, expected) < 1e-4
@@ -212,7 +212,7 @@ def test_few_rows_of_4_bits_have_kernels(tmp_path: Path, monkeypatch: pytest.Mon
         runs.clear()  # of the trials
         found = outputs(stage, (6, 2), **options)
         assert all(runs[kernel] for kernel in ["expert_down", *kernels])
-        monkeypatch.setattr(layer_variants, "MetalFuser", unchanged)
+        monkeypatch.setattr(layer_variants, "Fuser", unchanged)
         expected = outputs(stage_of(tmp_path / "model"), (6, 2), **options)
     assert (mx.abs(found - expected).mean() <= 0.1 * mx.abs(expected).mean()).item()
 
@@ -225,7 +225,7 @@ def test_the_parts_of_the_members_are_added(
     path = written_as(checkpoints, monkeypatch, form)
     with metal_path():
         found, once = shared_outputs(stage_of(path))
-        monkeypatch.setattr(layer_variants, "MetalFuser", unchanged)
+        monkeypatch.setattr(layer_variants, "Fuser", unchanged)
         expected, again = shared_outputs(stage_of(path))
         alone = outputs(stage_of(path))
     # Compiled bodies ask for their sums once for each number of rows.
@@ -288,9 +288,9 @@ def _mutated(run: Any, mutation: str) -> Any:
 SLOW_SECONDS = 0.05
 
 PATCHED = {
-    "gated_delta_window": [(gdn, "gated_delta_window")],
+    "gated_delta_window": [(fuse, "gated_delta_window")],
     "attention_prepare": [(attention, "prepare_rows")],
-    "residual_norm": [(gdn, "add_norm"), (attention, "add_norm")],
+    "residual_norm": [(linear, "add_norm")],
 }
 """The functions that launch each kernel. The last argument of `add_norm` says whether it does."""
 
@@ -432,7 +432,7 @@ def test_compiled_bodies_compute_what_the_kernels_do(checkpoints: Checkpoints) -
 
     def run() -> mx.array:
         modules = load_stage(Checkpoint.open(path), Span(0, 8), first=True, last=True, dtype=None, with_head=False)
-        fuser: Any = fuse.MetalFuser(64, mx.float32, lambda *_: True)
+        fuser: Any = fuse.Fuser(64, mx.float32, lambda *_: True)
         layers = [fuser.layer(modules.layers[i]) for i in (3, 7)]
         caches = [[layer.new_cache(KVFormat()) for _ in range(2)] for layer in layers]
         found = []

@@ -42,7 +42,7 @@ mtp.glm_flash: mtp.checkpoint.families mtp.head mtp.layers mtp.layers.reference 
 mtp.head: mtp.layers mtp.layers.reference mtp.sampling proto
 mtp.layers: mtp proto
 mtp.layers.cuda: mtp.layers mtp.layers.reference
-mtp.layers.metal: mtp.layers mtp.layers.reference
+mtp.layers.fused: mtp.layers mtp.layers.reference
 mtp.layers.reference: mtp mtp.layers
 mtp.sampling: proto
 mtp.vision: mtp.checkpoint.format mtp.layers proto
@@ -53,7 +53,7 @@ worker.engine: mtp mtp.checkpoint.format mtp.head mtp.layers proto proto.termina
 worker.disk: mtp.checkpoint.format proto
 worker.fetch: mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.terminal worker.engine
 worker.model: mtp mtp.checkpoint.format mtp.head mtp.layers mtp.layers.cuda
-    mtp.layers.metal mtp.layers.reference mtp.sampling proto proto.terminal worker.cache
+    mtp.layers.fused mtp.layers.reference mtp.sampling proto proto.terminal worker.cache
 worker.node: mtp mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.terminal
     proto.trust worker.disk worker.engine worker.fetch
 coordinator: mtp

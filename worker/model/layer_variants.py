@@ -24,9 +24,9 @@ from mtp.layers.cuda.dense_rows import DenseRows
 from mtp.layers.cuda.pack import Packer
 from mtp.layers.cuda.packed_linear import FEW_ROWS
 from mtp.layers.exact import ExactProducts
+from mtp.layers.fused.fuse import Fuser
 from mtp.layers.layer import KernelTrial, KVFormat
 from mtp.layers.linear import Fuse, FusedLinear
-from mtp.layers.metal.fuse import MetalFuser
 from mtp.layers.source_kernel import HALF_TYPES, CudaKernel, MetalKernel
 from proto.control import Kernels
 from proto.errors import UsageError
@@ -86,7 +86,7 @@ def choose_variants(
         columns = () if not device.stores_columns else (mx.float32, *HALF_TYPES) if wide else (mx.float32,)
         fuse = partial(FusedLinear.of, columns=columns)
         choose = choice.choose if device.backend == "metal" else None
-        fuser = MetalFuser(modules.config.hidden_size, dtype, choose, fuse)
+        fuser = Fuser(modules.config.hidden_size, dtype, choose, fuse)
         modules.replace_layers(fuser.layer, fuser.mixer)
         modules.take_kernels(MetalKernel, fuser.picks)
         if columns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -12,7 +12,7 @@ from mlx_lm.models.qwen3_5 import DecoderLayer
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
 from mtp.layers.communicator import Communicator
-from mtp.layers.cuda.packed_linear import FEW_ROWS, PackedMLP, add_packed_mlp, add_product, fused, product_of
+from mtp.layers.cuda.packed_linear import FEW_ROWS, PackedEnds, PackedMLP, add_product, fused
 from mtp.layers.cuda.row_attention import (
     MOST_GROUPED,
     SLOTS,
@@ -26,6 +26,7 @@ from mtp.layers.cuda.row_attention import (
 from mtp.layers.exact import ExactProducts
 from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import Hole, KVFormat, Layer, PlainMLP
+from mtp.layers.linear import compiled
 from mtp.layers.prepare_rows import HEAD_DIM, AttentionShape, can_prepare, constants_of
 from mtp.layers.rope import KernelRotations
 
@@ -63,6 +64,12 @@ class PackedAttentionLayer(Layer):
         self._one_arithmetic = False
         """True keeps to the row kernel for any number of rows. Otherwise prompt chunks take MLX's attention."""
         mx.eval(self.constants, self.scale)
+        self.share(self.communicator)
+
+    def share(self, communicator: Communicator) -> None:
+        super().share(communicator)
+        self._parts = self.shape, PackedEnds(self.norm.eps, communicator)
+        self._compiled = [compiled(part, self._parts) for part in (_project, _finish)]
 
     def new_cache(self, kv_format: KVFormat) -> InPlaceKV:
         assert kv_format.bits is None, "the kernels read keys and values in the type of the model"
@@ -82,7 +89,7 @@ class PackedAttentionLayer(Layer):
         stay_open: Sequence[bool] = (),
         holes: Sequence[Hole] = (),
     ) -> mx.array:
-        qkv, out, eps = self.qkv, self.out, self.norm.eps
+        qkv, out = self.qkv, self.out
         for cache, width in zip(caches, widths, strict=True):
             cache.reserve(width, self.shape.kv_heads, HEAD_DIM, x.dtype)
         rotations = KernelRotations.of(self.rope, caches, widths)
@@ -93,16 +100,15 @@ class PackedAttentionLayer(Layer):
         few = x.shape[0] <= FEW_ROWS
         if few and qkv.weights:
             inputs = (self.norm.weight, qkv.weights)
-            project = _compiled_projection(self.shape, eps)
-            q, new, rows = project(x, inputs, self.constants, _places(groups))
+            q, new, rows = self._compiled[0](self._parts, x, inputs, self.constants, _places(groups))
         else:
             rows = qkv(self.norm(x))
             q, new = prepare_rows(self.shape, rows, _places(groups), self.constants)
         q, new = rotations.rotate_new(q, new)
         pairs, groups = _write(caches, widths, new, groups, few=few)
         if few and out.weights:
-            finish = _compiled_end(self.shape, eps, self.communicator)
-            x = finish(x, out.weights, self._mlp_weights, q, rows, groups, self.scale, pairs)
+            outputs = (out.weights, self._mlp_weights)
+            x = self._compiled[1](self._parts, x, outputs, q, rows, groups, self.scale, pairs)
             return x if self._mlp_weights else self.mlp.add_output(x, self.mlp_norm)
         if few or holes or self._one_arithmetic:
             y = _attend_few(self.shape, q, rows, groups, self.scale, pairs)
@@ -116,34 +122,22 @@ def shape_of(attention: Qwen3NextAttention) -> AttentionShape:
     return AttentionShape(attention.num_attention_heads, attention.num_key_value_heads, attention.rope.dims)
 
 
-@lru_cache(maxsize=8)
-def _compiled_projection(shape: AttentionShape, eps: float) -> Callable[..., Any]:
-    """Return the layer up to the queries, keys and values, traced once for each number of rows."""
-
-    def body(x: mx.array, weights: Any, constants: Any, places: mx.array) -> Any:
-        norm, inputs = weights
-        rows = product_of(inputs)(mx.fast.rms_norm(x, norm, eps))
-        return *prepare_rows(shape, rows, places, tuple(constants)), rows
-
-    return mx.compile(body)
+Parts = tuple[AttentionShape, PackedEnds]
 
 
-@lru_cache(maxsize=8)
-def _compiled_end(shape: AttentionShape, eps: float, communicator: Communicator) -> Callable[..., Any]:
-    """Return the layer from the attention on, traced once for every shape of the arguments.
+def _project(parts: Parts, x: mx.array, inputs: Any, constants: Any, places: mx.array) -> Any:
+    """Return queries, keys and values of `prepare_rows`, and the projected rows."""
+    shape, ends = parts
+    rows = ends.project(x, inputs)
+    return *prepare_rows(shape, rows, places, tuple(constants)), rows
 
-    It includes the MLP if its arguments have the weights of one.
-    """
 
-    def body(
-        x: mx.array, weights: Any, mlp: Any, q: mx.array, rows: mx.array, groups: Any,
-        scale: mx.array, pairs: Any,
-    ) -> Any:  # fmt: skip
-        y = _attend_few(shape, q, rows, groups, scale, pairs)
-        x = add_product(communicator, product_of(weights), y, x)
-        return add_packed_mlp(communicator, mlp, eps, x) if mlp else x
-
-    return mx.compile(body)
+def _finish(
+    parts: Parts, x: mx.array, outputs: Any, q: mx.array, rows: mx.array, groups: Any, scale: mx.array, pairs: Any
+) -> Any:
+    """Return the layer from the attention on."""
+    shape, ends = parts
+    return ends.finish(x, _attend_few(shape, q, rows, groups, scale, pairs), outputs)
 
 
 def _write(

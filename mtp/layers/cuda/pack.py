@@ -8,14 +8,41 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mtp.layers.cuda.attention import PackedAttentionLayer, can_pack_attention
-from mtp.layers.cuda.gdn import PackedGDNLayer, gated_delta_window
-from mtp.layers.cuda.packed_linear import PackedEmbedding, PackedLinear, can_pack, fused, multiply_rows, pack, pack_mlp
+from mtp.layers.cuda.packed_linear import (
+    PackedEmbedding,
+    PackedEnds,
+    PackedLinear,
+    PackedMLP,
+    can_pack,
+    fused,
+    multiply_rows,
+    pack,
+    pack_mlp,
+)
 from mtp.layers.experts import fuse_experts, row_experts
-from mtp.layers.gdn_windows import WindowMixer, has_window_kernel, recurrence_of
+from mtp.layers.gdn_windows import WindowMixer, has_window_kernel, recurrence_of, window_kernel
 from mtp.layers.layer import KVFormat, Layer, Mixer, PlainMLP
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.reference.gdn import GatedDelta
 from mtp.layers.source_kernel import HALF_TYPES, CudaKernel, report_fallback
+from mtp.layers.window_layer import EndArguments, WindowLayer
+
+gated_delta_window = window_kernel(CudaKernel)
+
+
+def packed_windows(module: Any, dtype: mx.Dtype, mlp: PackedMLP | None, *, exact: bool = False) -> WindowLayer:
+    """Return a GatedDeltaNet layer packed for activations of `dtype`, with its MLP packed or as it is."""
+    net, norm = module.linear_attn, module.input_layernorm
+    inputs = fused([net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a], padded=True, exact=exact)
+    out = fused([net.out_proj], exact=exact)
+    few = None
+    if inputs.weights and out.weights:
+        after = (out.weights, () if mlp is None else mlp.weights(module.post_attention_layernorm))
+        few = EndArguments((norm.weight, inputs.weights), after, has_mlp=mlp is not None)
+    many = EndArguments((norm.weight, inputs), (out, ()), has_mlp=False)
+    recurrence = recurrence_of(gated_delta_window, net, dtype)
+    own_mlp = mlp or PlainMLP(module.mlp)
+    return WindowLayer("packed", module, recurrence, dtype, own_mlp, PackedEnds(norm.eps), few, many, (inputs, out))
 
 
 class Packer:
@@ -48,7 +75,7 @@ class Packer:
         packed: Layer | None = None
         if module.is_linear:
             if has_window_kernel(module.linear_attn):
-                packed = PackedGDNLayer(module, self._dtype, mlp, exact=self._exact)
+                packed = packed_windows(module, self._dtype, mlp, exact=self._exact)
         elif self._kv_format.bits is None and can_pack_attention(module.self_attn, self._dtype):
             packed = PackedAttentionLayer(module, mlp, exact=self._exact)
         if packed is None:

@@ -12,7 +12,8 @@ g and g + 8. `factors [tiles, chunks, 16]` uint32: scale and bias of outputs g a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -480,8 +481,10 @@ def fused(modules: Sequence[nn.Module], *, padded: bool = False, exact: bool = F
     return DenseLinear.from_modules(modules) if not exact and can_fuse(modules) else SideBySide(modules)
 
 
-def product_of(weights: Sequence[mx.array]) -> PackedLinear | DenseLinear:
-    """Return the product of the `weights` of a projection, within a compiled layer."""
+def product_of(weights: Projection | Sequence[mx.array]) -> Projection:
+    """Return the product of the `weights` of a projection, within a compiled layer, or the projection that it is."""
+    if isinstance(weights, nn.Module):
+        return weights
     return PackedLinear(weights[0], weights[1]) if len(weights) == 2 else DenseLinear(weights[0])
 
 
@@ -510,7 +513,7 @@ class PackedMLP(nn.Module):
         self.down.pin_exact(products)
 
     def weights(self, norm: nn.RMSNorm) -> tuple[Any, ...]:
-        """Return what `add_packed_mlp` takes of the MLP and its norm."""
+        """Return what `PackedEnds.finish` takes of the MLP and its norm."""
         return norm.weight, self.gate_up.weights, self.down.weights
 
 
@@ -528,11 +531,28 @@ def pack_mlp(mlp: nn.Module, *, exact: bool = False) -> PackedMLP | None:
     return PackedMLP(PackedLinear.from_modules([gate, up]), PackedLinear.from_modules([down]))
 
 
-def add_packed_mlp(communicator: Communicator, weights: Sequence[Any], eps: float, x: mx.array) -> mx.array:
-    """Return `PackedMLP.add_output` of up to `FEW_ROWS` rows, as part of a compiled layer."""
-    norm, gate_up, down = weights
-    y = product_of(gate_up).swiglu(mx.fast.rms_norm(x, norm, eps))
-    return add_product(communicator, product_of(down), y, x)
+@dataclass(frozen=True)
+class PackedEnds:
+    """The products of a layer before and after its mixer, whose norms have the epsilon `eps`. See `Ends`."""
+
+    eps: float
+    communicator: Communicator = ALONE
+    most_rows: ClassVar[int] = FEW_ROWS
+
+    def project(self, x: mx.array, arguments: Any) -> mx.array:
+        """See `Ends`. The arguments are the weight of the norm and the projection or its weights."""
+        norm, inputs = arguments
+        return product_of(inputs)(mx.fast.rms_norm(x, norm, self.eps))
+
+    def finish(self, x: mx.array, y: mx.array, arguments: Any) -> mx.array:
+        """See `Ends`. The arguments are the projection or its weights, and perhaps `PackedMLP.weights`."""
+        out, mlp = arguments
+        x = add_product(self.communicator, product_of(out), y, x)
+        if not mlp:
+            return x
+        norm, gate_up, down = mlp
+        y = product_of(gate_up).swiglu(mx.fast.rms_norm(x, norm, self.eps))
+        return add_product(self.communicator, product_of(down), y, x)
 
 
 def _in_pieces(

@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.models import gated_delta
 
 from mtp.device import DEVICES
-from mtp.layers.metal import fuse
+from mtp.layers.fused import fuse
 from mtp.layers.source_kernel import MetalKernel
 from proto.control import Kernels
 from tests.support.metal import runner

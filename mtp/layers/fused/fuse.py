@@ -1,4 +1,4 @@
-"""The replacement of reference layers by those for Apple GPUs, and the trials of kernels that decide on it.
+"""The replacement of reference layers by those in fused products, for Apple GPUs and CPUs, and the trials of kernels.
 
 A trial compares a layer with a kernel and the same layer without it: their results and their times. Both compute the
 same rows at the shapes of the model, on the machine that will serve. Which of them is faster there is unknown before.
@@ -17,21 +17,37 @@ import mlx.core as mx
 
 from mtp.layers import gdn_windows, prepare_rows
 from mtp.layers.experts import fuse_experts, row_experts
+from mtp.layers.fused.attention import FusedAttentionLayer, PreparedAttentionLayer, fused_projections
 from mtp.layers.gdn_windows import WindowMixer
 from mtp.layers.layer import KernelTrial, KVFormat, Layer, Mixer, PlainMLP, Rows
-from mtp.layers.linear import Format, Fuse, FusedLinear, FusedMLP
-from mtp.layers.metal.attention import FusedAttentionLayer, PreparedAttentionLayer, fused_projections
-from mtp.layers.metal.gdn import WindowGDNLayer, gated_delta_window
+from mtp.layers.linear import Format, Fuse, FusedEnds, FusedLinear, FusedMLP
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.reference.gdn import GatedDelta, GDNLayer
 from mtp.layers.source_kernel import MetalKernel
 from mtp.layers.stream_rows import NORM_SOURCE
+from mtp.layers.window_layer import EndArguments, WindowLayer
+
+gated_delta_window = gdn_windows.window_kernel(MetalKernel)
 
 Choose = Callable[[str, str, str, Callable[[], KernelTrial]], bool]
 """A function of a kernel's name, its shapes, its source and its trial. It returns whether to use the kernel."""
 
 
-class MetalFuser:
+def fused_windows(
+    module: Any, dtype: mx.Dtype, inputs: FusedLinear, mlp: FusedMLP | None, *, fuses_norm: bool
+) -> WindowLayer:
+    """Return a GatedDeltaNet layer in fused products, whose output projection can be one. See `FusedEnds`."""
+    net, norm = module.linear_attn, module.input_layernorm
+    out = FusedLinear.of([net.out_proj])
+    assert out is not None
+    ends = FusedEnds(inputs.format, out.format, mlp.formats if mlp else None, norm.eps, fuses_norm)
+    after = out.weights, module.post_attention_layernorm.weight, mlp.weights if mlp else ()
+    arguments = EndArguments((norm.weight, inputs.weights), after, has_mlp=mlp is not None)
+    recurrence = gdn_windows.recurrence_of(gated_delta_window, net, dtype)
+    return WindowLayer("window", module, recurrence, dtype, mlp or PlainMLP(module.mlp), ends, arguments, arguments)
+
+
+class Fuser:
     """The layers of a stage in fused products. Its activations are `[rows, hidden]` of `dtype`.
 
     `choose` decides over each kernel, by a trial of one layer with it and without it. None is a device without kernels.
@@ -64,7 +80,7 @@ class MetalFuser:
         if not self._has_window_kernel(net, inputs):
             net.out_proj = self._fuse([net.out_proj]) or net.out_proj
             return layer
-        window, normed = (WindowGDNLayer(module, self._dtype, inputs, mlp, fuses_norm=fuses) for fuses in (False, True))
+        window, normed = (fused_windows(module, self._dtype, inputs, mlp, fuses_norm=fuses) for fuses in (False, True))
         shapes = f"{net.num_k_heads} and {net.num_v_heads} heads"
         if not self._wins("gated_delta_window", shapes, gdn_windows.SOURCE, window, layer):
             return layer

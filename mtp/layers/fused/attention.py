@@ -11,21 +11,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer
 
-from mtp.layers.communicator import ALONE, Communicator
+from mtp.layers.communicator import Communicator
 from mtp.layers.kv_cache import KVRows, PairKV, new_kv
 from mtp.layers.layer import Hole, KVFormat
-from mtp.layers.linear import (
-    COMPILED_ROWS,
-    Format,
-    Fuse,
-    FusedLinear,
-    FusedMLP,
-    Weights,
-    add_norm,
-    compiled,
-    gated_products,
-    release,
-)
+from mtp.layers.linear import Format, Fuse, FusedEnds, FusedLinear, FusedMLP, Weights, compiled, release
 from mtp.layers.prepare_rows import (
     HEAD_DIM,
     AttentionShape,
@@ -62,19 +51,14 @@ def fused_projections(attention: Any, fuse: Fuse = FusedLinear.of) -> Projection
 
 @dataclass(frozen=True)
 class _Shape:
-    """The heads of a layer, its formats, the epsilons of its norms, the elements that RoPE rotates, and its kernel."""
+    """The heads of a layer, the epsilon of their norms, the elements that RoPE rotates, and the products around."""
 
     heads: int
     kv_heads: int
     dim: int
-    products: Format
-    out: Format
-    mlp: tuple[Format, Format] | None
-    eps: float
     head_eps: float
     rope: int
-    fuses_norm: bool
-    communicator: Communicator = ALONE
+    ends: FusedEnds
 
 
 class FusedAttentionLayer(AttentionLayer):
@@ -93,35 +77,34 @@ class FusedAttentionLayer(AttentionLayer):
             attention.num_attention_heads,
             attention.num_key_value_heads,
             attention.head_dim,
-            inputs.format,
-            out.format,
-            mlp.formats if mlp else None,
-            self.norm.eps,
             attention.q_norm.eps,
             attention.rope.dims,
-            fuses_norm,
+            FusedEnds(inputs.format, out.format, mlp.formats if mlp else None, self.norm.eps, fuses_norm),
         )
-        norms = self.norm.weight, attention.q_norm.weight, attention.k_norm.weight
-        self._inputs = (inputs.weights, norms)
+        self._inputs = (self.norm.weight, inputs.weights)
         self._outputs = (out.weights, self.mlp_norm.weight, mlp.weights if mlp else ())
-        self._compiled = [compiled(part, self._shape) for part in (_project, _finish)]
+        self._compile()
+
+    def _compile(self) -> None:
+        self._compiled = [compiled(part, self._shape) for part in (_project, _finish, _prepare)]
 
     def share(self, communicator: Communicator) -> None:
         super().share(communicator)
-        self._shape = replace(self._shape, communicator=communicator)
-        self._compiled = [compiled(part, self._shape) for part in (_project, _finish)]
+        self._shape = replace(self._shape, ends=replace(self._shape.ends, communicator=communicator))
+        self._compile()
 
     def _project(
         self, x: mx.array, caches: Sequence[KVRows], widths: Sequence[int], holes: Sequence[Hole]
     ) -> Projected:
-        project = self._compiled[0] if x.shape[0] <= COMPILED_ROWS else _project
-        projected: Projected = project(self._shape, x, *self._inputs)
+        norms = self.attention.q_norm.weight, self.attention.k_norm.weight
+        project = self._compiled[0] if x.shape[0] <= FusedEnds.most_rows else _project
+        projected: Projected = project(self._shape, x, self._inputs, norms)
         return projected
 
     def _finish(self, x: mx.array, merged: mx.array, gate: mx.array) -> mx.array:
-        finish = self._compiled[1] if x.shape[0] <= COMPILED_ROWS else _finish
-        y: mx.array = finish(self._shape, x, merged, gate, *self._outputs)
-        return y if self._shape.mlp else self.mlp.add_output(y, self.mlp_norm)
+        finish = self._compiled[1] if x.shape[0] <= FusedEnds.most_rows else _finish
+        y: mx.array = finish(self._shape, x, merged, gate, self._outputs)
+        return y if self._shape.ends.mlp else self.mlp.add_output(y, self.mlp_norm)
 
 
 class PreparedAttentionLayer(FusedAttentionLayer):
@@ -131,10 +114,8 @@ class PreparedAttentionLayer(FusedAttentionLayer):
 
     def __init__(self, layer: DecoderLayer, parts: Projections, mlp: FusedMLP | None, *, fuses_norm: bool) -> None:
         super().__init__(layer, parts, mlp, fuses_norm=fuses_norm)
-        constants = constants_of(self.attention)
-        mx.eval(constants)
-        self._arrays = parts[0].weights, self.norm.weight, constants
-        self._prepare = compiled(_prepare, self._shape)
+        self._constants = constants_of(self.attention)
+        mx.eval(self._constants)
 
     def new_cache(self, kv_format: KVFormat) -> KVRows:
         cache = PairKV() if kv_format.bits is None else new_kv(kv_format)
@@ -152,8 +133,8 @@ class PreparedAttentionLayer(FusedAttentionLayer):
         ends, places = _places(tuple(widths), rotations.starts)
         if holes:
             places = places - mx.concatenate([hole.count for hole in holes])[:, None]
-        run = self._prepare if x.shape[0] <= COMPILED_ROWS else _prepare
-        q, new, gate = run(self._shape, x, *self._arrays, places)
+        run = self._compiled[2] if x.shape[0] <= FusedEnds.most_rows else _prepare
+        q, new, gate = run(self._shape, x, self._inputs, self._constants, places)
         if rotations.rotations is not None:
             rows_first, new = rotations.rotate_new(q[0].transpose(1, 0, 2), new)
             q = rows_first.transpose(1, 0, 2)[None]
@@ -180,10 +161,10 @@ def _places(widths: tuple[int, ...], starts: tuple[int | None, ...]) -> tuple[li
     return list(accumulate(widths[:-1])), mx.array(found, dtype=mx.int32)
 
 
-def _project(shape: _Shape, x: mx.array, weights: Weights, norms: Weights) -> Projected:
+def _project(shape: _Shape, x: mx.array, inputs: Any, norms: Weights) -> Projected:
     """Return queries, keys and values `[rows, heads, dim]`, and gates `[rows, heads * dim]`."""
-    norm, q_norm, k_norm = norms
-    y = shape.products.multiply(mx.fast.rms_norm(x, norm, shape.eps), weights)
+    q_norm, k_norm = norms
+    y = shape.ends.project(x, inputs)
     rows, dim = x.shape[0], shape.dim
     ends = [shape.heads * dim, (shape.heads + shape.kv_heads) * dim]
     ends.append(ends[1] + shape.kv_heads * dim)
@@ -197,15 +178,10 @@ def _project(shape: _Shape, x: mx.array, weights: Weights, norms: Weights) -> Pr
 
 
 def _prepare(
-    shape: _Shape,
-    x: mx.array,
-    weights: Weights,
-    norm: mx.array,
-    constants: Weights,
-    places: mx.array,
+    shape: _Shape, x: mx.array, inputs: Any, constants: Weights, places: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Return queries `[1, heads, rows, 256]`, keys and values `[2, kv_heads, rows, 256]`, and gates."""
-    y = shape.products.multiply(mx.fast.rms_norm(x, norm, shape.eps), weights)
+    y = shape.ends.project(x, inputs)
     heads = AttentionShape(shape.heads, shape.kv_heads, shape.rope)
     q, new = prepare_rows(heads, y, places, constants)
     gate = y[:, -shape.heads * HEAD_DIM :].reshape(-1, shape.heads, HEAD_DIM)
@@ -222,19 +198,6 @@ def prepare_rows(shape: AttentionShape, x: mx.array, places: mx.array, constants
     return run_prepare(_kernel, shape, x, places, constants)
 
 
-def _finish(
-    shape: _Shape,
-    x: mx.array,
-    merged: mx.array,
-    gate: mx.array,
-    out: Weights,
-    norm: mx.array,
-    mlp: Any,
-) -> mx.array:
+def _finish(shape: _Shape, x: mx.array, merged: mx.array, gate: mx.array, outputs: Any) -> mx.array:
     """Return `x` plus the gated projection of `merged`, and plus the MLP if it is fused."""
-    gated = (merged * mx.sigmoid(gate)).reshape(x.shape[0], -1)
-    y = shape.communicator.sum(shape.out.multiply(gated, out))
-    if shape.mlp is None:
-        return x + y
-    x, normed = add_norm(x, y, norm, shape.eps, shape.fuses_norm)
-    return x + shape.communicator.sum(gated_products(shape.mlp, mlp, normed))
+    return shape.ends.finish(x, (merged * mx.sigmoid(gate)).reshape(x.shape[0], -1), outputs)

@@ -1,1 +1,0 @@
-"""The layers on an Apple GPU: fused products in any format, and a kernel of this project for windows."""
