@@ -17,10 +17,19 @@ PAGES = sorted(
     | {*ROOT.glob("mtp/builtin/*.md"), *ROOT.glob("tests/**/*.md")}
 )
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+SECTION = re.compile(r"\]\((?!\w+://)([^)#]*)#([^)]+)\)")
 CALLS = sorted(
     {call for page in PAGES for call in from_markdown(str(page.relative_to(ROOT)), page.read_text())},
     key=str,
 )
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of the headings of `page`."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -47,6 +56,13 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
     """Every relative link leads to a file or folder of this repository."""
     targets = [link for link in LINK.findall(page.read_text()) if "://" not in link]
     assert [link for link in targets if not (page.parent / link).exists()] == []
+
+
+@each_page
+def test_links_to_sections_lead_somewhere(page: Path) -> None:
+    """Every link to a section names a heading of its page, as GitHub makes its anchor."""
+    found = [(page.parent / link if link else page, anchor) for link, anchor in SECTION.findall(page.read_text())]
+    assert [anchor for target, anchor in found if anchor not in anchors(target)] == []
 
 
 @each_page
