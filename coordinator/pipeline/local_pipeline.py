@@ -224,6 +224,8 @@ class LocalPipeline(Pipeline):
 
     def _drop_engine(self) -> None:
         """Free the engine on the engine thread."""
+        if self._engine is not None:
+            self._engine.end_plan()
         self._engine = None
         release_weights()
 

@@ -2,7 +2,7 @@
 
 A prefix entry that a frame saves is written soon after it, beside the frames: the engine thread copies a few layers at
 a time, and another thread writes them. An entry that the stage drops before its turn is not written, and one that is
-being written then is finished without pauses.
+being written then is finished without pauses. At the end of a plan all entries that wait are written without pauses.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ DISK_ERRORS = (OSError, sqlite3.Error)
 class SavedPrefix:
     """An entry to write. `parent` is the newest border of its sequence before it, whose block it continues.
 
-    The queue holds no entry in memory: the stage does, within its budget. Only the one that is being written stays, for
-    CLOSE_SECONDS.
+    The queue holds no entry in memory: the stage does, within its budget. The one that is being written stays for
+    CLOSE_SECONDS, and so do all of a plan that ends.
     """
 
     entry: weakref.ref[PrefixEntry]
@@ -125,8 +125,8 @@ class StagePrefixes:
     namespace: str
     layers: Span
     thread: EngineThread
-    _queued: set[bytes] = field(default_factory=set)
-    """Prefixes that wait to be written."""
+    _queued: dict[bytes, PrefixEntry | None] = field(default_factory=dict)
+    """Prefixes that wait to be written, each with the entry of a plan that has ended."""
     _queue: deque[SavedPrefix] = field(default_factory=deque)
     _writer: asyncio.Task[None] | None = None
     _paused_until: float = 0.0
@@ -135,9 +135,13 @@ class StagePrefixes:
     async def close(self) -> None:
         """Write what waits, for at most CLOSE_SECONDS. A block that is not complete then is not kept."""
         self._closing = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                if self.thread.alive:
+                    await self.thread.call(lambda: None)  # frames that the thread has got may save more
+                if self._writer is not None:
+                    await asyncio.wait({self._writer})
         if self._writer is not None:
-            if not self.thread.stall:
-                await asyncio.wait({self._writer}, timeout=CLOSE_SECONDS)
             self._queue.clear()
             self._writer.cancel()
             await asyncio.gather(self._writer, return_exceptions=True)
@@ -151,10 +155,27 @@ class StagePrefixes:
     def _enqueue(self, saved: SavedPrefix) -> None:
         if saved.border.key in self._queued or time.monotonic() < self._paused_until:
             return
-        self._queued.add(saved.border.key)
+        self._queued[saved.border.key] = None
         self._queue.append(saved)
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write_all(), name="prefix disk")
+
+    def hold_waiting(self, entries: Iterable[PrefixEntry]) -> None:
+        """Keep those of `entries` that wait to be written, as their plan ends, for at most CLOSE_SECONDS."""
+        self.thread.post(self._hold, [*entries])
+
+    def _hold(self, entries: list[PrefixEntry]) -> None:
+        for entry in entries:
+            if entry.border.key in self._queued:
+                self._queued[entry.border.key] = entry
+        asyncio.get_running_loop().call_later(CLOSE_SECONDS, self._release)
+
+    def _release(self) -> None:
+        self._queued = dict.fromkeys(self._queued)
+
+    def _is_held(self, saved: SavedPrefix) -> bool:
+        """Return whether a running plan has the entry in memory."""
+        return saved.entry() is not None and self._queued.get(saved.border.key) is None
 
     async def _write_all(self) -> None:
         while self._queue:
@@ -166,7 +187,7 @@ class StagePrefixes:
                 log.warning("prefix not written", extra={"seconds": PAUSE_SECONDS, "error": str(error)})
             except Exception:  # a bug here costs this prefix, and not the next ones
                 log.exception("prefix not written")
-            self._queued.discard(saved.border.key)
+            self._queued.pop(saved.border.key, None)
 
     async def _write(self, saved: SavedPrefix) -> None:
         """Write a block, unless the disk has the prefix already or memory has it no more."""
@@ -185,7 +206,7 @@ class StagePrefixes:
             del entry
             free, more, held = 0, True, time.monotonic()  # `free` are bytes before the next rest
             while more:
-                held = held if saved.entry() is None else time.monotonic()
+                held = time.monotonic() if self._is_held(saved) else held
                 if time.monotonic() - held > CLOSE_SECONDS:
                     log.info("prefix not written: it left memory", extra={"tokens": border.length})
                     return
@@ -194,20 +215,21 @@ class StagePrefixes:
                 await _whole(writer.write_pieces, pieces)
                 free -= sum(piece.data.nbytes for piece in pieces)
                 if free <= 0 and more:
-                    free = IDLE_BYTES if await self._rest(time.monotonic() - started, saved.entry) else 0
+                    held_still = partial(self._is_held, saved)
+                    free = IDLE_BYTES if await self._rest(time.monotonic() - started, held_still) else 0
             # Together, so that a cancelled task leaves no file without an entry.
             await _whole(lambda: self.index.add_block(block, writer.finish_file()))
         finally:  # a slow disk must not hold up the event loop
             await asyncio.shield(asyncio.to_thread(writer.close))
 
-    async def _rest(self, worked: float, held: Callable[[], object] = lambda: True) -> bool:
+    async def _rest(self, worked: float, is_held: Callable[[], bool] = lambda: True) -> bool:
         """Let frames have the machine after `worked` seconds of writing.
 
-        Return True if none came for IDLE_SECONDS, or if the stage has dropped the entry, which `held` returns.
+        Return True if none came for IDLE_SECONDS, or if the stage has dropped the entry.
         """
         end = time.monotonic() + worked * (1 / WRITE_SHARE - 1)
         while time.monotonic() < end and not self._closing:
-            if held() is None:
+            if not is_held():
                 return True
             busy = self.thread.busy_us
             await asyncio.sleep(IDLE_SECONDS)

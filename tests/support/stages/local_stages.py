@@ -71,6 +71,8 @@ class ChainedPipeline(LocalPipeline):
         super()._engine_failed(own, error)
 
     def _drop_engine(self) -> None:
+        for engine in self._engines:
+            engine.end_plan()
         self._engines = []
         super()._drop_engine()
 
