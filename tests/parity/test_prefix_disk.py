@@ -233,8 +233,8 @@ def test_blocks_continue_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A longer prefix writes only what is new, from engine to engine, in many pieces, and is whole afterwards."""
-    for module in ("disk.block_file", "engine.prefix_disk"):
-        monkeypatch.setattr(f"worker.{module}.PIECE_BYTES", 4096)
+    for module in ("state_codec", "prefix_disk"):
+        monkeypatch.setattr(f"worker.engine.{module}.PIECE_BYTES", 4096)
     for request, wanted in zip(requests[:3], expected, strict=False):
         compare(answers([request], tmp_path, stages=2), [wanted])
     again = answers(requests, tmp_path)

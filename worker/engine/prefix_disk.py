@@ -15,26 +15,26 @@ import sqlite3
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from proto import cluster_pb2 as pb
-from proto.backup import LayerState, prefix_key
+from proto.backup import LayerState, length_of, prefix_key
 from proto.errors import NotReadyError
 from proto.span import Span, spans_of
 from proto.state_dir import state_dir
 from worker.cache.sequence_cache import Border, PrefixEntry
-from worker.disk.block_file import PIECE_BYTES, BlockReader, BlockWriter, Piece
+from worker.disk.block_file import BlockReader, BlockWriter, Piece
 from worker.disk.block_index import Block, BlockIndex, Chain, block_file
 from worker.engine.engine_thread import EngineThread
-from worker.engine.stage_backups import ReceivedBackup, head_arrays, host_array, type_name
+from worker.engine.stage_backups import LOAD_BYTES, ReceivedBackup
+from worker.engine.state_codec import PIECE_BYTES, encode_arrays, head_arrays
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +42,6 @@ R = TypeVar("R")
 
 FORMAT = 4
 """Version of the states in blocks and of the kernels that computed them. Blocks of another one are never found."""
-
-LOAD_BYTES = 2**27
-"""Bytes that the engine thread loads at once, before the next frame may run; at least a layer."""
-
-LOAD_SECONDS = 20.0
-"""Seconds. Deadline of that load. The system has read the file before, and may have dropped it again."""
 
 CLOSE_SECONDS = 2.0
 """Seconds in which the end of a plan or a process waits for the disk. A dropped entry stays in memory for no longer."""
@@ -199,7 +193,7 @@ class StagePrefixes:
         if parent is not None and await self._chains(parent.key):
             start, before = parent.length, parent.key
         name = block_file(self.namespace, border.key, self.layers)
-        writer = BlockWriter(self.index.folder / name, len(self.layers), entry.nbytes)
+        writer = BlockWriter(self.index.folder / name)
         block = Block(self.namespace, border.key, self.layers, start, border.length, before, name)
         try:
             take = partial(_take, _pieces(entry, self.layers, start))
@@ -213,7 +207,7 @@ class StagePrefixes:
                 pieces, more = await self.thread.call(take)
                 started = time.monotonic()
                 await _whole(writer.write_pieces, pieces)
-                free -= sum(piece.data.nbytes for piece in pieces)
+                free -= sum(piece.nbytes for piece in pieces)
                 if free <= 0 and more:
                     held_still = partial(self._is_held, saved)
                     free = IDLE_BYTES if await self._rest(time.monotonic() - started, held_still) else 0
@@ -253,59 +247,41 @@ class StagePrefixes:
             held=[pb.HeldPrefix(length=n, layers=sorted(layers)) for n, layers in held.items()],
         )
 
-    async def read_states(self, key: bytes, layers: Span) -> AsyncIterator[LayerState]:
-        """Yield the states of `layers` after the prefix `key`, for another worker. Raises NotReadyError."""
+    async def read_states(self, key: bytes, layers: Span) -> AsyncIterator[list[LayerState]]:
+        """Yield the states of `layers` after the prefix `key`, LOAD_BYTES at a time, the next ones read ahead.
+
+        Raises NotReadyError if they are not here any more, or damaged.
+        """
+        ahead: asyncio.Task[list[LayerState]] | None = None
         try:
             chains = await asyncio.to_thread(self.index.chains, self.namespace, layers, key)
+            if not chains:
+                raise NotReadyError(f"layers {layers} of a prefix of {length_of(key)} tokens are not on this disk")
             for chain in chains:
                 parts = await asyncio.to_thread(self._parts_of, chain)
-                for layer, part in product(chain.layers, parts):
-                    if layer in part.wanted and part.reader.nbytes(layer):
-                        data = await asyncio.to_thread(self._packed, part, layer)
-                        yield LayerState(layer, layer in part.reader.appends, data)
-        except DISK_ERRORS as error:
-            raise NotReadyError(f"the prefix cannot be read: {error}") from error
-        if not chains:
-            raise NotReadyError(f"layers {layers} of a prefix are not on this disk")
-
-    def _packed(self, part: _Part, layer: int) -> bytes:
-        with self.index.removing(part.block):
-            return part.reader.packed(layer)
-
-    async def load(self, tokens: Sequence[int], received: ReceivedBackup | None = None) -> ReceivedBackup:
-        """Return the state after `tokens`, without the layers that other workers' disks gave.
-
-        Raises NotReadyError if it is not here any more, or damaged.
-        """
-        key, started = prefix_key(tokens), time.monotonic()
-        given = received.layers if received is not None and received.continues(tokens) else {}
-        try:
-            chains = list[Chain]()
-            for missing in spans_of({*self.layers} - {*given}):
-                found = await asyncio.to_thread(self.index.chains, self.namespace, missing, key)
-                if not found:
-                    raise NotReadyError(f"no prefix of {len(tokens)} tokens is on this disk")
-                chains += found
-            layers: dict[int, list[list[mx.array]]] = {}
-            for chain in chains:
-                parts = await asyncio.to_thread(self._parts_of, chain)
-                spans = [*_together(parts, chain.layers)]
-                await asyncio.to_thread(self._check, parts, spans[0])
-                for span, following in zip_longest(spans, spans[1:], fillvalue=()):
-                    loaded, _ = await asyncio.gather(
-                        self.thread.call(partial(self._load, parts, span)),
-                        asyncio.to_thread(self._check, parts, following),
-                    )
-                    for layer, state in loaded:
-                        layers.setdefault(layer, []).append(state)
+                for span in _together(parts, chain.layers):
+                    before, ahead = ahead, asyncio.create_task(asyncio.to_thread(self._read, parts, span))
+                    if before is not None:
+                        yield await before
+            assert ahead is not None
+            yield await ahead
             blocks = [block for chain in chains for block in chain.blocks]
             with suppress(sqlite3.Error):  # of a disk that is full
                 await asyncio.to_thread(self.index.touch, blocks)
         except DISK_ERRORS as error:
             raise NotReadyError(f"the prefix cannot be read: {error}") from error
+        finally:
+            if ahead is not None:
+                await asyncio.gather(ahead, return_exceptions=True)
+
+    async def load(self, tokens: Sequence[int], given: Collection[int] = ()) -> AsyncIterator[ReceivedBackup]:
+        """Yield the state after `tokens` in parts, without the layers `given`. Raises NotReadyError."""
+        started = time.monotonic()
+        for missing in spans_of({*self.layers} - {*given}):
+            async for states in self.read_states(prefix_key(tokens), missing):
+                yield ReceivedBackup.of(tokens, states, from_disk=True)
         seconds = round(time.monotonic() - started, 3)
         log.info("prefix read from disk", extra={"tokens": len(tokens), "seconds": seconds})
-        return ReceivedBackup(tuple(tokens), layers, Border(key, len(tokens)))
 
     async def _chains(self, key: bytes) -> list[Chain]:
         """Return the blocks of prefix `key`, or none if one is missing."""
@@ -323,19 +299,12 @@ class StagePrefixes:
             found.append(_Part(block, reader, wanted))
         return found
 
-    def _check(self, parts: Sequence[_Part], layers: Iterable[int]) -> None:
-        """Read and check `layers`. Runs on a thread of its own, while the layers before these are loaded."""
+    def _read(self, parts: Sequence[_Part], layers: Iterable[int]) -> list[LayerState]:
+        """Read and check `layers`. Runs on a thread of its own."""
+        states: list[LayerState] = []
         for part in parts:
             with self.index.removing(part.block):
-                part.reader.check([layer for layer in layers if layer in part.wanted])
-
-    def _load(self, parts: Sequence[_Part], layers: Iterable[int]) -> list[tuple[int, list[mx.array]]]:
-        """Return the states of `layers`. Runs on the engine thread."""
-        self.thread.expect(LOAD_SECONDS)
-        states: list[tuple[int, list[mx.array]]] = []
-        for part in parts:
-            with self.index.removing(part.block):
-                states += part.reader.load([n for n in layers if n in part.wanted]).items()
+                states += part.reader.read([layer for layer in layers if layer in part.wanted])
         return states
 
 
@@ -376,17 +345,11 @@ def _together(parts: Sequence[_Part], layers: Span) -> Iterator[Span]:
 def _pieces(entry: PrefixEntry, layers: Span, start: int) -> Iterator[Piece]:
     """Yield the pieces of the tokens from `start` on, perhaps unfinished. Runs on the engine thread."""
     for layer, cache in zip(layers, entry.layers, strict=False):
-        yield from _cut(layer, cache.appends, cache.backup_arrays(start))
+        for data in encode_arrays(cache.backup_arrays(start)):
+            yield Piece(layer, cache.appends, data)
     if entry.last_stage is not None and entry.last_stage.head is not None:
-        yield from _cut(layers.end - 1, False, head_arrays(entry.last_stage.head))
-
-
-def _cut(layer: int, appends: bool, arrays: Iterable[mx.array]) -> Iterator[Piece]:
-    for index, array in enumerate(arrays):
-        flat, step = array.reshape(-1), PIECE_BYTES // array.itemsize
-        for first in range(0, max(1, flat.size), step):
-            data = host_array(flat[first : first + step])
-            yield Piece(layer, appends, index, type_name(array), tuple(array.shape), data)
+        for data in encode_arrays(head_arrays(entry.last_stage.head)):
+            yield Piece(layers.end - 1, False, data)
 
 
 def _take(pieces: Iterator[Piece]) -> tuple[list[Piece], bool]:
@@ -394,7 +357,7 @@ def _take(pieces: Iterator[Piece]) -> tuple[list[Piece], bool]:
     taken, more = list[Piece](), False
     for piece in pieces:
         taken.append(piece)
-        if more := sum(one.data.nbytes for one in taken) >= PIECE_BYTES:
+        if more := sum(one.nbytes for one in taken) >= PIECE_BYTES:
             break
-    mx.async_eval([piece.data for piece in taken])
+    mx.async_eval([piece.data for piece in taken if isinstance(piece.data, mx.array)])
     return taken, more
