@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from functools import partial
 
 import mlx.core as mx
+import msgpack
 import numpy as np
 import pytest
 
@@ -23,7 +24,15 @@ from proto.params import SamplingParams
 from tests.conftest import Checkpoints
 from tests.support.stages.chain import Chain, Script, random_tokens, same
 from worker.engine.stage_backups import LayerArrays, ReceivedBackup, SequenceBackup, layer_states
-from worker.engine.state_codec import decode_state, head_arrays, head_from, host_array, plain_array
+from worker.engine.state_codec import (
+    decode_arrays,
+    decode_state,
+    head_arrays,
+    head_from,
+    host_array,
+    joined_bytes,
+    plain_array,
+)
 
 SAVED, EARLIER, LONG = 11, 5, 17
 """Tokens of the backup, of an earlier backup that it continues, and of the prompt."""
@@ -108,6 +117,18 @@ def test_a_head_of_every_cache_is_restored(empty: PairKV | PlainKV | QuantizedKV
     assert found.cache.offset == SAVED
     held, wanted = (one.backup_arrays(0) for one in (found.cache, cache))
     assert all(map(mx.array_equal, held, wanted))
+
+
+def test_bytes_of_an_earlier_version_are_decoded() -> None:
+    """msgpack has three kinds of bytes by their length. A part of a state, or more than one, is malformed."""
+    shapes = [(3,), (2, 200), (70_000,), (0,)]
+    arrays = [mx.random.randint(0, 99, shape).astype(mx.uint32) for shape in shapes]
+    earlier = msgpack.packb([("uint32", one.shape, np.array(one).tobytes()) for one in arrays])
+    for data in (earlier, bytearray(joined_bytes(arrays))):
+        assert all(map(mx.array_equal, decode_arrays(data), arrays))
+    for wrong in (*(earlier[:n] for n in range(0, 2000, 7)), earlier[:-1], earlier + b"0", b"\xdd\xff\xff\xff\xff"):
+        with pytest.raises(ProtocolError, match="malformed"):
+            decode_arrays(wrong)
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32, mx.uint32])

@@ -161,21 +161,24 @@ class BlockReader:
 
     def read(self, layers: Collection[int]) -> list[LayerState]:
         """Return those states of `layers` that are here. Raises ProtocolError for bytes that were not written."""
-        with self.path.open("rb") as file, ThreadPoolExecutor(READERS) as pool:
-
-            def checked(place: tuple[int, int, int]) -> bytes:
-                start, nbytes, checksum = place
-                data = os.pread(file.fileno(), nbytes, start)
-                if len(data) != nbytes or zlib.crc32(data) != checksum:
-                    raise _damaged(self.path, f"other bytes at {start}")
-                return data
-
-            here = {layer: self.layers[layer] for layer in layers if layer in self.layers}
-            states = []
-            for layer, stored in here.items():
-                data = b"".join(pool.map(checked, stored.pieces))
-                states.append(LayerState(layer, stored.appends, data))
+        here = {layer: self.layers[layer] for layer in layers if layer in self.layers}
+        states = [LayerState(layer, stored.appends, bytearray(stored.nbytes)) for layer, stored in here.items()]
+        with ThreadPoolExecutor(READERS) as pool:
+            for state in states:
+                left, places = memoryview(state.data), list[tuple[memoryview, int, int]]()
+                for start, nbytes, checksum in here[state.layer].pieces:
+                    places.append((left[:nbytes], start, checksum))
+                    left = left[nbytes:]
+                if not all(pool.map(self._fill, places)):
+                    raise _damaged(self.path, f"other bytes of layer {state.layer}")
         return states
+
+    def _fill(self, place: tuple[memoryview, int, int]) -> bool:
+        """Read a piece, and return whether it has its checksum."""
+        view, start, checksum = place
+        with io.FileIO(self.path) as file:
+            file.seek(start)
+            return file.readinto(view) == len(view) and zlib.crc32(view) == checksum
 
 
 def _damaged(path: Path, error: object) -> ProtocolError:

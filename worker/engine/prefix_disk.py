@@ -33,7 +33,7 @@ from worker.cache.sequence_cache import Border, PrefixEntry
 from worker.disk.block_file import BlockReader, BlockWriter, Piece
 from worker.disk.block_index import Block, BlockIndex, Chain, block_file
 from worker.engine.engine_thread import EngineThread
-from worker.engine.stage_backups import LOAD_BYTES, ReceivedBackup
+from worker.engine.stage_backups import STATE_BYTES, ReceivedBackup
 from worker.engine.state_codec import PIECE_BYTES, encode_arrays, head_arrays
 
 log = logging.getLogger(__name__)
@@ -248,7 +248,7 @@ class StagePrefixes:
         )
 
     async def read_states(self, key: bytes, layers: Span) -> AsyncIterator[list[LayerState]]:
-        """Yield the states of `layers` after the prefix `key`, LOAD_BYTES at a time, the next ones read ahead.
+        """Yield the states of `layers` after the prefix `key`, STATE_BYTES at a time, the next ones read ahead.
 
         Raises NotReadyError if they are not here any more, or damaged.
         """
@@ -333,11 +333,11 @@ class _Part:
 
 
 def _together(parts: Sequence[_Part], layers: Span) -> Iterator[Span]:
-    """Yield the layers in spans of about LOAD_BYTES."""
+    """Yield the layers in spans of about STATE_BYTES."""
     start, total = layers.start, 0
     for layer in layers:
         total += sum(part.reader.nbytes(layer) for part in parts if layer in part.wanted)
-        if total >= LOAD_BYTES or layer == layers.end - 1:
+        if total >= STATE_BYTES or layer == layers.end - 1:
             yield Span(start, layer + 1)
             start, total = layer + 1, 0
 

@@ -19,14 +19,11 @@ from proto.errors import NotReadyError, ProtocolError
 from proto.frame import BackUp, RestoreBackup
 from proto.span import Span
 from worker.cache.sequence_cache import Border, LastStageState, SequenceCache
-from worker.engine.state_codec import Stored, decode_state, head_arrays, head_from, joined_bytes
+from worker.engine.state_codec import Bytes, Stored, decode_state, head_arrays, head_from, joined_bytes
 
-READ_BYTES = 2**25
-"""Bytes. States that the engine thread copies at once, before the next frame may run. The copy takes about 10 ms. One
-layer at a time would let every layer wait for a frame."""
-
-LOAD_BYTES = 2**27
-"""Bytes of states that the engine thread decodes at once, before the next frame may run; at least a layer."""
+STATE_BYTES = 2**25
+"""Bytes. States that the engine thread encodes or decodes at once, at least a layer, before the next frame may run. It
+takes about 10 ms. One layer at a time would let every layer wait for a frame."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class ReceivedBackup:
     """
 
     tokens: tuple[int, ...]
-    layers: Mapping[int, Sequence[tuple[bytes, ...]]]
+    layers: Mapping[int, Sequence[tuple[Bytes, ...]]]
     border: Border | None = None
 
     @classmethod
@@ -72,12 +69,12 @@ class ReceivedBackup:
         return cls(tuple(tokens), by_layer(states), border)
 
     def in_parts(self) -> Iterator[ReceivedBackup]:
-        """Yield the layers in parts of about LOAD_BYTES, at least one part."""
-        part, total = dict[int, Sequence[tuple[bytes, ...]]](), 0
+        """Yield the layers in parts of about STATE_BYTES, at least one part."""
+        part, total = dict[int, Sequence[tuple[Bytes, ...]]](), 0
         for layer, states in self.layers.items():
             part[layer] = states
             total += sum(len(data) for shares in states for data in shares)
-            if total >= LOAD_BYTES:
+            if total >= STATE_BYTES:
                 yield replace(self, layers=part)
                 part, total = {}, 0
         yield replace(self, layers=part)
@@ -160,7 +157,7 @@ class StageBackups:
         before.layers.update({n: [self.decode(one, own=own) for one in made] for n, made in backup.layers.items()})
         self.received[seq_id] = before
 
-    def decode(self, shares: Sequence[bytes], *, own: bool) -> Stored:
+    def decode(self, shares: Sequence[Bytes], *, own: bool) -> Stored:
         """See `decode_state`."""
         return decode_state(shares, member_of(self.config), own=own)
 
@@ -189,7 +186,7 @@ def member_of(config: ModelConfig) -> Member:
     return Member(config.cut.rank, config.cut.size, (config.whole or config).num_kv_heads)
 
 
-def layer_states(backup: SequenceBackup, index: int, limit: int = READ_BYTES) -> list[LayerState]:
+def layer_states(backup: SequenceBackup, index: int, limit: int = STATE_BYTES) -> list[LayerState]:
     """Return the states of layers from the `index`-th on, until they have `limit` bytes."""
     states: list[LayerState] = []
     total, member = 0, (backup.cut.rank, backup.cut.size)

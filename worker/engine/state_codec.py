@@ -25,6 +25,14 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 PIECE_BYTES = 2**23
 """Bytes of a piece of a state. The engine thread copies one at a time beside frames."""
 
+HEAD_BYTES = 128
+"""Bound of the bytes before the bits of an array."""
+
+_LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4}
+"""Bytes of the length of msgpack's kinds of bytes."""
+
+Bytes = bytes | bytearray
+
 Arrays = list[mx.array]
 
 Stored = Arrays | tuple[Arrays, ...]
@@ -37,7 +45,7 @@ def encode_arrays(arrays: Sequence[mx.array]) -> Iterator[Any]:
     yield packer.pack_array_header(len(arrays))
     for array in arrays:
         begin = packer.pack_array_header(3) + packer.pack(type_name(array)) + packer.pack([*array.shape])
-        yield begin + b"\xc6" + array.nbytes.to_bytes(4, "big")  # msgpack's longest kind of bytes
+        yield begin + b"\xc6" + array.nbytes.to_bytes(4, "big")
         flat, step = array.reshape(-1), PIECE_BYTES // array.itemsize
         for first in range(0, flat.size, step):
             yield host_array(flat[first : first + step])
@@ -50,24 +58,39 @@ def joined_bytes(arrays: Sequence[mx.array]) -> bytes:
     return b"".join(piece if isinstance(piece, bytes) else memoryview(piece).cast("B") for piece in pieces)
 
 
-def decode_arrays(data: bytes) -> Arrays:
+def decode_arrays(data: Bytes) -> Arrays:
     """Return the arrays of a state. Raises ProtocolError for bytes of another form."""
     try:
-        return [array_of(*wire) for wire in _unpack(data)]
-    except (ValueError, TypeError, KeyError) as error:
+        return [array_of(*wire) for wire in _split_arrays(memoryview(data))]
+    except (ValueError, TypeError, KeyError, IndexError, msgpack.UnpackException) as error:
         raise ProtocolError(f"malformed backup of a layer: {error}") from error
 
 
-def decode_state(shares: Sequence[bytes], member: Member, *, own: bool = False) -> Stored:
+def decode_state(shares: Sequence[Bytes], member: Member, *, own: bool = False) -> Stored:
     """Return the state whose `shares` the members of one group made, or one that is this member's `own`."""
     if not own and len(shares) != member.size:
         return tuple(map(decode_arrays, shares))
     return decode_arrays(shares[0 if own else member.rank])
 
 
-def _unpack(data: bytes) -> Any:
-    # Every element of an array takes at least one byte, so the length of the data bounds the memory.
-    return msgpack.unpackb(data, max_bin_len=len(data), max_array_len=len(data))
+def _split_arrays(data: memoryview) -> Iterator[tuple[str, list[int], memoryview]]:
+    """Yield the type, the shape and the bits of each array. msgpack would copy the bits."""
+    reader = msgpack.Unpacker()
+    reader.feed(data[:HEAD_BYTES])
+    count, at = reader.read_array_header(), reader.tell()
+    for _ in range(count):
+        reader = msgpack.Unpacker()
+        reader.feed(data[at : at + HEAD_BYTES])
+        if reader.read_array_header() != 3:
+            raise ValueError("an array has other fields")
+        name, shape = reader.unpack(), reader.unpack()
+        at += reader.tell()
+        end = at + 1 + _LENGTHS[data[at]]
+        nbytes = int.from_bytes(data[at + 1 : end], "big")
+        yield name, shape, data[end : end + nbytes]
+        at = end + nbytes
+    if at != len(data):
+        raise ValueError("another length")
 
 
 # ---- the state of the MTP head
@@ -87,7 +110,7 @@ def head_from(stored: Stored, empty: HeadState, member: Member) -> HeadState:
     """Return the state of the head in `stored`. Raises ProtocolError if it is malformed."""
     try:
         numbers, *arrays = stored if isinstance(stored, list) else stored[0]  # as on all members, but for the heads
-        offset, count, tokens, newest, successor = _unpack(np.array(numbers).tobytes())
+        offset, count, tokens, newest, successor = msgpack.unpackb(np.array(numbers).tobytes())
         own, rest = arrays[:count], arrays[count:]
         if own and isinstance(stored, tuple):
             own = [*empty.cache.own_share([share[1 : 1 + count] for share in stored], member)]

@@ -51,7 +51,7 @@ from worker.cache.sequence_cache import (
 from worker.engine.frame_engine import FrameEngine
 from worker.engine.stage_backups import ReceivedBackup, SequenceBackup, StageBackups
 from worker.engine.stage_state import UNLIMITED, Budget
-from worker.engine.state_codec import Stored
+from worker.engine.state_codec import Bytes, Stored
 from worker.model.loader import StageModules
 from worker.model.stage import Run, StageForward
 from worker.model.verifier import Key, Verdict, Verifier
@@ -371,7 +371,7 @@ class TokenBackups(StageBackups):
         states = [LayerState(layer, False, whole) if layer % 2 else LayerState(layer, True, new) for layer in self.span]
         self.made = cast(SequenceBackup, TokenBackup(op.seq_id, stack.length, states))
 
-    def decode(self, shares: Sequence[bytes], *, own: bool) -> Stored:
+    def decode(self, shares: Sequence[Bytes], *, own: bool) -> Stored:
         """Keep the bytes."""
         return cast(Stored, tuple(shares))
 
