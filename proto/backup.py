@@ -30,7 +30,7 @@ class LayerState:
 
     layer: int
     appends: bool
-    data: bytes
+    data: bytes | bytearray
     rank: int = 0
     """The member whose share of the layer this is, in a group of `size`."""
     size: int = 1
@@ -51,7 +51,7 @@ def split(states: Iterable[LayerState], *, checked: bool = False) -> Iterator[pb
         layer, appends, rank, size = state.layer, state.appends, state.rank, state.size
         for start in range(0, max(1, len(state.data)), PIECE_BYTES):
             end = start + PIECE_BYTES
-            data, ends = state.data[start:end], end >= len(state.data)
+            data, ends = bytes(state.data[start:end]), end >= len(state.data)
             crc32 = zlib.crc32(data) if checked else None
             yield pb.BackupPiece(layer=layer, appends=appends, data=data, ends=ends, rank=rank, size=size, crc32=crc32)
 
@@ -83,7 +83,7 @@ class PieceJoiner:
             self._open = bytearray()
 
 
-def by_layer(states: Iterable[LayerState]) -> dict[int, list[tuple[bytes, ...]]]:
+def by_layer(states: Iterable[LayerState]) -> dict[int, list[tuple[bytes | bytearray, ...]]]:
     """Return the states of each layer, the oldest first: each the shares of all members that made it together.
 
     Raises ProtocolError if the share of a member is missing.

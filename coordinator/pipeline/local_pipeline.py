@@ -24,7 +24,7 @@ from coordinator.status.frame_trace import COORDINATOR, ProcessTrace, process_tr
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.device import FrameLimits
 from mtp.vision.tower import tower_bytes
-from proto.backup import LayerState, ReceivedStates, by_layer
+from proto.backup import LayerState, ReceivedStates
 from proto.errors import ClusterError, NotReadyError, WorkerLostError
 from proto.frame import Frame
 from proto.frame_stamps import CoordinatorStep, FrameStamps, StageStep, StampRing
@@ -191,7 +191,8 @@ class LocalPipeline(Pipeline):
         raise NotReadyError("a pipeline of this process makes no backups")
 
     async def write_backup(self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]) -> None:
-        await self._receive_backup(seq_id, ReceivedBackup(tuple(tokens), by_layer(states)))
+        for part in ReceivedBackup.of(tokens, states).in_parts():
+            await self._receive_backup(seq_id, part)
 
     async def _receive_backup(self, seq_id: int, backup: ReceivedBackup) -> None:
         if self._engine is not None:
@@ -206,7 +207,8 @@ class LocalPipeline(Pipeline):
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         if self._disk is not None:
-            await self._receive_backup(seq_id, await self._disk.load(tokens))
+            async for part in self._disk.load(tokens):
+                await self._receive_backup(seq_id, part)
 
     @property
     def _disk(self) -> StagePrefixes | None:
@@ -224,6 +226,8 @@ class LocalPipeline(Pipeline):
 
     def _drop_engine(self) -> None:
         """Free the engine on the engine thread."""
+        if self._engine is not None:
+            self._engine.end_plan()
         self._engine = None
         release_weights()
 

@@ -20,6 +20,7 @@ from tests.support.processes.processes import (
     serving,
 )
 from tests.support.processes.waits import wait_until
+from worker.disk.block_file import SUFFIX
 
 FLAGS = ("--prefix-disk", "1GB")
 WRITE_SECONDS = 20.0
@@ -37,7 +38,7 @@ def ask(url: str, prompt: list[int]) -> tuple[list[int], int]:
 def wait_for_blocks(state: Path, count: int) -> None:
     """Wait until `count` blocks are written."""
     blocks = (state / "prefixes").glob
-    wait_until(lambda: len([*blocks("*.safetensors")]) >= count, "blocks of all", WRITE_SECONDS)
+    wait_until(lambda: len([*blocks(f"*{SUFFIX}")]) >= count, "blocks of all", WRITE_SECONDS)
 
 
 def long_prompt() -> list[int]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from functools import partial
 
 import mlx.core as mx
+import msgpack
 import numpy as np
 import pytest
 
@@ -22,14 +23,14 @@ from proto.frame import Admit, BackUp, Evict, Outcome, RestoreBackup, RestorePre
 from proto.params import SamplingParams
 from tests.conftest import Checkpoints
 from tests.support.stages.chain import Chain, Script, random_tokens, same
-from worker.engine.stage_backups import (
-    LayerArrays,
-    ReceivedBackup,
-    SequenceBackup,
+from worker.engine.stage_backups import LayerArrays, ReceivedBackup, SequenceBackup, layer_states
+from worker.engine.state_codec import (
+    decode_arrays,
+    decode_state,
     head_arrays,
     head_from,
     host_array,
-    layer_states,
+    joined_bytes,
     plain_array,
 )
 
@@ -111,10 +112,23 @@ def test_a_head_of_every_cache_is_restored(empty: PairKV | PlainKV | QuantizedKV
     else:
         cache.update_and_fetch(*rows)
     backup = SequenceBackup(0, SAVED, [LayerArrays(4, False, partial(head_arrays, HeadState(cache)))])
-    found = head_from((layer_states(backup, 0)[0].data,), HeadState(empty), Member())
+    stored = decode_state([layer_states(backup, 0)[0].data], Member())
+    found = head_from(stored, HeadState(empty), Member())
     assert found.cache.offset == SAVED
     held, wanted = (one.backup_arrays(0) for one in (found.cache, cache))
     assert all(map(mx.array_equal, held, wanted))
+
+
+def test_bytes_of_an_earlier_version_are_decoded() -> None:
+    """msgpack has three kinds of bytes by their length. A part of a state, or more than one, is malformed."""
+    shapes = [(3,), (2, 200), (70_000,), (0,)]
+    arrays = [mx.random.randint(0, 99, shape).astype(mx.uint32) for shape in shapes]
+    earlier = msgpack.packb([("uint32", one.shape, np.array(one).tobytes()) for one in arrays])
+    for data in (earlier, bytearray(joined_bytes(arrays))):
+        assert all(map(mx.array_equal, decode_arrays(data), arrays))
+    for wrong in (*(earlier[:n] for n in range(0, 2000, 7)), earlier[:-1], earlier + b"0", b"\xdd\xff\xff\xff\xff"):
+        with pytest.raises(ProtocolError, match="malformed"):
+            decode_arrays(wrong)
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32, mx.uint32])
@@ -122,22 +136,22 @@ def test_the_host_reads_other_memory_on_cuda(dtype: mx.Dtype, monkeypatch: pytes
     """MLX moves what the host reads there, and a running sequence may share the memory. The bytes are the same."""
     x = mx.random.normal((3, 5), key=mx.random.key(0)).astype(dtype)
     expected = bytes(plain_array(x))
-    monkeypatch.setattr("worker.engine.stage_backups.this_device", lambda: DEVICES["cuda"])
+    monkeypatch.setattr("worker.engine.state_codec.this_device", lambda: DEVICES["cuda"])
     found = host_array(x)
     assert bytes(found) == expected
     assert np.array(found, copy=False).ctypes.data != np.array(plain_array(x), copy=False).ctypes.data
 
 
 def test_a_backup_that_does_not_fit_is_refused(checkpoints: Checkpoints) -> None:
-    """A missing layer and malformed bytes fail the frame, and Evict drops a backup that waits."""
+    """A missing layer fails the frame, malformed bytes fail before it, and Evict drops a backup that waits."""
     chain = Chain(checkpoints(layers=4))
     (engine,) = chain.engines
     script = Script(0, random_tokens(4))
     script.run(chain, script.chunk(4))
     for data in ((), (b"x",), (b"\x90",)):
         layers = {layer: [data] if data else [] for layer in range(5)}
-        engine.receive_backup(1, ReceivedBackup((1, 2), layers))
-        with pytest.raises(ProtocolError, match="backup"):
+        with pytest.raises(ProtocolError, match="backup"):  # noqa: PT012 - bytes are decoded as they come
+            engine.receive_backup(1, ReceivedBackup((1, 2), layers))
             engine.backups.restore_backup(RestoreBackup(1, 2), engine.stage.new_sequence(Admit(1, 100, 2)), None)
     engine.receive_backup(2, ReceivedBackup((1, 2), {}))
     chain.send(ops=[Evict(2)])

@@ -217,6 +217,15 @@ def test_a_restart_and_other_cuts_keep_the_prefixes(
         assert cached(found)[0] >= 160, f"{stages} stages"
 
 
+def test_prefixes_that_wait_at_the_end_are_written(
+    tmp_path: Path, requests: list[GenerationRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop while the disk is slow loses no prefix whose turn has not come."""
+    monkeypatch.setattr("worker.disk.block_file.os.fsync", lambda _: time.sleep(0.3))
+    answers(requests[:2], tmp_path)
+    assert cached(answers(requests[2:], tmp_path)) == [160]
+
+
 def test_blocks_continue_each_other(
     tmp_path: Path,
     requests: list[GenerationRequest],
@@ -224,8 +233,8 @@ def test_blocks_continue_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A longer prefix writes only what is new, from engine to engine, in many pieces, and is whole afterwards."""
-    for module in ("disk.block_file", "engine.prefix_disk"):
-        monkeypatch.setattr(f"worker.{module}.PIECE_BYTES", 4096)
+    for module in ("state_codec", "prefix_disk"):
+        monkeypatch.setattr(f"worker.engine.{module}.PIECE_BYTES", 4096)
     for request, wanted in zip(requests[:3], expected, strict=False):
         compare(answers([request], tmp_path, stages=2), [wanted])
     again = answers(requests, tmp_path)

@@ -50,7 +50,7 @@ worker: mtp proto proto.terminal worker.node
 worker.cache: mtp.head mtp.layers mtp.sampling proto
 worker.engine: mtp mtp.checkpoint.format mtp.head mtp.layers proto proto.terminal worker.cache
     worker.disk worker.model
-worker.disk: mtp.checkpoint.format proto
+worker.disk: proto
 worker.fetch: mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.terminal worker.engine
 worker.model: mtp mtp.checkpoint.format mtp.head mtp.layers mtp.layers.cuda
     mtp.layers.fused mtp.layers.reference mtp.sampling proto proto.terminal worker.cache

@@ -17,11 +17,11 @@ from pathlib import Path
 from proto.backup import LENGTH_BYTES, length_of, prefix_keys, stems_of
 from proto.errors import ProtocolError
 from proto.span import Span
-from worker.disk.block_file import SUFFIX, TEMPORARY, is_abandoned
+from worker.disk.block_file import FORMER_SUFFIX, SUFFIX, TEMPORARY, is_abandoned
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 """Version of the folder. A folder of a newer version is not used, and the blocks of an older one are dropped."""
 
 BUSY_SECONDS = 2.0
@@ -319,7 +319,7 @@ class BlockIndex:
         with self._database:
             self._database.execute("BEGIN IMMEDIATE")
             known = {file for (file,) in self._database.execute("SELECT file FROM blocks")}
-            found = [p for p in self.folder.iterdir() if p.suffix in (SUFFIX, TEMPORARY)]
+            found = [p for p in self.folder.iterdir() if p.suffix in (SUFFIX, FORMER_SUFFIX, TEMPORARY)]
             gone = [(file,) for file in known - {p.name for p in found}]
             self._database.executemany("DELETE FROM blocks WHERE file = ?", gone)
             self._database.execute("DELETE FROM sums")
@@ -330,6 +330,6 @@ class BlockIndex:
             # A block that another process has renamed and not entered yet is a miss for it later.
             with suppress(FileNotFoundError):
                 old = self._clock() - path.stat().st_mtime > STALE_SECONDS
-                if path.name not in known and (path.suffix == SUFFIX or old or is_abandoned(path)):
+                if path.name not in known and (path.suffix != TEMPORARY or old or is_abandoned(path)):
                     dropped.append(path.name)
         self._unlink(dropped)

@@ -20,8 +20,8 @@ from proto.frame import Frame, Outcome, Segment
 from proto.frame_stamps import FrameStamps, StageStep
 from proto.images import FIRST_IMAGE_TOKEN, without_images
 from worker.cache.sequence_cache import PrefixEntry
-from worker.engine.stage_backups import array_of, plain_array, type_name
 from worker.engine.stage_state import StageState, commit_early
+from worker.engine.state_codec import array_of, plain_array, type_name
 from worker.model.stage import Run
 from worker.model.verifier import Verdict
 

@@ -2,7 +2,7 @@
 
 A prefix entry that a frame saves is written soon after it, beside the frames: the engine thread copies a few layers at
 a time, and another thread writes them. An entry that the stage drops before its turn is not written, and one that is
-being written then is finished without pauses.
+being written then is finished without pauses. At the end of a plan all entries that wait are written without pauses.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import sqlite3
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from proto import cluster_pb2 as pb
-from proto.backup import LayerState, prefix_key
+from proto.backup import LayerState, length_of, prefix_key
 from proto.errors import NotReadyError
 from proto.span import Span, spans_of
 from proto.state_dir import state_dir
 from worker.cache.sequence_cache import Border, PrefixEntry
-from worker.disk.block_file import PIECE_BYTES, BlockReader, BlockWriter, Piece
+from worker.disk.block_file import BlockReader, BlockWriter, Piece
 from worker.disk.block_index import Block, BlockIndex, Chain, block_file
 from worker.engine.engine_thread import EngineThread
-from worker.engine.stage_backups import ReceivedBackup, head_arrays, host_array, type_name
+from worker.engine.stage_backups import STATE_BYTES, ReceivedBackup
+from worker.engine.state_codec import PIECE_BYTES, encode_arrays, head_arrays
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +42,6 @@ R = TypeVar("R")
 
 FORMAT = 4
 """Version of the states in blocks and of the kernels that computed them. Blocks of another one are never found."""
-
-LOAD_BYTES = 2**27
-"""Bytes that the engine thread loads at once, before the next frame may run; at least a layer."""
-
-LOAD_SECONDS = 20.0
-"""Seconds. Deadline of that load. The system has read the file before, and may have dropped it again."""
 
 CLOSE_SECONDS = 2.0
 """Seconds in which the end of a plan or a process waits for the disk. A dropped entry stays in memory for no longer."""
@@ -70,8 +64,8 @@ DISK_ERRORS = (OSError, sqlite3.Error)
 class SavedPrefix:
     """An entry to write. `parent` is the newest border of its sequence before it, whose block it continues.
 
-    The queue holds no entry in memory: the stage does, within its budget. Only the one that is being written stays, for
-    CLOSE_SECONDS.
+    The queue holds no entry in memory: the stage does, within its budget. The one that is being written stays for
+    CLOSE_SECONDS, and so do all of a plan that ends.
     """
 
     entry: weakref.ref[PrefixEntry]
@@ -125,8 +119,8 @@ class StagePrefixes:
     namespace: str
     layers: Span
     thread: EngineThread
-    _queued: set[bytes] = field(default_factory=set)
-    """Prefixes that wait to be written."""
+    _queued: dict[bytes, PrefixEntry | None] = field(default_factory=dict)
+    """Prefixes that wait to be written, each with the entry of a plan that has ended."""
     _queue: deque[SavedPrefix] = field(default_factory=deque)
     _writer: asyncio.Task[None] | None = None
     _paused_until: float = 0.0
@@ -135,9 +129,13 @@ class StagePrefixes:
     async def close(self) -> None:
         """Write what waits, for at most CLOSE_SECONDS. A block that is not complete then is not kept."""
         self._closing = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                if self.thread.alive:
+                    await self.thread.call(lambda: None)  # frames that the thread has got may save more
+                if self._writer is not None:
+                    await asyncio.wait({self._writer})
         if self._writer is not None:
-            if not self.thread.stall:
-                await asyncio.wait({self._writer}, timeout=CLOSE_SECONDS)
             self._queue.clear()
             self._writer.cancel()
             await asyncio.gather(self._writer, return_exceptions=True)
@@ -151,10 +149,27 @@ class StagePrefixes:
     def _enqueue(self, saved: SavedPrefix) -> None:
         if saved.border.key in self._queued or time.monotonic() < self._paused_until:
             return
-        self._queued.add(saved.border.key)
+        self._queued[saved.border.key] = None
         self._queue.append(saved)
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write_all(), name="prefix disk")
+
+    def hold_waiting(self, entries: Iterable[PrefixEntry]) -> None:
+        """Keep those of `entries` that wait to be written, as their plan ends, for at most CLOSE_SECONDS."""
+        self.thread.post(self._hold, [*entries])
+
+    def _hold(self, entries: list[PrefixEntry]) -> None:
+        for entry in entries:
+            if entry.border.key in self._queued:
+                self._queued[entry.border.key] = entry
+        asyncio.get_running_loop().call_later(CLOSE_SECONDS, self._release)
+
+    def _release(self) -> None:
+        self._queued = dict.fromkeys(self._queued)
+
+    def _is_held(self, saved: SavedPrefix) -> bool:
+        """Return whether a running plan has the entry in memory."""
+        return saved.entry() is not None and self._queued.get(saved.border.key) is None
 
     async def _write_all(self) -> None:
         while self._queue:
@@ -166,7 +181,7 @@ class StagePrefixes:
                 log.warning("prefix not written", extra={"seconds": PAUSE_SECONDS, "error": str(error)})
             except Exception:  # a bug here costs this prefix, and not the next ones
                 log.exception("prefix not written")
-            self._queued.discard(saved.border.key)
+            self._queued.pop(saved.border.key, None)
 
     async def _write(self, saved: SavedPrefix) -> None:
         """Write a block, unless the disk has the prefix already or memory has it no more."""
@@ -178,36 +193,37 @@ class StagePrefixes:
         if parent is not None and await self._chains(parent.key):
             start, before = parent.length, parent.key
         name = block_file(self.namespace, border.key, self.layers)
-        writer = BlockWriter(self.index.folder / name, len(self.layers), entry.nbytes)
+        writer = BlockWriter(self.index.folder / name)
         block = Block(self.namespace, border.key, self.layers, start, border.length, before, name)
         try:
             take = partial(_take, _pieces(entry, self.layers, start))
             del entry
             free, more, held = 0, True, time.monotonic()  # `free` are bytes before the next rest
             while more:
-                held = held if saved.entry() is None else time.monotonic()
+                held = time.monotonic() if self._is_held(saved) else held
                 if time.monotonic() - held > CLOSE_SECONDS:
                     log.info("prefix not written: it left memory", extra={"tokens": border.length})
                     return
                 pieces, more = await self.thread.call(take)
                 started = time.monotonic()
                 await _whole(writer.write_pieces, pieces)
-                free -= sum(piece.data.nbytes for piece in pieces)
+                free -= sum(piece.nbytes for piece in pieces)
                 if free <= 0 and more:
-                    free = IDLE_BYTES if await self._rest(time.monotonic() - started, saved.entry) else 0
+                    held_still = partial(self._is_held, saved)
+                    free = IDLE_BYTES if await self._rest(time.monotonic() - started, held_still) else 0
             # Together, so that a cancelled task leaves no file without an entry.
             await _whole(lambda: self.index.add_block(block, writer.finish_file()))
         finally:  # a slow disk must not hold up the event loop
             await asyncio.shield(asyncio.to_thread(writer.close))
 
-    async def _rest(self, worked: float, held: Callable[[], object] = lambda: True) -> bool:
+    async def _rest(self, worked: float, is_held: Callable[[], bool] = lambda: True) -> bool:
         """Let frames have the machine after `worked` seconds of writing.
 
-        Return True if none came for IDLE_SECONDS, or if the stage has dropped the entry, which `held` returns.
+        Return True if none came for IDLE_SECONDS, or if the stage has dropped the entry.
         """
         end = time.monotonic() + worked * (1 / WRITE_SHARE - 1)
         while time.monotonic() < end and not self._closing:
-            if held() is None:
+            if not is_held():
                 return True
             busy = self.thread.busy_us
             await asyncio.sleep(IDLE_SECONDS)
@@ -231,59 +247,41 @@ class StagePrefixes:
             held=[pb.HeldPrefix(length=n, layers=sorted(layers)) for n, layers in held.items()],
         )
 
-    async def read_states(self, key: bytes, layers: Span) -> AsyncIterator[LayerState]:
-        """Yield the states of `layers` after the prefix `key`, for another worker. Raises NotReadyError."""
+    async def read_states(self, key: bytes, layers: Span) -> AsyncIterator[list[LayerState]]:
+        """Yield the states of `layers` after the prefix `key`, STATE_BYTES at a time, the next ones read ahead.
+
+        Raises NotReadyError if they are not here any more, or damaged.
+        """
+        ahead: asyncio.Task[list[LayerState]] | None = None
         try:
             chains = await asyncio.to_thread(self.index.chains, self.namespace, layers, key)
+            if not chains:
+                raise NotReadyError(f"layers {layers} of a prefix of {length_of(key)} tokens are not on this disk")
             for chain in chains:
                 parts = await asyncio.to_thread(self._parts_of, chain)
-                for layer, part in product(chain.layers, parts):
-                    if layer in part.wanted and part.reader.nbytes(layer):
-                        data = await asyncio.to_thread(self._packed, part, layer)
-                        yield LayerState(layer, layer in part.reader.appends, data)
-        except DISK_ERRORS as error:
-            raise NotReadyError(f"the prefix cannot be read: {error}") from error
-        if not chains:
-            raise NotReadyError(f"layers {layers} of a prefix are not on this disk")
-
-    def _packed(self, part: _Part, layer: int) -> bytes:
-        with self.index.removing(part.block):
-            return part.reader.packed(layer)
-
-    async def load(self, tokens: Sequence[int], received: ReceivedBackup | None = None) -> ReceivedBackup:
-        """Return the state after `tokens`, without the layers that other workers' disks gave.
-
-        Raises NotReadyError if it is not here any more, or damaged.
-        """
-        key, started = prefix_key(tokens), time.monotonic()
-        given = received.layers if received is not None and received.continues(tokens) else {}
-        try:
-            chains = list[Chain]()
-            for missing in spans_of({*self.layers} - {*given}):
-                found = await asyncio.to_thread(self.index.chains, self.namespace, missing, key)
-                if not found:
-                    raise NotReadyError(f"no prefix of {len(tokens)} tokens is on this disk")
-                chains += found
-            layers: dict[int, list[list[mx.array]]] = {}
-            for chain in chains:
-                parts = await asyncio.to_thread(self._parts_of, chain)
-                spans = [*_together(parts, chain.layers)]
-                await asyncio.to_thread(self._check, parts, spans[0])
-                for span, following in zip_longest(spans, spans[1:], fillvalue=()):
-                    loaded, _ = await asyncio.gather(
-                        self.thread.call(partial(self._load, parts, span)),
-                        asyncio.to_thread(self._check, parts, following),
-                    )
-                    for layer, state in loaded:
-                        layers.setdefault(layer, []).append(state)
+                for span in _together(parts, chain.layers):
+                    before, ahead = ahead, asyncio.create_task(asyncio.to_thread(self._read, parts, span))
+                    if before is not None:
+                        yield await before
+            assert ahead is not None
+            yield await ahead
             blocks = [block for chain in chains for block in chain.blocks]
             with suppress(sqlite3.Error):  # of a disk that is full
                 await asyncio.to_thread(self.index.touch, blocks)
         except DISK_ERRORS as error:
             raise NotReadyError(f"the prefix cannot be read: {error}") from error
+        finally:
+            if ahead is not None:
+                await asyncio.gather(ahead, return_exceptions=True)
+
+    async def load(self, tokens: Sequence[int], given: Collection[int] = ()) -> AsyncIterator[ReceivedBackup]:
+        """Yield the state after `tokens` in parts, without the layers `given`. Raises NotReadyError."""
+        started = time.monotonic()
+        for missing in spans_of({*self.layers} - {*given}):
+            async for states in self.read_states(prefix_key(tokens), missing):
+                yield ReceivedBackup.of(tokens, states, from_disk=True)
         seconds = round(time.monotonic() - started, 3)
         log.info("prefix read from disk", extra={"tokens": len(tokens), "seconds": seconds})
-        return ReceivedBackup(tuple(tokens), layers, Border(key, len(tokens)))
 
     async def _chains(self, key: bytes) -> list[Chain]:
         """Return the blocks of prefix `key`, or none if one is missing."""
@@ -301,19 +299,12 @@ class StagePrefixes:
             found.append(_Part(block, reader, wanted))
         return found
 
-    def _check(self, parts: Sequence[_Part], layers: Iterable[int]) -> None:
-        """Read and check `layers`. Runs on a thread of its own, while the layers before these are loaded."""
+    def _read(self, parts: Sequence[_Part], layers: Iterable[int]) -> list[LayerState]:
+        """Read and check `layers`. Runs on a thread of its own."""
+        states: list[LayerState] = []
         for part in parts:
             with self.index.removing(part.block):
-                part.reader.check([layer for layer in layers if layer in part.wanted])
-
-    def _load(self, parts: Sequence[_Part], layers: Iterable[int]) -> list[tuple[int, list[mx.array]]]:
-        """Return the states of `layers`. Runs on the engine thread."""
-        self.thread.expect(LOAD_SECONDS)
-        states: list[tuple[int, list[mx.array]]] = []
-        for part in parts:
-            with self.index.removing(part.block):
-                states += part.reader.load([n for n in layers if n in part.wanted]).items()
+                states += part.reader.read([layer for layer in layers if layer in part.wanted])
         return states
 
 
@@ -342,11 +333,11 @@ class _Part:
 
 
 def _together(parts: Sequence[_Part], layers: Span) -> Iterator[Span]:
-    """Yield the layers in spans of about LOAD_BYTES."""
+    """Yield the layers in spans of about STATE_BYTES."""
     start, total = layers.start, 0
     for layer in layers:
         total += sum(part.reader.nbytes(layer) for part in parts if layer in part.wanted)
-        if total >= LOAD_BYTES or layer == layers.end - 1:
+        if total >= STATE_BYTES or layer == layers.end - 1:
             yield Span(start, layer + 1)
             start, total = layer + 1, 0
 
@@ -354,17 +345,11 @@ def _together(parts: Sequence[_Part], layers: Span) -> Iterator[Span]:
 def _pieces(entry: PrefixEntry, layers: Span, start: int) -> Iterator[Piece]:
     """Yield the pieces of the tokens from `start` on, perhaps unfinished. Runs on the engine thread."""
     for layer, cache in zip(layers, entry.layers, strict=False):
-        yield from _cut(layer, cache.appends, cache.backup_arrays(start))
+        for data in encode_arrays(cache.backup_arrays(start)):
+            yield Piece(layer, cache.appends, data)
     if entry.last_stage is not None and entry.last_stage.head is not None:
-        yield from _cut(layers.end - 1, False, head_arrays(entry.last_stage.head))
-
-
-def _cut(layer: int, appends: bool, arrays: Iterable[mx.array]) -> Iterator[Piece]:
-    for index, array in enumerate(arrays):
-        flat, step = array.reshape(-1), PIECE_BYTES // array.itemsize
-        for first in range(0, max(1, flat.size), step):
-            data = host_array(flat[first : first + step])
-            yield Piece(layer, appends, index, type_name(array), tuple(array.shape), data)
+        for data in encode_arrays(head_arrays(entry.last_stage.head)):
+            yield Piece(layers.end - 1, False, data)
 
 
 def _take(pieces: Iterator[Piece]) -> tuple[list[Piece], bool]:
@@ -372,7 +357,7 @@ def _take(pieces: Iterator[Piece]) -> tuple[list[Piece], bool]:
     taken, more = list[Piece](), False
     for piece in pieces:
         taken.append(piece)
-        if more := sum(one.data.nbytes for one in taken) >= PIECE_BYTES:
+        if more := sum(one.nbytes for one in taken) >= PIECE_BYTES:
             break
-    mx.async_eval([piece.data for piece in taken])
+    mx.async_eval([piece.data for piece in taken if isinstance(piece.data, mx.array)])
     return taken, more

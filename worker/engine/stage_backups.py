@@ -1,40 +1,29 @@
-"""The backup of a sequence on one stage: the state of its layers as bytes, and these bytes as caches again.
+"""The backups of sequences on one stage: those that it made, and those that it received from memory or from a disk.
 
-All code of this module runs on the engine thread.
+All code of this module runs on the engine thread, but for `in_parts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
-import msgpack
-import numpy as np
 
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.cut import WHOLE, Cut
-from mtp.device import this_device
-from mtp.head.drafter import HeadState
-from mtp.layers.layer import LayerCache, Member
-from proto.backup import LayerState, prefix_key
+from mtp.layers.layer import Member
+from proto.backup import LayerState, by_layer, prefix_key
 from proto.errors import NotReadyError, ProtocolError
 from proto.frame import BackUp, RestoreBackup
 from proto.span import Span
-from proto.wire import STATE_NAMES
 from worker.cache.sequence_cache import Border, LastStageState, SequenceCache
+from worker.engine.state_codec import Bytes, Stored, decode_state, head_arrays, head_from, joined_bytes
 
-_DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in STATE_NAMES}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-READ_BYTES = 2**25
-"""Bytes. States that the engine thread copies at once, before the next frame may run. The copy takes about 10 ms. One
-layer at a time would let every layer wait for a frame."""
-
-Stored = tuple[bytes, ...] | bytes | list[mx.array]
-"""A state in a `ReceivedBackup`: the bytes of all shares, or the bytes or arrays of this member."""
+STATE_BYTES = 2**25
+"""Bytes. States that the engine thread encodes or decodes at once, at least a layer, before the next frame may run. It
+takes about 10 ms. One layer at a time would let every layer wait for a frame."""
 
 
 @dataclass(frozen=True)
@@ -64,27 +53,40 @@ class SequenceBackup:
 
 @dataclass(frozen=True)
 class ReceivedBackup:
-    """The state of a sequence after `tokens`, by layer number. It becomes caches when the sequence is admitted.
+    """The state of a sequence after `tokens`, by layer number: the oldest first, each the bytes of all shares.
 
-    The states of a layer are the bytes of all shares that were made together, as from `by_layer`. Those of a prefix on
-    disk are bytes or arrays of this member, and its `border` is known. They may come from several disks.
+    Layers of a prefix on disk have its `border`, and are the share of this member. They may come from several disks.
     """
 
     tokens: tuple[int, ...]
-    layers: Mapping[int, Sequence[Stored]]
+    layers: Mapping[int, Sequence[tuple[Bytes, ...]]]
     border: Border | None = None
 
     @classmethod
-    def from_disk(cls, tokens: tuple[int, ...], states: Iterable[LayerState]) -> ReceivedBackup:
-        """Return layers of the prefix `tokens` that another worker's disk had. They are the share of this member."""
-        layers: dict[int, list[Stored]] = {}
-        for state in states:
-            layers.setdefault(state.layer, []).append(state.data)
-        return cls(tokens, layers, Border(prefix_key(tokens), len(tokens)))
+    def of(cls, tokens: Sequence[int], states: Iterable[LayerState], *, from_disk: bool = False) -> ReceivedBackup:
+        """Return the backup of `states`, in the order in which they were made. Raises ProtocolError."""
+        border = Border(prefix_key(tokens), len(tokens)) if from_disk else None
+        return cls(tuple(tokens), by_layer(states), border)
 
-    def continues(self, tokens: Sequence[int]) -> bool:
-        """Return whether these are layers of the prefix `tokens` from a disk."""
-        return self.border is not None and self.tokens == tuple(tokens)
+    def in_parts(self) -> Iterator[ReceivedBackup]:
+        """Yield the layers in parts of about STATE_BYTES, at least one part."""
+        part, total = dict[int, Sequence[tuple[Bytes, ...]]](), 0
+        for layer, states in self.layers.items():
+            part[layer] = states
+            total += sum(len(data) for shares in states for data in shares)
+            if total >= STATE_BYTES:
+                yield replace(self, layers=part)
+                part, total = {}, 0
+        yield replace(self, layers=part)
+
+
+@dataclass(frozen=True)
+class KeptBackup:
+    """The parts of a backup that were received, decoded."""
+
+    tokens: tuple[int, ...]
+    border: Border | None
+    layers: dict[int, list[Stored]] = field(default_factory=dict)
 
 
 class StageBackups:
@@ -95,7 +97,7 @@ class StageBackups:
         self.config = config
         self.made: SequenceBackup | None = None
         """The newest backup, until it is read. The plan has room for the GDN states of one."""
-        self.received: dict[int, ReceivedBackup] = {}
+        self.received: dict[int, KeptBackup] = {}
         """By sequence, until the sequence is admitted."""
 
     def make_backup(self, op: BackUp, sequence: SequenceCache, last: LastStageState | None) -> None:
@@ -135,18 +137,29 @@ class StageBackups:
             self.made = None
         self.received.pop(seq_id, None)
 
-    def receive_backup(self, seq_id: int, backup: ReceivedBackup, sequences: int, kv_tokens: int) -> None:
-        """Keep a backup, together with other layers of the same prefix.
+    def layers_of(self, seq_id: int, tokens: Sequence[int]) -> set[int]:
+        """Return the layers of the prefix `tokens` that other workers' disks have given to a sequence."""
+        kept = self.received.get(seq_id)
+        return {*kept.layers} if kept and kept.border and kept.tokens == tuple(tokens) else set()
 
-        Raises ProtocolError when the backups exceed `sequences`, or `kv_tokens` in total.
+    def receive_backup(self, seq_id: int, backup: ReceivedBackup, sequences: int, kv_tokens: int) -> None:
+        """Keep a part of a backup, together with the parts that came before.
+
+        Raises ProtocolError when the backups exceed `sequences`, or `kv_tokens` in total, and for malformed bytes.
         """
         before = self.received.pop(seq_id, None)
-        if before is not None and backup.border is not None and before.continues(backup.tokens):
-            backup = replace(backup, layers={**before.layers, **backup.layers})
         tokens = len(backup.tokens) + sum(len(b.tokens) for b in self.received.values())
         if len(self.received) >= sequences or tokens > kv_tokens:
             raise ProtocolError(f"backups of {tokens} tokens exceed the budget of this stage")
-        self.received[seq_id] = backup
+        if before is None or (before.tokens, before.border) != (backup.tokens, backup.border):
+            before = KeptBackup(backup.tokens, backup.border)
+        own = backup.border is not None
+        before.layers.update({n: [self.decode(one, own=own) for one in made] for n, made in backup.layers.items()})
+        self.received[seq_id] = before
+
+    def decode(self, shares: Sequence[Bytes], *, own: bool) -> Stored:
+        """See `decode_state`."""
+        return decode_state(shares, member_of(self.config), own=own)
 
     def restore_backup(self, op: RestoreBackup, sequence: SequenceCache, last: LastStageState | None) -> Border | None:
         """Fill the empty caches of a sequence. Return the border of a prefix on disk. Raises ProtocolError."""
@@ -156,14 +169,14 @@ class StageBackups:
         member = member_of(self.config)
         filled = []
         for n, empty in zip(self.span, sequence.layers, strict=True):
-            states = [_arrays(stored, empty, member) for stored in backup.layers.get(n, ())]
-            if not states:
+            if not (states := backup.layers.get(n)):
                 raise ProtocolError("the backup lacks a layer of this stage")
-            filled.append(empty.with_backups(states, op.length))
+            own = [one if isinstance(one, list) else empty.own_share(one, member) for one in states]
+            filled.append(empty.with_backups(own, op.length))
         sequence.layers, sequence.stack.length = filled, op.length
         if last is not None:
-            if last.head is not None and (data := backup.layers.get(self.span.end)):
-                last.head = head_from(data[-1], last.head, member)
+            if last.head is not None and (states := backup.layers.get(self.span.end)):
+                last.head = head_from(states[-1], last.head, member)
             last.append_tokens(backup.tokens)
         return backup.border
 
@@ -173,101 +186,14 @@ def member_of(config: ModelConfig) -> Member:
     return Member(config.cut.rank, config.cut.size, (config.whole or config).num_kv_heads)
 
 
-def layer_states(backup: SequenceBackup, index: int, limit: int = READ_BYTES) -> list[LayerState]:
+def layer_states(backup: SequenceBackup, index: int, limit: int = STATE_BYTES) -> list[LayerState]:
     """Return the states of layers from the `index`-th on, until they have `limit` bytes."""
     states: list[LayerState] = []
     total, member = 0, (backup.cut.rank, backup.cut.size)
     for found in backup.layers[index:]:
-        arrays = found.read_arrays()
-        plain = [np.array(host_array(array), copy=False) for array in arrays]
-        parts = zip(arrays, plain, strict=True)
-        data = msgpack.packb([(type_name(a), tuple(a.shape), p.tobytes()) for a, p in parts])
+        data = joined_bytes(found.read_arrays())
         states.append(LayerState(found.layer, found.appends, data, *member))
         total += len(data)
         if total >= limit:
             break
     return states
-
-
-# ---- the state of the MTP head
-
-
-def head_arrays(head: HeadState) -> list[mx.array]:
-    """Return the state of the MTP head as arrays, of which the first has its numbers."""
-    held = head.cache.backup_arrays(0) if head.cache.offset else []
-    newest = [] if head.newest is None else [head.newest]
-    waiting = [mx.concatenate(head.waiting_hidden)] if head.waiting_hidden else []
-    counts = head.cache.offset, len(held), head.waiting_tokens, len(newest), head.successor
-    numbers = mx.array(np.frombuffer(msgpack.packb(counts), np.uint8))
-    return [numbers, *held, *newest, *waiting]
-
-
-def head_from(data: Stored, empty: HeadState, member: Member) -> HeadState:
-    """Return the state of the head in `data`. Raises ProtocolError if it is malformed."""
-    try:
-        mine = not isinstance(data, tuple)
-        if isinstance(data, list):
-            shares = [data]
-        else:
-            made = data if isinstance(data, tuple) else (data,)
-            shares = [[array_of(*wire) for wire in _unpack(one)] for one in made]
-        numbers, *arrays = shares[0]  # as on all members, but for the heads of the cache
-        offset, count, tokens, newest, successor = _unpack(np.array(numbers).tobytes())
-        own, rest = arrays[:count], arrays[count:]
-        if own and not mine:
-            own = [*empty.cache.own_share([share[1 : 1 + count] for share in shares], member)]
-        cache = empty.cache.with_backups([own], offset) if own else empty.cache
-        found = rest.pop(0) if newest else None
-        return HeadState(cache, found, successor, rest, [int(token) for token in tokens])
-    except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise ProtocolError(f"malformed backup of the MTP head: {error}") from error
-
-
-# ---- arrays
-
-
-def plain_array(array: mx.array) -> mx.array:
-    """Return `array` as a type that numpy has. Evaluate both together, or `to_bytes` waits for the GPU once more."""
-    return array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-
-
-def host_array(array: mx.array) -> mx.array:
-    """Return the bits of `array` for numpy. On CUDA a read moves memory that others may share, so they are a copy."""
-    plain = plain_array(array)
-    if this_device().backend != "cuda":
-        return plain
-    words = plain.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[plain.itemsize])
-    return mx.bitwise_or(words, mx.array(0, words.dtype))
-
-
-def type_name(array: mx.array) -> str:
-    """Return the name of an array's type on the wire and on disk."""
-    return _NAMES[array.dtype]
-
-
-def array_of(name: str, shape: Sequence[int], data: Any) -> mx.array:
-    """Return the array of type `name` in the buffer `data`."""
-    dtype = _DTYPES[name]
-    plain = "uint16" if dtype == mx.bfloat16 else name
-    array = mx.array(np.frombuffer(data, dtype=plain).reshape(shape))
-    return array.view(dtype) if dtype == mx.bfloat16 else array
-
-
-def _arrays(data: Stored, empty: LayerCache, member: Member) -> Sequence[mx.array]:
-    """Return the arrays of the layer of `empty` as this member holds them."""
-    if isinstance(data, list):
-        return data
-    try:
-        if isinstance(data, bytes):
-            return [array_of(*wire) for wire in _unpack(data)]
-        # In a group of the same size, each member needs its own share only.
-        own = data if len(data) != member.size else data[member.rank : member.rank + 1]
-        shares = [[array_of(*wire) for wire in _unpack(one)] for one in own]
-        return shares[0] if own is not data else empty.own_share(shares, member)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ProtocolError(f"malformed backup of a layer: {error}") from error
-
-
-def _unpack(data: bytes) -> Any:
-    # Every element of an array takes at least one byte, so the length of the data bounds the memory.
-    return msgpack.unpackb(data, max_bin_len=len(data), max_array_len=len(data))

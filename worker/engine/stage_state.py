@@ -217,6 +217,11 @@ class StageState:
             self.disk.save_soon(entry, self._borders.get(op.seq_id))
         self._borders[op.seq_id] = border
 
+    def end_plan(self) -> None:
+        """Let the disk keep the prefixes that wait to be written. The engine processes no frame after this."""
+        if self.disk is not None:
+            self.disk.hold_waiting(self.prefixes.values())
+
     def start_copies(self, frame: Frame) -> list[PrefixEntry]:
         """Copy the saved prefixes of sequences that `frame` changes: lazy copies keep caches. Return the others."""
         if not self._saved:

@@ -254,6 +254,8 @@ class Binding:
             self._send(link, data, frame.tensor)
 
     def _drop_engine(self) -> None:
+        if self.engine is not None:
+            self.engine.end_plan()
         self.engine = None
         self._parked.clear()
         mx.clear_cache()

@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 from mtp.device import Arithmetic
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
-from proto.backup import PieceJoiner, by_layer, split
+from proto.backup import PieceJoiner, split
 from proto.control import check_signal, check_version
 from proto.errors import (
     AccessError,
@@ -354,13 +354,9 @@ class WorkerService(pb_grpc.WorkerServicer):
             joiner.add_piece(piece)
         if len(head.tokens) != head.length:
             raise ProtocolError(f"a backup of {head.length} tokens has {len(head.tokens)} of them")
-        tokens = tuple(head.tokens)
-        received = (
-            ReceivedBackup.from_disk(tokens, joiner.states)
-            if head.from_disk
-            else ReceivedBackup(tokens, by_layer(joiner.states))
-        )
-        await self.node.host.thread.call(partial(engine.receive_backup, head.seq_id, received))
+        received = ReceivedBackup.of(head.tokens, joiner.states, from_disk=head.from_disk)
+        for part in received.in_parts():
+            await self.node.host.thread.call(partial(engine.receive_backup, head.seq_id, part))
         return pb.BackupReply()
 
     async def FindPrefix(self, requests: AsyncIterator[pb.PrefixRequest], context: Context) -> pb.PrefixReply:
@@ -369,8 +365,8 @@ class WorkerService(pb_grpc.WorkerServicer):
 
     async def LoadPrefix(self, requests: AsyncIterator[pb.PrefixRequest], context: Context) -> pb.PrefixReply:
         engine, disk, seq_id, tokens = await self._prefix_call(requests)
-        received = await disk.load(tokens, engine.backups.received.get(seq_id))
-        await self.node.host.thread.call(partial(engine.receive_backup, seq_id, received))
+        async for part in disk.load(tokens, engine.backups.layers_of(seq_id, tokens)):
+            await self.node.host.thread.call(partial(engine.receive_backup, seq_id, part))
         return pb.PrefixReply()
 
     async def _prefix_call(
@@ -388,8 +384,8 @@ class WorkerService(pb_grpc.WorkerServicer):
 
     async def ReadBlocks(self, request: pb.BlockRequest, context: Context) -> AsyncIterator[pb.BackupPiece]:
         _, disk = self._disk(request.coordinator, request.epoch)
-        async for state in disk.read_states(request.key, Span(request.layers.start, request.layers.end)):
-            for piece in split([state], checked=True):
+        async for states in disk.read_states(request.key, Span(request.layers.start, request.layers.end)):
+            for piece in split(states, checked=True):
                 yield piece
 
     def _disk(self, coordinator: pb.Coordinator, epoch: int) -> tuple[FrameEngine, StagePrefixes]:

@@ -71,6 +71,8 @@ class ChainedPipeline(LocalPipeline):
         super()._engine_failed(own, error)
 
     def _drop_engine(self) -> None:
+        for engine in self._engines:
+            engine.end_plan()
         self._engines = []
         super()._drop_engine()
 
@@ -87,8 +89,8 @@ class ChainedPipeline(LocalPipeline):
 
     async def load_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         for engine, disk in zip(self._engines, self._disks, strict=True):
-            received = await disk.load(tokens)
-            await self.thread.call(partial(engine.receive_backup, seq_id, received))
+            async for part in disk.load(tokens):
+                await self.thread.call(partial(engine.receive_backup, seq_id, part))
 
     @property
     def _disks(self) -> list[StagePrefixes]:

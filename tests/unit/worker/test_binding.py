@@ -23,7 +23,7 @@ from tests.support.stages.token_stages import VOCAB, TokenStage
 from worker.engine.engine_thread import EngineThread
 from worker.engine.frame_engine import FrameEngine, to_bytes
 from worker.engine.host import EngineHost
-from worker.engine.stage_backups import array_of, plain_array
+from worker.engine.state_codec import array_of, plain_array
 from worker.node import binding
 from worker.node.binding import MAX_QUEUED_FRAMES, Binding, Place, Traffic
 

@@ -3,48 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import struct
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from proto.backup import LayerState
 from proto.errors import ProtocolError
 from worker.disk.block_file import SUFFIX, BlockReader, BlockWriter, Piece
 from worker.engine.prefix_disk import _whole
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"shape": []},
-        {"shape": [-300]},
-        {"shape": [2**50], "data_offsets": [0, 2**50]},
-        {"data_offsets": [0, float("inf")]},
-        {"data_offsets": [300, 0]},
-        {"dtype": "F7"},
-    ],
-    ids=str,
-)
-def test_a_header_that_fits_nothing_is_damage(tmp_path: Path, change: dict[str, Any]) -> None:
-    """A reader refuses the block before it reads a byte of its tensors."""
+def test_a_block_has_its_states(tmp_path: Path) -> None:
+    """A reader gets the bytes of each layer, whatever its pieces, and which layers continue the block before."""
     path = tmp_path / f"block{SUFFIX}"
-    writer = BlockWriter(path, 1, 300)
-    writer.write_pieces([Piece(0, True, 0, "uint8", (300,), bytes(300))])
+    writer = BlockWriter(path)
+    writer.write_pieces([Piece(3, True, b"12"), Piece(3, True, b""), Piece(3, True, b"345")])
+    writer.write_pieces([Piece(5, False, bytes(300))])
+    assert writer.finish_file() == path.stat().st_size
+    writer.close()
+    reader = BlockReader(path)
+    assert reader.appends == {3} and [reader.nbytes(n) for n in (3, 4, 5)] == [5, 0, 300]
+    assert reader.read([5, 4, 3]) == [LayerState(5, False, bytes(300)), LayerState(3, True, b"12345")]
+
+
+def test_no_damaged_byte_is_read(tmp_path: Path) -> None:
+    """A change of any byte, and any other length, is found before the state is used."""
+    path = tmp_path / f"block{SUFFIX}"
+    writer = BlockWriter(path)
+    writer.write_pieces([Piece(0, True, b"123"), Piece(1, False, b"45")])
     writer.finish_file()
     writer.close()
-    BlockReader(path).check([0])
     data = path.read_bytes()
-    (length,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + length])
-    header["0.0.0"] |= change
-    changed = json.dumps(header).encode().ljust(length)
-    path.write_bytes(data[:8] + changed + data[8 + length :])
-    with pytest.raises(ProtocolError, match="damaged"):
-        BlockReader(path)
+    changed = [data[:n] + bytes([data[n] ^ 1]) + data[n + 1 :] for n in range(len(data))]
+    for wrong in (*changed, *(data[:n] for n in range(len(data))), data + b"0", b"0" + data):
+        path.write_bytes(wrong)
+        with pytest.raises(ProtocolError, match="damaged"):
+            BlockReader(path).read([0, 1])
 
 
 def test_a_block_that_cannot_be_opened_is_not_damaged(tmp_path: Path) -> None:
@@ -57,7 +53,7 @@ def test_a_block_that_cannot_be_opened_is_not_damaged(tmp_path: Path) -> None:
 async def test_a_cancelled_write_ends_before_its_file_is_closed(tmp_path: Path) -> None:
     """A plan that ends may cancel a write on a slow disk. The thread then still uses the file."""
     begun, go_on = threading.Event(), threading.Event()
-    writer = BlockWriter(tmp_path / f"slow{SUFFIX}", 1, 0)
+    writer = BlockWriter(tmp_path / f"slow{SUFFIX}")
 
     def write() -> None:
         begun.set()
@@ -78,5 +74,5 @@ async def test_a_cancelled_write_ends_before_its_file_is_closed(tmp_path: Path) 
 
 
 def test_a_writer_that_wrote_nothing_leaves_no_file(tmp_path: Path) -> None:
-    BlockWriter(tmp_path / f"never{SUFFIX}", 1, 0).close()
+    BlockWriter(tmp_path / f"never{SUFFIX}").close()
     assert list(tmp_path.iterdir()) == []

@@ -18,7 +18,7 @@ from proto.backup import prefix_key
 from proto.errors import ProtocolError
 from proto.span import Span
 from tests.support.checkpoints.small_disk import small_disk
-from worker.disk.block_file import BlockWriter, Piece
+from worker.disk.block_file import FORMER_SUFFIX, BlockWriter, Piece
 from worker.disk.block_index import STALE_SECONDS, VERSION, Block, BlockIndex
 from worker.engine.prefix_disk import layer_bytes, namespace_of
 
@@ -49,7 +49,7 @@ class Folder:
         """Add a block of the first `length` tokens, which continues that of `start`."""
         self.now += 1
         key, parent = prefix_key(TOKENS[:length]), prefix_key(TOKENS[:start]) if start else b""
-        file = f"{length}-{layers.start}-{layers.end}.safetensors"
+        file = f"{length}-{layers.start}-{layers.end}.block"
         (self.path / file).touch()
         return self.index.add_block(Block("model", key, layers, start, length, parent, file), nbytes)
 
@@ -58,7 +58,7 @@ class Folder:
 
     @property
     def files(self) -> set[str]:
-        return {path.stem for path in self.path.glob("*.safetensors")}
+        return {path.stem for path in self.path.glob("*.block")}
 
 
 @pytest.fixture
@@ -205,12 +205,12 @@ def test_a_newer_folder_is_not_used(folder: Folder) -> None:
 def test_what_a_killed_process_left_is_removed(folder: Folder) -> None:
     """An old file without an entry goes, and so does an entry without a file. A new file may belong to a writer."""
     assert folder.add(128) and folder.add(300)
-    for name in ("old.part", "new.part", "old.safetensors"):
+    for name in ("old.part", "new.part", "old.block"):
         (folder.path / name).touch()
-    for name in ("old.part", "old.safetensors"):
+    for name in ("old.part", "old.block"):
         os.utime(folder.path / name, (folder.now - 2 * STALE_SECONDS,) * 2)
     os.utime(folder.path / "new.part", (folder.now,) * 2)
-    (folder.path / "128-0-8.safetensors").unlink()
+    (folder.path / "128-0-8.block").unlink()
     index = BlockIndex(folder.path, 10**6, lambda: folder.now)
     assert lengths(index) == [300]
     assert {path.name for path in folder.path.iterdir() if "old" in path.name} == set()
@@ -250,11 +250,11 @@ def test_a_block_that_is_not_added_leaves_no_file(folder: Folder, monkeypatch: p
 def test_a_killed_process_leaves_nothing_that_no_limit_counts(folder: Folder) -> None:
     """At the next start a file that was renamed and not entered goes, whatever its age, and so does half of one."""
     assert folder.add(128)
-    (folder.path / "300-0-8.safetensors").touch()
+    (folder.path / "300-0-8.block").touch()
     dead = subprocess.Popen(["true"])
     dead.wait()
-    ours = BlockWriter(folder.path / "ours.safetensors", 1, 1)
-    ours.write_pieces([Piece(0, True, 0, "float32", (1,), b"1234")])
+    ours = BlockWriter(folder.path / "ours.block")
+    ours.write_pieces([Piece(0, True, b"1234")])
     (folder.path / f"300-0-8-{dead.pid}-0.part").touch()
     earlier = folder.path / f"300-0-8-{os.getpid()}-9.part"  # of an earlier process with the same number
     earlier.touch()
@@ -280,13 +280,14 @@ def test_an_index_that_cannot_be_read_begins_anew(folder: Folder, caplog: pytest
     path = folder.path / "index.sqlite"
     if fault == "an earlier version":
         with closing(sqlite3.connect(path)) as database:
-            database.execute("PRAGMA user_version = 1")
+            database.execute("PRAGMA user_version = 2")
+        (folder.path / f"128-0-8{FORMER_SUFFIX}").touch()
     else:
         data = path.read_bytes()
         path.write_bytes(b"?" * 5000 if fault == "no database" else data[: len(data) // 2])
     anew = Folder(folder.path)
     assert "prefixes on disk dropped" in caplog.text
-    assert anew.files == set() and anew.find() == []
+    assert anew.files == set() and anew.find() == [] and not [*folder.path.glob(f"*{FORMER_SUFFIX}")]
     assert anew.add(128) and anew.find() == [128]
 
 
@@ -355,7 +356,7 @@ def test_no_operation_reads_every_block(tmp_path: Path) -> None:
 def test_the_layers_of_a_model_are_summed(folder: Folder) -> None:
     """A plan asks for those of one checkpoint, whatever its arithmetic. Blocks that go no longer count."""
     for number, (model, layers) in enumerate([("a", ALL), ("a", ALL), ("a", Span(0, 3)), ("b", ALL)]):
-        name = f"{number}.safetensors"
+        name = f"{number}.block"
         (folder.path / name).touch()
         block = Block(namespace_of(model, number), prefix_key(TOKENS[:200]), layers, 0, 200, b"", name)
         assert folder.index.add_block(block, 100) and folder.index.add_block(block, 100)
