@@ -278,16 +278,13 @@ class Choice:
         for i, own in enumerate(chances):
             if own is None:
                 continue
-            depth = now.depth if found.count(None) > 1 else 0
             goal, more, wider = speed * (1 + (GAIN - 1) / sequences), 0.0, 0
             for shape in shapes:
                 right = own[: shape.ahead]
                 width = (rows + shape.width - now.width) / sequences
-                if width > 4 * self.costs.widest:
-                    continue
                 # No drafts follow a rejected window, so the step after it yields one token.
                 gain = expected_tokens(right) - usual - (1 - math.prod(right)) * (usual - 1)
-                faster = (tokens + gain) / self.costs.seconds(width, depth)
+                faster = (tokens + gain) / self.costs.seconds(width, now.depth)
                 if shape.fill > 1:
                     faster = self._speed(shape, right)
                 if faster > goal:

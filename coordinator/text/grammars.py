@@ -1,7 +1,8 @@
 """Grammars for llguidance: output formats, JSON schemas and forced tool calls, and the process that compiles them.
 
-A format of one client may take any time and memory. The process is ended when a job exceeds its bounds or loses its
-client, and the next job starts another one. Jobs and results are JSON, so no object of the process is trusted.
+A format of one client may take any time and memory, or overflow the stack, in spite of llguidance's own limits. So a
+thread does not do (docs/log.md). The process is ended when a job exceeds its bounds or loses its client, and the next
+job starts another one. Jobs and results are JSON, so no object of the process is trusted.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -356,6 +358,12 @@ LOOK_SECONDS = 0.02
 TOO_LARGE = 3
 """Exit code of a process whose job exceeds MAX_GROWTH."""
 
+MAX_STACK = 4 * 2**20
+"""Bytes. Largest stack of the process on Linux: half of that of a stage, which prepares the same grammar."""
+
+OVERFLOWS = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT)
+"""Exit codes of a process whose stack overflowed. llguidance recurses, and none of its limits counts the depth."""
+
 MAX_RESULTS = 64
 """Results kept for requests with the same format, refusals among them: 16 MB of the largest grammars."""
 
@@ -424,10 +432,11 @@ class GrammarProcess:
                 answer = await asyncio.to_thread(_ask, process, job + b"\n")
             if answer:
                 return dict(json.loads(answer))
-            if await asyncio.to_thread(process.wait) != TOO_LARGE:
+            code = await asyncio.to_thread(process.wait)
+            if code != TOO_LARGE and code not in OVERFLOWS:
                 # The format need not be the cause, so this is no result to keep.
                 raise NotReadyError("The compiler of formats has ended. Try again.")
-            bound = f"{MAX_GROWTH // 2**20} MiB"
+            bound = "the stack" if code in OVERFLOWS else f"{MAX_GROWTH // 2**20} MiB"
         except TimeoutError:
             bound = f"{JOB_SECONDS:g} s"
         finally:
@@ -491,6 +500,8 @@ def _end(process: Process) -> None:
 def main() -> None:
     """Compile the jobs of the standard input, one a line, until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the server, which ends this process
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    resource.setrlimit(resource.RLIMIT_STACK, (MAX_STACK if hard < 0 else min(MAX_STACK, hard), hard))
     jobs, results = sys.stdin.buffer, sys.stdout.buffer
     length, growth = map(int, jobs.readline().split())
     tokenizer = tokenizer_of(jobs.read(length))

@@ -90,6 +90,19 @@ async def test_a_format_may_not_take_more_memory(compiler: GrammarProcess, monke
         await compiler.compile(schema(optional(4000)))
 
 
+async def test_a_format_that_overflows_the_stack_is_refused(compiler: GrammarProcess) -> None:
+    """It ends the process, but neither the server nor the next format, and the refusal is kept."""
+    chain = {f"d{n}": {"type": "object", "properties": {"next": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(2000)}
+    deep = schema({"$defs": {**chain, "d2000": {"type": "null"}}, "$ref": "#/$defs/d0"})
+    pids = []
+    for _ in "12":
+        with pytest.raises(RequestError, match=r"takes more than the stack\. Send a smaller format"):
+            await compiler.compile(deep)
+        assert await compiler.compile(SMALL)
+        pids.append(pid_of(compiler))
+    assert pids[0] == pids[1]
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
