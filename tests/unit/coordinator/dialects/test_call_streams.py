@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.api.api_client import ApiClient, tiny_tokenizer
-from tests.support.api.fake_generator import FakeGenerator
+from tests.support.api.api_client import api_saying, tiny_tokenizer
 
 PARAMETERS: Any = {"type": "object", "properties": {"city": {"type": "string"}}}
 ARGUMENTS = {"city": 'Rome, "the" 🎉 city\nof </tool_call> hills'}
@@ -93,11 +92,7 @@ DIALECTS = {
     ),
     "anthropic": Dialect(
         "/v1/messages",
-        {
-            "messages": USER,
-            "max_tokens": 200,
-            "tools": [{"name": "weather", "input_schema": PARAMETERS}],
-        },
+        {"messages": USER, "max_tokens": 200, "tools": [{"name": "weather", "input_schema": PARAMETERS}]},
         "max_tokens",
         _deltas("content_block_delta", "delta", "partial_json"),
         lambda whole: [b["input"] for b in whole["content"] if b["type"] == "tool_use"],
@@ -118,7 +113,7 @@ DIALECTS = {
 
 async def answers(dialect: Dialect, limit: int | None = None) -> tuple[list[Any], Any]:
     """Return the events of a streamed answer, and the same answer whole."""
-    api = ApiClient(FakeGenerator(tiny_tokenizer(), CALL, window=3))
+    api = api_saying(CALL, window=3)
     body = dict(dialect.body)
     if dialect.path == "/api/chat":
         body["options"] = {} if limit is None else {"num_predict": limit}

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.api.api_client import ApiClient, tiny_tokenizer
-from tests.support.api.fake_generator import FakeGenerator
+from tests.support.api.api_client import REQUESTS, ApiClient, api_saying
 from tests.support.api.scripted_tools import scripted_answer
 
 PARAMETERS: Any = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -21,13 +20,7 @@ def answering(function: str) -> ApiClient:
     """Return an API whose model calls `function`."""
     values = "<parameter=city>\nRome\n</parameter>\n"
     call = f"</think>\n\n<tool_call>\n<function={function}>\n{values}</function>\n</tool_call>"
-    return ApiClient(FakeGenerator(tiny_tokenizer(), call))
-
-
-def prompt_of(api: ApiClient) -> str:
-    """Return the text of the last prompt."""
-    tokens = api.generator.requests[-1].prompt
-    return b"".join(map(tiny_tokenizer().token_bytes, tokens)).decode()
+    return api_saying(call)
 
 
 async def test_functions_of_a_namespace_are_called_by_their_client_names() -> None:
@@ -38,7 +31,7 @@ async def test_functions_of_a_namespace_are_called_by_their_client_names() -> No
     (call,) = [item for item in whole["output"] if item["type"] == "function_call"]
     assert (call["namespace"], call["name"]) == ("agents", "weather")
     assert json.loads(call["arguments"]) == {"city": "Rome"}
-    assert '"agents.weather"' in prompt_of(api)
+    assert '"agents.weather"' in api.generator.prompt_text()
     streamed = await api.post("/v1/responses", {**body, "stream": True})
     lines = [json.loads(line[6:]) for line in streamed.text.splitlines() if line[:6] == "data: "]
     items = [line["item"] for line in lines if line["type"] == "response.output_item.done"]
@@ -46,7 +39,7 @@ async def test_functions_of_a_namespace_are_called_by_their_client_names() -> No
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "18"}
     again = await api.post("/v1/responses", {**body, "input": [*USER, call, result], "store": False})
     assert again.status_code == 200, again.text
-    assert "<function=agents.weather>" in prompt_of(api)
+    assert "<function=agents.weather>" in api.generator.prompt_text()
     named = {"type": "function", "namespace": "agents", "name": "weather"}
     forced = await api.post("/v1/responses", {**body, "tool_choice": named})
     assert forced.status_code == 200, forced.text
@@ -63,15 +56,12 @@ async def test_functions_of_a_namespace_are_called_by_their_client_names() -> No
 )
 async def test_tools_that_agents_offer_by_default_are_left_out(path: str, tool: Any, name: str) -> None:
     """The request is served with its functions, and the model does not see the others."""
-    own: Any = WEATHER
-    if path == "/v1/messages":
-        own = {"name": "weather", "input_schema": PARAMETERS}
+    own = {"name": "weather", "input_schema": PARAMETERS} if path == "/v1/messages" else WEATHER
     api = answering("weather")
-    text = {"input": USER} if path == "/v1/responses" else {"messages": USER, "max_tokens": 50}
-    response = await api.post(path, {**text, "tools": [tool, own]})
+    response = await api.post(path, {**REQUESTS[path], "tools": [tool, own]})
     assert response.status_code == 200, response.text
-    assert '"weather"' in prompt_of(api)
-    assert name not in prompt_of(api)
+    assert '"weather"' in api.generator.prompt_text()
+    assert name not in api.generator.prompt_text()
 
 
 @pytest.mark.parametrize(
@@ -83,31 +73,19 @@ async def test_tools_that_agents_offer_by_default_are_left_out(path: str, tool: 
             "tools[1]: input tag 'mcp' found using 'type' does not match any of the expected tags: 'function'",
         ),
         ("/v1/responses", {"tools": [{"name": "x"}]}, "tools[0]: unable to extract tag"),
-        (
-            "/v1/responses",
-            {"tool_choice": {"type": "hosted"}},
-            "tool_choice",
-        ),
+        ("/v1/responses", {"tool_choice": {"type": "hosted"}}, "tool_choice"),
         ("/v1/responses", {"tools": "x"}, "tools: must be a valid array"),
         (
             "/v1/messages",
             {"tools": [{"type": "computer_20250124", "name": "computer"}]},
             "tools[0].type: 'computer_20250124' is not supported. Send the tool with its own",
         ),
-        (
-            "/v1/chat/completions",
-            {"tools": [{"type": "mcp", "mcp": {"name": "x"}}]},
-            "tools[0]: input tag 'mcp' found",
-        ),
+        ("/v1/chat/completions", {"tools": [{"type": "mcp", "mcp": {"name": "x"}}]}, "tools[0]: input tag 'mcp' found"),
     ],
 )
 async def test_other_tools_are_refused_by_name(path: str, fields: Any, message: str) -> None:
     """The error names the place and the type, and what to send instead."""
-    texts: dict[str, Any] = {"/v1/responses": {"input": "Hi"}, "/v1/messages": {"max_tokens": 5}}
-    body = {**texts.get(path, {}), "messages": USER, **fields}
-    if path == "/v1/responses":
-        del body["messages"]
-    response = await answering("weather").post(path, body)
+    response = await answering("weather").post(path, {**REQUESTS[path], **fields})
     assert response.status_code == 400
     error = response.json()["error"]["message"]
     assert error.startswith(message)
@@ -116,7 +94,7 @@ async def test_other_tools_are_refused_by_name(path: str, fields: Any, message: 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
 async def test_a_forced_call_wins_over_a_format(path: str) -> None:
     """Libraries for structured output send both, and read the call."""
-    api = ApiClient(FakeGenerator(tiny_tokenizer(), answer=scripted_answer))
+    api = api_saying("", answer=scripted_answer)
     body: Any
     if path == "/v1/responses":
         named = {"type": "json_schema", "name": "x", "schema": PARAMETERS}
