@@ -38,6 +38,7 @@ async def test_another_key_does_not_find_a_stored_response(tmp_path: Path) -> No
                 await client.post("/v1/responses", json=again, headers=key(stranger)),
             ]
             assert [reply.status_code for reply in replies] == [404] * len(replies)
+            assert replies[-1].json()["error"]["param"] == "previous_response_id"
         assert (await client.get(path, headers=key(owner))).status_code == 200
         assert (await client.delete(path, headers=key(owner))).status_code == 200
     await api.journal.close()

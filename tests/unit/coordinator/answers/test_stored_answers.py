@@ -89,6 +89,22 @@ def numbered(client: DisconnectingClient) -> list[str]:
     return [event for event in blocks(client.received) if '"type":"error"' not in event]
 
 
+LIMITED = {"input": "Hi", "reasoning": {"effort": "low"}}
+LONG = "one two three four five six seven\n</think>\n\nThe answer"
+
+
+async def interrupted(restarts: Restarts, place: int, body: dict[str, Any]) -> list[str]:
+    """Run an answer up to token `place`, end the server, and return the events that the client received."""
+    api = await restarts.start(hang_after=place)
+    client = DisconnectingClient(api, PATH, {**body, "stream": True, "seed": 1})
+    async with asyncio.timeout(PATIENCE):
+        await restarts.generator.hanging.acquire()
+    await client.wait_for(b"data: ")
+    await restarts.end(api)
+    await client.task
+    return numbered(client)
+
+
 async def test_every_event_arrives_once_whatever_the_place_of_the_restart(tmp_path: Path) -> None:
     """A stream that is interrupted after any token and continued equals the undisturbed one."""
     restarts = Restarts(tmp_path)
@@ -97,35 +113,12 @@ async def test_every_event_arrives_once_whatever_the_place_of_the_restart(tmp_pa
     await restarts.end(api)
     length = len(tiny_tokenizer().encode(restarts.text))
     for place in range(0, length, 3):
-        api = await restarts.start(hang_after=place)
-        client = DisconnectingClient(api, PATH, {**BODY, "stream": True, "seed": 1})
-        async with asyncio.timeout(PATIENCE):
-            await restarts.generator.hanging.acquire()
-        await client.wait_for(b"data: ")
-        await restarts.end(api)
-        await client.task
-        received = numbered(client)
+        received = await interrupted(restarts, place, BODY)
         api = await restarts.start()
         assert texts(received + await rest_of(api, received)) == texts(expected), place
         (request,) = restarts.generator.requests
         assert len(request.emitted) == place, "the restart continues after the tokens in the journal"
         await restarts.end(api)
-
-
-LIMITED = {"input": "Hi", "reasoning": {"effort": "low"}}
-LONG = "one two three four five six seven\n</think>\n\nThe answer"
-
-
-async def interrupted(restarts: Restarts, place: int) -> list[str]:
-    """Run the answer LIMITED up to token `place`, end the server, and return the events that the client received."""
-    api = await restarts.start(hang_after=place)
-    client = DisconnectingClient(api, PATH, {**LIMITED, "stream": True, "seed": 1})
-    async with asyncio.timeout(PATIENCE):
-        await restarts.generator.hanging.acquire()
-    await client.wait_for(b"data: ")
-    await restarts.end(api)
-    await client.task
-    return numbered(client)
 
 
 async def test_a_budget_is_kept_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +130,7 @@ async def test_a_budget_is_kept_after_a_restart(tmp_path: Path, monkeypatch: pyt
     (request,) = restarts.generator.requests
     await restarts.end(api)
     for place in range(8):
-        received = await interrupted(restarts, place)
+        received = await interrupted(restarts, place, LIMITED)
         api = await restarts.start()
         assert texts(received + await rest_of(api, received)) == texts(expected), place
         (restored,) = restarts.generator.requests
@@ -152,7 +145,7 @@ async def test_an_answer_of_an_earlier_release_with_a_budget(
     """Its record has no limit. Before the budget it gets one; later it ends with the reason."""
     restarts = Restarts(tmp_path, LONG)
     monkeypatch.setitem(BUDGETS, "low", 4 if goes_on else 100)  # the text of those tokens has no end mark
-    received = await interrupted(restarts, place)
+    received = await interrupted(restarts, place, LIMITED)
     answer_id = json.loads(received[0].partition("data: ")[2])["response"]["id"]
     monkeypatch.setitem(BUDGETS, "low", 4)
     journal = Journal(tmp_path / "answers.db")

@@ -153,6 +153,8 @@ def test_a_stored_item_is_read_again() -> None:
     assert openai_responses._items.validate_python(stored) == items
 
 
+CACHED = {"cache_control": {"type": "ephemeral"}}
+
 CLIENTS: list[tuple[str, dict[str, Any]]] = [
     (  # SillyTavern's text completion
         "/v1/completions",
@@ -214,7 +216,19 @@ CLIENTS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("/v1/chat/completions", {"n": 1, "frequency_penalty": None}),
     ("/v1/responses", {"truncation": "auto", "top_logprobs": 0, "include": ["x"], "top_k": 5}),
+    (
+        "/v1/responses",
+        {"reasoning": {"effort": "low", "summary": "auto"}, "metadata": {"a": "b"}, "prompt_cache_key": "k"}
+        | {"text": {"verbosity": "low"}, "truncation": "disabled"},
+    ),
     ("/v1/messages", {"betas": [], "mcp_servers": [], "container": None}),
+    (  # Claude Code
+        "/v1/messages",
+        {"system": [{"type": "text", "text": "Rule", **CACHED}], "metadata": {"user_id": "u"}}
+        | {"thinking": {"type": "adaptive"}, "output_config": {"effort": "medium"}}
+        | {"tools": [{"name": "f", "input_schema": {"type": "object"}, **CACHED}]}
+        | {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+    ),
 ]
 
 

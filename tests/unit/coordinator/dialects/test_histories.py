@@ -222,11 +222,12 @@ async def test_an_item_that_is_not_stored_is_a_line() -> None:
             {"thinking": {"type": "enabled", "budget_tokens": 0}}, {"thinking_budget": 0, "reasoning_effort": "high"},
         )),
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 0}}),
+        (RESPONSES, {"reasoning": {"effort": "none"}}),
     ],
 )  # fmt: skip
 async def test_a_budget_of_zero_switches_reasoning_off(path: str, fields: Any) -> None:
     """A negative one is no limit."""
-    assert (await prompt_of(path, {"messages": [USER], **fields})).endswith("</think>\n\n")
+    assert (await prompt_of(path, {**history(path, USER), **fields})).endswith("</think>\n\n")
     assert (await prompt_of(CHAT, {"messages": [USER], "thinking_budget": -1})).endswith("<think>\n")
 
 

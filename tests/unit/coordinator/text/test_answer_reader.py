@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import accumulate, cycle, takewhile
 from typing import Any
 
 import pytest
@@ -43,10 +45,7 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCH
 FILE: Any = {
     "$ref": "#/$defs/arguments",
     "$defs": {
-        "arguments": {
-            "type": "object",
-            "properties": {"path": {"type": "string"}, "content": {"type": "string"}},
-        }
+        "arguments": {"type": "object", "properties": {"path": {"type": "string"}, "content": {"type": "string"}}}
     },
 }
 WRITE = {"type": "function", "function": {"name": "write_file", "parameters": FILE}}
@@ -58,12 +57,17 @@ CALL = (
 STEPS = pytest.mark.parametrize("step", [1, 3, 7, 1000])
 
 
-def parse(text: str, step: int = 1000, *, cut: bool = False, **options: Any) -> list[Part]:
+def parse(text: str, step: int = 1000, *, cut: bool = False, marks: Marks = MARKS, **options: Any) -> list[Part]:
     """Return the parts of `text`, added `step` characters at a time, with adjacent ones joined."""
-    reader = AnswerReader(MARKS, **{"tools": TOOLS, **options})
-    parts: list[Part] = []
-    for start in range(0, len(text), step):
-        parts += reader.add_text(text[start : start + step])
+    return parse_pieces(text, range(step, len(text), step), marks=marks, cut=cut, **options)
+
+
+def parse_pieces(text: str, cuts: Iterable[int], *, marks: Marks, cut: bool, **options: Any) -> list[Part]:
+    """Return the parts of `text`, cut at the places `cuts`, with adjacent ones joined."""
+    reader, parts, start = AnswerReader(marks, **{"tools": TOOLS, **options}), list[Part](), 0
+    for end in (*cuts, len(text)):
+        parts += reader.add_text(text[start:end])
+        start = end
     return join_parts([*parts, *reader.finish(cut=cut)])
 
 
@@ -79,7 +83,7 @@ PAIR_CALL = (
     "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call>"
 )
 GIVEN = {"city": "Rome", "days": 2}
-HALF = "<tool_call>weather<arg_key>city</arg_key><arg_va"
+HALF_CALL = "<tool_call>weather<arg_key>city</arg_key><arg_va"
 
 
 @STEPS
@@ -93,27 +97,16 @@ HALF = "<tool_call>weather<arg_key>city</arg_key><arg_va"
         ("Write <tool_call> and </tool_call>.", [Content("Write <tool_call> and </tool_call>.")]),
         (
             PAIR_CALL.replace("Rome", "a</tool_call>\n</arg_value> b").replace("><arg_key>days", ">\n<arg_key>days"),
-            [
-                CallStart("weather"),
-                CallArguments(json.dumps({"city": "a</tool_call>\n</arg_value> b", "days": 2})),
-                CallEnd(complete=True),
-            ],
+            call("weather", {"city": "a</tool_call>\n</arg_value> b", "days": 2}),
         ),
         (PAIR_CALL.replace("<arg_value>2", "<arg_value>two"), call("weather", {"city": "Rome", "days": "two"})),
         (f"ok{PAIR_CALL}{PAIR_CALL}", [Content("ok"), *2 * call("weather", GIVEN)]),
-        (
-            "<tool_call>weather<arg_key>city</arg_key><arg_va",
-            [Content("<tool_call>weather<arg_key>city</arg_key><arg_va")],
-        ),
+        (HALF_CALL, [Content(HALF_CALL)]),
     ],
 )
 def test_calls_of_pairs(text: str, expected: list[Part], step: int) -> None:
     """A call of GLM is its name and pairs, in any pieces, with marks in its values and without its end."""
-    reader = AnswerReader(PAIRS, tools=TOOLS)
-    parts: list[Part] = []
-    for start in range(0, len(text), step):
-        parts += reader.add_text(text[start : start + step])
-    assert join_parts([*parts, *reader.finish()]) == expected
+    assert parse(text, step, marks=PAIRS) == expected
 
 
 @STEPS
@@ -122,20 +115,15 @@ def test_calls_of_pairs(text: str, expected: list[Part], step: int) -> None:
 )
 def test_a_cut_call_of_pairs_is_none(end: str, step: int) -> None:
     """A limit after the name or between two arguments makes no call of what is there."""
-    reader = AnswerReader(PAIRS, tools=TOOLS)
-    parts = [part for at in range(0, len(end), step) for part in reader.add_text(end[at : at + step])]
-    assert CallEnd(complete=True) not in [*parts, *reader.finish(cut=True)]
+    assert CallEnd(complete=True) not in parse(end, step, cut=True, marks=PAIRS)
 
 
 def test_the_end_of_reasoning_ends_no_name() -> None:
     """A thought about a tool is none of its calls, and marks in prose hold nothing back."""
-    reader = AnswerReader(PAIRS, thinking=True, tools=TOOLS)
-    parts = [*reader.add_text("I think <tool_call>write_file</think>Hello"), *reader.finish()]
-    assert join_parts(parts) == [Reasoning("I think <tool_call>write_file"), Content("Hello")]
-    reader = AnswerReader(PAIRS, tools=TOOLS)
-    assert join_parts(reader.add_text("Use <tool_call> in prose, " + 100 * "x ")) == [
-        Content("Use <tool_call> in prose, " + 99 * "x " + "x ")
-    ]
+    parts = parse("I think <tool_call>write_file</think>Hello", marks=PAIRS, thinking=True)
+    assert parts == [Reasoning("I think <tool_call>write_file"), Content("Hello")]
+    prose = "Use <tool_call> in prose, " + 100 * "x "
+    assert join_parts(AnswerReader(PAIRS, tools=TOOLS).add_text(prose)) == [Content(prose)]
 
 
 def test_values_with_pairs_take_linear_time() -> None:
@@ -143,8 +131,7 @@ def test_values_with_pairs_take_linear_time() -> None:
     line = "- `<arg_key>k</arg_key><arg_value>v</arg_value>` and </tool_call>\n"
     text = f"<tool_call>write_file<arg_key>content</arg_key><arg_value>{300 * line}</arg_value></tool_call>"
     started = time.perf_counter()
-    reader = AnswerReader(PAIRS, tools=TOOLS)
-    parts = join_parts([*reader.add_text(text), *reader.finish()])
+    parts = parse(text, len(text), marks=PAIRS)
     assert time.perf_counter() - started < 3.0
     assert parts[0] == CallStart("write_file")
 
@@ -172,20 +159,12 @@ ROME = call("weather", {"city": "Rome", "days": 2})
             [Reasoning("I think\n\nso."), Content("  Yes.\n\nBye\n")],
         ),
         ("<think>\nso\n</think>\n\nYes.", {}, [Reasoning("so"), Content("Yes.")]),
-        (
-            "Use <think> and </think> as marks.",
-            {"reasons": False},
-            [Content("Use <think> and </think> as marks.")],
-        ),
+        ("Use <think> and </think> as marks.", {"reasons": False}, [Content("Use <think> and </think> as marks.")]),
         ("<think> opens it.", {"reasons": False}, [Content("<think> opens it.")]),
         ("Write `</think>` last.", {"reasons": False}, [Content("Write `</think>` last.")]),
         ("</think>\n\nYes.", {"reasons": False}, [Content("Yes.")]),
         ("Thoughts\n</think>\n\nYes.", {"reasons": False}, [Content("Thoughts\n\n\nYes.")]),
-        (
-            "so\n</think>\n\nYes.</think> Really.",
-            {"thinking": True},
-            [Reasoning("so"), Content("Yes. Really.")],
-        ),
+        ("so\n</think>\n\nYes.</think> Really.", {"thinking": True}, [Reasoning("so"), Content("Yes. Really.")]),
         (
             "so\n</think>\n\nThe <think> mark and </think>.",
             {"thinking": True},
@@ -201,16 +180,8 @@ ROME = call("weather", {"city": "Rome", "days": 2})
             {"thinking": True},
             [Reasoning(f"I call\n{CALL[:60]}"), Content("Done.")],
         ),
-        (
-            f"I call\n{CALL}\n</think>\n\nDone.",
-            {"thinking": True},
-            [Reasoning("I call"), *ROME, Content("Done.")],
-        ),
-        (
-            f"{CALL}\n<think>\nnow\n</think>\n\nDone.",
-            {},
-            [*ROME, Reasoning("now"), Content("Done.")],
-        ),
+        (f"I call\n{CALL}\n</think>\n\nDone.", {"thinking": True}, [Reasoning("I call"), *ROME, Content("Done.")]),
+        (f"{CALL}\n<think>\nnow\n</think>\n\nDone.", {}, [*ROME, Reasoning("now"), Content("Done.")]),
     ],
 )
 def test_marks_of_reasoning(text: str, options: Any, expected: list[Part], step: int) -> None:
@@ -417,12 +388,7 @@ FRAGMENTS = st.sampled_from(
         *("<think>", "</think>", "<tool_call>", "</tool_call>", "</function>", "</parameter>"),
         *("<function=weather>", "<function=reboot>", "<parameter=city>", "<parameter=days>"),
         *("<parameter=x>", '<function name="weather">', "\n", "\n\n", " ", "```", "2", "null", "<"),
-        *(
-            "<function=write_file>",
-            "<parameter=path>",
-            "<parameter=content>",
-            "`<parameter=path>` ",
-        ),
+        *("<function=write_file>", "<parameter=path>", "<parameter=content>", "`<parameter=path>` "),
         *("a ", "(1, 2)", "```bash\nls\n", "~~~"),
         *('{"name": "weather", "arguments": {}}', CALL, f"\n{CALL}\n", written("x")),
     ]
@@ -434,14 +400,10 @@ OPTIONS = st.sampled_from([{}, {"thinking": True}, {"reasons": False}])
 @given(text=TEXTS, cuts=st.lists(st.integers(1, 9), min_size=1, max_size=9), options=OPTIONS)
 def test_any_pieces_give_the_parts_of_the_whole(text: str, cuts: list[int], options: Any) -> None:
     """What is read depends on the text alone, and a limit changes only its end."""
+    places = list(takewhile(len(text).__gt__, accumulate(cycle(cuts))))
     for cut in (False, True):
         whole = parse(text, cut=cut, **options)
-        reader, parts, place, number = AnswerReader(MARKS, tools=TOOLS, **options), [], 0, 0
-        while place < len(text):
-            step = cuts[number % len(cuts)]
-            parts += reader.add_text(text[place : place + step])
-            place, number = place + step, number + 1
-        assert join_parts([*parts, *reader.finish(cut=cut)]) == whole
+        assert parse_pieces(text, places, marks=MARKS, cut=cut, **options) == whole
 
 
 JSON_CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
@@ -466,13 +428,8 @@ def check_pieces(seed: int) -> None:
     marks, cut = draw.choice(OTHER_MARKS), draw.random() < 0.3
     options: Any = draw.choice([{}, {"thinking": True}, {"thinking": True}, {"reasons": False}])
     places = [draw.sample(range(len(text) + 1), min(len(text), draw.randrange(1, most))) for most in (8, 30)]
-    found = []
-    for cuts in ([], range(1, len(text)), *places):
-        reader, parts, start = AnswerReader(marks, tools=TOOLS, **options), list[Part](), 0
-        for end in (*sorted(cuts), len(text)):
-            parts += reader.add_text(text[start:end])
-            start = end
-        found.append(join_parts([*parts, *reader.finish(cut=cut)]))
+    everywhere = range(1, len(text))
+    found = [parse_pieces(text, sorted(cuts), marks=marks, cut=cut, **options) for cuts in ([], everywhere, *places)]
     assert all(parts == found[0] for parts in found), (seed, text, marks, options, cut)
 
 
