@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -11,7 +10,7 @@ from itertools import accumulate, cycle, takewhile
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.text.answer_reader import (
@@ -383,67 +382,55 @@ def test_calls_of_the_json_form(step: int, body: str, expected: Any) -> None:
 # ---- any text
 
 
-FRAGMENTS = st.sampled_from(
-    [
-        *("<think>", "</think>", "<tool_call>", "</tool_call>", "</function>", "</parameter>"),
-        *("<function=weather>", "<function=reboot>", "<parameter=city>", "<parameter=days>"),
-        *("<parameter=x>", '<function name="weather">', "\n", "\n\n", " ", "```", "2", "null", "<"),
-        *("<function=write_file>", "<parameter=path>", "<parameter=content>", "`<parameter=path>` "),
-        *("a ", "(1, 2)", "```bash\nls\n", "~~~"),
-        *('{"name": "weather", "arguments": {}}', CALL, f"\n{CALL}\n", written("x")),
-    ]
-)
-TEXTS = st.lists(FRAGMENTS | st.integers(0, 99).map("w{}".format), max_size=14).map("".join)
-OPTIONS = st.sampled_from([{}, {"thinking": True}, {"reasons": False}])
-
-
-@given(text=TEXTS, cuts=st.lists(st.integers(1, 9), min_size=1, max_size=9), options=OPTIONS)
-def test_any_pieces_give_the_parts_of_the_whole(text: str, cuts: list[int], options: Any) -> None:
-    """What is read depends on the text alone, and a limit changes only its end."""
-    places = list(takewhile(len(text).__gt__, accumulate(cycle(cuts))))
-    for cut in (False, True):
-        whole = parse(text, cut=cut, **options)
-        assert parse_pieces(text, places, marks=MARKS, cut=cut, **options) == whole
-
-
 JSON_CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
-PAIR_CALL = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>"
+SPACED_CALL = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>"
 PIECES = [
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "</function>", "</parameter>", "<function=weather>"),
     *("<function=reboot>", "<function=weather", "<function", "<parameter=city>", "<parameter=x>", "<parameter"),
+    *(
+        "<function=write_file>",
+        "<parameter=path>",
+        "<parameter=days>",
+        "(1, 2)",
+        '{"name": "weather", "arguments": {}}',
+    ),
     *('<function name="weather">', "<parameter=content>", "`<parameter=path>` ", "\n", "\n\n", " ", "\t", "\r\n", "\r"),
     *("```", "~~~", "```bash\nls\n", "2", "null", "<", "a ", "é", "{", '{"name": "weather"', '"', "}", "[", "]"),
-    *("weather", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "city", JSON_CALL, CALL, f"\n{CALL}\n"),
-    *(f"<tool_call>\n{JSON_CALL}\n</tool_call>", f"<tool_call>{JSON_CALL}{JSON_CALL}</tool_call>", PAIR_CALL),
+    *(
+        "weather",
+        "(1, 2)",
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        "city",
+        JSON_CALL,
+        CALL,
+        f"\n{CALL}\n",
+    ),
+    *(f"<tool_call>\n{JSON_CALL}\n</tool_call>", f"<tool_call>{JSON_CALL}{JSON_CALL}</tool_call>", SPACED_CALL),
     *(written("x"), CALL.removesuffix("</tool_call>"), CALL.removeprefix("<tool_call>\n"), CALL[:40], CALL[:70]),
     CALL.replace("</parameter>\n", "", 1),
 ]
-OTHER_MARKS = [MARKS, replace(MARKS, pairs=True), replace(MARKS, call_end="")]
+TEXTS = st.lists(st.sampled_from(PIECES) | st.integers(0, 99).map("w{}".format), max_size=14).map("".join)
+OPTIONS = st.sampled_from([{}, {"thinking": True}, {"reasons": False}])
+EVERY_MARKS = st.sampled_from([MARKS, replace(MARKS, pairs=True), replace(MARKS, call_end="")])
+CUTS = st.lists(st.integers(1, 30), min_size=1, max_size=9)
 
 
-def check_pieces(seed: int) -> None:
-    """Assert that a random text has the same parts whole, by characters and in random pieces."""
-    draw = random.Random(seed)
-    text = "".join(draw.choice(PIECES) for _ in range(draw.randrange(1, 15)))
-    marks, cut = draw.choice(OTHER_MARKS), draw.random() < 0.3
-    options: Any = draw.choice([{}, {"thinking": True}, {"thinking": True}, {"reasons": False}])
-    places = [draw.sample(range(len(text) + 1), min(len(text), draw.randrange(1, most))) for most in (8, 30)]
-    everywhere = range(1, len(text))
-    found = [parse_pieces(text, sorted(cuts), marks=marks, cut=cut, **options) for cuts in ([], everywhere, *places)]
-    assert all(parts == found[0] for parts in found), (seed, text, marks, options, cut)
+@pytest.mark.parametrize("examples", [500, pytest.param(50_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+def test_any_pieces_give_the_parts_of_the_whole(examples: int) -> None:
+    """What is read of calls of all forms, also broken ones, depends on the text alone. A limit changes only its end."""
 
+    @settings(max_examples=examples, deadline=None)
+    @given(text=TEXTS, cuts=CUTS, options=OPTIONS, marks=EVERY_MARKS, cut=st.booleans())
+    def explore(text: str, cuts: list[int], options: Any, marks: Marks, cut: bool) -> None:
+        places = list(takewhile(len(text).__gt__, accumulate(cycle(cuts))))
+        whole = parse(text, marks=marks, cut=cut, **options)
+        assert parse(text, 1, marks=marks, cut=cut, **options) == whole
+        assert parse_pieces(text, places, marks=marks, cut=cut, **options) == whole
 
-def test_the_text_alone_decides() -> None:
-    """Broken and real calls of all forms, inside and outside reasoning, are read alike in any pieces."""
-    for seed in range(400):
-        check_pieces(seed)
-
-
-@pytest.mark.slow
-def test_the_text_alone_decides_for_many_texts() -> None:
-    """See above."""
-    for seed in range(400, 100_000):
-        check_pieces(seed)
+    explore()
 
 
 BEHIND = "</think></parameter></function>"
