@@ -22,7 +22,6 @@ from proto.errors import ProtocolError, SpanError
 from proto.frame import BackUp, RestoreBackup
 from tests.parity.test_backup import read_states
 from tests.parity.test_group import checkpoint_for, small
-from tests.support.checkpoints.own_families import OWN_FAMILIES
 from tests.support.stages.chain import Chain, Script, modules, random_tokens, same
 from tests.support.stages.group_run import Work, answer, answer_in_group
 from worker.engine.stage_backups import ReceivedBackup, SequenceBackup, member_of
@@ -44,12 +43,7 @@ def model(request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_fact
     """Return the checkpoint of a family."""
     kind = request.param
     if kind not in models:
-        path = tmp_path_factory.mktemp(kind)
-        if kind in OWN_FAMILIES:
-            pytest.importorskip("torch", reason="transformers needs torch")
-            models[kind] = OWN_FAMILIES[kind].write(path / "model")
-        else:
-            models[kind] = checkpoint_for(path, kind, kv_heads=2)
+        models[kind] = checkpoint_for(tmp_path_factory.mktemp(kind), kind, kv_heads=2)
     return models[kind]
 
 

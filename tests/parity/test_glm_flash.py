@@ -16,18 +16,16 @@ from mtp.checkpoint.convert.add_head import plan_head_addition
 from mtp.checkpoint.convert.convert import Settings, convert
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
-from mtp.checkpoint.format.parts import read_part
 from mtp.checkpoint.hub.missing_head import add_head_from
 from mtp.checkpoint.hub.repo import HubRepo
 from mtp.glm_flash.layers import DeltaNet
 from mtp.layers.layer import KVFormat
 from proto.errors import SpanError, UsageError
 from proto.span import Span
-from tests.parity.test_flash_next import answers, different
+from tests.parity.test_own_families import answers, different
 from tests.support.checkpoints.checkpoints import read_tensors
 from tests.support.checkpoints.glm_flash import EOS, TEXT, reference_model, write_glm_flash
 from tests.support.checkpoints.hub import Hub
-from tests.support.stages.group_run import Work, answer, answer_in_group
 from worker.model.loader import StageModules, load_stage
 
 torch = pytest.importorskip("torch", reason="transformers needs torch")
@@ -138,25 +136,6 @@ def test_a_lost_head_is_fetched_as_one_more_layer(
     assert different(answers(tmp_path / "mlx", "2", 1, 64), answers(model, "off", 1, 512, one_by_one=True)) == 0
     with pytest.raises(UsageError, match="its MTP head is one of its layers"):
         plan_head_addition(Checkpoint.open(model), Checkpoint.open(model), replace=True)
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_group_gives_the_tokens_of_one_process(model: Path, size: int) -> None:
-    """Members share heads and columns, and each holds all latents: with drafts, rejections and chunked prompts."""
-    prompts = tuple(tuple(random.Random(seed).choices(range(EOS), k=90)) for seed in range(2))
-    work = Work(str(model), prompts, count=10, temperature=0.8)
-    expected, found = answer(work), answer_in_group(work, size)
-    assert found.tokens == expected.tokens
-    assert found.accepted == expected.accepted
-
-
-def test_a_member_holds_its_share(model: Path) -> None:
-    """The files' bytes of a member are those that it reads, about half of the large matrices."""
-    whole, share = Checkpoint.open(model), Checkpoint.open(model).cut_for(Cut(1, 2))
-    sizes = share.part_bytes()
-    read = sum(w.nbytes for part in share.plans for w in read_part(share, part, None, shares=True).values())
-    assert read == sum(sizes.values())
-    assert 0.5 <= sizes["mtp"] / whole.part_bytes()["mtp"] < 0.8
 
 
 def test_the_bytes_of_a_token_and_a_sequence_are_those_of_the_config(model: Path, stage: StageModules) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,9 @@ from mtp.flash_next.ngrams import table_names
 from mtp.layers.kv_cache import PlainKV
 from mtp.layers.reference.gdn import GDNCache
 from mtp.layers.sparse_attention import IndexedKV, LatentKV
-from proto.errors import CheckpointError, UsageError
+from proto.errors import UsageError
 from proto.params import SamplingParams
 from tests.bench.exactness import answers_together
-from tests.support.checkpoints.checkpoints import edit_config
-from tests.support.checkpoints.glm_flash import TEXT as GLM
 from tests.support.checkpoints.own_families import OWN_FAMILIES
 from tests.support.stages.local_run import Answered, run
 from tests.support.stages.local_stages import local_stages
@@ -221,37 +218,3 @@ def test_flags_that_a_family_lacks_are_refused(family: str, model: Path) -> None
     for flag, options in (("--kv-bits", {"kv_bits": 8}), ("--exact", {"exact": True})):
         with pytest.raises(UsageError, match=f"{flag} is not supported for {OWN_FAMILIES[family].name}"):
             answers(model, "off", 1, 64, **options)
-
-
-DELTA = GLM["linear_attn_config"]
-
-ODD_FIELDS: list[tuple[str, str, Any]] = [
-    ("flash-next", "indexer_compress_ratio", 5),
-    ("flash-next", "ple_layer_ids", ["2"]),
-    ("flash-next", "hc_count", 1),
-    ("flash-next", "ngram_size", 1),
-    ("flash-next", "ple_embed_dim", "a"),
-    ("flash-next", "head_dim", "x"),
-    ("flash-next", "full_attention_interval", "4"),
-    ("flash-next", "num_attention_heads", None),
-    ("glm", "indexer_types", ["full"] * 7 + ["shared"]),
-    ("glm", "linear_attn_config.gate_lower_bound", DELTA | {"gate_lower_bound": 0}),
-    ("glm", "linear_attn_config.num_heads", DELTA | {"num_heads": 0}),
-    ("glm", "index_topk", 63),
-    ("glm", "qk_rope_head_dim", 64),
-    ("glm", "scoring_func", "softmax"),
-    ("glm", "hc_mult", None),
-    ("glm", "n_group", 4),
-    ("glm", "swiglu_limit", 0),
-    ("glm", "layer_types", ["linear_attention"] * 8),
-]
-
-
-@pytest.mark.parametrize(("family", "field", "value"), ODD_FIELDS, indirect=["family"])
-def test_an_odd_field_is_named(model: Path, tmp_path: Path, field: str, value: Any) -> None:
-    """A value that the layers cannot have is refused when the checkpoint is opened."""
-    path = shutil.copytree(model, tmp_path / "model")
-    outer, _, inner = field.partition(".")
-    edit_config(path, lambda config: config["text_config"].update({outer: value}))
-    with pytest.raises(CheckpointError, match=inner or outer):
-        Checkpoint.open(path)
