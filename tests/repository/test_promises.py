@@ -199,7 +199,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     "a forced format survives the end of the reasoning": (
         f"{PARITY}/test_reasoning_limit.py::test_a_format_survives_the_end_of_the_reasoning",
-        f"{COORDINATOR}/dialects/test_hints.py::test_each_choice_with_a_budget_is_one_submission",
+        f"{COORDINATOR}/dialects/test_chat.py::test_each_choice_with_a_budget_is_one_submission",
     ),
     # ---- clients beside each other
     "a client that holds all places makes room for another one": (
