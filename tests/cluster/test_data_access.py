@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,14 @@ import pytest
 
 from proto.errors import AccessError, ClusterError, DeadlineError, WorkerLostError
 from proto.frame import Frame, encode
-from proto.rpc import data_connection, listener
 from proto.rpc.data_connection import (
     FRAMES,
-    PREAMBLE,
     TICKET_BYTES,
-    DataPort,
     StreamBinding,
     TicketOffer,
     dial,
 )
 from proto.rpc.link import LENGTH
-from proto.rpc.listener import bind_listener
 from proto.trust.certificates import Role
 from proto.trust.node_trust import NodeTrust
 from tests.cluster.test_call_access import TOKEN, SecuredWorker, channel_of, secured_worker
@@ -146,39 +142,6 @@ async def test_a_client_refuses_another_node(tmp_path: Path) -> None:
         with pytest.raises(AccessError):
             await asyncio.to_thread(dial, worker.address, trust, "0" * 16, offer, SECONDS)
         assert worker.node.traffic.received.messages == 0
-
-
-async def test_silent_and_surplus_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The port closes a connection without a ticket in time, and the oldest one for a connection above its bound."""
-    monkeypatch.setattr(data_connection, "FIRST_MESSAGE_SECONDS", 0.5)
-    monkeypatch.setattr(listener, "MAX_WAITING", 2)
-    accepted: list[bytes] = []
-
-    def on_data(ticket: bytes, connection: socket.socket) -> None:
-        accepted.append(ticket)
-        connection.close()
-
-    port = DataPort(bind_listener("test", "127.0.0.1", 0), on_data)
-    port.start()
-
-    def connect(first: bytes) -> socket.socket:
-        connection = socket.create_connection(("127.0.0.1", port.port), DEADLINE)
-        connection.sendall(first)
-        return connection
-
-    closed: Callable[[socket.socket], Any] = lambda each: asyncio.to_thread(is_closed, each)  # noqa: E731
-    async with asyncio.timeout(DEADLINE):
-        silent, partial = connect(b""), connect(PREAMBLE[:3])
-        await asyncio.sleep(0.1)
-        surplus = connect(PREAMBLE + bytes(TICKET_BYTES))
-        assert await closed(silent)
-        assert await closed(surplus)
-        assert accepted == [bytes(TICKET_BYTES)]
-        accepted.clear()
-        assert await closed(partial)
-        assert await closed(connect(PREAMBLE + bytes(range(TICKET_BYTES))))
-        assert accepted == [bytes(range(TICKET_BYTES))]
-    await port.close()
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")

@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from tests.support.api.streams import tokens_of_stream
-from tests.support.checkpoints import glm_flash
-from tests.support.checkpoints.flash_next import reference_model, text_config, write_flash_next
+from tests.support.checkpoints.own_families import OWN_FAMILIES
 from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
 from tests.support.processes.processes import (
     Cluster,
@@ -30,7 +29,7 @@ VOCAB = 512
 TOKENS = 120
 
 
-@pytest.fixture(scope="module", params=["Qwen3.8-Flash-Next", "GLM-5.3-Flash"])
+@pytest.fixture(scope="module", params=OWN_FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     """Return each family whose layers are this project's own."""
     name: str = request.param
@@ -41,11 +40,8 @@ def family(request: pytest.FixtureRequest) -> str:
 def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a model with a tokenizer into a folder of its own."""
     path = tmp_path_factory.mktemp("coordinator") / "model"
-    if family == "GLM-5.3-Flash":
-        glm = {**glm_flash.TEXT, "vocab_size": VOCAB, "eos_token_id": [VOCAB - 1]}
-        return write_tokenizer(glm_flash.write_glm_flash(path, glm_flash.reference_model(glm), glm))
-    text = text_config(vocab_size=VOCAB, eos_token_id=VOCAB - 1)
-    return write_tokenizer(write_flash_next(path, reference_model(text), text))
+    end: Any = VOCAB - 1 if family == "flash-next" else [VOCAB - 1]
+    return write_tokenizer(OWN_FAMILIES[family].write(path, vocab_size=VOCAB, eos_token_id=end))
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +66,7 @@ def test_exact_mode_is_refused_before_a_worker_loads(family: str, model: Path, t
     """The command ends, and names the family."""
     with ending(launch_coordinator(tmp_path, str(model), "--exact", "--nodes", "1")) as process:
         assert process.wait() == 2
-        assert f"--exact is not supported for {family}" in process.text()
+        assert f"--exact is not supported for {OWN_FAMILIES[family].name}" in process.text()
 
 
 def answer(cluster: Cluster, kill: bool = False) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -79,28 +78,6 @@ def test_openais_parse_returns_the_object(client: openai.OpenAI) -> None:
     )
     assert reply.choices[0].finish_reason == "stop"
     assert isinstance(reply.choices[0].message.parsed, File)
-
-
-def pattern(regex: str) -> Any:
-    """Return the format of a JSON string that `regex` matches as a whole."""
-    schema = {"type": "string", "pattern": f"^{regex}$"}
-    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-
-
-def test_a_format_begins_after_the_reasoning(client: openai.OpenAI) -> None:
-    """With reasoning the content has the format, and the reasoning is free."""
-    reply = client.chat.completions.create(
-        model="builtin",
-        messages=USER,
-        max_tokens=400,
-        temperature=0,
-        reasoning_effort="minimal",
-        response_format=pattern("[a-f]{3}-[0-9]{2}"),
-    )
-    message = reply.choices[0].message
-    assert message.model_extra is not None
-    assert message.model_extra["reasoning_content"]
-    assert re.fullmatch('"[a-f]{3}-[0-9]{2}"', message.content or "")
 
 
 def test_forced_calls_in_three_dialects(client: openai.OpenAI, cluster: Cluster) -> None:

@@ -198,42 +198,6 @@ def test_a_tool_loop_with_items_and_with_a_stored_response(served: Served) -> No
     assert prompt.index("18 degrees") < prompt.index("Sunny")
 
 
-def test_stored_responses(served: Served) -> None:
-    """A response is retrieved, its input is listed, it is deleted, and `store: false` keeps none."""
-    responses = served.gpt.responses
-    reply, private = served.respond(), served.respond(store=False)
-    assert responses.retrieve(reply.id).output_text == reply.output_text
-    responses.delete(reply.id)
-    for missing in (reply.id, private.id):
-        with pytest.raises(openai.NotFoundError):
-            responses.retrieve(missing)
-        with pytest.raises(openai.NotFoundError) as refused:
-            served.respond(previous_response_id=missing)
-        assert refused.value.param == "previous_response_id"
-
-
-def test_effort_system_messages_and_hints(served: Served) -> None:
-    """The effort drives the template's switch; developer messages may stand anywhere; hints are accepted."""
-    items: Any = [
-        {"role": "developer", "content": "Rule 1."},
-        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
-        {"role": "developer", "content": "Rule 2."},
-    ]
-    served.respond(
-        input=items,
-        instructions="Rule 0.",
-        reasoning={"effort": "none", "summary": "auto"},
-        metadata={"a": "b"},
-        prompt_cache_key="k",
-        text={"verbosity": "low"},
-        truncation="disabled",
-    )
-    prompt = served.generator.prompt_text()
-    assert prompt.index("Rule 0.") < prompt.index("Rule 1.") < prompt.index("Hi")
-    assert "<system>\nRule 2.\n</system>" in prompt
-    assert prompt.endswith("</think>\n\n")
-
-
 def test_errors_and_limits_of_responses(served: Served) -> None:
     """Refusals name the field. A limit and a failure during a stream are its last event."""
     for fields, param in (
@@ -320,30 +284,6 @@ def test_one_call_at_a_time_and_none(served: Served) -> None:
     assert served.generator.prompt_text().endswith("</think>\n\n")
 
 
-def test_the_request_of_a_coding_agent(served: Served) -> None:
-    """Cached system blocks, system messages anywhere, adaptive thinking and beta fields are accepted."""
-    system: Any = [{"type": "text", "text": f"Rule {i}.", **CACHED} for i in range(3)]
-    messages: Any = [*HI, {"role": "system", "content": "Be brief."}, *HI]
-    tools: Any = [{**CLAUDES_TOOL, **CACHED}]
-    reply = served.claude.beta.messages.create(
-        model="tiny",
-        max_tokens=50,
-        system=system,
-        tools=tools,
-        messages=messages,
-        thinking={"type": "adaptive"},
-        metadata={"user_id": "u"},
-        context_management={"edits": [{"type": "clear_tool_uses_20250919"}]},
-        betas=["context-management-2025-06-27"],
-        extra_body={"output_config": {"effort": "medium"}},
-    )
-    assert reply.type == "message"
-    prompt = served.generator.prompt_text()
-    assert prompt.index("Rule 0.") < prompt.index("Rule 2.") < prompt.index("Be brief.")
-    assert "<system>\nBe brief.\n</system>" in prompt
-    assert prompt.endswith("<think>\n")
-
-
 def test_limits_and_pauses_of_messages(served: Served) -> None:
     """The message says which sequence or limit ended it. While nothing else is sent, the stream has ping events."""
     served.generator.text = "one two three four"
@@ -378,16 +318,10 @@ def test_errors_of_messages(served: Served) -> None:
     for fields, words in (
         ({"extra_body": {"temperature": -1}}, "temperature"),
         ({"max_tokens": 5000}, beyond),
-        (
-            {"messages": [{"role": "user", "content": long}]},
-            r"prompt is too long: \d+ tokens > 4000",
-        ),
+        ({"messages": [{"role": "user", "content": long}]}, r"prompt is too long: \d+ tokens > 4000"),
         ({"extra_body": {"bad_words": ["a"]}}, "bad_words"),
         ({"messages": [*HI, {"role": "assistant", "content": "So"}]}, "messages"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            r"messages\[0\].content",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, r"messages\[0\].content"),
         ({"tools": [{"type": "computer_20250124", "name": "computer"}]}, r"tools\[0\]"),
     ):
         with pytest.raises(anthropic.BadRequestError, match=words) as refused:

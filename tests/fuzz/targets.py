@@ -46,9 +46,10 @@ def fuzz_signal(data: bytes) -> None:
 def fuzz_announcement(data: bytes) -> None:
     """Read an mDNS record: pairs of key and value, separated by zero bytes."""
     parts = data.split(b"\0")
-    record = {key: value for key, _, value in (part.partition(b"=") for part in parts)}
+    record = {key: value if mark else None for key, mark, value in (part.partition(b"=") for part in parts)}
     with contextlib.suppress(ProtocolError):
         found = Announcement.from_txt(record, len(data))
+        assert found.name and found.name.isprintable()
         assert len(found.instance.encode()) < 256
         found.to_txt()
 
@@ -86,12 +87,10 @@ def fuzz_status(data: bytes) -> None:
     """Read the status of a failed call, which never raises."""
     text = data.decode("latin-1")
     name, _, rest = text.partition(" ")
-    metadata: list[tuple[str, str | bytes]] = [
-        ("mtp-error", name),
-        ("mtp-retry-after", rest),
-        ("mtp-public-bin", data),
-    ]
-    assert str(from_status("UNKNOWN", text, metadata, "peer"))
+    kinds: tuple[tuple[str, str | None, str | bytes], ...] = (("UNKNOWN", text, name), (name, None, data))
+    for code, details, kind in kinds:
+        metadata = [("mtp-error", kind), ("mtp-retry-after", rest), ("mtp-public-bin", data)]
+        assert str(from_status(code, details, metadata, "peer"))
 
 
 def fuzz_host(data: bytes) -> None:

@@ -22,7 +22,6 @@ from proto.errors import ProtocolError, SpanError
 from proto.frame import BackUp, RestoreBackup
 from tests.parity.test_backup import read_states
 from tests.parity.test_group import checkpoint_for, small
-from tests.support.checkpoints import flash_next, glm_flash
 from tests.support.stages.chain import Chain, Script, modules, random_tokens, same
 from tests.support.stages.group_run import Work, answer, answer_in_group
 from worker.engine.stage_backups import ReceivedBackup, SequenceBackup, member_of
@@ -31,11 +30,6 @@ SAVED, LONG = 70, 90
 """Tokens of the backup, and of the prompt. The sparse layers of the small models read 64."""
 
 FAMILIES = ("dense", "moe", "next", "flash-next", "glm")
-
-OWN: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "flash-next": (flash_next, flash_next.write_flash_next, flash_next.text_config(ple_embed_dim=128)),
-    "glm": (glm_flash, glm_flash.write_glm_flash, glm_flash.TEXT),
-}
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +43,7 @@ def model(request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_fact
     """Return the checkpoint of a family."""
     kind = request.param
     if kind not in models:
-        path = tmp_path_factory.mktemp(kind)
-        if kind in OWN:
-            pytest.importorskip("torch", reason="transformers needs torch")
-            source, write, text = OWN[kind]
-            write(path / "model", source.reference_model(text), text)
-            models[kind] = path / "model"
-        else:
-            models[kind] = checkpoint_for(path, kind, kv_heads=2)
+        models[kind] = checkpoint_for(tmp_path_factory.mktemp(kind), kind, kv_heads=2)
     return models[kind]
 
 

@@ -1,9 +1,9 @@
-"""Flash-Next against transformers, and against itself over stages, drafts, prefixes and conversions."""
+"""Flash-Next against transformers, and its rows of n-grams."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,34 +15,27 @@ import pytest
 
 from coordinator.planning.capacity import model_costs
 from coordinator.planning.plan import NodeSpec, make_plan
-from coordinator.schedule.admission import Limits
 from coordinator.schedule.request import GenerationRequest
 from mtp.checkpoint.convert.add_head import plan_head_addition
-from mtp.checkpoint.convert.convert import Quantization, Settings, convert
+from mtp.checkpoint.convert.convert import Settings, convert
 from mtp.checkpoint.convert.foreign import open_source
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.flash_next.layers import (
-    NgramState,
-)
 from mtp.flash_next.ngrams import Mapped, open_table, table_names
-from mtp.layers.kv_cache import PlainKV
 from mtp.layers.layer import KVFormat
 from mtp.layers.sparse_attention import (
-    IndexedKV,
     IndexerArgs,
     SparseReads,
     chosen_blocks,
     gathered_attention,
     masked_attention,
 )
-from proto.errors import CheckpointError, SpanError, UsageError
+from proto.errors import CheckpointError, SpanError
 from proto.images import ImageLayout, ImageSpan
-from proto.params import SamplingParams
 from proto.span import Span
+from tests.parity.test_own_families import answers, different
 from tests.support.checkpoints.checkpoints import edit_config, edit_tensors, read_tensors
 from tests.support.checkpoints.flash_next import reference_model, text_config, write_flash_next
 from tests.support.checkpoints.foreign import TYPES, Members, save_tensors
-from tests.support.stages.local_run import Answered, run
 from worker.engine.engine_thread import EngineThread
 from worker.engine.frame_engine import BegunFrame
 from worker.model.loader import load_stage
@@ -129,142 +122,6 @@ def test_logits_beside_images_are_those_of_transformers(model: Path, reference: 
     assert np.abs(ours - expected).max() <= 1e-5 * (expected.max() - expected.min())
 
 
-LENGTHS = (30, 80, 151)
-"""Tokens of prompts, which end before and after the budget of a query."""
-
-
-def requests(count: int = 10, lengths: Sequence[int] = LENGTHS) -> list[GenerationRequest]:
-    """Return a greedy and a sampled request of `count` tokens for each length of a prompt."""
-    chance = random.Random(3)
-    found = []
-    for seed, length in enumerate(lengths):
-        prompt = [chance.randrange(EOS) for _ in range(length)]
-        for temperature in (0.0, 0.9):
-            params = SamplingParams(temperature=temperature, seed=seed, logprobs=1)
-            found.append(GenerationRequest(tuple(prompt), count, params))
-    return found
-
-
-def answers(
-    path: Path,
-    mtp: str,
-    stages: int,
-    chunk: int,
-    asked: Sequence[GenerationRequest] = (),
-    **options: Any,
-) -> list[Answered]:
-    """Return the answers of `stages` stages to `asked`, or to the usual requests."""
-    options |= {"dtype": "float32", "limits": Limits(context=1024, prefill_chunk=chunk)}
-    return run(path, asked or requests(), mtp=mtp, stages=stages, **options)
-
-
-def different(found: Sequence[Answered], expected: Sequence[Answered]) -> int:
-    """Return how many tokens and log-probabilities differ."""
-    return sum(
-        a != b
-        for one, other in zip(found, expected, strict=True)
-        for a, b in zip((*one.tokens, *one.logprobs), (*other.tokens, *other.logprobs), strict=True)
-    )
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path) -> list[Answered]:
-    """Return the answers of one stage without drafts, one after another."""
-    return answers(model, "off", 1, 512, one_by_one=True)
-
-
-@pytest.mark.parametrize(
-    ("mtp", "stages", "chunk"),
-    [
-        pytest.param("3", 2, 33, marks=pytest.mark.thorough),
-        ("filled", 4, 7),
-        pytest.param("2", 1, 64, marks=pytest.mark.slow),
-        pytest.param("auto", 4, 16, marks=pytest.mark.slow),
-        pytest.param("off", 2, 32, marks=pytest.mark.slow),
-        pytest.param("1", 4, 50, marks=pytest.mark.thorough),
-    ],
-)
-def test_stages_and_drafts_change_nothing(
-    model: Path, expected: list[Answered], mtp: str, stages: int, chunk: int
-) -> None:
-    """Tokens and log-probabilities have the same bits, and drafts are accepted and rejected."""
-    found = answers(model, mtp, stages, chunk, one_by_one=mtp == "filled")
-    assert different(found, expected) == 0
-    if mtp not in ("off", "auto"):
-        accepted, drafted = (sum(getattr(a.stats, n) for a in found) for n in ("accepted", "drafted"))
-        assert 0 < accepted < drafted
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_hundred_thousand_tokens(model: Path) -> None:
-    """Every cut with every kind of drafts has the tokens of one stage without drafts, eight answers at a time."""
-    asked = requests(280, [20 + 7 * i for i in range(15)])
-    alone = answers(model, "off", 1, 512, asked, one_by_one=True)
-    for stages in (1, 2, 4):
-        for mtp in ("1", "3", "filled", "auto"):
-            found = answers(model, mtp, stages, 40 + stages, asked, one_by_one=mtp == "filled")
-            assert different(found, alone) == 0, (mtp, stages)
-
-
-def _commit_but_for(name: str) -> Callable[..., None]:
-    """Return a commit that leaves a field of the state as it is."""
-
-    def commit(self: NgramState, whole: int, cut: int | None) -> None:
-        kept = getattr(self, name)
-        COMMIT(self, whole, cut)
-        setattr(self, name, kept)
-
-    return commit
-
-
-COMMIT = NgramState.apply_commit
-
-FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
-    "tokens of n-grams": (NgramState, "apply_commit", _commit_but_for("context")),
-    "rows of the convolution": (NgramState, "apply_commit", _commit_but_for("rows")),
-    "keys of blocks": (IndexedKV, "trim", PlainKV.trim),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_faulty_commit_of_a_state_is_seen(
-    model: Path, expected: list[Answered], fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A state that keeps what was rejected changes an answer."""
-    owner, name, replacement = FAULTS[fault]
-    monkeypatch.setattr(owner, name, replacement)
-    assert different(answers(model, "2", 1, 64), expected) > 0
-
-
-def test_a_prefix_and_a_disk_change_nothing(
-    model: Path, expected: list[Answered], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Requests that are asked again, in memory and after a restart over another cut, have the same answers."""
-    # A machine that runs other tests too may take long to write.
-    monkeypatch.setattr("worker.engine.prefix_disk.CLOSE_SECONDS", 30.0)
-    for stages in (1, 2):
-        options: dict[str, Any] = {"state": tmp_path, "prefix_disk": 2**28, "one_by_one": True}
-        found = answers(model, "2", stages, 64, **options)
-        assert different(found, expected) == 0
-    assert sum(answer.stats.cached_tokens for answer in found) > 0
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("bits", [pytest.param(None, marks=pytest.mark.slow), 4])
-def test_a_conversion_keeps_the_answers(model: Path, tmp_path: Path, bits: int | None) -> None:
-    """A plain conversion has the answers of its source. A quantized one has the same over stages."""
-    quantization = None if bits is None else Quantization(bits, 32)
-    convert(Checkpoint.open(model), tmp_path / "mlx", Settings(quantization=quantization))
-    converted = Checkpoint.open(tmp_path / "mlx")
-    assert converted.unknown == ()
-    assert converted.mtp.complete
-    stored = {converted.tensors[name].dtype for name in table_names(converted, "layers.1")["weight"]}
-    assert stored == ({"F32"} if bits is None else {"U32"})
-    alone = answers(model if bits is None else tmp_path / "mlx", "off", 1, 512, one_by_one=True)
-    assert different(answers(tmp_path / "mlx", "2", 2, 64), alone) == 0
-
-
 def test_a_chunk_may_cross_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first queries see fewer blocks than the budget has."""
     monkeypatch.setattr("mtp.layers.sparse_attention.SCORE_BYTES", 2**12)
@@ -304,14 +161,10 @@ def test_the_blocks_with_the_highest_scores_are_read(
 
 
 def test_what_cannot_be_served_is_refused(model: Path, tmp_path: Path, text: dict[str, Any]) -> None:
-    """Missing and damaged rows, a late layer of n-grams, --kv-bits, groups and odd configs name what is wrong."""
+    """Missing and damaged rows, a late layer of n-grams and groups name what is wrong."""
     checkpoint = Checkpoint.open(model)
     with pytest.raises(SpanError, match=r"layer 1 reads the tokens.*ple_layer_ids"):
         load_stage(checkpoint, Span(1, 8), first=False, last=True, dtype=None)
-    with pytest.raises(UsageError, match="--kv-bits is not supported"):
-        answers(model, "off", 1, 64, kv_bits=8)
-    with pytest.raises(UsageError, match="--exact is not supported"):
-        answers(model, "off", 1, 64, exact=True)
     with pytest.raises(SpanError, match="cannot be shared"):
         checkpoint.check_slices(2)
     torch_model = reference_model(text)
@@ -323,20 +176,6 @@ def test_what_cannot_be_served_is_refused(model: Path, tmp_path: Path, text: dic
         edit_tensors(path, change)
         with pytest.raises(CheckpointError, match=message):
             load_stage(Checkpoint.open(path), Span(0, 8), first=True, last=True, dtype=None)
-    for field, value in {
-        "indexer_compress_ratio": 5,
-        "ple_layer_ids": ["2"],
-        "hc_count": 1,
-        "ngram_size": 1,
-        "ple_embed_dim": "a",
-        "head_dim": "x",
-        "full_attention_interval": "4",
-        "num_attention_heads": None,
-    }.items():
-        path = write_flash_next(tmp_path / field, torch_model, text)
-        edit_config(path, partial(_set_fields, {field: value}))
-        with pytest.raises(CheckpointError, match=f"{field}|of a wrong type"):
-            Checkpoint.open(path)
     bare = write_flash_next(tmp_path / "bare", torch_model, text, mtp=False)
     assert not Checkpoint.open(bare).mtp.complete
 
@@ -356,15 +195,13 @@ def test_rows_of_a_chunk_are_fetched_beside_the_frame_before(model: Path, monkey
     assert [rows > 16 for rows in events[:7]] == [True, True, False, False, True, False, False]
 
 
-def test_commands_know_the_family(
-    model: Path, expected: list[Answered], tmp_path: Path, text: dict[str, Any], reference: Any
-) -> None:
+def test_commands_know_the_family(model: Path, tmp_path: Path, text: dict[str, Any], reference: Any) -> None:
     """`add-mtp` and a pinned plan work. Cuts below the n-grams do not."""
     bare = write_flash_next(tmp_path / "bare", reference, text, mtp=False)
     convert(Checkpoint.open(bare), tmp_path / "mlx", Settings())
     source = Checkpoint.open(model)
     plan_head_addition(Checkpoint.open(tmp_path / "mlx"), source).write(source)
-    assert different(answers(tmp_path / "mlx", "2", 1, 64), expected) == 0
+    assert different(answers(tmp_path / "mlx", "2", 1, 64), answers(model, "off", 1, 512, one_by_one=True)) == 0
     costs = model_costs(Checkpoint.open(model))
     with pytest.raises(SpanError, match="layers up to 1 read the tokens"):
         make_plan(costs, [NodeSpec("a", 2**40, pinned=Span(0, 1)), NodeSpec("b", 2**40)])
@@ -423,10 +260,6 @@ def _with_factor(scale: str, weights: dict[str, mx.array]) -> None:
     for name in [name for name in weights if "ngram_embedding" in name]:
         weights[name] = weights[name] / 2
     weights[scale] = mx.array([2.0], mx.bfloat16)
-
-
-def _set_fields(fields: dict[str, Any], config: dict[str, Any]) -> None:
-    config["text_config"].update(fields)
 
 
 def _rows_of_bytes(weights: dict[str, mx.array]) -> None:

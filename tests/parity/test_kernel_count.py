@@ -206,83 +206,76 @@ def layer_cost(steps: Callable[[Path, int, int], Steps], paths: dict[int, Path],
     )
 
 
-MOST_KERNELS = {(1, 1): 9.75, (1, 4): 9.75, (8, 1): 13.5}
+MOST_KERNELS: dict[tuple[str, tuple[int, int]], float] = {
+    ("dense", (1, 1)): 9.75,
+    ("dense", (1, 4)): 9.75,
+    ("dense", (8, 1)): 13.5,
+    # Experts have four, beside the norm and the residual of their MLP.
+    ("moe", (1, 1)): 11.75,
+    ("moe", (1, 4)): 11.75,
+    ("moe", (8, 1)): 15.5,
+    # Eleven are those of the residual streams, four of experts, and one of GatedDeltaNet beside its projections.
+    ("flash-next", (1, 1)): 20.25,
+    ("flash-next", (1, 4)): 20.25,
+    ("flash-next", (8, 1)): 27.5,
+    # Five are those of the streams, four of experts, and one and seven products of a KDA. MLX's operations are 240.
+    ("glm", (1, 1)): 22.5,
+    ("glm", (8, 1)): 28.0,
+}
 """Kernels a layer for sequences and tokens of each. A change that adds one says here what it pays for."""
 
-EXPERTS_KERNELS = {(1, 1): 11.75, (1, 4): 11.75, (8, 1): 15.5}
-"""The same for a mixture of experts, whose MLP has four of them, its norm and its residual."""
+STOCK_KERNELS = {"dense": 24.75, "moe": 43.75}
 
-FLASH_NEXT_KERNELS = {(1, 1): 20.25, (1, 4): 20.25, (8, 1): 27.5}
-"""The same for Flash-Next. Eleven of them are those of the residual streams."""
+DIALLED: dict[str, dict[str, Any]] = {
+    "flash-next": {"kv_heads": 2, "value_heads": 16, "ngram_rows": 400},
+    "glm": {"kv_heads": 4, "value_heads": 2, "is_glm": True},
+}
 
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, dict[int, Path]]:
-    folder = tmp_path_factory.mktemp("models")
-    return {moe: write_models(folder / str(moe), moe=moe) for moe in (False, True)}
+RARE = {("dense", (1, 4)), ("moe", (1, 4)), ("glm", (8, 1))}
+SLOW = {("flash-next", (1, 4)), ("flash-next", (8, 1))}
 
 
-each_shape = pytest.mark.parametrize(
-    "shape", [(1, 1), pytest.param((1, 4), marks=pytest.mark.thorough), (8, 1)], ids=str
-)
-
-
-@pytest.mark.parametrize("moe", [False, True])
-@each_shape
-def test_a_layer_launches_no_more_kernels(
-    models: dict[bool, dict[int, Path]], shape: tuple[int, int], moe: bool
-) -> None:
-    """A 4-bit layer stays at its number of kernels: less than half of stock mlx-lm's, with experts about a quarter."""
-    with counted_kernels():
-        own, stock = (layer_cost(steps, models[moe], *shape) for steps in (OwnSteps, StockSteps))
-    assert own.kernels <= (EXPERTS_KERNELS if moe else MOST_KERNELS)[shape], own.names
-    assert stock.kernels == (43.75 if moe else 24.75), stock.names
-
-
-@pytest.mark.parametrize("moe", [False, True])
-def test_a_member_launches_two_sums_more(models: dict[bool, dict[int, Path]], moe: bool) -> None:
-    """A layer of a group has the kernels of one machine, and a sum after each of its halves."""
-    with counted_kernels():
-        member = partial(OwnSteps, communicator=MarkedSums())
-        alone, shared = (layer_cost(steps, models[moe], 1, 1) for steps in (OwnSteps, member))
-    assert shared.kernels == alone.kernels + 2, shared.names
-
-
-GLM_KERNELS = {(1, 1): 22.5, (8, 1): 28.0}
-"""The same for GLM-5.3-Flash: five of the streams, four of experts, and one and seven products of a KDA."""
+def cases() -> Iterator[Any]:
+    """Yield each case with its mark."""
+    for case in MOST_KERNELS:
+        marks = [pytest.mark.thorough] * (case in RARE) + [pytest.mark.slow] * (case in SLOW)
+        yield pytest.param(*case, marks=marks, id=str(case))
 
 
 @pytest.fixture(scope="module")
-def flash_next(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    folder = tmp_path_factory.mktemp("flash-next")
-    sizes: dict[str, Any] = {"vocab": 4096, "experts": 32, "per_token": 4, "ngram_rows": 400}
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Return the models of a family in 4 bits, by their number of layers."""
+    kind: str = request.param
+    folder = tmp_path_factory.mktemp(kind)
+    if kind not in DIALLED:
+        return write_models(folder, moe=kind == "moe")
     for layers in (SHORT, LONG):
-        shape = ModelShape(256, layers, 4, 2, 16, 128, **sizes)
+        fields = DIALLED[kind] | {"vocab": 4096, "experts": 32, "per_token": 4}
+        shape = ModelShape(hidden=256, layers=layers, heads=4, mlp=128, **fields)
         write_dialled_model(folder / str(layers), shape, bits=4)
     return {layers: folder / str(layers) for layers in (SHORT, LONG)}
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(1, 1), *(pytest.param(s, marks=pytest.mark.slow) for s in ((1, 4), (8, 1)))],
-    ids=str,
-)
-def test_a_layer_of_flash_next(flash_next: dict[int, Path], shape: tuple[int, int]) -> None:
-    """The streams of a layer cost eleven kernels, its experts four, and its GatedDeltaNet one and its projections."""
+@pytest.mark.parametrize(("models", "shape"), [*cases()], indirect=["models"])
+def test_a_layer_launches_no_more_kernels(
+    models: dict[int, Path], shape: tuple[int, int], request: pytest.FixtureRequest
+) -> None:
+    """A 4-bit layer stays at its number of kernels: less than half of stock mlx-lm's, with experts about a quarter."""
+    kind = request.node.callspec.params["models"]
     with counted_kernels():
-        own = layer_cost(OwnSteps, flash_next, *shape)
-    assert own.kernels <= FLASH_NEXT_KERNELS[shape], own
+        own = layer_cost(OwnSteps, models, *shape)
+        stock = layer_cost(StockSteps, models, *shape).kernels if kind in STOCK_KERNELS else None
+    assert own.kernels <= MOST_KERNELS[kind, shape], own.names
+    assert stock == STOCK_KERNELS.get(kind)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), pytest.param((8, 1), marks=pytest.mark.thorough)], ids=str)
-def test_a_layer_of_glm(tmp_path: Path, shape: tuple[int, int]) -> None:
-    """Sinkhorn's algorithm alone has 78 operations, and a layer of MLX's operations 240."""
-    for layers in (SHORT, LONG):
-        sizes = ModelShape(256, layers, 4, 4, 2, 128, vocab=4096, experts=32, per_token=4, is_glm=True)
-        write_dialled_model(tmp_path / str(layers), sizes, bits=4)
+@pytest.mark.parametrize("models", STOCK_KERNELS, indirect=True)
+def test_a_member_launches_two_sums_more(models: dict[int, Path]) -> None:
+    """A layer of a group has the kernels of one machine, and a sum after each of its halves."""
     with counted_kernels():
-        own = layer_cost(OwnSteps, {layers: tmp_path / str(layers) for layers in (SHORT, LONG)}, *shape)
-    assert own.kernels <= GLM_KERNELS[shape], own
+        member = partial(OwnSteps, communicator=MarkedSums())
+        alone, shared = (layer_cost(steps, models, 1, 1) for steps in (OwnSteps, member))
+    assert shared.kernels == alone.kernels + 2, shared.names
 
 
 def test_the_attention_to_chosen_blocks() -> None:

@@ -199,7 +199,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     "a forced format survives the end of the reasoning": (
         f"{PARITY}/test_reasoning_limit.py::test_a_format_survives_the_end_of_the_reasoning",
-        f"{COORDINATOR}/dialects/test_hints.py::test_each_choice_with_a_budget_is_one_submission",
+        f"{COORDINATOR}/dialects/test_chat.py::test_each_choice_with_a_budget_is_one_submission",
     ),
     # ---- clients beside each other
     "a client that holds all places makes room for another one": (
@@ -266,11 +266,11 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     "Flash-Next": (
         f"{PARITY}/test_flash_next.py::test_logits_are_those_of_transformers",
-        f"{PARITY}/test_flash_next.py::test_stages_and_drafts_change_nothing",
+        f"{PARITY}/test_own_families.py::test_stages_and_drafts_change_nothing",
     ),
     "GLM-5.3-Flash": (
         f"{PARITY}/test_glm_flash.py::test_logits_are_those_of_transformers",
-        f"{PARITY}/test_glm_flash.py::test_stages_and_drafts_change_nothing",
+        f"{PARITY}/test_own_families.py::test_stages_and_drafts_change_nothing",
     ),
     "chat completions and completions": (
         f"{COORDINATOR}/dialects/test_chat.py::test_a_stream_adds_up_to_the_whole_answer",
@@ -281,7 +281,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "the dialect of Ollama": (f"{CLUSTER}/test_makers_clients.py::test_an_ollama_chat_whole_and_streamed",),
     "a session goes on whatever its history holds": (
         f"{COORDINATOR}/dialects/test_histories.py::test_a_history_never_locks_a_session",
-        f"{COORDINATOR}/dialects/test_histories.py::test_odd_parts_are_taken",
+        f"{COORDINATOR}/dialects/test_histories.py::test_an_earlier_message_is_never_refused",
     ),
     "one command starts an agent": (
         f"{COORDINATOR}/cli/test_launch.py::test_a_program_is_started_with_its_arguments",

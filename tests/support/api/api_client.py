@@ -30,6 +30,17 @@ CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<
 """The text of a call in the form of Qwen3.5."""
 
 
+REQUESTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [USER]},
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages": {"messages": [USER], "max_tokens": 100},
+    "/api/chat": {"model": "tiny", "messages": [USER], "stream": False},
+    "/api/generate": {"model": "tiny", "prompt": "Hi", "stream": False},
+}
+"""A short request of each dialect, by path."""
+
+
 @cache
 def tiny_tokenizer() -> Tokenizer:
     """Return the tokenizer that all tests share."""

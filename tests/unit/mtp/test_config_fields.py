@@ -32,6 +32,8 @@ CONFIGS = {
     )
 }
 
+PATTERN = ["linear_attention"] * 3 + ["full_attention"]
+
 ODD: list[Any] = [
     math.nan, math.inf, -math.inf, -1, 0, 1, 0.5, 1e8, 10**8, 1e30, 10**30, 10**400, "x", "", [], [1], [-1], ["x"],
     [None], [[]], {}, {"x": 1}, None, True, False,
@@ -131,6 +133,61 @@ RULED = {
     "q_lora_rank", "kv_lora_rank", "v_head_dim", "n_routed_experts", "hc_count", "indexer_budget",
     "first_k_dense_replace",
 }  # fmt: skip
+
+
+DENSE, NEXT = "qwen3.5-27b-bf16", "qwen3-next-80b-a3b-bf16"
+FLASH_NEXT, GLM = "qwen3.8-flash-next-bf16", "glm-5.3-flash-bf16"
+POSITIVE = "It must be a positive integer"
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (DENSE, {"hidden_size": None}, "hidden_size is missing"),
+    (DENSE, {"hidden_size": "64"}, "hidden_size is '64'"),
+    (DENSE, {"vocab_size": True}, "vocab_size is True"),
+    (DENSE, {"layer_types": ["linear_attention"] * 64}, "layer_types"),
+    (DENSE, {"layer_types": PATTERN * 16, "full_attention_interval": 2}, "layer_types"),
+    (DENSE, {"rope_parameters": {}}, "rope_theta"),
+    (DENSE, {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
+    (DENSE, {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    (DENSE, {"linear_num_key_heads": 5}, "linear_num_key_heads 5"),
+    (DENSE, {"quantization_config": {"quant_method": "bitsandbytes"}}, "by 'bitsandbytes', which is not"),
+    (DENSE, {"quantization_config": "hqq"}, "by 'hqq', which is not"),
+    (NEXT, {"mlp_only_layers": None}, "mlp_only_layers is None. It must be a list of layers"),
+    (NEXT, {"mlp_only_layers": ["0"]}, "mlp_only_layers is "),
+    (NEXT, {"decoder_sparse_step": 0}, f"decoder_sparse_step is 0. {POSITIVE}"),
+    (NEXT, {"norm_topk_prob": "no"}, "norm_topk_prob is 'no'. It must be true or false"),
+    (NEXT, {"mlp_only_layers": [0], "intermediate_size": None}, "intermediate_size is missing"),
+    (NEXT, {"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
+    (NEXT, {"rope_theta": None}, "rope_theta"),
+    (FLASH_NEXT, {"indexer_compress_ratio": 5}, "indexer_compress_ratio 5"),
+    (FLASH_NEXT, {"ple_layer_ids": ["2"]}, "ple_layer_ids"),
+    (FLASH_NEXT, {"hc_count": 1}, "hc_count is 1. It must be an integer from 2"),
+    (FLASH_NEXT, {"ngram_size": 1}, "ngram_size is 1"),
+    (FLASH_NEXT, {"ple_embed_dim": "a"}, "ple_embed_dim is 'a'"),
+    (FLASH_NEXT, {"head_dim": "x"}, f"head_dim is 'x'. {POSITIVE}"),
+    (FLASH_NEXT, {"full_attention_interval": "4"}, f"full_attention_interval is '4'. {POSITIVE}"),
+    (FLASH_NEXT, {"num_attention_heads": None}, "num_attention_heads is missing"),
+    (GLM, {"indexer_types": ["full"] * 44 + ["shared"]}, "indexer_types has layers without an indexer"),
+    (GLM, {"linear_attn_config": {"gate_lower_bound": 0}}, "gate_lower_bound"),
+    (GLM, {"linear_attn_config": {"num_heads": 0}}, "num_heads is 0"),
+    (GLM, {"index_topk": 63}, "index_topk 63 is not a multiple of index_kpool 4"),
+    (GLM, {"qk_rope_head_dim": 64}, "qk_rope_head_dim is 64, and only 0"),
+    (GLM, {"scoring_func": "softmax"}, "scoring_func is 'softmax', and only 'sigmoid'"),
+    (GLM, {"hc_mult": None}, "hc_mult is missing"),
+    (GLM, {"n_group": 4}, "n_group is 4, and only 1"),
+    (GLM, {"swiglu_limit": 0}, "swiglu_limit is 0"),
+    (GLM, {"layer_types": ["linear_attention"] * 45}, "layer_types"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), REFUSED)
+def test_a_wrong_field_is_named_with_its_file(name: str, change: dict[str, Any], message: str) -> None:
+    """A field that is not supported is refused when the config of any family is read."""
+    config = copy.deepcopy(CONFIGS[name])
+    text = config.get("text_config", config)
+    for field, value in change.items():
+        text[field] = text[field] | value if field == "linear_attn_config" else value
+    with pytest.raises(CheckpointError, match=r"^model/config\.json: .*" + message):
+        open_config(config)
 
 
 # ---- configs that transformers writes

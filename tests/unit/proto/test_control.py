@@ -155,21 +155,6 @@ def test_grpcs_own_statuses_have_a_meaning(code: str, kind: type[ClusterError]) 
     assert "10.0.0.7" not in error.public
 
 
-@given(
-    st.text(max_size=20),
-    st.none() | st.text(max_size=20),
-    st.lists(
-        st.tuples(
-            st.sampled_from(["mtp-error", "mtp-public-bin"]),
-            st.text(max_size=5) | st.binary(max_size=5) | st.sampled_from(["CapacityError", "RequestError"]),
-        )
-    ),
-)
-def test_any_status_becomes_an_error(code: str, details: str | None, metadata: list[tuple[str, str | bytes]]) -> None:
-    """Any metadata of a peer gives a ClusterError."""
-    assert isinstance(from_status(code, details, metadata, "peer"), ClusterError)
-
-
 @pytest.mark.parametrize("text", ["x" * 9000, "é" * 9000, "😀" * 9000, "\udc80" * 9000, ""])
 def test_a_status_stays_within_grpcs_header_limit(text: str) -> None:
     """Message and metadata together fit the 8 KB limit of gRPC for any text."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from proto.errors import AccessError, UsageError
-from proto.rpc import listener
+from proto.rpc import data_connection, listener
 from proto.rpc.data_connection import PREAMBLE, TICKET_BYTES, DataPort
 from proto.rpc.listener import bind_listener, has_listener
 
@@ -152,3 +152,25 @@ async def test_unknown_tickets_do_not_fill_the_log(caplog: pytest.LogCaptureFixt
                 writer.close()
     await port.close()
     assert [record.__dict__["reason"] for record in caplog.records] == ["the ticket is unknown"]
+
+
+@pytest.mark.parametrize("sent", [b"", PREAMBLE[:3]], ids=["nothing", "half of the preamble"])
+async def test_a_silent_connection_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection without a ticket ends after the deadline, and the port still takes others."""
+    monkeypatch.setattr(data_connection, "FIRST_MESSAGE_SECONDS", 0.3)
+    accepted: list[bytes] = []
+
+    def on_ticket(ticket: bytes, connection: socket.socket) -> None:
+        accepted.append(ticket)
+        connection.close()
+
+    port = DataPort(socket.create_server(("127.0.0.1", 0)), on_ticket)
+    port.start()
+    async with asyncio.timeout(SECONDS):
+        for first in (sent, PREAMBLE + TICKET):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+            writer.write(first)
+            assert await reader.read() == b""
+            writer.close()
+    await port.close()
+    assert accepted == [TICKET]

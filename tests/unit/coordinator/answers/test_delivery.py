@@ -12,13 +12,7 @@ from coordinator.answers import delivery
 from coordinator.schedule.request import GenerationRequest
 from coordinator.web.context import ApiOptions
 from proto import errors
-from tests.support.api.api_client import (
-    PATIENCE,
-    USER,
-    ApiClient,
-    DisconnectingClient,
-    tiny_tokenizer,
-)
+from tests.support.api.api_client import PATIENCE, REQUESTS, USER, ApiClient, DisconnectingClient, tiny_tokenizer
 from tests.support.api.fake_generator import FakeGenerator
 
 SECRET = "/srv/models/secret"  # stands for any path of the server
@@ -150,22 +144,22 @@ async def test_silence_is_filled_with_keep_alives() -> None:
 
 LINE = b'"content":""},"done":false}\n'
 CHAT, MESSAGES, RESPONSES, OLLAMA = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"
-SIGNS = [
-    ("/v1/completions", {"prompt": "Hi"}, b": queued 3\n\n", b": prefill ", b": keep-alive\n\n"),
-    (CHAT, {"messages": [USER]}, b": queued 3\n\n", b": prefill ", b": keep-alive\n\n"),
-    (MESSAGES, {"messages": [USER], "max_tokens": 50}, b"event: ping\n", b"event: ping\n", b"event: ping\n"),
-    (RESPONSES, {"input": "Hi"}, b"event: response.queued\n", *[b"event: response.in_progress\n"] * 2),
-    (RESPONSES, {"input": "Hi", "store": False}, b"event: response.queued\n", *[b"event: response.in_progress\n"] * 2),
-    (OLLAMA, {"messages": [USER]}, LINE, LINE, LINE),
-    ("/api/generate", {"prompt": "Hi"}, *[b'"response":"","done":false}\n'] * 3),
+COMMENTS = (b": queued 3\n\n", b": prefill ", b": keep-alive\n\n")
+WAITING = (b"event: response.queued\n", *[b"event: response.in_progress\n"] * 2)
+SIGNS: list[tuple[str, Any, Any]] = [
+    ("/v1/completions", {}, COMMENTS),
+    (CHAT, {}, COMMENTS),
+    (MESSAGES, {}, [b"event: ping\n"] * 3),
+    (RESPONSES, {}, WAITING),
+    (RESPONSES, {"store": False}, WAITING),
+    (OLLAMA, {}, [LINE] * 3),
+    ("/api/generate", {}, [b'"response":"","done":false}\n'] * 3),
 ]
 
 
 @pytest.mark.parametrize("stage", ["queue", "prefill", "pause"])
-@pytest.mark.parametrize(("path", "body", "queued", "prefill", "pause"), SIGNS)
-async def test_every_stage_has_signs_of_life_that_clients_count(
-    path: str, body: Any, queued: bytes, prefill: bytes, pause: bytes, stage: str
-) -> None:
+@pytest.mark.parametrize(("path", "fields", "signs"), SIGNS)
+async def test_every_stage_has_signs_of_life_that_clients_count(path: str, fields: Any, signs: Any, stage: str) -> None:
     """In the queue, in a prefill with progress and in a pause of the text, in the form of the dialect."""
     hows: dict[str, dict[str, Any]] = {
         "queue": {"position": 3, "hang_after": 0},
@@ -173,8 +167,8 @@ async def test_every_stage_has_signs_of_life_that_clients_count(
         "pause": {"hang_after": 1},
     }
     served = api(keep_alive=0.02, **hows[stage])
-    client = DisconnectingClient(served, path, {"model": "tiny", "stream": True, **body})
-    word = {"queue": queued, "prefill": prefill, "pause": pause}[stage]
+    client = DisconnectingClient(served, path, {**REQUESTS[path], "stream": True, **fields})
+    word = signs[[*hows].index(stage)]
     for _ in range(3):
         await client.wait_for(word, len(client.received))
     assert client.status == 200
@@ -284,8 +278,7 @@ async def test_ollamas_durations_are_of_the_prompt_and_of_the_answer(path: str) 
     slow_prompt = {"prefill_steps": 20, "prefill_pause": 0.01}
     for how, longer in ((slow_prompt, "prompt_eval_duration"), ({"pause": 0.02, "window": 1}, "eval_duration")):
         client = api(text="</think>one two three four", **how)
-        asked = {"prompt": "Hi"} if "generate" in path else {"messages": [USER]}
-        end = (await client.post(path, {"model": "tiny", "stream": False, **asked})).json()
+        end = (await client.post(path, REQUESTS[path])).json()
         durations = {name: end[name] for name in ("prompt_eval_duration", "eval_duration")}
         assert max(durations, key=lambda name: durations[name]) == longer
         assert 0 < sum(durations.values()) <= end["total_duration"]
@@ -316,8 +309,5 @@ async def test_an_item_that_the_limit_cuts_off_is_incomplete(text: str, kinds: l
         assert items[-1] is found[-1]
         assert [item["type"] for item in found] == kinds
         assert [item["status"] for item in found] == expected
-    assert (whole["status"], events[-1]["type"], stored["status"]) == (
-        "incomplete",
-        "response.incomplete",
-        "incomplete",
-    )
+    ends = (whole["status"], events[-1]["type"], stored["status"])
+    assert ends == ("incomplete", "response.incomplete", "incomplete")

@@ -13,7 +13,9 @@ import pytest
 from coordinator.answers import stored_answers
 from coordinator.answers.journal import Journal
 from coordinator.prompts.request_settings import BUDGETS
-from tests.support.api.api_client import PATIENCE, ApiClient, DisconnectingClient, tiny_tokenizer
+from coordinator.trust.keys import KeyRing, Scope
+from coordinator.web.context import ApiOptions
+from tests.support.api.api_client import PATIENCE, USER, ApiClient, DisconnectingClient, tiny_tokenizer
 from tests.support.api.fake_generator import FakeGenerator
 
 CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
@@ -89,6 +91,22 @@ def numbered(client: DisconnectingClient) -> list[str]:
     return [event for event in blocks(client.received) if '"type":"error"' not in event]
 
 
+LIMITED = {"input": "Hi", "reasoning": {"effort": "low"}}
+LONG = "one two three four five six seven\n</think>\n\nThe answer"
+
+
+async def interrupted(restarts: Restarts, place: int, body: dict[str, Any]) -> list[str]:
+    """Run an answer up to token `place`, end the server, and return the events that the client received."""
+    api = await restarts.start(hang_after=place)
+    client = DisconnectingClient(api, PATH, {**body, "stream": True, "seed": 1})
+    async with asyncio.timeout(PATIENCE):
+        await restarts.generator.hanging.acquire()
+    await client.wait_for(b"data: ")
+    await restarts.end(api)
+    await client.task
+    return numbered(client)
+
+
 async def test_every_event_arrives_once_whatever_the_place_of_the_restart(tmp_path: Path) -> None:
     """A stream that is interrupted after any token and continued equals the undisturbed one."""
     restarts = Restarts(tmp_path)
@@ -97,35 +115,12 @@ async def test_every_event_arrives_once_whatever_the_place_of_the_restart(tmp_pa
     await restarts.end(api)
     length = len(tiny_tokenizer().encode(restarts.text))
     for place in range(0, length, 3):
-        api = await restarts.start(hang_after=place)
-        client = DisconnectingClient(api, PATH, {**BODY, "stream": True, "seed": 1})
-        async with asyncio.timeout(PATIENCE):
-            await restarts.generator.hanging.acquire()
-        await client.wait_for(b"data: ")
-        await restarts.end(api)
-        await client.task
-        received = numbered(client)
+        received = await interrupted(restarts, place, BODY)
         api = await restarts.start()
         assert texts(received + await rest_of(api, received)) == texts(expected), place
         (request,) = restarts.generator.requests
         assert len(request.emitted) == place, "the restart continues after the tokens in the journal"
         await restarts.end(api)
-
-
-LIMITED = {"input": "Hi", "reasoning": {"effort": "low"}}
-LONG = "one two three four five six seven\n</think>\n\nThe answer"
-
-
-async def interrupted(restarts: Restarts, place: int) -> list[str]:
-    """Run the answer LIMITED up to token `place`, end the server, and return the events that the client received."""
-    api = await restarts.start(hang_after=place)
-    client = DisconnectingClient(api, PATH, {**LIMITED, "stream": True, "seed": 1})
-    async with asyncio.timeout(PATIENCE):
-        await restarts.generator.hanging.acquire()
-    await client.wait_for(b"data: ")
-    await restarts.end(api)
-    await client.task
-    return numbered(client)
 
 
 async def test_a_budget_is_kept_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +132,7 @@ async def test_a_budget_is_kept_after_a_restart(tmp_path: Path, monkeypatch: pyt
     (request,) = restarts.generator.requests
     await restarts.end(api)
     for place in range(8):
-        received = await interrupted(restarts, place)
+        received = await interrupted(restarts, place, LIMITED)
         api = await restarts.start()
         assert texts(received + await rest_of(api, received)) == texts(expected), place
         (restored,) = restarts.generator.requests
@@ -152,7 +147,7 @@ async def test_an_answer_of_an_earlier_release_with_a_budget(
     """Its record has no limit. Before the budget it gets one; later it ends with the reason."""
     restarts = Restarts(tmp_path, LONG)
     monkeypatch.setitem(BUDGETS, "low", 4 if goes_on else 100)  # the text of those tokens has no end mark
-    received = await interrupted(restarts, place)
+    received = await interrupted(restarts, place, LIMITED)
     answer_id = json.loads(received[0].partition("data: ")[2])["response"]["id"]
     monkeypatch.setitem(BUDGETS, "low", 4)
     journal = Journal(tmp_path / "answers.db")
@@ -359,3 +354,52 @@ async def test_a_stream_that_is_read_does_not_expire(monkeypatch: pytest.MonkeyP
         await client.disconnect()
     assert "event: response.completed" in (await other).text
     assert (await finished(api, answer_id))["status"] == "completed"
+
+
+async def test_another_key_does_not_find_a_stored_response(tmp_path: Path) -> None:
+    """Reading, continuing, cancelling and deleting a response with another key gives 404, as for an unknown id."""
+    ring = KeyRing(tmp_path)
+    owner, other = (ring.create(name, frozenset({Scope.INFERENCE})) for name in ("a", "b"))
+    api = ApiClient(options=ApiOptions(api_keys=("plain-key",), key_ring=ring))
+
+    def key(text: str) -> dict[str, str]:
+        """Return the header that sends a key."""
+        return {"Authorization": f"Bearer {text}"}
+
+    async with api.http() as client:
+        made = await client.post("/v1/responses", json={"input": "Hi"}, headers=key(owner))
+        assert made.status_code == 200, made.text
+        path = f"/v1/responses/{made.json()['id']}"
+        unknown = await client.get("/v1/responses/resp_unknown", headers=key(other))
+        for stranger in (other, "plain-key"):
+            found = await client.get(path, headers=key(stranger))
+            assert found.status_code == unknown.status_code == 404
+            id_free = found.text.replace(path.rpartition("/")[2], "resp_unknown")
+            assert id_free == unknown.text
+            again = {"input": "Hi", "previous_response_id": path.rpartition("/")[2]}
+            replies = [
+                await client.get(path, params={"stream": "true"}, headers=key(stranger)),
+                await client.post(f"{path}/cancel", headers=key(stranger)),
+                await client.delete(path, headers=key(stranger)),
+                await client.post("/v1/responses", json=again, headers=key(stranger)),
+            ]
+            assert [reply.status_code for reply in replies] == [404] * len(replies)
+            assert replies[-1].json()["error"]["param"] == "previous_response_id"
+        assert (await client.get(path, headers=key(owner))).status_code == 200
+        assert (await client.delete(path, headers=key(owner))).status_code == 200
+    await api.journal.close()
+
+
+async def test_the_client_of_a_request_is_its_named_key_or_its_address(tmp_path: Path) -> None:
+    """The queue counts requests by the name of their key. A key without a name counts by address."""
+    ring, generator = KeyRing(tmp_path), FakeGenerator(tiny_tokenizer())
+    named = ring.create("alice", frozenset({Scope.INFERENCE}))
+    api = ApiClient(generator, options=ApiOptions(api_keys=("shared",), key_ring=ring))
+    chat = {"messages": [USER], "max_tokens": 2, "n": 2}
+    async with api.http() as client:
+        for key in (named, "shared"):
+            headers = {"Authorization": f"Bearer {key}"}
+            reply = await client.post("/v1/chat/completions", json=chat, headers=headers)
+            assert reply.status_code == 200, reply.text
+    clients = [request.client for request in generator.requests]
+    assert clients == ["key alice"] * 2 + ["address 127.0.0.1"] * 2

@@ -66,7 +66,7 @@ def report(**changes: Any) -> pb.WorkerInfo:
         memory_limit=changes.pop("memory_limit", 2**30),
         bytes_per_second=changes.pop("bytes_per_second", 1e11),
     )
-    fields = {"worker_id": "w1", "name": "mac-2", "fingerprint": "f", **changes}
+    fields = {"worker_id": "w1", "name": "mac-2", "fingerprint": OLD, **changes}
     return pb.WorkerInfo(hardware=hardware, **fields)
 
 
@@ -112,17 +112,14 @@ async def test_workers_inside_and_outside_the_cluster_are_not_mixed(joined_first
 class Members:
     """A membership whose events change a view, as in the manager."""
 
-    def __init__(self) -> None:
-        options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings())
-        config = SimpleNamespace(num_layers=8)
-        model: Any = SimpleNamespace(
-            options=StageOptions(), checkpoint=SimpleNamespace(config=config), ref=pb.ModelRef(fingerprint="f")
-        )
+    def __init__(self, *workers: StubMember) -> None:
+        addresses = tuple(worker.address for worker in workers)
+        options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings(), addresses)
         self.view = View(Settings())
-        self.membership = Membership(model, options, lambda: self.view, self._apply, print)
+        self.membership = Membership(model(OLD), options, lambda: self.view, self._apply, lambda address, status: None)
 
     def _apply(self, event: Event) -> None:
-        self.view = apply(self.view, event, 0.0)
+        self.view = apply(self.view, event, time.monotonic())
 
     async def admit(self, info: pb.WorkerInfo, trust: object = None) -> None:
         """Let the worker at `a:7000` report `info`."""
@@ -130,6 +127,19 @@ class Members:
         client.trust = trust
         await self.membership._admit_worker("a:7000", client, info)
         assert client.closed
+
+    async def change_to(self, new: Any) -> None:
+        """Change the model as the manager does."""
+        self.membership.change_model(new, await self.membership.describe_for(new))
+
+    async def member(self, worker: StubMember, state: MemberState = MemberState.READY) -> Member:
+        """Wait until `worker` has this state, and return it."""
+        await until(lambda: self.state(worker) is state)
+        return self.view.members[worker.address]
+
+    def state(self, worker: StubMember) -> MemberState | None:
+        found = self.view.members.get(worker.address)
+        return None if found is None else found.state
 
 
 def test_a_peer_that_is_no_member_is_shown_and_logged_once(
@@ -187,32 +197,6 @@ def model(fingerprint: str, *, can_provide: bool = True) -> Any:
     )
 
 
-class Cluster:
-    """A membership over real connections, whose events change a view as in the manager."""
-
-    def __init__(self, *workers: StubMember) -> None:
-        addresses = tuple(worker.address for worker in workers)
-        options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings(), addresses)
-        self.view = View(Settings())
-        self.membership = Membership(model(OLD), options, lambda: self.view, self._apply, lambda address, status: None)
-
-    def _apply(self, event: Event) -> None:
-        self.view = apply(self.view, event, time.monotonic())
-
-    async def change_to(self, new: Any) -> None:
-        """Change the model as the manager does."""
-        self.membership.change_model(new, await self.membership.describe_for(new))
-
-    async def member(self, worker: StubMember, state: MemberState = MemberState.READY) -> Member:
-        """Wait until `worker` has this state, and return it."""
-        await until(lambda: self.state(worker) is state)
-        return self.view.members[worker.address]
-
-    def state(self, worker: StubMember) -> MemberState | None:
-        found = self.view.members.get(worker.address)
-        return None if found is None else found.state
-
-
 @pytest.fixture
 def workers() -> Iterator[tuple[StubMember, StubMember]]:
     """Run two workers with the files of the old model."""
@@ -222,8 +206,8 @@ def workers() -> Iterator[tuple[StubMember, StubMember]]:
 
 
 @asynccontextmanager
-async def running(*workers: StubMember) -> AsyncIterator[Cluster]:
-    cluster = Cluster(*workers)
+async def running(*workers: StubMember) -> AsyncIterator[Members]:
+    cluster = Members(*workers)
     cluster.membership.start()
     try:
         yield cluster
@@ -303,7 +287,7 @@ async def test_nothing_stays_of_candidates_that_are_gone() -> None:
         members.membership._refuse_worker(Member(address, f"w{number}", "w", 0), "another checkpoint")
     look([candidate])
     assert len(members.membership._described_at) == len(members.membership._last_errors) == 1
-    members.view = apply(members.view, TimePassed(), FORGET_SECONDS)
+    members.view = apply(members.view, TimePassed(), time.monotonic() + FORGET_SECONDS)
     assert members.view.members == {}
     await members.membership.close()
 

@@ -13,22 +13,11 @@ from coordinator.schedule.request import GenerationRequest
 from coordinator.text.grammars import OutputFormat
 from coordinator.web.request_body import NEUTRAL, Body
 from proto.params import MAX_GRAMMAR_BYTES
-from tests.support.api.api_client import USER, ApiClient, tiny_tokenizer
-from tests.support.api.fake_generator import FakeGenerator
+from tests.support.api.api_client import REQUESTS, USER, ApiClient, api_saying
 
 _TEXT = (Path(__file__).parents[4] / "docs" / "API.md").read_text()
 PAGE = re.sub(r"^```.*?^```$", "", _TEXT, flags=re.MULTILINE | re.DOTALL)
 """The page without its blocks of code."""
-
-PATHS: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": [USER]},
-    "/v1/completions": {"prompt": "Hi"},
-    "/v1/responses": {"input": "Hi"},
-    "/v1/messages": {"messages": [USER], "max_tokens": 100},
-    "/api/chat": {"model": "tiny", "messages": [USER], "stream": False},
-    "/api/generate": {"model": "tiny", "prompt": "Hi", "stream": False},
-}
-"""A short request of each dialect."""
 
 
 @pytest.mark.parametrize(
@@ -56,9 +45,9 @@ async def test_neutral_values_are_taken_and_others_refused() -> None:
         chat = openai_schemas.ChatBody.model_fields
         path = "/v1/responses" if name in chat else "/v1/chat/completions"
         for value in (*values, None, "", [], {}):
-            response = await api.post(path, {**PATHS[path], name: value})
+            response = await api.post(path, {**REQUESTS[path], name: value})
             assert response.status_code == 200, (name, value, response.text)
-        response = await api.post(path, {**PATHS[path], name: [7]})
+        response = await api.post(path, {**REQUESTS[path], name: [7]})
         assert response.status_code == 400, (name, response.text)
         assert response.json()["error"]["param"] == name
         assert name in response.json()["error"]["message"]
@@ -110,10 +99,10 @@ async def test_a_synonym_does_what_its_field_does(name: str, target: str) -> Non
         if outer == "messages[]":
             asked = [USER, {"role": "assistant", "content": "a", inner: content}, USER]
             return {"messages": asked}
-        return {**PATHS[path], outer: {inner: content} if inner else content}
+        return {**REQUESTS[path], outer: {inner: content} if inner else content}
 
     place = name.rpartition(".")[0] + "." if name.startswith("messages") else ""
-    for sent in (PATHS[path], body(place + target, SYNONYMS[target][1]), body(name, value)):
+    for sent in (REQUESTS[path], body(place + target, SYNONYMS[target][1]), body(name, value)):
         response = await api.post(path, sent)
         assert response.status_code == 200, response.text
     plain, direct, mapped = map(stripped, api.generator.requests)
@@ -143,11 +132,11 @@ async def test_an_error_of_a_synonym_names_it() -> None:
         assert response.json()["error"]["param"] == name
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", REQUESTS)
 async def test_unknown_fields_are_ignored(path: str) -> None:
     """Every dialect answers, and the engine gets the same prompt."""
     api = ApiClient()
-    for sent in (PATHS[path], {**PATHS[path], "temprature": 1, "cache_control": {"type": "x"}}):
+    for sent in (REQUESTS[path], {**REQUESTS[path], "temprature": 1, "cache_control": {"type": "x"}}):
         response = await api.post(path, sent)
         assert response.status_code == 200, response.text
     first, second = api.generator.requests
@@ -163,6 +152,8 @@ def test_a_stored_item_is_read_again() -> None:
     assert stored == sent
     assert openai_responses._items.validate_python(stored) == items
 
+
+CACHED = {"cache_control": {"type": "ephemeral"}}
 
 CLIENTS: list[tuple[str, dict[str, Any]]] = [
     (  # SillyTavern's text completion
@@ -182,13 +173,8 @@ CLIENTS: list[tuple[str, dict[str, Any]]] = [
     ),
     (  # vLLM's extra parameters
         "/v1/chat/completions",
-        {"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "min_tokens": 0}
-        | {
-            "top_k": -1,
-            "skip_special_tokens": True,
-            "spaces_between_special_tokens": True,
-            "bad_words": [],
-        }
+        {"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "min_tokens": 0, "top_k": -1}
+        | {"skip_special_tokens": True, "spaces_between_special_tokens": True, "bad_words": []}
         | {"include_stop_str_in_output": False, "truncate_prompt_tokens": None, "echo": False}
         | {"prompt_logprobs": None, "add_generation_prompt": True, "continue_final_message": False}
         | {"add_special_tokens": False, "documents": None, "chat_template": None, "priority": 0}
@@ -224,15 +210,32 @@ CLIENTS: list[tuple[str, dict[str, Any]]] = [
         {"options": {"repeat_last_n": 64, "mirostat": 0, "tfs_z": 1, "top_k": -1, "num_ctx": 4096}}
         | {"keep_alive": 0, "messages": [{**USER, "images": []}]},
     ),
+    *(
+        ("/v1/chat/completions", {name: value})
+        for name, value in {"top_p": 0, "user": "u" * 300, "reasoning_effort": "max", "model": ""}.items()
+    ),
+    ("/v1/chat/completions", {"n": 1, "frequency_penalty": None}),
     ("/v1/responses", {"truncation": "auto", "top_logprobs": 0, "include": ["x"], "top_k": 5}),
+    (
+        "/v1/responses",
+        {"reasoning": {"effort": "low", "summary": "auto"}, "metadata": {"a": "b"}, "prompt_cache_key": "k"}
+        | {"text": {"verbosity": "low"}, "truncation": "disabled"},
+    ),
     ("/v1/messages", {"betas": [], "mcp_servers": [], "container": None}),
+    (  # Claude Code
+        "/v1/messages",
+        {"system": [{"type": "text", "text": "Rule", **CACHED}], "metadata": {"user_id": "u"}}
+        | {"thinking": {"type": "adaptive"}, "output_config": {"effort": "medium"}}
+        | {"tools": [{"name": "f", "input_schema": {"type": "object"}, **CACHED}]}
+        | {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("path", "body"), CLIENTS)
 async def test_what_clients_send_is_taken(path: str, body: dict[str, Any]) -> None:
     """Fields at the defaults of other servers and their clients cause no error."""
-    response = await ApiClient().post(path, {**PATHS[path], **body})
+    response = await ApiClient().post(path, {**REQUESTS[path], **body})
     assert response.status_code == 200, response.text
 
 
@@ -273,7 +276,7 @@ ROOT = "response_format.json_schema.schema"
 @pytest.fixture(scope="module")
 def api() -> ApiClient:
     """Return an API with a model that answers OK."""
-    return ApiClient(FakeGenerator(tiny_tokenizer(), "</think>ok"))
+    return api_saying("</think>ok")
 
 
 def named(schema: Any) -> dict[str, Any]:

@@ -9,35 +9,34 @@ import pytest
 
 from coordinator.dialects.anthropic import Tool
 from coordinator.prompts.conversation import freeform_input
-from tests.support.api.api_client import ApiClient, tiny_tokenizer
-from tests.support.api.fake_generator import FakeGenerator
+from tests.support.api.api_client import REQUESTS, ApiClient, api_saying
 
 USER: Any = {"role": "user", "content": "Hi"}
-CALL: Any = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
-OLLAMA = "/api/chat"
+OLLAMA, GENERATE = "/api/chat", "/api/generate"
+DIALECTS = (CHAT, MESSAGES, OLLAMA, RESPONSES)
 
 
 def api() -> ApiClient:
     """Return an API whose model answers shortly."""
-    return ApiClient(FakeGenerator(tiny_tokenizer(), "Yes."))
+    return api_saying("Yes.")
+
+
+def history(path: str, *turns: Any) -> dict[str, Any]:
+    """Return a request with messages, or with items."""
+    return {"input" if path == RESPONSES else "messages": [*turns]}
 
 
 async def prompt_of(path: str, body: Any) -> str:
     """Return the prompt that a request gives."""
     client = api()
-    fields: dict[str, Any] = {
-        MESSAGES: {"max_tokens": 5},
-        OLLAMA: {"model": "tiny", "stream": False},
-    }
-    response = await client.post(path, {**fields.get(path, {}), **body})
+    response = await client.post(path, {**REQUESTS[path], **body})
     assert response.status_code == 200, response.text
     return client.generator.prompt_text()
 
 
 SYSTEMS = [
-    (CHAT, {"messages": [{"role": "system", "content": t} for t in ("A", "B")] + [USER]}),
-    (OLLAMA, {"messages": [{"role": "system", "content": t} for t in ("A", "B")] + [USER]}),
+    *((path, {"messages": [{"role": "system", "content": t} for t in ("A", "B")] + [USER]}) for path in (CHAT, OLLAMA)),
     (RESPONSES, {"instructions": "A", "input": [{"role": "developer", "content": "B"}, USER]}),
     (MESSAGES, {"system": "A", "messages": [{"role": "system", "content": "B"}, USER]}),
     (MESSAGES, {"system": [{"type": "text", "text": t} for t in "AB"], "messages": [USER]}),
@@ -51,212 +50,110 @@ async def test_system_messages_at_the_beginning_are_joined(path: str, body: Any)
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
-@pytest.mark.parametrize("path", [CHAT, OLLAMA, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("path", DIALECTS)
 async def test_a_later_system_message_is_marked(path: str, role: str) -> None:
     """Templates of Qwen3.5 and later refuse it, and moved to the front it would change every prefix."""
-    turns = [
-        USER,
-        {"role": "assistant", "content": "Yes."},
-        {"role": role, "content": "New."},
-        USER,
-    ]
-    body = {"input" if path == RESPONSES else "messages": turns}
-    prompt = await prompt_of(path, body)
-    assert "<|im_start|>user\n<system>\nNew.\n</system><|im_end|>" in prompt
+    turns = [USER, {"role": "assistant", "content": "Yes."}, {"role": role, "content": "New."}, USER]
+    assert "<|im_start|>user\n<system>\nNew.\n</system><|im_end|>" in await prompt_of(path, history(path, *turns))
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "words"),
-    [
-        (CHAT, {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]}, "b"),
-        (CHAT, {"messages": [USER, {"role": "tool", "tool_call_id": "c1", "content": None}]}, ""),
-        (CHAT, {"messages": [USER, {"role": "function", "name": "f", "content": "18"}]}, "18"),
-        (
-            CHAT,
-            {
-                "messages": [
-                    USER,
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {"a": "b"}}}],
-                    },
-                ]
-            },
-            "<parameter=a>\nb\n",
-        ),
-        (
-            CHAT,
-            {
-                "messages": [
-                    USER,
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "p", "input": "x y"}}],
-                    },
-                ]
-            },
-            "<parameter=input>\nx y\n",
-        ),
-        (
-            CHAT,
-            {"messages": [{"role": "user", "content": [{"type": "input_text", "text": "T"}]}]},
-            "T",
-        ),
-        (
-            CHAT,
-            {"messages": [{"role": "user", "content": [{"type": "file", "file": {"file_id": "x"}}]}]},
-            "",
-        ),
-        (
-            CHAT,
-            {
-                "messages": [
-                    USER,
-                    {
-                        "role": "assistant",
-                        "content": None,
-                        "refusal": "No.",
-                        "audio": {"id": "a"},
-                        "function_call": {"name": "f", "arguments": '{"a": "b"}'},
-                    },
-                ]
-            },
-            "<parameter=a>\nb\n",
-        ),
-        (
-            RESPONSES,
-            {
-                "input": [
-                    USER,
-                    {
-                        "type": "message",
-                        "role": "assistant",
-                        "content": [{"type": "output_text", "text": "T", "logprobs": [{"token": "T"}]}],
-                    },
-                ]
-            },
-            "T",
-        ),
-        (
-            OLLAMA,
-            {
-                "messages": [
-                    USER,
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "b"}'}}],
-                    },
-                ]
-            },
-            "<parameter=a>\nb\n",
-        ),
-        (
-            MESSAGES,
-            {
-                "messages": [
-                    USER,
-                    {
-                        "role": "assistant",
-                        "content": [
-                            {
-                                "type": "server_tool_use",
-                                "id": "s1",
-                                "name": "web_search",
-                                "input": {"query": "rome weather"},
-                            },
-                            {
-                                "type": "web_search_tool_result",
-                                "tool_use_id": "s1",
-                                "content": [
-                                    {
-                                        "type": "web_search_result",
-                                        "title": "Weather",
-                                        "url": "https://w.example",
-                                        "encrypted_content": "SECRET",
-                                    }
-                                ],
-                            },
-                            {"type": "text", "text": "Warm."},
-                        ],
-                    },
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "tool_reference", "tool_name": "later"},
-                            {
-                                "type": "document",
-                                "title": "Notes",
-                                "source": {"type": "text", "media_type": "text/plain", "data": "D"},
-                            },
-                            {"type": "text", "text": "And now?"},
-                        ],
-                    },
-                ]
-            },
-            "rome weather",
-        ),
-        (
-            RESPONSES,
-            {
-                "input": [
-                    USER,
-                    {"type": "web_search_call", "id": "w", "action": {"query": "rome"}},
-                    {"type": "custom_tool_call", "call_id": "c", "name": "p", "input": "x y"},
-                    {"type": "custom_tool_call_output", "call_id": "c", "output": "Done"},
-                    {"type": "something_new", "data": "words"},
-                ]
-            },
-            "<parameter=input>\nx y\n",
-        ),
-    ],
+def called(**call: Any) -> Any:
+    """Return a message with a call."""
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+def said(*parts: Any, role: str = "user") -> Any:
+    """Return a message with the parts."""
+    return {"role": role, "content": [*parts]}
+
+
+ARGUMENTS = '{"a": "b"}'
+WRITTEN = "<parameter=a>\nb\n"
+"""The call with ARGUMENTS as the template writes it."""
+
+FOUND = {"type": "web_search_result", "title": "W", "url": "https://w.example", "encrypted_content": "SECRET"}
+SEARCHED = said(
+    {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "rome weather"}},
+    {"type": "web_search_tool_result", "tool_use_id": "s1", "content": [FOUND]},
+    {"type": "text", "text": "Warm."},
+    role="assistant",
 )
-async def test_a_history_never_locks_a_session(path: str, body: Any, words: str) -> None:
-    """Parts of other servers become a line of text, or nothing."""
-    prompt = await prompt_of(path, body)
-    assert words in prompt
-    assert "SECRET" not in prompt
+DOCUMENT = said(
+    {"type": "tool_reference", "tool_name": "later"},
+    {"type": "document", "title": "Notes", "source": {"type": "text", "media_type": "text/plain", "data": "D"}},
+    {"type": "text", "text": "And now?"},
+)
+OLD = {"content": None, "refusal": "No.", "audio": {"id": "a"}, "function_call": {"name": "f", "arguments": ARGUMENTS}}
+
+HISTORIES: list[tuple[str, str, list[Any]]] = [
+    (CHAT, WRITTEN, [called(id="c1", type="function", function={"name": "f", "arguments": ARGUMENTS})]),
+    (CHAT, WRITTEN, [called(id="c", function={"name": "f", "arguments": {"a": "b"}})]),
+    (CHAT, "<parameter=input>\nx y\n", [called(id="c", type="custom", custom={"name": "p", "input": "x y"})]),
+    (CHAT, "", [called(id=5, function={"name": "f"})]),
+    (CHAT, "", [{"role": "tool", "tool_call_id": "c1", "content": None}]),
+    (CHAT, "", [{"role": "tool", "tool_call_id": "c", "content": {"a": 1}}]),
+    (CHAT, "18", [{"role": "function", "name": "f", "content": "18"}]),
+    (CHAT, "T", [said({"type": "input_text", "text": "T"})]),
+    (CHAT, "one", [said("one", {"type": "text", "text": None})]),
+    (CHAT, "", [said({"type": "file", "file": {"file_id": "x"}})]),
+    (CHAT, WRITTEN, [{"role": "assistant", **OLD}]),
+    (CHAT, "A", [{"role": "assistant", "content": "A", "reasoning": {"text": "so"}}]),
+    (OLLAMA, WRITTEN, [called(function={"name": "f", "arguments": ARGUMENTS})]),
+    (MESSAGES, "rome weather", [SEARCHED, DOCUMENT]),
+    (MESSAGES, "", [said({"type": "thinking", "thinking": None}, role="assistant")]),
+    (MESSAGES, "", [said({"type": "tool_use", "name": "f"}, role="assistant")]),
+    (MESSAGES, "", [said({"type": "tool_result", "content": {"a": 1}})]),
+    (MESSAGES, "", [{"role": "assistant", "content": None}]),
+    (MESSAGES, "", [said({"type": "mcp_tool_use", "name": "f"}, role="assistant")]),
+    (RESPONSES, "T", [said({"type": "output_text", "text": "T", "logprobs": [{"token": "T"}]}, role="assistant")]),
+    (RESPONSES, "rome", [{"type": "web_search_call", "id": "w", "action": {"query": "rome"}}]),
+    (RESPONSES, "<parameter=input>\nx y\n", [
+        {"type": "custom_tool_call", "call_id": "c", "name": "p", "input": "x y"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "Done"},
+        {"type": "something_new", "data": "words"},
+    ]),
+    (RESPONSES, "", [{"type": "function_call_output", "output": {"a": 1}}]),
+    (RESPONSES, "", [{"type": "function_call", "name": "f", "arguments": [1]}]),
+    (RESPONSES, "", [{"type": "local_shell_call", "action": {"command": ["ls"]}}]),
+    (RESPONSES, "", [{"type": "mcp_list_tools", "tools": []}]),
+    (RESPONSES, "18 degrees", [{"type": "shell_call_output", "output": [{"stdout": "18 degrees", "stderr": ""}]}]),
+    (RESPONSES, "[audio: not readable here]", [{"type": "audio", "data": "SECRET" * 900}]),
+]  # fmt: skip
 
 
-ODD: list[tuple[str, list[Any]]] = [
-    (CHAT, [{"role": "tool", "tool_call_id": "c", "content": {"a": 1}}]),
-    (CHAT, [{"role": "user", "content": ["one", {"type": "text", "text": None}]}]),
-    (CHAT, [{"role": "assistant", "content": "A", "reasoning": {"text": "so"}}]),
-    (CHAT, [{"role": "assistant", "tool_calls": [{"id": 5, "function": {"name": "f"}}]}]),
-    (MESSAGES, [{"role": "assistant", "content": [{"type": "thinking", "thinking": None}]}]),
-    (MESSAGES, [{"role": "assistant", "content": [{"type": "tool_use", "name": "f"}]}]),
-    (MESSAGES, [{"role": "user", "content": [{"type": "tool_result", "content": {"a": 1}}]}]),
-    (MESSAGES, [{"role": "assistant", "content": None}]),
-    (MESSAGES, [{"role": "assistant", "content": [{"type": "mcp_tool_use", "name": "f"}]}]),
-    (RESPONSES, [{"type": "function_call_output", "output": {"a": 1}}]),
-    (RESPONSES, [{"type": "function_call", "name": "f", "arguments": [1]}]),
-    (RESPONSES, [{"type": "local_shell_call", "action": {"command": ["ls"]}}]),
-    (RESPONSES, [{"type": "mcp_list_tools", "tools": []}]),
-]
+@pytest.mark.parametrize(("path", "words", "turns"), HISTORIES)
+async def test_a_history_never_locks_a_session(path: str, words: str, turns: list[Any]) -> None:
+    """Missing ids, objects for texts, and parts of other servers become a line of text, or nothing. Data never do."""
+    answered = path == MESSAGES and turns[-1]["role"] == "assistant"  # this dialect ends with the user
+    for last in ([USER],) if answered else ([USER], []):
+        prompt = await prompt_of(path, history(path, USER, *turns, *last))
+        assert words in prompt
+        assert "SECRET" not in prompt
 
 
 BROKEN: list[tuple[str, Any]] = [
-    *((path, {"role": "robot", "content": "words"}) for path in (CHAT, MESSAGES, OLLAMA, RESPONSES)),
-    *((path, {"role": "user", "content": 5}) for path in (CHAT, MESSAGES, OLLAMA, RESPONSES)),
-    *((path, "words") for path in (CHAT, MESSAGES, OLLAMA, RESPONSES)),
-    *((path, None) for path in (CHAT, MESSAGES, OLLAMA, RESPONSES)),
+    *((path, {"role": "robot", "content": "words"}) for path in DIALECTS),
+    *((path, {"role": "user", "content": 5}) for path in DIALECTS),
+    *((path, "words") for path in DIALECTS),
+    *((path, None) for path in DIALECTS),
     (CHAT, {"role": "user", "content": None}),
     (CHAT, {"role": "user", "content": "words", "images": ["iVBO"]}),
-    (CHAT, {"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "words"}]}),
-    (CHAT, {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}),
-    (CHAT, {"role": "assistant", "tool_calls": [{"id": "c", "function": {"arguments": "words"}}]}),
+    (CHAT, said({"type": "image_url"}, {"type": "text", "text": "words"})),
+    (CHAT, said({"type": "input_audio", "input_audio": {"data": "x"}})),
+    (CHAT, called(id="c", function={"arguments": "words"})),
     (CHAT, {"role": "tool", "tool_call_id": 5, "content": "words"}),
-    (MESSAGES, {"role": "user", "content": [{"type": "image", "source": {"type": "file", "file_id": "f"}}]}),
-    (MESSAGES, {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "words"}]}),
-    (MESSAGES, {"role": "assistant", "content": [{"type": "tool_use", "input": "words"}]}),
-    (MESSAGES, {"role": "assistant", "content": [{"type": "thinking", "thinking": {"a": "words"}}]}),
-    (MESSAGES, {"role": "user", "content": [{"type": "tool_result", "is_error": "words"}]}),
-    (OLLAMA, {"role": "user", "content": [{"type": "text", "text": "words"}]}),
-    (OLLAMA, {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"a": "words"}}}]}),
-    (OLLAMA, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}),
+    (MESSAGES, said({"type": "image", "source": {"type": "file", "file_id": "f"}})),
+    (MESSAGES, said({"type": "image"}, {"type": "text", "text": "words"})),
+    (MESSAGES, said({"type": "tool_use", "input": "words"}, role="assistant")),
+    (MESSAGES, said({"type": "thinking", "thinking": {"a": "words"}}, role="assistant")),
+    (MESSAGES, said({"type": "tool_result", "is_error": "words"})),
+    (OLLAMA, said({"type": "text", "text": "words"})),
+    (OLLAMA, {"content": "", **called(function={"arguments": {"a": "words"}})}),
+    (OLLAMA, called(function={"name": "f", "arguments": [1]})),
     (RESPONSES, {"type": "function_call", "arguments": "words"}),
     (RESPONSES, {"type": "item_reference"}),
     (RESPONSES, {"type": "item_reference", "id": "words"}),
-    (RESPONSES, {"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}),
+    (RESPONSES, said({"type": "input_image", "file_id": "f"})),
     (RESPONSES, {}),
 ]
 
@@ -264,9 +161,8 @@ BROKEN: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("path", "turn"), BROKEN)
 async def test_an_earlier_message_is_never_refused(path: str, turn: Any) -> None:
     """A client cannot change it. Its words reach the prompt, and the messages around it stay."""
-    name = "input" if path == RESPONSES else "messages"
     before, between = {"role": "user", "content": "Before"}, {"role": "assistant", "content": "Between"}
-    prompt = await prompt_of(path, {name: [before, turn, between, USER]})
+    prompt = await prompt_of(path, history(path, before, turn, between, USER))
     assert "Before" in prompt
     assert "Between" in prompt
     assert prompt.count("Hi") == 1
@@ -276,26 +172,23 @@ async def test_an_earlier_message_is_never_refused(path: str, turn: Any) -> None
 @pytest.mark.parametrize(
     ("path", "result"),
     [
-        (CHAT, [{"role": "tool", "tool_call_id": "c", "content": [{"type": "image_url"}, {"text": "words"}]}]),
-        (CHAT, [{"role": "tool", "tool_call_id": "c", "content": [{"type": "input_audio"}, {"text": "words"}]}]),
-        (RESPONSES, [{"type": "function_call_output", "output": [{"type": "input_image"}, {"text": "words"}]}]),
-        (MESSAGES, [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}, "words"]}]}]),
+        (CHAT, {"role": "tool", "tool_call_id": "c", "content": [{"type": "image_url"}, {"text": "words"}]}),
+        (CHAT, {"role": "tool", "tool_call_id": "c", "content": [{"type": "input_audio"}, {"text": "words"}]}),
+        (RESPONSES, {"type": "function_call_output", "output": [{"type": "input_image"}, {"text": "words"}]}),
+        (MESSAGES, said({"type": "tool_result", "content": [{"type": "image"}, "words"]})),
     ],
 )
 async def test_the_newest_result_of_a_tool_is_never_refused(path: str, result: Any) -> None:
     """An agent sends what its tool returned, and cannot change it."""
-    prompt = await prompt_of(path, {"input" if path == RESPONSES else "messages": [USER, *result]})
-    assert "words" in prompt
+    assert "words" in await prompt_of(path, history(path, USER, result))
 
 
-async def test_the_newest_message_of_the_user_is_checked() -> None:
+@pytest.mark.parametrize("path", DIALECTS)
+async def test_the_newest_message_of_the_user_is_checked(path: str) -> None:
     """Its errors name the field, also behind a history with errors."""
-    broken = {"role": "robot", "content": "x"}
-    for path in (CHAT, MESSAGES, OLLAMA, RESPONSES):
-        name = "input" if path == RESPONSES else "messages"
-        fields = {"max_tokens": 5, "model": "tiny"}
-        reply = await api().post(path, {**fields, name: [broken, {"role": "user", "content": 5}]})
-        assert (reply.status_code, f"{name}[1]." in reply.text) == (400, True), reply.text
+    body = history(path, {"role": "robot", "content": "x"}, {"role": "user", "content": 5})
+    reply = await api().post(path, {**REQUESTS[path], **body})
+    assert (reply.status_code, f"{next(iter(body))}[1]." in reply.text) == (400, True), reply.text
 
 
 async def test_an_empty_input_of_responses() -> None:
@@ -329,11 +222,12 @@ async def test_an_item_that_is_not_stored_is_a_line() -> None:
             {"thinking": {"type": "enabled", "budget_tokens": 0}}, {"thinking_budget": 0, "reasoning_effort": "high"},
         )),
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 0}}),
+        (RESPONSES, {"reasoning": {"effort": "none"}}),
     ],
 )  # fmt: skip
 async def test_a_budget_of_zero_switches_reasoning_off(path: str, fields: Any) -> None:
     """A negative one is no limit."""
-    assert (await prompt_of(path, {"messages": [USER], **fields})).endswith("</think>\n\n")
+    assert (await prompt_of(path, {**history(path, USER), **fields})).endswith("</think>\n\n")
     assert (await prompt_of(CHAT, {"messages": [USER], "thinking_budget": -1})).endswith("<think>\n")
 
 
@@ -341,70 +235,35 @@ async def test_a_budget_of_zero_switches_reasoning_off(path: str, fields: Any) -
 async def test_empty_stop_strings_have_no_effect(stop: Any) -> None:
     """In every dialect, under every name, and beside others."""
     more = [*([stop] if isinstance(stop, str) else stop), "world"]
-    for path, body, name in (
-        (CHAT, {"messages": [USER]}, "stop"),
-        (CHAT, {"messages": [USER]}, "stopping_strings"),
-        ("/v1/completions", {"prompt": "Hi"}, "stop"),
-        (RESPONSES, {"input": "Hi"}, "stop"),
-        (MESSAGES, {"messages": [USER], "max_tokens": 50}, "stop_sequences"),
-        (OLLAMA, {"model": "tiny", "messages": [USER], "stream": False}, "options"),
-        ("/api/generate", {"model": "tiny", "prompt": "Hi", "stream": False}, "options"),
-    ):
+    names = (
+        dict.fromkeys(REQUESTS, "stop") | {MESSAGES: "stop_sequences"} | dict.fromkeys((OLLAMA, GENERATE), "options")
+    )
+    for path, name in (*names.items(), (CHAT, "stopping_strings")):
         texts = []
         for sent in (stop, more):
-            client = ApiClient(FakeGenerator(tiny_tokenizer(), "</think>Hello world"))
-            reply = await client.post(path, {**body, name: {"stop": sent} if name == "options" else sent})
+            fields = {name: {"stop": sent} if name == "options" else sent}
+            reply = await api_saying("</think>Hello world").post(path, {**REQUESTS[path], **fields})
             assert reply.status_code == 200, reply.text
             texts.append(reply.text)
         assert ["world" in text for text in texts] == [True, False] or name == "stop_sequences"
 
 
-@pytest.mark.parametrize(("path", "turns"), ODD)
-async def test_odd_parts_are_taken(path: str, turns: list[Any]) -> None:
-    """With missing ids, objects in place of texts, and items of other servers."""
-    await prompt_of(path, {"input" if path == RESPONSES else "messages": [USER, *turns, USER]})
-
-
-async def test_what_other_tools_said_is_told() -> None:
-    """The prompt has the output of a shell, and no data in Base64."""
-    shell = {"type": "shell_call_output", "output": [{"stdout": "18 degrees", "stderr": ""}]}
-    audio = {"type": "audio", "data": "QUJD" * 900}
-    prompt = await prompt_of(RESPONSES, {"input": [USER, shell, audio, USER]})
-    assert "18 degrees" in prompt
-    assert "[audio: not readable here]" in prompt
-    assert "QUJD" not in prompt
-
-
 @pytest.mark.parametrize(
-    "fields",
+    ("path", "meant"),
     [
-        {"top_p": 0},
-        {"user": "u" * 300},
-        {"reasoning_effort": "max"},
-        {"model": ""},
-        {"n": 1, "frequency_penalty": None},
+        ("/v1/chat/completions/", CHAT),
+        ("/chat/completions", CHAT),
+        ("/v1/v1/chat/completions", CHAT),
+        ("/messages", MESSAGES),
+        ("/v1/messages/count_tokens/", MESSAGES),
+        ("/responses", RESPONSES),
+        ("/completions/", "/v1/completions"),
+        ("/api/chat/", OLLAMA),
     ],
 )
-async def test_fields_that_clients_send_are_taken(fields: Any) -> None:
-    await prompt_of(CHAT, {"messages": [USER], **fields})
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions/", {"messages": [USER]}),
-        ("/chat/completions", {"messages": [USER]}),
-        ("/v1/v1/chat/completions", {"messages": [USER]}),
-        ("/messages", {"messages": [USER], "max_tokens": 5}),
-        ("/v1/messages/count_tokens/", {"messages": [USER]}),
-        ("/responses", {"input": "Hi"}),
-        ("/completions/", {"prompt": "Hi"}),
-        ("/api/chat/", {"model": "tiny", "messages": [USER]}),
-    ],
-)
-async def test_paths_that_clients_mean(path: str, body: Any) -> None:
+async def test_paths_that_clients_mean(path: str, meant: str) -> None:
     """With a slash at the end, and with or without the version."""
-    assert (await api().post(path, body)).status_code == 200
+    assert (await api().post(path, REQUESTS[meant])).status_code == 200
 
 
 # ---- custom tools, and the choice of tools
@@ -416,7 +275,7 @@ def patching() -> ApiClient:
     """Return an API whose model calls a custom tool."""
     value = f"<parameter=input>\n{PATCH}\n</parameter>\n"
     call = f"</think>\n\n<tool_call>\n<function=apply_patch>\n{value}</function>\n</tool_call>"
-    return ApiClient(FakeGenerator(tiny_tokenizer(), call, window=3))
+    return api_saying(call, window=3)
 
 
 def events_of(text: str) -> list[Any]:
@@ -486,7 +345,7 @@ async def test_a_stop_string_inside_a_call_leaves_no_marks() -> None:
 async def test_half_a_character_in_arguments_is_replaced() -> None:
     """Models write escapes of half a pair of UTF-16, which no client reads."""
     call = '</think>\n\n<tool_call>\n{"name": "f", "arguments": {"a": "\\ud83d x"}}\n</tool_call>'
-    client = ApiClient(FakeGenerator(tiny_tokenizer(), call))
+    client = api_saying(call)
     response = await client.post(CHAT, {"messages": [USER], "tools": [function("f")]})
     (made,) = response.json()["choices"][0]["message"]["tool_calls"]
     assert json.loads(made["function"]["arguments"]) == {"a": "\ufffd x"}
@@ -498,12 +357,8 @@ async def test_half_a_character_in_arguments_is_replaced() -> None:
 async def test_only_the_named_tool_is_checked() -> None:
     """Another tool may have rules that no grammar holds."""
     other = {"type": "function", "function": {"name": "g", "parameters": {"minProperties": 1}}}
-    body = {
-        "messages": [USER],
-        "tools": [function("apply_patch"), other],
-        "tool_choice": function("apply_patch"),
-    }
-    assert (await patching().post(CHAT, body)).status_code == 200
+    body = {"tools": [function("apply_patch"), other], "tool_choice": function("apply_patch")}
+    assert (await patching().chat(**body)).status_code == 200
 
 
 def function(name: str) -> Any:
@@ -536,11 +391,7 @@ async def test_allowed_tools_are_the_only_ones(path: str, mode: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "word"),
-    [
-        ("text_editor_20250728", "old_str"),
-        ("bash_20250124", "restart"),
-        ("memory_20250818", "old_path"),
-    ],
+    [("text_editor_20250728", "old_str"), ("bash_20250124", "restart"), ("memory_20250818", "old_path")],
 )
 def test_tools_that_anthropic_names_have_their_schema(kind: str, word: str) -> None:
     known = Tool.model_validate({"type": kind, "name": "it"}).known

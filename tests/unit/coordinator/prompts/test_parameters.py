@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.web.context import ApiOptions
 from proto.params import SamplingParams
-from tests.support.api.api_client import PATIENCE, USER, ApiClient, tiny_tokenizer
+from tests.support.api.api_client import PATIENCE, REQUESTS, USER, ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving
 
 
@@ -40,16 +40,6 @@ SAMPLING: dict[str, Any] = {
 }
 
 
-XTC: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": [USER]},
-    "/v1/completions": {"prompt": "one"},
-    "/v1/responses": {"input": "one"},
-    "/v1/messages": {"messages": [USER], "max_tokens": 8, "model": "tiny"},
-    "/api/chat": {"model": "tiny", "messages": [USER], "options": {}, "stream": False},
-    "/api/generate": {"model": "tiny", "prompt": "one", "options": {}, "stream": False},
-}
-
-
 async def test_every_sampling_field_reaches_the_engine() -> None:
     """The engine gets the values that the client sent, on both endpoints."""
     api = ApiClient()
@@ -59,13 +49,13 @@ async def test_every_sampling_field_reaches_the_engine() -> None:
     assert [replace(r.params, xtc_exempt=()) for r in api.generator.requests] == [expected, expected]
 
 
-@pytest.mark.parametrize(("path", "fields"), XTC.items())
-async def test_xtc_spares_the_ends_and_line_breaks_in_every_dialect(path: str, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("path", REQUESTS)
+async def test_xtc_spares_the_ends_and_line_breaks_in_every_dialect(path: str) -> None:
     """Every dialect takes the two fields. The end of the text, that of reasoning and line breaks are spared."""
     api, tokenizer = ApiClient(), tiny_tokenizer()
     named = {"xtc_probability": 0.3, "xtc_threshold": 0.15}
-    inside = "options" in fields
-    response = await api.post(path, fields | ({"options": named} if inside else named))
+    fields: dict[str, Any] = {"options": named} if path.startswith("/api/") else named
+    response = await api.post(path, REQUESTS[path] | fields)
     assert response.status_code == 200, response.text
     params = api.generator.requests[0].params
     assert (params.xtc_probability, params.xtc_threshold) == (0.3, 0.15)
@@ -93,8 +83,6 @@ async def test_omitted_and_null_fields_have_the_models_defaults() -> None:
     assert first == defaults
     assert (second.top_k, second.greedy, second.top_p) == (0, True, 0.95)
 
-
-CALL = {"type": "function", "function": {"name": "weather", "arguments": "{}"}}
 
 CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
@@ -176,16 +164,7 @@ async def test_a_completion_field_that_is_wrong_is_named(body: dict[str, Any], p
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b'"x"',
-        b"\xff",
-        b'{"messages": "\\ud800"}',
-        b'{"temperature": NaN}',
-        b"[" * 9999,
-    ],
+    [b"", b"{", b"[]", b'"x"', b"\xff", b'{"messages": "\\ud800"}', b'{"temperature": NaN}', b"[" * 9999],
 )
 async def test_a_body_that_is_no_json_object_is_a_400(content: bytes) -> None:
     """Any bytes that are not a JSON object get an error in OpenAI's format."""

@@ -1,8 +1,9 @@
-"""The life of `mtp-coord serve`, without a model."""
+"""A server that stops while it starts, and the worker that it runs."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 from pathlib import Path
@@ -13,9 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.cli import app
-from coordinator.serve import server
+from coordinator.serve import own_worker, server
+from coordinator.serve.own_worker import OwnWorker
 from coordinator.serve.server import _run
 from proto.errors import CheckpointError
+from tests.support.processes.waits import until
 
 
 async def test_a_stop_while_the_first_plan_gets_ready_is_no_error() -> None:
@@ -54,3 +57,35 @@ def test_the_files_of_the_model_are_opened_beside_the_event_loop(
     assert result.exit_code
     (thread,) = threads
     assert thread is not threading.main_thread()
+
+
+@pytest.mark.parametrize("problem", ["no log", "no program"])
+async def test_a_start_that_fails_is_tried_again(
+    problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each failure is logged with its cause. The worker starts when the cause is gone."""
+    program, folder = tmp_path / "program", tmp_path / "logs"
+    monkeypatch.setattr(own_worker, "PROGRAM", (str(program),))
+    monkeypatch.setattr(own_worker, "FIRST_PAUSE", 0.01)
+    started = tmp_path / "started"
+    if problem == "no log":
+        folder.touch()
+    own = OwnWorker("127.0.0.1:1", (), folder / "own-worker.log")
+
+    def failures() -> list[str]:
+        return [str(r.__dict__["error"]) for r in caplog.records if "error" in r.__dict__]
+
+    text = f"#!/bin/sh\ntouch {started}\nread line\n"
+    if problem == "no log":
+        program.write_text(text)
+        program.chmod(0o755)
+    async with own.running():
+        await until(lambda: len(failures()) > 1, "a second failure")
+        assert ("File exists" if problem == "no log" else "No such file") in failures()[0]
+        if problem == "no log":
+            os.unlink(folder)
+        else:
+            program.write_text(text)
+            program.chmod(0o755)
+        await until(started.exists, "the start")
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "own worker"]

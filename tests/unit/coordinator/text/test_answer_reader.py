@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
 import time
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import accumulate, cycle, takewhile
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.text.answer_reader import (
@@ -43,10 +44,7 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCH
 FILE: Any = {
     "$ref": "#/$defs/arguments",
     "$defs": {
-        "arguments": {
-            "type": "object",
-            "properties": {"path": {"type": "string"}, "content": {"type": "string"}},
-        }
+        "arguments": {"type": "object", "properties": {"path": {"type": "string"}, "content": {"type": "string"}}}
     },
 }
 WRITE = {"type": "function", "function": {"name": "write_file", "parameters": FILE}}
@@ -58,12 +56,17 @@ CALL = (
 STEPS = pytest.mark.parametrize("step", [1, 3, 7, 1000])
 
 
-def parse(text: str, step: int = 1000, *, cut: bool = False, **options: Any) -> list[Part]:
+def parse(text: str, step: int = 1000, *, cut: bool = False, marks: Marks = MARKS, **options: Any) -> list[Part]:
     """Return the parts of `text`, added `step` characters at a time, with adjacent ones joined."""
-    reader = AnswerReader(MARKS, **{"tools": TOOLS, **options})
-    parts: list[Part] = []
-    for start in range(0, len(text), step):
-        parts += reader.add_text(text[start : start + step])
+    return parse_pieces(text, range(step, len(text), step), marks=marks, cut=cut, **options)
+
+
+def parse_pieces(text: str, cuts: Iterable[int], *, marks: Marks, cut: bool, **options: Any) -> list[Part]:
+    """Return the parts of `text`, cut at the places `cuts`, with adjacent ones joined."""
+    reader, parts, start = AnswerReader(marks, **{"tools": TOOLS, **options}), list[Part](), 0
+    for end in (*cuts, len(text)):
+        parts += reader.add_text(text[start:end])
+        start = end
     return join_parts([*parts, *reader.finish(cut=cut)])
 
 
@@ -79,7 +82,7 @@ PAIR_CALL = (
     "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call>"
 )
 GIVEN = {"city": "Rome", "days": 2}
-HALF = "<tool_call>weather<arg_key>city</arg_key><arg_va"
+HALF_CALL = "<tool_call>weather<arg_key>city</arg_key><arg_va"
 
 
 @STEPS
@@ -93,27 +96,16 @@ HALF = "<tool_call>weather<arg_key>city</arg_key><arg_va"
         ("Write <tool_call> and </tool_call>.", [Content("Write <tool_call> and </tool_call>.")]),
         (
             PAIR_CALL.replace("Rome", "a</tool_call>\n</arg_value> b").replace("><arg_key>days", ">\n<arg_key>days"),
-            [
-                CallStart("weather"),
-                CallArguments(json.dumps({"city": "a</tool_call>\n</arg_value> b", "days": 2})),
-                CallEnd(complete=True),
-            ],
+            call("weather", {"city": "a</tool_call>\n</arg_value> b", "days": 2}),
         ),
         (PAIR_CALL.replace("<arg_value>2", "<arg_value>two"), call("weather", {"city": "Rome", "days": "two"})),
         (f"ok{PAIR_CALL}{PAIR_CALL}", [Content("ok"), *2 * call("weather", GIVEN)]),
-        (
-            "<tool_call>weather<arg_key>city</arg_key><arg_va",
-            [Content("<tool_call>weather<arg_key>city</arg_key><arg_va")],
-        ),
+        (HALF_CALL, [Content(HALF_CALL)]),
     ],
 )
 def test_calls_of_pairs(text: str, expected: list[Part], step: int) -> None:
     """A call of GLM is its name and pairs, in any pieces, with marks in its values and without its end."""
-    reader = AnswerReader(PAIRS, tools=TOOLS)
-    parts: list[Part] = []
-    for start in range(0, len(text), step):
-        parts += reader.add_text(text[start : start + step])
-    assert join_parts([*parts, *reader.finish()]) == expected
+    assert parse(text, step, marks=PAIRS) == expected
 
 
 @STEPS
@@ -122,20 +114,15 @@ def test_calls_of_pairs(text: str, expected: list[Part], step: int) -> None:
 )
 def test_a_cut_call_of_pairs_is_none(end: str, step: int) -> None:
     """A limit after the name or between two arguments makes no call of what is there."""
-    reader = AnswerReader(PAIRS, tools=TOOLS)
-    parts = [part for at in range(0, len(end), step) for part in reader.add_text(end[at : at + step])]
-    assert CallEnd(complete=True) not in [*parts, *reader.finish(cut=True)]
+    assert CallEnd(complete=True) not in parse(end, step, cut=True, marks=PAIRS)
 
 
 def test_the_end_of_reasoning_ends_no_name() -> None:
     """A thought about a tool is none of its calls, and marks in prose hold nothing back."""
-    reader = AnswerReader(PAIRS, thinking=True, tools=TOOLS)
-    parts = [*reader.add_text("I think <tool_call>write_file</think>Hello"), *reader.finish()]
-    assert join_parts(parts) == [Reasoning("I think <tool_call>write_file"), Content("Hello")]
-    reader = AnswerReader(PAIRS, tools=TOOLS)
-    assert join_parts(reader.add_text("Use <tool_call> in prose, " + 100 * "x ")) == [
-        Content("Use <tool_call> in prose, " + 99 * "x " + "x ")
-    ]
+    parts = parse("I think <tool_call>write_file</think>Hello", marks=PAIRS, thinking=True)
+    assert parts == [Reasoning("I think <tool_call>write_file"), Content("Hello")]
+    prose = "Use <tool_call> in prose, " + 100 * "x "
+    assert join_parts(AnswerReader(PAIRS, tools=TOOLS).add_text(prose)) == [Content(prose)]
 
 
 def test_values_with_pairs_take_linear_time() -> None:
@@ -143,8 +130,7 @@ def test_values_with_pairs_take_linear_time() -> None:
     line = "- `<arg_key>k</arg_key><arg_value>v</arg_value>` and </tool_call>\n"
     text = f"<tool_call>write_file<arg_key>content</arg_key><arg_value>{300 * line}</arg_value></tool_call>"
     started = time.perf_counter()
-    reader = AnswerReader(PAIRS, tools=TOOLS)
-    parts = join_parts([*reader.add_text(text), *reader.finish()])
+    parts = parse(text, len(text), marks=PAIRS)
     assert time.perf_counter() - started < 3.0
     assert parts[0] == CallStart("write_file")
 
@@ -172,20 +158,12 @@ ROME = call("weather", {"city": "Rome", "days": 2})
             [Reasoning("I think\n\nso."), Content("  Yes.\n\nBye\n")],
         ),
         ("<think>\nso\n</think>\n\nYes.", {}, [Reasoning("so"), Content("Yes.")]),
-        (
-            "Use <think> and </think> as marks.",
-            {"reasons": False},
-            [Content("Use <think> and </think> as marks.")],
-        ),
+        ("Use <think> and </think> as marks.", {"reasons": False}, [Content("Use <think> and </think> as marks.")]),
         ("<think> opens it.", {"reasons": False}, [Content("<think> opens it.")]),
         ("Write `</think>` last.", {"reasons": False}, [Content("Write `</think>` last.")]),
         ("</think>\n\nYes.", {"reasons": False}, [Content("Yes.")]),
         ("Thoughts\n</think>\n\nYes.", {"reasons": False}, [Content("Thoughts\n\n\nYes.")]),
-        (
-            "so\n</think>\n\nYes.</think> Really.",
-            {"thinking": True},
-            [Reasoning("so"), Content("Yes. Really.")],
-        ),
+        ("so\n</think>\n\nYes.</think> Really.", {"thinking": True}, [Reasoning("so"), Content("Yes. Really.")]),
         (
             "so\n</think>\n\nThe <think> mark and </think>.",
             {"thinking": True},
@@ -201,16 +179,8 @@ ROME = call("weather", {"city": "Rome", "days": 2})
             {"thinking": True},
             [Reasoning(f"I call\n{CALL[:60]}"), Content("Done.")],
         ),
-        (
-            f"I call\n{CALL}\n</think>\n\nDone.",
-            {"thinking": True},
-            [Reasoning("I call"), *ROME, Content("Done.")],
-        ),
-        (
-            f"{CALL}\n<think>\nnow\n</think>\n\nDone.",
-            {},
-            [*ROME, Reasoning("now"), Content("Done.")],
-        ),
+        (f"I call\n{CALL}\n</think>\n\nDone.", {"thinking": True}, [Reasoning("I call"), *ROME, Content("Done.")]),
+        (f"{CALL}\n<think>\nnow\n</think>\n\nDone.", {}, [*ROME, Reasoning("now"), Content("Done.")]),
     ],
 )
 def test_marks_of_reasoning(text: str, options: Any, expected: list[Part], step: int) -> None:
@@ -412,81 +382,55 @@ def test_calls_of_the_json_form(step: int, body: str, expected: Any) -> None:
 # ---- any text
 
 
-FRAGMENTS = st.sampled_from(
-    [
-        *("<think>", "</think>", "<tool_call>", "</tool_call>", "</function>", "</parameter>"),
-        *("<function=weather>", "<function=reboot>", "<parameter=city>", "<parameter=days>"),
-        *("<parameter=x>", '<function name="weather">', "\n", "\n\n", " ", "```", "2", "null", "<"),
-        *(
-            "<function=write_file>",
-            "<parameter=path>",
-            "<parameter=content>",
-            "`<parameter=path>` ",
-        ),
-        *("a ", "(1, 2)", "```bash\nls\n", "~~~"),
-        *('{"name": "weather", "arguments": {}}', CALL, f"\n{CALL}\n", written("x")),
-    ]
-)
-TEXTS = st.lists(FRAGMENTS | st.integers(0, 99).map("w{}".format), max_size=14).map("".join)
-OPTIONS = st.sampled_from([{}, {"thinking": True}, {"reasons": False}])
-
-
-@given(text=TEXTS, cuts=st.lists(st.integers(1, 9), min_size=1, max_size=9), options=OPTIONS)
-def test_any_pieces_give_the_parts_of_the_whole(text: str, cuts: list[int], options: Any) -> None:
-    """What is read depends on the text alone, and a limit changes only its end."""
-    for cut in (False, True):
-        whole = parse(text, cut=cut, **options)
-        reader, parts, place, number = AnswerReader(MARKS, tools=TOOLS, **options), [], 0, 0
-        while place < len(text):
-            step = cuts[number % len(cuts)]
-            parts += reader.add_text(text[place : place + step])
-            place, number = place + step, number + 1
-        assert join_parts([*parts, *reader.finish(cut=cut)]) == whole
-
-
 JSON_CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
-PAIR_CALL = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>"
+SPACED_CALL = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>"
 PIECES = [
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "</function>", "</parameter>", "<function=weather>"),
     *("<function=reboot>", "<function=weather", "<function", "<parameter=city>", "<parameter=x>", "<parameter"),
+    *(
+        "<function=write_file>",
+        "<parameter=path>",
+        "<parameter=days>",
+        "(1, 2)",
+        '{"name": "weather", "arguments": {}}',
+    ),
     *('<function name="weather">', "<parameter=content>", "`<parameter=path>` ", "\n", "\n\n", " ", "\t", "\r\n", "\r"),
     *("```", "~~~", "```bash\nls\n", "2", "null", "<", "a ", "é", "{", '{"name": "weather"', '"', "}", "[", "]"),
-    *("weather", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "city", JSON_CALL, CALL, f"\n{CALL}\n"),
-    *(f"<tool_call>\n{JSON_CALL}\n</tool_call>", f"<tool_call>{JSON_CALL}{JSON_CALL}</tool_call>", PAIR_CALL),
+    *(
+        "weather",
+        "(1, 2)",
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        "city",
+        JSON_CALL,
+        CALL,
+        f"\n{CALL}\n",
+    ),
+    *(f"<tool_call>\n{JSON_CALL}\n</tool_call>", f"<tool_call>{JSON_CALL}{JSON_CALL}</tool_call>", SPACED_CALL),
     *(written("x"), CALL.removesuffix("</tool_call>"), CALL.removeprefix("<tool_call>\n"), CALL[:40], CALL[:70]),
     CALL.replace("</parameter>\n", "", 1),
 ]
-OTHER_MARKS = [MARKS, replace(MARKS, pairs=True), replace(MARKS, call_end="")]
+TEXTS = st.lists(st.sampled_from(PIECES) | st.integers(0, 99).map("w{}".format), max_size=14).map("".join)
+OPTIONS = st.sampled_from([{}, {"thinking": True}, {"reasons": False}])
+EVERY_MARKS = st.sampled_from([MARKS, replace(MARKS, pairs=True), replace(MARKS, call_end="")])
+CUTS = st.lists(st.integers(1, 30), min_size=1, max_size=9)
 
 
-def check_pieces(seed: int) -> None:
-    """Assert that a random text has the same parts whole, by characters and in random pieces."""
-    draw = random.Random(seed)
-    text = "".join(draw.choice(PIECES) for _ in range(draw.randrange(1, 15)))
-    marks, cut = draw.choice(OTHER_MARKS), draw.random() < 0.3
-    options: Any = draw.choice([{}, {"thinking": True}, {"thinking": True}, {"reasons": False}])
-    places = [draw.sample(range(len(text) + 1), min(len(text), draw.randrange(1, most))) for most in (8, 30)]
-    found = []
-    for cuts in ([], range(1, len(text)), *places):
-        reader, parts, start = AnswerReader(marks, tools=TOOLS, **options), list[Part](), 0
-        for end in (*sorted(cuts), len(text)):
-            parts += reader.add_text(text[start:end])
-            start = end
-        found.append(join_parts([*parts, *reader.finish(cut=cut)]))
-    assert all(parts == found[0] for parts in found), (seed, text, marks, options, cut)
+@pytest.mark.parametrize("examples", [500, pytest.param(50_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+def test_any_pieces_give_the_parts_of_the_whole(examples: int) -> None:
+    """What is read of calls of all forms, also broken ones, depends on the text alone. A limit changes only its end."""
 
+    @settings(max_examples=examples, deadline=None)
+    @given(text=TEXTS, cuts=CUTS, options=OPTIONS, marks=EVERY_MARKS, cut=st.booleans())
+    def explore(text: str, cuts: list[int], options: Any, marks: Marks, cut: bool) -> None:
+        places = list(takewhile(len(text).__gt__, accumulate(cycle(cuts))))
+        whole = parse(text, marks=marks, cut=cut, **options)
+        assert parse(text, 1, marks=marks, cut=cut, **options) == whole
+        assert parse_pieces(text, places, marks=marks, cut=cut, **options) == whole
 
-def test_the_text_alone_decides() -> None:
-    """Broken and real calls of all forms, inside and outside reasoning, are read alike in any pieces."""
-    for seed in range(400):
-        check_pieces(seed)
-
-
-@pytest.mark.slow
-def test_the_text_alone_decides_for_many_texts() -> None:
-    """See above."""
-    for seed in range(400, 100_000):
-        check_pieces(seed)
+    explore()
 
 
 BEHIND = "</think></parameter></function>"

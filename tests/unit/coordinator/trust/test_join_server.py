@@ -141,7 +141,7 @@ def test_a_node_may_not_issue_the_certificate_of_the_server(tmp_path: Path) -> N
         ("used", "it is used"),
         ("expired", "it has expired"),
         ("wrong", "its secret is wrong"),
-        ("revoked", "it is revoked, expired long ago, or is of another cluster"),
+        *((cause, "it is revoked, expired long ago, or is of another cluster") for cause in ("revoked", "unknown")),
     ],
 )
 async def test_each_cause_of_a_refused_token_has_its_text(tmp_path: Path, cause: str, words: str) -> None:
@@ -157,5 +157,7 @@ async def test_each_cause_of_a_refused_token_has_its_text(tmp_path: Path, cause:
             token = replace(token, secret=other.secret)
         elif cause == "revoked":
             registry.revoke_token(token.token_id)
+        elif cause == "unknown":
+            token = other
         with pytest.raises(AccessError, match=f"refused the token: {words}.* Get a new one"):
             await join(token, "mac-2", tmp_path / "c")

@@ -49,14 +49,19 @@ async def read(stream: AsyncGenerator[bytes, None]) -> tuple[str, dict[str, Any]
         return parse(await anext(stream))
 
 
-async def test_a_page_gets_a_snapshot_and_then_only_changes() -> None:
-    """The delta holds the changed fields and nothing else."""
+async def opened() -> tuple[ChangingStatus, LiveFeed, AsyncGenerator[bytes, None]]:
+    """Return a source, its feed, and the stream of a page that has its snapshot."""
     source = ChangingStatus()
     feed = source.feed()
     stream = feed.subscribe()
     name, data = await read(stream)
-    assert name == "snapshot"
-    assert data["status"]["model"] == "tiny"
+    assert (name, data["status"]["model"]) == ("snapshot", "tiny")
+    return source, feed, stream
+
+
+async def test_a_page_gets_a_snapshot_and_then_only_changes() -> None:
+    """The delta holds the changed fields and nothing else."""
+    source, feed, stream = await opened()
     feed.publish_changes()
     source.current = ClusterStatus(ready=True, model="tiny", running=2)
     feed.publish_changes()
@@ -96,10 +101,7 @@ async def test_pages_share_one_encoded_message() -> None:
 
 async def test_a_slow_page_gets_a_new_snapshot() -> None:
     """A page that does not read holds a bounded number of messages, and then has the present state."""
-    source = ChangingStatus()
-    feed = source.feed()
-    stream = feed.subscribe()
-    await read(stream)
+    source, feed, stream = await opened()
     for running in range(1, live_feed.QUEUED_MESSAGES + 4):
         source.current = ClusterStatus(ready=True, model="tiny", running=running)
         feed.publish_changes()
@@ -115,10 +117,7 @@ async def test_a_slow_page_gets_a_new_snapshot() -> None:
 
 async def test_history_and_events_reach_open_pages_and_later_ones() -> None:
     """A sample a second, and an event for each change of the cluster."""
-    source = ChangingStatus()
-    feed = source.feed()
-    first = feed.subscribe()
-    await read(first)
+    source, feed, first = await opened()
     feed.publish_changes()
     source.now = 1.5
     lost = NodeStatus("mac-1", "10.0.0.1:7000", health="lost", detail="silent")
@@ -182,10 +181,7 @@ async def test_frames_reach_each_page_once() -> None:
 
 async def test_requests_reach_pages_while_open_and_once_they_ended() -> None:
     """Open requests come once a second with their tokens, and each ended request once."""
-    source = ChangingStatus()
-    feed = source.feed()
-    stream = feed.subscribe()
-    await read(stream)
+    source, feed, stream = await opened()
     first = feed.requests.begin_request("chat", 5.0)
     feed.publish_changes()
     source.now += SAMPLE_SECONDS
