@@ -176,7 +176,6 @@ def write_rows(new: mx.array, rows: RowArrays, pairs: Sequence[mx.array], before
 REPLACED = {
     "packed_linear": (multiply_rows, unpack),
     "attention": (prepare_rows, write_rows, attend_rows),
-    "gdn": (gated_delta_window,),
     "pack": (multiply_rows, gated_delta_window),
 }
 
