@@ -7,15 +7,16 @@ from mtp.checkpoint.families.qwen3_5 import Qwen35
 from mtp.checkpoint.families.qwen3_next import Qwen3Next
 from mtp.flash_next.family import FlashNext
 from mtp.glm_flash.family import GlmFlash
+from mtp.mlx_models.family import MlxLmFamily
 
-FAMILIES: tuple[Family, ...] = (Qwen35(), Qwen3Next(), FlashNext(), GlmFlash())
+FAMILIES: tuple[Family, ...] = (Qwen35(), Qwen3Next(), FlashNext(), GlmFlash(), MlxLmFamily())
 
 
 def find_family(model_type: str) -> tuple[Family, str, bool] | None:
     """Return the family of a `model_type`, the reported type, and whether the repo holds only a head; or None."""
     for family in FAMILIES:
-        if model_type in family.model_types:
-            return family, family.model_types[model_type], False
+        if family.serves(model_type):
+            return family, family.model_types.get(model_type, model_type), False
         if model_type in family.head_types:
             return family, family.head_types[model_type], True
     return None

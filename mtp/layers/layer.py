@@ -193,6 +193,10 @@ class Layer(ABC):
     def new_cache(self, kv_format: KVFormat) -> Any:
         """Return the empty cache of a new sequence, a LayerCache of this variant."""
 
+    def enter(self, x: mx.array, sequences: Sequence[Sequence[Any]], widths: Sequence[int]) -> None:
+        """Prepare all layers of a stage, of which this is the first, for the rows `x`, with each sequence's caches."""
+        return
+
     @abstractmethod
     def forward(
         self,

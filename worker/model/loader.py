@@ -66,9 +66,8 @@ class StageModules:
     @classmethod
     def of(cls, config: ModelConfig, span: Span, parts: Mapping[str, Any]) -> StageModules:
         """Return the loaded `parts`, by name, as the modules of a stage with reference layers."""
-        layers = [config.family.stage_layer(parts[f"layers.{layer}"]) for layer in span]
-        embed, norm, lm_head, head = map(parts.get, ("embed", "norm", "lm_head", "mtp"))
-        return cls(config, span, layers, layers[0].dtype, embed, norm, lm_head, head)
+        layers, *rest = config.family.stage_parts(config.text(), span, parts)
+        return cls(config, span, list(layers), layers[0].dtype, *rest)
 
     def replace_layers(self, replaced: Callable[[Any], Layer], mixed: Callable[[Any], Mixer]) -> None:
         """Replace the reference layers, that of the MTP head included, and the mixers of other layers that have one."""

@@ -108,6 +108,7 @@ class StageForward:
         """Run all layers. A GPU computes some while Python builds the next."""
         widths = [segment.width for _, segment in runs]
         stay_open = [segment.open for _, segment in runs]
+        self.modules.layers[0].enter(x, [sequence.layers for sequence, _ in runs], widths)
         for index, layer in enumerate(self.modules.layers):
             caches = [sequence.layers[index] for sequence, _ in runs]
             x = layer.forward(x, caches, widths, stay_open).astype(self.dtype)

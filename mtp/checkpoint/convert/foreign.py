@@ -15,9 +15,8 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from mtp.checkpoint.families.parameters import gate_half, stack, up_half
+from mtp.checkpoint.families.parameters import Source, gate_half, stack, up_half
 from mtp.checkpoint.format.checkpoint import Checkpoint, Files
-from mtp.checkpoint.format.names import Source
 from mtp.checkpoint.format.parts import read_part
 from mtp.checkpoint.format.shard import TensorInfo
 from proto.errors import CheckpointError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -17,12 +17,39 @@ from mtp.checkpoint.families.shape import Shape
 from mtp.head.drafter import MTPHead
 from mtp.layers.layer import Layer
 from mtp.layers.reference import reference_layer
+from proto.span import Span
 
 CallForm = Literal["xml", "json", "pairs"]
 """The forms of tool calls that the coordinator parses and forces: Qwen3.5's elements, Hermes' objects, GLM's pairs."""
 
 OpenCheckpoint = Any
 """A `mtp.checkpoint.format.checkpoint.Checkpoint`, whose module imports the families."""
+
+
+class Sizes(NamedTuple):
+    """The sizes of a whole model. `positions` is the most tokens of a sequence, `experts` 0 without any.
+
+    Heads are 1 where a family does not cut its layers by them.
+    """
+
+    hidden: int
+    layers: int
+    vocabulary: int
+    positions: int
+    experts: int = 0
+    is_tied: bool | None = None
+    kv_heads: int = 1
+    head_dim: int = 1
+
+
+class StageParts(NamedTuple):
+    """The loaded parts of a stage as the engine calls them. A part that the stage does not own is None."""
+
+    layers: Sequence[Layer]
+    embed: Any = None
+    norm: Any = None
+    lm_head: Any = None
+    head: MTPHead | None = None
 
 
 class Place(NamedTuple):
@@ -78,6 +105,9 @@ class Family(ABC):
     is_own: ClassVar[bool] = False
     """True if mlx-lm has no such model, and `--exact` none of its layers."""
 
+    as_published: ClassVar[bool] = False
+    """True if a class of mlx-lm reads the whole config.json, and `place` the names of tensors with their prefixes."""
+
     sees_images: ClassVar[bool] = True
     """True if the vision part of a checkpoint can be used."""
 
@@ -98,7 +128,29 @@ class Family(ABC):
     )
     """The modules of an MTP head. All others belong to its decoder layer."""
 
+    def serves(self, model_type: str) -> bool:
+        """Return whether this is the family of `model_type`, one of a whole model."""
+        return model_type in self.model_types
+
     # ---- fields
+
+    def text_part(self, config: Text) -> Any:
+        """Return the fields of the language model in a config.json."""
+        return config.get("text_config", config)
+
+    def sizes(self, text: Text) -> Sizes:
+        """Return the sizes of the model. `text` has no problem."""
+        hidden = text["hidden_size"]
+        return Sizes(
+            hidden=hidden,
+            layers=text["num_hidden_layers"],
+            vocabulary=text["vocab_size"],
+            positions=text["max_position_embeddings"],
+            experts=text.get("num_experts") or 0,
+            is_tied=text.get("tie_word_embeddings"),
+            kv_heads=text["num_key_value_heads"],
+            head_dim=text["head_dim"] if "head_dim" in text else hidden // text["num_attention_heads"],
+        )
 
     def named_fields(self, text: Text) -> Text:
         """Return `text` with its sizes by the names that Qwen3.5 has for them. Any field may be missing or wrong."""
@@ -149,6 +201,10 @@ class Family(ABC):
         """Return the rules of a parameter by its name within `part`."""
         return _first_match(self.parameters, f"{part}.{name}")
 
+    def plan_tensors(self, text: Text, stored: Mapping[str, tuple[str, tuple[int, ...]]]) -> Any:
+        """Return the plan of a checkpoint from the types and shapes of its tensors, None to make one from `place`."""
+        return None
+
     @property
     def has_raw_layout(self) -> bool:
         """True if publishers store parameters in another way than converted checkpoints."""
@@ -175,6 +231,15 @@ class Family(ABC):
     def head(self, text: Text) -> MTPHead | None:
         """Return the MTP head without weights, None for a family without. A complete head has all its parameters."""
         return None
+
+    def part(self, text: Text, part: str) -> nn.Module | None:
+        """Return a part beside the layers without weights, None for the usual module."""
+        return None
+
+    def stage_parts(self, text: Text, span: Span, parts: Mapping[str, Any]) -> StageParts:
+        """Return the loaded `parts` of the stage of `span`, by name, with reference layers."""
+        layers = [self.stage_layer(parts[f"layers.{layer}"]) for layer in span]
+        return StageParts(layers, *map(parts.get, ("embed", "norm", "lm_head", "mtp")))
 
     def stage_layer(self, layer: Any) -> Layer:
         """Return what `engine_layer` returned behind the interface of layers."""

@@ -26,6 +26,19 @@ def as_stored(weight: mx.array) -> mx.array:
     return weight
 
 
+@dataclass(frozen=True)
+class Source:
+    """The stored tensors that one parameter is made of, and their transform."""
+
+    stored: tuple[str, ...]
+    transform: Transform = as_stored
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of all tensors to read, those of a packed weight included."""
+        return self.stored
+
+
 def swap_taps(weight: mx.array) -> mx.array:
     """Return the weights `[C, K, 1]` of a convolution that is stored as `[C, 1, K]`."""
     return mx.contiguous(weight.moveaxis(2, 1))

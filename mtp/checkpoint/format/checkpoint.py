@@ -15,13 +15,13 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from mtp.checkpoint.families.parameters import Source
 from mtp.checkpoint.format.config import ModelConfig, read_json_object
 from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.format.names import (
     ADAPTER_FILES,
     IGNORED,
     Layout,
-    Source,
     holds_model,
     is_bare_head,
     is_head,
@@ -154,6 +154,10 @@ class Checkpoint:
     @classmethod
     def assemble(cls, path: Path, config: ModelConfig, layout: Layout, tensors: dict[str, TensorInfo]) -> Checkpoint:
         """Build a checkpoint from tensors whose places are known. Raises CheckpointError if two are one parameter."""
+        stored = {name: (info.dtype, info.shape) for name, info in tensors.items()}
+        if (planned := config.family.plan_tensors(config.text(), stored)) is not None:
+            plans = {part: planned.parts.get(part, {}) for part in part_names(config.num_layers)}
+            return cls(path, config, layout, tensors, plans, planned.unknown, planned.ignored)
         pairs = {part: list[tuple[str, str]]() for part in part_names(config.num_layers)}
         unknown, ignored = [], []
         on_disk: dict[str, dict[str, str]] = {}

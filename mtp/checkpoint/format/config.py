@@ -107,7 +107,7 @@ class ModelConfig:
         config = with_quantization(config, None)
         text = _text(file, config)
         if found := find_family(str(config.get("model_type"))):
-            text = found[0].named_fields(text)
+            text = found[0].named_fields(found[0].text_part(config))
         return _Reader(file, config, text).read(eos_token_ids)
 
     def cut_for(self, cut: Cut) -> ModelConfig:
@@ -131,7 +131,8 @@ class ModelConfig:
 
     def place(self, stored: str) -> Place | None:
         """Return the place of a stored tensor, or None when no part of this model has it."""
-        return self.family.place(local_name(stored) or "", self.text_config)
+        local = stored if self.family.as_published else local_name(stored)
+        return self.family.place(local or "", self.text_config)
 
     def backbone(self) -> nn.Module:
         """Return mlx-lm's model without weights: its names begin with `model.` and `lm_head.`."""
@@ -155,7 +156,7 @@ class ModelConfig:
 
     def text(self) -> dict[str, Any]:
         """Return a copy of `text_config`, since mlx-lm modifies its input."""
-        tied = {"tie_word_embeddings": self.tie_word_embeddings}
+        tied = {} if self.family.as_published else {"tie_word_embeddings": self.tie_word_embeddings}
         return copy.deepcopy(self.text_config) | tied
 
     @property
@@ -186,20 +187,20 @@ class _Reader:
         text = self.text
         if problem := find_wrong_field(family.rules, text) or family.find_problem(text):
             raise self._error(problem)
-        tied = text.get("tie_word_embeddings", self.config.get("tie_word_embeddings", False))
+        sizes = family.sizes(text)
+        tied = self.config.get("tie_word_embeddings", False) if sizes.is_tied is None else sizes.is_tied
         if problem := find_wrong_field(_RULES, {**self.config, "tie_word_embeddings": tied}):
             raise self._error(problem)
-        hidden = text["hidden_size"]
         return ModelConfig(
             model_type=model_type,
-            hidden_size=hidden,
-            num_layers=text["num_hidden_layers"],
-            vocab_size=text["vocab_size"],
+            hidden_size=sizes.hidden,
+            num_layers=sizes.layers,
+            vocab_size=sizes.vocabulary,
             tie_word_embeddings=tied,
-            max_positions=text["max_position_embeddings"],
-            num_experts=text.get("num_experts") or 0,
-            num_kv_heads=text["num_key_value_heads"],
-            head_dim=text["head_dim"] if "head_dim" in text else hidden // text["num_attention_heads"],
+            max_positions=sizes.positions,
+            num_experts=sizes.experts,
+            num_kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
             mtp_layers=self._mtp_layers(family),
             eos_token_ids=eos_token_ids,
             quantization=self._quantization(),

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from mtp.checkpoint.families.family import Family, head_name
-from mtp.checkpoint.families.parameters import Transform, as_stored, gate_half, stack, up_half
+from mtp.checkpoint.families.parameters import Source, gate_half, stack, up_half
 from mtp.checkpoint.known_families import FAMILIES
 from proto.errors import CheckpointError
 
@@ -70,19 +69,6 @@ _EXPERT = re.compile(r"(.*\bmlp)\.experts\.(\d+)\.((?:gate|up|down)_proj\.\w+)")
 _FUSED = re.compile(r"(.*\bmlp)\.experts\.(gate_up|down)_proj")
 
 _MOST_NAMED = 3
-
-
-@dataclass(frozen=True)
-class Source:
-    """The stored tensors that one parameter is made of, and their transform."""
-
-    stored: tuple[str, ...]
-    transform: Transform = as_stored
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """The names of all tensors to read, those of a packed weight included."""
-        return self.stored
 
 
 def local_name(stored: str) -> str | None:

@@ -13,11 +13,11 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mtp.checkpoint.families.parameters import Transform, add_one, as_stored
+from mtp.checkpoint.families.parameters import Source, Transform, add_one, as_stored
 from mtp.checkpoint.format.checkpoint import Checkpoint, Files
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.cut import Share, share_of
-from mtp.checkpoint.format.names import Source, local_name
+from mtp.checkpoint.format.names import local_name
 from proto.errors import CheckpointError
 from proto.span import Span
 from proto.wire import STORED_NAMES
@@ -30,7 +30,9 @@ _SCALES = (*_FLOATS, "U8")
 
 def part_module(config: ModelConfig, part: str) -> nn.Module:
     """Return the unquantized module of a part. Its random weights are lazy and never computed."""
-    module: nn.Module | None
+    if (module := config.family.part(config.text(), part)) is not None:
+        mx.eval(mx.random.state)
+        return module
     match part.partition("."):
         case "embed", _, _:
             module = nn.Embedding(config.vocab_size, config.hidden_size)

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mtp.checkpoint.convert.foreign import MEMBERS, Form, Members, PackedSource, join_members
-from mtp.checkpoint.format.names import Source
+from mtp.checkpoint.families.parameters import Source
 from mtp.checkpoint.format.shard import read_header
 
 FILE = Path(__file__).with_name("goldens.safetensors")

@@ -13,13 +13,21 @@ import pytest
 
 from coordinator.cli import import_command
 from mtp.checkpoint.convert.convert import Settings, convert
-from mtp.checkpoint.families.parameters import Transform, add_one, as_stored, gate_half, stack, swap_taps, up_half
+from mtp.checkpoint.families.parameters import (
+    Source,
+    Transform,
+    add_one,
+    as_stored,
+    gate_half,
+    stack,
+    swap_taps,
+    up_half,
+)
 from mtp.checkpoint.families.qwen3_5 import Qwen35
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import (
     IGNORED,
     Layout,
-    Source,
     is_head,
     local_name,
     plan_part,

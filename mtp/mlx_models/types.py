@@ -1,0 +1,32 @@
+"""The model types that a test has compared with mlx-lm over one, two and three machines, and those that cannot be.
+
+`types.json` is written by that test, `tests/parity/test_mlx_models.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).with_name("types.json")
+
+
+@dataclass(frozen=True)
+class Tested:
+    """The result for a model type. With a `refused` reason it is not served.
+
+    `together` is true if sequences of different lengths may run together, and give the same as each alone.
+    """
+
+    refused: str = ""
+    together: bool = False
+
+
+@cache
+def tested_types() -> dict[str, Tested]:
+    """Return the results by the module of mlx-lm."""
+    found: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return {name: Tested(**result) for name, result in found.items()}

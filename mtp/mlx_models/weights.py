@@ -1,0 +1,188 @@
+"""The tensors of a checkpoint as parameters of a model of mlx-lm, by the `sanitize` of its class.
+
+`sanitize` runs once over lazy zeros of the stored shapes. A tensor that comes out as the same object is read as it is.
+Any other parameter is made when it is read, by the same function, from the tensors of its part that did not survive.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+
+from mtp.checkpoint.families.fields import Text
+from mtp.checkpoint.families.parameters import Source
+from mtp.mlx_models.plan import ModelPlan
+from mtp.mlx_models.skeleton import make_model
+from proto.errors import CheckpointError
+
+Stored = Mapping[str, tuple[str, tuple[int, ...]]]
+"""The safetensors type and the shape of each tensor by its stored name."""
+
+_DTYPES = {
+    "F32": mx.float32,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "U32": mx.uint32,
+    "I32": mx.int32,
+    "I64": mx.int64,
+    "I8": mx.int8,
+    "BOOL": mx.bool_,
+}
+"""The types of MLX by their names in safetensors. MLX loads all types of one byte that it lacks as bytes."""
+
+_NOT_TEXT = re.compile(r"(model\.|language_model\.)?(\w*(vision|visual|audio|image|multi_modal)\w*)\.")
+"""The beginnings of names of other parts than that of text."""
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """The parameters of each part by their name within it, and the stored names that no parameter needs."""
+
+    parts: dict[str, dict[str, Source]]
+    unknown: tuple[str, ...]
+    ignored: tuple[str, ...]
+
+
+def stored_part(plan: ModelPlan, name: str) -> str | None:
+    """Return the part of a stored tensor by its name alone, None for one of another part than text."""
+    if _NOT_TEXT.match(name):
+        return None
+    words = name.split(".")
+    within = plan.paths[0].split(".")[-2]
+    for word, number in pairwise(words):
+        if word in (within, "layers") and number.isdecimal():
+            return f"layers.{int(number)}" if int(number) < len(plan.layers) else "mtp"
+    ends = {path.rpartition(".")[2]: part for path, part in plan.ends}
+    return next((ends[word] for word in words if word in ends), None)
+
+
+def parameter_place(plan: ModelPlan, name: str) -> tuple[str, str] | None:
+    """Return the part of a parameter by the name that the model has for it, and its name within the part."""
+    for index, path in _prefixes(plan, name):
+        return f"layers.{index}", name[len(path) + 1 :]
+    for path, part in plan.ends:
+        if name.startswith(f"{path}."):
+            return part, name
+    return None
+
+
+def _prefixes(plan: ModelPlan, name: str) -> list[tuple[int, str]]:
+    above, _, _ = plan.paths[0].rpartition(".")
+    found = re.match(rf"{re.escape(above)}\.(\d+)\.", name)
+    if found is None or int(found[1]) >= len(plan.paths):
+        return []
+    return [(int(found[1]), plan.paths[int(found[1])])]
+
+
+def plan_tensors(config: Text, plan: ModelPlan, stored: Stored) -> TensorPlan:
+    """Return the plan of all parameters that the tensors `stored` give. Raises CheckpointError."""
+    zeros = {name: _zeros(*info) for name, info in stored.items()}
+    names = {id(array): name for name, array in zeros.items()}
+    # A class may look for layers that another machine holds.
+    held = {stored_part(plan, name) for name in stored}
+    absent = {name: mx.zeros(shape) for name, shape in plan.shapes if _part_of(plan, name) not in held}
+    made = {name: array for name, array in _sanitized(config, absent | zeros).items() if name not in absent}
+    parts: dict[str, dict[str, Source]] = {}
+    later: list[tuple[str, str, str]] = []
+    unknown, used = [], set[str]()
+    for name, array in made.items():
+        place = parameter_place(plan, name)
+        own = names.get(id(array))
+        if place is None:
+            unknown.append(own or name)
+        elif own is not None:
+            parts.setdefault(place[0], {})[place[1]] = Source((own,))
+            used.add(own)
+        else:
+            later.append((*place, name))
+    used |= set(unknown)
+    rest: dict[str, list[str]] = {}
+    for name in stored:
+        if name not in used and (part := stored_part(plan, name)) is not None:
+            rest.setdefault(part, []).append(name)
+    if later and absent:
+        raise CheckpointError(
+            f"{config['model_type']}: the tensors are those of the publisher, which a machine with only some of them "
+            "cannot read. Convert the model once: mtp-coord convert."
+        )
+    text = json.dumps(config, sort_keys=True)
+    for part, within, name in later:
+        sources = tuple(sorted(rest.get(part, ())))
+        parts.setdefault(part, {})[within] = Source(sources, Sanitized(text, sources, name, stored))
+        used |= set(sources)
+    return TensorPlan(parts, tuple(sorted(unknown)), tuple(sorted(stored.keys() - used)))
+
+
+def _part_of(plan: ModelPlan, name: str) -> str | None:
+    place = parameter_place(plan, name)
+    return None if place is None else place[0]
+
+
+def _zeros(dtype: str, shape: tuple[int, ...]) -> mx.array:
+    return mx.zeros(shape, _DTYPES.get(dtype, mx.uint8))
+
+
+def _sanitized(config: Text, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    model: Any = make_model(config)
+    mx.eval(mx.random.state)
+    if not hasattr(model, "sanitize"):
+        return weights
+    try:
+        found: dict[str, mx.array] = model.sanitize(dict(weights))
+    except Exception as error:  # whatever a class does with names that it does not know
+        raise CheckpointError(
+            f"mlx-lm's {config['model_type']} does not find its tensors in this checkpoint: {error!r:.120}. Download "
+            "it again."
+        ) from error
+    return found
+
+
+@dataclass(frozen=True)
+class Sanitized:
+    """The function from the `stored` tensors of a part to the parameter `name` of the model of `config`, as JSON."""
+
+    config: str
+    stored: tuple[str, ...]
+    name: str
+    every: Stored = field(repr=False, compare=False)
+    """All tensors of the checkpoint, by which some classes decide whether it is converted."""
+
+    def __call__(self, *arrays: mx.array) -> mx.array:
+        key = self.config, self.stored, tuple(map(id, arrays))
+        if _made.key != key or self.name not in _made.arrays:
+            others = {name: _zeros(*info) for name, info in self.every.items()}
+            own = others | dict(zip(self.stored, arrays, strict=True))
+            _made.key, _made.arrays = key, _sanitized(json.loads(self.config), own)
+        found = _made.arrays.pop(self.name, None)
+        if found is None:
+            raise ValueError(f"mlx-lm makes no {self.name} of it")
+        return found
+
+
+class _Made:
+    """The parameters of the part that is being read, each until it is taken."""
+
+    key: Any = None
+    arrays: dict[str, mx.array] = {}  # noqa: RUF012
+
+
+_made = _Made()
+
+
+def join_ends(paths: Sequence[str], modules: Sequence[Any], holder: Any) -> Any:
+    """Put `modules` into `holder` at their paths in the model."""
+    for path, module in zip(paths, modules, strict=True):
+        parent = holder
+        *above, last = path.split(".")
+        for name in above:
+            if name not in parent:
+                setattr(parent, name, type(holder)())
+            parent = getattr(parent, name)
+        setattr(parent, last, module)
+    return holder
