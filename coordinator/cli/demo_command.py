@@ -29,6 +29,11 @@ from proto.state_dir import STATE_DIR
 PROMPT = 'def read_config(path):\n    """Read the configuration file and return a dictionary."""\n'
 """Text to continue. The built-in model was trained on Python and little else."""
 
+QUESTION = "Why is the sky blue? Answer in two sentences."
+"""The question for a model that `--model` names, which has to have a chat template."""
+
+BUILTIN = "builtin"
+
 SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 2}
 """Sampling of the answer. With greedy decoding a model of this size soon repeats itself."""
 
@@ -53,8 +58,9 @@ class Program:
 def demo(
     workers: Annotated[int, typer.Option(min=1, max=8, help="Worker processes to start.")] = 3,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 120,
+    model: Annotated[str, typer.Option(help="Directory or repo of a model that answers a question.")] = BUILTIN,
 ) -> None:
-    """Run a whole cluster on this machine with the built-in model.
+    """Run a whole cluster on this machine with the built-in model, or another.
 
     It streams an answer from it. On a terminal it then serves its page until you press Enter. Everything it started is
     stopped when it ends.
@@ -71,12 +77,13 @@ def demo(
         port, *ports = _free_ports(workers + 1)
         console.print(f"The page: http://127.0.0.1:{port}/")
         console.print(f"[dim]starting {', '.join(names)}, coordinator[/dim]")
-        options = ["--model", "builtin", "--no-mdns"]
+        options = ["--model", model, "--no-mdns"]
         for name, own in zip(names, ports, strict=True):
             flags = ["--listen", f"127.0.0.1:{own}", "--name", name, *options]
             programs.append(_start(folder / f"{name}.log", "worker.cli", flags))
         # The coordinator serves as soon as all are there, which on a busy machine takes its time.
-        command = ["serve", *options, "--port", str(port), "--mtp", "2", "--wait", "60"]
+        command = ["serve", *options, "--port", str(port), "--wait", "60"]
+        command += ["--mtp", "2"] if model == BUILTIN else []
         command += [f"--worker=127.0.0.1:{own}" for own in ports]
         coordinator = _start(folder / "coordinator.log", "coordinator.cli", command)
         programs.append(coordinator)
@@ -85,7 +92,15 @@ def demo(
         url = _wait_for(coordinator, console, "serving", "url")
         console.print(f"[dim]serving at {url}[/dim]\n")
         client = stack.enter_context(httpx.Client(base_url=url, timeout=REPLY_SECONDS))
-        _complete(client, console, max_tokens)
+        path, asked, body = "completions", PROMPT, dict[str, Any](prompt=PROMPT)
+        if model != BUILTIN:
+            path, asked, body = (
+                "chat/completions",
+                f"{QUESTION}\n",
+                {"messages": [{"role": "user", "content": QUESTION}]},
+            )
+        console.print(asked, style="bold", end="", markup=False, soft_wrap=True)
+        _stream(client, console, path, {"model": model, "max_tokens": max_tokens, **SAMPLING, **body})
         console.print(render(parse(client.get(client.base_url.copy_with(path="/status")).content)))
         if sys.stdin.isatty() and sys.stdout.isatty():
             console.print(f"\n[bold]Chat with it in a browser: {url.removesuffix('/v1')}/[/bold]")
@@ -147,14 +162,14 @@ def _wait_for(program: Program, console: Console, message: str, field: str) -> s
         time.sleep(0.1)
 
 
-def _complete(client: httpx.Client, console: Console, max_tokens: int) -> None:
-    """Stream one completion and print its speed."""
-    body: dict[str, Any] = {"model": "builtin", "prompt": PROMPT, "max_tokens": max_tokens}
-    body |= {**SAMPLING, "stream": True, "stream_options": {"include_usage": True}}
-    console.print(PROMPT, style="bold", end="", markup=False, soft_wrap=True)
+def _stream(client: httpx.Client, console: Console, path: str, body: dict[str, Any]) -> None:
+    """Stream one answer and print its speed. Raises WorkerLostError for an error of the server."""
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
     started, first, tokens = time.monotonic(), 0.0, 0
-    with client.stream("POST", "completions", json=body) as reply:
-        for line in reply.raise_for_status().iter_lines():
+    with client.stream("POST", path, json=body) as reply:
+        if reply.is_error:
+            raise WorkerLostError(f"the answer failed: {reply.read().decode(errors='replace')[:300]}")
+        for line in reply.iter_lines():
             if not line.startswith("data: {"):
                 continue
             event = json.loads(line.removeprefix("data: "))
@@ -164,6 +179,7 @@ def _complete(client: httpx.Client, console: Console, max_tokens: int) -> None:
                 tokens = event["usage"]["completion_tokens"]
             for choice in event["choices"]:
                 first = first or time.monotonic()
-                console.print(choice["text"], end="", markup=False, soft_wrap=True)
+                text = choice["delta"].get("content") or "" if "delta" in choice else choice["text"]
+                console.print(text, end="", markup=False, soft_wrap=True)
     rate = tokens / max(time.monotonic() - first, 1e-9)
     console.print(f"\n\n[dim]{tokens} tokens, first after {first - started:.2f} s, then {rate:.1f} tokens/s[/dim]\n")
