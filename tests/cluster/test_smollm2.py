@@ -12,6 +12,7 @@ import httpx
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from mlx_lm.utils import load
 
 from tests.support.api.streams import events_of
@@ -49,17 +50,32 @@ def loaded() -> Any:
     return load(str(smollm2()))
 
 
-def own_text(messages: Messages, count: int = TOKENS) -> str:
-    """Return mlx-lm's own greedy answer."""
-    model, tokenizer = loaded()
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    tokens = []
-    with mx.stream(mx.cpu):
-        for token, _ in generate_step(mx.array(prompt), model, max_tokens=count):
+class Conversation:
+    """mlx-lm's own greedy answers, each of which continues the cache of the one before."""
+
+    def __init__(self) -> None:
+        self.cache = make_prompt_cache(loaded()[0])
+        self.known: list[int] = []
+
+    def answer(self, messages: Messages, count: int = TOKENS) -> str:
+        """Return the answer to a conversation that begins with the one before."""
+        model, tokenizer = loaded()
+        prompt = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+        same = next((i for i, (a, b) in enumerate(zip(self.known, prompt, strict=False)) if a != b), len(self.known))
+        trim_prompt_cache(self.cache, len(self.known) - same)
+        tokens: list[int] = []
+        steps = generate_step(mx.array(prompt[same:]), model, max_tokens=count, prompt_cache=self.cache)
+        for token, _ in steps:
             if int(token) in tokenizer.eos_token_ids:
                 break
             tokens.append(int(token))
-    return str(tokenizer.decode(tokens))
+        self.known = [*prompt, *tokens][: self.cache[0].offset]
+        return str(tokenizer.decode(tokens))
+
+
+def own_text(messages: Messages, count: int = TOKENS) -> str:
+    """Return mlx-lm's own greedy answer."""
+    return Conversation().answer(messages, count)
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +93,15 @@ def asked(url: str, messages: Messages, count: int = TOKENS) -> tuple[str, int]:
     return reply["choices"][0]["message"]["content"], cached
 
 
+@pytest.mark.timeout(600)
 def test_a_conversation_has_the_texts_of_mlx_lm(cluster: Cluster) -> None:
     """Every turn goes on from the one before, whose prefix is kept."""
     messages: Messages = [{"role": "system", "content": SYSTEM}]
+    own = Conversation()
     for number, question in enumerate(QUESTIONS):
         messages.append({"role": "user", "content": question})
         text, cached = asked(cluster.url, messages)
-        assert text == own_text(messages)
+        assert text == own.answer(messages)
         assert (cached > 0) == (number > 0)
         messages.append({"role": "assistant", "content": text})
     assert "Paris" in messages[2]["content"]
