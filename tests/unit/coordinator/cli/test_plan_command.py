@@ -39,7 +39,7 @@ def test_json_has_the_promised_keys(model: Path) -> None:
     facts = facts_of(str(model), "--nodes", "3", "--memory", "1GB")
     assert set(facts) == {
         "candidates", "drafts", "machines", "slowest_seconds", "pass_seconds", "capacity", "unused",
-        "rows_on_disk", "vision_bytes", "stages", "reason", "sequences",
+        "rows_on_disk", "vision_bytes", "stages", "reason", "sequences", "fastest", "head",
     }  # fmt: skip
     assert [stage["node"] for stage in facts["stages"]] == ["node-1", "node-2", "node-3"]
     layers = [i for stage in facts["stages"] for i in Span.parse(stage["layers"])]
