@@ -229,6 +229,8 @@ def _print(model: str, facts: dict[str, Any]) -> None:
     )
     if facts["reason"]:
         console.print(f"{facts['reason'].capitalize()}.")
+    if len(facts["candidates"]) == 1:
+        console.print(f"One answer makes {1 / facts['candidates'][0]['token_seconds']:.3g} tokens/s without drafts.")
     if len(facts["candidates"]) > 1:
         _print_candidates(console, facts["candidates"])
         if facts["fastest"] == ONE_MACHINE:
