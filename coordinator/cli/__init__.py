@@ -121,7 +121,7 @@ for _name, (_panel, _, _summary) in COMMANDS.items():
 
 @app.callback()
 def coordinator(version: Annotated[bool, console.version_option(PROGRAM)] = False) -> None:
-    """Serve one Qwen model from several machines, drafting with the model's own MTP head.
+    """Serve one model from several machines: any that mlx-lm has, with drafts by its MTP head where it has one.
 
     Start mtp-worker on each machine, then mtp-coord serve on one of them. Without workers the same engine
     runs in this process. `--model builtin` names the small model that ships with this program.

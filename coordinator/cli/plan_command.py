@@ -15,11 +15,13 @@ from rich.table import Table
 from coordinator.planning import groups
 from coordinator.planning.capacity import plan_capacity
 from coordinator.planning.chips import mac_specs
+from coordinator.planning.groups import ONE_MACHINE
 from coordinator.planning.plan import MAX_FREE_NODES, NodeSpec, StagePlan
 from coordinator.serve import options
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.checkpoint.hub.published import MODELS, converted_headers, find_published
+from mtp.checkpoint.hub.published_configs import MLX_LM_MODELS
 from mtp.checkpoint.hub.remote_checkpoint import open_model
 from mtp.vision.tower import tower_bytes
 from proto.errors import UsageError
@@ -46,7 +48,7 @@ class PlanOptions:
     ] = None
     memory: Annotated[
         int | None,
-        typer.Option(metavar="SIZE", help="Memory of each of --nodes."),
+        typer.Option(metavar="SIZE", help="Memory of each of --nodes, or of each --mac instead of the default."),
         Parsed(parse_size),
     ] = None
     mac: Annotated[
@@ -97,7 +99,7 @@ def _checkpoint(options: PlanOptions) -> Checkpoint:
         return open_model(options.model)
     model = find_published(options.model)
     if model is None:
-        names = ", ".join(one.name for one in MODELS)
+        names = ", ".join(one.name for one in (*MODELS, *MLX_LM_MODELS))
         raise UsageError(
             f"--bits needs a published model, and {options.model!r:.80} is none of {names}. Leave out --bits to plan "
             "any other checkpoint"
@@ -107,10 +109,10 @@ def _checkpoint(options: PlanOptions) -> Checkpoint:
 
 def given_nodes(options: PlanOptions) -> list[NodeSpec]:
     """Return the machines of --node, --nodes and --mac. Raises UsageError without one."""
-    if (options.nodes is None) != (options.memory is None):
+    if (options.nodes is None) != (options.memory is None) and not (options.memory and options.mac):
         raise UsageError("--nodes and --memory go together, as in --nodes 3 --memory 64GB")
     specs = [parse_node(text) for text in options.node]
-    specs += mac_specs(options.mac)
+    specs += [replace(spec, memory_limit=options.memory or spec.memory_limit) for spec in mac_specs(options.mac)]
     if options.nodes is not None and options.memory is not None:
         specs += [NodeSpec(f"node-{i}", options.memory) for i in range(1, options.nodes + 1)]
     if not specs:
@@ -157,6 +159,8 @@ def answer(checkpoint: Checkpoint, specs: Sequence[NodeSpec], options: PlanOptio
     costs, longest = planning.costs_of(found.group_size), checkpoint.config.max_positions
     capacity = plan_capacity(costs, found.stages, longest, options.sequences)
     pinned = any(spec.pinned for spec in specs)
+    candidates = [] if pinned else groups.predict_plans(planning, machines)
+    fastest = min(candidates, key=lambda one: one.fastest, default=None)
     return {
         "candidates": [
             {
@@ -165,10 +169,12 @@ def answer(checkpoint: Checkpoint, specs: Sequence[NodeSpec], options: PlanOptio
                 "drafted_seconds": min(one.drafted, default=None),
                 "weight_bytes": max(stage.weight_bytes for stage in one.plan.stages),
             }
-            for one in ([] if pinned else groups.predict_plans(planning, machines))
+            for one in candidates
         ],
+        "fastest": fastest.text if fastest else None,
+        "head": checkpoint.mtp.complete,
         "machines": len(found.nodes),
-        "drafts": options.mtp,
+        "drafts": options.mtp if checkpoint.mtp.complete else 0,
         "slowest_seconds": found.slowest_seconds,
         "pass_seconds": found.pass_seconds,
         "capacity": asdict(capacity),
@@ -209,10 +215,12 @@ def _print(model: str, facts: dict[str, Any]) -> None:
         table.add_row(name, layers, *map(format_size, sizes), seconds, ends)
     console.print(table)
     slowest, whole = facts["slowest_seconds"], facts["pass_seconds"]
+    drafting = f", drafting {facts['drafts']} ahead" if facts["head"] else ""
     console.print(
-        f"One token through all stages: {_milliseconds(whole)}. "
-        f"Slowest stage: {_milliseconds(slowest)}, drafting {facts['drafts']} ahead."
+        f"One token through all stages: {_milliseconds(whole)}. Slowest stage: {_milliseconds(slowest)}{drafting}."
     )
+    if not facts["head"]:
+        console.print("Without an MTP head it drafts from repeated text alone.")
     room = facts["capacity"]
     fewer = f" of the {facts['sequences']} asked for" * (room["sequences"] < facts["sequences"])
     console.print(
@@ -221,8 +229,12 @@ def _print(model: str, facts: dict[str, Any]) -> None:
     )
     if facts["reason"]:
         console.print(f"{facts['reason'].capitalize()}.")
+    if len(facts["candidates"]) == 1:
+        console.print(f"One answer makes {1 / facts['candidates'][0]['token_seconds']:.3g} tokens/s without drafts.")
     if len(facts["candidates"]) > 1:
         _print_candidates(console, facts["candidates"])
+        if facts["fastest"] == ONE_MACHINE:
+            console.print(f"One answer is fastest on {ONE_MACHINE}. More add room, and serve more answers at once.")
     if facts["rows_on_disk"]:
         size = format_size(facts["rows_on_disk"])
         console.print(f"Rows of n-grams: {size} on the first machine's disk, and not in memory.")

@@ -47,8 +47,8 @@ def recommend(
     for title in ("size", "context", "tokens/s", "drafting", "Macs", "head"):
         table.add_column(title, justify="right", no_wrap=True)
     for one in found:
-        speeds = f"{one.plain:.3g}", f"{one.drafted:.3g}"
-        size, head = format_size(one.nbytes), "included" if one.head else "fetched"
+        speeds = f"{one.plain:.3g}", "-" if one.head is None else f"{one.drafted:.3g}"
+        size, head = format_size(one.nbytes), {True: "included", False: "fetched", None: "none"}[one.head]
         context = f"{one.context // 1024}k"
         table.add_row(one.name, size, context, *speeds, str(one.machines), head)
     console.print(table)
@@ -56,6 +56,7 @@ def recommend(
         console.print("None fits. Add a machine.")
     else:
         console.print("context: tokens that have room. tokens/s: of one answer, plain and drafting.")
+        console.print("Macs: those with which one answer is fastest. More add room, and serve more answers at once.")
         console.print("mtp-coord pull NAME downloads one, and mtp-coord serve NAME serves it.")
 
 

@@ -45,6 +45,10 @@ HOP_SECONDS = 1e-3
 """Seconds. Gap between two stages of a pipeline for one token, as measured on loopback (docs/measurements.md)."""
 
 
+ONE_MACHINE = "one machine"
+"""The name of the plan without a cut."""
+
+
 @dataclass(frozen=True)
 class Parallel:
     """The value of `--parallel`. `groups` of `size` machines; 0 for any number. A size of 1 is a pipeline."""
@@ -216,7 +220,7 @@ def predict_plans(planning: Planning, machines: Sequence[Machine], epoch: int = 
 
 def _predict(planning: Planning, plan: Plan, machines: Sequence[Machine]) -> Prediction:
     stages, size = len(plan.stages), plan.group_size
-    kind = {1: "one machine" if stages == 1 else f"a pipeline of {stages}"}.get(size)
+    kind = {1: ONE_MACHINE if stages == 1 else f"a pipeline of {stages}"}.get(size)
     text = kind or (f"a group of {size}" if stages == 1 else f"{stages} groups of {size}")
     last, costs = plan.stages[-1], planning.costs_of(size)
     speed = min(machine.node.speed for machine in machines if machine.node.name in last.nodes)

@@ -22,7 +22,8 @@ LEAST_CONTEXT = 16_384
 class Recommendation:
     """A model that fits, with the figures of one plan: the fastest for one stream.
 
-    Speeds are tokens a second of one stream, plain and with the best number of drafts.
+    Speeds are tokens a second of one stream, plain and with the best number of drafts. `head` is true if the repo has
+    the MTP head, false if another one has it, and None if no program can draft with one.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Recommendation:
     drafted: float
     machines: int
     plan: str
-    head: bool
+    head: bool | None
 
 
 def joined_spec(name: str, memory_limit: int, bytes_per_second: float | None, chip: str) -> NodeSpec:
@@ -80,5 +81,5 @@ def _recommendation(repo: KnownRepo, specs: Sequence[NodeSpec]) -> Recommendatio
         1 / min(best.drafted, default=best.token),
         len(best.plan.nodes),
         best.text,
-        repo.head,
+        repo.head if checkpoint.config.head() is not None else None,
     )

@@ -91,7 +91,7 @@ class MlxLmFamily(Family):
         return Shape(
             hidden=plan.hidden,
             layers=tuple(
-                LayerShape(kind, token_values=layer.token_values, fixed_bytes=4 * layer.sequence_values)
+                LayerShape(kind, layer.token_values, *_window_or_state(kind, layer.sequence_values))
                 for kind, layer in zip(kinds, plan.layers, strict=True)
             ),
             routed_share=min(1.0, chosen / experts) if experts and chosen else 1.0,
@@ -172,6 +172,11 @@ def _dtype_of(layers: Sequence[nn.Module]) -> mx.Dtype:
             if mx.issubdtype(weight.dtype, mx.floating):
                 count[weight.dtype] += weight.size
     return count.most_common(1)[0][0]
+
+
+def _window_or_state(kind: str, values: int) -> tuple[int, int]:
+    """Return the values of a window of K/V, in the type of activations, and the bytes of a state, in fp32."""
+    return (values, 0) if kind == "window" else (0, 4 * values)
 
 
 def _inner(text: Text) -> Text:

@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 
 from coordinator.cli.plan_command import PlanOptions, answer
+from coordinator.planning.chips import mac_specs
 from coordinator.planning.plan import NodeSpec
+from coordinator.planning.recommend import LEAST_CONTEXT
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.checkpoint.hub.known_repos import KNOWN
 from mtp.checkpoint.hub.published import MODELS, Published, converted_headers
+from mtp.checkpoint.hub.published_configs import MLX_LM_MODELS, MlxLmModel
 from mtp.checkpoint.known_families import FAMILIES
-from proto.errors import CheckpointError
+from mtp.mlx_models import types
+from proto.errors import CheckpointError, MemoryLimitError
 
 LINES = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text().splitlines()
 
@@ -51,6 +55,48 @@ def _billions(count: float) -> str:
     return f"{count / 1e9:.1f} B" if count < 1e12 else f"{count / 1e9:,.0f} B"
 
 
+MACS = ("M4 Pro 24GB", "M4 Pro 48GB", "M4 Max 64GB", "M4 Max 128GB", "M3 Ultra 256GB", "M3 Ultra 512GB")
+"""The Macs of the table of mlx-lm's models, the smallest first."""
+
+
+def _mlx_lm_row(model: MlxLmModel) -> str:
+    size = _gb(sum(converted_headers(model, 4).part_bytes().values()))
+    head = "publisher's" if model.head_layers else "none"
+    parameters = f"{model.parameters:,.4g}, {model.active:.3g}"
+    return f"| `{model.short}` | {parameters} | {size} | {head} | {_smallest(model, 1)} | {_smallest(model, 2)} |"
+
+
+def _smallest(model: MlxLmModel, count: int) -> str:
+    """Return the smallest of `count` equal MACS with room for LEAST_CONTEXT, the room and the predicted speed."""
+    for mac in MACS:
+        options = PlanOptions("", sequences=1, context=LEAST_CONTEXT)
+        specs = mac_specs([mac] * count)
+        if sum(spec.memory_limit for spec in specs) < model.parameters * 5e8:
+            continue
+        try:
+            facts = answer(converted_headers(model, 4), specs, options)
+        except MemoryLimitError:
+            continue
+        found = next(one for one in reversed(facts["candidates"]))
+        return f"{mac}: {facts['capacity']['kv_tokens']:,}; {1 / found['token_seconds']:.3g}"
+    return "-"
+
+
+def test_the_table_of_the_models_of_mlx_lm_is_that_of_the_planner() -> None:
+    """The page has the row of each model in 4 bits: its size, and the smallest Macs with their room and speed."""
+    found = [line for line in LINES if line.count("; ") == 2 or "| - | M3 Ultra" in line]
+    assert found == [_mlx_lm_row(model) for model in MLX_LM_MODELS]
+
+
+def test_the_refused_types_are_named() -> None:
+    """The page counts the types of mlx-lm, and names those that are refused."""
+    tested = types.tested_types()
+    refused = sorted(name for name, found in tested.items() if found.refused)
+    text = " ".join(LINES)
+    assert f"{len(tested) - len(refused)} of its {len(tested)} model types" in text
+    assert [name for name in refused if f"`{name}`" not in text] == []
+
+
 def test_the_memory_of_each_model_is_that_of_the_planner() -> None:
     """The page has the row of every published model, and no other row."""
     found = [line for line in LINES if line.startswith(("| Qwen", "| GLM")) and line.count(" / ") > 2]
@@ -76,13 +122,14 @@ def test_the_size_of_the_largest_model_is_the_published_one() -> None:
 
 def test_the_repos_of_short_names_are_listed() -> None:
     """The page has the row of each known conversion, in the order in which they are taken."""
-    rows = [line for line in LINES if line.startswith(("| `qwen", "| `glm"))]
+    others = {model.repo for model in MLX_LM_MODELS}
     expected = [
         f"| `{one.short}` | {one.bits} | {one.name} | {'included' if one.head else 'fetched'} |"
         for one in KNOWN
-        if one.bits is not None
+        if one.bits is not None and one.name not in others
     ]
-    assert rows[: len(expected)] == expected
+    first = LINES.index(expected[0])
+    assert LINES[first : first + len(expected)] == expected
 
 
 def test_every_model_type_is_named() -> None:
@@ -90,5 +137,5 @@ def test_every_model_type_is_named() -> None:
     text = "\n".join(LINES)
     served = {kind for family in FAMILIES for kind in {**family.model_types, **family.head_types}}
     assert [kind for kind in sorted(served) if f"`{kind}`" not in text] == []
-    with pytest.raises(CheckpointError, match=r"qwen3_moe.*Qwen3\.8.*Qwen3-Next"):
-        ModelConfig.parse(Path("config.json"), {"model_type": "qwen3_moe"})
+    with pytest.raises(CheckpointError, match=r"qwen9.*Qwen3\.8.*Qwen3-Next.*mlx-lm"):
+        ModelConfig.parse(Path("config.json"), {"model_type": "qwen9"})

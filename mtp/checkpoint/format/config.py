@@ -219,10 +219,10 @@ class _Reader:
         name = self.config.get("model_type")
         found = find_family(name) if isinstance(name, str) else None
         if found is None:
-            releases = ", or a ".join(family.releases for family in FAMILIES)
+            releases = ", ".join(family.releases for family in FAMILIES)
             kinds = [kind for family in FAMILIES for kind in family.model_types.values()]
             types = " or ".join(dict.fromkeys(kinds))
-            raise self._error(f"model_type {name!r:.60} is not supported. Use a {releases} checkpoint ({types}).")
+            raise self._error(f"model_type {name!r:.60} is not supported. Use a checkpoint ({types}) of {releases}.")
         family, model_type, head_only = found
         if head_only and self.text.get("num_experts") and model_type == "qwen3_5":
             model_type = "qwen3_5_moe"

@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from mtp.checkpoint.hub.published_configs import MLX_LM_MODELS, find_mlx_lm_model
+
 
 @dataclass(frozen=True)
 class KnownRepo:
@@ -61,6 +63,8 @@ _NAME = re.compile(
     r"(?P<size>flash-next|flash|\d+(?:\.\d+)?[bt](?:-a\d+b)?)(?P<rest>.*)"
 )
 _BITS = re.compile(r"(?i)(?:[-_@:. ]|q)([2-8])(?:-?bit|_[0k]|\b)")
+_OTHER_BITS = re.compile(r"(?i)[235-8]-?bit|[-:_@ ]q[235-8]|bf16|fp8")
+"""Formats besides that of the repos of `MLX_LM_MODELS`."""
 
 
 def _known() -> tuple[KnownRepo, ...]:
@@ -72,7 +76,11 @@ def _known() -> tuple[KnownRepo, ...]:
         found.append(KnownRepo(repo, brand, match["release"], size, bits, head))
     for release, sizes in _OFFICIAL.items():
         found += [KnownRepo(f"Qwen/Qwen{release}-{s}", "qwen", release, s.lower()) for s in sizes.split()]
-    return (*found, KnownRepo("zai-org/GLM-5.3-Flash-BF16", "glm", "5.3", "flash"))
+    found.append(KnownRepo("zai-org/GLM-5.3-Flash-BF16", "glm", "5.3", "flash"))
+    for model in MLX_LM_MODELS:
+        brand, _, size = model.short.partition(":")
+        found.append(KnownRepo(model.repo, brand, "", size, 4, head=False))
+    return tuple(found)
 
 
 KNOWN = _known()
@@ -84,7 +92,8 @@ def known_repo(text: str) -> KnownRepo | None:
     """Return the repo that a short name means, with 4 bits if it names none; None for any other text."""
     match = _NAME.fullmatch(text.strip().removeprefix("qwen/"))
     if match is None or "/" in match["rest"]:
-        return None
+        model = None if _OTHER_BITS.search(text) else find_mlx_lm_model(text)
+        return next((one for one in KNOWN if model and one.name == model.repo), None)
     size = match["size"].lower()
     found = _BITS.search(match["rest"])
     full = "16" in match["rest"]

@@ -18,7 +18,8 @@ from mtp.checkpoint.convert.convert import SAFETENSORS
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.shard import TensorInfo
-from mtp.checkpoint.hub.known_repos import known_repo
+from mtp.checkpoint.hub.known_repos import DEFAULT_BITS, known_repo
+from mtp.checkpoint.hub.published_configs import MlxLmModel, find_mlx_lm_model
 from proto.wire import STORED_BYTES
 
 Choose = Callable[[str, nn.Module], bool | dict[str, Any]]
@@ -162,8 +163,10 @@ MODELS = (
 )
 
 
-def find_published(text: str) -> Published | None:
+def find_published(text: str) -> Published | MlxLmModel | None:
     """Return the published model that a repo, its short name or its conversion names; None for any other text."""
+    if found := find_mlx_lm_model(text.rpartition("/")[2]):
+        return found
     known = known_repo(text.rpartition("/")[2])
     if known is None:
         plain = text.rpartition("/")[2].lower()
@@ -175,11 +178,13 @@ def find_published(text: str) -> Published | None:
 
 
 @lru_cache(maxsize=64)
-def converted_headers(model: Published, bits: int | None) -> Checkpoint:
+def converted_headers(model: Published | MlxLmModel, bits: int | None) -> Checkpoint:
     """Return the checkpoint that `mtp-coord convert` makes of `model`: headers with the sizes of all tensors.
 
     `bits` None is an unquantized conversion in bfloat16.
     """
+    if isinstance(model, MlxLmModel):
+        return _headers_of_class(model, bits)
     # Layers without experts come first, and are among the first four.
     lead = INTERVAL if model.config.get("text_config", {}).get("first_k_dense_replace") else 0
     few = model.parsed(num_hidden_layers=lead + INTERVAL)
@@ -206,6 +211,32 @@ def converted_headers(model: Published, bits: int | None) -> Checkpoint:
         nbytes = math.prod(shape) * STORED_BYTES[dtype]
         tensors[few.family.prefix + name] = TensorInfo(Path("model.safetensors"), dtype, shape, 0, nbytes)
     return Checkpoint.assemble(Path(model.name), parsed, "mlx", tensors)
+
+
+def _headers_of_class(model: MlxLmModel, bits: int | None) -> Checkpoint:
+    """Return the headers of a model of mlx-lm, whose class has all layers and no head."""
+    file = Path(model.name) / "config.json"
+    parsed = ModelConfig.parse(file, model.config)
+    module: Any = parsed.backbone()
+    module.set_dtype(mx.bfloat16)
+    routers = getattr(module, "quant_predicate", None)
+    formats: dict[str, Any] = {}
+
+    def choose(path: str, layer: nn.Module) -> bool | dict[str, Any]:
+        is_expert = hasattr(layer, "to_quantized") and parsed.family.rule(path, "weight").routed
+        found: bool | dict[str, Any] = bits is not None and _is_quantized(routers, path, layer)
+        if model.experts_mode and is_expert:
+            found = {"group_size": 32, "bits": 4, "mode": model.experts_mode}
+        if isinstance(found, dict):
+            formats[path] = found
+        return found
+
+    nn.quantize(module, _GROUP, bits or DEFAULT_BITS, class_predicate=choose)
+    mx.eval(mx.random.state)  # the random weights are never computed
+    tensors = {name: _info(weight) for name, weight in dict(tree_flatten(module.parameters())).items()}
+    packed = {"quantization": {"group_size": _GROUP, "bits": bits or DEFAULT_BITS, **formats}}
+    config = model.config | (packed if bits or formats else {})
+    return Checkpoint.assemble(file.parent, ModelConfig.parse(file, config), "mlx", tensors)
 
 
 def _is_quantized(routers: Choose | None, path: str, module: nn.Module) -> bool | dict[str, Any]:

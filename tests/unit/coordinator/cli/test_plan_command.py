@@ -39,7 +39,7 @@ def test_json_has_the_promised_keys(model: Path) -> None:
     facts = facts_of(str(model), "--nodes", "3", "--memory", "1GB")
     assert set(facts) == {
         "candidates", "drafts", "machines", "slowest_seconds", "pass_seconds", "capacity", "unused",
-        "rows_on_disk", "vision_bytes", "stages", "reason", "sequences",
+        "rows_on_disk", "vision_bytes", "stages", "reason", "sequences", "fastest", "head",
     }  # fmt: skip
     assert [stage["node"] for stage in facts["stages"]] == ["node-1", "node-2", "node-3"]
     layers = [i for stage in facts["stages"] for i in Span.parse(stage["layers"])]
@@ -87,3 +87,32 @@ def test_what_is_no_node_is_refused(text: str) -> None:
     """A malformed node is a UsageError that shows the form or names the setting."""
     with pytest.raises(UsageError):
         parse_node(text)
+
+
+PAIR = ("--mac", "M4 Max 128GB", "--mac", "M4 Max 128GB")
+
+
+def test_a_model_of_mlx_lm_is_planned_without_a_download() -> None:
+    """GLM-4.7 in 4 bits exceeds what two Macs of 128 GB give to a program by default, and --memory raises it."""
+    with pytest.raises(MemoryLimitError, match="weights of 199 GB"):
+        run("glm-4.7", "--bits", "4", *PAIR)
+    facts = facts_of("glm-4.7", "--bits", "4", *PAIR, "--memory", "112GB")
+    assert [stage["memory_limit"] for stage in facts["stages"]] == [112 * 10**9] * 2
+    assert facts["head"] is False and facts["drafts"] == 0
+    assert facts["candidates"][0]["drafted_seconds"] is None
+
+
+def test_the_plan_says_where_one_machine_is_faster() -> None:
+    """A pipeline adds its hop to a token: where the model fits one of two equal Macs, this one is faster alone."""
+    text = run("llama3.3:70b", "--bits", "4", *PAIR)
+    assert "One answer is fastest on one machine." in text
+    assert "drafts from repeated text alone" in text
+    assert "drafting" not in text
+    facts = facts_of("qwen3:235b-a22b", "--bits", "4", *PAIR)
+    assert facts["fastest"] == "a pipeline of 2"
+    assert "fastest on one machine" not in run("qwen3:235b-a22b", "--bits", "4", *PAIR)
+
+
+def test_memory_belongs_to_some_machines(model: Path) -> None:
+    with pytest.raises(UsageError, match="--nodes and --memory go together"):
+        run(str(model), "--memory", "1GB", "--node", "a=1GB")

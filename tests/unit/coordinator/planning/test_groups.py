@@ -21,6 +21,7 @@ from coordinator.planning.plan import LayerCost, ModelCosts, NodeSpec, Plan, Wor
 from coordinator.planning.recommend import recommendations
 from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.hub.published import converted_headers, find_published
+from mtp.checkpoint.hub.published_configs import MLX_LM_MODELS
 from proto.errors import ClusterError, MemoryLimitError, SpanError, UsageError
 from proto.span import Span
 
@@ -239,6 +240,20 @@ def test_a_recommendation_has_the_figures_of_one_plan(macs: tuple[str, ...]) -> 
             assert one == alone[one.name]
         elif one.name in alone:  # more Macs are taken only where they are faster
             assert max(one.plain, one.drafted) > max(alone[one.name].plain, alone[one.name].drafted)
+
+
+def test_models_of_mlx_lm_are_recommended_where_they_fit() -> None:
+    """Each has its row on a large machine. No program drafts with a head that its conversions lack."""
+    found = {one.name: one for one in recommendations(mac_specs(["M3 Ultra 512GB"] * 2))}
+    for model in MLX_LM_MODELS:
+        one = found[model.short]
+        assert (one.repo, one.head, one.drafted) == (model.repo, None, one.plain)
+    assert found["kimi-k2:1t-a32b"].machines == 2
+    assert found["glm4.7:355b-a32b"].machines == 1
+    small = {one.name for one in recommendations(mac_specs(["M4 Pro 48GB"] * 2))}
+    assert small & {model.short for model in MLX_LM_MODELS} == {
+        "mistral-small:24b", "nemotron-3-nano:30b-a3b", "llama3.3:70b", "gpt-oss:120b"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["", "2", "0x2", "2x0", "2x9", "4x1", "x", "tensor2", "999x2"])
