@@ -1,6 +1,6 @@
 """The tensors of a checkpoint as parameters of a model of mlx-lm, by the `sanitize` of its class.
 
-`sanitize` runs once over lazy zeros of the stored shapes. A tensor that comes out as the same object is read as it is.
+`sanitize` runs once over zeros of the stored shapes. A tensor that comes out as it went in is read as it is.
 Any other parameter is made when it is read, by the same function, from the tensors of its part that did not survive.
 """
 
@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 from itertools import pairwise
 from typing import Any
 
@@ -88,12 +89,14 @@ def plan_tensors(config: Text, plan: ModelPlan, stored: Stored) -> TensorPlan:
     held = {stored_part(plan, name) for name in stored}
     absent = {name: mx.zeros(shape) for name, shape in plan.shapes if _part_of(plan, name) not in held}
     made = {name: array for name, array in _sanitized(config, absent | zeros).items() if name not in absent}
+    survivors = [array for array in made.values() if id(array) in names]
+    changed = _computed(survivors)
     parts: dict[str, dict[str, Source]] = {}
     later: list[tuple[str, str, str]] = []
     unknown, used = [], set[str]()
     for name, array in made.items():
         place = parameter_place(plan, name)
-        own = names.get(id(array))
+        own = None if id(array) in changed else names.get(id(array))
         if place is None:
             unknown.append(own or name)
         elif own is not None:
@@ -114,7 +117,7 @@ def plan_tensors(config: Text, plan: ModelPlan, stored: Stored) -> TensorPlan:
     text = json.dumps(config, sort_keys=True)
     for part, within, name in later:
         sources = tuple(sorted(rest.get(part, ())))
-        parts.setdefault(part, {})[within] = Source(sources, Sanitized(text, sources, name, stored))
+        parts.setdefault(part, {})[within] = Source(sources, Sanitized(text, sources, name, stored), decides_type=True)
         used |= set(sources)
     return TensorPlan(parts, tuple(sorted(unknown)), tuple(sorted(stored.keys() - used)))
 
@@ -125,7 +128,17 @@ def _part_of(plan: ModelPlan, name: str) -> str | None:
 
 
 def _zeros(dtype: str, shape: tuple[int, ...]) -> mx.array:
-    return mx.zeros(shape, _DTYPES.get(dtype, mx.uint8))
+    """Return zeros that take no memory of their own, and are no result of a computation."""
+    zeros = mx.broadcast_to(mx.array(0, _DTYPES.get(dtype, mx.uint8)), shape)
+    mx.eval(zeros)
+    return zeros
+
+
+def _computed(arrays: Sequence[mx.array]) -> set[int]:
+    """Return the ids of those `arrays` that a class has changed in place: they are no leaves of their graph."""
+    graph = StringIO()
+    mx.export_to_dot(graph, **{f"t{number}": array for number, array in enumerate(arrays)})
+    return {id(arrays[int(number)]) for number in re.findall(r'rank=sink; "t(\d+)"', graph.getvalue())}
 
 
 def _sanitized(config: Text, weights: dict[str, mx.array]) -> dict[str, mx.array]:
