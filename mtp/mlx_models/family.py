@@ -111,6 +111,10 @@ class MlxLmFamily(Family):
     def path(self, part: str, within: str) -> str:
         return f"{part}.{within}" if part.startswith("layers.") else within
 
+    def module_path(self, text: Text, part: str, within: str) -> str:
+        kind, _, number = part.partition(".")
+        return f"{plan_of(text).paths[int(number)]}.{within}" if kind == "layers" else within
+
     def plan_tensors(self, text: Text, stored: Stored) -> TensorPlan:
         return plan_tensors(text, plan_of(text), stored)
 

@@ -144,8 +144,8 @@ class Checkpoint:
             except (RuntimeError, ValueError) as error:
                 others = [name for name, i in self.tensors.items() if i.file == file and i.dtype in _UNREAD]
                 raise CheckpointError(
-                    f"{file}: MLX cannot read {join_names(others) or 'it'}: {error}. Use the checkpoint that Qwen "
-                    "publishes, or convert it again."
+                    f"{file}: MLX cannot read {join_names(others) or 'it'}: {error}. Use the checkpoint of its "
+                    "publisher, or convert it again."
                 ) from error
             assert isinstance(loaded, dict)
             files[file] = loaded
@@ -208,6 +208,12 @@ class Checkpoint:
     def disk_bytes(self) -> int:
         """Bytes of the tensors that stay on disk."""
         return sum(self.tensors[name].nbytes for names in self.on_disk.values() for name in names.values())
+
+    @property
+    def is_raw(self) -> bool:
+        """True if mlx-lm's class makes parameters of the tensors, which are those of the publisher."""
+        made = (source.decides_type for plan in self.plans.values() for source in plan.values())
+        return any(made)
 
     @property
     def norm_type(self) -> str:

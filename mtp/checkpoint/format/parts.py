@@ -103,7 +103,7 @@ def check_types(checkpoint: Checkpoint, part: str) -> None:
             if info.dtype not in wanted:
                 raise CheckpointError(
                     f"{info.file}: tensor {stored} is stored as {info.dtype}; "
-                    f"{' or '.join(wanted)} is needed. Use the checkpoint that Qwen publishes in BF16, or one "
+                    f"{' or '.join(wanted)} is needed. Use the checkpoint that its publisher has in BF16, or one "
                     "that mtp-coord convert made."
                 )
 
@@ -236,7 +236,7 @@ def report(checkpoint: Checkpoint) -> dict[str, Any]:
         "bytes": _bytes(checkpoint),
         "dtypes": _dtypes(checkpoint),
         "quantization": _quantization(checkpoint),
-        "norms": "raw" if checkpoint.layout == "raw" else "shifted",
+        "norms": _norms(checkpoint),
         "tie_word_embeddings": config.tie_word_embeddings,
         "max_positions": config.max_positions,
         "mtp": {**asdict(checkpoint.mtp), "complete": checkpoint.mtp.complete},
@@ -244,6 +244,13 @@ def report(checkpoint: Checkpoint) -> dict[str, Any]:
         "ignored_tensors": list(checkpoint.ignored),
         "missing_tensors": list(missing_from_backbone(checkpoint)),
     }
+
+
+def _norms(checkpoint: Checkpoint) -> str:
+    """Return how the weights of RMSNorm are stored: `as stored` for a family in which publishers do the same."""
+    if not checkpoint.config.family.has_raw_layout:
+        return "as stored"
+    return "raw" if checkpoint.layout == "raw" else "shifted"
 
 
 def _parameters(checkpoint: Checkpoint) -> int:
