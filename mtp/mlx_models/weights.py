@@ -37,17 +37,26 @@ _DTYPES = {
 }
 """The types of MLX by their names in safetensors. MLX loads all types of one byte that it lacks as bytes."""
 
+_QUANTIZED = ("scales", "biases", "global_scale")
+"""The tensors of a quantized weight besides its codes."""
+
 _NOT_TEXT = re.compile(r"(model\.|language_model\.)?(\w*(vision|visual|audio|image|multi_modal)\w*)\.")
 """The beginnings of names of other parts than that of text."""
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The parameters of each part by their name within it, and the stored names that no parameter needs."""
+    """The parameters of each part by their name within it, and the stored names that no parameter needs.
+
+    `is_raw` is true for tensors of the publisher, from which parameters are made. `is_whole` is true if there are some
+    of each part.
+    """
 
     parts: dict[str, dict[str, Source]]
     unknown: tuple[str, ...]
     ignored: tuple[str, ...]
+    is_raw: bool
+    is_whole: bool
 
 
 def stored_part(plan: ModelPlan, name: str) -> str | None:
@@ -104,22 +113,32 @@ def plan_tensors(config: Text, plan: ModelPlan, stored: Stored) -> TensorPlan:
             used.add(own)
         else:
             later.append((*place, name))
+    read = {name: stored[name] for name in used}
     used |= set(unknown)
     rest: dict[str, list[str]] = {}
     for name in stored:
         if name not in used and (part := stored_part(plan, name)) is not None:
             rest.setdefault(part, []).append(name)
-    if later and absent:
-        raise CheckpointError(
-            f"{config['model_type']}: the tensors are those of the publisher, which a machine with only some of them "
-            "cannot read. Convert the model once: mtp-coord convert."
-        )
+    is_raw = bool(later) and not _is_converted(plan, stored)
+    is_raw = is_raw or (bool(absent) and not _is_converted(plan, read))
     text = json.dumps(config, sort_keys=True)
     for part, within, name in later:
         sources = tuple(sorted(rest.get(part, ())))
         parts.setdefault(part, {})[within] = Source(sources, Sanitized(text, sources, name, stored), decides_type=True)
         used |= set(sources)
-    return TensorPlan(parts, tuple(sorted(unknown)), tuple(sorted(stored.keys() - used)))
+    return TensorPlan(parts, tuple(sorted(unknown)), tuple(sorted(stored.keys() - used)), is_raw, is_whole=not absent)
+
+
+def _is_converted(plan: ModelPlan, stored: Stored) -> bool:
+    """Return whether all tensors have names and shapes of parameters. A class may still make them anew."""
+    shapes = dict(plan.shapes)
+    for name, (_, shape) in stored.items():
+        module, _, leaf = name.rpartition(".")
+        if stored_part(plan, name) is None or leaf in _QUANTIZED:
+            continue
+        if name not in shapes or (shapes[name] != shape and f"{module}.scales" not in stored):
+            return False
+    return True
 
 
 def _part_of(plan: ModelPlan, name: str) -> str | None:

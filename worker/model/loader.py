@@ -127,6 +127,7 @@ def load_stage(
     checkpoint.check_names()
     if missing := missing_tensors(checkpoint, parts):
         raise checkpoint.missing_tensors_error(missing)
+    checkpoint.check_readable()
     for part in parts:
         check_types(checkpoint, part)
     if "mtp" in parts:
