@@ -126,6 +126,10 @@ class Skeleton:
             return self._rows
         return x
 
+    def module(self, path: str) -> Any:
+        """Return the module at `path`."""
+        return dict(self.model.named_modules())[path]
+
     def replace_module(self, path: str, module: nn.Module) -> None:
         """Put `module` in the place `path`, where it becomes a tap if it is a layer."""
         parent: Any = self.model

@@ -16,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mtp.checkpoint.families.family import Family, head_name
 from mtp.checkpoint.families.fields import Text
 from mtp.checkpoint.families.parameters import Source
 from mtp.mlx_models.plan import ModelPlan
@@ -39,6 +40,13 @@ _DTYPES = {
 
 _QUANTIZED = ("scales", "biases", "global_scale")
 """The tensors of a quantized weight besides its codes."""
+_NEXTN = re.compile(
+    r"(?:(?:language_model|model)\.)*(?:mtp_layers|nextn_layers|nextn|mtp)\.(?:layers\.)?(?:(\d+)\.)?(.+)"
+)
+"""The names of a head that stands beside the layers. Only the first layer of a head drafts."""
+
+_REPEATED = re.compile(r"embed_tokens\.|shared_head\.(head|output)\.")
+"""The modules of a head that repeat those of the model."""
 
 _NOT_TEXT = re.compile(r"(model\.|language_model\.)?(\w*(vision|visual|audio|image|multi_modal)\w*)\.")
 """The beginnings of names of other parts than that of text."""
@@ -63,6 +71,8 @@ def stored_part(plan: ModelPlan, name: str) -> str | None:
     """Return the part of a stored tensor by its name alone, None for one of another part than text."""
     if _NOT_TEXT.match(name):
         return None
+    if name_in_head(plan, name) is not None:
+        return "mtp"
     words = name.split(".")
     within = plan.paths[0].split(".")[-2]
     for word, number in pairwise(words):
@@ -70,6 +80,19 @@ def stored_part(plan: ModelPlan, name: str) -> str | None:
             return f"layers.{int(number)}" if int(number) < len(plan.layers) else "mtp"
     ends = {path.rpartition(".")[2]: part for path, part in plan.ends}
     return next((ends[word] for word in words if word in ends), None)
+
+
+def name_in_head(plan: ModelPlan, name: str) -> str | None:
+    """Return the name of a stored tensor within the MTP head, empty for one without use, None for one elsewhere."""
+    if beside := _NEXTN.fullmatch(name):
+        number, within = int(beside[1] or 0), beside[2]
+    elif after := re.fullmatch(rf"{re.escape(plan.paths[0].rpartition('.')[0])}\.(\d+)\.(.+)", name):
+        number, within = int(after[1]) - len(plan.layers), after[2]
+    else:
+        return None
+    if number < 0:
+        return None
+    return "" if number or _REPEATED.match(within) else head_name(within, Family.head_modules)
 
 
 def parameter_place(plan: ModelPlan, name: str) -> tuple[str, str] | None:
@@ -90,13 +113,17 @@ def _prefixes(plan: ModelPlan, name: str) -> list[tuple[int, str]]:
     return [(int(found[1]), plan.paths[int(found[1])])]
 
 
-def plan_tensors(config: Text, plan: ModelPlan, stored: Stored) -> TensorPlan:
-    """Return the plan of all parameters that the tensors `stored` give. Raises CheckpointError."""
+def plan_tensors(config: Text, plan: ModelPlan, stored: Stored, *, alone: bool = False) -> TensorPlan:
+    """Return the plan of all parameters that the tensors `stored` give. Raises CheckpointError.
+
+    `alone` says that the class reads these without any other tensor.
+    """
     zeros = {name: _zeros(*info) for name, info in stored.items()}
     names = {id(array): name for name, array in zeros.items()}
     # A class may look for layers that another machine holds.
     held = {stored_part(plan, name) for name in stored}
-    absent = {name: mx.zeros(shape) for name, shape in plan.shapes if _part_of(plan, name) not in held}
+    missing = () if alone else plan.shapes
+    absent = {name: mx.zeros(shape) for name, shape in missing if _part_of(plan, name) not in held}
     made = {name: array for name, array in _sanitized(config, absent | zeros).items() if name not in absent}
     survivors = [array for array in made.values() if id(array) in names]
     changed = _computed(survivors)

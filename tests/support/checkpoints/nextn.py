@@ -1,0 +1,102 @@
+"""Small random checkpoints of mlx-lm's model types with an MTP head, as their publishers store them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+
+from mtp.mlx_models.skeleton import make_model
+from tests.support.tiny_configs import tiny_config
+
+Weights = dict[str, mx.array]
+
+HEAD_NAMES = {
+    "enorm.weight": "pre_fc_norm_embedding.weight",
+    "hnorm.weight": "pre_fc_norm_hidden.weight",
+    "eh_proj.weight": "fc.weight",
+    "shared_head.norm.weight": "norm.weight",
+}
+"""From the publishers' names of the modules around the head's layer to those of `mtp.`."""
+
+
+class NextN:
+    """A tiny model of `model_type` whose layer after the last is the head, with its weights by mlx-lm's names."""
+
+    def __init__(self, model_type: str, seed: int = 0, **fields: Any) -> None:
+        self.config = {**tiny_config(model_type), "eos_token_id": [], **fields, "num_nextn_predict_layers": 1}
+        self.layers: int = self.config["num_hidden_layers"]
+        mx.random.seed(seed)
+        longer = make_model({**self.config, "num_hidden_layers": self.layers + 1})
+        parameters: Any = tree_flatten(longer.parameters())
+        self.weights: Weights = {name: _spread(name, weight.shape) for name, weight in parameters}
+        hidden = self.config["hidden_size"]
+        for name in HEAD_NAMES:
+            shape = (hidden, 2 * hidden) if name.startswith("eh_proj") else (hidden,)
+            self.weights[self.prefix + name] = _spread(name, shape)
+        mx.eval(self.weights)
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of the publishers' names of the head."""
+        return f"model.layers.{self.layers}."
+
+    def trunk(self) -> Weights:
+        """Return the weights of the model without its head."""
+        return {name: weight for name, weight in self.weights.items() if not name.startswith(self.prefix)}
+
+    def published(self) -> Weights:
+        """Return all weights by the publishers' names: experts one by one, and the head's own copies of the ends."""
+        found: Weights = {}
+        for name, weight in self.weights.items():
+            if stack := re.fullmatch(r"(.*\.mlp)\.switch_mlp\.(.+)", name):
+                found |= {f"{stack[1]}.experts.{e}.{stack[2]}": one for e, one in enumerate(weight)}
+            elif name.endswith("embed_q.weight"):
+                values = self.weights[name.replace("embed_q", "unembed_out")]
+                both = mx.concatenate([weight.swapaxes(-1, -2), values], axis=1)
+                found[name.replace("embed_q", "kv_b_proj")] = both.reshape(-1, both.shape[-1])
+            elif not name.endswith("unembed_out.weight"):
+                found[name] = weight
+        found[f"{self.prefix}embed_tokens.weight"] = self.weights["model.embed_tokens.weight"]
+        found[f"{self.prefix}shared_head.head.weight"] = self.weights["lm_head.weight"]
+        return found
+
+    def converted(self, *, with_head: bool = True) -> Weights:
+        """Return all weights by the names of a converted checkpoint."""
+        found = self.trunk()
+        for name, weight in self.weights.items():
+            if with_head and name.startswith(self.prefix):
+                within = name.removeprefix(self.prefix)
+                found[f"mtp.{HEAD_NAMES.get(within, f'layers.0.{within}')}"] = weight
+        return found
+
+    def write(self, path: Path, weights: Weights) -> Path:
+        """Write a checkpoint with these weights. Return `path`."""
+        path.mkdir(parents=True)
+        (path / "config.json").write_text(json.dumps(self.config))
+        mx.save_safetensors(str(path / "model.safetensors"), {n: mx.contiguous(w) for n, w in weights.items()})
+        return path
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        """Return the greedy tokens of mlx-lm."""
+        model: Any = make_model(self.config)
+        model.load_weights([*self.trunk().items()])
+        model.eval()
+        steps = generate_step(mx.array(list(prompt)), model, max_tokens=count)
+        return [int(token) for token, _ in steps]
+
+
+def _spread(name: str, shape: Sequence[int]) -> mx.array:
+    """Return normal values of a parameter so that every mechanism matters: norms are no ones."""
+    drawn = mx.random.normal(shape)
+    if name.endswith("bias"):
+        return 0.2 * drawn
+    if "embed_tokens" in name:
+        return drawn
+    return 1 + 0.2 * drawn if len(shape) == 1 else 1.5 * drawn * shape[-1] ** -0.5
