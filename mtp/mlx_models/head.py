@@ -87,7 +87,11 @@ def split_head(text: Text, plan: ModelPlan, stored: Stored) -> tuple[TensorPlan,
         elif found:
             own[found] = Source((name,))
     # The class treats the head's layer as one of its own: it stacks experts, and splits and joins what it does there.
-    layer = plan_tensors(head_config(text), structure, {new: stored[name] for new, name in inner.items()}, alone=True)
+    renamed = {new: stored[name] for new, name in inner.items()}
+    try:
+        layer = plan_tensors(head_config(text), structure, renamed, alone=True)
+    except CheckpointError:  # an expert is missing, and the model is complete without a head
+        layer = TensorPlan({}, (), tuple(renamed))
     for name, source in layer.parts.get(f"layers.{_SPAN.start}", {}).items():
         own[f"{_LAYER}{name}"] = replace(source, stored=tuple(inner[one] for one in source.stored))
     ignored = [name for name, found in within.items() if not found] + [inner[name] for name in layer.ignored]

@@ -1,0 +1,274 @@
+"""Heads of the NextN form: against transformers' layers, over stages and drafts, with a known accuracy."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from coordinator.drafts.controller import MtpMode
+from coordinator.schedule.admission import Limits
+from coordinator.schedule.request import GenerationRequest
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.head.drafter import HeadState
+from mtp.layers.layer import KVFormat, Member
+from mtp.mlx_models.head import TYPES
+from proto.errors import CheckpointError
+from proto.params import SamplingParams
+from proto.span import Span
+from tests.bench.exactness import answers_together
+from tests.support.checkpoints.nextn import WORDS, NextN, dialled
+from tests.support.stages.local_run import Answered, run
+from tests.support.stages.local_stages import local_stages
+from worker.engine.state_codec import decode_state, encode_arrays, head_arrays, head_from
+from worker.model.loader import StageModules, load_stage
+
+TOKENS = [random.Random(1).randrange(128) for _ in range(40)]
+
+
+@cache
+def small(model_type: str) -> NextN:
+    """Return the tiny model of a type."""
+    return NextN(model_type)
+
+
+def written(path: Path, model: NextN) -> Path:
+    """Write a model as its publisher does."""
+    return model.write(path / "model", model.published())
+
+
+def requests(count: int, lengths: Sequence[int], words: int = 128) -> list[GenerationRequest]:
+    """Return a greedy and a sampled request of `count` tokens for each length of a prompt."""
+    found = []
+    for seed, length in enumerate(lengths):
+        prompt = tuple((7 * i + seed) % words for i in range(length))
+        found += [GenerationRequest(prompt, count, SamplingParams(temperature=t, seed=seed)) for t in (0.0, 0.6)]
+    return found
+
+
+def answers(path: Path, mtp: str, stages: int, asked: Sequence[GenerationRequest], **options: Any) -> list[Answered]:
+    """Return the answers of `stages` stages."""
+    return run(path, asked, mtp=mtp, stages=stages, dtype="float32", limits=LIMITS, **options)
+
+
+LIMITS = Limits(context=512, prefill_chunk=64)
+
+
+# ---- the head alone
+
+
+def transformers_layer(model: NextN) -> Any:
+    """Return transformers' own decoder layer with the published weights of the head, as a function of rows."""
+    torch = pytest.importorskip("torch", reason="transformers needs torch")
+    if model.config["model_type"] == "glm4_moe":
+        from transformers.models.glm4_moe import modeling_glm4_moe as theirs
+
+        kind, layer_kind, turns = theirs.Glm4MoeConfig, theirs.Glm4MoeDecoderLayer, theirs.Glm4MoeRotaryEmbedding
+    else:
+        from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
+
+        kind, layer_kind = theirs.DeepseekV3Config, theirs.DeepseekV3DecoderLayer
+        turns = theirs.DeepseekV3RotaryEmbedding
+    fields = {name: value for name, value in model.config.items() if name != "model_type"}
+    if "qk_rope_head_dim" in fields:  # which is what transformers calls head_dim
+        fields["head_dim"] = fields["qk_rope_head_dim"]
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    rope["partial_rotary_factor"] = fields.get("partial_rotary_factor", 1.0)
+    config = kind(**{**fields, "rope_parameters": rope})
+    config._attn_implementation = "eager"
+    layer = layer_kind(config, model.layers).float().eval()
+    tensors = {name: torch.tensor(np.array(weight)) for name, weight in model.published().items()}
+    own = {n.removeprefix(model.prefix): w for n, w in tensors.items() if n.startswith(model.prefix)}
+    count = model.config["n_routed_experts"]
+    for name, projections in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        each = [torch.cat([own[f"mlp.experts.{e}.{p}.weight"] for p in projections]) for e in range(count)]
+        own[f"mlp.experts.{name}"] = torch.stack(each)
+    missing = layer.load_state_dict(own, strict=False).missing_keys
+    assert not missing, missing
+
+    def computed(rows: Any) -> Any:
+        length = rows.shape[1]
+        mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
+        places = torch.arange(length)[None]
+        angles = turns(config)(rows, places)
+        found = layer(rows, attention_mask=mask, position_ids=places, position_embeddings=angles)
+        return found[0] if isinstance(found, tuple) else found
+
+    return own, computed
+
+
+def loaded(path: Path) -> StageModules:
+    """Load all layers, with the head."""
+    return load_stage(Checkpoint.open(path), Span(0, 4), first=True, last=True, dtype=mx.float32)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
+def test_a_head_is_that_of_other_engines(model_type: str, tmp_path: Path) -> None:
+    """A first draft for each token and a second one after it, against transformers' layer with the published names."""
+    torch = pytest.importorskip("torch", reason="transformers needs torch")
+    model = small(model_type)
+    own, layer = transformers_layer(model)
+    stage = loaded(written(tmp_path, model))
+    assert stage.head is not None
+    mx.random.seed(3)
+    hidden, following = mx.random.normal((len(TOKENS), 64)), [*TOKENS[1:], 7]
+
+    def reference(tokens: Sequence[int], rows: Any) -> Any:
+        def norm(x: Any, name: str) -> Any:
+            return torch.nn.functional.rms_norm(x, (64,), own[f"{name}.weight"], model.config["rms_norm_eps"])
+
+        joined = torch.cat([norm(own["embed_tokens.weight"][list(tokens)][None], "enorm"), norm(rows, "hnorm")], dim=-1)
+        return norm(layer(joined @ own["eh_proj.weight"].T), "shared_head.norm")
+
+    cache = stage.head.block.new_cache(KVFormat())
+    first, start = [], 0
+    for width in (17, 1, 22):
+        tokens = stage.embed_tokens(mx.array(following[start : start + width]))
+        first.append(stage.head.advance(tokens, hidden[start : start + width], [cache], [width]))
+        start += width
+    second = stage.head.advance(stage.embed_tokens(mx.array([9])), first[-1][-1:], [cache], [1])
+    with torch.no_grad():
+        given = torch.tensor(np.array(hidden))[None]
+        expected = reference(following, given)
+        chained = reference([*following, 9], torch.cat([given, expected[:, -1:]], dim=1))
+    assert np.abs(np.array(mx.concatenate(first)) - expected[0].numpy()).max() <= 1e-4
+    assert np.abs(np.array(second) - chained[0, -1:].numpy()).max() <= 1e-4
+
+
+def test_the_logits_of_the_model_keep_their_bits(tmp_path: Path) -> None:
+    """A stage with a head computes norm and lm_head apart."""
+    path = written(tmp_path, small("glm4_moe"))
+    parts = {"span": Span(0, 4), "first": True, "last": True, "dtype": mx.float32}
+    with_head, without = (load_stage(Checkpoint.open(path), **parts, with_head=one) for one in (True, False))
+    assert with_head.head is not None and without.head is None
+    for rows in (1, 2, 7, 40):
+        x = mx.random.normal((rows, 64))
+        assert mx.array_equal(with_head.lm_head(with_head.norm(x)), without.lm_head(without.norm(x))).item()
+
+
+@pytest.mark.parametrize("model_type", sorted(TYPES))
+def test_a_state_of_a_head_survives_a_backup_and_a_copy(model_type: str, tmp_path: Path) -> None:
+    """A copy, and a state from the bytes of a backup, go on as the state that they were made of."""
+    stage = loaded(written(tmp_path, small(model_type)))
+    assert stage.head is not None
+    block, mixed = stage.head.block, mx.random.normal((30, 64))
+
+    def step(state: HeadState, rows: slice) -> mx.array:
+        embedded = stage.embed_tokens(mx.array(TOKENS[rows]))
+        return stage.head.advance(embedded, mixed[rows], [state.cache], [rows.stop - rows.start])
+
+    state = HeadState(block.new_cache(KVFormat()))
+    step(state, slice(0, 20))
+    state.cache.trim(2)
+    stored = decode_state([b"".join(encode_arrays(head_arrays(state)))], Member())
+    others = [state.copy(), head_from(stored, HeadState(block.new_cache(KVFormat())), Member())]
+    expected = step(state, slice(18, 24))
+    for other in others:
+        assert other.length == 18
+        assert mx.array_equal(step(other, slice(18, 24)), expected).item()
+
+
+# ---- whole answers
+
+
+@pytest.mark.parametrize(("model_type", "mtp", "stages"), [
+    ("deepseek_v3", "1", 1),
+    ("glm4_moe", "3", 2),
+    *(pytest.param(name, mtp, stages, marks=pytest.mark.thorough)
+      for name in sorted(TYPES) for mtp in ("1", "3", "auto") for stages in (1, 2, 4)),
+])  # fmt: skip
+@pytest.mark.parametrize("form", ["published", pytest.param("converted", marks=pytest.mark.thorough)])
+def test_a_head_changes_no_answer(model_type: str, mtp: str, stages: int, form: str, tmp_path: Path) -> None:
+    """Greedy tokens are those of mlx-lm, with a head whose drafts are seldom right."""
+    model = small(model_type)
+    path = model.write(tmp_path / "model", getattr(model, form)())
+    asked = GenerationRequest(tuple(TOKENS), 30, SamplingParams(temperature=0.0, seed=0))
+    (found,) = answers(path, mtp, stages, [asked])
+    assert list(found.tokens) == model.greedy(TOKENS, 30)
+    assert found.stats.drafted > 0 or mtp == "auto"
+
+
+RIGHT = [random.Random(word).random() < 0.7 for word in range(WORDS)]
+
+
+def expected_counts(first: int, count: int, depth: int) -> tuple[int, int]:
+    """Return the accepted and the verified drafts of `count` tokens after `first`, by RIGHT alone."""
+    word, left, accepted, drafted = first, count - 1, 0, 0
+    while left > 0:
+        width = min(depth, left - 1)
+        good = next((i for i in range(width) if not RIGHT[(word + i) % WORDS]), width)
+        accepted, drafted = accepted + good, drafted + width
+        word, left = word + good + 1, left - good - 1
+    return accepted, drafted
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_acceptance_is_that_of_the_head(model_type: str, depth: int, tmp_path: Path) -> None:
+    """A head that is right after some words is right there, and nowhere else."""
+    path = written(tmp_path, dialled(model_type, RIGHT))
+    prompt = tuple(range(5, 25))
+    asked = GenerationRequest(prompt, 150, SamplingParams(temperature=0.0, seed=0))
+    (found,) = answers(path, str(depth), 2, [asked])
+    assert list(found.tokens) == [(25 + i) % WORDS for i in range(150)]
+    accepted, drafted = expected_counts(25, 150, depth)
+    assert abs(found.stats.accepted - accepted) <= depth
+    assert abs(found.stats.drafted - drafted) <= depth
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a dialled model."""
+    return written(tmp_path_factory.mktemp("counting"), dialled("deepseek_v3", RIGHT))
+
+
+def test_a_failure_and_a_prefix_keep_the_state_of_the_head(counting: Path, tmp_path: Path) -> None:
+    """Four requests together, while the pipeline fails, and again from prefixes on disk over another cut."""
+    asked = requests(30, (70, 151), WORDS)
+    plain = [found.tokens for found in answers(counting, "off", 1, asked, one_by_one=True)]
+
+    async def killed() -> list[Answered]:
+        mode = MtpMode.parse("3")
+        async with local_stages(Checkpoint.open(counting), dtype="float32", limits=LIMITS, stages=2, mtp=mode) as loop:
+            found = await answers_together(loop, asked, 4, kills=1)
+            assert loop.recoveries == 1
+            return found
+
+    assert [found.tokens for found in asyncio.run(killed())] == plain
+    for stages in (1, 2):
+        found = answers(counting, "2", stages, asked, one_by_one=True, state=tmp_path, prefix_disk=2**28)
+        assert [one.tokens for one in found] == plain
+    assert sum(one.stats.cached_tokens for one in found) > 0
+    drafted, accepted = (sum(getattr(one.stats, name) for one in found) for name in ("drafted", "accepted"))
+    assert 0.5 < accepted / drafted < 0.9
+
+
+# ---- what does not fit
+
+
+def test_a_head_of_another_width_is_refused(tmp_path: Path) -> None:
+    """The error names the tensor and both shapes, before a weight is read."""
+    model = NextN("deepseek_v3")
+    model.weights[f"{model.prefix}eh_proj.weight"] = mx.zeros((64, 96))
+    path = written(tmp_path, model)
+    with pytest.raises(CheckpointError, match=r"eh_proj.weight gives mtp.fc.weight the shape \(64, 96\)"):
+        loaded(path)
+
+
+def test_a_missing_part_of_a_head_is_named(tmp_path: Path) -> None:
+    """A model without its head, and one whose head lacks a tensor, are served without drafts."""
+    model = small("glm4_moe")
+    bare = Checkpoint.open(model.write(tmp_path / "bare", model.trunk()))
+    assert bare.mtp.announced and not bare.mtp.present
+    parts = model.published()
+    del parts[f"{model.prefix}self_attn.o_proj.weight"], parts[f"{model.prefix}mlp.experts.1.up_proj.weight"]
+    broken = Checkpoint.open(model.write(tmp_path / "broken", parts))
+    assert broken.mtp.present and "mtp.layers.0.self_attn.o_proj.weight" in broken.mtp.missing
+    assert load_stage(broken, Span(0, 4), first=True, last=True, dtype=mx.float32).head is None
