@@ -15,7 +15,7 @@ from mtp.checkpoint.families.family import Family, Place, Sizes, StageParts
 from mtp.checkpoint.families.fields import Rule, Text
 from mtp.checkpoint.families.parameters import Parameter
 from mtp.checkpoint.families.shape import LayerShape, Shape
-from mtp.mlx_models.head import NextNHead, Unembedding, announced_layers, head_shape, split_head
+from mtp.mlx_models.head import NextNHead, Unembedding, announced_layers, head_shape, with_head
 from mtp.mlx_models.layers import MlxLmSpan, Tail
 from mtp.mlx_models.plan import kind_for_people, plan_of
 from mtp.mlx_models.skeleton import Skeleton, make_model, module_name, module_of
@@ -116,15 +116,11 @@ class MlxLmFamily(Family):
 
     def module_path(self, text: Text, part: str, within: str) -> str:
         kind, _, number = part.partition(".")
-        return f"{plan_of(text).paths[int(number)]}.{within}" if kind == "layers" else within
+        return f"{plan_of(text).paths[int(number)]}.{within}" if kind == "layers" else self.path(part, within)
 
     def plan_tensors(self, text: Text, stored: Stored) -> TensorPlan:
-        plan = plan_of(text)
-        if not announced_layers(text):
-            return plan_tensors(text, plan, stored)
-        head, rest = split_head(text, plan, stored)
-        found = plan_tensors(text, plan, rest)
-        return TensorPlan(found.parts | head.parts, found.unknown + head.unknown, found.ignored + head.ignored)
+        plan = with_head if announced_layers(text) else plan_tensors
+        return plan(text, plan_of(text), stored)
 
     def parameter_place(self, text: Text, name: str) -> tuple[str, str] | None:
         """Return the part of a parameter of `backbone`, and its name within the part."""

@@ -76,28 +76,33 @@ def head_shape(text: Text) -> LayerShape:
     return LayerShape(kind_for_people(layer, plan.kinds), token_values=layer.token_values)
 
 
-def split_head(text: Text, plan: ModelPlan, stored: Stored) -> tuple[TensorPlan, Stored]:
-    """Return the plan of the head's tensors, and the other tensors."""
+def with_head(text: Text, plan: ModelPlan, stored: Stored) -> TensorPlan:
+    """Return the plan of all parameters of a model that has a head. Raises CheckpointError."""
     within = {name: found for name in stored if (found := name_in_head(plan, name)) is not None}
-    own, inner = dict[str, Source](), dict[str, str]()
+    model = plan_tensors(text, plan, {name: info for name, info in stored.items() if name not in within})
     structure = head_plan(text)
-    for name, found in within.items():
-        if found.startswith(_LAYER):
-            inner[f"{structure.paths[_SPAN.start]}.{found.removeprefix(_LAYER)}"] = name
-        elif found:
-            own[found] = Source((name,))
-    # The class treats the head's layer as one of its own: it stacks experts, and splits and joins what it does there.
-    renamed = {new: stored[name] for new, name in inner.items()}
+    above = f"{structure.paths[_SPAN.start]}."
+    names = {above + found.removeprefix(_LAYER): name for name, found in within.items() if found.startswith(_LAYER)}
+    own = {found: Source((name,)) for name, found in within.items() if found and not found.startswith(_LAYER)}
+    unused = [name for name, found in within.items() if not found]
+    unknown: list[str] = []
+    renamed = {new: stored[name] for new, name in names.items()}
     try:
+        # The class treats the head's layer as its own: it stacks experts, and splits and joins what it does there.
         layer = plan_tensors(head_config(text), structure, renamed, alone=True)
     except CheckpointError:  # an expert is missing, and the model is complete without a head
-        layer = TensorPlan({}, (), tuple(renamed))
-    for name, source in layer.parts.get(f"layers.{_SPAN.start}", {}).items():
-        own[f"{_LAYER}{name}"] = replace(source, stored=tuple(inner[one] for one in source.stored))
-    ignored = [name for name, found in within.items() if not found] + [inner[name] for name in layer.ignored]
-    unknown = [inner[name] for name in layer.unknown]
-    planned = TensorPlan({"mtp": own}, tuple(unknown), tuple(ignored))
-    return planned, {name: info for name, info in stored.items() if name not in within}
+        unused += names.values()
+    else:
+        for name, source in layer.parts.get(f"layers.{_SPAN.start}", {}).items():
+            own[f"{_LAYER}{name}"] = replace(source, stored=tuple(names[one] for one in source.stored))
+        unused += [names[name] for name in layer.ignored]
+        unknown += [names[name] for name in layer.unknown]
+    return replace(
+        model,
+        parts=model.parts | {"mtp": own},
+        unknown=(*model.unknown, *unknown),
+        ignored=(*model.ignored, *unused),
+    )
 
 
 class NextNHead(MTPHead):

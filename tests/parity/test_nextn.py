@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.utils import load_model
 
 from coordinator.drafts.controller import MtpMode
 from coordinator.schedule.admission import Limits
 from coordinator.schedule.request import GenerationRequest
+from mtp.checkpoint.convert.add_head import plan_head_addition
+from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.hub.missing_head import add_head_from
+from mtp.checkpoint.hub.repo import HubRepo
 from mtp.head.drafter import HeadState
 from mtp.layers.layer import KVFormat, Member
 from mtp.mlx_models.head import TYPES
@@ -24,6 +29,7 @@ from proto.errors import CheckpointError
 from proto.params import SamplingParams
 from proto.span import Span
 from tests.bench.exactness import answers_together
+from tests.support.checkpoints.hub import Hub
 from tests.support.checkpoints.nextn import WORDS, NextN, dialled
 from tests.support.stages.local_run import Answered, run
 from tests.support.stages.local_stages import local_stages
@@ -64,9 +70,10 @@ LIMITS = Limits(context=512, prefill_chunk=64)
 # ---- the head alone
 
 
-def transformers_layer(model: NextN) -> Any:
-    """Return transformers' own decoder layer with the published weights of the head, as a function of rows."""
+def transformers_layer(model: NextN) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+    """Return the published weights of the head, and transformers' own decoder layer with them, as a function."""
     torch = pytest.importorskip("torch", reason="transformers needs torch")
+    theirs: Any
     if model.config["model_type"] == "glm4_moe":
         from transformers.models.glm4_moe import modeling_glm4_moe as theirs
 
@@ -104,9 +111,10 @@ def transformers_layer(model: NextN) -> Any:
     return own, computed
 
 
-def loaded(path: Path) -> StageModules:
-    """Load all layers, with the head."""
-    return load_stage(Checkpoint.open(path), Span(0, 4), first=True, last=True, dtype=mx.float32)
+def loaded(path: Path, *, with_head: bool = True) -> StageModules:
+    """Load all layers, with the head if it is complete."""
+    whole = Span(0, 4)
+    return load_stage(Checkpoint.open(path), whole, first=True, last=True, dtype=mx.float32, with_head=with_head)
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
@@ -145,8 +153,7 @@ def test_a_head_is_that_of_other_engines(model_type: str, tmp_path: Path) -> Non
 def test_the_logits_of_the_model_keep_their_bits(tmp_path: Path) -> None:
     """A stage with a head computes norm and lm_head apart."""
     path = written(tmp_path, small("glm4_moe"))
-    parts = {"span": Span(0, 4), "first": True, "last": True, "dtype": mx.float32}
-    with_head, without = (load_stage(Checkpoint.open(path), **parts, with_head=one) for one in (True, False))
+    with_head, without = (loaded(path, with_head=one) for one in (True, False))
     assert with_head.head is not None and without.head is None
     for rows in (1, 2, 7, 40):
         x = mx.random.normal((rows, 64))
@@ -157,12 +164,13 @@ def test_the_logits_of_the_model_keep_their_bits(tmp_path: Path) -> None:
 def test_a_state_of_a_head_survives_a_backup_and_a_copy(model_type: str, tmp_path: Path) -> None:
     """A copy, and a state from the bytes of a backup, go on as the state that they were made of."""
     stage = loaded(written(tmp_path, small(model_type)))
-    assert stage.head is not None
-    block, mixed = stage.head.block, mx.random.normal((30, 64))
+    head = stage.head
+    assert head is not None
+    block, mixed = head.block, mx.random.normal((30, 64))
 
     def step(state: HeadState, rows: slice) -> mx.array:
         embedded = stage.embed_tokens(mx.array(TOKENS[rows]))
-        return stage.head.advance(embedded, mixed[rows], [state.cache], [rows.stop - rows.start])
+        return head.advance(embedded, mixed[rows], [state.cache], [rows.stop - rows.start])
 
     state = HeadState(block.new_cache(KVFormat()))
     step(state, slice(0, 20))
@@ -250,6 +258,44 @@ def test_a_failure_and_a_prefix_keep_the_state_of_the_head(counting: Path, tmp_p
     assert 0.5 < accepted / drafted < 0.9
 
 
+# ---- conversions
+
+
+ASKED = [GenerationRequest(tuple(range(5, 25)), 60, SamplingParams(temperature=0.0, seed=0))]
+
+
+def is_right(path: Path) -> bool:
+    """Return whether a model counts, with a head whose drafts are mostly right."""
+    (found,) = answers(path, "2", 2, ASKED)
+    share = found.stats.accepted / found.stats.drafted
+    return list(found.tokens) == [(25 + i) % WORDS for i in range(60)] and 0.5 < share < 0.9
+
+
+@pytest.mark.parametrize("bits", [4, pytest.param(None, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("model_type", ["glm4_moe", pytest.param("deepseek_v32", marks=pytest.mark.thorough)])
+def test_a_conversion_keeps_a_head_and_finds_a_lost_one(
+    model_type: str, bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversion has the head in a file that mlx-lm does not read. One without gets it from the publisher's layer."""
+    settings = Settings(quantization=None if bits is None else Quantization(bits, 32))
+    model = dialled(model_type, RIGHT)
+    published = Checkpoint.open(written(tmp_path, model))
+    assert convert(published, tmp_path / "kept", settings).has_head
+    kept = Checkpoint.open(tmp_path / "kept")
+    assert kept.unknown == kept.ignored == () and kept.mtp.complete
+    assert {info.file.name for name, info in kept.tensors.items() if name.startswith("mtp.")} == {"mtp.safetensors"}
+    load_model(tmp_path / "kept")
+    assert is_right(tmp_path / "kept")
+    convert(Checkpoint.open(model.write(tmp_path / "bare", model.trunk())), tmp_path / "mlx", settings)
+    with Hub() as hub, HubRepo("zai-org/GLM") as repo:
+        hub.add("zai-org/GLM", published.path)
+        hub.install(monkeypatch, tmp_path / "home")
+        add_head_from(repo, Checkpoint.open(tmp_path / "mlx"), lambda done, total: None)
+        assert hub.weights_sent < published.part_bytes()["mtp"] * 1.1 + 100_000
+    assert Checkpoint.open(tmp_path / "mlx").plans["mtp"].keys() == kept.plans["mtp"].keys()
+    assert is_right(tmp_path / "mlx")
+
+
 # ---- what does not fit
 
 
@@ -258,6 +304,10 @@ def test_a_head_of_another_width_is_refused(tmp_path: Path) -> None:
     model = NextN("deepseek_v3")
     model.weights[f"{model.prefix}eh_proj.weight"] = mx.zeros((64, 96))
     path = written(tmp_path, model)
+    bare = NextN("deepseek_v3", hidden_size=96)
+    other = Checkpoint.open(bare.write(tmp_path / "other", bare.trunk()))
+    with pytest.raises(CheckpointError, match=r"does not fit .* hidden_size is 64 there and 96 here"):
+        plan_head_addition(other, Checkpoint.open(path))
     with pytest.raises(CheckpointError, match=r"eh_proj.weight gives mtp.fc.weight the shape \(64, 96\)"):
         loaded(path)
 
@@ -271,4 +321,4 @@ def test_a_missing_part_of_a_head_is_named(tmp_path: Path) -> None:
     del parts[f"{model.prefix}self_attn.o_proj.weight"], parts[f"{model.prefix}mlp.experts.1.up_proj.weight"]
     broken = Checkpoint.open(model.write(tmp_path / "broken", parts))
     assert broken.mtp.present and "mtp.layers.0.self_attn.o_proj.weight" in broken.mtp.missing
-    assert load_stage(broken, Span(0, 4), first=True, last=True, dtype=mx.float32).head is None
+    assert loaded(broken.path).head is None
