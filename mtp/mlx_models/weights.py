@@ -48,6 +48,9 @@ _NEXTN = re.compile(
 _REPEATED = re.compile(r"embed_tokens\.|shared_head\.(head|output)\.")
 """The modules of a head that repeat those of the model."""
 
+_HEAD_NORMS = {"pre_mlp_layernorm.": "post_attention_layernorm.", "final_layernorm.": "norm."}
+"""From MiMo-V2's names of the norms within a head to those of the class, and of all heads."""
+
 _NOT_TEXT = re.compile(r"(model\.|language_model\.)?(\w*(vision|visual|audio|image|multi_modal)\w*)\.")
 """The beginnings of names of other parts than that of text."""
 
@@ -92,7 +95,11 @@ def name_in_head(plan: ModelPlan, name: str) -> str | None:
         return None
     if number < 0:
         return None
-    return "" if number or _REPEATED.match(within) else head_name(within, Family.head_modules)
+    if number or _REPEATED.match(within):
+        return ""
+    for theirs, ours in _HEAD_NORMS.items():
+        within = ours + within.removeprefix(theirs) if within.startswith(theirs) else within
+    return head_name(within, Family.head_modules)
 
 
 def parameter_place(plan: ModelPlan, name: str) -> tuple[str, str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -12,6 +13,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.utils import load_model
 
 from coordinator.drafts.controller import MtpMode
@@ -19,18 +22,21 @@ from coordinator.schedule.admission import Limits
 from coordinator.schedule.request import GenerationRequest
 from mtp.checkpoint.convert.add_head import plan_head_addition
 from mtp.checkpoint.convert.convert import Quantization, Settings, convert
+from mtp.checkpoint.convert.foreign import open_source
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.missing_head import add_head_from
 from mtp.checkpoint.hub.repo import HubRepo
 from mtp.head.drafter import HeadState
 from mtp.layers.layer import KVFormat, Member
-from mtp.mlx_models.head import TYPES
+from mtp.mlx_models.head import USUAL
+from mtp.mlx_models.skeleton import make_model
 from proto.errors import CheckpointError
 from proto.params import SamplingParams
 from proto.span import Span
 from tests.bench.exactness import answers_together
+from tests.support.checkpoints.foreign import save_tensors
 from tests.support.checkpoints.hub import Hub
-from tests.support.checkpoints.nextn import WORDS, NextN, dialled
+from tests.support.checkpoints.nextn import HEAD_NAMES, WORDS, NextN, dialled
 from tests.support.stages.local_run import Answered, run
 from tests.support.stages.local_stages import local_stages
 from worker.engine.state_codec import decode_state, encode_arrays, head_arrays, head_from
@@ -150,6 +156,44 @@ def test_a_head_is_that_of_other_engines(model_type: str, tmp_path: Path) -> Non
     assert np.abs(np.array(second) - chained[0, -1:].numpy()).max() <= 1e-4
 
 
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    [
+        ("mimo_v2_flash", "sliding_attention"),
+        ("exaone_moe", "sliding_attention"),
+        ("exaone_moe", "full_attention"),
+    ],
+)
+def test_a_head_with_a_window_is_the_last_layer_of_a_longer_model(model_type: str, kind: str, tmp_path: Path) -> None:
+    """The layer reads its window of a cache that keeps all tokens, as mlx-lm's own layer does of one that drops them."""
+    model = NextN(model_type, mtp_layer_types=[kind]) if model_type == "exaone_moe" else NextN(model_type)
+    longer = model.longer_config()
+    if model_type == "exaone_moe":
+        longer["layer_types"][-1] = kind
+    whole: Any = make_model(longer)
+    own = {name: weight for name, weight in model.weights.items() if name.removeprefix(model.prefix) not in HEAD_NAMES}
+    whole.load_weights([*own.items()])
+    layer, cache = whole.layers[model.layers], whole.make_cache()[model.layers]
+    mx.random.seed(3)
+    embedded, hidden = mx.random.normal((2, len(TOKENS), 64))
+    stage = loaded(written(tmp_path, model))
+    assert stage.head is not None
+    is_window = kind == "sliding_attention"
+    assert (type(cache) is RotatingKVCache) == is_window
+    rows = mx.concatenate([stage.head.pre_fc_norm_embedding(embedded), stage.head.pre_fc_norm_hidden(hidden)], axis=-1)
+    x, window = stage.head.fc(rows)[None], 8 if is_window else None
+    expected = stage.head.norm(layer(x, create_attention_mask(x, cache, window_size=window), cache))[0]
+    state, found = stage.head.block.new_cache(KVFormat()), []
+    stage.head.connect(model.config, lambda tokens: embedded[tokens], mx.float32)
+    for start, end in ((0, 17), (17, 21), (17, 18), (18, 40)):
+        if start < state.offset:
+            state.trim(state.offset - start)
+        tokens = mx.arange(start, end)[:, None]
+        found.append(stage.head.advance(tokens, hidden[start:end], [state], [end - start]))
+    del found[1]
+    assert np.abs(np.array(mx.concatenate(found) - expected)).max() <= 1e-4
+
+
 def test_the_logits_of_the_model_keep_their_bits(tmp_path: Path) -> None:
     """A stage with a head computes norm and lm_head apart."""
     path = written(tmp_path, small("glm4_moe"))
@@ -160,7 +204,7 @@ def test_the_logits_of_the_model_keep_their_bits(tmp_path: Path) -> None:
         assert mx.array_equal(with_head.lm_head(with_head.norm(x)), without.lm_head(without.norm(x))).item()
 
 
-@pytest.mark.parametrize("model_type", sorted(TYPES))
+@pytest.mark.parametrize("model_type", sorted(USUAL))
 def test_a_state_of_a_head_survives_a_backup_and_a_copy(model_type: str, tmp_path: Path) -> None:
     """A copy, and a state from the bytes of a backup, go on as the state that they were made of."""
     stage = loaded(written(tmp_path, small(model_type)))
@@ -190,7 +234,7 @@ def test_a_state_of_a_head_survives_a_backup_and_a_copy(model_type: str, tmp_pat
     ("deepseek_v3", "1", 1),
     ("glm4_moe", "3", 2),
     *(pytest.param(name, mtp, stages, marks=pytest.mark.thorough)
-      for name in sorted(TYPES) for mtp in ("1", "3", "auto") for stages in (1, 2, 4)),
+      for name in sorted(USUAL) for mtp in ("1", "3", "auto") for stages in (1, 2, 4)),
 ])  # fmt: skip
 @pytest.mark.parametrize("form", ["published", pytest.param("converted", marks=pytest.mark.thorough)])
 def test_a_head_changes_no_answer(model_type: str, mtp: str, stages: int, form: str, tmp_path: Path) -> None:
@@ -293,6 +337,26 @@ def test_a_conversion_keeps_a_head_and_finds_a_lost_one(
         add_head_from(repo, Checkpoint.open(tmp_path / "mlx"), lambda done, total: None)
         assert hub.weights_sent < published.part_bytes()["mtp"] * 1.1 + 100_000
     assert Checkpoint.open(tmp_path / "mlx").plans["mtp"].keys() == kept.plans["mtp"].keys()
+    assert is_right(tmp_path / "mlx")
+
+
+def test_a_head_in_blocks_of_fp8_is_added(tmp_path: Path) -> None:
+    """DeepSeek publishes its layers, and so its head, in FP8."""
+    model = dialled("deepseek_v3", RIGHT)
+    tensors: dict[str, tuple[str, mx.array]] = {}
+    for name, weight in model.published().items():
+        if weight.ndim == 2 and "_proj" in name and "eh_proj" not in name:
+            scale = mx.maximum(mx.abs(weight).max(), 1e-9).reshape(1, 1) / 448
+            tensors[name], tensors[f"{name}_scale_inv"] = ("F8_E4M3", mx.to_fp8(weight / scale)), ("F32", scale)
+        else:
+            tensors[name] = ("F32", weight)
+    path = model.write(tmp_path / "fp8", {})
+    save_tensors(path / "model.safetensors", tensors)
+    fields = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (path / "config.json").write_text(json.dumps({**model.config, "quantization_config": fields}))
+    convert(Checkpoint.open(model.write(tmp_path / "bare", model.trunk())), tmp_path / "mlx", Settings())
+    source = open_source(path)
+    plan_head_addition(Checkpoint.open(tmp_path / "mlx"), source).write(source)
     assert is_right(tmp_path / "mlx")
 
 

@@ -25,15 +25,34 @@ HEAD_NAMES = {
 }
 """From the publishers' names of the modules around the head's layer to those of `mtp.`."""
 
+LONGER: dict[str, dict[str, Any]] = {
+    "exaone_moe": {"layer_types": ["full_attention"], "is_moe_layer": [False]},
+    "mimo_v2_flash": {"hybrid_layer_pattern": [1], "moe_layer_freq": [0]},
+}
+"""What the lists of a config, which have an entry a layer, lack for the head's layer."""
+
+OWN_FIELDS: dict[str, dict[str, Any]] = {"exaone_moe": {"mtp_layer_types": ["full_attention"]}}
+"""The fields of the head that a type has of its own."""
+
+RENAMED: dict[str, tuple[str, dict[str, str]]] = {
+    "exaone_moe": ("mtp.", HEAD_NAMES),
+    "mimo_v2_flash": (
+        "model.mtp.layers.0.",
+        {"shared_head.norm": "final_layernorm", "post_attention_layernorm": "pre_mlp_layernorm"},
+    ),
+}
+"""The beginning of the names of a head, and its own names, where they are not those of DeepSeek."""
+
 
 class NextN:
     """A tiny model of `model_type` whose layer after the last is the head, with its weights by mlx-lm's names."""
 
     def __init__(self, model_type: str, seed: int = 0, **fields: Any) -> None:
-        self.config = {**tiny_config(model_type), "eos_token_id": [], **fields, "num_nextn_predict_layers": 1}
+        own = {"eos_token_id": [], "num_nextn_predict_layers": 1, **OWN_FIELDS.get(model_type, {}), **fields}
+        self.config = {**tiny_config(model_type), **own}
         self.layers: int = self.config["num_hidden_layers"]
         mx.random.seed(seed)
-        longer = make_model({**self.config, "num_hidden_layers": self.layers + 1})
+        longer = make_model(self.longer_config())
         parameters: Any = tree_flatten(longer.parameters())
         self.weights: Weights = {name: _spread(name, weight.shape) for name, weight in parameters}
         hidden = self.config["hidden_size"]
@@ -41,6 +60,11 @@ class NextN:
             shape = (hidden, 2 * hidden) if name.startswith("eh_proj") else (hidden,)
             self.weights[self.prefix + name] = _spread(name, shape)
         mx.eval(self.weights)
+
+    def longer_config(self) -> dict[str, Any]:
+        """Return the config of a model that has the head's layer as its last one."""
+        more = {name: self.config[name] + last for name, last in LONGER.get(self.config["model_type"], {}).items()}
+        return {**self.config, **more, "num_hidden_layers": self.layers + 1}
 
     @property
     def prefix(self) -> str:
@@ -63,9 +87,21 @@ class NextN:
                 found[name.replace("embed_q", "kv_b_proj")] = both.reshape(-1, both.shape[-1])
             elif not name.endswith("unembed_out.weight"):
                 found[name] = weight
-        found[f"{self.prefix}embed_tokens.weight"] = self.weights["model.embed_tokens.weight"]
-        found[f"{self.prefix}shared_head.head.weight"] = self.weights["lm_head.weight"]
-        return found
+        if (renamed := RENAMED.get(self.config["model_type"])) is None:
+            found[f"{self.prefix}embed_tokens.weight"] = self.weights["model.embed_tokens.weight"]
+            found[f"{self.prefix}shared_head.head.weight"] = self.weights["lm_head.weight"]
+            return found
+        return {self._renamed(name, *renamed): weight for name, weight in found.items()}
+
+    def _renamed(self, name: str, prefix: str, names: dict[str, str]) -> str:
+        if not name.startswith(self.prefix):
+            return name
+        within = name.removeprefix(self.prefix)
+        if prefix == "mtp." and within not in names:
+            within = f"layers.0.{within}"
+        for theirs, own in names.items():
+            within = within.replace(theirs, own)
+        return prefix + within
 
     def converted(self, *, with_head: bool = True) -> Weights:
         """Return all weights by the names of a converted checkpoint."""
