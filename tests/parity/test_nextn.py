@@ -165,7 +165,7 @@ def test_a_head_is_that_of_other_engines(model_type: str, tmp_path: Path) -> Non
     ],
 )
 def test_a_head_with_a_window_is_the_last_layer_of_a_longer_model(model_type: str, kind: str, tmp_path: Path) -> None:
-    """The layer reads its window of a cache that keeps all tokens, as mlx-lm's own layer does of one that drops them."""
+    """A cache that keeps all tokens gives the same window as one of mlx-lm that drops them."""
     model = NextN(model_type, mtp_layer_types=[kind]) if model_type == "exaone_moe" else NextN(model_type)
     longer = model.longer_config()
     if model_type == "exaone_moe":
