@@ -154,6 +154,7 @@ class Unembedding:
     """lm_head, or the embedding that it is tied to, which no variant of a device replaces."""
 
     def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self._multiply = module.as_linear if isinstance(module, nn.Embedding) else module
 
     def __call__(self, rows: mx.array) -> mx.array:

@@ -302,6 +302,16 @@ def test_a_failure_and_a_prefix_keep_the_state_of_the_head(counting: Path, tmp_p
     assert 0.5 < accepted / drafted < 0.9
 
 
+def test_drafts_come_from_a_part_of_the_vocabulary(counting: Path) -> None:
+    """The rows of lm_head that drafts read are those of the chosen tokens."""
+    chosen = np.packbits(np.arange(128) < 64, bitorder="little").tobytes()
+    whole = Span(0, 4)
+    stage = load_stage(Checkpoint.open(counting), whole, first=True, last=True, dtype=mx.float32, draft_vocab=chosen)
+    rows = mx.random.normal((2, 64))
+    assert stage.draft_rows is not None
+    assert mx.allclose(stage.draft_rows(rows)[:, :64], stage.lm_head(rows)[:, :64]).item()
+
+
 # ---- conversions
 
 
