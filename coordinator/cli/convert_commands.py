@@ -79,7 +79,8 @@ def convert(options: ConvertOptions) -> None:
     typer.echo(f"{outcome.path}: {format_size(outcome.nbytes)}")
     kept = f"kept. mtp-coord inspect {outcome.path} shows it."
     none = "the source has none; mtp-coord add-mtp adds one from a raw checkpoint."
-    typer.echo(f"MTP head: {kept if outcome.has_head else none}")
+    if source.config.shape.head is not None:
+        typer.echo(f"MTP head: {kept if outcome.has_head else none}")
     if "BF16" in outcome.dtypes:
         typer.echo("For an M1, convert with --dtype float16: its GPU has no bfloat16.")
 

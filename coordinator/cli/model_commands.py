@@ -66,6 +66,8 @@ def assess_head(checkpoint: Checkpoint) -> HeadHealth:
     if missing := missing_from_backbone(checkpoint):
         error = checkpoint.missing_tensors_error(missing)
         return HeadHealth(False, f"this checkpoint cannot run: {error}")
+    if checkpoint.config.shape.head is None:
+        return HeadHealth(False, "This model has no MTP head. Its drafts come from the text.")
     if not checkpoint.mtp.present:
         return HeadHealth(False, f"head missing. {repair_hint(checkpoint, replace=False)}")
     hint = repair_hint(checkpoint, replace=True)
@@ -85,18 +87,23 @@ def assess_head(checkpoint: Checkpoint) -> HeadHealth:
     return HeadHealth(True, "head complete, and its norms look right")
 
 
+_KINDS = {"gdn": "GatedDeltaNet", "attention": "full attention", "window": "attention in a window"}
+"""The kinds of layers in words. Others are words."""
+
+
 def _summary(model: str, facts: dict[str, Any]) -> Table:
     table = Table(title=escape(model), show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     kinds, sizes = Counter(facts["layer_kinds"]), facts["bytes"]
-    layers = f"{kinds['gdn']} GatedDeltaNet, {kinds['attention']} full attention"
+    layers = ", ".join(f"{count} {_KINDS.get(kind, kind)}" for kind, count in kinds.items())
     table.add_row("architecture", facts["model_type"])
     table.add_row("layers", f"{facts['num_layers']}: {layers}")
     table.add_row("parameters", f"{facts['parameters']:,}")
     table.add_row("context", f"{facts['max_positions']:,} tokens")
     table.add_row("quantization", _quantization(facts["quantization"]))
-    table.add_row("norms", facts["norms"])
+    if facts["norms"] != "as stored":
+        table.add_row("norms", facts["norms"])
     table.add_row("MTP head", format_size(sizes["mtp"]) if sizes["mtp"] else "none")
     table.add_row("all parts", format_size(sizes["total"]))
     if unknown := facts["unknown_tensors"]:
@@ -135,6 +142,8 @@ def pull(options: PullOptions) -> None:
     if not checkpoint.mtp.complete and not options.no_head:
         with byte_bar("downloading the MTP head") as on_progress:
             checkpoint = Checkpoint.open(fetched_if_possible(path, on_progress))
-    head = "with" if checkpoint.mtp.complete else "without"
+    head = ", with its MTP head" if checkpoint.mtp.complete else ", without its MTP head"
+    if checkpoint.config.shape.head is None:
+        head = ""
     size = format_size(sum(checkpoint.part_bytes().values()))
-    typer.echo(f"{repo}: {size}, {head} its MTP head. Serve it: mtp-coord serve {options.model}")
+    typer.echo(f"{repo}: {size}{head}. Serve it: mtp-coord serve {options.model}")

@@ -51,7 +51,12 @@ class WeightProvider:
         await worker.provide(offer, partial(self.answer_request, offer), on_progress)
 
     def offer(self, request: pb.LoadRequest) -> pb.WeightsOffer:
-        """Return the offer of all tensors of a stage, part by part, in the order of their bytes in the files."""
+        """Return the offer of all tensors of a stage, part by part, in the order of their bytes in the files.
+
+        Raises CheckpointError for tensors that only the whole checkpoint can read.
+        """
+        if self.checkpoint.is_raw:
+            raise self.checkpoint.needs_all_error()
         offer = pb.WeightsOffer(
             coordinator=request.coordinator,
             lease_ms=request.lease_ms,

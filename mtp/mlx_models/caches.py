@@ -96,14 +96,24 @@ class MlxLmCache(LayerCache):
             return
         tape = self._tapes[whole]
         self._tapes.clear()
-        self.length -= trim
         if tape is None:
-            for cache in self.held:
-                cache.trim(trim)
+            self.trim(trim)
             return
+        self.length -= trim
         self.held, rows = tape
         if cut:
             self.rerun(rows[:cut], self.held, self.length - cut)
+
+    @property
+    def offset(self) -> int:
+        """The length, by the name that the MTP head's cache has for it."""
+        return self.length
+
+    def trim(self, count: int) -> None:
+        """Remove the last `count` tokens of caches that are trimmed."""
+        for cache in self.held:
+            cache.trim(count)
+        self.length -= count
 
     def copy(self) -> MlxLmCache:
         found = MlxLmCache(self.rerun, [own_copy(_fitted(cache), mx.contiguous) for cache in self.held])

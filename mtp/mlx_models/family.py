@@ -15,6 +15,7 @@ from mtp.checkpoint.families.family import Family, Place, Sizes, StageParts
 from mtp.checkpoint.families.fields import Rule, Text
 from mtp.checkpoint.families.parameters import Parameter
 from mtp.checkpoint.families.shape import LayerShape, Shape
+from mtp.mlx_models.head import NextNHead, Unembedding, announced_layers, head_shape, with_head
 from mtp.mlx_models.layers import MlxLmSpan, Tail
 from mtp.mlx_models.plan import kind_for_people, plan_of
 from mtp.mlx_models.skeleton import Skeleton, make_model, module_name, module_of
@@ -71,7 +72,7 @@ class MlxLmFamily(Family):
         return None
 
     def announced_head_layers(self, text: Text) -> Any:
-        return 0
+        return announced_layers(text)
 
     def sizes(self, text: Text) -> Sizes:
         plan, inner = plan_of(text), {**text, **_inner(text)}
@@ -88,12 +89,14 @@ class MlxLmFamily(Family):
         plan, inner = plan_of(text), {**text, **_inner(text)}
         experts, chosen = _first(inner, _EXPERTS), _first(inner, _CHOSEN)
         kinds = [kind_for_people(layer, plan.kinds) for layer in plan.layers]
+        layers = tuple(
+            LayerShape(kind, layer.token_values, *_window_or_state(kind, layer.sequence_values))
+            for kind, layer in zip(kinds, plan.layers, strict=True)
+        )
         return Shape(
             hidden=plan.hidden,
-            layers=tuple(
-                LayerShape(kind, layer.token_values, *_window_or_state(kind, layer.sequence_values))
-                for kind, layer in zip(kinds, plan.layers, strict=True)
-            ),
+            layers=layers,
+            head=head_shape(text) if announced_layers(text) else None,
             routed_share=min(1.0, chosen / experts) if experts and chosen else 1.0,
             can_cut=False,
             quantizes_kv=False,
@@ -109,10 +112,15 @@ class MlxLmFamily(Family):
         return None if part is None else Place(part, local)
 
     def path(self, part: str, within: str) -> str:
-        return f"{part}.{within}" if part.startswith("layers.") else within
+        return f"{part}.{within}" if part.startswith("layers.") or part == "mtp" else within
+
+    def module_path(self, text: Text, part: str, within: str) -> str:
+        kind, _, number = part.partition(".")
+        return f"{plan_of(text).paths[int(number)]}.{within}" if kind == "layers" else self.path(part, within)
 
     def plan_tensors(self, text: Text, stored: Stored) -> TensorPlan:
-        return plan_tensors(text, plan_of(text), stored)
+        plan = with_head if announced_layers(text) else plan_tensors
+        return plan(text, plan_of(text), stored)
 
     def parameter_place(self, text: Text, name: str) -> tuple[str, str] | None:
         """Return the part of a parameter of `backbone`, and its name within the part."""
@@ -133,6 +141,9 @@ class MlxLmFamily(Family):
         holder: nn.Module = join_ends(paths, _shelf.take(text, paths), nn.Module())
         return holder
 
+    def head(self, text: Text) -> NextNHead | None:
+        return NextNHead(text) if announced_layers(text) else None
+
     def stage_parts(self, text: Text, span: Span, parts: Mapping[str, Any]) -> StageParts:
         plan, skeleton = plan_of(text), Skeleton(text)
         for layer in span:
@@ -145,6 +156,11 @@ class MlxLmFamily(Family):
                 skeleton.replace_module(path, module)
         skeleton.model.eval()
         own = MlxLmSpan(skeleton, plan, span, _dtype_of([parts[f"layers.{layer}"] for layer in span]))
+        if head := parts.get("mtp"):
+            ends = {part: skeleton.module(path) for path, part in plan.ends}
+            head.connect(text, ends["embed"], own.dtype)
+            unembed = Unembedding(ends.get("lm_head", ends["embed"]))
+            return StageParts(own.layers, _as_column, ends["norm"], unembed, head)
         is_last = "norm" in parts
         return StageParts(
             layers=own.layers,

@@ -132,7 +132,7 @@ def _ends(skeleton: Skeleton, vocabulary: int) -> list[tuple[str, str]]:
     found = []
     for path, module in skeleton.model.named_modules():
         is_inside = any(path == layer or path.startswith(f"{layer}.") for layer in skeleton.paths)
-        own = [name for name, value in module.items() if isinstance(value, mx.array)]
+        own = [name for name, value in module.items() if isinstance(value, mx.array) and not name.startswith("_")]
         if is_inside or not own:
             continue
         part = "norm"

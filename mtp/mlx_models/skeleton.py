@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import MODEL_REMAPPING, _get_classes
+from mlx_lm.utils import MODEL_REMAPPING, _decode_tagged_floats, _get_classes
 
 from mtp.checkpoint.families.fields import Text
 from proto.errors import CheckpointError
@@ -126,6 +126,10 @@ class Skeleton:
             return self._rows
         return x
 
+    def module(self, path: str) -> Any:
+        """Return the module at `path`."""
+        return dict(self.model.named_modules())[path]
+
     def replace_module(self, path: str, module: nn.Module) -> None:
         """Put `module` in the place `path`, where it becomes a tap if it is a layer."""
         parent: Any = self.model
@@ -198,7 +202,7 @@ def make_model(config: Text) -> nn.Module:
         )
     try:
         kind, args = _get_classes(config)
-        model: nn.Module = kind(args.from_dict(config))
+        model: nn.Module = kind(args.from_dict(_decode_tagged_floats(config)))
     except (Exception, SystemExit) as error:  # whatever a class and its constructor do
         raise CheckpointError(f"mlx-lm cannot make a {name!r:.60} of this config.json: {error!r:.200}") from error
     return model

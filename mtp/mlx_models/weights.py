@@ -1,6 +1,6 @@
 """The tensors of a checkpoint as parameters of a model of mlx-lm, by the `sanitize` of its class.
 
-`sanitize` runs once over lazy zeros of the stored shapes. A tensor that comes out as the same object is read as it is.
+`sanitize` runs once over zeros of the stored shapes. A tensor that comes out as it went in is read as it is.
 Any other parameter is made when it is read, by the same function, from the tensors of its part that did not survive.
 """
 
@@ -10,11 +10,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
 
+from mtp.checkpoint.families.family import Family, head_name
 from mtp.checkpoint.families.fields import Text
 from mtp.checkpoint.families.parameters import Source
 from mtp.mlx_models.plan import ModelPlan
@@ -36,23 +38,44 @@ _DTYPES = {
 }
 """The types of MLX by their names in safetensors. MLX loads all types of one byte that it lacks as bytes."""
 
+_QUANTIZED = ("scales", "biases", "global_scale")
+"""The tensors of a quantized weight besides its codes."""
+_NEXTN = re.compile(
+    r"(?:(?:language_model|model)\.)*(?:mtp_layers|nextn_layers|nextn|mtp)\.(?:layers\.)?(?:(\d+)\.)?(.+)"
+)
+"""The names of a head that stands beside the layers. Only the first layer of a head drafts."""
+
+_REPEATED = re.compile(r"embed_tokens\.|shared_head\.(head|output)\.")
+"""The modules of a head that repeat those of the model."""
+
+_HEAD_NORMS = {"pre_mlp_layernorm.": "post_attention_layernorm.", "final_layernorm.": "norm."}
+"""From MiMo-V2's names of the norms within a head to those of the class, and of all heads."""
+
 _NOT_TEXT = re.compile(r"(model\.|language_model\.)?(\w*(vision|visual|audio|image|multi_modal)\w*)\.")
 """The beginnings of names of other parts than that of text."""
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The parameters of each part by their name within it, and the stored names that no parameter needs."""
+    """The parameters of each part by their name within it, and the stored names that no parameter needs.
+
+    `is_raw` is true for tensors of the publisher, from which parameters are made. `is_whole` is true if there are some
+    of each part.
+    """
 
     parts: dict[str, dict[str, Source]]
     unknown: tuple[str, ...]
     ignored: tuple[str, ...]
+    is_raw: bool
+    is_whole: bool
 
 
 def stored_part(plan: ModelPlan, name: str) -> str | None:
     """Return the part of a stored tensor by its name alone, None for one of another part than text."""
     if _NOT_TEXT.match(name):
         return None
+    if name_in_head(plan, name) is not None:
+        return "mtp"
     words = name.split(".")
     within = plan.paths[0].split(".")[-2]
     for word, number in pairwise(words):
@@ -60,6 +83,23 @@ def stored_part(plan: ModelPlan, name: str) -> str | None:
             return f"layers.{int(number)}" if int(number) < len(plan.layers) else "mtp"
     ends = {path.rpartition(".")[2]: part for path, part in plan.ends}
     return next((ends[word] for word in words if word in ends), None)
+
+
+def name_in_head(plan: ModelPlan, name: str) -> str | None:
+    """Return the name of a stored tensor within the MTP head, empty for one without use, None for one elsewhere."""
+    if beside := _NEXTN.fullmatch(name):
+        number, within = int(beside[1] or 0), beside[2]
+    elif after := re.fullmatch(rf"{re.escape(plan.paths[0].rpartition('.')[0])}\.(\d+)\.(.+)", name):
+        number, within = int(after[1]) - len(plan.layers), after[2]
+    else:
+        return None
+    if number < 0:
+        return None
+    if number or _REPEATED.match(within):
+        return ""
+    for theirs, ours in _HEAD_NORMS.items():
+        within = ours + within.removeprefix(theirs) if within.startswith(theirs) else within
+    return head_name(within, Family.head_modules)
 
 
 def parameter_place(plan: ModelPlan, name: str) -> tuple[str, str] | None:
@@ -80,20 +120,26 @@ def _prefixes(plan: ModelPlan, name: str) -> list[tuple[int, str]]:
     return [(int(found[1]), plan.paths[int(found[1])])]
 
 
-def plan_tensors(config: Text, plan: ModelPlan, stored: Stored) -> TensorPlan:
-    """Return the plan of all parameters that the tensors `stored` give. Raises CheckpointError."""
+def plan_tensors(config: Text, plan: ModelPlan, stored: Stored, *, alone: bool = False) -> TensorPlan:
+    """Return the plan of all parameters that the tensors `stored` give. Raises CheckpointError.
+
+    `alone` says that the class reads these without any other tensor.
+    """
     zeros = {name: _zeros(*info) for name, info in stored.items()}
     names = {id(array): name for name, array in zeros.items()}
     # A class may look for layers that another machine holds.
     held = {stored_part(plan, name) for name in stored}
-    absent = {name: mx.zeros(shape) for name, shape in plan.shapes if _part_of(plan, name) not in held}
+    missing = () if alone else plan.shapes
+    absent = {name: mx.zeros(shape) for name, shape in missing if _part_of(plan, name) not in held}
     made = {name: array for name, array in _sanitized(config, absent | zeros).items() if name not in absent}
+    survivors = [array for array in made.values() if id(array) in names]
+    changed = _computed(survivors)
     parts: dict[str, dict[str, Source]] = {}
     later: list[tuple[str, str, str]] = []
     unknown, used = [], set[str]()
     for name, array in made.items():
         place = parameter_place(plan, name)
-        own = names.get(id(array))
+        own = None if id(array) in changed else names.get(id(array))
         if place is None:
             unknown.append(own or name)
         elif own is not None:
@@ -101,22 +147,32 @@ def plan_tensors(config: Text, plan: ModelPlan, stored: Stored) -> TensorPlan:
             used.add(own)
         else:
             later.append((*place, name))
+    read = {name: stored[name] for name in used}
     used |= set(unknown)
     rest: dict[str, list[str]] = {}
     for name in stored:
         if name not in used and (part := stored_part(plan, name)) is not None:
             rest.setdefault(part, []).append(name)
-    if later and absent:
-        raise CheckpointError(
-            f"{config['model_type']}: the tensors are those of the publisher, which a machine with only some of them "
-            "cannot read. Convert the model once: mtp-coord convert."
-        )
+    is_raw = bool(later) and not _is_converted(plan, stored)
+    is_raw = is_raw or (bool(absent) and not _is_converted(plan, read))
     text = json.dumps(config, sort_keys=True)
     for part, within, name in later:
         sources = tuple(sorted(rest.get(part, ())))
-        parts.setdefault(part, {})[within] = Source(sources, Sanitized(text, sources, name, stored))
+        parts.setdefault(part, {})[within] = Source(sources, Sanitized(text, sources, name, stored), decides_type=True)
         used |= set(sources)
-    return TensorPlan(parts, tuple(sorted(unknown)), tuple(sorted(stored.keys() - used)))
+    return TensorPlan(parts, tuple(sorted(unknown)), tuple(sorted(stored.keys() - used)), is_raw, is_whole=not absent)
+
+
+def _is_converted(plan: ModelPlan, stored: Stored) -> bool:
+    """Return whether all tensors have names and shapes of parameters. A class may still make them anew."""
+    shapes = dict(plan.shapes)
+    for name, (_, shape) in stored.items():
+        module, _, leaf = name.rpartition(".")
+        if stored_part(plan, name) is None or leaf in _QUANTIZED:
+            continue
+        if name not in shapes or (shapes[name] != shape and f"{module}.scales" not in stored):
+            return False
+    return True
 
 
 def _part_of(plan: ModelPlan, name: str) -> str | None:
@@ -125,7 +181,17 @@ def _part_of(plan: ModelPlan, name: str) -> str | None:
 
 
 def _zeros(dtype: str, shape: tuple[int, ...]) -> mx.array:
-    return mx.zeros(shape, _DTYPES.get(dtype, mx.uint8))
+    """Return zeros that take no memory of their own, and are no result of a computation."""
+    zeros = mx.broadcast_to(mx.array(0, _DTYPES.get(dtype, mx.uint8)), shape)
+    mx.eval(zeros)
+    return zeros
+
+
+def _computed(arrays: Sequence[mx.array]) -> set[int]:
+    """Return the ids of those `arrays` that a class has changed in place: they are no leaves of their graph."""
+    graph = StringIO()
+    mx.export_to_dot(graph, **{f"t{number}": array for number, array in enumerate(arrays)})
+    return {id(arrays[int(number)]) for number in re.findall(r'rank=sink; "t(\d+)"', graph.getvalue())}
 
 
 def _sanitized(config: Text, weights: dict[str, mx.array]) -> dict[str, mx.array]:

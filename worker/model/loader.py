@@ -127,6 +127,7 @@ def load_stage(
     checkpoint.check_names()
     if missing := missing_tensors(checkpoint, parts):
         raise checkpoint.missing_tensors_error(missing)
+    checkpoint.check_readable()
     for part in parts:
         check_types(checkpoint, part)
     if "mtp" in parts:
@@ -152,7 +153,11 @@ def load_stage(
         part = "embed" if whole.config.tie_word_embeddings else "lm_head"
         # A member of a group, or a process with slices, has the rows in other pieces.
         is_cut = own[0].config.cuts_vocabulary and own[0].config.cut.size > 1
-        module = _build(whole, part, dtype) if is_cut and part == "lm_head" else modules[part]
+        module = (
+            _build(whole, part, dtype)
+            if is_cut and part == "lm_head"
+            else getattr(stage.lm_head, "module", modules[part])
+        )
         stage.draft_rows = DraftRows(module, drafted_tokens(draft_vocab, whole.config.vocab_size))
         del module
         mx.clear_cache()

@@ -23,6 +23,7 @@ from mtp.checkpoint.format.checkpoint import INDEX, Checkpoint
 from mtp.checkpoint.format.config import QUANTIZATION_FILE
 from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.checkpoint.format.shard import Entry, ShardWriter, check_free_space, replace_bytes
+from mtp.layers.linear import Format
 from mtp.vision.tower import PATCHES, has_tower, tower_weights
 from proto.errors import CheckpointError, UsageError
 from proto.terminal.progress import OnProgress
@@ -193,10 +194,11 @@ def _config(source: Checkpoint, weights: ConvertedWeights, has_vision: bool) -> 
     for key in ("_name_or_path", "quantization_config"):
         config.pop(key, None)
         text.pop(key, None)
-    text["mtp_num_hidden_layers"] = int(source.mtp.complete)
-    # mlx-lm does not read the places that older exporters used.
-    text["rope_parameters"] = source.config.text_config["rope_parameters"]
-    source.config.family.convert_text(text)
+    if not source.config.family.as_published:
+        text["mtp_num_hidden_layers"] = int(source.mtp.complete)
+        # mlx-lm does not read the places that older exporters used.
+        text["rope_parameters"] = source.config.text_config["rope_parameters"]
+        source.config.family.convert_text(text)
     if weights.quantization is not None:
         config["quantization"] = config["quantization_config"] = weights.quantization
     return config
@@ -274,10 +276,8 @@ def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeig
     Weights that another program packed as integers keep their codes. `settings` decide for all others.
     """
     config = checkpoint.config
-    if config.quantization is not None:
-        raise CheckpointError(
-            f"{checkpoint.path}: is quantized already. Convert from the checkpoint that Qwen publishes."
-        )
+    if config.quantization is not None and not checkpoint.is_raw:
+        raise CheckpointError(f"{checkpoint.path}: is quantized already. Convert from the checkpoint of its publisher.")
     checkpoint.check_names()
     if missing := missing_from_backbone(checkpoint):
         raise checkpoint.missing_tensors_error(missing)
@@ -316,15 +316,20 @@ def _load(checkpoint: Checkpoint, model: nn.Module, settings: Settings, with_hea
     dtype: mx.Dtype | None = getattr(mx, settings.dtype) if settings.dtype else None
     weights: list[tuple[str, mx.array]] = []
     kept: dict[str, dict[str, Any]] = {}
+    modules: dict[str, Any] = dict(model.named_modules())
     for part in checkpoint.plans:
         tied = part == "lm_head" and checkpoint.config.tie_word_embeddings
         if tied or (part == "mtp" and not with_head):
             continue
-        inside = "" if part in ("lm_head", "mtp") else "model."
         found, forms = read_source_part(checkpoint, part, dtype, keep_codes=True)
-        path = checkpoint.config.family.path
-        weights += [(f"{inside}{path(part, name)}", w) for name, w in found.items()]
-        kept |= {f"{inside}{path(part, name)}": form for name, form in forms.items()}
+        path, text = checkpoint.config.family.module_path, checkpoint.config.text_config
+        weights += [(path(text, part, name), w) for name, w in found.items()]
+        kept |= {path(text, part, name): form for name, form in forms.items()}
+        for name in (name.removesuffix(".scales") for name in found if name.endswith(".scales")):
+            place = path(text, part, name)
+            if place not in kept:
+                weight, scales = (found[f"{name}.{leaf}"] for leaf in ("weight", "scales"))
+                kept[place] = asdict(Format.stored(weight, scales, modules[place].weight.shape[-1]))
     nn.quantize(model, class_predicate=lambda path, module: kept.get(path, False))
     try:
         model.load_weights(weights)
@@ -355,7 +360,7 @@ def _quantize(
         usual = max(forms, key=lambda form: (forms.count(form), forms.index(form)), default={})
         return _with_overrides(dict(usual), prefix, kept) if kept else None
     found: dict[str, Any] = asdict(wanted)
-    routers = model.quant_predicate or (lambda path, module: True)
+    routers = getattr(model, "quant_predicate", None) or (lambda path, module: True)
 
     def choice_for(path: str, module: nn.Module) -> Choice:
         if path == "mtp.fc" or not hasattr(module, "to_quantized"):

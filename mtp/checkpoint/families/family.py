@@ -197,6 +197,10 @@ class Family(ABC):
         modules = {part: module for module, part in self.ends.items()}
         return f"{modules.get(part, part)}.{within}".removesuffix(".")
 
+    def module_path(self, text: Text, part: str, within: str) -> str:
+        """Return the name of a module or parameter of a part in `backbone`, whose head is the module `mtp`."""
+        return ("" if part in ("lm_head", "mtp") else "model.") + self.path(part, within)
+
     def rule(self, part: str, name: str) -> Parameter:
         """Return the rules of a parameter by its name within `part`."""
         return _first_match(self.parameters, f"{part}.{name}")

@@ -28,10 +28,11 @@ def as_stored(weight: mx.array) -> mx.array:
 
 @dataclass(frozen=True)
 class Source:
-    """The stored tensors that one parameter is made of, and their transform."""
+    """The stored tensors that one parameter is made of, and their transform, which may decide the type too."""
 
     stored: tuple[str, ...]
     transform: Transform = as_stored
+    decides_type: bool = False
 
     @property
     def tensors(self) -> tuple[str, ...]:

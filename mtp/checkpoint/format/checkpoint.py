@@ -98,6 +98,10 @@ class Checkpoint:
     ignored: tuple[str, ...] = ()
     on_disk: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
     """Tensors that stay on disk: by part the stored names by those within the part."""
+    is_raw: bool = False
+    """True if a class of mlx-lm makes parameters of the tensors, which are those of the publisher."""
+    is_whole: bool = True
+    """False if a class of mlx-lm finds no tensor of some part."""
     files: dict[Path, FileState | None] = field(default_factory=dict, repr=False, compare=False)
     """The files on this machine as they were when they were read. Their offsets hold for no other state."""
 
@@ -144,8 +148,8 @@ class Checkpoint:
             except (RuntimeError, ValueError) as error:
                 others = [name for name, i in self.tensors.items() if i.file == file and i.dtype in _UNREAD]
                 raise CheckpointError(
-                    f"{file}: MLX cannot read {join_names(others) or 'it'}: {error}. Use the checkpoint that Qwen "
-                    "publishes, or convert it again."
+                    f"{file}: MLX cannot read {join_names(others) or 'it'}: {error}. Use the checkpoint of its "
+                    "publisher, or convert it again."
                 ) from error
             assert isinstance(loaded, dict)
             files[file] = loaded
@@ -157,7 +161,8 @@ class Checkpoint:
         stored = {name: (info.dtype, info.shape) for name, info in tensors.items()}
         if (planned := config.family.plan_tensors(config.text(), stored)) is not None:
             plans = {part: planned.parts.get(part, {}) for part in part_names(config.num_layers)}
-            return cls(path, config, layout, tensors, plans, planned.unknown, planned.ignored)
+            found = cls(path, config, layout, tensors, plans, planned.unknown, planned.ignored)
+            return replace(found, is_raw=planned.is_raw, is_whole=planned.is_whole)
         pairs = {part: list[tuple[str, str]]() for part in part_names(config.num_layers)}
         unknown, ignored = [], []
         on_disk: dict[str, dict[str, str]] = {}
@@ -232,6 +237,18 @@ class Checkpoint:
         """Return the error for missing tensors, given their names."""
         what = f"tensors {join_names(missing)} are" if missing[1:] else f"tensor {missing[0]} is"
         return CheckpointError(f"{self.path}: {what} missing. Download the checkpoint again, or convert it again.")
+
+    def check_readable(self) -> None:
+        """Raise CheckpointError for some tensors of a publisher's model, whose class needs all."""
+        if self.is_raw and not self.is_whole:
+            raise self.needs_all_error()
+
+    def needs_all_error(self) -> CheckpointError:
+        """Return the error for a stage that has only its own tensors of the publisher."""
+        return CheckpointError(
+            f"{self.path}: the tensors are those of the publisher, which a machine with only some of them cannot read. "
+            "Convert the model once: mtp-coord convert."
+        )
 
     def part_bytes(self) -> dict[str, int]:
         """Return the bytes of each part, as stored: `embed`, `layers.0` …, `norm`, `lm_head`, `mtp`."""

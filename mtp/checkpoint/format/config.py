@@ -51,6 +51,12 @@ PACKINGS = {
 }
 """The packings of other programs that `mtp-coord convert` reads, by `quant_method`."""
 
+NATIVE: dict[str, dict[str, Any]] = {
+    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+    "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
+}
+"""The packings of publishers that are those of MLX, by `quant_method`."""
+
 
 @dataclass(frozen=True)
 class ForeignPacking:
@@ -291,6 +297,9 @@ def with_quantization(config: dict[str, Any], beside: dict[str, Any] | None) -> 
         config = {**config, "quantization": places[1]["quantization"]}
     stored = (place.get("quantization_config") for place in places)
     found = next((fields for fields in stored if fields is not None), beside)
+    native = NATIVE.get(str(found.get("quant_method"))) if isinstance(found, dict) else None
+    if native is not None and config.get("quantization") is None:
+        return {**config, "quantization": native}
     if found is None or config.get("quantization") is not None:
         return config
     if isinstance(found, dict) and isinstance(inner := found.get("quantization"), dict):

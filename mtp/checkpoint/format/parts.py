@@ -74,8 +74,9 @@ def missing_from_backbone(checkpoint: Checkpoint) -> tuple[str, ...]:
 def _beside(checkpoint: Checkpoint, part: str, name: str) -> tuple[str, ...]:
     """Return the parameters that `name` requires: a packed weight needs scales, and float scales need biases."""
     module, _, kind = name.rpartition(".")
-    stored = checkpoint.tensors.get(checkpoint.plans[part][name].stored[0])
-    if stored is None:
+    source = checkpoint.plans[part][name]
+    stored = checkpoint.tensors.get(source.stored[0])
+    if stored is None or source.decides_type:
         return ()
     if kind == "weight" and stored.dtype in _PACKED:
         return (f"{module}.scales".removeprefix("."),)
@@ -89,6 +90,8 @@ def check_types(checkpoint: Checkpoint, part: str) -> None:
     plan = checkpoint.plans[part]
     quantized = checkpoint.config.quantization is not None
     for name, source in plan.items():
+        if source.decides_type:
+            continue
         wanted = _FLOATS
         if name.endswith("scales"):
             wanted = _SCALES
@@ -100,7 +103,7 @@ def check_types(checkpoint: Checkpoint, part: str) -> None:
             if info.dtype not in wanted:
                 raise CheckpointError(
                     f"{info.file}: tensor {stored} is stored as {info.dtype}; "
-                    f"{' or '.join(wanted)} is needed. Use the checkpoint that Qwen publishes in BF16, or one "
+                    f"{' or '.join(wanted)} is needed. Use the checkpoint that its publisher has in BF16, or one "
                     "that mtp-coord convert made."
                 )
 
@@ -131,7 +134,7 @@ def read_part(
                 pieces = share.slice_parameter(made)
             # Contiguous, since kernels would copy a view at each call.
             made = mx.contiguous(mx.concatenate(pieces, axis=share.axis))
-        kind = stored[0].dtype
+        kind = made.dtype if source.decides_type else stored[0].dtype
         is_cast = dtype is not None and not rule.keeps_type and mx.issubdtype(kind, mx.floating)
         weights[name] = made.astype(dtype if dtype is not None and is_cast else kind)
     return weights
@@ -233,7 +236,7 @@ def report(checkpoint: Checkpoint) -> dict[str, Any]:
         "bytes": _bytes(checkpoint),
         "dtypes": _dtypes(checkpoint),
         "quantization": _quantization(checkpoint),
-        "norms": "raw" if checkpoint.layout == "raw" else "shifted",
+        "norms": _norms(checkpoint),
         "tie_word_embeddings": config.tie_word_embeddings,
         "max_positions": config.max_positions,
         "mtp": {**asdict(checkpoint.mtp), "complete": checkpoint.mtp.complete},
@@ -241,6 +244,13 @@ def report(checkpoint: Checkpoint) -> dict[str, Any]:
         "ignored_tensors": list(checkpoint.ignored),
         "missing_tensors": list(missing_from_backbone(checkpoint)),
     }
+
+
+def _norms(checkpoint: Checkpoint) -> str:
+    """Return how the weights of RMSNorm are stored: `as stored` for a family in which publishers do the same."""
+    if not checkpoint.config.family.has_raw_layout:
+        return "as stored"
+    return "raw" if checkpoint.layout == "raw" else "shifted"
 
 
 def _parameters(checkpoint: Checkpoint) -> int:

@@ -44,7 +44,7 @@ def repair_hint(checkpoint: Checkpoint, *, replace: bool) -> str:
     if checkpoint.config.shape.head is None:
         return "No head can be added to this family"
     if checkpoint.layout == "raw" and replace:
-        return "Download the checkpoint again, or use the one that Qwen publishes"
+        return "Download the checkpoint again, or use the one of its publisher"
     path, copy = str(checkpoint.path), ""
     if checkpoint.layout == "raw":
         path, copy = "DIRECTORY", f"mtp-coord convert --hf-path {path} --mlx-path DIRECTORY, then "
