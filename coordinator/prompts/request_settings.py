@@ -205,11 +205,8 @@ def _token_limit(api: Api, settings: GenerationSettings, prompt: int) -> int:
     return settings.max_tokens or min(api.options.default_max_tokens, room)
 
 
-THINKING_SWITCH, EFFORT = "enable_thinking", "reasoning_effort"
-"""The variables of chat templates for reasoning: the switch of Qwen's, and the level of GLM's."""
-
-LEVELS = {"none": "low", "minimal": "low", "medium": "high"}
-"""The nearest levels of GLM for those of clients that it does not have."""
+EFFORT = "reasoning_effort"
+"""The variable of chat templates that have levels of reasoning."""
 
 
 @dataclass(frozen=True)
@@ -243,10 +240,11 @@ async def render_chat(api: Api, chat: ChatRequest, places: Mapping[str, str] | N
     `places` are texts of the turns that stand for others, which may have control tokens.
     """
     kwargs = dict(chat.template_kwargs)
-    if chat.thinking is not None and api.tokenizer.uses_variable(THINKING_SWITCH):
-        kwargs[THINKING_SWITCH] = chat.thinking
-    if chat.effort is not None and api.tokenizer.uses_variable(EFFORT):
-        kwargs.setdefault(EFFORT, LEVELS.get(chat.effort, chat.effort))
+    form = api.tokenizer.template
+    if chat.thinking is not None:
+        kwargs |= dict.fromkeys(form.switches, chat.thinking)
+    if chat.effort is not None and form.uses(EFFORT):
+        kwargs.setdefault(EFFORT, form.level(chat.effort))
     messages = template_messages(chat.turns, api.tokenizer.tool_markers)
     options: Json = {"continue_final": chat.continue_final, "places": places}
     render = partial(api.tokenizer.chat_prompt, messages, chat.tools, kwargs, **options)
