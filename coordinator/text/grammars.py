@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
+import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 
 from coordinator.text.schemas import DEFINITIONS, Json, ToolSchemas
@@ -106,8 +107,11 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 def pack_vocabulary(tokenizer: Tokenizer) -> bytes:
-    """Return the packed vocabulary for the last stage; empty without end tokens, which formats require."""
-    if not tokenizer.eos_ids:
+    """Return the packed vocabulary for the last stage.
+
+    It is empty without end tokens, which formats require, and for a tokenizer that is no BPE.
+    """
+    if not tokenizer.eos_ids or not isinstance(tokenizer.backend.model, tokenizers.models.BPE):
         return b""
     tokens = map(tokenizer.token_bytes, range(tokenizer.vocab_size))
     return Vocabulary.of_backend(tokenizer.backend, tokens, tokenizer.control_ids, tokenizer.eos_ids).pack()
