@@ -12,6 +12,7 @@ from typing import Any, Literal
 from coordinator.prompts.conversation import Turn, template_messages
 from coordinator.schedule.admission import most_waiting
 from coordinator.schedule.request import GenerationRequest
+from coordinator.text.forced_forms import JsonForm, channel_format, json_form_grammar
 from coordinator.text.grammars import OutputFormat, call_grammar, check_schema
 from coordinator.text.schemas import Json
 from coordinator.text.tokenizer import ChatPrompt, ContextLengthError
@@ -302,7 +303,8 @@ def _tool_schemas(chat: ChatRequest) -> Iterator[tuple[str, Any]]:
 
 def _forced_output(api: Api, chat: ChatRequest) -> OutputFormat | None:
     if chat.forced_tool is None:
-        return chat.output
+        in_channels = chat.output and api.tokenizer.marks.channels and not chat.continue_final
+        return channel_format(chat.output, api.tokenizer.controls) if chat.output and in_channels else chat.output
     tools = [t for t in chat.tools if chat.forced_tool in ("", t["function"]["name"])]
     if not tools:
         name = chat.forced_tool or "any"
@@ -312,7 +314,9 @@ def _forced_output(api: Api, chat: ChatRequest) -> OutputFormat | None:
         raise refused_field("tool_choice", "this model's call format cannot be forced. Use auto.")
     for (path, _), tool in zip(_tool_schemas(chat), chat.tools, strict=True):
         if tool in tools:
-            check_schema(tool, path, style)
+            check_schema(tool, path, "json" if isinstance(style, JsonForm) else style)
     single = chat.one_call or bool(chat.forced_tool)
+    if isinstance(style, JsonForm):
+        return OutputFormat("lark", json_form_grammar(tools, style, api.tokenizer.controls, single=single), "tools")
     grammar = call_grammar(tools, style, api.tokenizer.tool_markers, single=single)
     return OutputFormat("lark", grammar, "tools")

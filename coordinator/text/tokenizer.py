@@ -21,6 +21,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from coordinator.text.answer_reader import PAIR_TAGS, Marks, held_back
 from coordinator.text.call_parsers import INNER_MARKS, CallSyntax, published, syntax_in
 from coordinator.text.channels import CHANNEL, ENDS, MESSAGE, MESSAGE_ENDS
+from coordinator.text.forced_forms import CHANNEL_CALL, JsonForm, json_form
 from coordinator.text.schemas import Json
 from coordinator.text.template_form import TemplateForm, separate_template
 from coordinator.text.token_bytes import byte_table
@@ -142,6 +143,9 @@ GUARD = secrets.token_hex(12)
 CUT_TOKENS = 16
 """Tokens that a cut between two pieces may add."""
 
+OWN_FORMS = ("xml", "json", "pairs")
+"""The forms of calls that `AnswerReader` reads without a parser of mlx-lm, which misreads some of them."""
+
 OTHER_REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 """Marks of reasoning that mlx-lm does not look for, or only among the added tokens."""
 
@@ -162,9 +166,9 @@ class Tokenizer:
         self._bytes, self.trims_first_blank = byte_table(self.backend)
         added = self.backend.get_added_tokens_decoder()
         self._added_ids = {entry.content: token for token, entry in added.items()}
-        parser = getattr(wrapper.tool_parser, "__module__", "").rpartition(".")[2]
-        self._read_form = call_forms.get(parser)
-        self.template = TemplateForm(wrapper.chat_template, "kimi" if parser == "kimi_k2" else "")
+        self._parser = getattr(wrapper.tool_parser, "__module__", "").rpartition(".")[2]
+        self._read_form = call_forms.get(self._parser)
+        self.template = TemplateForm(wrapper.chat_template, "kimi" if self._parser == "kimi_k2" else "")
         """What the chat template reads."""
         self._channels = {*ENDS, MESSAGE} <= self._added_ids.keys() and MESSAGE in self.template.source
         self._syntax = self._find_syntax()
@@ -456,7 +460,7 @@ class Tokenizer:
             return Marks(channels=True, think_end=MESSAGE_ENDS[0])
         found = Marks(*self._think)
         if self.has_tools and self._syntax:
-            parse = None if self._read_form else self._syntax.parse
+            parse = None if self._read_form in OWN_FORMS else self._syntax.parse
             start, end, pairs = self._syntax.start, self._syntax.end, self._read_form == "pairs"
             found = replace(found, call=start, call_end=end, pairs=pairs, parse=parse)
         return found
@@ -473,9 +477,17 @@ class Tokenizer:
         return (self._channels or self._syntax is not None) and self.template.uses("tools")
 
     @property
-    def call_form(self) -> CallForm | None:
+    def call_form(self) -> CallForm | JsonForm | None:
         """The format of the model's tool calls, if a grammar can force it."""
-        return self._read_form if self.has_tools else None
+        if not self.has_tools or self._read_form:
+            return self._read_form if self.has_tools else None
+        form = json_form(self._parser, self.tool_markers[0], self.template.source)
+        return CHANNEL_CALL if self._channels else form
+
+    @property
+    def controls(self) -> dict[str, int]:
+        """The control tokens by their spelling."""
+        return {text: token for text, token in self._added_ids.items() if token in self.control_ids}
 
     @property
     def tool_markers(self) -> tuple[str, str]:

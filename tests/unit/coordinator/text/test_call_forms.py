@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from coordinator.text.answer_reader import (
     CallArguments,
@@ -18,7 +21,11 @@ from coordinator.text.answer_reader import (
     join_parts,
 )
 from coordinator.text.channels import reader_of
+from coordinator.text.forced_forms import JsonForm, channel_format, json_form_grammar
+from coordinator.text.grammars import OutputFormat, call_grammar, pack_vocabulary
 from coordinator.text.tokenizer import TextStream, Tokenizer
+from mtp.sampling.grammar import tokenizer_of
+from proto.errors import RequestError
 from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
 
 TOOL: Any = {
@@ -215,3 +222,70 @@ def test_reasoning_has_the_marks_of_the_family(tmp_path: Path, marks: tuple[str,
     assert read(tokenizer, f"{start}So.{end}Yes.") == [Reasoning("So."), Content("Yes.")]
     assert read(tokenizer, f"So.{end}Yes.", thinking=True) == [Reasoning("So."), Content("Yes.")]
     assert (tokenizer.reasoning_end_id is not None) == added
+
+
+FORCED = [
+    ("<|tool_calls_section_begin|>", KIMI),
+    ("[TOOL_CALLS][ARGS]", ("[TOOL_CALLS]", "[ARGS]")),
+    ("[TOOL_CALLS]", ("[TOOL_CALLS]",)),
+    ("<minimax:tool_call>", ("<minimax:tool_call>", "</minimax:tool_call>")),
+    ("<|message|>", CHANNELS),
+    ("<TOOLCALL>", ()),
+    ('Respond in the format {"name": function name', ()),
+]
+
+
+def written(tokenizer: Tokenizer, grammar: str, seed: int, wanted: str = "") -> str:
+    """Return a text that a grammar allows: `wanted` as far as it goes, then anything."""
+    packed = tokenizer_of(pack_vocabulary(tokenizer))
+    matcher = LLMatcher(packed, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    draw, text, planned = random.Random(seed), b"", [*tokenizer.encode(wanted)]
+    for _ in range(400):
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = [int(token) for token in np.flatnonzero(bits[: packed.vocab_size])]
+        if tokenizer.eos_ids & {*allowed}:
+            return text.decode()
+        token = planned.pop(0) if planned and planned[0] in allowed else draw.choice(allowed)
+        matcher.try_consume_tokens([token])
+        text += tokenizer.text_bytes(token)
+    raise AssertionError(text)
+
+
+@pytest.mark.parametrize(("mark", "control"), FORCED)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_forced_call_is_read_as_a_call(tmp_path: Path, mark: str, control: tuple[str, ...], seed: int) -> None:
+    """Any text that the grammar of a form allows is a call of the tool, with arguments that fit."""
+    tokenizer = tokenizer_for(tmp_path, mark, control)
+    form, bounded = (
+        tokenizer.call_form,
+        {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "maximum": 9}},
+    )
+    parameters = {"type": "object", "properties": bounded, "required": ["city"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
+    if isinstance(form, JsonForm):
+        grammar = json_form_grammar([tool], form, tokenizer.controls, single=True)
+    else:
+        assert form == "invokes"
+        grammar = call_grammar([tool], form, tokenizer.tool_markers, single=True)
+    wanted = "<|channel|>commentary" if tokenizer.marks.channels else ""
+    found = read(tokenizer, written(tokenizer, grammar, seed, wanted))
+    assert [type(part) for part in found] == [CallStart, CallArguments, CallEnd]
+    assert json.loads(found[1].json)["city"] in ("Paris", "Rome")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "regex", "choice"])
+def test_a_format_holds_in_the_final_channel(tmp_path: Path, kind: Any) -> None:
+    """With an analysis before it, which has no format."""
+    contents = {"json_schema": {"enum": ["yes"]}, "regex": '"y(e|é)s"', "choice": ['"yes"', '"yés"']}
+    tokenizer = tokenizer_for(tmp_path, "<|message|>", CHANNELS)
+    output = channel_format(OutputFormat(kind, contents[kind], "format"), tokenizer.controls)
+    grammar = str(LLMatcher.grammar_from_lark(output.content))
+    text = written(
+        tokenizer, grammar, 1, "<|channel|>analysis<|message|>Hm, {so}.<|end|><|start|>assistant<|channel|>final"
+    )
+    reasoning, content = read(tokenizer, text)
+    assert reasoning == Reasoning("Hm, {so}.")
+    assert isinstance(content, Content) and content.text in ('"yes"', '"yés"')
+    with pytest.raises(RequestError, match="answers in channels"):
+        channel_format(OutputFormat("lark", 'start: "a"', "format"), tokenizer.controls)
