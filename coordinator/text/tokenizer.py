@@ -202,6 +202,13 @@ class Tokenizer:
         `call_forms` has the form of tool calls by mlx-lm's parser of tools.
         """
         if not (checkpoint / "tokenizer.json").is_file():  # mlx-lm would load an empty tokenizer
+            usual = checkpoint / "tokenizer_config.json"
+            if usual.is_file() and "auto_map" in read_json_object(usual):
+                raise CheckpointError(
+                    f"{checkpoint}: the tokenizer is custom code (auto_map), which is not run. Use a conversion with a "
+                    "tokenizer.json.",
+                    public="the checkpoint's tokenizer is custom code, which is not run",
+                )
             raise CheckpointError(
                 f"{checkpoint}: tokenizer.json not found. Copy it from the checkpoint's source.",
                 public="the checkpoint has no tokenizer.json",
