@@ -51,9 +51,6 @@ class TemplateForm:
         self._by_kimi = ids == "kimi"
         self._nine = re.search(r"length\s*!=\s*9", self.source) is not None
         self._single = "tool_calls[0]" in self.source
-        self._wants_none = (
-            re.search(r"assistant['\"] and message\[['\"]content['\"]\] is none", self.source) is not None
-        )
         self._thinks = "message.thinking" in self.source
         self.takes_text = False
         """True if arguments of calls are rendered from their JSON text."""
@@ -105,8 +102,7 @@ class TemplateForm:
                 function = function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
             calls.append(call | {"id": self._id(call["id"], numbers), "function": function})
         if calls:
-            content = None if self._wants_none and not message["content"] else message["content"]
-            message = message | {"tool_calls": calls, "content": content}
+            message = message | {"tool_calls": calls}
         if "tool_call_id" in message:
             message = message | {"tool_call_id": self._id(message["tool_call_id"], numbers)}
         if self._thinks and message.get("reasoning_content"):
@@ -133,10 +129,10 @@ def _one_call_each(messages: Sequence[Json]) -> list[Json]:
             found += [waiting.pop(place), message]
             continue
         found += waiting
-        first, *others = [[call] for call in message.get("tool_calls", ())] or [None]
-        waiting = [{"role": "assistant", "content": "", "tool_calls": call} for call in others]
-        if others:
-            waiting.insert(0, message | {"tool_calls": first})
+        calls = [[call] for call in message.get("tool_calls", ())]
+        waiting = [{"role": "assistant", "content": "", "tool_calls": call} for call in calls[1:]]
+        if waiting:
+            waiting.insert(0, message | {"tool_calls": calls[0]})
         else:
             found.append(message)
     return found + waiting

@@ -99,7 +99,8 @@ FORMS: list[Any] = [
     (
         f"{BAR}DSML{BAR}",
         (f"{BAR}DSML{BAR}",),
-        '<{0}function_calls>\n<{0}invoke name="get_weather">\n<{0}parameter name="city" string="true">Paris</{0}parameter>\n'
+        '<{0}function_calls>\n<{0}invoke name="get_weather">\n'
+        '<{0}parameter name="city" string="true">Paris</{0}parameter>\n'
         '<{0}parameter name="days" string="false">2</{0}parameter>\n</{0}invoke>\n</{0}function_calls>',
         [TWO_DAYS],
     ),
