@@ -23,6 +23,7 @@ from coordinator.text.answer_reader import (
     Reasoning,
     join_parts,
 )
+from coordinator.text.channels import ChannelReader, reader_of
 from coordinator.text.grammars import OutputFormat
 from coordinator.text.schemas import Json
 from coordinator.text.tokenizer import Piece, TextStream, Tokenizer
@@ -88,7 +89,7 @@ class Choice:
     request: GenerationRequest
     tokenizer: Tokenizer
     stop: tuple[str, ...]
-    reader: AnswerReader | None = None
+    reader: AnswerReader | ChannelReader | None = None
     one_call: bool = False
 
     def __post_init__(self) -> None:
@@ -104,7 +105,9 @@ class Choice:
         self.reasoning: list[str] = []
         self.calls: list[GeneratedCall] = []
         self.logprobs: list[TokenLogprob] = []
-        self._text = TextStream(self.tokenizer.text_bytes, self.stop)
+        self._text = TextStream(
+            self.tokenizer.text_bytes, self.stop, trims=self.reader is not None and self.tokenizer.trims_first_blank
+        )
         self.generated: list[int] = []
         self._new: list[tuple[str, TokenLogprob | None]] = []  # of tokens without a piece yet
         self._held: list[tuple[str, TokenLogprob | None]] = []  # whose text the reader holds back
@@ -332,7 +335,7 @@ async def chat_answer(
             request,
             api.tokenizer,
             stop,
-            AnswerReader(api.tokenizer.marks, thinking=prompt.thinking, reasons=prompt.reasons, tools=chat.tools),
+            reader_of(api.tokenizer.marks, thinking=prompt.thinking, reasons=prompt.reasons, tools=chat.tools),
             one_call=chat.one_call,
         )
         for index, request in enumerate(requests)

@@ -21,7 +21,8 @@ from coordinator.schedule.request import Finished, GenerationEvent, GenerationRe
 from coordinator.schedule.request import generate as generate_events
 from coordinator.serve import options
 from coordinator.serve.options import check_drafts
-from coordinator.text.answer_reader import AnswerReader, Content, Part, Reasoning
+from coordinator.text.answer_reader import Content, Part, Reasoning
+from coordinator.text.channels import reader_of
 from coordinator.text.tokenizer import TextStream, Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.missing_head import with_fetched_head
@@ -62,7 +63,7 @@ class PrintedAnswer:
         self._stream = stream
         self._shown = ""
         self._in_reasoning = False
-        reader = None if thinking is None else AnswerReader(tokenizer.marks, thinking=thinking)
+        reader = None if thinking is None else reader_of(tokenizer.marks, thinking=thinking)
         self._choice = Choice(0, request, tokenizer, (), reader)
 
     def add_event(self, event: GenerationEvent) -> None:

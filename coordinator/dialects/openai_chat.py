@@ -48,7 +48,7 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
     check_model(api, body.model)
     thinking, budget = body.thinking
     variables = body.chat_template_kwargs or {}
-    variables = {name: v for name, v in variables.items() if api.tokenizer.uses_variable(name)}
+    variables = {name: v for name, v in variables.items() if api.tokenizer.template.uses(name)}
     offered = [tool.for_template() for tool in body.tools or ()]
     tools, forced = openai_schemas.chosen_tools(body.tool_choice, offered)
     chat = ChatRequest(

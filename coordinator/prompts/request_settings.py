@@ -12,6 +12,7 @@ from typing import Any, Literal
 from coordinator.prompts.conversation import Turn, template_messages
 from coordinator.schedule.admission import most_waiting
 from coordinator.schedule.request import GenerationRequest
+from coordinator.text.forced_forms import JsonForm, channel_format, json_form_grammar
 from coordinator.text.grammars import OutputFormat, call_grammar, check_schema
 from coordinator.text.schemas import Json
 from coordinator.text.tokenizer import ChatPrompt, ContextLengthError
@@ -205,11 +206,8 @@ def _token_limit(api: Api, settings: GenerationSettings, prompt: int) -> int:
     return settings.max_tokens or min(api.options.default_max_tokens, room)
 
 
-THINKING_SWITCH, EFFORT = "enable_thinking", "reasoning_effort"
-"""The variables of chat templates for reasoning: the switch of Qwen's, and the level of GLM's."""
-
-LEVELS = {"none": "low", "minimal": "low", "medium": "high"}
-"""The nearest levels of GLM for those of clients that it does not have."""
+EFFORT = "reasoning_effort"
+"""The variable of chat templates that have levels of reasoning."""
 
 
 @dataclass(frozen=True)
@@ -243,10 +241,11 @@ async def render_chat(api: Api, chat: ChatRequest, places: Mapping[str, str] | N
     `places` are texts of the turns that stand for others, which may have control tokens.
     """
     kwargs = dict(chat.template_kwargs)
-    if chat.thinking is not None and api.tokenizer.uses_variable(THINKING_SWITCH):
-        kwargs[THINKING_SWITCH] = chat.thinking
-    if chat.effort is not None and api.tokenizer.uses_variable(EFFORT):
-        kwargs.setdefault(EFFORT, LEVELS.get(chat.effort, chat.effort))
+    form = api.tokenizer.template
+    if chat.thinking is not None:
+        kwargs |= dict.fromkeys(form.switches, chat.thinking)
+    if chat.effort is not None and form.uses(EFFORT):
+        kwargs.setdefault(EFFORT, form.level(chat.effort))
     messages = template_messages(chat.turns, api.tokenizer.tool_markers)
     options: Json = {"continue_final": chat.continue_final, "places": places}
     render = partial(api.tokenizer.chat_prompt, messages, chat.tools, kwargs, **options)
@@ -304,7 +303,8 @@ def _tool_schemas(chat: ChatRequest) -> Iterator[tuple[str, Any]]:
 
 def _forced_output(api: Api, chat: ChatRequest) -> OutputFormat | None:
     if chat.forced_tool is None:
-        return chat.output
+        in_channels = chat.output and api.tokenizer.marks.channels and not chat.continue_final
+        return channel_format(chat.output, api.tokenizer.controls) if chat.output and in_channels else chat.output
     tools = [t for t in chat.tools if chat.forced_tool in ("", t["function"]["name"])]
     if not tools:
         name = chat.forced_tool or "any"
@@ -314,7 +314,9 @@ def _forced_output(api: Api, chat: ChatRequest) -> OutputFormat | None:
         raise refused_field("tool_choice", "this model's call format cannot be forced. Use auto.")
     for (path, _), tool in zip(_tool_schemas(chat), chat.tools, strict=True):
         if tool in tools:
-            check_schema(tool, path, style)
+            check_schema(tool, path, "json" if isinstance(style, JsonForm) else style)
     single = chat.one_call or bool(chat.forced_tool)
+    if isinstance(style, JsonForm):
+        return OutputFormat("lark", json_form_grammar(tools, style, api.tokenizer.controls, single=single), "tools")
     grammar = call_grammar(tools, style, api.tokenizer.tool_markers, single=single)
     return OutputFormat("lark", grammar, "tools")

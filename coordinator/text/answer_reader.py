@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
-from coordinator.text.schemas import Json, ToolSchemas, dumps, json_of
+from coordinator.text.call_parsers import Parse, json_calls
+from coordinator.text.schemas import Json, ToolSchemas, json_of
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,10 @@ class Marks:
     call_end: str = ""
     pairs: bool = False
     """True if a call is a name and pairs."""
+    parse: Parse | None = None
+    """The parser of the whole text between the marks of a call, in any other form."""
+    channels: bool = False
+    """True if the answer is written in channels, which `ChannelReader` reads."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +205,8 @@ class AnswerReader:
     def _open_marks(self) -> list[str]:
         marks = self._marks
         found = [marks.think, marks.think_end]
-        found += [marks.call, *OPENINGS] if self._tools and self._broken < MOST_BROKEN else []
+        bare = () if marks.parse else OPENINGS
+        found += [marks.call, *bare] if self._tools and self._broken < MOST_BROKEN else []
         found += [marks.call_end] if self._unended else []
         return [mark for mark in found if mark]
 
@@ -261,7 +266,8 @@ class AnswerReader:
     def _read_calls(self, opening: str) -> Steps:
         """Read the calls behind an opening mark, or leave the mark as text."""
         bare = opening != self._marks.call
-        if bare and not self._line.blank:
+        is_json = opening.startswith("{")  # without a mark, a call is all that the answer has
+        if (bare and not self._line.blank) or (is_json and not self._fresh):
             self._emit(self._take(len(opening)))
             return
         self._taken, self._waiting, self._begun, self._muted = [], [], False, False
@@ -293,8 +299,10 @@ class AnswerReader:
             if not self._marks.call or not self._buffer.startswith(self._marks.call):
                 break
             self._take(len(self._marks.call))  # written twice
-        if self._buffer.startswith("{"):
-            yield from self._read_whole(_json_calls)
+        if self._marks.parse is not None:
+            yield from self._read_whole(self._parsed_calls)
+        elif self._buffer.startswith("{"):
+            yield from self._read_whole(json_calls)
         else:
             yield from self._read_whole(self._pair_calls) if self._marks.pairs else self._read_function()
         if self.reasoning and self._marks.think_end in "".join(self._taken or ()):
@@ -322,7 +330,7 @@ class AnswerReader:
 
     def _another(self) -> Generator[None, None, bool]:
         """Read the end mark of calls. Returns True if another call follows without one."""
-        tags = (self._marks.call_end, *OPENINGS)
+        tags = (self._marks.call_end, *(() if self._marks.parse else OPENINGS))
         while (found := self._follows(0, tags, at_end=False)) is None:
             yield
         self._unended = True  # it may follow other text
@@ -394,8 +402,14 @@ class AnswerReader:
 
     # ---- the forms that are read when they are whole
 
+    def _parsed_calls(self, text: str) -> tuple[list[tuple[str, str]], int]:
+        """See `json_calls`."""
+        assert self._marks.parse is not None and self._tools is not None
+        found = self._marks.parse(text, self._tools.tools)
+        return found, len(text) if found else 0
+
     def _pair_calls(self, text: str) -> tuple[list[tuple[str, str]], int]:
-        """See `_json_calls`."""
+        """See `json_calls`."""
         name = PAIRS_NAME.match(text)
         if name is None or self._tools is None or not self._tools.declares(name[1]):
             return [], 0
@@ -428,6 +442,8 @@ class AnswerReader:
             if marks.pairs and not ended and (self._cut or "</arg_value>" not in text):
                 # Neither a name nor a pair says that the call ends, as a closed object does.
                 raise _NoCallError(unfinished=True)
+            if marks.parse and marks.call_end and not ended and self._cut:
+                raise _NoCallError(unfinished=True)  # parsers may leave out what is not whole
             found, length = parse(text)
             if found or at < 0:
                 break
@@ -587,40 +603,6 @@ def _may_be_null(text: str, kinds: Iterable[str]) -> bool:
 
 def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _json_calls(text: str) -> tuple[list[tuple[str, str]], int]:
-    """Return names and arguments of the calls at the beginning of `text`, and the length of what was read.
-
-    Without a call the length is 0, or that of `text` if it ends inside a string.
-    """
-    found: list[tuple[str, str]] = []
-    place, decoder = 0, json.JSONDecoder(strict=False)
-    while text[place:].lstrip().startswith("{"):
-        start = len(text) - len(text[place:].lstrip())
-        try:
-            value, place = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError) as error:
-            inside = str(error).startswith("Unterminated string")
-            return found, place if found else len(text) * inside
-        if (call := _json_call(value)) is None:
-            break
-        found.append(call)
-    return found, place if found else 0
-
-
-def _json_call(call: Json) -> tuple[str, str] | None:
-    """Return name and arguments of a call, or None for another object."""
-    inner = call.get("function")
-    call = inner if isinstance(inner, dict) else call
-    name = call.get("name")
-    if name and isinstance(name, str):
-        arguments = call.get("arguments") or call.get("parameters") or {}
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-            if isinstance(arguments, dict) and (content := dumps(arguments)):
-                return name, content
-    return None
 
 
 def join_parts(parts: Iterable[Part]) -> list[Part]:

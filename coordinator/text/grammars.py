@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
+import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 
 from coordinator.text.schemas import DEFINITIONS, Json, ToolSchemas
@@ -106,8 +107,11 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 def pack_vocabulary(tokenizer: Tokenizer) -> bytes:
-    """Return the packed vocabulary for the last stage; empty without end tokens, which formats require."""
-    if not tokenizer.eos_ids:
+    """Return the packed vocabulary for the last stage.
+
+    It is empty without end tokens, which formats require, and for a tokenizer that is no BPE.
+    """
+    if not tokenizer.eos_ids or not isinstance(tokenizer.backend.model, tokenizers.models.BPE):
         return b""
     tokens = map(tokenizer.token_bytes, range(tokenizer.vocab_size))
     return Vocabulary.of_backend(tokenizer.backend, tokens, tokenizer.control_ids, tokenizer.eos_ids).pack()
@@ -142,7 +146,7 @@ def _grammar_text(output: OutputFormat) -> str:
         case "regex":
             return str(LLMatcher.grammar_from_regex(output.content))
         case "choice":
-            choices = " | ".join(map(_text, output.content))
+            choices = " | ".join(map(quoted, output.content))
             return str(LLMatcher.grammar_from_lark(f"start: {choices}"))
 
 
@@ -153,13 +157,13 @@ MAX_CALLS = 16
 def call_grammar(tools: Sequence[Json], style: CallForm, markers: tuple[str, str], *, single: bool) -> str:
     """Return a Lark grammar of one call of `tools`, in OpenAI's format, or of up to MAX_CALLS, between `markers`."""
     start, end = markers
-    tags = {"xml": _ELEMENTS, "pairs": _PAIRS}.get(style)
+    tags = {"xml": _ELEMENTS, "pairs": _PAIRS, "invokes": _INVOKES}.get(style)
     line = "" if tags is _PAIRS else "\n"
-    rules = [f"call: {_text(start + line)} ({' | '.join(f'f{i}' for i in range(len(tools)))}) {_text(end)}"]
+    rules = [f"call: {quoted(start + line)} ({' | '.join(f'f{i}' for i in range(len(tools)))}) {quoted(end)}"]
     for number, tool in enumerate(tools):
         rule, function = f"f{number}", tool["function"]
         rules += _tagged_call(rule, function, tags) if tags else _json_call(rule, function)
-    between = f"{_text(line)} " if line else ""
+    between = f"{quoted(line)} " if line else ""
     more = "" if single else f" ({between}call){{0,{MAX_CALLS - 1}}}"
     return "\n".join([f"start: call{more}", *rules, *(tags.text_rules if tags else ())])
 
@@ -174,7 +178,7 @@ def _json_call(rule: str, function: Json) -> list[str]:
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
-    return [f"{rule}: {rule}_json {_text(chr(10))}", f"{rule}_json: {_json_rule(schema)}"]
+    return [f"{rule}: {rule}_json {quoted(chr(10))}", f"{rule}_json: {json_rule(schema)}"]
 
 
 @dataclass(frozen=True)
@@ -220,6 +224,15 @@ _PAIRS = _Tags(
     r"\/?(arg_key|arg_value|tool_call)>",
 )
 
+_INVOKES = _Tags(
+    '<invoke name="{}">\n',
+    "</invoke>\n",
+    '<parameter name="{}">',
+    r"/<\/parameter>\n/",
+    r"/<\/parameter>\n/",
+    r"\/?(parameter|invoke|minimax:tool_call)[> ]",
+)
+
 
 def _tagged_call(rule: str, function: Json, tags: _Tags) -> list[str]:
     schemas = ToolSchemas([{"function": function}])
@@ -235,10 +248,10 @@ def _tagged_call(rule: str, function: Json, tags: _Tags) -> list[str]:
             for i, member in enumerate(schemas.members(name, argument))
         ]
         values = ["text"] if any(v == "text" for v, _ in found) else [v for v, _ in found]
-        opening = _text(tags.opening.format(argument))
+        opening = quoted(tags.opening.format(argument))
         rules.append(f"{item}: {opening} ({' | '.join(values)})")
         rules += [extra for _, extras in found for extra in extras]
-    opening, end = _text(tags.function.format(name)), [_text(tags.function_end)] if tags.function_end else []
+    opening, end = quoted(tags.function.format(name)), [quoted(tags.function_end)] if tags.function_end else []
     head = f"{rule}: {' '.join([opening, *items, *end])}"
     return [head, *rules]
 
@@ -251,7 +264,7 @@ def _tagged_value(rule: str, member: Json, parameters: Json, tags: _Tags) -> tup
         fits = [c for c in choices if kind is None or (c is None) == (kind == "null")]
         texts = [c if isinstance(c, str) else json.dumps(c) for c in fits]
         texts = [text for text in texts if _fits(text, string_rules(member))]
-        return f"({' | '.join(map(_text, texts))}) {tags.closing}" if texts else "NOTHING", []
+        return f"({' | '.join(map(quoted, texts))}) {tags.closing}" if texts else "NOTHING", []
     if kind == "null":
         return f'"null" {tags.closing}', []
     if kind in (None, "string"):
@@ -261,7 +274,7 @@ def _tagged_value(rule: str, member: Json, parameters: Json, tags: _Tags) -> tup
         name = rule.upper()
         terms = " & ".join(f"/{expression}/" for expression in expressions)
         return rule, [f"{rule}[suffix={tags.after_text}]: {name}", f"{name}: {terms} & {tags.no_ends}"]
-    return f"{rule} {tags.closing}", [f"{rule}: {_json_rule({**member, **_definitions(parameters)})}"]
+    return f"{rule} {tags.closing}", [f"{rule}: {json_rule({**member, **_definitions(parameters)})}"]
 
 
 def _fits(text: str, rules: Sequence[str]) -> bool:
@@ -331,12 +344,13 @@ def _definitions(parameters: Json) -> Json:
     return {name: parameters[name] for name in DEFINITIONS if name in parameters}
 
 
-def _json_rule(schema: Json) -> str:
+def json_rule(schema: Json) -> str:
     """Return the expression of a JSON text with a schema."""
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
 
 
-def _text(text: str) -> str:
+def quoted(text: str) -> str:
+    """Return the expression of `text`."""
     return json.dumps(text)
 
 
@@ -387,7 +401,10 @@ class GrammarProcess:
         """
         if not self.vocabulary:
             param = outputs[0].param
-            raise RequestError(f"{param}: this checkpoint names no end token, which formats require.", param=param)
+            raise RequestError(
+                f"{param}: this checkpoint names no end token or has no BPE tokenizer, which formats require.",
+                param=param,
+            )
         for output in outputs:
             check_numbers(output.content, output.param)
         job = json.dumps([vars(output) for output in outputs]).encode()

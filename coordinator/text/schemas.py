@@ -118,6 +118,7 @@ class ToolSchemas:
     """The functions that a client declared, with their arguments' schemas."""
 
     def __init__(self, tools: Sequence[Json]) -> None:
+        self.tools = tools
         functions = [tool["function"] for tool in tools]
         self._parameters = {each["name"]: each.get("parameters") or {} for each in functions}
         self._resolved: dict[str, Json] = {}

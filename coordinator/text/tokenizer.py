@@ -13,15 +13,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import jinja2.meta
-import jinja2.sandbox
+import jinja2
 import tokenizers
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from coordinator.text.answer_reader import PAIR_TAGS, Marks, held_back
+from coordinator.text.call_parsers import INNER_MARKS, CallSyntax, published, syntax_in
+from coordinator.text.channels import CHANNEL, ENDS, MESSAGE, MESSAGE_ENDS
+from coordinator.text.forced_forms import CHANNEL_CALL, JsonForm, json_form
 from coordinator.text.schemas import Json
+from coordinator.text.template_form import TemplateForm, separate_template
+from coordinator.text.token_bytes import byte_table
 from mtp.checkpoint.families.family import CallForm, Family
 from mtp.checkpoint.format.config import read_json_object
 from proto.errors import CheckpointError, RequestError
@@ -55,8 +58,9 @@ class TextStream:
     does not depend on token borders.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes], stop: Sequence[str] = ()) -> None:
+    def __init__(self, token_bytes: Callable[[int], bytes], stop: Sequence[str] = (), *, trims: bool = False) -> None:
         assert all(stop), "an empty stop string is found everywhere"
+        self._trims = trims  # the first blank of the text is none of the answer
         self._token_bytes = token_bytes
         self._stop = tuple(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -74,7 +78,10 @@ class TextStream:
         """Add one token; return the text that became final with it, which may be empty."""
         assert not self.stopped, "a token was added after a stop string"
         self._unreported.append((token, self._emitted + len(self._held)))
-        self._held += self._decoder.decode(self._token_bytes(token))
+        text = self._decoder.decode(self._token_bytes(token))
+        if self._trims and text:
+            self._trims, text = False, text.removeprefix(" ")
+        self._held += text
         places = ((stop, self._held.find(stop)) for stop in self._stop)
         if found := [(at + len(stop), at, stop) for stop, at in places if at >= 0]:
             # The one that ends first, the longer of two that end together.
@@ -136,19 +143,15 @@ GUARD = secrets.token_hex(12)
 CUT_TOKENS = 16
 """Tokens that a cut between two pieces may add."""
 
+OWN_FORMS = ("xml", "json", "pairs")
+"""The forms of calls that `AnswerReader` reads without a parser of mlx-lm, which misreads some of them."""
 
-def _separate_template(checkpoint: Path) -> dict[str, Any]:
-    """Return the template of chat_template.json, which transformers gives to processors only, if there is no other."""
-    file, usual = checkpoint / "chat_template.json", checkpoint / "tokenizer_config.json"
-    if not file.is_file() or (checkpoint / "chat_template.jinja").exists():
-        return {}
-    if usual.is_file() and read_json_object(usual).get("chat_template") is not None:
-        return {}
-    return {"chat_template": read_json_object(file).get("chat_template")}
+OTHER_REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+"""Marks of reasoning that mlx-lm does not look for, or only among the added tokens."""
 
 
 class Tokenizer:
-    """The byte-level BPE tokenizer and chat template of a Qwen3.5 checkpoint. Safe to call from several threads."""
+    """The tokenizer and chat template of a checkpoint. Safe to call from several threads."""
 
     def __init__(
         self,
@@ -157,25 +160,35 @@ class Tokenizer:
         call_forms: Mapping[str, CallForm] = Family.call_forms,
     ) -> None:
         self._wrapper = wrapper
-        self._call_forms = call_forms
         self.backend: tokenizers.Tokenizer = wrapper.backend_tokenizer
         self.max_tokens: int | None = None
         """Longer texts are refused before most of them is encoded."""
-        self.eos_ids = eos_ids | frozenset(wrapper.eos_token_ids)
-        self._bytes = _byte_table(self.backend)
+        self._bytes, self.trims_first_blank = byte_table(self.backend)
         added = self.backend.get_added_tokens_decoder()
-        reasoning = (wrapper.think_start_tokens, wrapper.think_end_tokens)
-        markers = (*reasoning, wrapper.tool_call_start_tokens, wrapper.tool_call_end_tokens)
+        self._added_ids = {entry.content: token for token, entry in added.items()}
+        self._parser = getattr(wrapper.tool_parser, "__module__", "").rpartition(".")[2]
+        self._read_form = call_forms.get(self._parser)
+        self.template = TemplateForm(wrapper.chat_template, "kimi" if self._parser == "kimi_k2" else "")
+        """What the chat template reads."""
+        self._channels = {*ENDS, MESSAGE} <= self._added_ids.keys() and MESSAGE in self.template.source
+        self._syntax = self._find_syntax()
+        self._think = self._find_reasoning()
+        ends = (self._added_ids[mark] for mark in MESSAGE_ENDS[1:]) if self._channels else ()
+        self.eos_ids = eos_ids | frozenset(wrapper.eos_token_ids).union(ends)
         special = frozenset(token for token, entry in added.items() if entry.special)
-        tags = [token for token, entry in added.items() if entry.content in PAIR_TAGS]
-        self.control_ids = special.difference(tags, *(tokens or () for tokens in markers))
-        """The control tokens, which add no text to an answer."""
-        self._template_names = _template_names(wrapper.chat_template)
+        tags = [*PAIR_TAGS, *((self._syntax.start, self._syntax.end) if self._syntax else ())]
+        markers = {*(wrapper.tool_call_start_tokens or ()), *(wrapper.tool_call_end_tokens or ())}
+        markers |= {token for mark in self._think for token in self._ids_of(mark)}
+        self.control_ids = special.difference(markers, (self._added_ids.get(tag) for tag in tags))
+        """The control tokens, which add no text to an answer, except those in `shown_ids`."""
+        shown = {*INNER_MARKS, *((*ENDS, MESSAGE, "<|constrain|>") if self._channels else ())}
+        self.shown_ids = self.control_ids & {token for text, token in self._added_ids.items() if text in shown}
+        """Control tokens that the reader of answers needs: marks inside calls, and those of channels."""
         # Without their last character, which a template may add to a name.
         controls = [json.dumps(added[token].content[:-1])[1:-1] for token in special]
         self._controls = _any_of(controls)
-        self._added_ids = {entry.content: token for token, entry in added.items()}
         self._added = _any_of(self._added_ids)
+        self.template.probe(lambda messages, tools: str(self._apply_template(messages, tools, {}, answer=False)))
 
     @classmethod
     def load(
@@ -189,25 +202,30 @@ class Tokenizer:
         `call_forms` has the form of tool calls by mlx-lm's parser of tools.
         """
         if not (checkpoint / "tokenizer.json").is_file():  # mlx-lm would load an empty tokenizer
+            usual = checkpoint / "tokenizer_config.json"
+            if usual.is_file() and "auto_map" in read_json_object(usual):
+                raise CheckpointError(
+                    f"{checkpoint}: the tokenizer is custom code (auto_map), which is not run. Use a conversion with a "
+                    "tokenizer.json.",
+                    public="the checkpoint's tokenizer is custom code, which is not run",
+                )
             raise CheckpointError(
                 f"{checkpoint}: tokenizer.json not found. Copy it from the checkpoint's source.",
                 public="the checkpoint has no tokenizer.json",
             )
         try:
             options = {"local_files_only": True, "trust_remote_code": False}
-            wrapper = load_tokenizer(checkpoint, options | _separate_template(checkpoint))
+            wrapper = load_tokenizer(checkpoint, options | separate_template(checkpoint))
         except Exception as error:
             raise CheckpointError(
                 f"{checkpoint}: the tokenizer does not load: {error}. Copy tokenizer.json and "
                 "tokenizer_config.json from the checkpoint's source.",
                 public="the checkpoint's tokenizer does not load",
             ) from error
-        if not isinstance(wrapper.backend_tokenizer.decoder, tokenizers.decoders.ByteLevel):
-            raise CheckpointError(
-                f"{checkpoint / 'tokenizer.json'}: the decoder is not ByteLevel. Use a Qwen3.5 tokenizer.",
-                public="the checkpoint's tokenizer is not byte-level BPE",
-            )
-        return cls(wrapper, frozenset(eos_ids), call_forms)
+        try:
+            return cls(wrapper, frozenset(eos_ids), call_forms)
+        except CheckpointError as error:
+            raise CheckpointError(f"{checkpoint / 'tokenizer.json'}: {error}", public=error.public) from error
 
     # ---- text to tokens
 
@@ -281,12 +299,12 @@ class Tokenizer:
         kwargs.pop("continue_final_message", None)
         before = messages[:-1] if continue_final else messages
         history = self._render(before, tools, kwargs, answer=False) if before else ""
-        thinking, reasons = False, kwargs.get("enable_thinking") is not False
-        if self._wrapper.has_thinking:
+        thinking, reasons = False, not any(kwargs.get(name) is False for name in self.template.switches)
+        if self._think:
             # Only the text the template adds for the answer counts: a message may contain the markers.
-            opening, wrapper = prompt.removeprefix(history), self._wrapper
-            thinking = opening.rfind(wrapper.think_start) > opening.rfind(wrapper.think_end)
-            reasons = thinking or (reasons and wrapper.think_end not in opening)
+            opening, (start, end) = prompt.removeprefix(history), self._think
+            thinking = opening.rfind(start) > opening.rfind(end)
+            reasons = thinking or (reasons and end not in opening)
         tokens, turn = self._tokens_of(prompt, history)
         return ChatPrompt(
             tokens,
@@ -365,31 +383,20 @@ class Tokenizer:
     def _check_template(self, kwargs: Json, tools: bool) -> None:
         if not self._wrapper.has_chat_template:
             raise RequestError("This model has no chat template. Use /v1/completions.")
-        if tools and not self._wrapper.has_tool_calling:
-            raise RequestError(
-                "tools: this model's chat template does not support them. Omit the field.",
-                param="tools",
-            )
+        if tools and not self.has_tools:
+            reads = self.template.source and self.template.uses("tools")
+            cause = "the form of this model's calls is unknown" if reads else "this model's chat template ignores them"
+            raise RequestError(f"tools: {cause}. Omit the field.", param="tools")
         for name in kwargs:
-            if name in _RESERVED_VARIABLES or not self.uses_variable(name):
+            if name in _RESERVED_VARIABLES or not self.template.uses(name):
                 raise RequestError(
                     f"chat_template_kwargs.{name} has no effect on this model's chat template. Omit it.",
                     param="chat_template_kwargs",
                 )
 
-    def uses_variable(self, name: str) -> bool:
-        """Return whether the chat template reads the variable `name`; True if its variables cannot be determined."""
-        return not self._template_names or name in self._template_names
-
     def _render(self, messages: Sequence[Json], tools: Sequence[Json], kwargs: Json, *, answer: bool) -> str:
         try:
-            text = self._wrapper.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=answer,
-                **kwargs,
-            )
+            return str(self._apply_template(self.template.messages(messages), tools, kwargs, answer=answer))
         except jinja2.TemplateError as error:
             raise RequestError(f"messages: rejected by the model's chat template: {error}", param="messages") from error
         except Exception as error:
@@ -397,19 +404,48 @@ class Tokenizer:
                 f"messages: the model's chat template cannot render them ({type(error).__name__})",
                 param="messages",
             ) from error
-        return str(text)
+
+    def _apply_template(self, messages: Sequence[Json], tools: Sequence[Json], kwargs: Json, *, answer: bool) -> Any:
+        if self._think and not self._wrapper.has_thinking:
+            kwargs = {"enable_thinking": True, **kwargs}  # mlx-lm switches reasoning off that it does not know
+        return self._wrapper.apply_chat_template(
+            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=answer, **kwargs
+        )
+
+    def _find_syntax(self) -> CallSyntax | None:
+        """Return the marks and the parser of calls: mlx-lm's, or that of a form that mlx-lm has no parser for."""
+        wrapper = self._wrapper
+        if wrapper.has_tool_calling:
+            return CallSyntax(wrapper.tool_call_start, wrapper.tool_call_end, published(wrapper.tool_parser))
+        return syntax_in(self.template.source)
+
+    def _find_reasoning(self) -> tuple[str, str] | tuple[()]:
+        """Return the marks of reasoning: mlx-lm's, or others that the chat template or the vocabulary has."""
+        if self._wrapper.has_thinking:
+            return self._wrapper.think_start, self._wrapper.think_end
+        for marks in OTHER_REASONING:
+            if all(mark in self._added_ids or mark in self.template.source for mark in marks):
+                return marks
+        return ()
+
+    def _ids_of(self, mark: str) -> tuple[int, ...]:
+        """Return the tokens of a mark of reasoning."""
+        own = self._added_ids.get(mark)
+        return (own,) if own is not None else tuple(self.backend.encode(mark, add_special_tokens=False).ids)
 
     @property
     def reasoning_end_id(self) -> int | None:
         """The token that closes reasoning, or None for a model without reasoning or with a longer marker."""
-        tokens = tuple(self._wrapper.think_end_tokens or ()) if self._wrapper.has_thinking else ()
+        tokens = self._ids_of(self.marks.think_end) if self.marks.think_end else ()
         return tokens[0] if len(tokens) == 1 else None
 
     @property
     def reasoning_start(self) -> tuple[int, ...]:
-        """The token that opens reasoning, and the blank ones that models write before it."""
+        """The token that opens reasoning, and those that models write before it: blanks, or a mark of a channel."""
+        if self._channels:
+            return (*self.backend.encode("analysis", add_special_tokens=False).ids[:1], self._added_ids[CHANNEL])
         blanks = [self.encode(blank) for blank in ("\n", "\n\n", " ", "  ")]
-        return (*self._wrapper.think_start_tokens, *(tokens[0] for tokens in blanks if len(tokens) == 1))
+        return (*self._ids_of(self.marks.think)[:1], *(tokens[0] for tokens in blanks if len(tokens) == 1))
 
     # ---- tokens to text
 
@@ -419,75 +455,57 @@ class Tokenizer:
 
     def text_bytes(self, token: int) -> bytes:
         """Return the bytes `token` adds to the text. Control tokens add none; markers of reasoning and calls do."""
-        return b"" if token in self.control_ids else self.token_bytes(token)
+        hidden = token in self.control_ids and token not in self.shown_ids
+        return b"" if hidden else self.token_bytes(token)
 
     # ---- markup in answers, with the markers that mlx-lm finds
 
     @property
     def marks(self) -> Marks:
         """The marks of reasoning and calls, as far as the model has them."""
-        found = Marks()
-        if self._wrapper.has_thinking:
-            found = Marks(self._wrapper.think_start, self._wrapper.think_end)
-        if self.has_tools:
-            call, call_end = self.tool_markers
-            found = replace(found, call=call, call_end=call_end, pairs=self.call_form == "pairs")
+        if self._channels:
+            return Marks(channels=True, think_end=MESSAGE_ENDS[0])
+        found = Marks(*self._think)
+        if self.has_tools and self._syntax:
+            parse = None if self._read_form in OWN_FORMS else self._syntax.parse
+            start, end, pairs = self._syntax.start, self._syntax.end, self._read_form == "pairs"
+            found = replace(found, call=start, call_end=end, pairs=pairs, parse=parse)
         return found
 
     @property
     def reasoning_end(self) -> str:
         """The text that closes reasoning, up to its mark; empty for a model without reasoning."""
-        if not self._wrapper.has_thinking:
-            return ""
-        end = str(self._wrapper.think_end)
-        return end if self.call_form == "pairs" else f"\n{end}"
+        end = self.marks.think_end
+        return f"\n{end}" if end and not self._channels and self.call_form != "pairs" else end
 
     @property
     def has_tools(self) -> bool:
-        """True if the chat template supports tools."""
-        return bool(self._wrapper.has_tool_calling)
+        """True if the chat template supports tools, in a form that is known."""
+        return (self._channels or self._syntax is not None) and self.template.uses("tools")
 
     @property
-    def call_form(self) -> CallForm | None:
+    def call_form(self) -> CallForm | JsonForm | None:
         """The format of the model's tool calls, if a grammar can force it."""
-        parser = getattr(self._wrapper.tool_parser, "__module__", "") if self.has_tools else ""
-        return self._call_forms.get(parser.rpartition(".")[2])
+        if not self.has_tools or self._read_form:
+            return self._read_form if self.has_tools else None
+        form = json_form(self._parser, self.tool_markers[0], self.template.source)
+        return CHANNEL_CALL if self._channels else form
+
+    @property
+    def controls(self) -> dict[str, int]:
+        """The control tokens by their spelling."""
+        return {text: token for text, token in self._added_ids.items() if token in self.control_ids}
 
     @property
     def tool_markers(self) -> tuple[str, str]:
         """The start and end marker of a tool call; the end marker may be empty."""
-        return self._wrapper.tool_call_start or "", self._wrapper.tool_call_end or ""
+        return (self._syntax.start, self._syntax.end) if self._syntax else ("", "")
 
 
 def _any_of(spellings: Iterable[str]) -> re.Pattern[str]:
     """Return the pattern of any of `spellings`, the longest first."""
     longest_first = sorted({s for s in spellings if len(s) > 1}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-
-
-def _byte_table(backend: tokenizers.Tokenizer) -> list[bytes]:
-    """Return the bytes of every id. Ordinary tokens are spelled in GPT-2's byte alphabet, added tokens literally."""
-    of_character = {character: byte for byte, character in bytes_to_unicode().items()}
-    added = backend.get_added_tokens_decoder()
-    table = []
-    for token in range(max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1):
-        spelling = backend.id_to_token(token) or ""
-        if token in added:
-            table.append(added[token].content.encode())
-        else:
-            table.append(bytes(of_character[c] for c in spelling if c in of_character))
-    return table
-
-
-def _template_names(template: object) -> frozenset[str]:
-    """Return the variables a chat template reads; an empty set if they cannot be determined."""
-    if not isinstance(template, str):
-        return frozenset()
-    environment = jinja2.sandbox.SandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-    try:
-        return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
-    except jinja2.TemplateSyntaxError:  # the template has tags of transformers' own
-        return frozenset()
 
 
 _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

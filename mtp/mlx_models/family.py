@@ -48,7 +48,6 @@ class MlxLmFamily(Family):
         Parameter(r".*(e_score_correction_bias|expert_bias|A_log|dt_bias)", keeps_type=True),
         Parameter(r".*\.(switch_mlp|switch_glu|experts)\..*", routed=True),
     )
-    call_forms: ClassVar = Family.call_forms
 
     def serves(self, model_type: str) -> bool:
         """Return whether mlx-lm has a class for `model_type`."""

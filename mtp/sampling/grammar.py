@@ -36,7 +36,7 @@ CHECKPOINT_TOKENS = 32
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A byte-level BPE tokenizer, in a form that packs well.
+    """A byte-level BPE tokenizer, or SentencePiece's BPE made one, in a form that packs well.
 
     It holds the bytes of every token, the ids of control tokens, those that end a text, and the two ids of each merge.
     `layout` is the tokenizer's JSON without tokens and merges.
@@ -59,6 +59,11 @@ class Vocabulary:
         """Return the vocabulary of a tokenizer whose tokens have the bytes `tokens`."""
         layout = json.loads(backend.to_str())
         ids, merges = layout["model"].pop("vocab"), layout["model"].pop("merges")
+        if "ByteLevel" not in json.dumps(layout["decoder"]):  # blanks and bytes are then spelled otherwise
+            layout |= {"pre_tokenizer": _BYTES, "decoder": _BYTES}
+            layout["model"] |= {"unk_token": None, "byte_fallback": False}
+            kept = (token for token in layout["added_tokens"] if token["id"] in control or token["content"] not in ids)
+            layout["added_tokens"] = list(kept)
         for added in layout["added_tokens"]:
             added["special"] = added["id"] in control
         pairs = tuple(ids[part] for pair in merges for part in pair)
@@ -109,6 +114,9 @@ class Vocabulary:
 _PLAIN = (*range(33, 127), *range(161, 173), *range(174, 256))
 _ALPHABET = dict(zip((b for b in range(256) if b not in _PLAIN), range(256, 512), strict=False))
 """The characters of bytes in the spelling of byte-level tokenizers. Bytes in _PLAIN are spelled as themselves."""
+
+
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 
 
 @lru_cache(maxsize=2)

@@ -19,8 +19,9 @@ from mtp.layers.layer import Layer
 from mtp.layers.reference import reference_layer
 from proto.span import Span
 
-CallForm = Literal["xml", "json", "pairs"]
-"""The forms of tool calls that the coordinator parses and forces: Qwen3.5's elements, Hermes' objects, GLM's pairs."""
+CallForm = Literal["xml", "json", "pairs", "invokes"]
+"""The forms of tool calls that the coordinator forces: elements of Qwen3.5, objects of Hermes, pairs of GLM, and
+elements of MiniMax. It parses the first three itself."""
 
 OpenCheckpoint = Any
 """A `mtp.checkpoint.format.checkpoint.Checkpoint`, whose module imports the families."""
@@ -120,7 +121,12 @@ class Family(ABC):
     ends: ClassVar[Mapping[str, str]] = {"embed_tokens": "embed", "norm": "norm", "lm_head": "lm_head"}
     """From the modules beside the layers to their parts. A part that is listed twice is written by its last name."""
 
-    call_forms: ClassVar[Mapping[str, CallForm]] = {"qwen3_coder": "xml", "json_tools": "json", "glm47": "pairs"}
+    call_forms: ClassVar[Mapping[str, CallForm]] = {
+        "qwen3_coder": "xml",
+        "json_tools": "json",
+        "glm47": "pairs",
+        "minimax_m2": "invokes",
+    }
     """The form of calls by mlx-lm's parser of tools, which follows from a checkpoint's chat template."""
 
     head_modules: ClassVar[frozenset[str]] = frozenset(

@@ -35,7 +35,12 @@ TEMPLATE = """\
 
 
 def write_tokenizer(
-    folder: Path, *, template: str | None = TEMPLATE, vision: bool = False, control: tuple[str, ...] = ()
+    folder: Path,
+    *,
+    template: str | None = TEMPLATE,
+    vision: bool = False,
+    control: tuple[str, ...] = (),
+    markers: tuple[str, ...] = MARKERS,
 ) -> Path:
     """Write tokenizer.json and its companion files into the existing `folder`. Return `folder`.
 
@@ -49,7 +54,7 @@ def write_tokenizer(
     )
     tokenizer.train_from_iterator(TEXT, trainer)
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (*CONTROL, *control)])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKERS])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in markers])
     if vision:
         tokenizer.add_special_tokens([AddedToken(t, special=True) for t in VISION])
     tokenizer.save(str(folder / "tokenizer.json"))
