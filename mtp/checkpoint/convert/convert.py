@@ -277,9 +277,7 @@ def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeig
     """
     config = checkpoint.config
     if config.quantization is not None and not checkpoint.is_raw:
-        raise CheckpointError(
-            f"{checkpoint.path}: is quantized already. Convert from the checkpoint of its publisher."
-        )
+        raise CheckpointError(f"{checkpoint.path}: is quantized already. Convert from the checkpoint of its publisher.")
     checkpoint.check_names()
     if missing := missing_from_backbone(checkpoint):
         raise checkpoint.missing_tensors_error(missing)
