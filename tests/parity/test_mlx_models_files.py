@@ -21,7 +21,9 @@ from mtp.checkpoint.convert.foreign import open_source
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import KVFormat
 from mtp.mlx_models import types
+from mtp.mlx_models.plan import plan_of
 from mtp.mlx_models.skeleton import make_model
+from mtp.mlx_models.weights import plan_tensors
 from proto.errors import CheckpointError
 from proto.span import Span
 from tests.support.tiny_configs import MODEL_TYPES, tiny_config
@@ -238,3 +240,12 @@ def test_weights_without_a_layer(tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match=r"layers\.2\..* missing"):
         greedy(path)
+
+
+def test_a_model_of_many_tensors_is_planned() -> None:
+    """Each of more than a thousand tensors is read as it is stored."""
+    config = tiny_config("llama") | {"num_hidden_layers": 130}
+    plan = plan_of(config)
+    found = plan_tensors(config, plan, {name: ("F32", shape) for name, shape in plan.shapes})
+    assert sum(map(len, found.parts.values())) == len(plan.shapes) > 1024
+    assert not found.is_raw
