@@ -6,7 +6,6 @@ They are converted, quantized, the publisher's own, and a part of one.
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +100,7 @@ def raw_blocks(weights: Weights) -> Weights:
     """Return experts in mxfp4 as OpenAI stores them: gate and up by turns, codes as bytes."""
     found = {name: w for name, w in weights.items() if ".experts." not in name}
     for name, w in weights.items():
-        module, _, leaf = name.rpartition(".")
+        module, leaf = name.rsplit(".", 1)
         if ".experts." not in name or ".up_proj" in name:
             continue
         if ".gate_proj" in name:
@@ -126,7 +125,7 @@ def greedy(path: Path) -> list[int]:
     count = checkpoint.config.num_layers
     stages = [
         load_stage(checkpoint, Span(start, end), first=start == 0, last=end == count, dtype=None)
-        for start, end in pairwise((0, count // 2, count))
+        for start, end in ((0, count // 2), (count // 2, count))
     ]
     caches = [[layer.new_cache(KVFormat()) for layer in stage.layers] for stage in stages]
     tokens = list(PROMPT)
@@ -185,7 +184,8 @@ def test_a_publishers_checkpoint(tmp_path: Path, model_type: str, mode: str, cha
     if mode:  # OpenAI quantizes the experts alone
         model, _ = load_model(path)
         plain = dict(tree_flatten(make_model(tiny_config(model_type)).parameters()))
-        kept = {n: w for n, w in tree_flatten(model.parameters()) if ".experts." in n}
+        packed: Weights = dict(tree_flatten(model.parameters()))
+        kept = {n: w for n, w in packed.items() if ".experts." in n}
         others = {n: w.astype(mx.float32) for n, w in plain.items() if ".experts." not in n}
         rewrite(path, lambda _: kept | others)
     rewrite(path, change, **fields)
