@@ -258,8 +258,8 @@ class Membership:
                 f"has another checkpoint ({printable(info.model, MAX_NAME)}, fingerprint {printable(theirs, 12)}). "
                 f"Start it with --model {model.ref.name}, or without --model"
             )
-        if not info.fingerprint and not model.provider.can_provide:
-            return "has no copy of the model. Start it with --model, or serve without --no-share-weights"
+        if not info.fingerprint and model.provider.problem:
+            return model.provider.problem
         if info.state == pb.WORKER_STATE_DRAINING:
             return LEAVING
         return ""

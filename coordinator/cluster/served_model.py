@@ -41,9 +41,16 @@ class WeightProvider:
     _hashes: dict[str, bytes] = field(default_factory=dict)
 
     @property
-    def can_provide(self) -> bool:
-        """True if a worker without the files can receive them."""
-        return self.share or bool(self.ref.repo and self.ref.revision)
+    def problem(self) -> str:
+        """The reason why a worker without the files cannot receive them, or an empty string."""
+        if self.checkpoint.is_raw:
+            return (
+                "has no copy of the model, whose tensors are those of the publisher, and a stage cannot be read from a "
+                "part of them. Start it with --model, or convert the model once with mtp-coord convert"
+            )
+        if self.share or (self.ref.repo and self.ref.revision):
+            return ""
+        return "has no copy of the model. Start it with --model, or serve without --no-share-weights"
 
     async def provide_weights(self, worker: WorkerClient, request: pb.LoadRequest, on_progress: OnProgress) -> None:
         """Give `worker` the tensors that it lacks for the Load `request`. Raises the error of the call."""
@@ -51,12 +58,7 @@ class WeightProvider:
         await worker.provide(offer, partial(self.answer_request, offer), on_progress)
 
     def offer(self, request: pb.LoadRequest) -> pb.WeightsOffer:
-        """Return the offer of all tensors of a stage, part by part, in the order of their bytes in the files.
-
-        Raises CheckpointError for tensors that only the whole checkpoint can read.
-        """
-        if self.checkpoint.is_raw:
-            raise self.checkpoint.needs_all_error()
+        """Return the offer of all tensors of a stage, part by part, in the order of their bytes in the files."""
         offer = pb.WeightsOffer(
             coordinator=request.coordinator,
             lease_ms=request.lease_ms,

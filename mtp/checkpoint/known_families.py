@@ -8,6 +8,7 @@ from mtp.checkpoint.families.qwen3_next import Qwen3Next
 from mtp.flash_next.family import FlashNext
 from mtp.glm_flash.family import GlmFlash
 from mtp.mlx_models.family import MlxLmFamily
+from mtp.mlx_models.types import tested_types
 
 FAMILIES: tuple[Family, ...] = (Qwen35(), Qwen3Next(), FlashNext(), GlmFlash(), MlxLmFamily())
 
@@ -20,3 +21,8 @@ def find_family(model_type: str) -> tuple[Family, str, bool] | None:
         if model_type in family.head_types:
             return family, family.head_types[model_type], True
     return None
+
+
+def count_served_types() -> int:
+    """Return the number of model types of mlx-lm that are served."""
+    return sum(not tested.refused for tested in tested_types().values())

@@ -27,7 +27,11 @@ from proto.span import Span
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_experts_per_layer")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k")
 _POSITIONS = ("max_position_embeddings", "max_sequence_length", "n_positions", "max_seq_len", "model_max_length")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers", "layer_types")
 """The names that model types have for these fields."""
+
+MOST_LAYERS = 1024
+"""Layers of a model. Modules of more would take minutes and gigabytes before the tensors show that they are absent."""
 
 MOST_POSITIONS = 2**20
 """Tokens of a sequence of a model that names no bound, such as a recurrent one."""
@@ -36,7 +40,7 @@ MOST_POSITIONS = 2**20
 class MlxLmFamily(Family):
     """Any model of mlx-lm. `text` is the whole config.json, since each class reads its own fields."""
 
-    releases = "a model that mlx-lm supports"
+    releases = "any model of mlx-lm"
     model_types: ClassVar[dict[str, str]] = {}
     prefix = ""
     is_own = True
@@ -64,6 +68,11 @@ class MlxLmFamily(Family):
         reason = "no test has compared it with mlx-lm over several machines" if tested is None else tested.refused
         if reason:
             return f"model_type {name} is not supported: {reason}. Use another model, or mlx-lm on one machine."
+        for field in _LAYERS:
+            count = {**text, **_inner(text)}.get(field, 1)
+            count = len(count) if isinstance(count, list) else count
+            if type(count) is not int or not 1 <= count <= MOST_LAYERS:
+                return f"{field} is {count!r:.60}, not a number from 1 to {MOST_LAYERS}"
         try:
             plan_of(text)
         except CheckpointError as error:

@@ -38,6 +38,9 @@ _DTYPES = {
 }
 """The types of MLX by their names in safetensors. MLX loads all types of one byte that it lacks as bytes."""
 
+_MOST_NAMED = 1000
+"""Arrays of one graph, because a function of MLX takes up to 1,024 names."""
+
 _QUANTIZED = ("scales", "biases", "global_scale")
 """The tensors of a quantized weight besides its codes."""
 _NEXTN = re.compile(
@@ -189,9 +192,12 @@ def _zeros(dtype: str, shape: tuple[int, ...]) -> mx.array:
 
 def _computed(arrays: Sequence[mx.array]) -> set[int]:
     """Return the ids of those `arrays` that a class has changed in place: they are no leaves of their graph."""
-    graph = StringIO()
-    mx.export_to_dot(graph, **{f"t{number}": array for number, array in enumerate(arrays)})
-    return {id(arrays[int(number)]) for number in re.findall(r'rank=sink; "t(\d+)"', graph.getvalue())}
+    found: set[int] = set()
+    for start in range(0, len(arrays), _MOST_NAMED):
+        graph, some = StringIO(), arrays[start : start + _MOST_NAMED]
+        mx.export_to_dot(graph, **{f"t{number}": array for number, array in enumerate(some)})
+        found |= {id(some[int(number)]) for number in re.findall(r'rank=sink; "t(\d+)"', graph.getvalue())}
+    return found
 
 
 def _sanitized(config: Text, weights: dict[str, mx.array]) -> dict[str, mx.array]:

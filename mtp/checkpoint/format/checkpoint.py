@@ -241,14 +241,10 @@ class Checkpoint:
     def check_readable(self) -> None:
         """Raise CheckpointError for some tensors of a publisher's model, whose class needs all."""
         if self.is_raw and not self.is_whole:
-            raise self.needs_all_error()
-
-    def needs_all_error(self) -> CheckpointError:
-        """Return the error for a stage that has only its own tensors of the publisher."""
-        return CheckpointError(
-            f"{self.path}: the tensors are those of the publisher, which a machine with only some of them cannot read. "
-            "Convert the model once: mtp-coord convert."
-        )
+            raise CheckpointError(
+                f"{self.path}: the tensors are those of the publisher, and only some of them are here. Convert the "
+                "model once: mtp-coord convert."
+            )
 
     def part_bytes(self) -> dict[str, int]:
         """Return the bytes of each part, as stored: `embed`, `layers.0` …, `norm`, `lm_head`, `mtp`."""

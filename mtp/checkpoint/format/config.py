@@ -16,7 +16,7 @@ from mtp.checkpoint.families.shape import Shape
 from mtp.checkpoint.format.cut import WHOLE, Cut, cut_fields
 from mtp.checkpoint.format.names import local_name
 from mtp.checkpoint.format.shard import parse_json_object
-from mtp.checkpoint.known_families import FAMILIES, find_family
+from mtp.checkpoint.known_families import count_served_types, find_family
 from mtp.head.drafter import MTPHead
 from mtp.layers.layer import KVFormat
 from proto.errors import CheckpointError, SpanError, UsageError
@@ -225,10 +225,10 @@ class _Reader:
         name = self.config.get("model_type")
         found = find_family(name) if isinstance(name, str) else None
         if found is None:
-            releases = ", ".join(family.releases for family in FAMILIES)
-            kinds = [kind for family in FAMILIES for kind in family.model_types.values()]
-            types = " or ".join(dict.fromkeys(kinds))
-            raise self._error(f"model_type {name!r:.60} is not supported. Use a checkpoint ({types}) of {releases}.")
+            raise self._error(
+                f"model_type {name!r:.60} is not supported: mlx-lm has no such model, and code of a checkpoint is not "
+                f"run. Use any of the {count_served_types()} model types of mlx-lm that docs/models.md describes."
+            )
         family, model_type, head_only = found
         if head_only and self.text.get("num_experts") and model_type == "qwen3_5":
             model_type = "qwen3_5_moe"

@@ -193,7 +193,7 @@ def model(fingerprint: str, *, can_provide: bool = True) -> Any:
         options=StageOptions(),
         checkpoint=SimpleNamespace(config=SimpleNamespace(num_layers=8)),
         ref=pb.ModelRef(name="m", fingerprint=fingerprint),
-        provider=SimpleNamespace(can_provide=can_provide),
+        provider=SimpleNamespace(problem="" if can_provide else "has no copy of the model"),
     )
 
 
