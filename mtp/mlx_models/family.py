@@ -19,7 +19,7 @@ from mtp.mlx_models.head import NextNHead, Unembedding, announced_layers, head_s
 from mtp.mlx_models.layers import MlxLmSpan, Tail
 from mtp.mlx_models.plan import kind_for_people, plan_of
 from mtp.mlx_models.skeleton import Skeleton, make_model, module_name, module_of
-from mtp.mlx_models.types import tested_types
+from mtp.mlx_models.tested_types import tested_types
 from mtp.mlx_models.weights import Stored, TensorPlan, join_ends, parameter_place, plan_tensors, stored_part
 from proto.errors import CheckpointError
 from proto.span import Span

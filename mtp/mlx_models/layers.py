@@ -15,7 +15,7 @@ from mtp.layers.layer import Hole, KVFormat, Layer, LayerCache
 from mtp.mlx_models.caches import MlxLmCache, after, let_ragged, together
 from mtp.mlx_models.plan import LayerPlan, ModelPlan
 from mtp.mlx_models.skeleton import Call, Skeleton, attention_modules, module_name
-from mtp.mlx_models.types import Tested, tested_types
+from mtp.mlx_models.tested_types import Tested, tested_types
 from proto.errors import UsageError
 from proto.span import Span
 

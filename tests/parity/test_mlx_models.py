@@ -1,6 +1,6 @@
 """Models of mlx-lm over spans of layers give the logits of mlx-lm, for each model type that mlx-lm has.
 
-`python -m tests.parity.test_mlx_models` writes the results to `mtp/mlx_models/types.json`, which decides over the types
+`python -m tests.parity.test_mlx_models` writes the results to `mtp/mlx_models/tested_types.json`, which decides over the types
 that are served. A type is compared in fp32 with tiny random weights: over one, two and three spans to the bit, with
 windows that are accepted, cut and dropped, with two sequences of different lengths together, and with copies and
 backups.
@@ -26,7 +26,7 @@ from mtp.mlx_models.caches import MlxLmCache
 from mtp.mlx_models.layers import MlxLmSpan, Tail
 from mtp.mlx_models.plan import ModelPlan, plan_of
 from mtp.mlx_models.skeleton import Skeleton, make_model
-from mtp.mlx_models.types import FILE, Tested, tested_types
+from mtp.mlx_models.tested_types import FILE, Tested, tested_types
 from proto.errors import CheckpointError
 from proto.span import Span
 from tests.support.tiny_configs import MODEL_TYPES, tiny_config

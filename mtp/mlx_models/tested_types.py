@@ -1,6 +1,6 @@
 """The model types that a test has compared with mlx-lm over one, two and three machines, and those that cannot be.
 
-`types.json` is written by that test, `tests/parity/test_mlx_models.py`.
+`tested_types.json` is written by that test, `tests/parity/test_mlx_models.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).with_name("types.json")
+FILE = Path(__file__).with_name("tested_types.json")
 
 
 @dataclass(frozen=True)
