@@ -10,8 +10,10 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, trainers
 from tokenizers import Tokenizer as Backend
 
+from coordinator.text.grammars import pack_vocabulary
 from coordinator.text.template_form import TemplateForm
 from coordinator.text.tokenizer import TextStream, Tokenizer
+from mtp.sampling.grammar import tokenizer_of
 from proto.errors import CheckpointError
 from tests.support.api.api_client import ApiClient
 from tests.support.api.fake_generator import FakeGenerator
@@ -111,6 +113,19 @@ def test_arguments_are_rendered_as_json(tmp_path: Path, written: str, takes_text
 def test_a_client_gets_the_nearest_level_of_reasoning(source: str, levels: dict[str, str]) -> None:
     """The one that the template names, and gpt-oss' three where it names its default only."""
     assert {effort: TemplateForm(source).level(effort) for effort in levels} == levels
+
+
+def test_reasoning_that_mlx_lm_does_not_know_is_on_by_default(tmp_path: Path) -> None:
+    """mlx-lm's wrapper would switch it off."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ '[THINK]' if enable_thinking else '[/THINK]' }}{% endif %}"
+    tokenizer = Tokenizer.load(
+        write_tokenizer(tmp_path, template=template, control=("[THINK]", "[/THINK]"), markers=())
+    )
+    assert [tokenizer.chat_prompt(HISTORY[:1], (), kwargs).thinking for kwargs in ({}, {"enable_thinking": False})] == [
+        True,
+        False,
+    ]
 
 
 DEEPSEEK = (
@@ -227,6 +242,8 @@ async def test_sentencepiece_is_read_as_its_own_decoder_does(tmp_path: Path, pre
     assert "".join(stream.add_token(token).text for token in tokens) == text == tokenizer.backend.decode(list(tokens))
     client = ApiClient(FakeGenerator(tokenizer, text))
     assert (await client.post(CHAT, body_of(CHAT))).json()["choices"][0]["message"]["content"] == text
+    if not prepends:  # a forced text gets the tokens that the model was trained with
+        assert tuple(tokenizer_of(pack_vocabulary(tokenizer)).tokenize_str(text)) == tokens
 
 
 def test_custom_code_of_a_tokenizer_is_refused_and_never_run(tmp_path: Path) -> None:
