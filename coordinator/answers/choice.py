@@ -23,8 +23,8 @@ from coordinator.text.answer_reader import (
     Reasoning,
     join_parts,
 )
-from coordinator.text.channels import ChannelReader, reader_of
 from coordinator.text.grammars import OutputFormat
+from coordinator.text.harmony import ChannelReader, reader_of
 from coordinator.text.schemas import Json
 from coordinator.text.tokenizer import Piece, TextStream, Tokenizer
 from coordinator.web.context import Api

@@ -22,7 +22,7 @@ from coordinator.schedule.request import generate as generate_events
 from coordinator.serve import options
 from coordinator.serve.options import check_drafts
 from coordinator.text.answer_reader import Content, Part, Reasoning
-from coordinator.text.channels import reader_of
+from coordinator.text.harmony import reader_of
 from coordinator.text.tokenizer import TextStream, Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.missing_head import with_fetched_head

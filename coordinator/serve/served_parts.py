@@ -26,8 +26,7 @@ from coordinator.serve.app import create_app
 from coordinator.serve.live_status import LiveStatus
 from coordinator.serve.options import DEFAULT_WAIT, ServeOptions
 from coordinator.status.cluster_status import ModelStatus
-from coordinator.text.grammars import pack_vocabulary
-from coordinator.text.tokenizer import ModelInfo, Tokenizer, generation_defaults
+from coordinator.text.tokenizer import ModelInfo, Tokenizer, generation_defaults, pack_vocabulary
 from coordinator.trust.cluster_trust import Invitation
 from coordinator.web.context import Api, ApiOptions
 from coordinator.web.model_catalog import ModelLoader, quantization_text

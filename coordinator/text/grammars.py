@@ -26,16 +26,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
-import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 
 from coordinator.text.schemas import DEFINITIONS, Json, ToolSchemas
-from mtp.sampling.grammar import Vocabulary, grammar_problem, tokenizer_of
+from mtp.sampling.grammar import grammar_problem, tokenizer_of
 from proto.errors import CapacityError, NotReadyError, RequestError
 from proto.params import MAX_GRAMMAR_BYTES
 
 if TYPE_CHECKING:  # at run time it would take seconds in the process that compiles grammars
-    from coordinator.text.tokenizer import Tokenizer
     from mtp.checkpoint.families.family import CallForm
 
 
@@ -104,17 +102,6 @@ class OutputFormat:
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 """The schema of any JSON object."""
-
-
-def pack_vocabulary(tokenizer: Tokenizer) -> bytes:
-    """Return the packed vocabulary for the last stage.
-
-    It is empty without end tokens, which formats require, and for a tokenizer that is no BPE.
-    """
-    if not tokenizer.eos_ids or not isinstance(tokenizer.backend.model, tokenizers.models.BPE):
-        return b""
-    tokens = map(tokenizer.token_bytes, range(tokenizer.vocab_size))
-    return Vocabulary.of_backend(tokenizer.backend, tokens, tokenizer.control_ids, tokenizer.eos_ids).pack()
 
 
 def compile_format(output: OutputFormat, tokenizer: LLTokenizer) -> bytes:

@@ -1,4 +1,4 @@
-"""What a published chat template reads and how: its variables, its levels of reasoning, and its form of past calls."""
+"""The reading of a published chat template: its variables, its levels of reasoning, and its form of past calls."""
 
 from __future__ import annotations
 

@@ -20,13 +20,14 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from coordinator.text.answer_reader import PAIR_TAGS, Marks, held_back
 from coordinator.text.call_parsers import INNER_MARKS, CallSyntax, published, syntax_in
-from coordinator.text.channels import CHANNEL, ENDS, MESSAGE, MESSAGE_ENDS
 from coordinator.text.forced_forms import CHANNEL_CALL, JsonForm, json_form
+from coordinator.text.harmony import CHANNEL, ENDS, MESSAGE, MESSAGE_ENDS
 from coordinator.text.schemas import Json
 from coordinator.text.template_form import TemplateForm, separate_template
 from coordinator.text.token_bytes import byte_table
 from mtp.checkpoint.families.family import CallForm, Family
 from mtp.checkpoint.format.config import read_json_object
+from mtp.sampling.grammar import Vocabulary
 from proto.errors import CheckpointError, RequestError
 from proto.params import SamplingParams
 
@@ -554,3 +555,14 @@ def generation_defaults(checkpoint: Path) -> SamplingParams:
         return SamplingParams(**chosen)
     except RequestError as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def pack_vocabulary(tokenizer: Tokenizer) -> bytes:
+    """Return the packed vocabulary for the last stage.
+
+    It is empty without end tokens, which formats require, and for a tokenizer that is no BPE.
+    """
+    if not tokenizer.eos_ids or not isinstance(tokenizer.backend.model, tokenizers.models.BPE):
+        return b""
+    tokens = map(tokenizer.token_bytes, range(tokenizer.vocab_size))
+    return Vocabulary.of_backend(tokenizer.backend, tokens, tokenizer.control_ids, tokenizer.eos_ids).pack()

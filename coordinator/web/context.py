@@ -17,8 +17,8 @@ from coordinator.images.encoder import ImageEncoder
 from coordinator.schedule.request import Generator
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.metrics import Metrics
-from coordinator.text.grammars import GrammarProcess, pack_vocabulary
-from coordinator.text.tokenizer import ModelInfo, Tokenizer
+from coordinator.text.grammars import GrammarProcess
+from coordinator.text.tokenizer import ModelInfo, Tokenizer, pack_vocabulary
 from coordinator.trust.cluster_trust import Invitation
 from coordinator.trust.keys import KeyRing
 from coordinator.web.model_catalog import ModelFacts, ModelLoader

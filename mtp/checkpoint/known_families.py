@@ -8,7 +8,7 @@ from mtp.checkpoint.families.qwen3_next import Qwen3Next
 from mtp.flash_next.family import FlashNext
 from mtp.glm_flash.family import GlmFlash
 from mtp.mlx_models.family import MlxLmFamily
-from mtp.mlx_models.types import tested_types
+from mtp.mlx_models.tested_types import tested_types
 
 FAMILIES: tuple[Family, ...] = (Qwen35(), Qwen3Next(), FlashNext(), GlmFlash(), MlxLmFamily())
 

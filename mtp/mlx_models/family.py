@@ -17,8 +17,8 @@ from mtp.checkpoint.families.parameters import Parameter
 from mtp.checkpoint.families.shape import LayerShape, Shape
 from mtp.mlx_models.head import NextNHead, Unembedding, announced_layers, head_shape, with_head
 from mtp.mlx_models.layers import MlxLmSpan, Tail
-from mtp.mlx_models.plan import kind_for_people, plan_of
 from mtp.mlx_models.skeleton import Skeleton, make_model, module_name, module_of
+from mtp.mlx_models.structure import kind_for_people, structure_of
 from mtp.mlx_models.tested_types import tested_types
 from mtp.mlx_models.weights import Stored, TensorPlan, join_ends, parameter_place, plan_tensors, stored_part
 from proto.errors import CheckpointError
@@ -74,7 +74,7 @@ class MlxLmFamily(Family):
             if type(count) is not int or not 1 <= count <= MOST_LAYERS:
                 return f"{field} is {count!r:.60}, not a number from 1 to {MOST_LAYERS}"
         try:
-            plan_of(text)
+            structure_of(text)
         except CheckpointError as error:
             return f"model_type {name} is not supported: {error}"
         return None
@@ -83,7 +83,7 @@ class MlxLmFamily(Family):
         return announced_layers(text)
 
     def sizes(self, text: Text) -> Sizes:
-        plan, inner = plan_of(text), {**text, **_inner(text)}
+        plan, inner = structure_of(text), {**text, **_inner(text)}
         return Sizes(
             hidden=plan.hidden,
             layers=len(plan.layers),
@@ -94,7 +94,7 @@ class MlxLmFamily(Family):
         )
 
     def shape(self, text: Text) -> Shape:
-        plan, inner = plan_of(text), {**text, **_inner(text)}
+        plan, inner = structure_of(text), {**text, **_inner(text)}
         experts, chosen = _first(inner, _EXPERTS), _first(inner, _CHOSEN)
         kinds = [kind_for_people(layer, plan.kinds) for layer in plan.layers]
         layers = tuple(
@@ -116,7 +116,7 @@ class MlxLmFamily(Family):
     # ---- names
 
     def place(self, local: str, text: Text) -> Place | None:
-        part = stored_part(plan_of(text), local)
+        part = stored_part(structure_of(text), local)
         return None if part is None else Place(part, local)
 
     def path(self, part: str, within: str) -> str:
@@ -124,15 +124,15 @@ class MlxLmFamily(Family):
 
     def module_path(self, text: Text, part: str, within: str) -> str:
         kind, _, number = part.partition(".")
-        return f"{plan_of(text).paths[int(number)]}.{within}" if kind == "layers" else self.path(part, within)
+        return f"{structure_of(text).paths[int(number)]}.{within}" if kind == "layers" else self.path(part, within)
 
     def plan_tensors(self, text: Text, stored: Stored) -> TensorPlan:
         plan = with_head if announced_layers(text) else plan_tensors
-        return plan(text, plan_of(text), stored)
+        return plan(text, structure_of(text), stored)
 
     def parameter_place(self, text: Text, name: str) -> tuple[str, str] | None:
         """Return the part of a parameter of `backbone`, and its name within the part."""
-        return parameter_place(plan_of(text), name)
+        return parameter_place(structure_of(text), name)
 
     # ---- modules
 
@@ -140,12 +140,12 @@ class MlxLmFamily(Family):
         return make_model(text)
 
     def layer(self, text: Text, index: int) -> nn.Module:
-        return _shelf.take(text, [plan_of(text).paths[index]])[0]
+        return _shelf.take(text, [structure_of(text).paths[index]])[0]
 
     def part(self, text: Text, part: str) -> nn.Module | None:
         if part.startswith("layers.") or part == "mtp":
             return None
-        paths = [path for path, its in plan_of(text).ends if its == part]
+        paths = [path for path, its in structure_of(text).ends if its == part]
         holder: nn.Module = join_ends(paths, _shelf.take(text, paths), nn.Module())
         return holder
 
@@ -153,7 +153,7 @@ class MlxLmFamily(Family):
         return NextNHead(text) if announced_layers(text) else None
 
     def stage_parts(self, text: Text, span: Span, parts: Mapping[str, Any]) -> StageParts:
-        plan, skeleton = plan_of(text), Skeleton(text)
+        plan, skeleton = structure_of(text), Skeleton(text)
         for layer in span:
             skeleton.replace_module(plan.paths[layer], parts[f"layers.{layer}"])
         for path, part in plan.ends:
@@ -219,7 +219,7 @@ class _Shelf:
         self._key, self._modules = "", dict[str, nn.Module]()
 
     def take(self, text: Text, paths: Sequence[str]) -> list[nn.Module]:
-        """Return the modules at `paths`, which nobody else gets."""
+        """Return the modules at `paths`, which are in no other model."""
         key = json.dumps(text, sort_keys=True)
         if key != self._key or not set(paths) <= self._modules.keys():
             self._key, self._modules = key, dict(make_model(text).named_modules())

@@ -23,8 +23,8 @@ from mtp.head.drafter import MTPHead
 from mtp.layers.layer import Hole
 from mtp.mlx_models.caches import is_trimmed
 from mtp.mlx_models.layers import MlxLmSpan
-from mtp.mlx_models.plan import ModelPlan, kind_for_people, plan_of
 from mtp.mlx_models.skeleton import Skeleton, make_model, module_name
+from mtp.mlx_models.structure import ModelStructure, kind_for_people, structure_of
 from mtp.mlx_models.weights import Stored, TensorPlan, name_in_head, plan_tensors
 from proto.errors import CheckpointError
 from proto.span import Span
@@ -33,7 +33,7 @@ USUAL: dict[str, int] = {
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), 0),
     "mimo_v2_flash": 1,
 }
-"""The modules of mlx-lm whose models may have such a head, with its layers where config.json does not name them."""
+"""The modules of mlx-lm whose models may have this head, with its layers where config.json does not name them."""
 
 _SPAN = Span(1, 2)
 """The head's layer in the model of `head_config`. The layer before it makes it take hidden states in place of tokens.
@@ -76,7 +76,7 @@ class _HeadSkeleton(Skeleton):
 def head_shape(text: Text) -> LayerShape:
     """Return the state of the head's layer. Raises CheckpointError for one that cannot be cut."""
     config = head_config(text)
-    plan, caches = plan_of(config), _HeadSkeleton(config).new_caches()
+    plan, caches = structure_of(config), _HeadSkeleton(config).new_caches()
     layer = plan.layers[_SPAN.start]
     token = layer.token_values
     for place in layer.places:
@@ -87,11 +87,11 @@ def head_shape(text: Text) -> LayerShape:
     return LayerShape(kind_for_people(layer, plan.kinds), token_values=token)
 
 
-def with_head(text: Text, plan: ModelPlan, stored: Stored) -> TensorPlan:
+def with_head(text: Text, plan: ModelStructure, stored: Stored) -> TensorPlan:
     """Return the plan of all parameters of a model that has a head. Raises CheckpointError."""
     within = {name: found for name in stored if (found := name_in_head(plan, name)) is not None}
     model = plan_tensors(text, plan, {name: info for name, info in stored.items() if name not in within})
-    structure = plan_of(head_config(text))
+    structure = structure_of(head_config(text))
     above = f"{structure.paths[_SPAN.start]}."
     names = {above + found.removeprefix(_LAYER): name for name, found in within.items() if found.startswith(_LAYER)}
     own = {found: Source((name,)) for name, found in within.items() if found and not found.startswith(_LAYER)}
@@ -122,7 +122,7 @@ class NextNHead(MTPHead):
     drafts_on_device = False
 
     def __init__(self, text: Text) -> None:
-        plan = plan_of(head_config(text))
+        plan = structure_of(head_config(text))
         layer = dict(make_model(head_config(text)).named_modules())[plan.paths[_SPAN.start]]
         sizes: Any = SimpleNamespace(
             hidden_size=plan.hidden, rms_norm_eps=text.get("layernorm_epsilon", text.get("rms_norm_eps", 1e-6))
@@ -131,7 +131,7 @@ class NextNHead(MTPHead):
 
     def connect(self, text: Text, embed: Callable[[mx.array], mx.array], dtype: mx.Dtype) -> None:
         """Put the loaded layer into its place in the model, and take the embedding, which the head shares."""
-        skeleton, plan = _HeadSkeleton(head_config(text)), plan_of(head_config(text))
+        skeleton, plan = _HeadSkeleton(head_config(text)), structure_of(head_config(text))
         skeleton.replace_module(plan.paths[_SPAN.start], self.layers[0])
         skeleton.model.eval()
         self.block = MlxLmSpan(skeleton, plan, _SPAN, dtype).layers[0]

@@ -13,8 +13,8 @@ from mlx_lm.models.cache import KVCache
 from mtp.layers.exact import ExactProducts
 from mtp.layers.layer import Hole, KVFormat, Layer, LayerCache
 from mtp.mlx_models.caches import MlxLmCache, after, let_ragged, together
-from mtp.mlx_models.plan import LayerPlan, ModelPlan
 from mtp.mlx_models.skeleton import Call, Skeleton, attention_modules, module_name
+from mtp.mlx_models.structure import LayerStructure, ModelStructure
 from mtp.mlx_models.tested_types import Tested, tested_types
 from proto.errors import UsageError
 from proto.span import Span
@@ -38,7 +38,7 @@ class MlxLmSpan:
     a cache of this stage of its kind, or an empty one where only other stages have this kind.
     """
 
-    def __init__(self, skeleton: Skeleton, plan: ModelPlan, span: Span, dtype: mx.Dtype) -> None:
+    def __init__(self, skeleton: Skeleton, plan: ModelStructure, span: Span, dtype: mx.Dtype) -> None:
         self.skeleton, self.plan, self.span, self.dtype = skeleton, plan, span, dtype
         let_ragged(attention_modules(plan.model_type))
         self.empty = skeleton.new_caches()
@@ -121,7 +121,7 @@ class MlxLmLayer(Layer):
     kind = "mlx-lm"
     mlp = None  # type: ignore[assignment]
 
-    def __init__(self, span: MlxLmSpan, index: int, plan: LayerPlan) -> None:
+    def __init__(self, span: MlxLmSpan, index: int, plan: LayerStructure) -> None:
         self.span, self.index, self.plan = span, index, plan
         self.dtype = span.dtype
 

@@ -19,8 +19,8 @@ import mlx.core as mx
 from mtp.checkpoint.families.family import Family, head_name
 from mtp.checkpoint.families.fields import Text
 from mtp.checkpoint.families.parameters import Source
-from mtp.mlx_models.plan import ModelPlan
 from mtp.mlx_models.skeleton import make_model
+from mtp.mlx_models.structure import ModelStructure
 from proto.errors import CheckpointError
 
 Stored = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -73,7 +73,7 @@ class TensorPlan:
     is_whole: bool
 
 
-def stored_part(plan: ModelPlan, name: str) -> str | None:
+def stored_part(plan: ModelStructure, name: str) -> str | None:
     """Return the part of a stored tensor by its name alone, None for one of another part than text."""
     if _NOT_TEXT.match(name):
         return None
@@ -88,7 +88,7 @@ def stored_part(plan: ModelPlan, name: str) -> str | None:
     return next((ends[word] for word in words if word in ends), None)
 
 
-def name_in_head(plan: ModelPlan, name: str) -> str | None:
+def name_in_head(plan: ModelStructure, name: str) -> str | None:
     """Return the name of a stored tensor within the MTP head, empty for one without use, None for one elsewhere."""
     if beside := _NEXTN.fullmatch(name):
         number, within = int(beside[1] or 0), beside[2]
@@ -105,7 +105,7 @@ def name_in_head(plan: ModelPlan, name: str) -> str | None:
     return head_name(within, Family.head_modules)
 
 
-def parameter_place(plan: ModelPlan, name: str) -> tuple[str, str] | None:
+def parameter_place(plan: ModelStructure, name: str) -> tuple[str, str] | None:
     """Return the part of a parameter by the name that the model has for it, and its name within the part."""
     for index, path in _prefixes(plan, name):
         return f"layers.{index}", name[len(path) + 1 :]
@@ -115,7 +115,7 @@ def parameter_place(plan: ModelPlan, name: str) -> tuple[str, str] | None:
     return None
 
 
-def _prefixes(plan: ModelPlan, name: str) -> list[tuple[int, str]]:
+def _prefixes(plan: ModelStructure, name: str) -> list[tuple[int, str]]:
     above, _, _ = plan.paths[0].rpartition(".")
     found = re.match(rf"{re.escape(above)}\.(\d+)\.", name)
     if found is None or int(found[1]) >= len(plan.paths):
@@ -123,7 +123,7 @@ def _prefixes(plan: ModelPlan, name: str) -> list[tuple[int, str]]:
     return [(int(found[1]), plan.paths[int(found[1])])]
 
 
-def plan_tensors(config: Text, plan: ModelPlan, stored: Stored, *, alone: bool = False) -> TensorPlan:
+def plan_tensors(config: Text, plan: ModelStructure, stored: Stored, *, alone: bool = False) -> TensorPlan:
     """Return the plan of all parameters that the tensors `stored` give. Raises CheckpointError.
 
     `alone` says that the class reads these without any other tensor.
@@ -161,12 +161,14 @@ def plan_tensors(config: Text, plan: ModelPlan, stored: Stored, *, alone: bool =
     text = json.dumps(config, sort_keys=True)
     for part, within, name in later:
         sources = tuple(sorted(rest.get(part, ())))
-        parts.setdefault(part, {})[within] = Source(sources, Sanitized(text, sources, name, stored), decides_type=True)
+        together = tuple(name for other, _, name in later if other == part)
+        make = Sanitized(text, sources, name, stored, together)
+        parts.setdefault(part, {})[within] = Source(sources, make, decides_type=True)
         used |= set(sources)
     return TensorPlan(parts, tuple(sorted(unknown)), tuple(sorted(stored.keys() - used)), is_raw, is_whole=not absent)
 
 
-def _is_converted(plan: ModelPlan, stored: Stored) -> bool:
+def _is_converted(plan: ModelStructure, stored: Stored) -> bool:
     """Return whether all tensors have names and shapes of parameters. A class may still make them anew."""
     shapes = dict(plan.shapes)
     for name, (_, shape) in stored.items():
@@ -178,7 +180,7 @@ def _is_converted(plan: ModelPlan, stored: Stored) -> bool:
     return True
 
 
-def _part_of(plan: ModelPlan, name: str) -> str | None:
+def _part_of(plan: ModelStructure, name: str) -> str | None:
     place = parameter_place(plan, name)
     return None if place is None else place[0]
 
@@ -224,24 +226,48 @@ class Sanitized:
     name: str
     every: Stored = field(repr=False, compare=False)
     """All tensors of the checkpoint, by which some classes decide whether it is converted."""
+    names: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    """The parameters that are made of the same tensors."""
 
     def __call__(self, *arrays: mx.array) -> mx.array:
-        key = self.config, self.stored, tuple(map(id, arrays))
-        if _made.key != key or self.name not in _made.arrays:
+        if not _made.is_of(self, arrays):
             others = {name: _zeros(*info) for name, info in self.every.items()}
             own = others | dict(zip(self.stored, arrays, strict=True))
-            _made.key, _made.arrays = key, _sanitized(json.loads(self.config), own)
-        found = _made.arrays.pop(self.name, None)
-        if found is None:
-            raise ValueError(f"mlx-lm makes no {self.name} of it")
-        return found
+            made = _sanitized(json.loads(self.config), own)
+            _made.keep(self, arrays, {name: made[name] for name in self.names if name in made})
+        return _made.take(self.name)
 
 
 class _Made:
-    """The parameters of the part that is being read, each until it is taken."""
+    """The parameters of the part that is being read, each until it is taken, with the tensors that they are made of."""
 
-    key: Any = None
-    arrays: dict[str, mx.array] = {}  # noqa: RUF012
+    def __init__(self) -> None:
+        self._by: Sanitized | None = None
+        self._from: tuple[mx.array, ...] = ()
+        self._arrays: dict[str, mx.array] = {}
+
+    def is_of(self, by: Sanitized, arrays: Sequence[mx.array]) -> bool:
+        """Return whether the parameter of `by` is kept, made of the same `arrays`."""
+        same = self._by is not None and (self._by.config, self._by.stored) == (by.config, by.stored)
+        is_from = len(arrays) == len(self._from) and all(a is b for a, b in zip(arrays, self._from, strict=True))
+        return same and is_from and by.name in self._arrays
+
+    def keep(self, by: Sanitized, arrays: tuple[mx.array, ...], made: dict[str, mx.array]) -> None:
+        """Keep what `by` made of `arrays`."""
+        self._by, self._from, self._arrays = by, arrays, made
+
+    def take(self, name: str) -> mx.array:
+        """Return a parameter. The last one releases the tensors. Raises ValueError if it was not made."""
+        if name not in self._arrays:
+            raise ValueError(f"mlx-lm makes no {name} of it")
+        found = self._arrays.pop(name)
+        if not self._arrays:
+            self.keep_nothing()
+        return found
+
+    def keep_nothing(self) -> None:
+        """Release all arrays."""
+        self._by, self._from, self._arrays = None, (), {}
 
 
 _made = _Made()

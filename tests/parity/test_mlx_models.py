@@ -1,8 +1,8 @@
 """Models of mlx-lm over spans of layers give the logits of mlx-lm, for each model type that mlx-lm has.
 
-`python -m tests.parity.test_mlx_models` writes the results to `mtp/mlx_models/tested_types.json`, which decides over the types
-that are served. A type is compared in fp32 with tiny random weights: over one, two and three spans to the bit, with
-windows that are accepted, cut and dropped, with two sequences of different lengths together, and with copies and
+`python -m tests.parity.test_mlx_models` writes the results to `mtp/mlx_models/tested_types.json`, which decides over
+the types that are served. A type is compared in fp32 with tiny random weights: over one, two and three spans to the bit,
+with windows that are accepted, cut and dropped, with two sequences of different lengths together, and with copies and
 backups.
 """
 
@@ -24,8 +24,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mtp.layers.layer import KVFormat
 from mtp.mlx_models.caches import MlxLmCache
 from mtp.mlx_models.layers import MlxLmSpan, Tail
-from mtp.mlx_models.plan import ModelPlan, plan_of
 from mtp.mlx_models.skeleton import Skeleton, make_model
+from mtp.mlx_models.structure import ModelStructure, structure_of
 from mtp.mlx_models.tested_types import FILE, Tested, tested_types
 from proto.errors import CheckpointError
 from proto.span import Span
@@ -56,7 +56,7 @@ class Pair:
 
     def __init__(self, model_type: str) -> None:
         self.config = tiny_config(model_type)
-        self.plan: ModelPlan = plan_of(self.config)
+        self.plan: ModelStructure = structure_of(self.config)
         mx.random.seed(1)
         self.model: Any = make_model(self.config)
         self.model.update(

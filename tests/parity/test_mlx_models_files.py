@@ -19,9 +19,9 @@ from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.convert.foreign import open_source
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import KVFormat
-from mtp.mlx_models import types
-from mtp.mlx_models.plan import plan_of
 from mtp.mlx_models.skeleton import make_model
+from mtp.mlx_models.structure import structure_of
+from mtp.mlx_models.tested_types import tested_types
 from mtp.mlx_models.weights import plan_tensors
 from proto.errors import CheckpointError
 from proto.span import Span
@@ -141,7 +141,7 @@ def greedy(path: Path) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
-SERVED = [name for name in MODEL_TYPES if name not in OWN_CONFIG and not types.tested_types()[name].refused]
+SERVED = [name for name in MODEL_TYPES if name not in OWN_CONFIG and not tested_types()[name].refused]
 
 
 @pytest.mark.parametrize("mode", ["", "affine"], ids=["plain", "4 bits"])
@@ -245,7 +245,7 @@ def test_weights_without_a_layer(tmp_path: Path) -> None:
 def test_a_model_of_many_tensors_is_planned() -> None:
     """Each of more than a thousand tensors is read as it is stored."""
     config = tiny_config("llama") | {"num_hidden_layers": 130}
-    plan = plan_of(config)
+    plan = structure_of(config)
     found = plan_tensors(config, plan, {name: ("F32", shape) for name, shape in plan.shapes})
     assert sum(map(len, found.parts.values())) == len(plan.shapes) > 1024
     assert not found.is_raw

@@ -31,9 +31,9 @@ proto.terminal: proto
 proto.trust: proto
 mtp:
 mtp.builtin:
-mtp.checkpoint: mtp.checkpoint.families mtp.flash_next mtp.glm_flash
+mtp.checkpoint: mtp.checkpoint.families mtp.flash_next mtp.glm_flash mtp.mlx_models
 mtp.checkpoint.convert: mtp.checkpoint.families mtp.checkpoint.format mtp.layers mtp.vision proto proto.terminal
-mtp.checkpoint.families: mtp.head mtp.layers mtp.layers.reference
+mtp.checkpoint.families: mtp.head mtp.layers mtp.layers.reference proto
 mtp.checkpoint.format: mtp.checkpoint mtp.checkpoint.families mtp.head mtp.layers proto
     proto.terminal
 mtp.checkpoint.hub: mtp.builtin mtp.checkpoint.convert mtp.checkpoint.format proto proto.terminal
@@ -44,6 +44,7 @@ mtp.layers: mtp proto
 mtp.layers.cuda: mtp.layers mtp.layers.reference
 mtp.layers.fused: mtp.layers mtp.layers.reference
 mtp.layers.reference: mtp mtp.layers
+mtp.mlx_models: mtp.checkpoint.families mtp.head mtp.layers proto
 mtp.sampling: proto
 mtp.vision: mtp.checkpoint.format mtp.layers proto
 worker: mtp proto proto.terminal worker.node
@@ -141,7 +142,7 @@ MAX_FUNCTION_LINES = 90
 LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 60, 5
 """Lines of a function with its signature that one screen holds, and the number of functions that exceed them."""
 
-MAX_LINES, MAX_FILES = 48_300, 252
+MAX_LINES, MAX_FILES = 51_100, 267
 """Size of the product without generated code. Lower both when code goes. Before adding, ask what goes."""
 
 VARIANTS = {"__init__", "args", "attention", "family", "fuse", "gdn", "head", "kernel", "layers", "modules", "options"}

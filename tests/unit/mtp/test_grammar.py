@@ -17,9 +17,8 @@ from coordinator.text.grammars import (
     call_grammar,
     check_schema,
     compile_format,
-    pack_vocabulary,
 )
-from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.tokenizer import Tokenizer, pack_vocabulary
 from mtp.builtin import checkpoint_dir
 from mtp.sampling import grammar as grammar_module
 from mtp.sampling.grammar import (

@@ -10,9 +10,8 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from coordinator.text.grammars import pack_vocabulary
 from coordinator.text.template_form import TemplateForm
-from coordinator.text.tokenizer import TextStream, Tokenizer
+from coordinator.text.tokenizer import TextStream, Tokenizer, pack_vocabulary
 from mtp.sampling.grammar import tokenizer_of
 from proto.errors import CheckpointError
 from tests.support.api.api_client import ApiClient

@@ -20,10 +20,10 @@ from coordinator.text.answer_reader import (
     Reasoning,
     join_parts,
 )
-from coordinator.text.channels import reader_of
 from coordinator.text.forced_forms import JsonForm, channel_format, json_form_grammar
-from coordinator.text.grammars import OutputFormat, call_grammar, pack_vocabulary
-from coordinator.text.tokenizer import TextStream, Tokenizer
+from coordinator.text.grammars import OutputFormat, call_grammar
+from coordinator.text.harmony import reader_of
+from coordinator.text.tokenizer import TextStream, Tokenizer, pack_vocabulary
 from mtp.sampling.grammar import tokenizer_of
 from proto.errors import RequestError
 from tests.support.checkpoints.tiny_tokenizer import write_tokenizer

@@ -20,7 +20,7 @@ from proto.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class LayerPlan:
+class LayerStructure:
     """The caches of a layer by their places among those of the model, and the values that they hold.
 
     A token adds `token_values`. A sequence has `sequence_values` besides, whatever its length.
@@ -32,7 +32,7 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
-class ModelPlan:
+class ModelStructure:
     """The layers of a model, and the kind of the cache at each place.
 
     `ends` are the modules beside the layers that have weights: from their path to their part. `shapes` are those of all
@@ -40,7 +40,7 @@ class ModelPlan:
     """
 
     model_type: str
-    layers: tuple[LayerPlan, ...]
+    layers: tuple[LayerStructure, ...]
     kinds: tuple[str, ...]
     paths: tuple[str, ...]
     ends: tuple[tuple[str, str], ...]
@@ -54,13 +54,13 @@ class ModelPlan:
         return "lm_head" not in dict(self.ends).values()
 
 
-def plan_of(config: Text) -> ModelPlan:
+def structure_of(config: Text) -> ModelStructure:
     """Return the structure of the model of `config`. Raises CheckpointError with the reason why it cannot be cut."""
     return _planned(json.dumps(config, sort_keys=True))
 
 
 @lru_cache(maxsize=8)
-def _planned(config: str) -> ModelPlan:
+def _planned(config: str) -> ModelStructure:
     text = json.loads(config)
     name = text["model_type"]
     skeleton = Skeleton(text)
@@ -74,7 +74,7 @@ def _planned(config: str) -> ModelPlan:
     except Exception as error:  # whatever a class does
         raise CheckpointError(f"its layers cannot be called one by one: {error!r:.120}") from error
     parameters: dict[str, mx.array] = dict(tree_flatten(skeleton.model.parameters()))
-    return ModelPlan(
+    return ModelStructure(
         model_type=name,
         layers=layers,
         kinds=tuple(kind_of(cache) for cache in skeleton.new_caches()),
@@ -99,17 +99,17 @@ def _hidden(skeleton: Skeleton) -> int:
     return int(skeleton.enter(mx.zeros((1, 1), mx.int32), skeleton.new_caches()).hidden.shape[-1])
 
 
-def _layers(skeleton: Skeleton) -> list[LayerPlan]:
+def _layers(skeleton: Skeleton) -> list[LayerStructure]:
     """Return the plans of the layers, after two tokens and then one, which are computed lazily."""
     caches = skeleton.new_caches()
     skeleton.run_whole(mx.zeros((1, 2), mx.int32), caches)
     skeleton.run_whole(mx.zeros((1, 1), mx.int32), caches)
-    plans: list[LayerPlan] = []
+    plans: list[LayerStructure] = []
     for call in skeleton.enter(mx.zeros((1, 1), mx.int32), caches).calls:
         given = [i for i, cache in enumerate(caches) if any(value is cache for value in call.values())]
         places = tuple(place for place in given if arrays_of(caches[place]))  # some layers leave theirs empty
         token, sequence = map(sum, zip((0, 0), *(_values(caches[place]) for place in places), strict=True))
-        plans.append(LayerPlan(places, token, sequence))
+        plans.append(LayerStructure(places, token, sequence))
     held = [place for plan in plans for place in plan.places]
     if len(held) > len(set(held)):
         raise CheckpointError("its layers share keys and values")
@@ -144,7 +144,7 @@ def _ends(skeleton: Skeleton, vocabulary: int) -> list[tuple[str, str]]:
     return found
 
 
-def kind_for_people(plan: LayerPlan, kinds: Sequence[str]) -> str:
+def kind_for_people(plan: LayerStructure, kinds: Sequence[str]) -> str:
     """Return the kind of a layer for people, by its caches."""
     names = [kinds[place].partition(" ")[0] for place in plan.places]
     usual = {"KVCache": "attention", "RotatingKVCache": "window", "ArraysCache": "recurrent", "list": "mixed"}
