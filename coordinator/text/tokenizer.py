@@ -170,7 +170,7 @@ class Tokenizer:
         self._parser = getattr(wrapper.tool_parser, "__module__", "").rpartition(".")[2]
         self._read_form = call_forms.get(self._parser)
         self.template = TemplateForm(wrapper.chat_template, "kimi" if self._parser == "kimi_k2" else "")
-        """What the chat template reads."""
+        """The variables and forms that the chat template reads."""
         self._channels = {*ENDS, MESSAGE} <= self._added_ids.keys() and MESSAGE in self.template.source
         self._syntax = self._find_syntax()
         self._think = self._find_reasoning()

@@ -34,8 +34,8 @@ class _Group:
 class MlxLmSpan:
     """The layers of one stage, which share what the model says about a frame.
 
-    A layer takes its masks and positions from caches of its own kind. So the place of each layer of another stage has
-    a cache of this stage of its kind, or an empty one where only other stages have this kind.
+    A layer takes its masks and positions from caches of its own kind. A layer of another stage has a cache of this
+    stage of its kind in its place, or an empty one where only other stages have this kind.
     """
 
     def __init__(self, skeleton: Skeleton, plan: ModelStructure, span: Span, dtype: mx.Dtype) -> None:

@@ -1,9 +1,9 @@
 """Models of mlx-lm over spans of layers give the logits of mlx-lm, for each model type that mlx-lm has.
 
 `python -m tests.parity.test_mlx_models` writes the results to `mtp/mlx_models/tested_types.json`, which decides over
-the types that are served. A type is compared in fp32 with tiny random weights: over one, two and three spans to the bit,
-with windows that are accepted, cut and dropped, with two sequences of different lengths together, and with copies and
-backups.
+the types that are served. A type is compared in fp32 with tiny random weights: over one, two and three spans to the
+bit, with windows that are accepted, cut and dropped, with two sequences of different lengths together, and with copies
+and backups.
 """
 
 from __future__ import annotations

@@ -137,5 +137,5 @@ def test_every_model_type_is_named() -> None:
     text = "\n".join(LINES)
     served = {kind for family in FAMILIES for kind in {**family.model_types, **family.head_types}}
     assert [kind for kind in sorted(served) if f"`{kind}`" not in text] == []
-    with pytest.raises(CheckpointError, match="qwen9.*mlx-lm.*docs/models"):
+    with pytest.raises(CheckpointError, match=r"qwen9.*mlx-lm.*docs/models"):
         ModelConfig.parse(Path("config.json"), {"model_type": "qwen9"})
