@@ -60,7 +60,7 @@ def demo(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 120,
     model: Annotated[str, typer.Option(help="Directory or repo of a model that answers a question.")] = BUILTIN,
 ) -> None:
-    """Run a whole cluster on this machine with the built-in model, or another.
+    """Run a whole cluster on this machine with the built-in model.
 
     It streams an answer from it. On a terminal it then serves its page until you press Enter. Everything it started is
     stopped when it ends.

@@ -97,10 +97,11 @@ class TemplateForm:
         for call in message.get("tool_calls", ()):
             function = call["function"]
             if self._by_kimi:
-                numbers[call["id"]] = f"functions.{function['name']}:{next(counter)}"
+                numbers[call.get("id", "")] = f"functions.{function['name']}:{next(counter)}"
             if self.takes_text and not isinstance(function["arguments"], str):
                 function = function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-            calls.append(call | {"id": self._id(call["id"], numbers), "function": function})
+            own = {"id": self._id(call["id"], numbers)} if "id" in call else {}
+            calls.append(call | own | {"function": function})
         if calls:
             message = message | {"tool_calls": calls}
         if "tool_call_id" in message:
@@ -124,7 +125,7 @@ def _one_call_each(messages: Sequence[Json]) -> list[Json]:
     waiting: list[Json] = []  # messages of calls without a result so far
     for message in messages:
         if waiting and message["role"] == "tool":
-            sent = [each["tool_calls"][0]["id"] for each in waiting]
+            sent = [each["tool_calls"][0].get("id") for each in waiting]
             place = sent.index(message["tool_call_id"]) if message.get("tool_call_id") in sent else 0
             found += [waiting.pop(place), message]
             continue

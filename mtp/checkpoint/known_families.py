@@ -8,7 +8,7 @@ from mtp.checkpoint.families.qwen3_next import Qwen3Next
 from mtp.flash_next.family import FlashNext
 from mtp.glm_flash.family import GlmFlash
 from mtp.mlx_models.family import MlxLmFamily
-from mtp.mlx_models.tested_types import tested_types
+from mtp.mlx_models.tested_types import known_results
 
 FAMILIES: tuple[Family, ...] = (Qwen35(), Qwen3Next(), FlashNext(), GlmFlash(), MlxLmFamily())
 
@@ -25,4 +25,4 @@ def find_family(model_type: str) -> tuple[Family, str, bool] | None:
 
 def count_served_types() -> int:
     """Return the number of model types of mlx-lm that are served."""
-    return sum(not tested.refused for tested in tested_types().values())
+    return sum(not tested.refused for tested in known_results().values())

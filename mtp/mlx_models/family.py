@@ -19,7 +19,7 @@ from mtp.mlx_models.head import NextNHead, Unembedding, announced_layers, head_s
 from mtp.mlx_models.layers import MlxLmSpan, Tail
 from mtp.mlx_models.skeleton import Skeleton, make_model, module_name, module_of
 from mtp.mlx_models.structure import kind_for_people, structure_of
-from mtp.mlx_models.tested_types import tested_types
+from mtp.mlx_models.tested_types import known_results
 from mtp.mlx_models.weights import Stored, TensorPlan, join_ends, parameter_place, plan_tensors, stored_part
 from proto.errors import CheckpointError
 from proto.span import Span
@@ -64,7 +64,7 @@ class MlxLmFamily(Family):
 
     def find_problem(self, text: Text) -> str | None:
         name = text["model_type"]
-        tested = tested_types().get(module_name(name))
+        tested = known_results().get(module_name(name))
         reason = "no test has compared it with mlx-lm over several machines" if tested is None else tested.refused
         if reason:
             return f"model_type {name} is not supported: {reason}. Use another model, or mlx-lm on one machine."

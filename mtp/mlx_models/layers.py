@@ -15,7 +15,7 @@ from mtp.layers.layer import Hole, KVFormat, Layer, LayerCache
 from mtp.mlx_models.caches import MlxLmCache, after, let_ragged, together
 from mtp.mlx_models.skeleton import Call, Skeleton, attention_modules, module_name
 from mtp.mlx_models.structure import LayerStructure, ModelStructure
-from mtp.mlx_models.tested_types import Tested, tested_types
+from mtp.mlx_models.tested_types import TypeResult, known_results
 from proto.errors import UsageError
 from proto.span import Span
 
@@ -47,7 +47,7 @@ class MlxLmSpan:
         """The kinds of caches that say after how many tokens a row is, also to layers of other kinds."""
         self.layers = [MlxLmLayer(self, index, plan.layers[index]) for index in span]
         self.groups: list[_Group] = []
-        tested = tested_types().get(module_name(plan.model_type), Tested())
+        tested = known_results().get(module_name(plan.model_type), TypeResult())
         self.batches = tested.together and self.can_batch()
 
     def can_batch(self) -> bool:

@@ -1,8 +1,8 @@
 """A model of mlx-lm as it is, whose decoder layers are called one by one.
 
 The class keeps its own masks, factors, caps and positions. Each decoder layer is a tap: called by the model, it records
-its arguments and returns its input. So one call of the model gives the input of the first layer and the arguments of
-every layer, and another call, whose last layer returns the rows of a stage, gives the logits.
+its arguments and returns its input. One call of the model gives the input of the first layer and the arguments of every
+layer. Another call, whose last layer returns the rows of a stage, gives the logits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import MODEL_REMAPPING, _decode_tagged_floats, _get_classes
 
 from mtp.checkpoint.families.fields import Text
 from proto.errors import CheckpointError
@@ -30,9 +29,14 @@ HELPERS = frozenset(
 """Modules of `mlx_lm.models` that are no model."""
 
 
+def _utils() -> Any:
+    """Return `mlx_lm.utils`. It imports transformers, which takes seconds that other families do not need."""
+    return import_module("mlx_lm.utils")
+
+
 def module_name(model_type: str) -> str:
     """Return the name that the module of `model_type` has in mlx-lm, if it has one."""
-    return str(MODEL_REMAPPING.get(model_type, model_type))
+    return str(_utils().MODEL_REMAPPING.get(model_type, model_type))
 
 
 def module_of(model_type: str) -> str | None:
@@ -201,8 +205,8 @@ def make_model(config: Text) -> nn.Module:
             "Use a model that mlx-lm has."
         )
     try:
-        kind, args = _get_classes(config)
-        model: nn.Module = kind(args.from_dict(_decode_tagged_floats(config)))
+        kind, args = _utils()._get_classes(config)
+        model: nn.Module = kind(args.from_dict(_utils()._decode_tagged_floats(config)))
     except (Exception, SystemExit) as error:  # whatever a class and its constructor do
         raise CheckpointError(f"mlx-lm cannot make a {name!r:.60} of this config.json: {error!r:.200}") from error
     return model

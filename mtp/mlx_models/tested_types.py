@@ -15,7 +15,7 @@ FILE = Path(__file__).with_name("tested_types.json")
 
 
 @dataclass(frozen=True)
-class Tested:
+class TypeResult:
     """The result for a model type. With a `refused` reason it is not served.
 
     `together` is true if sequences of different lengths may run together, and give the same as each alone.
@@ -26,7 +26,7 @@ class Tested:
 
 
 @cache
-def tested_types() -> dict[str, Tested]:
+def known_results() -> dict[str, TypeResult]:
     """Return the results by the module of mlx-lm."""
     found: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
-    return {name: Tested(**result) for name, result in found.items()}
+    return {name: TypeResult(**result) for name, result in found.items()}

@@ -26,7 +26,7 @@ from mtp.mlx_models.caches import MlxLmCache
 from mtp.mlx_models.layers import MlxLmSpan, Tail
 from mtp.mlx_models.skeleton import Skeleton, make_model
 from mtp.mlx_models.structure import ModelStructure, structure_of
-from mtp.mlx_models.tested_types import FILE, Tested, tested_types
+from mtp.mlx_models.tested_types import FILE, TypeResult, known_results
 from proto.errors import CheckpointError
 from proto.span import Span
 from tests.support.tiny_configs import MODEL_TYPES, tiny_config
@@ -180,20 +180,20 @@ def windows_differ(pair: Pair, *, batches: bool) -> bool:
     return any(difference(stack.logits(each, nexts), expected) > CLOSE for each in (both, copies, backups))
 
 
-def result_of(model_type: str) -> Tested:
+def result_of(model_type: str) -> TypeResult:
     """Return the result of all comparisons for a type."""
     if reason := NOT_TRIED.get(model_type):
-        return Tested(reason)
+        return TypeResult(reason)
     try:
         pair = Pair(model_type)
     except CheckpointError as error:
-        return Tested(str(error).split(":")[0] if "one by one" in str(error) else str(error).removesuffix("."))
+        return TypeResult(str(error).split(":")[0] if "one by one" in str(error) else str(error).removesuffix("."))
     if spans_differ(pair):
-        return Tested("its logits over two machines differ from mlx-lm's")
+        return TypeResult("its logits over two machines differ from mlx-lm's")
     if windows_differ(pair, batches=False):
-        return Tested("its logits after a rejected draft differ from mlx-lm's")
+        return TypeResult("its logits after a rejected draft differ from mlx-lm's")
     can_batch = pair.spans([len(pair.plan.layers) // 2], batches=True).spans[0].batches
-    return Tested(together=can_batch and not windows_differ(pair, batches=True))
+    return TypeResult(together=can_batch and not windows_differ(pair, batches=True))
 
 
 USUAL = ("llama", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3", "lfm2", "mamba2", "gemma3_text", "nemotron_h")
@@ -205,12 +205,12 @@ USUAL = ("llama", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3", "lfm2", "ma
 )
 def test_a_model_type_of_mlx_lm(model_type: str) -> None:
     """The table has what a comparison gives now."""
-    assert result_of(model_type) == tested_types()[model_type]
+    assert result_of(model_type) == known_results()[model_type]
 
 
 def test_the_table_covers_mlx_lm() -> None:
     """Each type has a result. Most are served, and each other one has its reason."""
-    found = tested_types()
+    found = known_results()
     assert found.keys() == set(MODEL_TYPES) | set(NOT_TRIED)
     assert sum(not tested.refused for tested in found.values()) >= 70
 

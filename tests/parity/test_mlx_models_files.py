@@ -21,7 +21,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import KVFormat
 from mtp.mlx_models.skeleton import make_model
 from mtp.mlx_models.structure import structure_of
-from mtp.mlx_models.tested_types import tested_types
+from mtp.mlx_models.tested_types import known_results
 from mtp.mlx_models.weights import plan_tensors
 from proto.errors import CheckpointError
 from proto.span import Span
@@ -141,7 +141,7 @@ def greedy(path: Path) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
-SERVED = [name for name in MODEL_TYPES if name not in OWN_CONFIG and not tested_types()[name].refused]
+SERVED = [name for name in MODEL_TYPES if name not in OWN_CONFIG and not known_results()[name].refused]
 
 
 @pytest.mark.parametrize("mode", ["", "affine"], ids=["plain", "4 bits"])

@@ -16,7 +16,7 @@ from mtp.checkpoint.hub.known_repos import KNOWN
 from mtp.checkpoint.hub.published import MODELS, Published, converted_headers
 from mtp.checkpoint.hub.published_configs import MLX_LM_MODELS, MlxLmModel
 from mtp.checkpoint.known_families import FAMILIES
-from mtp.mlx_models import tested_types
+from mtp.mlx_models.tested_types import known_results
 from proto.errors import CheckpointError, MemoryLimitError
 
 LINES = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text().splitlines()
@@ -90,7 +90,7 @@ def test_the_table_of_the_models_of_mlx_lm_is_that_of_the_planner() -> None:
 
 def test_the_refused_types_are_named() -> None:
     """The page counts the types of mlx-lm, and names those that are refused."""
-    tested = tested_types.tested_types()
+    tested = known_results()
     refused = sorted(name for name, found in tested.items() if found.refused)
     text = " ".join(LINES)
     assert f"{len(tested) - len(refused)} of its {len(tested)} model types" in text

@@ -243,11 +243,12 @@ def test_a_recommendation_has_the_figures_of_one_plan(macs: tuple[str, ...]) -> 
 
 
 def test_models_of_mlx_lm_are_recommended_where_they_fit() -> None:
-    """Each has its row on a large machine. No program drafts with a head that its conversions lack."""
+    """Each has its row on a large machine. A head that its conversions lack can be fetched for two of them."""
     found = {one.name: one for one in recommendations(mac_specs(["M3 Ultra 512GB"] * 2))}
     for model in MLX_LM_MODELS:
         one = found[model.short]
-        assert (one.repo, one.head, one.drafted) == (model.repo, None, one.plain)
+        head = False if one.name in ("glm4.7:355b-a32b", "deepseek-v3.2:671b-a37b") else None
+        assert (one.repo, one.head, one.drafted) == (model.repo, head, one.plain)
     assert found["kimi-k2:1t-a32b"].machines == 2
     assert found["glm4.7:355b-a32b"].machines == 1
     small = {one.name for one in recommendations(mac_specs(["M4 Pro 48GB"] * 2))}
