@@ -37,6 +37,7 @@ NOT_TRIED = {
     "phi3small": "mlx-lm's own class writes beyond its memory on a CPU",
     "olmo": "its module in mlx-lm ends the process without the package ai2-olmo",
     "longcat_flash_ngram": "its embedding reads the tokens before each row, which a stage does not keep",
+    "prism_hadamard_qwen35": "its layers are packed in a form that only mlx-lm's own loader reads",
     "plamo3": "the masks of mlx-lm's own class depend on how a prompt is cut into pieces",
 }
 """The types that are refused without a comparison, or whose comparison shows a fault that has this cause."""
