@@ -120,6 +120,11 @@ class MlxLmCache(LayerCache):
         found.length = self.length
         return found
 
+    def copied_nbytes(self, rows: int) -> int:
+        # Keys and values are written in place. Recurrent states are new arrays anyway.
+        parts = [part for cache in self.held for part in _parts(cache) if hasattr(part, "keys")]
+        return sum(array.nbytes for part in parts for array in (part.keys, part.values) if isinstance(array, mx.array))
+
     def arrays(self) -> list[mx.array]:
         return [array for cache in self.held for array in arrays_of(cache)]
 

@@ -209,6 +209,17 @@ def test_a_model_type_of_mlx_lm(model_type: str) -> None:
     assert result_of(model_type) == known_results()[model_type]
 
 
+def test_keys_and_values_count_as_copied() -> None:
+    """A frame that begins early copies what is written in place, and no recurrent state."""
+    pair = Pair("jamba")
+    stack = pair.spans([2])
+    sequence = stack.new()
+    stack.logits([sequence], [pair.texts[0][:9]])
+    for caches in sequence:
+        for cache in caches:
+            assert cache.copied_nbytes(1) == (cache.nbytes if cache.appends else 0)
+
+
 def test_the_table_covers_mlx_lm() -> None:
     """Each type has a result. Most are served, and each other one has its reason."""
     found = known_results()
