@@ -145,9 +145,7 @@ SERVED = [name for name in MODEL_TYPES if name not in OWN_CONFIG and not known_r
 
 
 @pytest.mark.parametrize("mode", ["", "affine"], ids=["plain", "4 bits"])
-@pytest.mark.parametrize(
-    "model_type", [t if t in USUAL else pytest.param(t, marks=pytest.mark.thorough) for t in SERVED]
-)
+@pytest.mark.parametrize("model_type", [t if t in USUAL else pytest.param(t, marks=pytest.mark.slow) for t in SERVED])
 def test_files_of_mlx_lm(tmp_path: Path, model_type: str, mode: str) -> None:
     """Stages read what mlx-lm writes, and each stage has the same plan from its own tensors alone."""
     path = write(tmp_path / "m", model_type, mode)

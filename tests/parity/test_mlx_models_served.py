@@ -29,9 +29,13 @@ TYPES = (
 USUAL = ("gpt_oss", "nemotron_h")
 """The types that every run of the tests has."""
 
+MARKS = dict.fromkeys(("deepseek_v3", "mamba2", "gemma3_text"), pytest.mark.thorough)
+"""The marks of others. All that are not here are slow."""
+
 
 @pytest.fixture(
-    scope="module", params=[t if t in USUAL else pytest.param(t, marks=pytest.mark.thorough) for t in TYPES]
+    scope="module",
+    params=[t if t in USUAL else pytest.param(t, marks=MARKS.get(t, pytest.mark.slow)) for t in TYPES],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a tiny model of each type."""

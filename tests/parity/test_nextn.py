@@ -233,7 +233,7 @@ def test_a_state_of_a_head_survives_a_backup_and_a_copy(model_type: str, tmp_pat
 @pytest.mark.parametrize(("model_type", "mtp", "stages"), [
     ("deepseek_v3", "1", 1),
     ("glm4_moe", "3", 2),
-    *(pytest.param(name, mtp, stages, marks=pytest.mark.thorough)
+    *(pytest.param(name, mtp, stages, marks=pytest.mark.slow)
       for name in sorted(USUAL) for mtp in ("1", "3", "auto") for stages in (1, 2, 4)),
 ])  # fmt: skip
 @pytest.mark.parametrize("form", ["published", pytest.param("converted", marks=pytest.mark.thorough)])
