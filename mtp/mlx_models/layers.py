@@ -40,7 +40,7 @@ class MlxLmSpan:
 
     def __init__(self, skeleton: Skeleton, plan: ModelStructure, span: Span, dtype: mx.Dtype) -> None:
         self.skeleton, self.plan, self.span, self.dtype = skeleton, plan, span, dtype
-        let_ragged(attention_modules(plan.model_type))
+        let_ragged(attention_modules(skeleton.model))
         self.empty = skeleton.new_caches()
         plain = {kind for kind, cache in zip(plan.kinds, self.empty, strict=True) if type(cache) is KVCache}
         self._positions = plain

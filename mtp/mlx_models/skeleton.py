@@ -218,7 +218,8 @@ def without_weights(model: nn.Module) -> None:
     model.update(tree_map(lambda weight: mx.broadcast_to(one.astype(weight.dtype), weight.shape), model.parameters()))
 
 
-def attention_modules(model_type: str) -> list[Any]:
-    """Return the modules of mlx-lm that call `scaled_dot_product_attention` for a model of `model_type`."""
-    names = (module_of(model_type), "mlx_lm.models.base", "mlx_lm.models.mla")
-    return [import_module(name) for name in names if name and find_spec(name)]
+def attention_modules(model: nn.Module) -> list[Any]:
+    """Return the modules of mlx-lm that have the classes of `model`. They may call `scaled_dot_product_attention`."""
+    names = {each.__module__ for module in model.modules() for each in type(module).__mro__}
+    found = {name for name in names if name.startswith("mlx_lm.models.")}
+    return [import_module(name) for name in sorted(found | {"mlx_lm.models.base"})]
