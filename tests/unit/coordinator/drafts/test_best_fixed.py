@@ -178,7 +178,7 @@ def test_auto_comes_near_the_best_fixed_choice(machine: str, kind: str) -> None:
     assert share(machine, kind, 1, "quiet", range(1)) >= 0.97
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [4, 8, 16])
 @pytest.mark.parametrize("kind", TEXTS)
 @pytest.mark.parametrize("machine", MACHINES)
