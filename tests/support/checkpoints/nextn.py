@@ -29,7 +29,7 @@ LONGER: dict[str, dict[str, Any]] = {
     "exaone_moe": {"layer_types": ["full_attention"], "is_moe_layer": [False]},
     "mimo_v2_flash": {"hybrid_layer_pattern": [1], "moe_layer_freq": [0]},
 }
-"""What the lists of a config, which have an entry a layer, lack for the head's layer."""
+"""The entries for the head's layer in the lists of a config that have an entry for each layer."""
 
 OWN_FIELDS: dict[str, dict[str, Any]] = {"exaone_moe": {"mtp_layer_types": ["full_attention"]}}
 """The fields of the head that a type has of its own."""

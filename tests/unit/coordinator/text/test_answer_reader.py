@@ -420,7 +420,7 @@ CUTS = st.lists(st.integers(1, 30), min_size=1, max_size=9)
 
 @pytest.mark.parametrize("examples", [500, pytest.param(50_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_any_pieces_give_the_parts_of_the_whole(examples: int) -> None:
-    """What is read of calls of all forms, also broken ones, depends on the text alone. A limit changes only its end."""
+    """The reading of calls of all forms, also broken ones, depends on the text alone. A limit changes only its end."""
 
     @settings(max_examples=examples, deadline=None)
     @given(text=TEXTS, cuts=CUTS, options=OPTIONS, marks=EVERY_MARKS, cut=st.booleans())
