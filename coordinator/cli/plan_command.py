@@ -20,8 +20,8 @@ from coordinator.planning.plan import MAX_FREE_NODES, NodeSpec, StagePlan
 from coordinator.serve import options
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.parts import missing_from_backbone
+from mtp.checkpoint.hub.known_repos import MLX_LM_MODELS
 from mtp.checkpoint.hub.published import MODELS, converted_headers, find_published
-from mtp.checkpoint.hub.published_configs import MLX_LM_MODELS
 from mtp.checkpoint.hub.remote_checkpoint import open_model
 from mtp.vision.tower import tower_bytes
 from proto.errors import UsageError
@@ -99,7 +99,7 @@ def _checkpoint(options: PlanOptions) -> Checkpoint:
         return open_model(options.model)
     model = find_published(options.model)
     if model is None:
-        names = ", ".join(one.name for one in (*MODELS, *MLX_LM_MODELS))
+        names = ", ".join([*(one.name for one in MODELS), *(one.name for one in MLX_LM_MODELS)])
         raise UsageError(
             f"--bits needs a published model, and {options.model!r:.80} is none of {names}. Leave out --bits to plan "
             "any other checkpoint"

@@ -24,7 +24,7 @@ from mtp.checkpoint.families.family import Family
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.names import part_names
 from mtp.checkpoint.format.parts import part_module
-from mtp.checkpoint.hub.published import FLASH_NEXT, GLM_FLASH
+from mtp.checkpoint.hub.published import FIELDS
 from tests.support.checkpoints.checkpoints import config_of
 
 VOCAB = 248_320
@@ -111,14 +111,14 @@ class ModelShape:
             text["intermediate_size"] = self.mlp
         if self.ngram_rows:
             config["model_type"] = "qwen4_exp"
-            text |= FLASH_NEXT | {"model_type": "qwen4_exp_text", "eos_token_id": 4095}
+            text |= FIELDS["qwen4_exp"] | {"model_type": "qwen4_exp_text", "eos_token_id": 4095}
             text["ngram_vocab_size_base"] = self.ngram_rows
         return config | quantized
 
     def _glm_fields(self) -> dict[str, Any]:
         kinds = ["linear_attention"] * 3 + ["deepseek_sparse_attention"]
-        delta = GLM_FLASH["linear_attn_config"] | {"num_heads": self.value_heads, "head_dim": self.state}
-        return GLM_FLASH | {
+        delta = FIELDS["glm5_next"]["linear_attn_config"] | {"num_heads": self.value_heads, "head_dim": self.state}
+        return FIELDS["glm5_next"] | {
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
             "layer_types": [kinds[layer % 4] for layer in range(self.layers)],

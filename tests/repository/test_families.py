@@ -11,7 +11,7 @@ from tests.repository.test_layout import MODULES, folder_of, imported_modules
 
 REGISTRATION = "mtp.checkpoint.known_families"
 
-PUBLISHED = {f"mtp.checkpoint.hub.{name}" for name in ("published", "published_configs", "known_repos")}
+PUBLISHED = {f"mtp.checkpoint.hub.{name}" for name in ("published", "known_repos")}
 """The tables of published models."""
 
 MOST_FILES = 3

@@ -12,9 +12,8 @@ from coordinator.planning.plan import NodeSpec
 from coordinator.planning.recommend import LEAST_CONTEXT
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.parts import missing_from_backbone
-from mtp.checkpoint.hub.known_repos import KNOWN
+from mtp.checkpoint.hub.known_repos import KNOWN, MLX_LM_MODELS, MlxLmModel
 from mtp.checkpoint.hub.published import MODELS, Published, converted_headers
-from mtp.checkpoint.hub.published_configs import MLX_LM_MODELS, MlxLmModel
 from mtp.checkpoint.known_families import FAMILIES
 from mtp.mlx_models.tested_types import known_results
 from proto.errors import CheckpointError, MemoryLimitError

@@ -2,15 +2,50 @@
 
 The repos are those that programs for MLX name in their documents (November 2026). `tests/published` has the headers of
 some. Where a conversion lacks the head, `fetch_missing_head` gets it from the publisher's own repo.
+
+`published_models.json` has the models that mlx-lm's classes serve. Each `config` has the fields of the publisher's
+config.json that decide sizes and limits, as copies in other programs' tests have them.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
 
-from mtp.checkpoint.hub.published_configs import MLX_LM_MODELS, find_mlx_lm_model
+
+@dataclass(frozen=True)
+class MlxLmModel:
+    """A published model of a class of mlx-lm.
+
+    `short` is the name that people type, and `repo` the conversion in 4 bits that they use. `parameters` and `active`
+    are the publisher's figures, in billions. `experts_mode` is the format of experts that are published in 4 bits.
+    """
+
+    name: str
+    short: str
+    repo: str
+    parameters: float
+    active: float
+    config: dict[str, Any] = field(repr=False, hash=False)
+    experts_mode: str = ""
+
+    @property
+    def head_layers(self) -> int:
+        """The layers of the MTP head in the publisher's repo. Conversions by mlx-lm lack them."""
+        return int(self.config.get("num_nextn_predict_layers", 0))
+
+
+def read_table() -> dict[str, Any]:
+    """Return the facts of published models."""
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("published_models.json").read_text(encoding="utf-8"))
+    return found
+
+
+MLX_LM_MODELS = tuple(MlxLmModel(**row) for row in read_table()["models"])
 
 
 @dataclass(frozen=True)
@@ -113,3 +148,19 @@ def close_names(text: str) -> list[str]:
     """Return up to three short names that `text` may mean."""
     names = list(dict.fromkeys(one.short for one in KNOWN))
     return get_close_matches(text.lower(), names, 2, 0.7)
+
+
+_REST = r"(-(instruct|thinking|base|mlx|bf16|fp8|mxfp4|q[2-8]|[2-8]-?bit|2[45]\d\d))*"
+"""The words behind the name of a model in the names of its repos and conversions."""
+
+
+def find_mlx_lm_model(text: str) -> MlxLmModel | None:
+    """Return the model that a short name or the name of a repo without its owner means; None for any other text."""
+    plain = re.sub(r"[:_@ ]", "-", text.strip().lower())
+    return next((one for one in MLX_LM_MODELS if re.fullmatch(_pattern(one), plain)), None)
+
+
+def _pattern(model: MlxLmModel) -> str:
+    forms = (model.name.lower(), model.short.replace(":", "-"))
+    loose = (re.sub(r"-(a\d+b)$", r"(-\1)?", form.replace(".", r"\.")).replace("-", "-?") for form in forms)
+    return f"({'|'.join(loose)}){_REST}"

@@ -18,8 +18,7 @@ from mtp.checkpoint.convert.convert import SAFETENSORS
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.shard import TensorInfo
-from mtp.checkpoint.hub.known_repos import DEFAULT_BITS, known_repo
-from mtp.checkpoint.hub.published_configs import MlxLmModel, find_mlx_lm_model
+from mtp.checkpoint.hub.known_repos import DEFAULT_BITS, MlxLmModel, find_mlx_lm_model, known_repo, read_table
 from proto.wire import STORED_BYTES
 
 Choose = Callable[[str, nn.Module], bool | dict[str, Any]]
@@ -30,50 +29,8 @@ INTERVAL = 4
 """Layers. Every published model has one attention layer in four, so that these four stand for all."""
 
 
-FLASH_NEXT: dict[str, Any] = {
-    "ple_layer_ids": [2],
-    "indexer_n_heads": 4,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 128,
-    "indexer_budget": 2048,
-    "indexer_compress_ratio": 4,
-    "output_gate_type": "sigmoid",
-    "eos_token_id": 248044,
-}
-"""The fields that only Flash-Next has and whose values are not transformers' defaults."""
-
-
-GLM_FLASH: dict[str, Any] = {
-    "model_type": "glm5_next_text",
-    "hidden_size": 4096,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "n_routed_experts": 288,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 2048,
-    "vocab_size": 154880,
-    "max_position_embeddings": 1048576,
-    "tie_word_embeddings": False,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 256,
-    "qk_rope_head_dim": 0,
-    "v_head_dim": 256,
-    "index_n_heads": 32,
-    "index_head_dim": 128,
-    "index_topk": 2048,
-    "index_kpool": 4,
-    "linear_attn_config": {"num_heads": 64, "head_dim": 128, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0},
-    "intermediate_size": 12288,
-    "first_k_dense_replace": 3,
-    "n_shared_experts": 1,
-    "routed_scaling_factor": 2.5,
-    "swiglu_limit": 10.0,
-    "hc_mult": 4,
-    "hc_sinkhorn_iters": 20,
-}
-"""The fields of GLM-5.3-Flash, whose names are its own."""
+FIELDS: dict[str, dict[str, Any]] = read_table()["fields"]
+"""The fields of families with names of their own, by `model_type`. All others are transformers' defaults."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +57,10 @@ class Published:
     def config(self) -> dict[str, Any]:
         """The config.json, with the fields at the places where the family has them."""
         if self.model_type == "glm5_next":
-            return {"model_type": self.model_type, "text_config": GLM_FLASH | {"num_hidden_layers": self.layers}}
+            return {
+                "model_type": self.model_type,
+                "text_config": FIELDS[self.model_type] | {"num_hidden_layers": self.layers},
+            }
         text: dict[str, Any] = {
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
@@ -129,8 +89,7 @@ class Published:
             text |= {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "rope_scaling": None}
             text |= {"intermediate_size": 5120, "norm_topk_prob": True, "decoder_sparse_step": 1}
             return {**text, "model_type": self.model_type, "vocab_size": 151936}
-        if self.model_type == "qwen4_exp":
-            text |= FLASH_NEXT
+        text |= FIELDS.get(self.model_type, {})
         text |= {
             "model_type": f"{self.model_type}_text",
             "vocab_size": 248320,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import mlx.nn as nn
 
-from mtp.checkpoint.hub.published import GLM_FLASH
+from mtp.checkpoint.hub.published import FIELDS
 from mtp.glm_flash.args import GlmArgs
 from mtp.glm_flash.family import GlmFlash
 from mtp.glm_flash.layers import DeltaNet, KimiDelta
@@ -88,8 +88,10 @@ DELTA_HIDDEN = 512
 def delta_mixer(dtype: mx.Dtype, bound: float | None) -> GatedDelta:
     """Return a Kimi Delta Attention of two heads in 4 bits, which MLX's operations compute."""
     mx.random.seed(3)
-    delta = GLM_FLASH["linear_attn_config"] | {"num_heads": 2}
-    args = GlmArgs.of(GlmFlash().named_fields(GLM_FLASH | {"hidden_size": DELTA_HIDDEN, "linear_attn_config": delta}))
+    delta = FIELDS["glm5_next"]["linear_attn_config"] | {"num_heads": 2}
+    args = GlmArgs.of(
+        GlmFlash().named_fields(FIELDS["glm5_next"] | {"hidden_size": DELTA_HIDDEN, "linear_attn_config": delta})
+    )
     module = DeltaAttention(replace(args, delta=replace(args.delta, bound=bound)))
     for taps in (module.q_conv1d, module.k_conv1d, module.v_conv1d):
         taps.weight = mx.random.normal(taps.weight.shape) * 0.5
@@ -102,7 +104,9 @@ def delta_mixer(dtype: mx.Dtype, bound: float | None) -> GatedDelta:
 def check_hyper_connections(language: type[SourceKernel], dtype: mx.Dtype, rows: int) -> None:
     """Check that the streams, the block's inputs and what becomes of its output are those of MLX, and of rows alone."""
     mx.random.seed(rows)
-    layer = DecoderLayer(GlmArgs.of(GlmFlash().named_fields(GLM_FLASH | {"hidden_size": 320})), 0, linear=True)
+    layer = DecoderLayer(
+        GlmArgs.of(GlmFlash().named_fields(FIELDS["glm5_next"] | {"hidden_size": 320})), 0, linear=True
+    )
     layer.update({n: mx.random.normal(w.shape) * w.shape[-1] ** -0.5 for n, w in layer.items() if n.startswith("hc_")})
     norm = nn.RMSNorm(320)
     norm.weight = mx.random.normal((320,)).astype(dtype)

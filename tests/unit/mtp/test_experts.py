@@ -10,7 +10,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.qwen3_5 import SparseMoeBlock, TextModelArgs
 
-from mtp.checkpoint.hub.published import GLM_FLASH
+from mtp.checkpoint.hub.published import FIELDS
 from mtp.device import this_device
 from mtp.glm_flash.args import GlmArgs
 from mtp.glm_flash.family import GlmFlash
@@ -61,7 +61,7 @@ def test_the_outputs_are_those_of_mlx_lm(bits: int | None, rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 40])
 def test_experts_of_several_formats_stay_apart(rows: int) -> None:
     """Those of GLM compute the same in their own modules as in fused products, with a correction and a limit."""
-    args = GlmArgs.of(GlmFlash().named_fields(GLM_FLASH | {"hidden_size": 64, "moe_intermediate_size": 32}))
+    args = GlmArgs.of(GlmFlash().named_fields(FIELDS["glm5_next"] | {"hidden_size": 64, "moe_intermediate_size": 32}))
     args = replace(args, limit=0.2, experts=replace(args.experts, count=16, chosen=4))
     mx.random.seed(1)
     block = Experts(args)

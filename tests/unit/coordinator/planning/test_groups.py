@@ -20,8 +20,8 @@ from coordinator.planning.groups import (
 from coordinator.planning.plan import LayerCost, ModelCosts, NodeSpec, Plan, Workload
 from coordinator.planning.recommend import recommendations
 from mtp.checkpoint.format.cut import Cut
+from mtp.checkpoint.hub.known_repos import MLX_LM_MODELS
 from mtp.checkpoint.hub.published import converted_headers, find_published
-from mtp.checkpoint.hub.published_configs import MLX_LM_MODELS
 from proto.errors import ClusterError, MemoryLimitError, SpanError, UsageError
 from proto.span import Span
 

@@ -8,9 +8,8 @@ import pytest
 
 from coordinator.planning.capacity import REFERENCE_BANDWIDTH, model_costs
 from mtp.checkpoint.format.parts import missing_from_backbone
-from mtp.checkpoint.hub.known_repos import known_repo
+from mtp.checkpoint.hub.known_repos import MLX_LM_MODELS, MlxLmModel, known_repo
 from mtp.checkpoint.hub.published import converted_headers, find_published
-from mtp.checkpoint.hub.published_configs import MLX_LM_MODELS, MlxLmModel
 
 each_model = pytest.mark.parametrize("model", MLX_LM_MODELS, ids=lambda model: model.name)
 
