@@ -135,6 +135,13 @@ def _state_bytes(costs: ModelCosts, stage: StagePlan) -> int:
 REFERENCE_BANDWIDTH = 100e9
 """Bytes per second. Memory bandwidth of a node of speed 1, as an M1 or M2 has it; an M4 has 1.2 times as much."""
 
+EXPERT_SHARE = 0.83
+"""The part of the speed of other reads that the experts of a token reach. The published speeds of MiniMax-M2.5 and
+Qwen3-Coder-480B on an M3 Ultra have it: their layers differ little besides the bytes of their experts."""
+
+READ_TOKENS = 2000
+"""Tokens whose K/V is read for each predicted token, as in a short conversation."""
+
 _FLOATS = {"F64", *STORED_NAMES.values()}
 
 
@@ -163,7 +170,7 @@ def model_costs(
     for number, layer in enumerate(config.shape.layers):
         total, active = sizes[f"layers.{number}"]
         kv, state = layer.token_bytes(itemsize, kv_format), layer.sequence_bytes(itemsize)
-        layers.append(LayerCost(total, active / REFERENCE_BANDWIDTH, kv, state))
+        layers.append(LayerCost(total, (active + kv * READ_TOKENS) / REFERENCE_BANDWIDTH, kv, state))
     head_kv = config.shape.head.token_bytes(itemsize, kv_format) if head and config.shape.head else 0
     last = sizes["norm"][0] + (0 if tied else lm_head) + (sizes["mtp"][0] if head else 0)
     draft_rows, drafted_active = 0, lm_head_active
@@ -185,12 +192,12 @@ def model_costs(
 
 
 def _part_bytes(checkpoint: Checkpoint, part: str, dtype: str | None) -> tuple[int, int]:
-    """Return the bytes of a part in memory and the bytes that one token reads."""
+    """Return the bytes of a part in memory, and those that one token reads, at the speed of reads besides experts."""
     sizes = {
         name: _loaded_bytes(checkpoint.tensors[name], stored, dtype)
         for name, stored in checkpoint.stored_bytes(part).items()
     }
-    routed, share = checkpoint.routed_tensors(part), checkpoint.config.shape.routed_share
+    routed, share = checkpoint.routed_tensors(part), checkpoint.config.shape.routed_share / EXPERT_SHARE
     return sum(sizes.values()), int(sum(size * (share if name in routed else 1) for name, size in sizes.items()))
 
 

@@ -19,6 +19,7 @@ from mtp.layers.source_kernel import SourceKernel
 from mtp.layers.stream_rows import add_and_norm
 from tests.unit.mtp.test_experts import block_of
 
+GLM = FIELDS["glm5_next"]
 TOLERANCE = {mx.bfloat16: 1e-2, mx.float16: 2e-3, mx.float32: 1e-5}
 """Difference from the reference over the largest value. Outputs are rounded to the type, states are fp32."""
 
@@ -88,10 +89,8 @@ DELTA_HIDDEN = 512
 def delta_mixer(dtype: mx.Dtype, bound: float | None) -> GatedDelta:
     """Return a Kimi Delta Attention of two heads in 4 bits, which MLX's operations compute."""
     mx.random.seed(3)
-    delta = FIELDS["glm5_next"]["linear_attn_config"] | {"num_heads": 2}
-    args = GlmArgs.of(
-        GlmFlash().named_fields(FIELDS["glm5_next"] | {"hidden_size": DELTA_HIDDEN, "linear_attn_config": delta})
-    )
+    delta = GLM["linear_attn_config"] | {"num_heads": 2}
+    args = GlmArgs.of(GlmFlash().named_fields(GLM | {"hidden_size": DELTA_HIDDEN, "linear_attn_config": delta}))
     module = DeltaAttention(replace(args, delta=replace(args.delta, bound=bound)))
     for taps in (module.q_conv1d, module.k_conv1d, module.v_conv1d):
         taps.weight = mx.random.normal(taps.weight.shape) * 0.5
@@ -104,9 +103,7 @@ def delta_mixer(dtype: mx.Dtype, bound: float | None) -> GatedDelta:
 def check_hyper_connections(language: type[SourceKernel], dtype: mx.Dtype, rows: int) -> None:
     """Check that the streams, the block's inputs and what becomes of its output are those of MLX, and of rows alone."""
     mx.random.seed(rows)
-    layer = DecoderLayer(
-        GlmArgs.of(GlmFlash().named_fields(FIELDS["glm5_next"] | {"hidden_size": 320})), 0, linear=True
-    )
+    layer = DecoderLayer(GlmArgs.of(GlmFlash().named_fields(GLM | {"hidden_size": 320})), 0, linear=True)
     layer.update({n: mx.random.normal(w.shape) * w.shape[-1] ** -0.5 for n, w in layer.items() if n.startswith("hc_")})
     norm = nn.RMSNorm(320)
     norm.weight = mx.random.normal((320,)).astype(dtype)

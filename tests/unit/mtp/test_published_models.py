@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.planning.capacity import REFERENCE_BANDWIDTH, model_costs
 from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.checkpoint.hub.known_repos import MLX_LM_MODELS, MlxLmModel, known_repo
 from mtp.checkpoint.hub.published import converted_headers, find_published
@@ -43,8 +42,11 @@ def test_parameters_are_those_that_publishers_name(model: MlxLmModel) -> None:
     """
     checkpoint = converted_headers(replace(model, experts_mode=""), None)
     sizes = checkpoint.part_bytes()
-    costs = model_costs(checkpoint)
-    read = (sum(layer.seconds for layer in costs.layers) + costs.lm_head_seconds) * REFERENCE_BANDWIDTH
+    read = 0.0
+    for part in checkpoint.plans:
+        routed = checkpoint.routed_tensors(part)
+        stored = checkpoint.stored_bytes(part) if part != "embed" else {}
+        read += sum(n * (checkpoint.config.shape.routed_share if name in routed else 1) for name, n in stored.items())
     assert sum(sizes.values()) / 2e9 == pytest.approx(model.parameters, rel=0.01)
     error = min(abs(active / 2e9 / model.active - 1) for active in (read, read + sizes["embed"]))
     assert error < 0.1

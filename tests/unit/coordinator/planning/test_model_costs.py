@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from coordinator.planning.capacity import REFERENCE_BANDWIDTH, model_costs
+from coordinator.planning.capacity import EXPERT_SHARE, READ_TOKENS, REFERENCE_BANDWIDTH, model_costs
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from tests.support.checkpoints.checkpoints import write_checkpoint
 
@@ -45,7 +45,7 @@ def test_without_a_head_nothing_is_charged_for_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_only_active_experts_cost_time(tmp_path: Path, fused: bool) -> None:
-    """All experts take memory; a token reads top-k of them (2 of 4 here)."""
+    """All experts take memory; a token reads top-k of them (2 of 4 here), below the speed of other reads."""
     path = write_checkpoint(tmp_path / "m", moe=True, fused_experts=fused)
     checkpoint = Checkpoint.open(path)
     layer = model_costs(checkpoint).layers[0]
@@ -53,7 +53,18 @@ def test_only_active_experts_cost_time(tmp_path: Path, fused: bool) -> None:
     experts = sum(checkpoint.tensors[n].nbytes for n in part if ".mlp.experts." in n)
     assert experts > 0
     assert layer.weight_bytes == checkpoint.part_bytes()["layers.0"]
-    assert layer.seconds == (layer.weight_bytes - experts / 2) / REFERENCE_BANDWIDTH
+    read = layer.weight_bytes - experts + experts / 2 / EXPERT_SHARE
+    assert layer.seconds == pytest.approx(read / REFERENCE_BANDWIDTH, rel=1e-4)
+
+
+def test_a_token_reads_the_keys_and_values_of_a_short_conversation(tmp_path: Path) -> None:
+    """Only layers of attention have them."""
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "m"))
+    sizes, layers = checkpoint.part_bytes(), model_costs(checkpoint).layers
+    assert {layer.kv_bytes > 0 for layer in layers} == {True, False}
+    for number, layer in enumerate(layers):
+        read = sizes[f"layers.{number}"] + READ_TOKENS * layer.kv_bytes
+        assert layer.seconds == pytest.approx(read / REFERENCE_BANDWIDTH)
 
 
 def test_quantized_kv_costs_its_bits_and_scales(tmp_path: Path) -> None:
