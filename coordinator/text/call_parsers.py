@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_lm.tool_parsers.json_tools import parse_tool_call as parse_json
+
 from coordinator.text.schemas import Json, dumps
 
 Calls = list[tuple[str, str]]
@@ -83,13 +85,6 @@ def published(parse: Callable[[str, Any], Any]) -> Parse:
     return read
 
 
-def _listed(text: str, _tools: Sequence[Json]) -> Calls:
-    """Read a list of JSON, as Nemotron writes."""
-    with suppress(ValueError, RecursionError):
-        return _calls_of(json.loads(text, strict=False))
-    return []
-
-
 _BARE = '{"name":'
 
 
@@ -99,50 +94,23 @@ def _bare(text: str, _tools: Sequence[Json]) -> Calls:
     return calls if not (_BARE + text)[length:].strip(" \n;") else []
 
 
-_BAR = "\uff5c"  # the wide bar of DeepSeek's marks
-_BEGIN, _SEPARATOR, _END = (f"<{_BAR}tool▁{name}{_BAR}>" for name in ("call▁begin", "sep", "call▁end"))
-_SECTION = f"<{_BAR}tool▁calls▁begin{_BAR}>"
-_DEEPSEEK = re.compile(f"{_BEGIN}(.*?){_SEPARATOR}(.*?){_END}", re.DOTALL)
-_FENCED = re.compile(r"\s*(\S+)\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
-
-
-def _deepseek(text: str, _tools: Sequence[Json]) -> Calls:
-    """Read names and JSON of DeepSeek V3.1, or the word "function", a name and a block of JSON of V3 and R1."""
-    calls = []
-    for name, arguments in _DEEPSEEK.findall(text):
-        fenced = _FENCED.fullmatch(arguments)
-        name, arguments = fenced.groups() if fenced else (name.strip(), arguments)
-        calls.append({"name": name, "arguments": arguments})
-    return _calls_of(calls)
-
-
-_DSML = f"{_BAR}DSML{_BAR}"
+_DSML = "\uff5cDSML\uff5c"
 _INVOKE = re.compile(rf'<{_DSML}invoke name="([^"]*)">(.*?)</{_DSML}invoke>', re.DOTALL)
 _ARGUMENT = re.compile(rf'<{_DSML}parameter name="([^"]*)" string="(true|false)">(.*?)</{_DSML}parameter>', re.DOTALL)
 
 
-def _dsml(text: str, _tools: Sequence[Json]) -> Calls:
-    """Read the markup of DeepSeek V3.2, which says of each argument whether it is a string."""
-    with suppress(ValueError, RecursionError):
-        return _calls_of(
-            [
-                {
-                    "name": name,
-                    "arguments": {
-                        key: value if is_text == "true" else json.loads(value)
-                        for key, is_text, value in _ARGUMENT.findall(body)
-                    },
-                }
-                for name, body in _INVOKE.findall(text)
-            ]
-        )
-    return []
+def _dsml(text: str, _tools: Sequence[Json]) -> list[Json]:
+    """Return the calls in the markup of DeepSeek V3.2, which says of each argument whether it is a string."""
+    calls = []
+    for name, body in _INVOKE.findall(text):
+        given = {key: value if text == "true" else json.loads(value) for key, text, value in _ARGUMENT.findall(body)}
+        calls.append({"name": name, "arguments": given})
+    return calls
 
 
 _OTHERS = {
-    "<TOOLCALL>": CallSyntax("<TOOLCALL>", "</TOOLCALL>", _listed),
-    _DSML: CallSyntax(f"<{_DSML}function_calls>", f"</{_DSML}function_calls>", _dsml),
-    _SECTION: CallSyntax(_SECTION, _SECTION.replace("begin", "end"), _deepseek),
+    "<TOOLCALL>": CallSyntax("<TOOLCALL>", "</TOOLCALL>", published(parse_json)),
+    _DSML: CallSyntax(f"<{_DSML}function_calls>", f"</{_DSML}function_calls>", published(_dsml)),
     'Respond in the format {"name": function name': CallSyntax(_BARE, "", _bare),
 }
 """Forms that mlx-lm has no parser for, by a text of the chat template."""
@@ -155,6 +123,6 @@ def syntax_in(template: str) -> CallSyntax | None:
 
 INNER_MARKS = (
     *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "[ARGS]", "[CALL_ID]", "<escape>"),
-    *('<|"|>', _BEGIN, _SEPARATOR, _END, _DSML),
+    *('<|"|>', _DSML),
 )
 """Marks inside calls. They are text for the parsers, though most are control tokens."""

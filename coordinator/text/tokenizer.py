@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import inspect
 import json
 import re
 import secrets
@@ -169,7 +170,9 @@ class Tokenizer:
         self._added_ids = {entry.content: token for token, entry in added.items()}
         self._parser = getattr(wrapper.tool_parser, "__module__", "").rpartition(".")[2]
         self._read_form = call_forms.get(self._parser)
-        self.template = TemplateForm(wrapper.chat_template, "kimi" if self._parser == "kimi_k2" else "")
+        code = inspect.getmodule(wrapper._chat_template)  # mlx-lm has DeepSeek V3.2's template in Python
+        template = inspect.getsource(code) if code else wrapper.chat_template
+        self.template = TemplateForm(template, "kimi" if self._parser == "kimi_k2" else "")
         """The variables and forms that the chat template reads."""
         self._channels = {*ENDS, MESSAGE} <= self._added_ids.keys() and MESSAGE in self.template.source
         self._syntax = self._find_syntax()
@@ -304,7 +307,8 @@ class Tokenizer:
         if self._think:
             # Only the text the template adds for the answer counts: a message may contain the markers.
             opening, (start, end) = prompt.removeprefix(history), self._think
-            thinking = opening.rfind(start) > opening.rfind(end)
+            # DeepSeek V3.2's template opens reasoning behind a tool's result even without an answer.
+            thinking = opening.rfind(start) > opening.rfind(end) or prompt.endswith(start)
             reasons = thinking or (reasons and end not in opening)
         tokens, turn = self._tokens_of(prompt, history)
         return ChatPrompt(

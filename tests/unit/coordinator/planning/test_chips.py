@@ -91,12 +91,12 @@ def test_dense_models_of_mlx_lm_come_within_an_eighth(kind: str, fields: Any, me
     assert speed(converted_headers(model, 4), "M3 Ultra 256GB") == pytest.approx(measured, rel=1 / 8)
 
 
-def test_models_of_mlx_lm_come_within_an_eighth() -> None:
+def test_models_of_mlx_lm_come_within_a_tenth() -> None:
     """Layers with experts too, which launch more."""
     own = [row for row in PUBLISHED if isinstance(find_published(row[0]), MlxLmModel)]
     assert len(own) == 4
     for name, bits, mac, measured in own:
-        assert predicted(name, bits, mac) == pytest.approx(measured, rel=1 / 8), name
+        assert predicted(name, bits, mac) == pytest.approx(measured, rel=0.1), name
 
 
 def test_kimi_as_published_is_slower_than_in_4_bits() -> None:
