@@ -177,11 +177,6 @@ class Skeleton:
             if is_float and (value.ndim == 3 or value.shape[-1] > x.shape[1] + 1):
                 raise CheckpointError("its layers take more than the rows of the layer before, such as its keys")
 
-    @property
-    def order(self) -> list[int]:
-        """The layers in the order in which the model called them in the last `enter`."""
-        return self._order
-
     def run(self, index: int, x: mx.array, call: Call) -> Any:
         """Return the output of a layer for `x [n, w, hidden]` with the arguments of its call."""
         return self._bases[index](self.layers[index], x, *call.args, **call.kwargs)

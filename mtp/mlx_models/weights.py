@@ -107,20 +107,14 @@ def name_in_head(plan: ModelStructure, name: str) -> str | None:
 
 def parameter_place(plan: ModelStructure, name: str) -> tuple[str, str] | None:
     """Return the part of a parameter by the name that the model has for it, and its name within the part."""
-    for index, path in _prefixes(plan, name):
-        return f"layers.{index}", name[len(path) + 1 :]
+    above, _, _ = plan.paths[0].rpartition(".")
+    found = re.match(rf"{re.escape(above)}\.(\d+)\.", name)
+    if found and int(found[1]) < len(plan.paths):
+        return f"layers.{int(found[1])}", name[len(plan.paths[int(found[1])]) + 1 :]
     for path, part in plan.ends:
         if name.startswith(f"{path}."):
             return part, name
     return None
-
-
-def _prefixes(plan: ModelStructure, name: str) -> list[tuple[int, str]]:
-    above, _, _ = plan.paths[0].rpartition(".")
-    found = re.match(rf"{re.escape(above)}\.(\d+)\.", name)
-    if found is None or int(found[1]) >= len(plan.paths):
-        return []
-    return [(int(found[1]), plan.paths[int(found[1])])]
 
 
 def plan_tensors(config: Text, plan: ModelStructure, stored: Stored, *, alone: bool = False) -> TensorPlan:
@@ -133,7 +127,7 @@ def plan_tensors(config: Text, plan: ModelStructure, stored: Stored, *, alone: b
     # A class may look for layers that another machine holds.
     held = {stored_part(plan, name) for name in stored}
     missing = () if alone else plan.shapes
-    absent = {name: mx.zeros(shape) for name, shape in missing if _part_of(plan, name) not in held}
+    absent = {n: mx.zeros(shape) for n, shape in missing if (parameter_place(plan, n) or (None,))[0] not in held}
     made = {name: array for name, array in _sanitized(config, absent | zeros).items() if name not in absent}
     survivors = [array for array in made.values() if id(array) in names]
     changed = _computed(survivors)
@@ -178,11 +172,6 @@ def _is_converted(plan: ModelStructure, stored: Stored) -> bool:
         if name not in shapes or (shapes[name] != shape and f"{module}.scales" not in stored):
             return False
     return True
-
-
-def _part_of(plan: ModelStructure, name: str) -> str | None:
-    place = parameter_place(plan, name)
-    return None if place is None else place[0]
 
 
 def _zeros(dtype: str, shape: tuple[int, ...]) -> mx.array:
