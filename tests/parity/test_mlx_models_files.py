@@ -16,6 +16,7 @@ from mlx_lm import models
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
+from coordinator.cluster.served_model import WeightProvider
 from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.convert.foreign import open_source
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -27,6 +28,7 @@ from mtp.mlx_models.structure import structure_of
 from mtp.mlx_models.tested_types import known_results
 from mtp.mlx_models.trial import trial_problem
 from mtp.mlx_models.weights import plan_tensors
+from proto import cluster_pb2 as pb
 from proto.errors import CheckpointError
 from proto.span import Span
 from tests.support.tiny_configs import MODEL_TYPES, tiny_config
@@ -201,10 +203,12 @@ def test_a_publishers_checkpoint(tmp_path: Path, model_type: str, mode: str, cha
         convert(open_source(path), copy, settings)
         assert greedy(copy) == expected(copy)
         assert not Checkpoint.open(copy).is_raw
+        assert not WeightProvider(Checkpoint.open(copy), pb.ModelRef(), share=True).problem
         if settings.quantization is None:
             assert expected(copy) == expected(path)
     whole = Checkpoint.open(path)
     assert whole.is_raw
+    assert "convert the model once" in WeightProvider(whole, pb.ModelRef(), share=True).problem
     own = {name: info for name, info in whole.tensors.items() if ".layers.1." in name}
     with pytest.raises(CheckpointError, match="Convert the model once"):
         Checkpoint.assemble(path, whole.config, whole.layout, own).check_readable()
