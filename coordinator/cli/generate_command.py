@@ -203,6 +203,8 @@ def generate(options: GenerateOptions) -> None:
         path = with_fetched_head(resolve_model(options.model, on_progress))
     checkpoint = Checkpoint.open(path)
     config = checkpoint.config
+    if options.exact:
+        config.check_exact()
     tokenizer = Tokenizer.load(checkpoint.path, config.eos_token_ids)
     tokens, thinking = encode_prompt(tokenizer, text, raw=options.raw)
     most = options.max_tokens or max(1, min(DEFAULT_TOKENS, config.max_positions - len(tokens)))

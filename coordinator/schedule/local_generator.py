@@ -42,8 +42,9 @@ async def local_generator(
     thread calls `on_progress(done, total)` with bytes. Raises UsageError for drafts without a head, and the errors of
     loading.
     """
-    mode = effective_mtp_mode(checkpoint, mtp)
-    options = replace(options or StageOptions(), with_head=mode.depth != 0)
+    options = options or StageOptions()
+    mode = effective_mtp_mode(checkpoint, mtp, trims=bool(options.draft_vocab))
+    options = replace(options, with_head=mode.depth != 0)
     model = LocalModel(checkpoint, options, prefix_cache=prefix_cache)
     source = LocalPipelines(model, on_progress=on_progress)
     limits = Limits(checkpoint.config.max_positions, checkpoint.config.vocab_size)
@@ -55,10 +56,15 @@ async def local_generator(
         await loop.close()
 
 
-def effective_mtp_mode(checkpoint: Checkpoint, requested: MtpMode) -> MtpMode:
-    """Return the supported part of `--mtp`. Without a head `auto` logs a warning, and drafts raise UsageError."""
+def effective_mtp_mode(checkpoint: Checkpoint, requested: MtpMode, *, trims: bool = False) -> MtpMode:
+    """Return the supported part of `--mtp`.
+
+    Without a head `auto` logs a warning, and drafts raise UsageError, also if `--draft-vocab` `trims` their vocabulary.
+    """
     if requested.depth == 0 or checkpoint.mtp.complete:
         return requested
+    if trims:
+        raise UsageError("--draft-vocab is for the drafts of an MTP head, which this checkpoint lacks. Leave it out")
     missing = missing_head_tensors(checkpoint)
     if requested == AUTO and checkpoint.config.shape.head is None:
         return MtpMode(0)

@@ -122,19 +122,21 @@ class OpenedModel:
     """A model whose files are open: everything that can be known before its weights are read.
 
     The constructor blocks for the disk. It raises CheckpointError for a model that cannot be served, SpanError for one
-    that cannot be cut into slices, and UsageError for one that cannot be exact.
+    that cannot be cut into slices, and UsageError for an option that this model lacks.
     """
 
     def __init__(self, options: ServeOptions, path: Path) -> None:
         self.options = options
         self.checkpoint = Checkpoint.open(path)
-        self.checkpoint.check_slices(options.layer_slices)
-        family = self.checkpoint.config.family
-        if options.exact and family.is_own:
-            raise UsageError(f"--exact is not supported for {family.releases}. Leave it out.")
-        self.name = served_name(options.model)
-        self.mode = effective_mtp_mode(self.checkpoint, options.mtp)
         config = self.checkpoint.config
+        if options.exact:
+            config.check_exact()
+        if options.parallel.size != 1 and not config.shape.can_cut:
+            raise UsageError(f"--parallel {options.parallel} is not supported for {config.release}. Leave it out.")
+        config.kv_format(options.kv_bits)
+        self.checkpoint.check_slices(options.layer_slices)
+        self.name = served_name(options.model)
+        self.mode = effective_mtp_mode(self.checkpoint, options.mtp, trims=bool(options.draft_vocab))
         self.tokenizer = Tokenizer.load(self.checkpoint.path, config.eos_token_ids, config.family.call_forms)
         self.tokenizer.max_tokens = config.max_positions
         self.vocabulary = pack_vocabulary(self.tokenizer)

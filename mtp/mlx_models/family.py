@@ -20,6 +20,7 @@ from mtp.mlx_models.layers import MlxLmSpan, Tail
 from mtp.mlx_models.skeleton import Skeleton, make_model, module_name, module_of
 from mtp.mlx_models.structure import ModelStructure, kind_for_people, structure_of
 from mtp.mlx_models.tested_types import known_results
+from mtp.mlx_models.trial import trial_problem
 from mtp.mlx_models.weights import Stored, TensorPlan, join_ends, parameter_place, plan_tensors, stored_part
 from proto.errors import CheckpointError
 from proto.span import Span
@@ -73,9 +74,8 @@ class MlxLmFamily(Family):
     def find_problem(self, text: Text) -> str | None:
         name = text["model_type"]
         tested = known_results().get(module_name(name))
-        reason = "no test has compared it with mlx-lm over several machines" if tested is None else tested.refused
-        if reason:
-            return f"model_type {name} is not supported: {reason}. Use another model, or mlx-lm on one machine."
+        if tested and tested.refused:
+            return _refusal(name, tested.refused)
         for field in _LAYERS:
             count = {**text, **_inner(text)}.get(field, 1)
             count = len(count) if isinstance(count, list) else count
@@ -84,8 +84,9 @@ class MlxLmFamily(Family):
         try:
             structure_of(text)
         except CheckpointError as error:
-            return f"model_type {name} is not supported: {error}"
-        return None
+            return _refusal(name, str(error).removesuffix("."))
+        reason = "" if tested else trial_problem(json.dumps(text, sort_keys=True))
+        return _refusal(name, reason) if reason else None
 
     def announced_head_layers(self, text: Text) -> Any:
         return announced_layers(text)
@@ -191,6 +192,10 @@ class MlxLmFamily(Family):
             norm=_unchanged if is_last else None,
             lm_head=Tail(skeleton) if is_last else None,
         )
+
+
+def _refusal(name: str, reason: str) -> str:
+    return f"model_type {name} is not supported: {reason}. Use another model, or mlx-lm on one machine."
 
 
 def _as_column(tokens: mx.array) -> mx.array:

@@ -203,7 +203,8 @@ def make_model(config: Text) -> nn.Module:
         kind, args = _utils()._get_classes(config)
         model: nn.Module = kind(args.from_dict(_utils()._decode_tagged_floats(config)))
     except (Exception, SystemExit) as error:  # whatever a class and its constructor do
-        raise CheckpointError(f"mlx-lm cannot make a {name!r:.60} of this config.json: {error!r:.200}") from error
+        cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+        raise CheckpointError(f"mlx-lm cannot make a {name!r:.60} of this config.json: {cause}") from error
     return model
 
 

@@ -11,24 +11,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import pairwise
-from typing import Any
 
-import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models.cache import make_prompt_cache
 
 from mtp.layers.layer import KVFormat
-from mtp.mlx_models.caches import MlxLmCache
-from mtp.mlx_models.layers import MlxLmSpan, Tail
-from mtp.mlx_models.skeleton import Skeleton, make_model
-from mtp.mlx_models.structure import ModelStructure, structure_of
 from mtp.mlx_models.tested_types import FILE, TypeResult, known_results
+from mtp.mlx_models.trial import CLOSE, Pair, Sequence_, Stack, difference, run_windows, spans_differ
 from proto.errors import CheckpointError
-from proto.span import Span
 from tests.support.tiny_configs import MODEL_TYPES, tiny_config
 
 NOT_TRIED = {
@@ -41,92 +31,6 @@ NOT_TRIED = {
     "plamo3": "the masks of mlx-lm's own class depend on how a prompt is cut into pieces",
 }
 """The types that are refused without a comparison, or whose comparison shows a fault that has this cause."""
-
-CHUNKS = ((0, 9), (9, 10), (10, 11), (11, 14), (14, 15))
-"""Rows of a prompt, of steps and of a window."""
-
-WINDOWS = ((3, 1), (0, 2), (1, 3), (2, 0), (3, 3), (1, 1))
-"""Accepted tokens of windows of three, of two sequences."""
-
-CLOSE = 1e-5
-"""The largest relative difference of logits after windows: their rows ran beside others."""
-
-
-class Pair:
-    """A model of mlx-lm, and spans of it with the same weights."""
-
-    def __init__(self, model_type: str) -> None:
-        self.config = tiny_config(model_type)
-        self.plan: ModelStructure = structure_of(self.config)
-        mx.random.seed(1)
-        self.model: Any = make_model(self.config)
-        self.model.update(
-            tree_map(
-                lambda w: w.astype(mx.float32) if mx.issubdtype(w.dtype, mx.floating) else w, self.model.parameters()
-            )
-        )
-        self.weights: Any = tree_flatten(self.model.parameters())
-        mx.eval(self.model.parameters())
-        words = min(self.plan.vocabulary, 100)
-        self.texts = [[(7 * i + 3 * k + 1) % words for i in range(40)] for k in range(2)]
-        self.wrong = words - 1
-
-    def logits(self, chunks: Sequence[tuple[int, int]], text: int = 0) -> list[mx.array]:
-        """Return mlx-lm's own logits of the rows of each chunk of a text."""
-        cache = make_prompt_cache(self.model)
-        found = [self.model(mx.array([self.texts[text][a:b]]), cache=cache)[0] for a, b in chunks]
-        mx.eval(found)
-        return found
-
-    def spans(self, cuts: Sequence[int], *, batches: bool = False) -> Stack:
-        """Return the model over spans that end at `cuts`."""
-        ends = [0, *cuts, len(self.plan.layers)]
-        spans = []
-        for start, end in pairwise(ends):
-            skeleton = Skeleton(self.config)
-            skeleton.model.load_weights(list(self.weights))
-            span = MlxLmSpan(skeleton, self.plan, Span(start, end), mx.float32)
-            span.batches = batches and span.can_batch()
-            spans.append(span)
-        return Stack(spans)
-
-
-Sequence_ = list[list[MlxLmCache]]
-"""The caches of a sequence by span and layer."""
-
-
-class Stack:
-    """Spans that follow each other."""
-
-    def __init__(self, spans: list[MlxLmSpan]) -> None:
-        self.spans, self.tail = spans, Tail(spans[-1].skeleton)
-
-    def new(self) -> Sequence_:
-        """Return the caches of a new sequence."""
-        return [[layer.new_cache(KVFormat()) for layer in span.layers] for span in self.spans]
-
-    def logits(
-        self, sequences: Sequence[Sequence_], rows: Sequence[Sequence[int]], *, is_open: bool = False
-    ) -> mx.array:
-        """Return the logits of the rows of several sequences, which run in one frame."""
-        x, widths = mx.array([token for own in rows for token in own], mx.uint32)[:, None], [len(own) for own in rows]
-        for number, span in enumerate(self.spans):
-            caches = [sequence[number] for sequence in sequences]
-            span.enter(x, caches, widths)
-            for index, layer in enumerate(span.layers):
-                x = layer.forward(x, [own[index] for own in caches], widths, [is_open] * len(widths))
-        found = self.tail(x)
-        mx.eval(found)
-        return found
-
-
-def commit(sequence: Sequence_, accepted: int, width: int) -> None:
-    """Accept the first tokens of the only open window."""
-    for cache in (cache for own in sequence for cache in own):
-        if accepted == width:
-            cache.apply_commit(1, None, 0)
-        else:
-            cache.apply_commit(0, accepted, width - accepted)
 
 
 def restored(stack: Stack, sequence: Sequence_, length: int) -> Sequence_:
@@ -141,43 +45,12 @@ def restored(stack: Stack, sequence: Sequence_, length: int) -> Sequence_:
     return found
 
 
-def difference(found: mx.array, expected: mx.array) -> float:
-    """Return the largest difference over the largest value, infinity for NaN."""
-    apart = float(mx.abs(found - expected).max() / mx.maximum(mx.abs(expected).max(), 1e-9))
-    return apart if apart == apart else float("inf")
-
-
-def spans_differ(pair: Pair) -> bool:
-    """Return whether the logits over one, two and three spans differ from mlx-lm's by a bit."""
-    count = len(pair.plan.layers)
-    expected = pair.logits(CHUNKS)
-    for cuts in ([], [count // 2], [1], [count - 1], [1, count - 1]):
-        stack = pair.spans(cuts)
-        sequence = stack.new()
-        for (start, end), rows in zip(CHUNKS, expected, strict=True):
-            if not mx.array_equal(stack.logits([sequence], [pair.texts[0][start:end]]), rows).item():
-                return True
-    return False
-
-
 def windows_differ(pair: Pair, *, batches: bool) -> bool:
     """Return whether the logits after windows, copies and backups of two sequences differ from mlx-lm's."""
     stack = pair.spans([len(pair.plan.layers) // 2], batches=batches)
-    both, lengths = [stack.new(), stack.new()], [12, 5]
-    stack.logits(both, [text[:length] for text, length in zip(pair.texts, lengths, strict=True)])
-    for accepted in WINDOWS:
-        rows = [
-            [*text[at : at + count], *[pair.wrong] * (3 - count)]
-            for text, at, count in zip(pair.texts, lengths, accepted, strict=True)
-        ]
-        stack.logits(both, rows, is_open=True)
-        for sequence, count in zip(both, accepted, strict=True):
-            commit(sequence, count, 3)
-        lengths = [at + count for at, count in zip(lengths, accepted, strict=True)]
+    both, nexts, expected = run_windows(pair, stack)
     copies = [[[cache.copy() for cache in own] for own in sequence] for sequence in both]
-    backups = [restored(stack, sequence, at) for sequence, at in zip(both, lengths, strict=True)]
-    nexts = [[text[at]] for text, at in zip(pair.texts, lengths, strict=True)]
-    expected = mx.concatenate([pair.logits([(0, at), (at, at + 1)], number)[1] for number, at in enumerate(lengths)])
+    backups = [restored(stack, sequence, sequence[0][0].length) for sequence in both]
     return any(difference(stack.logits(each, nexts), expected) > CLOSE for each in (both, copies, backups))
 
 
@@ -186,14 +59,15 @@ def result_of(model_type: str) -> TypeResult:
     if reason := NOT_TRIED.get(model_type):
         return TypeResult(reason)
     try:
-        pair = Pair(model_type)
+        pair = Pair(tiny_config(model_type))
     except CheckpointError as error:
         return TypeResult(str(error).split(":")[0] if "one by one" in str(error) else str(error).removesuffix("."))
-    if spans_differ(pair):
+    count = len(pair.plan.layers)
+    if any(spans_differ(pair, cuts) for cuts in ([], [count // 2], [1], [count - 1], [1, count - 1])):
         return TypeResult("its logits over two machines differ from mlx-lm's")
     if windows_differ(pair, batches=False):
         return TypeResult("its logits after a rejected draft differ from mlx-lm's")
-    can_batch = pair.spans([len(pair.plan.layers) // 2], batches=True).spans[0].batches
+    can_batch = pair.spans([count // 2], batches=True).spans[0].batches
     return TypeResult(together=can_batch and not windows_differ(pair, batches=True))
 
 
@@ -211,7 +85,7 @@ def test_a_model_type_of_mlx_lm(model_type: str) -> None:
 
 def test_keys_and_values_count_as_copied() -> None:
     """A frame that begins early copies what is written in place, and no recurrent state."""
-    pair = Pair("jamba")
+    pair = Pair(tiny_config("jamba"))
     stack = pair.spans([2])
     sequence = stack.new()
     stack.logits([sequence], [pair.texts[0][:9]])

@@ -12,17 +12,23 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm import models
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
+from coordinator.cluster.served_model import WeightProvider
 from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.convert.foreign import open_source
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.hub.published_configs import MLX_LM_MODELS
 from mtp.layers.layer import KVFormat
+from mtp.mlx_models.family import MlxLmFamily
 from mtp.mlx_models.skeleton import make_model
 from mtp.mlx_models.structure import structure_of
 from mtp.mlx_models.tested_types import known_results
+from mtp.mlx_models.trial import trial_problem
 from mtp.mlx_models.weights import plan_tensors
+from proto import cluster_pb2 as pb
 from proto.errors import CheckpointError
 from proto.span import Span
 from tests.support.tiny_configs import MODEL_TYPES, tiny_config
@@ -197,10 +203,12 @@ def test_a_publishers_checkpoint(tmp_path: Path, model_type: str, mode: str, cha
         convert(open_source(path), copy, settings)
         assert greedy(copy) == expected(copy)
         assert not Checkpoint.open(copy).is_raw
+        assert not WeightProvider(Checkpoint.open(copy), pb.ModelRef(), share=True).problem
         if settings.quantization is None:
             assert expected(copy) == expected(path)
     whole = Checkpoint.open(path)
     assert whole.is_raw
+    assert "convert the model once" in WeightProvider(whole, pb.ModelRef(), share=True).problem
     own = {name: info for name, info in whole.tensors.items() if ".layers.1." in name}
     with pytest.raises(CheckpointError, match="Convert the model once"):
         Checkpoint.assemble(path, whole.config, whole.layout, own).check_readable()
@@ -223,6 +231,52 @@ def test_a_config_that_cannot_be_served(tmp_path: Path, fields: dict[str, Any], 
     (path / "own.py").write_text("raise SystemExit")
     with pytest.raises(CheckpointError, match=message):
         Checkpoint.open(path)
+
+
+def add_type(path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: str = "") -> None:
+    """Add a model type to mlx-lm, as a newer version does."""
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(path)])
+    (path / f"{name}.py").write_text(f"from mlx_lm.models.llama import Model, ModelArgs\n{code}")
+
+
+def test_a_type_of_a_newer_mlx_lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A type without a test is tried with a small model, and served if it has mlx-lm's logits."""
+    add_type(tmp_path, monkeypatch, "newer1")
+    path = rewrite(write(tmp_path / "m", "llama"), lambda weights: weights, model_type="newer1")
+    assert greedy(path) == expected(path)
+
+
+def test_a_newer_class_that_cannot_be_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of a type whose small model differs over machines says so, before a tensor is read."""
+    code = (
+        "class Model(Model):\n"
+        "    def __call__(self, tokens, cache=None):\n"
+        "        return super().__call__(tokens, cache) + tokens[..., None]\n"
+    )
+    add_type(tmp_path, monkeypatch, "newer2", code)
+    path = rewrite(write(tmp_path / "m", "llama"), lambda _: {"x": mx.zeros(1)}, model_type="newer2")
+    with pytest.raises(CheckpointError, match="newer2 is not supported: its logits over machines differ"):
+        Checkpoint.open(path)
+
+
+@pytest.mark.parametrize("model_type", ["plamo3", "longcat_flash_ngram", "kimi_k3", "gemma4"])
+def test_a_trial_finds_what_the_tests_find(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Types that the table refuses are also refused without their result."""
+    monkeypatch.delitem(known_results(), model_type)
+    problem = MlxLmFamily().find_problem(tiny_config(model_type))
+    assert problem is not None and "is not supported: its " in problem
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(model.config, marks=() if model.short == "gpt-oss:120b" else pytest.mark.thorough, id=model.short)
+        for model in MLX_LM_MODELS
+    ],
+)
+def test_published_models_are_tried_small(config: dict[str, Any]) -> None:
+    """A published config becomes a small one with each kind of its layers, which gives mlx-lm's logits."""
+    assert trial_problem(json.dumps(config)) == ""
 
 
 def test_auto_map_of_a_known_type_is_ignored(tmp_path: Path) -> None:

@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 
 from coordinator.drafts.controller import MtpMode
+from coordinator.planning.groups import Parallel
 from coordinator.schedule.admission import Limits
 from coordinator.schedule.request import GenerationRequest
+from coordinator.serve.options import ServeOptions
+from coordinator.serve.served_parts import OpenedModel
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.head.draft_vocabulary import DraftVocabulary
+from proto.errors import UsageError
 from proto.params import SamplingParams
 from tests.bench.exactness import answers_together
 from tests.support.checkpoints.mlx_models import VOCABULARY, greedy_tokens, write_mlx_model
@@ -116,3 +121,22 @@ def test_five_thousand_tokens_of_each_type(model: Path) -> None:
         for ngrams in (False, True):
             found = texts(answers(model, [*greedy, *sampled], stages, ngrams=ngrams, kills=2))
             assert found == [*own, *undisturbed]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"exact": True, "nodes": 1}, "--exact is not supported for llama"),
+        ({"exact": True, "nodes": 2, "parallel": Parallel.parse("tensor")}, "--exact is not supported for llama"),
+        ({"nodes": 2, "parallel": Parallel.parse("tensor")}, "--parallel tensor is not supported for llama"),
+        ({"parallel": Parallel.parse("1x2")}, "--parallel 1x2 is not supported for llama"),
+        ({"kv_bits": 8}, "--kv-bits is not supported for llama"),
+        ({"draft_vocab": DraftVocabulary(auto=True)}, "--draft-vocab .* which this checkpoint lacks"),
+        ({"mtp": MtpMode(1)}, "--mtp 1: .*head"),
+    ],
+)
+def test_options_that_a_model_lacks(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    """They are refused by name when the model's files are opened."""
+    path = write_mlx_model("llama", tmp_path / "llama")
+    with pytest.raises(UsageError, match=words):
+        OpenedModel(ServeOptions(str(path), **options), path)

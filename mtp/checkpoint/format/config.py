@@ -151,8 +151,18 @@ class ModelConfig:
     def kv_format(self, bits: int | None) -> KVFormat:
         """Return the format of K/V for `--kv-bits`. Raises UsageError if this family has no such format."""
         if bits is not None and not self.shape.quantizes_kv:
-            raise UsageError(f"--kv-bits is not supported for {self.family.releases}. Leave it out.")
+            raise UsageError(f"--kv-bits is not supported for {self.release}. Leave it out.")
         return KVFormat.of(self.head_dim, bits)
+
+    def check_exact(self) -> None:
+        """Raise UsageError if the layers of this family have no exact form."""
+        if self.family.is_own:
+            raise UsageError(f"--exact is not supported for {self.release}. Leave it out.")
+
+    @property
+    def release(self) -> str:
+        """The name of the model for people."""
+        return self.family.releases if self.family.model_types else self.model_type
 
     @property
     def image_sections(self) -> tuple[int, int, int]:
