@@ -88,8 +88,12 @@ class MTPHead(nn.Module):
         e = self.pre_fc_norm_embedding(embedded)
         h = self.pre_fc_norm_hidden(hidden)
         x = self.fc(mx.concatenate([e, h], axis=-1))
-        out: mx.array = self.norm(self.block.forward(x, caches, widths, holes=holes))
-        return out
+        return self._after(self.block.forward(x, caches, widths, holes=holes))
+
+    def _after(self, rows: mx.array) -> mx.array:
+        """Return the rows of `advance` from those of the decoder layer."""
+        normed: mx.array = self.norm(rows)
+        return normed
 
 
 FORCED_DRAFTS = 4

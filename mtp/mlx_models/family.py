@@ -15,7 +15,7 @@ from mtp.checkpoint.families.family import Family, Place, Sizes, StageParts
 from mtp.checkpoint.families.fields import Rule, Text
 from mtp.checkpoint.families.parameters import Parameter
 from mtp.checkpoint.families.shape import LayerShape, Shape
-from mtp.mlx_models.head import NextNHead, Unembedding, announced_layers, head_shape, with_head
+from mtp.mlx_models.head import NextNHead, Unembedding, announced_layers, head_of, head_shape, with_head
 from mtp.mlx_models.layers import MlxLmSpan, Tail
 from mtp.mlx_models.skeleton import Skeleton, make_model, module_name, module_of
 from mtp.mlx_models.structure import ModelStructure, kind_for_people, structure_of
@@ -166,7 +166,7 @@ class MlxLmFamily(Family):
         return holder
 
     def head(self, text: Text) -> NextNHead | None:
-        return NextNHead(text) if announced_layers(text) else None
+        return head_of(text)
 
     def stage_parts(self, text: Text, span: Span, parts: Mapping[str, Any]) -> StageParts:
         plan, skeleton = structure_of(text), Skeleton(text)

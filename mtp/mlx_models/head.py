@@ -1,7 +1,8 @@
 """The MTP head of the NextN form: one more decoder layer of the model's class, with two norms and a product before it.
 
 A publisher stores it as the layer after the last one. Its input is the model's state after the final norm, and in a
-chain of drafts its own output after its norm, as in SGLang. vLLM continues a chain before this norm.
+chain of drafts its own output after its norm, as in SGLang. vLLM continues a chain before this norm. Step's head reads
+both before the norm, and has an lm_head of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mtp.checkpoint.families.fields import Text
-from mtp.checkpoint.families.parameters import Source
+from mtp.checkpoint.families.parameters import Source, add_one
 from mtp.checkpoint.families.shape import LayerShape
 from mtp.head.drafter import MTPHead
 from mtp.layers.layer import Hole
@@ -30,7 +31,8 @@ from proto.errors import CheckpointError
 from proto.span import Span
 
 USUAL: dict[str, int] = {
-    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), 0),
+    **dict.fromkeys(("bailing_hybrid", "bailing_moe", "deepseek_v3", "deepseek_v32", "exaone_moe", "glm4_moe"), 0),
+    **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "step3p5"), 0),
     "mimo_v2_flash": 1,
 }
 """The modules of mlx-lm whose models may have this head, with its layers where config.json does not name them."""
@@ -54,16 +56,22 @@ def head_config(text: Text) -> Text:
     """Return the config of a model of two layers, the second of which is the layer of the head."""
     count = text["num_hidden_layers"]
     lists = {name: value for name, value in text.items() if isinstance(value, list) and len(value) >= count}
-    own: dict[str, Any] = {name: [value[0], (value[count:] or value)[-1]] for name, value in lists.items()}
+    own: dict[str, Any] = {name: [value[0], (value[count:] or value[-1:])[0]] for name, value in lists.items()}
     if "first_k_dense_replace" in text:
         own["first_k_dense_replace"] = 0 if text["first_k_dense_replace"] <= count else _SPAN.end
     if "hybrid_layer_pattern" in text:  # MiMo-V2: a window and a dense MLP
         own |= {"hybrid_layer_pattern": [0, 1], "moe_layer_freq": [0, 0]}
+    if _is_step(text):  # a dense MLP
+        own["moe_layers_enum"] = str(_SPAN.start - 1)
     if "mtp_layer_types" in text:  # EXAONE: a dense MLP. It has no RoPE beside layers with a window
         window, full = "sliding_attention", "full_attention"
         before = window if window in text["layer_types"] else full
         own |= {"layer_types": [before, text["mtp_layer_types"][0]], "is_moe_layer": [False, False]}
     return {**text, **own, "num_hidden_layers": _SPAN.end, "num_nextn_predict_layers": 0}
+
+
+def _is_step(text: Text) -> bool:
+    return module_name(text["model_type"]) == "step3p5"
 
 
 class _HeadSkeleton(Skeleton):
@@ -108,6 +116,10 @@ def with_head(text: Text, plan: ModelStructure, stored: Stored) -> TensorPlan:
             own[f"{_LAYER}{name}"] = replace(source, stored=tuple(names[one] for one in source.stored))
         unused += [names[name] for name in layer.ignored]
         unknown += [names[name] for name in layer.unknown]
+    if _is_step(text):  # A publisher's norms are offsets from 1. The class adds it where there are experts.
+        for name, source in own.items():
+            if "norm" in name and not source.stored[0].startswith("mtp."):
+                own[name] = replace(source, transform=add_one)
     return replace(
         model,
         parts=model.parts | {"mtp": own},
@@ -148,6 +160,30 @@ class NextNHead(MTPHead):
         """See `MTPHead.advance`. `embedded` are tokens `[rows, 1]`, since the stage's first layer takes these."""
         self.block.enter(hidden, [[cache] for cache in caches], widths)
         return super().advance(self._embed(embedded[:, 0]), hidden, caches, widths, holes)
+
+
+class StepHead(NextNHead):
+    """The modules of Step's head. The first of its layers drafts, also in a chain."""
+
+    reads_streams = True
+
+    def __init__(self, text: Text) -> None:
+        super().__init__(text)
+        self.lm_head = nn.Linear(self.width, text["vocab_size"], bias=False)
+
+    def _after(self, rows: mx.array) -> mx.array:
+        return rows
+
+    def output(self, rows: mx.array) -> mx.array:
+        normed: mx.array = self.norm(rows)
+        return normed
+
+
+def head_of(text: Text) -> NextNHead | None:
+    """Return the modules of the head, None for a model without one."""
+    if not announced_layers(text):
+        return None
+    return StepHead(text) if _is_step(text) else NextNHead(text)
 
 
 class Unembedding:

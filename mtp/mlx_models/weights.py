@@ -48,11 +48,16 @@ _NEXTN = re.compile(
 )
 """The names of a head that stands beside the layers. Only the first layer of a head drafts."""
 
-_REPEATED = re.compile(r"embed_tokens\.|shared_head\.(head|output)\.")
+_REPEATED = re.compile(r"embed_tokens\.|shared_head\.head\.")
 """The modules of a head that repeat those of the model."""
 
-_HEAD_NORMS = {"pre_mlp_layernorm.": "post_attention_layernorm.", "final_layernorm.": "norm."}
-"""From MiMo-V2's names of the norms within a head to those of the class, and of all heads."""
+_HEAD_NAMES = {
+    "transformer.": "",
+    "pre_mlp_layernorm.": "post_attention_layernorm.",
+    "final_layernorm.": "norm.",
+    "shared_head.output.": "lm_head.",
+}
+"""From the names of MiMo-V2, Ling and Step within a head to those of the class, and of all heads."""
 
 _NOT_TEXT = re.compile(r"(model\.|language_model\.)?(\w*(vision|visual|audio|image|multi_modal)\w*)\.")
 """The beginnings of names of other parts than that of text."""
@@ -100,7 +105,7 @@ def name_in_head(plan: ModelStructure, name: str) -> str | None:
         return None
     if number or _REPEATED.match(within):
         return ""
-    for theirs, ours in _HEAD_NORMS.items():
+    for theirs, ours in _HEAD_NAMES.items():
         within = ours + within.removeprefix(theirs) if within.startswith(theirs) else within
     return head_name(within, Family.head_modules)
 

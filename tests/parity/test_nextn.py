@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,12 @@ from proto.span import Span
 from tests.bench.exactness import answers_together
 from tests.support.checkpoints.foreign import save_tensors
 from tests.support.checkpoints.hub import Hub
-from tests.support.checkpoints.nextn import HEAD_NAMES, WORDS, NextN, dialled
+from tests.support.checkpoints.nextn import HEAD_NAMES, OWN_OUTPUT, WORDS, NextN, dialled
 from tests.support.stages.local_run import Answered, run
 from tests.support.stages.local_stages import local_stages
 from worker.engine.state_codec import decode_state, encode_arrays, head_arrays, head_from
 from worker.model.loader import StageModules, load_stage
+from worker.model.verifier import Verifier
 
 TOKENS = [random.Random(1).randrange(128) for _ in range(40)]
 
@@ -76,41 +78,73 @@ LIMITS = Limits(context=512, prefill_chunk=64)
 # ---- the head alone
 
 
+REFERENCES = {
+    "bailing_hybrid": ("deepseek_v3", "DeepseekV3"),
+    "bailing_moe": ("glm4_moe", "Glm4Moe"),
+    "deepseek_v3": ("deepseek_v3", "DeepseekV3"),
+    "glm4_moe": ("glm4_moe", "Glm4Moe"),
+    "step3p5": ("step3p7", "Step3p7"),
+}
+"""The module of transformers with a layer of the same form, and the beginning of its classes."""
+
+LING = {
+    "attention.": "self_attn.",
+    ".dense.": ".o_proj.",
+    ".query_layernorm.": ".q_norm.",
+    ".key_layernorm.": ".k_norm.",
+    ".expert_bias": ".e_score_correction_bias",
+    "final_layernorm.": "shared_head.norm.",
+}
+"""From the names of Ling to those of DeepSeek and GLM."""
+
+
 def transformers_layer(model: NextN) -> tuple[dict[str, Any], Callable[[Any], Any]]:
     """Return the published weights of the head, and transformers' own decoder layer with them, as a function."""
     torch = pytest.importorskip("torch", reason="transformers needs torch")
-    theirs: Any
-    if model.config["model_type"] == "glm4_moe":
-        from transformers.models.glm4_moe import modeling_glm4_moe as theirs
-
-        kind, layer_kind, turns = theirs.Glm4MoeConfig, theirs.Glm4MoeDecoderLayer, theirs.Glm4MoeRotaryEmbedding
-    else:
-        from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
-
-        kind, layer_kind = theirs.DeepseekV3Config, theirs.DeepseekV3DecoderLayer
-        turns = theirs.DeepseekV3RotaryEmbedding
+    module, kind = REFERENCES[model.config["model_type"]]
+    theirs: Any = import_module(f"transformers.models.{module}.modeling_{module}")
     fields = {name: value for name, value in model.config.items() if name != "model_type"}
-    if "qk_rope_head_dim" in fields:  # which is what transformers calls head_dim
-        fields["head_dim"] = fields["qk_rope_head_dim"]
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    rope["partial_rotary_factor"] = fields.get("partial_rotary_factor", 1.0)
-    config = kind(**{**fields, "rope_parameters": rope})
+    is_step = kind == "Step3p7"
+    if is_step:
+        # Its first layer is of the kind of the head, but for the bound of the MLP.
+        bounds = fields["swiglu_limits_shared"]
+        config = theirs.Step3p7TextConfig(**{**fields, "swiglu_limits_shared": [bounds[model.layers], *bounds[1:]]})
+    else:
+        if "qk_rope_head_dim" in fields:  # which is what transformers calls head_dim
+            fields["head_dim"] = fields["qk_rope_head_dim"]
+        elif model.config["model_type"] == "bailing_moe":
+            fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
+        if "num_experts" in fields:
+            fields |= {"n_routed_experts": fields["num_experts"], "n_shared_experts": fields["num_shared_experts"]}
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        rope["partial_rotary_factor"] = fields.get("partial_rotary_factor", 1.0)
+        config = getattr(theirs, f"{kind}Config")(**{**fields, "rope_parameters": rope})
     config._attn_implementation = "eager"
-    layer = layer_kind(config, model.layers).float().eval()
+    layer = getattr(theirs, f"{kind}DecoderLayer")(config, 0 if is_step else model.layers).float().eval()
     tensors = {name: torch.tensor(np.array(weight)) for name, weight in model.published().items()}
     own = {n.removeprefix(model.prefix): w for n, w in tensors.items() if n.startswith(model.prefix)}
-    count = model.config["n_routed_experts"]
-    for name, projections in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-        each = [torch.cat([own[f"mlp.experts.{e}.{p}.weight"] for p in projections]) for e in range(count)]
-        own[f"mlp.experts.{name}"] = torch.stack(each)
+    for ling, usual in LING.items():
+        own = {name.replace(ling, usual): weight for name, weight in own.items()}
+    if (fused := own.get("self_attn.query_key_value.weight")) is not None:
+        heads, keys, width = (fields[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+        for projection, part in zip("qkv", fused.split([heads * width, keys * width, keys * width]), strict=True):
+            own[f"self_attn.{projection}_proj.weight"] = part
+    if not is_step:
+        for name, projections in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            count = fields["n_routed_experts"]
+            each = [torch.cat([own[f"mlp.experts.{e}.{p}.weight"] for p in projections]) for e in range(count)]
+            own[f"mlp.experts.{name}"] = torch.stack(each)
     missing = layer.load_state_dict(own, strict=False).missing_keys
     assert not missing, missing
+    turns = getattr(theirs, f"{kind}RotaryEmbedding")(config)
 
     def computed(rows: Any) -> Any:
         length = rows.shape[1]
         mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
+        if is_step:
+            mask += torch.full((length, length), float("-inf")).tril(-fields["sliding_window"])[None, None]
         places = torch.arange(length)[None]
-        angles = turns(config)(rows, places)
+        angles = turns(rows, places, *(["sliding_attention"] if is_step else []))
         found = layer(rows, attention_mask=mask, position_ids=places, position_embeddings=angles)
         return found[0] if isinstance(found, tuple) else found
 
@@ -123,7 +157,7 @@ def loaded(path: Path, *, with_head: bool = True) -> StageModules:
     return load_stage(Checkpoint.open(path), whole, first=True, last=True, dtype=mx.float32, with_head=with_head)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("model_type", sorted(REFERENCES))
 def test_a_head_is_that_of_other_engines(model_type: str, tmp_path: Path) -> None:
     """A first draft for each token and a second one after it, against transformers' layer with the published names."""
     torch = pytest.importorskip("torch", reason="transformers needs torch")
@@ -133,13 +167,17 @@ def test_a_head_is_that_of_other_engines(model_type: str, tmp_path: Path) -> Non
     assert stage.head is not None
     mx.random.seed(3)
     hidden, following = mx.random.normal((len(TOKENS), 64)), [*TOKENS[1:], 7]
+    is_step = model_type == "step3p5"  # whose chain continues before the last norm
+    words = torch.tensor(np.array(next(weight for name, weight in model.weights.items() if "embed" in name)))
+
+    def norm(x: Any, name: str) -> Any:
+        weight = own[f"{name}.weight"] + (1 if is_step else 0)
+        return torch.nn.functional.rms_norm(x, (64,), weight, model.config["rms_norm_eps"])
 
     def reference(tokens: Sequence[int], rows: Any) -> Any:
-        def norm(x: Any, name: str) -> Any:
-            return torch.nn.functional.rms_norm(x, (64,), own[f"{name}.weight"], model.config["rms_norm_eps"])
-
-        joined = torch.cat([norm(own["embed_tokens.weight"][list(tokens)][None], "enorm"), norm(rows, "hnorm")], dim=-1)
-        return norm(layer(joined @ own["eh_proj.weight"].T), "shared_head.norm")
+        joined = torch.cat([norm(words[list(tokens)][None], "enorm"), norm(rows, "hnorm")], dim=-1)
+        found = layer(joined @ own["eh_proj.weight"].T)
+        return found if is_step else norm(found, "shared_head.norm")
 
     cache = stage.head.block.new_cache(KVFormat())
     first, start = [], 0
@@ -154,6 +192,11 @@ def test_a_head_is_that_of_other_engines(model_type: str, tmp_path: Path) -> Non
         chained = reference([*following, 9], torch.cat([given, expected[:, -1:]], dim=1))
     assert np.abs(np.array(mx.concatenate(first)) - expected[0].numpy()).max() <= 1e-4
     assert np.abs(np.array(second) - chained[0, -1:].numpy()).max() <= 1e-4
+    if is_step:
+        logits = norm(expected, "transformer.shared_head.norm") @ own["transformer.shared_head.output.weight"].T
+        drafter = Verifier(stage, KVFormat()).drafter
+        assert drafter is not None
+        assert np.abs(np.array(drafter.unembed(mx.concatenate(first))) - logits[0].numpy()).max() <= 1e-4
 
 
 @pytest.mark.parametrize(
@@ -162,6 +205,7 @@ def test_a_head_is_that_of_other_engines(model_type: str, tmp_path: Path) -> Non
         ("mimo_v2_flash", "sliding_attention"),
         ("exaone_moe", "sliding_attention"),
         ("exaone_moe", "full_attention"),
+        ("step3p5", "sliding_attention"),
     ],
 )
 def test_a_head_with_a_window_is_the_last_layer_of_a_longer_model(model_type: str, kind: str, tmp_path: Path) -> None:
@@ -171,7 +215,8 @@ def test_a_head_with_a_window_is_the_last_layer_of_a_longer_model(model_type: st
     if model_type == "exaone_moe":
         longer["layer_types"][-1] = kind
     whole: Any = make_model(longer)
-    own = {name: weight for name, weight in model.weights.items() if name.removeprefix(model.prefix) not in HEAD_NAMES}
+    beside = {*HEAD_NAMES, OWN_OUTPUT}
+    own = {name: weight for name, weight in model.weights.items() if name.removeprefix(model.prefix) not in beside}
     whole.load_weights([*own.items()])
     layer, cache = whole.layers[model.layers], whole.make_cache()[model.layers]
     mx.random.seed(3)
@@ -189,7 +234,8 @@ def test_a_head_with_a_window_is_the_last_layer_of_a_longer_model(model_type: st
         if start < state.offset:
             state.trim(state.offset - start)
         tokens = mx.arange(start, end)[:, None]
-        found.append(stage.head.advance(tokens, hidden[start:end], [state], [end - start]))
+        rows = stage.head.advance(tokens, hidden[start:end], [state], [end - start])
+        found.append(stage.head.output(rows) if model_type == "step3p5" else rows)
     del found[1]
     assert np.abs(np.array(mx.concatenate(found) - expected)).max() <= 1e-4
 
@@ -261,8 +307,12 @@ def expected_counts(first: int, count: int, depth: int) -> tuple[int, int]:
     return accepted, drafted
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize(("model_type", "depth"), [
+    ("deepseek_v3", 1),
+    ("step3p5", 3),
+    *(pytest.param(name, depth, marks=pytest.mark.thorough)
+      for name, depth in (("deepseek_v3", 3), ("glm4_moe", 3), ("bailing_moe", 3), ("bailing_hybrid", 3))),
+])  # fmt: skip
 def test_the_acceptance_is_that_of_the_head(model_type: str, depth: int, tmp_path: Path) -> None:
     """A head that is right after some words is right there, and nowhere else."""
     path = written(tmp_path, dialled(model_type, RIGHT))
@@ -326,7 +376,13 @@ def is_right(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("bits", [4, pytest.param(None, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("model_type", ["glm4_moe", pytest.param("deepseek_v32", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "glm4_moe",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("bailing_moe", "deepseek_v32", "step3p5")),
+    ],
+)
 def test_a_conversion_keeps_a_head_and_finds_a_lost_one(
     model_type: str, bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,7 +402,9 @@ def test_a_conversion_keeps_a_head_and_finds_a_lost_one(
         hub.install(monkeypatch, tmp_path / "home")
         add_head_from(repo, Checkpoint.open(tmp_path / "mlx"), lambda done, total: None)
         assert hub.weights_sent < published.part_bytes()["mtp"] * 1.1 + 100_000
-    assert Checkpoint.open(tmp_path / "mlx").plans["mtp"].keys() == kept.plans["mtp"].keys()
+    found, wanted = Checkpoint.open(tmp_path / "mlx").plans["mtp"].keys(), kept.plans["mtp"].keys()
+    # The last layer of Step, whose bits the head gets, has no MLP of its form.
+    assert found == wanted or (model_type == "step3p5" and found < wanted)
     assert is_right(tmp_path / "mlx")
 
 

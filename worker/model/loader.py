@@ -156,7 +156,7 @@ def load_stage(
         module = (
             _build(whole, part, dtype)
             if is_cut and part == "lm_head"
-            else getattr(stage.lm_head, "module", modules[part])
+            else getattr(stage.head, "lm_head", getattr(stage.lm_head, "module", modules[part]))
         )
         stage.draft_rows = DraftRows(module, drafted_tokens(draft_vocab, whole.config.vocab_size))
         del module

@@ -218,7 +218,8 @@ class Verifier:
         self.drafter: Drafter | None = None
         if modules.head is not None:
             assert modules.embed_tokens is not None, "a head needs the embedding beside it"
-            unembed = modules.draft_rows or self.unembed
+            own: Callable[[mx.array], mx.array] = getattr(modules.head, "lm_head", self.unembed)
+            unembed = modules.draft_rows or own
             self.drafter = Drafter(modules.head, modules.embed_tokens, unembed, kv_format)
         self.states: dict[int, LastStageState] = {}
         self.vocabulary = b""

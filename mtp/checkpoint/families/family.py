@@ -130,7 +130,7 @@ class Family(ABC):
     """The form of calls by mlx-lm's parser of tools, which follows from a checkpoint's chat template."""
 
     head_modules: ClassVar[frozenset[str]] = frozenset(
-        ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "layers")
+        ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "layers", "lm_head")
     )
     """The modules of an MTP head. All others belong to its decoder layer."""
 

@@ -254,14 +254,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, file: Path, start: int, end: int) -> None:
         hub = self.server_hub
-        content = bytearray(file.read_bytes())
-        if (flipped := hub.faults.flip.get(file.name)) is not None:
-            content[flipped] ^= 1
+        with file.open("rb") as stream:
+            stream.seek(start)
+            content = bytearray(stream.read(end - start))
+        if (flipped := hub.faults.flip.get(file.name)) is not None and start <= flipped < end:
+            content[flipped - start] ^= 1
         with hub.lock:
             cut = hub.faults.cut_after.pop(0) if hub.faults.cut_after else end
-        last = min(end, start + cut)
+        first, last = start, min(end, start + cut)
         while start < last:
-            piece = content[start : min(start + 65536, last)]
+            piece = content[start - first : min(start + 65536, last) - first]
             while hub.weights_sent >= hub.faults.hold_at:
                 time.sleep(0.01)
             with hub.lock:  # counted first, because the client may check right after the last byte

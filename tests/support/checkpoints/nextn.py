@@ -25,14 +25,56 @@ HEAD_NAMES = {
 }
 """From the publishers' names of the modules around the head's layer to those of `mtp.`."""
 
+OWN_OUTPUT = "shared_head.output.weight"
+"""The lm_head that Step's head has of its own."""
+
 LONGER: dict[str, dict[str, Any]] = {
     "exaone_moe": {"layer_types": ["full_attention"], "is_moe_layer": [False]},
     "mimo_v2_flash": {"hybrid_layer_pattern": [1], "moe_layer_freq": [0]},
 }
 """The entries for the head's layer in the lists of a config that have an entry for each layer."""
 
-OWN_FIELDS: dict[str, dict[str, Any]] = {"exaone_moe": {"mtp_layer_types": ["full_attention"]}}
-"""The fields of the head that a type has of its own."""
+_STEP_KINDS = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention", "full_attention", "full_attention"]
+OWN_FIELDS: dict[str, dict[str, Any]] = {
+    "bailing_moe": {
+        "use_qk_norm": True,
+        "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+    "exaone_moe": {"mtp_layer_types": ["full_attention"]},
+    "step3p5": {
+        "num_nextn_predict_layers": 3,
+        "layer_types": _STEP_KINDS,
+        "partial_rotary_factors": [1.0 if kind == "sliding_attention" else 0.5 for kind in _STEP_KINDS],
+        "rope_theta": [1e4 if kind == "sliding_attention" else 5e6 for kind in _STEP_KINDS],
+        "yarn_only_types": ["full_attention"],
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 2.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 32.0,
+            "original_max_position_embeddings": 64,
+        },
+        "swiglu_limits": [0.0, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0],
+        "swiglu_limits_shared": [0.0, 0.0, 0.0, 0.5, 0.25, 0.0, 0.0],
+    },
+}
+"""The fields of the head that a type has of its own. Step's lists have the entries of three layers of the head."""
+
+_LING = {".shared_head.norm.": ".final_layernorm.", ".mlp.gate.gate_proj.": ".mlp.gate."}
+PUBLISHED: dict[str, dict[str, str]] = {
+    "bailing_hybrid": _LING,
+    "bailing_moe": _LING,
+    "step3p5": {
+        ".shared_head.": ".transformer.shared_head.",
+        ".mlp.switch_mlp.": ".moe.",
+        ".mlp.gate.gate.": ".moe.gate.",
+        ".mlp.gate.router_bias": ".moe.router_bias",
+        ".mlp.share_expert.": ".share_expert.",
+    },
+}
+"""From parts of the names of mlx-lm to those of the publisher."""
 
 RENAMED: dict[str, tuple[str, dict[str, str]]] = {
     "exaone_moe": ("mtp.", HEAD_NAMES),
@@ -59,6 +101,8 @@ class NextN:
         for name in HEAD_NAMES:
             shape = (hidden, 2 * hidden) if name.startswith("eh_proj") else (hidden,)
             self.weights[self.prefix + name] = _spread(name, shape)
+        if model_type == "step3p5":
+            self.weights[self.prefix + OWN_OUTPUT] = _spread(OWN_OUTPUT, (self.config["vocab_size"], hidden))
         mx.eval(self.weights)
 
     def longer_config(self) -> dict[str, Any]:
@@ -78,8 +122,11 @@ class NextN:
     def published(self) -> Weights:
         """Return all weights by the publishers' names: experts one by one, and the head's own copies of the ends."""
         found: Weights = {}
+        model_type = self.config["model_type"]
         for name, weight in self.weights.items():
-            if stack := re.fullmatch(r"(.*\.mlp)\.switch_mlp\.(.+)", name):
+            if model_type == "step3p5":  # whose experts are together, and whose norms are offsets from 1
+                found[name] = weight - 1 if "norm" in name else weight
+            elif stack := re.fullmatch(r"(.*\.mlp)\.switch_mlp\.(.+)", name):
                 found |= {f"{stack[1]}.experts.{e}.{stack[2]}": one for e, one in enumerate(weight)}
             elif name.endswith("embed_q.weight"):
                 values = self.weights[name.replace("embed_q", "unembed_out")]
@@ -87,7 +134,11 @@ class NextN:
                 found[name.replace("embed_q", "kv_b_proj")] = both.reshape(-1, both.shape[-1])
             elif not name.endswith("unembed_out.weight"):
                 found[name] = weight
-        if (renamed := RENAMED.get(self.config["model_type"])) is None:
+        if (published := PUBLISHED.get(model_type)) is not None:
+            for ours, theirs in published.items():
+                found = {name.replace(ours, theirs): weight for name, weight in found.items()}
+            return found
+        if (renamed := RENAMED.get(model_type)) is None:
             found[f"{self.prefix}embed_tokens.weight"] = self.weights["model.embed_tokens.weight"]
             found[f"{self.prefix}shared_head.head.weight"] = self.weights["lm_head.weight"]
             return found
@@ -109,7 +160,8 @@ class NextN:
         for name, weight in self.weights.items():
             if with_head and name.startswith(self.prefix):
                 within = name.removeprefix(self.prefix)
-                found[f"mtp.{HEAD_NAMES.get(within, f'layers.0.{within}')}"] = weight
+                names = HEAD_NAMES | {OWN_OUTPUT: "lm_head.weight"}
+                found[f"mtp.{names.get(within, f'layers.0.{within}')}"] = weight
         return found
 
     def write(self, path: Path, weights: Weights) -> Path:
@@ -152,12 +204,14 @@ def dialled(model_type: str, right: Sequence[bool]) -> NextN:
     for name, weight in model.weights.items():
         if "norm" in name:
             model.weights[name] = mx.ones_like(weight)
-        elif re.search(r"\.(o_proj|down_proj)\.", name):
+        elif re.search(r"\.(o_proj|down_proj|dense)\.", name):
             model.weights[name] = mx.zeros_like(weight)
     words = mx.concatenate([hidden[:WORDS], mx.zeros((model.config["vocab_size"] - WORDS, hidden.shape[0]))])
-    model.weights["model.embed_tokens.weight"] = words
+    model.weights[next(name for name in model.weights if "embed" in name and "model.layers" not in name)] = words
     following = mx.array([(token - 1) % WORDS if token < WORDS else WORDS for token in range(words.shape[0])])
     model.weights["lm_head.weight"] = words[following]
+    if model_type == "step3p5":
+        model.weights[model.prefix + OWN_OUTPUT] = words[following]
     seen = mx.array([word if ok else (word + 7) % WORDS for word, ok in enumerate(right)])
     turned = mx.concatenate([hidden[seen], hidden[WORDS:]]).T
     model.weights[f"{model.prefix}eh_proj.weight"] = mx.concatenate([turned, mx.zeros_like(turned)], axis=1)
