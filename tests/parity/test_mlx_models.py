@@ -2,8 +2,8 @@
 
 `python -m tests.parity.test_mlx_models` writes the results to `mtp/mlx_models/tested_types.json`, which decides over
 the types that are served. A type is compared in fp32 with tiny random weights: over one, two and three spans to the
-bit, with windows that are accepted, cut and dropped, with two sequences of different lengths together, and with copies
-and backups.
+bit, with windows that are accepted, cut and dropped, with two sequences of different lengths together, also in one
+array, and with copies and backups.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Pair:
         mx.eval(found)
         return found
 
-    def spans(self, cuts: Sequence[int], *, batches: bool = False) -> Stack:
+    def spans(self, cuts: Sequence[int], *, together: bool = False, slots: bool = False) -> Stack:
         """Return the model over spans that end at `cuts`."""
         ends = [0, *cuts, len(self.plan.layers)]
         spans = []
@@ -86,7 +86,7 @@ class Pair:
             skeleton = Skeleton(self.config)
             skeleton.model.load_weights(list(self.weights))
             span = MlxLmSpan(skeleton, self.plan, Span(start, end), mx.float32)
-            span.batches = batches and span.can_batch()
+            span.together, span.slots = together, slots
             spans.append(span)
         return Stack(spans)
 
@@ -160,9 +160,9 @@ def spans_differ(pair: Pair) -> bool:
     return False
 
 
-def windows_differ(pair: Pair, *, batches: bool) -> bool:
+def windows_differ(pair: Pair, **ways: bool) -> bool:
     """Return whether the logits after windows, copies and backups of two sequences differ from mlx-lm's."""
-    stack = pair.spans([len(pair.plan.layers) // 2], batches=batches)
+    stack = pair.spans([len(pair.plan.layers) // 2], **ways)
     both, lengths = [stack.new(), stack.new()], [12, 5]
     stack.logits(both, [text[:length] for text, length in zip(pair.texts, lengths, strict=True)])
     for accepted in WINDOWS:
@@ -191,10 +191,15 @@ def result_of(model_type: str) -> TypeResult:
         return TypeResult(str(error).split(":")[0] if "one by one" in str(error) else str(error).removesuffix("."))
     if spans_differ(pair):
         return TypeResult("its logits over two machines differ from mlx-lm's")
-    if windows_differ(pair, batches=False):
+    if windows_differ(pair):
         return TypeResult("its logits after a rejected draft differ from mlx-lm's")
-    can_batch = pair.spans([len(pair.plan.layers) // 2], batches=True).spans[0].batches
-    return TypeResult(together=can_batch and not windows_differ(pair, batches=True))
+    return TypeResult("", runs_together(pair, together=True), runs_together(pair, slots=True))
+
+
+def runs_together(pair: Pair, **ways: bool) -> bool:
+    """Return whether sequences run together in one of the `ways`, and give the same as each alone."""
+    spans = pair.spans([len(pair.plan.layers) // 2], **ways).spans
+    return all(span.can_batch() for span in spans) and not windows_differ(pair, **ways)
 
 
 USUAL = ("llama", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3", "lfm2", "mamba2", "gemma3_text", "nemotron_h")
