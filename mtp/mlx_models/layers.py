@@ -14,7 +14,7 @@ from mtp.layers.exact import ExactProducts
 from mtp.layers.layer import Hole, KVFormat, Layer, LayerCache
 from mtp.mlx_models.caches import MlxLmCache, after, is_ragged, is_trimmed, let_ragged, together
 from mtp.mlx_models.skeleton import Call, Skeleton, attention_modules, module_name
-from mtp.mlx_models.slots import FrameLengths, slotted
+from mtp.mlx_models.slots import FrameLengths, compile_kernels, slotted
 from mtp.mlx_models.structure import LayerStructure, ModelStructure
 from mtp.mlx_models.tested_types import TypeResult, known_results
 from proto.errors import UsageError
@@ -57,6 +57,8 @@ class MlxLmSpan:
         self.together, self.slots = tested.together, tested.slots
         if not self.can_batch():
             self.together = self.slots = False
+        if self.slots:
+            compile_kernels(dtype)
 
     def can_batch(self) -> bool:
         """Return whether sequences run together as `together` and `slots` say. Nothing is computed."""

@@ -1,7 +1,8 @@
 """Keys and values of several sequences in one array, so that a layer updates and attends all of them at once.
 
-Each sequence has a row, and its own length there. A mask hides what is beyond it. Sequences move into a new array in
-the second frame in a row that has the same ones. When one of them runs without the others, each takes its row out.
+Each sequence has a row, and its own length there. A mask hides what is beyond it. Sequences move into a new array when
+they run together again. When one of them runs without the others, each takes its row out, and they wait for more frames
+together before they move again: each move copies all keys and values.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ MOST_ROWS = 16
 SPARE = 1.25
 """Bound of the tokens that an array has room for, over those of its sequences, which fill `KVCache.step` more each."""
 
+MOST_WAITED = 16
+"""Most frames that the same sequences run together before they move into one array."""
+
 
 class Lengths:
     """The lengths of several sequences as arrays, which the layers of a frame share."""
@@ -36,7 +40,7 @@ class Lengths:
 
     def next_places(self, width: int) -> mx.array:
         """Return the places of the next rows of each sequence, int32 `[n, 1, width, 1]`."""
-        return (self.array[:, None] + mx.arange(width, dtype=mx.int32))[:, None, :, None]
+        return (self.array[:, None] + mx.arange(width, dtype=mx.int32)).reshape(-1, 1, width, 1)
 
     def places(self, shape: tuple[int, ...]) -> mx.array:
         """Return the places of the next rows `[n, heads, width, dim]`."""
@@ -77,6 +81,8 @@ class SlotKV(KVCache):
     """The row of this sequence in the arrays of `home`."""
     beside: Slots | None = None
     """The sequences beside which this one ran in the last frame, if there were any."""
+    waits = 1
+    """Frames beside the same sequences before they move into one array."""
 
     @property
     def keys(self) -> mx.array | None:
@@ -129,6 +135,7 @@ class Slots:
     def __init__(self, caches: Sequence[SlotKV]) -> None:
         self._members = [ref(cache) for cache in caches]
         self.is_filled = False
+        self.frames = 0
 
     @property
     def caches(self) -> list[SlotKV]:
@@ -159,6 +166,7 @@ class Slots:
         for cache in self.caches:
             keys, values = map(mx.contiguous, cache.keys_and_values())
             cache.home = cache.beside = None
+            cache.waits = min(2 * cache.waits, MOST_WAITED)
             cache.keys, cache.values = keys, values
             # A sequence that does not run now keeps no view of the shared arrays.
             mx.async_eval(keys, values)
@@ -202,14 +210,17 @@ def _with_room(array: mx.array, tokens: int) -> mx.array:
 
 def shared_slots(caches: Sequence[SlotKV], frame: FrameLengths) -> Slots | None:
     """Return the group of `caches` if they run in one array in `frame`, None where each runs on its own."""
-    found, home = caches[0].beside, caches[0].home
+    found = caches[0].beside
     if found is None or not found.has(caches):
-        found = Slots(caches)
+        found, home = Slots(caches), caches[0].home
         for cache in caches:
             cache.beside = found
         # Those that stay where others ended move at once.
-        if home is None or home.caches != [*caches]:
-            return None
+        found.frames = MOST_WAITED if home is not None and home.caches == [*caches] else 0
+    else:
+        found.frames += 1
+    if not found.is_filled and found.frames < max(cache.waits for cache in caches):
+        return None
     lengths = frame.of(caches).lengths
     total, longest = sum(lengths), len(lengths) * max(lengths)
     fits = longest <= max(SPARE * total, total + len(lengths) * KVCache.step)
@@ -219,6 +230,12 @@ def shared_slots(caches: Sequence[SlotKV], frame: FrameLengths) -> Slots | None:
         found.move_in(caches)
     found.frame = frame
     return found
+
+
+def compile_kernels(dtype: mx.Dtype) -> None:
+    """Let the device compile the kernel that appends rows, which takes seconds on CUDA."""
+    row = mx.zeros((2, 1, 1, 1), dtype)
+    mx.eval(mx.put_along_axis(row, Lengths((0, 0)).places(row.shape), row, axis=2))
 
 
 def slotted(cache: Any) -> Any:
