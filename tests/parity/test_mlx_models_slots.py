@@ -131,7 +131,32 @@ def test_who_leaves_keeps_no_array_of_others(pair: Pair, stack: Stack) -> None:
 def test_sequences_of_very_different_lengths_stay_apart(pair: Pair, stack: Stack) -> None:
     """A long sequence beside short ones would need room for as many tokens in each row."""
     stack_of = started(stack, pair, [9, 4, 3])
-    stack.logits(stack_of[:1], [[1] * 1500])
+    stack.logits(stack_of[:1], [[1] * 700])
     for _ in range(3):
         stack.logits(stack_of, [[1]] * 3)
     assert not any(part.home for sequence in stack_of for part in parts(sequence))
+
+
+def test_those_that_stay_move_at_once(pair: Pair, stack: Stack) -> None:
+    """When a sequence ends, the others keep one array, without its row."""
+    sequences = started(stack, pair, [9, 4, 7])
+    for _ in range(2):
+        stack.logits(sequences, [[1]] * 3)
+    del sequences[1]
+    stack.logits(sequences, [[1]] * 2)
+    assert in_one_array(sequences)
+    assert all(array.shape[0] == 2 for part in parts(sequences[0]) for array in part.arrays())
+
+
+def test_sequences_that_part_wait_longer(pair: Pair, stack: Stack) -> None:
+    """Each move copies all keys and values, so those that part each second frame seldom move."""
+    sequences = started(stack, pair, [9, 4])
+    moved = []
+    for _ in range(3):
+        stack.logits(sequences[:1], [[1]])
+        frames = 0
+        while not in_one_array(sequences) and frames < 9:
+            stack.logits(sequences, [[1]] * 2)
+            frames += 1
+        moved.append(frames)
+    assert moved == [2, 3, 5]
