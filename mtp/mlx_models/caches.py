@@ -73,23 +73,20 @@ class MlxLmCache(LayerCache):
 
     def __init__(self, rerun: Rerun, held: list[Any]) -> None:
         self.rerun, self.held = rerun, held
+        self.trims = all(map(is_trimmed, held))
+        """True if a rejection only removes tokens."""
         self.length = 0
         """Tokens that the layer has seen."""
         self._tapes: list[tuple[list[Any], mx.array] | None] = []
         """For each open window the caches before it and the rows of the layer, None where trimming is enough."""
 
     @property
-    def trims(self) -> bool:
-        """True if a rejection only removes tokens."""
-        return all(is_trimmed(cache) for cache in self.held)
-
-    @property
     def appends(self) -> bool:  # type: ignore[override]
         return bool(self.held) and self.trims
 
-    def open_window(self, rows: mx.array) -> None:
-        """Prepare for the cut of a window whose `rows [w, hidden]` run next."""
-        self._tapes.append(None if self.trims else ([own_copy(cache, _another) for cache in self.held], rows))
+    def open_window(self, rows: mx.array, sequence: int) -> None:
+        """Prepare for the cut of a window whose rows run next: those of a `sequence` in `rows [n, w, hidden]`."""
+        self._tapes.append(None if self.trims else ([own_copy(cache, _another) for cache in self.held], rows[sequence]))
 
     def apply_commit(self, whole: int, cut: int | None, trim: int) -> None:
         if cut is None:

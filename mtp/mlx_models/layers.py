@@ -166,19 +166,24 @@ class MlxLmLayer(Layer):
         stay_open: Sequence[bool] = (),
         holes: Sequence[Hole] = (),
     ) -> mx.array:
+        groups = self.span.groups
         outputs: list[mx.array | None] = [None] * len(widths)
-        is_first = self.index == 0
-        for group in self.span.groups:
-            rows = group.hidden
-            if not is_first:
+        for group in groups:
+            if self.index == 0:
+                rows = group.hidden
+            elif x.ndim == 3:
+                rows = x
+            else:
                 rows = _rows_of(x, group.rows).reshape(len(group.sequences), group.width, -1)
             for place, number in enumerate(group.sequences):
+                cache = caches[number]
                 if stay_open and stay_open[number]:
-                    caches[number].open_window(rows[place])
-                caches[number].length += group.width
+                    cache.open_window(rows, place)
+                cache.length += group.width
             y = self.span.skeleton.run(self.index, rows, group.calls[self.index])
-            if len(self.span.groups) == 1:
-                return mx.reshape(y, (-1, y.shape[-1]))
+            if len(groups) == 1:
+                # Each reshape of a layer takes the host some microseconds, so layers keep the model's own form.
+                return mx.reshape(y, (-1, y.shape[-1])) if self is self.span.layers[-1] else y
             for place, number in enumerate(group.sequences):
                 outputs[number] = y[place]
         return mx.concatenate([output for output in outputs if output is not None])
