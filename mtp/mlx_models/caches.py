@@ -15,6 +15,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from mtp.layers.layer import CutAxis, LayerCache
+from mtp.mlx_models.slots import FrameLengths, SlotKV, shared_slots
 from proto.errors import ProtocolError
 
 Rerun = Callable[[mx.array, Sequence[Any], int], object]
@@ -32,7 +33,7 @@ def is_trimmed(cache: Any) -> bool:
     """Return whether the tokens of `cache` can be removed from its end, and only add to its state."""
     if type(cache) is CacheList:
         return all(is_trimmed(one) for one in cache.caches)
-    return type(cache) is KVCache
+    return type(cache) in (KVCache, SlotKV)
 
 
 def _parts(cache: Any) -> list[Any]:
@@ -72,23 +73,20 @@ class MlxLmCache(LayerCache):
 
     def __init__(self, rerun: Rerun, held: list[Any]) -> None:
         self.rerun, self.held = rerun, held
+        self.trims = all(map(is_trimmed, held))
+        """True if a rejection only removes tokens."""
         self.length = 0
         """Tokens that the layer has seen."""
         self._tapes: list[tuple[list[Any], mx.array] | None] = []
         """For each open window the caches before it and the rows of the layer, None where trimming is enough."""
 
     @property
-    def trims(self) -> bool:
-        """True if a rejection only removes tokens."""
-        return all(is_trimmed(cache) for cache in self.held)
-
-    @property
     def appends(self) -> bool:  # type: ignore[override]
         return bool(self.held) and self.trims
 
-    def open_window(self, rows: mx.array) -> None:
-        """Prepare for the cut of a window whose `rows [w, hidden]` run next."""
-        self._tapes.append(None if self.trims else ([own_copy(cache, _another) for cache in self.held], rows))
+    def open_window(self, rows: mx.array, sequence: int) -> None:
+        """Prepare for the cut of a window whose rows run next: those of a `sequence` in `rows [n, w, hidden]`."""
+        self._tapes.append(None if self.trims else ([own_copy(cache, _another) for cache in self.held], rows[sequence]))
 
     def apply_commit(self, whole: int, cut: int | None, trim: int) -> None:
         if cut is None:
@@ -122,8 +120,12 @@ class MlxLmCache(LayerCache):
 
     def copied_nbytes(self, rows: int) -> int:
         # Keys and values are written in place. Recurrent states are new arrays anyway.
-        parts = [part for cache in self.held for part in _parts(cache) if hasattr(part, "keys")]
-        return sum(array.nbytes for part in parts for array in (part.keys, part.values) if isinstance(array, mx.array))
+        parts = [part for cache in self.held for part in _parts(cache)]
+        return sum(_nbytes(part) for part in parts if isinstance(part, SlotKV) or hasattr(part, "keys"))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_nbytes(part) for cache in self.held for part in _parts(cache))
 
     def arrays(self) -> list[mx.array]:
         return [array for cache in self.held for array in arrays_of(cache)]
@@ -182,17 +184,27 @@ def _fitted(cache: Any) -> Any:
         found = copy(cache)
         found.caches = tuple(_fitted(one) for one in cache.caches)
         return found
-    if type(cache) is not KVCache or cache.keys is None:
+    if type(cache) not in (KVCache, SlotKV) or cache.empty():
         return cache
-    fitted = copy(cache)
+    fitted = type(cache)()
     fitted.keys, fitted.values = cache.keys_and_values()
+    fitted.offset = cache.offset
     return fitted
 
 
 def arrays_of(cache: Any) -> list[mx.array]:
     """Return the arrays of a cache."""
-    found = [value for part in _parts(cache) for value in vars(part).values()]
+    if type(cache) is SlotKV:
+        return cache.arrays()
+    if type(cache) is CacheList:
+        return [array for part in cache.caches for array in arrays_of(part)]
+    found = list(vars(cache).values())
     return [array for array in dict(tree_flatten(found)).values() if isinstance(array, mx.array)]
+
+
+def _nbytes(part: Any) -> int:
+    """Return the bytes of a cache that is no list."""
+    return part.nbytes if type(part) is SlotKV else sum(array.nbytes for array in arrays_of(part))
 
 
 def _fill(parts: Sequence[KVCache], states: Sequence[Sequence[mx.array]], length: int) -> None:
@@ -283,25 +295,34 @@ class RaggedArrays(ArraysCache):
 class RaggedList:
     """The lists of caches of several sequences."""
 
-    def __init__(self, caches: Sequence[CacheList]) -> None:
-        self.caches = [together(group) for group in zip(*(cache.caches for cache in caches), strict=True)]
+    def __init__(self, caches: Sequence[CacheList], frame: FrameLengths) -> None:
+        self.caches = [
+            together(group, frame) for group in map(list, zip(*(cache.caches for cache in caches), strict=True))
+        ]
 
     def __getitem__(self, index: int) -> Any:
         return self.caches[index]
 
 
-def together(caches: Sequence[Any]) -> Any:
-    """Return the caches of several sequences as the one that a layer takes. Raises TypeError for other kinds."""
+def together(caches: Sequence[Any], frame: FrameLengths) -> Any:
+    """Return the caches of sequences as the one that a layer takes in `frame`. Raises TypeError for other kinds."""
     if len(caches) == 1:
         return caches[0]
     kind = type(caches[0])
-    if kind in (KVCache, RotatingKVCache):
+    if kind is SlotKV and (slots := shared_slots(caches, frame)) is not None:
+        return slots
+    if kind in (KVCache, RotatingKVCache, SlotKV):
         return RaggedKV(caches)
     if kind is ArraysCache:
         return RaggedArrays(caches)
     if kind is CacheList:
-        return RaggedList(caches)
+        return RaggedList(caches, frame)
     raise TypeError(f"{kind.__name__} has no form for several sequences")
+
+
+def is_ragged(cache: Any) -> bool:
+    """Return whether a cache gives a layer the keys and values of each sequence apart."""
+    return any(map(is_ragged, cache.caches)) if type(cache) is RaggedList else type(cache) is RaggedKV
 
 
 def attend(queries: mx.array, keys: Any, values: Any, cache: Any, *args: Any, **kwargs: Any) -> mx.array:

@@ -12,8 +12,9 @@ from mlx_lm.models.cache import KVCache
 
 from mtp.layers.exact import ExactProducts
 from mtp.layers.layer import Hole, KVFormat, Layer, LayerCache
-from mtp.mlx_models.caches import MlxLmCache, after, let_ragged, together
+from mtp.mlx_models.caches import MlxLmCache, after, is_ragged, is_trimmed, let_ragged, together
 from mtp.mlx_models.skeleton import Call, Skeleton, attention_modules, module_name
+from mtp.mlx_models.slots import FrameLengths, compile_kernels, slotted
 from mtp.mlx_models.structure import LayerStructure, ModelStructure
 from mtp.mlx_models.tested_types import TypeResult, known_results
 from proto.errors import UsageError
@@ -38,6 +39,11 @@ class MlxLmSpan:
     stage of its kind in its place, or an empty one where only other stages have this kind.
     """
 
+    together: bool
+    """True if sequences of different lengths may run together."""
+    slots: bool
+    """True if they may with the keys and values of all of them in one array."""
+
     def __init__(self, skeleton: Skeleton, plan: ModelStructure, span: Span, dtype: mx.Dtype) -> None:
         self.skeleton, self.plan, self.span, self.dtype = skeleton, plan, span, dtype
         let_ragged(attention_modules(skeleton.model))
@@ -48,17 +54,22 @@ class MlxLmSpan:
         self.layers = [MlxLmLayer(self, index, plan.layers[index]) for index in span]
         self.groups: list[_Group] = []
         tested = known_results().get(module_name(plan.model_type), TypeResult())
-        self.batches = tested.together and self.can_batch()
+        self.together, self.slots = tested.together, tested.slots
+        if not self.can_batch():
+            self.together = self.slots = False
+        if self.slots:
+            compile_kernels(dtype)
 
     def can_batch(self) -> bool:
-        """Return whether sequences of different lengths run together. Nothing is computed."""
+        """Return whether sequences run together as `together` and `slots` say. Nothing is computed."""
+        if not (self.together or self.slots):
+            return False
         caches = [[layer.new_cache(KVFormat()) for layer in self.layers] for _ in range(2)]
         try:
             for rows, tokens in ((slice(0, 1), 3), (slice(1, 2), 2), (slice(0, 2), 1), (slice(0, 2), 2)):
                 x = mx.zeros((len(caches[rows]) * tokens, self.plan.hidden), self.dtype)
                 if self.span.start == 0:
                     x = mx.zeros((x.shape[0], 1), mx.uint32)
-                self.batches = True
                 self.enter(x, caches[rows], [tokens] * len(caches[rows]))
                 for number, layer in enumerate(self.layers):
                     x = layer.forward(x, [own[number] for own in caches[rows]], [tokens] * len(caches[rows]))
@@ -69,23 +80,28 @@ class MlxLmSpan:
     def enter(self, x: mx.array, sequences: Sequence[Sequence[MlxLmCache]], widths: Sequence[int]) -> None:
         """Ask the model for the calls of its layers. `sequences` have the caches of all layers of the stage."""
         self.groups = []
-        for members in self._together(sequences, widths):
-            ends = list(accumulate(widths))
+        ends = list(accumulate(widths))
+        for members, places in self._together(sequences, widths):
             rows = [slice(ends[i] - widths[i], ends[i]) for i in members]
             width = widths[members[0]]
-            entry = self.skeleton.enter(self._tokens(x, rows, width), self._places([sequences[i] for i in members]))
+            entry = self.skeleton.enter(self._tokens(x, rows, width), places)
             self.groups.append(_Group(members, rows, width, entry.hidden, entry.calls))
 
-    def _together(self, sequences: Sequence[Sequence[MlxLmCache]], widths: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the numbers of sequences that run together: of one width, and all new or none."""
-        if not self.batches:
-            yield from ([number] for number in range(len(widths)))
-            return
+    def _together(
+        self, sequences: Sequence[Sequence[MlxLmCache]], widths: Sequence[int]
+    ) -> Iterator[tuple[list[int], list[Any]]]:
+        """Yield the numbers of sequences that run together and their caches: of one width, and all new or none."""
         found: dict[tuple[int, bool], list[int]] = {}
         for number, (caches, width) in enumerate(zip(sequences, widths, strict=True)):
             is_new = all(held.empty() for cache in caches for held in cache.held)
             found.setdefault((width, is_new), []).append(number)
-        yield from found.values()
+        for (width, _), members in found.items():
+            if self.together or self.slots:
+                places = self._places([sequences[i] for i in members], width)
+                if self.together or len(members) == 1 or not any(map(is_ragged, places)):
+                    yield members, places
+                    continue
+            yield from (([number], self._places([sequences[number]], width)) for number in members)
 
     def _tokens(self, x: mx.array, rows: Sequence[slice], width: int) -> mx.array:
         """Return the tokens `[n, w]` of the first stage, any others where the rows of `x` are hidden states."""
@@ -93,19 +109,20 @@ class MlxLmSpan:
             return mx.zeros((len(rows), width), mx.int32)
         return _rows_of(x, rows)[:, 0].reshape(len(rows), width)
 
-    def _places(self, sequences: Sequence[Sequence[MlxLmCache]]) -> list[Any]:
+    def _places(self, sequences: Sequence[Sequence[MlxLmCache]], width: int) -> list[Any]:
         """Return a cache for each place of the model."""
         own: dict[int, Any] = {}
+        frame = FrameLengths(width)
         for number, layer in enumerate(self.layers):
             for index, place in enumerate(layer.plan.places):
-                own[place] = together([caches[number].held[index] for caches in sequences])
+                own[place] = together([caches[number].held[index] for caches in sequences], frame)
         return self._filled(own, [caches[0].length for caches in sequences])
 
     def _filled(self, own: dict[int, Any], lengths: Sequence[int]) -> list[Any]:
         """Return the caches `own` by their places, and one for each other place, after `lengths` tokens."""
         kinds = {self.plan.kinds[place]: cache for place, cache in reversed(own.items())}
-        others = {kind: together([after(length) for length in lengths]) for kind in self._positions - kinds.keys()}
-        kinds = others | kinds
+        for kind in self._positions - kinds.keys():
+            kinds[kind] = together([after(length) for length in lengths], FrameLengths(0))
         return [own.get(place, kinds.get(kind, self.empty[place])) for place, kind in enumerate(self.plan.kinds)]
 
     def run_again(self, layer: MlxLmLayer, rows: mx.array, held: Sequence[Any], length: int) -> None:
@@ -127,9 +144,10 @@ class MlxLmLayer(Layer):
 
     def new_cache(self, kv_format: KVFormat) -> MlxLmCache:
         fresh = self.span.skeleton.new_caches()
-        return MlxLmCache(
-            lambda rows, *state: self.span.run_again(self, rows, *state), [fresh[place] for place in self.plan.places]
-        )
+        held = [fresh[place] for place in self.plan.places]
+        if self.span.slots and all(map(is_trimmed, held)):
+            held = list(map(slotted, held))
+        return MlxLmCache(lambda rows, *state: self.span.run_again(self, rows, *state), held)
 
     def share(self, communicator: Any) -> None:
         """Do nothing: a group is refused before."""
@@ -148,19 +166,24 @@ class MlxLmLayer(Layer):
         stay_open: Sequence[bool] = (),
         holes: Sequence[Hole] = (),
     ) -> mx.array:
+        groups = self.span.groups
         outputs: list[mx.array | None] = [None] * len(widths)
-        is_first = self.index == 0
-        for group in self.span.groups:
-            rows = group.hidden
-            if not is_first:
+        for group in groups:
+            if self.index == 0:
+                rows = group.hidden
+            elif x.ndim == 3:
+                rows = x
+            else:
                 rows = _rows_of(x, group.rows).reshape(len(group.sequences), group.width, -1)
             for place, number in enumerate(group.sequences):
+                cache = caches[number]
                 if stay_open and stay_open[number]:
-                    caches[number].open_window(rows[place])
-                caches[number].length += group.width
+                    cache.open_window(rows, place)
+                cache.length += group.width
             y = self.span.skeleton.run(self.index, rows, group.calls[self.index])
-            if len(self.span.groups) == 1:
-                return mx.reshape(y, (-1, y.shape[-1]))
+            if len(groups) == 1:
+                # Each reshape of a layer takes the host some microseconds, so layers keep the model's own form.
+                return mx.reshape(y, (-1, y.shape[-1])) if self is self.span.layers[-1] else y
             for place, number in enumerate(group.sequences):
                 outputs[number] = y[place]
         return mx.concatenate([output for output in outputs if output is not None])

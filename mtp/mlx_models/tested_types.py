@@ -19,10 +19,12 @@ class TypeResult:
     """The result for a model type. With a `refused` reason it is not served.
 
     `together` is true if sequences of different lengths may run together, and give the same as each alone.
+    `slots` is true if they do with the keys and values of all of them in one array.
     """
 
     refused: str = ""
     together: bool = False
+    slots: bool = False
 
 
 @cache

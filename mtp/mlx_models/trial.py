@@ -75,14 +75,14 @@ class Pair:
         mx.eval(found)
         return found
 
-    def spans(self, cuts: Sequence[int], *, batches: bool = False) -> Stack:
+    def spans(self, cuts: Sequence[int], *, together: bool = False, slots: bool = False) -> Stack:
         """Return the model over spans that end at `cuts`."""
         spans = []
         for start, end in pairwise([0, *cuts, len(self.plan.layers)]):
             skeleton = Skeleton(self.config)
             skeleton.model.load_weights(list(self.weights))
             span = MlxLmSpan(skeleton, self.plan, Span(start, end), mx.float32)
-            span.batches = batches and span.can_batch()
+            span.together, span.slots = together, slots
             spans.append(span)
         return Stack(spans)
 
@@ -236,13 +236,6 @@ def _integers(config: Text) -> Iterator[tuple[str, int]]:
             yield from _integers(value)
         elif type(value) is int and value > 1:
             yield name, value
-
-
-def _fewer(name: str, value: Any, layers: int, count: int) -> Any:
-    """Return the number of layers, or a list with an entry for each, for the first `count` of `layers`."""
-    if isinstance(value, list | str) and len(value) == layers and (isinstance(value, list) or "pattern" in name):
-        return value[:count]
-    return count if type(value) is int and value == layers and "layer" in name else value
 
 
 def _layer_kinds(plan: ModelStructure) -> list[tuple[Any, ...]]:

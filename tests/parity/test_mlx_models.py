@@ -2,8 +2,8 @@
 
 `python -m tests.parity.test_mlx_models` writes the results to `mtp/mlx_models/tested_types.json`, which decides over
 the types that are served. A type is compared in fp32 with tiny random weights: over one, two and three spans to the
-bit, with windows that are accepted, cut and dropped, with two sequences of different lengths together, and with copies
-and backups.
+bit, with windows that are accepted, cut and dropped, with two sequences of different lengths together, also in one
+array, and with copies and backups.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def restored(stack: Stack, sequence: Sequence_, length: int) -> Sequence_:
     return found
 
 
-def windows_differ(pair: Pair, *, batches: bool) -> bool:
+def windows_differ(pair: Pair, **ways: bool) -> bool:
     """Return whether the logits after windows, copies and backups of two sequences differ from mlx-lm's."""
-    stack = pair.spans([len(pair.plan.layers) // 2], batches=batches)
+    stack = pair.spans([len(pair.plan.layers) // 2], **ways)
     both, nexts, expected = run_windows(pair, stack)
     copies = [[[cache.copy() for cache in own] for own in sequence] for sequence in both]
     backups = [restored(stack, sequence, sequence[0][0].length) for sequence in both]
@@ -65,10 +65,15 @@ def result_of(model_type: str) -> TypeResult:
     count = len(pair.plan.layers)
     if any(spans_differ(pair, cuts) for cuts in ([], [count // 2], [1], [count - 1], [1, count - 1])):
         return TypeResult("its logits over two machines differ from mlx-lm's")
-    if windows_differ(pair, batches=False):
+    if windows_differ(pair):
         return TypeResult("its logits after a rejected draft differ from mlx-lm's")
-    can_batch = pair.spans([count // 2], batches=True).spans[0].batches
-    return TypeResult(together=can_batch and not windows_differ(pair, batches=True))
+    return TypeResult("", runs_together(pair, together=True), runs_together(pair, slots=True))
+
+
+def runs_together(pair: Pair, **ways: bool) -> bool:
+    """Return whether sequences run together in one of the `ways`, and give the same as each alone."""
+    spans = pair.spans([len(pair.plan.layers) // 2], **ways).spans
+    return all(span.can_batch() for span in spans) and not windows_differ(pair, **ways)
 
 
 USUAL = ("llama", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3", "lfm2", "mamba2", "gemma3_text", "nemotron_h")

@@ -97,9 +97,7 @@ class FrameEngine(StageState):
         x = plain = None
         if runs:
             x = self.stage.forward(self._rows(frame, segments), runs)
-            # Sequences that run together may share arrays.
-            shared = {id(array): array for sequence, _ in runs for array in sequence.arrays()}
-            states = list(shared.values())
+            states = [array for sequence, _ in runs for array in sequence.arrays()]
             if self.verifier is not None:
                 verdict = self.verifier.begin_verdict(x, runs, states, stamps)
             else:

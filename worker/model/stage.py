@@ -111,7 +111,8 @@ class StageForward:
         self.modules.layers[0].enter(x, [sequence.layers for sequence, _ in runs], widths)
         for index, layer in enumerate(self.modules.layers):
             caches = [sequence.layers[index] for sequence, _ in runs]
-            x = layer.forward(x, caches, widths, stay_open).astype(self.dtype)
+            x = layer.forward(x, caches, widths, stay_open)
+            x = x if x.dtype == self.dtype else x.astype(self.dtype)
             if index < EVALUATED_FIRST or (index + 1) % self._cadence == 0:
                 mx.async_eval(x)
         return x
