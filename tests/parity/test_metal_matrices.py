@@ -219,6 +219,7 @@ WRONG = {
         "different things",
     ),
     "an address that differs": ("simdgroup_load(tile, a + thread_index_in_simdgroup / 16);", "different arguments"),
+    "a target that differs": ("simdgroup_store(tile, y + thread_index_in_simdgroup / 16);", "different arguments"),
     "a stride that differs": (f"simdgroup_load(tile, a, {HALF} ? 8 : 7);", "different arguments"),
     "an origin of a transposed matrix": ("simdgroup_load(tile, a, 8, ulong2(1, 0), true);", "not specified"),
     "too much memory": ("threadgroup float big[8193]; big[0] = a[0];", "more than 32 KB"),

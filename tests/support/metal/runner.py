@@ -1,8 +1,8 @@
 """A replacement of `mx.fast.metal_kernel` on a machine without Metal.
 
 MLX writes the Metal source, g++ compiles it with `metal_stdlib.h`, and the CPU runs it. The arrays of a call are
-evaluated, so a kernel cannot be part of a compiled function. Not seen are the order of `simd_sum`, contraction to
-fused operations, the use of registers, and speed.
+evaluated, so a kernel cannot be part of a compiled function. Not seen are the order of `simd_sum` and of the sums of
+matrix products, contraction to fused operations, the use of registers, and speed.
 """
 
 from __future__ import annotations
