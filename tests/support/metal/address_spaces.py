@@ -12,6 +12,8 @@ import clang.cindex as clang
 
 from tests.support.metal.metal_source import SHARED_ARRAY, MetalSource
 
+_VECTORS = [(kind, size) for kind in "float half int uint short ushort uchar ulong".split() for size in (2, 3, 4)]
+
 PRELUDE = """
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 #define device __global
@@ -25,10 +27,10 @@ typedef unsigned int uint32_t;
 typedef int int32_t;
 typedef long int64_t;
 typedef unsigned long uint64_t;
+typedef unsigned char uchar;
+typedef unsigned long ulong;
 typedef half float16_t;
-typedef uint uint2 __attribute__((ext_vector_type(2)));
-typedef uint uint3 __attribute__((ext_vector_type(3)));
-typedef float float4 __attribute__((ext_vector_type(4)));
+VECTORS
 struct bfloat {
   ushort bits;
   bfloat() = default;
@@ -38,29 +40,66 @@ struct bfloat {
   operator float() const __local;
   operator float() const __constant;
   bfloat(const __global bfloat& other);
+  bfloat(const thread bfloat& other);
+  thread bfloat& operator=(bfloat other) thread;
   __global bfloat& operator=(bfloat other) __global;
   __local bfloat& operator=(bfloat other) __local;
 };
 typedef bfloat bfloat16_t;
+template <typename T> struct two { typedef T type __attribute__((ext_vector_type(2))); };
+template <> struct two<bfloat> {
+  struct type { bfloat x, y; thread bfloat& operator[](int) thread; };
+};
+template <typename T, int Cols, int Rows> struct simdgroup_matrix {
+  simdgroup_matrix() = default;
+  explicit simdgroup_matrix(T diagonal);
+  thread typename two<T>::type& thread_elements() thread;
+};
+typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
+typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
+typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
+template <typename T, int Cols, int Rows = Cols> simdgroup_matrix<T, Cols, Rows> make_filled_simdgroup_matrix(T);
+#define MATRIX simdgroup_matrix<T, C, R>
+#define PLACES ulong per_row = C, ulong2 origin = 0, bool transposes = false
+template <typename T, int C, int R> void simdgroup_load(thread MATRIX& d, const __local T* source, PLACES);
+template <typename T, int C, int R> void simdgroup_load(thread MATRIX& d, const device T* source, PLACES);
+template <typename T, int C, int R> void simdgroup_store(MATRIX a, __local T* target, PLACES);
+template <typename T, int C, int R> void simdgroup_store(MATRIX a, device T* target, PLACES);
+template <typename D, typename A, typename B> void simdgroup_multiply(thread D& d, thread A& a, thread B& b);
+template <typename D, typename A, typename B, typename C>
+void simdgroup_multiply_accumulate(thread D& d, thread A& a, thread B& b, thread C& c);
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 void threadgroup_barrier(mem_flags);
 void simdgroup_barrier(mem_flags);
-float simd_sum(float);
-float simd_shuffle_xor(float, ushort);
-int simd_shuffle_xor(int, ushort);
-template <typename To> To as_type(uint);
+template <typename T> T simd_sum(T);
+template <typename T> T simd_max(T);
+template <typename T> T simd_min(T);
+template <typename T> T simd_shuffle_xor(T, ushort);
+template <typename T> T simd_shuffle(T, ushort);
+template <typename T> T simd_shuffle_up(T, ushort);
+template <typename T> T simd_shuffle_down(T, ushort);
+template <typename T> T simd_broadcast(T, ushort);
+template <typename To, typename From> To as_type(From);
 float exp(float);
+float exp2(float);
+float abs(float);
 float log(float);
 float log1p(float);
 float rsqrt(float);
 float sincos(float, thread float&);
 float fma(float, float, float);
-int min(int, int);
-int max(int, int);
+template <typename T> T min(T, T);
+template <typename T> T max(T, T);
+template <typename T> T clamp(T, T, T);
 """
 """The names of Metal that kernels use, in C++ for OpenCL."""
+_TYPEDEFS = [f"typedef {kind} {kind}{size} __attribute__((ext_vector_type({size})));" for kind, size in _VECTORS]
+PRELUDE = PRELUDE.replace("VECTORS", "\n".join(_TYPEDEFS))
 
-ARGUMENTS = ["-x", "cl", "-cl-std=clc++2021", "-cl-no-stdinc", "-target", "spir64-unknown-unknown"]
+_VECTOR_CALL = re.compile(rf"\b({'|'.join(f'{kind}{size}' for kind, size in _VECTORS)})\(")
+"""A vector made of its elements, which has other parentheses in OpenCL."""
+
+ARGUMENTS = "-x cl -cl-std=clc++2021 -cl-no-stdinc -target spir64-unknown-unknown -Wno-c++11-narrowing".split()
 
 
 class AddressSpaceError(TypeError):
@@ -73,6 +112,7 @@ def check_address_spaces(source: MetalSource) -> None:
     # Outside a kernel function clang allows no memory of a threadgroup, and a template is no kernel function.
     body = SHARED_ARRAY.sub(r"__local \g<type> (&\g<name>)\g<size> = *(__local \g<type> (*)\g<size>)0;", body)
     body = re.sub(r"\bthreadgroup\b", "__local", re.sub(r"\bconstant\b", "__constant", body))
+    body = _VECTOR_CALL.sub(r"(\1)(", body)
     instance = source.instance()
     if "<" in instance:
         body += f"\ntemplate decltype({instance}) {instance};\n"

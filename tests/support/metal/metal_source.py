@@ -16,6 +16,9 @@ ATTRIBUTES = {
     "thread_index_in_simdgroup": "f.lane",
     "simdgroup_index_in_threadgroup": "f.simdgroup",
     "threads_per_threadgroup": "SIZE",
+    "threads_per_grid": "GRID",
+    "threads_per_simdgroup": "32",
+    "simdgroups_per_threadgroup": "(SIZE.x * SIZE.y * SIZE.z + 31) / 32",
     "threadgroup_position_in_grid": ("uint3{f.in_grid.x / SIZE.x, f.in_grid.y / SIZE.y, f.in_grid.z / SIZE.z}"),
 }
 """The attributes of a kernel's parameters, as expressions of a fiber `f`."""
@@ -71,6 +74,10 @@ class MetalSource:
         found = [_PARAMETER.match(p.strip()) for p in head[2].split(",\n")]
         return [match for match in found if match is not None]
 
+    def buffers(self) -> list[str]:
+        """Return the names of the kernel's buffers, in order."""
+        return [found["name"] for found in self.parameters() if found["attribute"] == "buffer"]
+
     def instance(self) -> str:
         """Return the kernel's name, with the arguments of its template."""
         instance, head = _INSTANCE.search(self.text), _KERNEL.search(self.text)
@@ -94,12 +101,14 @@ class MetalSource:
         body = re.sub(r"\bthreadgroup\b", "", re.sub(r"\[\[[^\]]*\]\]", "", body))
         return f"""#include "metal_stdlib.h"
 static void** BUFFERS;
-static uint3 SIZE;
+static uint3 GRID, SIZE;
 {body}
 static void run_thread(const gpu::Fiber& f) {{ {self.instance()}({", ".join(arguments)}); }}
-extern "C" const char* run(void** buffers, const uint* grid, const uint* size, uint64_t seed) {{
+extern "C" const char* run(void** buffers, const uint64_t* lengths, uint count, const uint* grid, const uint* size,
+                           uint64_t seed, gpu::Bytes* bytes) {{
   BUFFERS = buffers;
+  GRID = {{grid[0], grid[1], grid[2]}};
   SIZE = {{size[0], size[1], size[2]}};
-  return gpu::launch(run_thread, {{grid[0], grid[1], grid[2]}}, SIZE, seed);
+  return gpu::launch(run_thread, GRID, SIZE, seed, buffers, lengths, count, bytes);
 }}
 """

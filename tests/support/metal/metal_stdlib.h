@@ -19,6 +19,7 @@
 typedef unsigned int uint;
 typedef unsigned short ushort;
 typedef unsigned char uchar;
+typedef unsigned long ulong;
 
 // ---- types of numbers
 
@@ -51,12 +52,8 @@ inline float operator*(float a, bfloat b) { return a * float(b); }
 inline float operator*(bfloat a, float b) { return float(a) * b; }
 inline float operator-(bfloat a, float b) { return float(a) - b; }
 
-template <typename T> struct vec2 { T x, y; };
-template <typename T> struct vec3 { T x, y, z; };
-template <typename T> struct vec4 { T x, y, z, w; };
-typedef vec2<uint> uint2;
-typedef vec3<uint> uint3;
-typedef vec4<float> float4;
+#include "metal_vec.h"
+#include "metal_counts.h"
 
 // ---- fibers
 
@@ -97,11 +94,16 @@ struct Team {
   uint members = 0;
   uint turn = 0;
   const char* operation = nullptr;
+  uint line = 0;
+  uint64_t common = 0;
   std::vector<Fiber*> waiting;
-  uint64_t values[2][32];
+  char values[2][32][16];
 };
 
 constexpr size_t STACK_BYTES = 128 * 1024;
+constexpr size_t MOST_SHARED_BYTES = 32 * 1024;
+inline size_t shared_bytes;
+inline size_t most_shared_bytes;
 inline std::vector<Fiber> fibers;
 inline std::vector<Fiber*> runnable;
 inline std::vector<Team> simdgroups;
@@ -110,7 +112,6 @@ inline std::vector<void*> shared_arrays;
 inline Fiber* current;
 inline void* scheduler;
 inline uint64_t random_state;
-inline const char* error;
 inline uint ended;
 
 inline uint64_t draw(uint64_t count) {
@@ -122,9 +123,21 @@ inline uint64_t draw(uint64_t count) {
 
 inline void give_up() { fiber_switch(&current->stack_pointer, scheduler); }
 
-inline void meet(Team& team, const char* operation) {
-  if (team.waiting.empty()) team.operation = operation;
+inline void fail(const char* found) {
+  error = found;
+  give_up();
+}
+
+// Wait for the other threads of `team` at `line` of the kernel. `common` are arguments that all of them give alike.
+inline void meet(Team& team, const char* operation, uint line, uint64_t common = 0) {
+  if (team.waiting.empty()) {
+    team.operation = operation;
+    team.line = line;
+    team.common = common;
+  }
   if (strcmp(team.operation, operation)) error = "threads that wait for each other do different things";
+  else if (team.line != line) error = "threads wait for each other in different branches";
+  else if (team.common != common) error = "the lanes of a simdgroup give different arguments";
   team.waiting.push_back(current);
   if (team.waiting.size() == team.members) {
     ++team.turn;
@@ -137,13 +150,13 @@ inline void meet(Team& team, const char* operation) {
 inline Team& own_simdgroup() { return simdgroups[current->simdgroup]; }
 
 // Hand `value` to the other lanes. A lane overwrites its value two calls later, when all have read it.
-template <typename T> inline void exchange(T value, T (&lanes)[32], const char* operation) {
-  static_assert(sizeof(T) <= 8);
+template <typename T> inline void exchange(T value, T (&lanes)[32], const char* operation, uint line) {
+  static_assert(sizeof(T) <= 16);
   Team& team = own_simdgroup();
-  uint64_t* values = team.values[team.turn & 1];
-  memcpy(&values[current->lane], &value, sizeof(T));
-  meet(team, operation);
-  for (uint i = 0; i < 32; ++i) memcpy(&lanes[i], &values[i], sizeof(T));
+  char(*values)[16] = team.values[team.turn & 1];
+  memcpy(values[current->lane], &value, sizeof(T));
+  meet(team, operation, line);
+  for (uint i = 0; i < 32; ++i) memcpy(&lanes[i], values[i], sizeof(T));
 }
 
 // Memory of a threadgroup, at the place of its declaration.
@@ -151,6 +164,9 @@ inline void declare_shared(void* array, size_t bytes) {
   if (std::find(shared_arrays.begin(), shared_arrays.end(), array) != shared_arrays.end()) return;
   shared_arrays.push_back(array);
   memset(array, 0xff, bytes);
+  shared_bytes += bytes;
+  most_shared_bytes = std::max(most_shared_bytes, shared_bytes);
+  if (shared_bytes > MOST_SHARED_BYTES) fail("a threadgroup declares more than 32 KB of memory");
 }
 
 typedef void (*Kernel)(const Fiber&);
@@ -180,6 +196,8 @@ inline void run_threadgroup(uint3 origin, uint3 grid, uint3 size) {
   simdgroups.assign((size.x * size.y * size.z + 31) / 32, Team{});
   runnable.clear();
   shared_arrays.clear();
+  shared_bytes = 0;
+  ++group_number;
   ended = 0;
   uint count = 0;
   for (uint z = 0; z < size.z; ++z) for (uint y = 0; y < size.y; ++y) for (uint x = 0; x < size.x; ++x) {
@@ -205,9 +223,25 @@ inline void run_threadgroup(uint3 origin, uint3 grid, uint3 size) {
   if (!error && ended < count) error = "threads wait for others that never come";
 }
 
-inline const char* launch(Kernel body, uint3 grid, uint3 size, uint64_t seed) {
+struct Bytes {
+  uint64_t shared;  // declared by one threadgroup
+  uint64_t reads[][2];  // of each buffer: by all threads, and distinct in each threadgroup
+};
+
+inline const char* launch(Kernel body, uint3 grid, uint3 size, uint64_t seed, void** memory, const uint64_t* lengths,
+                          uint count, Bytes* bytes) {
   kernel = body;
   error = nullptr;
+  most_shared_bytes = 0;
+  group_number = 0;
+#ifdef COUNT_READS
+  std::vector<std::vector<uint>> words;
+  for (uint i = 0; i < count && i < std::size(counted); ++i) {
+    words.emplace_back(lengths[i] / 4 + 1);
+    counted[i] = {static_cast<char*>(memory[i]), lengths[i], 0, 0, words[i].data()};
+  }
+  buffers = words.size();
+#endif
   random_state = seed * 0x9e3779b97f4a7c15 | 1;
   size = {std::min(size.x, grid.x), std::min(size.y, grid.y), std::min(size.z, grid.z)};
   const uint threads = size.x * size.y * size.z;
@@ -216,6 +250,12 @@ inline const char* launch(Kernel body, uint3 grid, uint3 size, uint64_t seed) {
     for (uint y = 0; y < grid.y; y += size.y)
       for (uint x = 0; x < grid.x; x += size.x)
         if (!error) run_threadgroup({x, y, z}, grid, size);
+  bytes->shared = most_shared_bytes;
+  for (uint i = 0; i < buffers; ++i) {
+    bytes->reads[i][0] = counted[i].read;
+    bytes->reads[i][1] = counted[i].distinct;
+  }
+  buffers = 0;
   return error;
 }
 
@@ -226,22 +266,52 @@ inline const char* launch(Kernel body, uint3 grid, uint3 size, uint64_t seed) {
 namespace metal {
 
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
-inline void threadgroup_barrier(mem_flags) { gpu::meet(gpu::threadgroup_team, "threadgroup_barrier"); }
-inline void simdgroup_barrier(mem_flags) { gpu::meet(gpu::own_simdgroup(), "simdgroup_barrier"); }
+// The line of a call tells calls in different branches apart.
+#define LINE uint line = __builtin_LINE()
+inline void threadgroup_barrier(mem_flags, LINE) { gpu::meet(gpu::threadgroup_team, "threadgroup_barrier", line); }
+inline void simdgroup_barrier(mem_flags, LINE) { gpu::meet(gpu::own_simdgroup(), "simdgroup_barrier", line); }
 
-template <typename T> inline T simd_shuffle_xor(T value, ushort mask) {
+template <typename T> inline T simd_shuffle_xor(T value, ushort mask, LINE) {
   T lanes[32];
-  gpu::exchange(value, lanes, "simd_shuffle_xor");
-  return lanes[gpu::current->lane ^ mask];
+  gpu::exchange(value, lanes, "simd_shuffle_xor", line);
+  return lanes[(gpu::current->lane ^ mask) & 31];
+}
+
+template <typename T> inline T simd_shuffle(T value, ushort lane, LINE) {
+  T lanes[32];
+  gpu::exchange(value, lanes, "simd_shuffle", line);
+  return lanes[lane & 31];
+}
+
+template <typename T> inline T simd_broadcast(T value, ushort lane, LINE) { return simd_shuffle(value, lane, line); }
+
+// Lanes from which no lane takes a value keep their own.
+template <typename T> inline T simd_shuffle_down(T value, ushort delta, LINE) {
+  const uint lane = gpu::current->lane;
+  return simd_shuffle(value, lane + delta < 32 ? lane + delta : lane, line);
+}
+template <typename T> inline T simd_shuffle_up(T value, ushort delta, LINE) {
+  const uint lane = gpu::current->lane;
+  return simd_shuffle(value, lane >= delta ? lane - delta : lane, line);
+}
+
+template <typename T, typename Join> inline T simd_fold(T value, Join join, const char* operation, uint line) {
+  T lanes[32];
+  gpu::exchange(value, lanes, operation, line);
+  for (int mask = 16; mask; mask >>= 1)
+    for (int i = 0; i < mask; ++i) lanes[i] = join(lanes[i], lanes[i + mask]);
+  return lanes[0];
 }
 
 // The order of Metal's own sum is not known. Kernels whose bits matter write it as shuffles.
-template <typename T> inline T simd_sum(T value) {
-  T lanes[32];
-  gpu::exchange(value, lanes, "simd_sum");
-  for (int mask = 16; mask; mask >>= 1)
-    for (int i = 0; i < mask; ++i) lanes[i] = lanes[i] + lanes[i + mask];
-  return lanes[0];
+template <typename T> inline T simd_sum(T value, LINE) {
+  return simd_fold(value, [](T a, T b) -> T { return a + b; }, "simd_sum", line);
+}
+template <typename T> inline T simd_max(T value, LINE) {
+  return simd_fold(value, [](T a, T b) -> T { return a < b ? b : a; }, "simd_max", line);
+}
+template <typename T> inline T simd_min(T value, LINE) {
+  return simd_fold(value, [](T a, T b) -> T { return b < a ? b : a; }, "simd_min", line);
 }
 
 template <typename To, typename From> inline To as_type(From value) {
@@ -251,6 +321,8 @@ template <typename To, typename From> inline To as_type(From value) {
   return found;
 }
 inline float exp(float x) { return ::expf(x); }
+inline float exp2(float x) { return ::exp2f(x); }
+inline float abs(float x) { return ::fabsf(x); }
 inline float log(float x) { return ::logf(x); }
 inline float log1p(float x) { return ::log1pf(x); }
 inline float sqrt(float x) { return ::sqrtf(x); }
@@ -264,6 +336,8 @@ inline float sincos(float x, float& cosine) {
 inline float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
 template <typename T> inline T min(T a, T b) { return b < a ? b : a; }
 template <typename T> inline T max(T a, T b) { return a < b ? b : a; }
+template <typename T> inline T clamp(T x, T least, T most) { return min(max(x, least), most); }
 
 }  // namespace metal
 using namespace metal;
+#include "metal_simdgroup_matrix.h"

@@ -1,8 +1,8 @@
 """A replacement of `mx.fast.metal_kernel` on a machine without Metal.
 
 MLX writes the Metal source, g++ compiles it with `metal_stdlib.h`, and the CPU runs it. The arrays of a call are
-evaluated, so a kernel cannot be part of a compiled function. Not seen are the order of `simd_sum`, contraction to
-fused operations, the use of registers, and speed.
+evaluated, so a kernel cannot be part of a compiled function. Not seen are the order of `simd_sum` and of the sums of
+matrix products, contraction to fused operations, the use of registers, and speed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,38 @@ REAL_KERNEL: Callable[..., Any] = mx.fast.metal_kernel
 
 runs: Counter[str] = Counter()
 """Launches by the name of the kernel."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The resources that one launch of a kernel used.
+
+    Accesses are those of g++ after its optimization, which may be fewer than in the source.
+    """
+
+    kernel: str
+    threads: int
+    """Threads of a threadgroup."""
+    shared_bytes: int
+    """Bytes of memory that a threadgroup declares."""
+    reads: dict[str, int]
+    """Bytes read by all threads, by the name of the buffer."""
+    distinct_reads: dict[str, int]
+    """Bytes in different words that each threadgroup reads, summed over the threadgroups."""
+
+
+_counted: list[Launch] | None = None
+
+
+@contextmanager
+def count_launches() -> Iterator[list[Launch]]:
+    """Count what launches read inside the block, which makes them slower. A read outside a buffer is an error."""
+    global _counted
+    before, _counted = _counted, []
+    try:
+        yield _counted
+    finally:
+        _counted = before
 
 
 class MetalError(RuntimeError):
@@ -96,7 +130,7 @@ def metal_kernel(
             sources[key] = MetalSource.generate(real, inputs, options)
         buffers = _inputs(inputs, sources[key])
         outputs = [_Output(shape, dtype) for shape, dtype in zip(shapes, output_dtypes, strict=True)]
-        launch(sources[key], [*buffers, *(o.values for o in outputs)], grid, threadgroup)
+        launch(sources[key], [*buffers, *(o.values for o in outputs)], grid, threadgroup, name=name)
         runs[name] += 1
         return [output.array() for output in outputs]
 
@@ -113,15 +147,23 @@ def launch(
     grid: Sequence[int],
     threadgroup: Sequence[int],
     seed: int | None = None,
+    name: str = "",
 ) -> None:
     """Run a kernel over `buffers`. Raises MetalError if its threads wait for each other forever."""
     if np.prod(threadgroup) > MOST_THREADS:
         raise MetalError(f"a threadgroup of {threadgroup} has more than {MOST_THREADS} threads")
-    pointers = (ctypes.c_void_p * len(buffers))(*(b.ctypes.data for b in buffers))
+    run, count = _build(source.text, counts=_counted is not None), len(buffers)
+    pointers = (ctypes.c_void_p * count)(*(b.ctypes.data for b in buffers))
+    lengths = (ctypes.c_uint64 * count)(*(b.nbytes for b in buffers))
     sizes = [(ctypes.c_uint * 3)(*size) for size in (grid, threadgroup)]
-    error = _build(source.text)(pointers, *sizes, ctypes.c_uint64(seed or next(seeds)))
+    used = (ctypes.c_uint64 * (1 + 2 * count))()
+    error = run(pointers, lengths, count, *sizes, ctypes.c_uint64(seed or next(seeds)), used)
     if error:
         raise MetalError(f"{source.instance()}: {error.decode()}")
+    if _counted is not None:
+        names, threads = source.buffers(), int(np.prod(np.minimum(grid, threadgroup)))
+        reads, distinct = (dict(zip(names, used[first::2], strict=True)) for first in (1, 2))
+        _counted.append(Launch(name, threads, used[0], reads, distinct))
 
 
 def _inputs(inputs: Sequence[Any], source: MetalSource) -> list[np.ndarray]:
@@ -132,7 +174,7 @@ def _inputs(inputs: Sequence[Any], source: MetalSource) -> list[np.ndarray]:
             buffers.append(np.array(x, np.int32 if isinstance(x, int) else np.float32))
             continue
         plain = mx.contiguous(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
-        values = np.ascontiguousarray(np.array(plain))
+        values = _guarded(np.array(plain))
         buffers.append(values)
         if shape:
             buffers.append(np.array(x.shape, np.int32))
@@ -141,6 +183,14 @@ def _inputs(inputs: Sequence[Any], source: MetalSource) -> list[np.ndarray]:
         if ndim:
             buffers.append(np.array(x.ndim, np.int32))
     return buffers
+
+
+def _guarded(values: np.ndarray) -> np.ndarray:
+    """Return a contiguous copy of `values` between two zones, so that a read beside it is seen in a counted launch."""
+    raw = np.full(values.nbytes + 2 * GUARD, 0xFF, np.uint8)
+    copy = raw[GUARD : GUARD + values.nbytes].view(values.dtype).reshape(values.shape)
+    copy[...] = values
+    return copy
 
 
 class _Output:
@@ -162,23 +212,28 @@ class _Output:
 
 
 @cache
-def _build(text: str) -> Any:
+def _build(text: str, *, counts: bool) -> Any:
     """Return the function that launches the kernel of a Metal source, after checking its address spaces."""
     source = MetalSource(text, ())
     check_address_spaces(source)
     cpp = source.cpp()
-    parts = cpp, (HERE / "metal_stdlib.h").read_text()
+    # Without the sanitizer's library, whose functions metal_counts.h replaces.
+    extra = "-DCOUNT_READS -fsanitize=thread" if counts else ""
+    parts = cpp, extra, *(header.read_text() for header in sorted(HERE.glob("*.h")))
     library = BUILT / f"{hashlib.sha256(''.join(parts).encode()).hexdigest()[:20]}.so"
     if not library.exists():
         BUILT.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=BUILT) as folder:
-            file, made = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
+            file, unit, made = (Path(folder) / f"kernel.{kind}" for kind in ("cpp", "o", "so"))
             file.write_text(cpp)
-            flags = "-std=c++20 -O2 -ffp-contract=off -fno-strict-aliasing -w -shared -fPIC"
-            command = ["g++", *flags.split(), "-I", str(HERE), str(file), "-o", str(made)]
-            compiled = subprocess.run(command, capture_output=True, text=True, timeout=100)
-            if compiled.returncode:
-                raise MetalError(f"{source.instance()}: {compiled.stderr}")
+            flags = f"-std=c++20 -O2 -ffp-contract=off -fno-strict-aliasing -w -fPIC {extra}"
+            for command in (
+                ["g++", *flags.split(), "-I", str(HERE), "-c", str(file), "-o", str(unit)],
+                ["g++", "-shared", str(unit), "-o", str(made)],
+            ):
+                compiled = subprocess.run(command, capture_output=True, text=True, timeout=100)
+                if compiled.returncode:
+                    raise MetalError(f"{source.instance()}: {compiled.stderr}")
             made.replace(library)
     run = ctypes.CDLL(str(library)).run
     run.restype = ctypes.c_char_p
