@@ -20,7 +20,7 @@ from coordinator.cluster.served_model import WeightProvider
 from mtp.checkpoint.convert.convert import Quantization, Settings, convert
 from mtp.checkpoint.convert.foreign import open_source
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.hub.published_configs import MLX_LM_MODELS
+from mtp.checkpoint.hub.known_repos import MLX_LM_MODELS
 from mtp.layers.layer import KVFormat
 from mtp.mlx_models.family import MlxLmFamily
 from mtp.mlx_models.skeleton import make_model

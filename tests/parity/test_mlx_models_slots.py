@@ -10,13 +10,14 @@ import mlx.core as mx
 import pytest
 
 from mtp.mlx_models.slots import SlotKV
-from tests.parity.test_mlx_models import CLOSE, Pair, Sequence_, Stack, commit, difference
+from mtp.mlx_models.trial import CLOSE, Pair, Sequence_, Stack, commit, difference
+from tests.support.tiny_configs import tiny_config
 
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
     """Return a dense model."""
-    return Pair("llama")
+    return Pair(tiny_config("llama"))
 
 
 @pytest.fixture
@@ -77,7 +78,8 @@ def test_any_company_gives_the_logits_of_each_alone(pair: Pair, stack: Stack, se
         found = stack.logits([running[i] for i in members], rows, is_open=True)
         joined += len(members) > 1 and in_one_array([running[i] for i in members])
         for place, (i, count) in enumerate(zip(members, accepted, strict=True)):
-            expected = pair.logits([(0, lengths[i]), (lengths[i], lengths[i] + count)], texts[i])[1]
+            text, at = pair.texts[texts[i]], lengths[i]
+            expected = pair.logits([text[:at], text[at : at + count]])[1]
             assert difference(found[place * width : place * width + count], expected) < CLOSE
             commit(running[i], count, width)
             lengths[i] += count
