@@ -297,3 +297,16 @@ class KernelTrial:
     def is_won(self) -> bool:
         """True if the kernel is right and not slower."""
         return not self.problem and self.own <= self.mlx
+
+
+TOLERANCE = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 1e-1}
+"""Largest norm of the difference over the norm of the result. Both round to `dtype` at different places."""
+
+
+def difference(own: mx.array, replaced: mx.array, tolerance: float) -> str:
+    """Return how the results differ if they do so by more than the tolerance, or an empty string."""
+    own, replaced = own.astype(mx.float32), replaced.astype(mx.float32)
+    apart, norm = mx.linalg.norm((own - replaced).reshape(-1)), mx.linalg.norm(replaced.reshape(-1))
+    if (apart <= tolerance * norm).item():  # not for NaN
+        return ""
+    return f"its results differ by {apart.item():.2g} where their norm is {norm.item():.2g}"

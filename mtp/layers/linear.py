@@ -19,6 +19,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mtp.device import this_device
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.exact import ExactProducts
+from mtp.layers.few_rows import multiply_few
 from mtp.layers.source_kernel import MetalKernel
 from mtp.layers.stream_rows import add_and_norm
 
@@ -78,6 +79,31 @@ class Format:
         return mx.quantized_matmul(x, weight, scales, biases, transposed, self.group_size, self.bits, self.mode)
 
 
+@dataclass(frozen=True)
+class FewRowsFormat(Format):
+    """A format of which `multiply_few` multiplies the numbers of rows `few`, the first and the last, in place of MLX.
+
+    With the weights of experts these are numbers of pairs of a row and an expert.
+    """
+
+    few: tuple[int, int] = (0, 0)
+
+    @property
+    def plain(self) -> Format:
+        """MLX's format."""
+        return Format(self.bits, self.group_size, self.mode)
+
+    def multiply(self, x: mx.array, weights: Weights, *, transposed: bool = True) -> mx.array:
+        rows = x.size // x.shape[-1]
+        if not transposed or weights[0].ndim > 2 or not self.few[0] <= rows <= self.few[1]:
+            return self.plain.multiply(x, weights, transposed=transposed)
+        return multiply_few(self, x.reshape(rows, -1), weights).reshape(*x.shape[:-1], -1)
+
+
+ChooseFew = Callable[[Format, Weights], Format]
+"""A function that returns a format of weights with the rows that `multiply_few` multiplies, by trials."""
+
+
 @dataclass(frozen=True, eq=False)
 class FusedLinear:
     """Linear layers of one format, whose outputs follow each other."""
@@ -99,18 +125,23 @@ class FusedLinear:
 
     @classmethod
     def of(
-        cls, modules: Sequence[Any], order: mx.array | None = None, *, columns: Collection[mx.Dtype] = ()
+        cls,
+        modules: Sequence[Any],
+        order: mx.array | None = None,
+        *,
+        columns: Collection[mx.Dtype] = (),
+        choose_few: ChooseFew | None = None,
     ) -> FusedLinear | None:
         """Return `modules` as one, or None if they have different formats. Several modules lose their weights.
 
         `order` are the outputs in another order. The modules may be those of all experts. Dense weights of the types
-        `columns` are stored as `by_columns` does.
+        `columns` are stored as `by_columns` does. `choose_few` decides which rows `multiply_few` multiplies.
         """
         if (shared_format := Format.of(modules[0])) is None or not cls.fits(modules):
             return None
         names = [name for name in ("weight", "scales", "biases") if name in modules[0]]
         weights = tuple(_concatenated([module[name] for module in modules], order) for name in names)
-        fused = cls(shared_format, weights)
+        fused = cls(shared_format if choose_few is None else choose_few(shared_format, weights), weights)
         if shared_format == Format() and weights[0].dtype in columns and weights[0].ndim == 2:
             fused = cls.by_columns(weights[0])
         if len(modules) > 1:
@@ -138,10 +169,11 @@ class FusedLinear:
 
         MLX multiplies more than `most` rows in another order than one. The dense product stays as it is.
         """
-        if self.format.bits is None or x.shape[0] <= most:
+        if self.format.bits is None:
             return self(x)
+        plain = getattr(self.format, "plain", self.format)
         parts = mx.split(x, list(range(most, x.shape[0], most)))
-        return mx.concatenate([self(part) for part in parts])
+        return mx.concatenate([plain.multiply(part, self.weights) for part in parts])
 
     def gather(self, x: mx.array, experts: mx.array, *, is_sorted: bool = False) -> mx.array:
         """Return `x [..., 1, inputs]` times the weights of `experts [...]`, where the layers are those of experts."""
@@ -149,13 +181,16 @@ class FusedLinear:
         kind = self.format
         if kind.bits is None:
             return mx.gather_mm(x, self.weights[0].swapaxes(-1, -2), **chosen)
+        few = kind.few if isinstance(kind, FewRowsFormat) else (0, 0)
+        if is_sorted and x.ndim == 3 and x.shape[1] == 1 and few[0] <= experts.size <= few[1]:
+            return multiply_few(kind, x[:, 0], self.weights, experts)[:, None]
         weight, scales, *biases = self.weights
         chosen |= {"group_size": kind.group_size, "bits": kind.bits, "mode": kind.mode}
         return mx.gather_qmm(x, weight, scales, biases[0] if biases else None, **chosen)
 
 
 Fuse = Callable[..., FusedLinear | None]
-"""`FusedLinear.of`, perhaps with types to store by columns."""
+"""`FusedLinear.of`, perhaps with types to store by columns and the choice of rows."""
 
 
 def release(modules: Sequence[Any]) -> None:

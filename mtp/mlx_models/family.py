@@ -180,17 +180,18 @@ class MlxLmFamily(Family):
                 skeleton.replace_module(path, module)
         skeleton.model.eval()
         own = MlxLmSpan(skeleton, plan, span, _dtype_of([parts[f"layers.{layer}"] for layer in span]))
+        ends = {part: skeleton.module(path) for path, part in plan.ends}
+        unembedding = ends.get("lm_head", ends["embed"])
         if head := parts.get("mtp"):
-            ends = {part: skeleton.module(path) for path, part in plan.ends}
             head.connect(text, ends["embed"], own.dtype)
-            unembed = Unembedding(ends.get("lm_head", ends["embed"]))
+            unembed = Unembedding(unembedding)
             return StageParts(own.layers, _as_column, ends["norm"], unembed, head)
         is_last = "norm" in parts
         return StageParts(
             layers=own.layers,
             embed=_as_column if span.start == 0 else None,
             norm=_unchanged if is_last else None,
-            lm_head=Tail(skeleton) if is_last else None,
+            lm_head=Tail(skeleton, unembedding) if is_last else None,
         )
 
 

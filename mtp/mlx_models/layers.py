@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from mtp.layers.exact import ExactProducts
@@ -142,6 +143,11 @@ class MlxLmLayer(Layer):
         self.span, self.index, self.plan = span, index, plan
         self.dtype = span.dtype
 
+    @property
+    def module(self) -> nn.Module:
+        """The layer of mlx-lm."""
+        return self.span.skeleton.layers[self.index]
+
     def new_cache(self, kv_format: KVFormat) -> MlxLmCache:
         fresh = self.span.skeleton.new_caches()
         held = [fresh[place] for place in self.plan.places]
@@ -192,8 +198,9 @@ class MlxLmLayer(Layer):
 class Tail:
     """The rest of the model after its layers: the final norm and lm_head, with their factors and caps."""
 
-    def __init__(self, skeleton: Skeleton) -> None:
-        self._skeleton, self._caches = skeleton, skeleton.new_caches()
+    def __init__(self, skeleton: Skeleton, module: nn.Module | None = None) -> None:
+        """Take the rest of `skeleton`. `module` is its lm_head, or the embedding that lm_head is tied to."""
+        self._skeleton, self._caches, self.module = skeleton, skeleton.new_caches(), module
 
     def __call__(self, rows: mx.array) -> mx.array:
         """Return the logits `[rows, vocabulary]` of `rows [rows, hidden]`."""

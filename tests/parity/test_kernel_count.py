@@ -59,7 +59,7 @@ def kernels_of(arrays: Sequence[mx.array]) -> Counter[str]:
 class _EveryKernel(KernelChoice):
     """The choice of all kernels, because markers have no results that a trial could compare."""
 
-    def choose(self, *_: object) -> bool:
+    def choose(self, *_: object, **__: object) -> bool:
         """See `KernelChoice.choose`."""
         return True
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -25,6 +25,7 @@ from mtp.layers.cuda.pack import Packer
 from mtp.layers.cuda.packed_linear import FEW_ROWS
 from mtp.layers.exact import ExactProducts
 from mtp.layers.fused.fuse import Fuser
+from mtp.layers.fused.row_trials import RowTrials
 from mtp.layers.layer import KernelTrial, KVFormat
 from mtp.layers.linear import Fuse, FusedLinear
 from mtp.layers.source_kernel import HALF_TYPES, CudaKernel, MetalKernel
@@ -85,10 +86,16 @@ def choose_variants(
         wide = modules.model_bytes <= WIDENED_BYTES
         columns = () if not device.stores_columns else (mx.float32, *HALF_TYPES) if wide else (mx.float32,)
         fuse = partial(FusedLinear.of, columns=columns)
-        choose = choice.choose if device.backend == "metal" else None
+        choose = rows = None
+        if device.backend == "metal":
+            choose, rows = choice.choose, RowTrials(partial(choice.choose, quiet=True), dtype)
+            fuse = partial(FusedLinear.of, choose_few=rows.choose_few)
         fuser = Fuser(modules.config.hidden_size, dtype, choose, fuse)
         modules.replace_layers(fuser.layer, fuser.mixer)
         modules.take_kernels(MetalKernel, fuser.picks)
+        if rows is not None:
+            for module in _plain_products(modules):
+                rows.replace(module)
         if columns:
             _store_columns(modules, fuse, columns if wide else ())
     if exact:
@@ -118,6 +125,15 @@ def _pack(modules: StageModules, packer: Packer) -> None:
     if (rows := modules.draft_rows) is not None:
         is_tied = hasattr(rows.module, "as_linear")
         rows.module = packer.embedding(rows.module) if is_tied else packer.projection(rows.module)
+
+
+def _plain_products(modules: StageModules) -> Iterator[nn.Module]:
+    """Yield the modules of mlx-lm in layers, heads and the unembedding, replaced ones too."""
+    rows, last = modules.draft_rows, modules.norm is not None
+    ends = [modules.lm_head, modules.embed_tokens if last else None, modules.head, rows.module if rows else None]
+    for part in (*modules.layers, *ends):
+        root = getattr(part, "module", part)
+        yield from root.modules() if isinstance(root, nn.Module) else ()
 
 
 def _store_columns(modules: StageModules, fuse: Fuse, tied: Collection[mx.Dtype]) -> None:
@@ -152,8 +168,8 @@ def _pin(modules: StageModules, products: ExactProducts) -> None:
 FILE = "kernels.json"
 """The file of the state directory with all trials of this machine."""
 
-MOST_TRIALS = 64
-"""Trials that are kept, the newest ones: a few for each model and version."""
+MOST_TRIALS = 1024
+"""Trials that are kept, the newest ones: up to a hundred for each model and version."""
 
 
 class KernelChoice:
@@ -173,28 +189,42 @@ class KernelChoice:
         """The trials for people, empty without a trial."""
         return "; ".join(self._texts)
 
-    def choose(self, kernel: str, shapes: str, source: str, run_trial: Callable[[], KernelTrial]) -> bool:
-        """Return whether to use `kernel` of text `source` at `shapes`. With `--kernels own` its times do not count."""
+    def choose(
+        self,
+        kernel: str,
+        shapes: str,
+        source: str,
+        run_trial: Callable[[], KernelTrial | None],
+        *,
+        quiet: bool = False,
+    ) -> bool:
+        """Return whether to use `kernel` of text `source` at `shapes`. With `--kernels own` its times do not count.
+
+        A trial that returns None is made by another load. A `quiet` choice that has no problem is not reported.
+        """
         if self.mode is Kernels.mlx:
             return False
         digest = hashlib.sha256(source.encode()).hexdigest()[:12]
         # After an update of this program or of MLX, a kernel that failed or lost is tried again.
         key = f"{kernel} {digest} of {version('mtp-cluster')}, {shapes}, {Arithmetic.here()}"
         if key not in self._chosen:
-            self._chosen[key] = self._decide(kernel, key, run_trial)
+            self._chosen[key] = self._decide(kernel, key, run_trial, quiet)
         return self._chosen[key]
 
-    def _decide(self, kernel: str, key: str, run_trial: Callable[[], KernelTrial]) -> bool:
+    def _decide(self, kernel: str, key: str, run_trial: Callable[[], KernelTrial | None], quiet: bool) -> bool:
         trials = read_trials(self.file)
         trial = trials.get(key) or run_trial()
+        if trial is None:
+            return False
         if key not in trials:
             write_trials(self.file, {**trials, key: trial})
         own = trial.is_won or (self.mode is Kernels.own and not trial.problem)
         text = f"{kernel}: {describe(trial)}, {'own' if own else 'MLX'} used"
-        self._texts.append(text)
-        self.used += [kernel] if own else []
-        level = logging.WARNING if trial.problem else logging.INFO
-        log.log(level, "kernel chosen", extra={"kernel": kernel, "choice": text})
+        self.used += [kernel] if own and kernel not in self.used else []
+        if trial.problem or not quiet:
+            self._texts.append(text)
+            level = logging.WARNING if trial.problem else logging.INFO
+            log.log(level, "kernel chosen", extra={"kernel": kernel, "choice": text})
         return own
 
 

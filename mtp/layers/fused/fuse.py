@@ -19,7 +19,7 @@ from mtp.layers import gdn_windows, prepare_rows
 from mtp.layers.experts import fuse_experts, row_experts
 from mtp.layers.fused.attention import FusedAttentionLayer, PreparedAttentionLayer, fused_projections
 from mtp.layers.gdn_windows import WindowMixer
-from mtp.layers.layer import KernelTrial, KVFormat, Layer, Mixer, PlainMLP, Rows
+from mtp.layers.layer import TOLERANCE, KernelTrial, KVFormat, Layer, Mixer, PlainMLP, Rows, difference
 from mtp.layers.linear import Format, Fuse, FusedEnds, FusedLinear, FusedMLP
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.reference.gdn import GatedDelta, GDNLayer
@@ -167,9 +167,6 @@ faster, as on a machine that is busy at the start. A model has up to three trial
 INPUT = 0.03
 """Root mean square of the rows. Against larger ones, what a layer adds would be lost in their rounding."""
 
-TOLERANCE = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 1e-1}
-"""Largest norm of the difference over the norm of the result. Both round to `dtype` at different places."""
-
 
 @dataclass(frozen=True)
 class PartTrial:
@@ -194,7 +191,7 @@ def try_layer(own: Tried, replaced: Tried, hidden: int, dtype: mx.Dtype) -> Kern
             x = mx.random.normal((sequences * tokens, hidden), scale=INPUT, key=mx.random.key(5))
             batches.append((x.astype(dtype), sequences))
             found, expected = (_added(layer, *batches[-1], 2) for layer in (own, replaced))
-            if problem := _difference(found, expected, TOLERANCE[dtype]):
+            if problem := difference(found, expected, TOLERANCE[dtype]):
                 return KernelTrial(problem=problem)
         while not rounds or (_is_open(rounds) and time.monotonic() < due):
             first, second = (own, replaced) if len(rounds) % 2 else (replaced, own)
@@ -223,12 +220,3 @@ def _added(layer: Tried, x: mx.array, sequences: int, steps: int) -> mx.array:
     for _ in range(steps):
         x = layer.forward(x, caches, widths, [False] * sequences)
     return x - start
-
-
-def _difference(own: mx.array, replaced: mx.array, tolerance: float) -> str:
-    """Return how the results differ if they do so by more than the tolerance, or an empty string."""
-    own, replaced = own.astype(mx.float32), replaced.astype(mx.float32)
-    apart, norm = mx.linalg.norm((own - replaced).reshape(-1)), mx.linalg.norm(replaced.reshape(-1))
-    if (apart <= tolerance * norm).item():  # not for NaN
-        return ""
-    return f"its results differ by {apart.item():.2g} where their norm is {norm.item():.2g}"

@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.models import gated_delta
 
 from mtp.device import DEVICES
-from mtp.layers.fused import fuse
+from mtp.layers.fused import fuse, row_trials
 from mtp.layers.source_kernel import MetalKernel
 from proto.control import Kernels
 from tests.support.metal import runner
@@ -62,6 +62,11 @@ def metal_choices(metal_kernel: Callable[..., Any]) -> Iterator[pytest.MonkeyPat
             patch.setattr(gated_delta, name, make())
         # The runner's times say nothing, so a kernel is used if it is right.
         patch.setattr(fuse, "STEPS", 1)
+        patch.setattr(row_trials, "TRIED_ROWS", (8,))
+        patch.setattr(row_trials, "TRIED_PAIRS", (64,))
+        patch.setattr(row_trials, "LOAD_SECONDS", 600.0)
+        for name in ("STEPS", "ROUNDS", "MOST_COPIES"):
+            patch.setattr(row_trials, name, 1)
         patch.setattr(fuse, "TRIAL_SECONDS", 0.0)
         patch.setattr(layer_variants, "KernelChoice", lambda _, file: KernelChoice(Kernels.own, file))
         yield patch

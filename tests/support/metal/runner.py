@@ -171,17 +171,17 @@ def _inputs(inputs: Sequence[Any], source: MetalSource) -> list[np.ndarray]:
     buffers: list[np.ndarray] = []
     for x, (shape, strides, ndim) in zip(inputs, source.extras, strict=True):
         if not isinstance(x, mx.array):
-            buffers.append(np.array(x, np.int32 if isinstance(x, int) else np.float32))
+            buffers.append(_guarded(np.array(x, np.int32 if isinstance(x, int) else np.float32)))
             continue
         plain = mx.contiguous(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
         values = _guarded(np.array(plain))
         buffers.append(values)
         if shape:
-            buffers.append(np.array(x.shape, np.int32))
+            buffers.append(_guarded(np.array(x.shape, np.int32)))
         if strides:
-            buffers.append(np.array(values.strides, np.int64) // values.itemsize)
+            buffers.append(_guarded(np.array(values.strides, np.int64) // values.itemsize))
         if ndim:
-            buffers.append(np.array(x.ndim, np.int32))
+            buffers.append(_guarded(np.array(x.ndim, np.int32)))
     return buffers
 
 
