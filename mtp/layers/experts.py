@@ -8,7 +8,7 @@ expert counts as one more that every row chooses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from mlx_lm.models.qwen3_5 import SparseMoeBlock
 
 from mtp.device import this_device
 from mtp.layers.layer import Picks
-from mtp.layers.linear import FusedLinear, pad_outputs
+from mtp.layers.linear import ChooseFew, FusedLinear, pad_outputs
 from mtp.layers.source_kernel import THREADS, SourceKernel
 
 SORTED_FROM = 64
@@ -113,6 +113,11 @@ class FusedExperts(nn.Module):
             pad_outputs(router[-1], routing.count)
         first, *products = (product for part in parts if (product := FusedLinear.of(part)))
         return cls(routing, first, products, limit)
+
+    def choose_few(self, choose: ChooseFew) -> None:
+        """Let `choose` decide of which rows and pairs `multiply_few` computes the products."""
+        chosen = (replace(product, format=choose(product.format, product.weights)) for product in self.products)
+        self.gate_up, self.down, self.shared_gate_up, self.shared_down = chosen
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return the sum of the chosen experts and the shared one for `x [rows, hidden]`."""

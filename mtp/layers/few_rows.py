@@ -14,14 +14,30 @@ from __future__ import annotations
 
 from functools import cache
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from mtp.layers.source_kernel import MetalKernel
 
-if TYPE_CHECKING:
-    from mtp.layers.linear import Format, Weights
+Weights = tuple[mx.array, ...]
+
+
+class Quantization(Protocol):
+    """The quantization of weights, as `mtp.layers.linear.Format` has it."""
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of a weight."""
+
+    @property
+    def group_size(self) -> int:
+        """Weights that share a scale."""
+
+    @property
+    def mode(self) -> str:
+        """MLX's name."""
+
 
 TILE = 8
 """Rows and outputs of one matrix."""
@@ -158,7 +174,7 @@ def _kernel() -> MetalKernel:
     return MetalKernel("few_rows", ("x", "w", "scales", "biases", "experts"), ("y",), SOURCE, HEADER)
 
 
-def fields_of(kind: Format) -> int | None:
+def fields_of(kind: Quantization) -> int | None:
     """Return the weights of a slot, None for a format that this product does not have.
 
     Eight slots lie within a group, and a slot has whole bytes of one word.
@@ -169,7 +185,7 @@ def fields_of(kind: Format) -> int | None:
     return next(fitting, None)
 
 
-def can_multiply(kind: Format, weights: Weights, dtype: mx.Dtype) -> bool:
+def can_multiply(kind: Quantization, weights: Weights, dtype: mx.Dtype) -> bool:
     """Return whether the product has weights of this format, of experts too, and rows of `dtype`."""
     known = TYPES if kind.mode == "affine" else (mx.uint8,)
     if fields_of(kind) is None or dtype not in TYPES or weights[0].ndim not in (2, 3):
@@ -177,7 +193,7 @@ def can_multiply(kind: Format, weights: Weights, dtype: mx.Dtype) -> bool:
     return weights[0].dtype == mx.uint32 and weights[1].dtype in known
 
 
-def multiply_few(kind: Format, x: mx.array, weights: Weights, experts: mx.array | None = None) -> mx.array:
+def multiply_few(kind: Quantization, x: mx.array, weights: Weights, experts: mx.array | None = None) -> mx.array:
     """Return `x [rows, inputs]` times the weights: `[rows, outputs]` of the type of `x`. See `can_multiply`.
 
     With `experts [rows]`, in ascending order, a row is multiplied with the weights of its expert.

@@ -19,11 +19,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mtp.device import this_device
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.exact import ExactProducts
-from mtp.layers.few_rows import multiply_few
+from mtp.layers.few_rows import Weights, multiply_few
 from mtp.layers.source_kernel import MetalKernel
 from mtp.layers.stream_rows import add_and_norm
-
-Weights = tuple[mx.array, ...]
 
 PRODUCT_ROWS = 8
 """Metal's fast product of one row with quantized weights has a multiple of this number of outputs."""

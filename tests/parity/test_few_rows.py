@@ -12,14 +12,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.switch_layers import SwitchLinear
 
 from mtp.layers import few_rows
 from mtp.layers.few_rows import can_multiply, multiply_few
 from mtp.layers.fused import row_trials
-from mtp.layers.fused.row_trials import FewRowsLinear, RowTrials, longest_run
+from mtp.layers.fused.row_trials import FewRowsExperts, FewRowsLinear, RowTrials, longest_run
 from mtp.layers.layer import KernelTrial
 from mtp.layers.linear import FewRowsFormat, Format, FusedLinear
 from proto.control import Kernels
+from tests.support.metal import runner
 from tests.support.metal.metal_path import metal_path
 from tests.support.metal.runner import count_launches
 from worker.model.layer_variants import KernelChoice
@@ -227,3 +229,20 @@ def test_a_linear_layer_of_mlx_lm_takes_it(tmp_path: Path) -> None:
     own = multiply_few(Format(4, 64, "affine"), x.reshape(8, INPUTS), weights)
     assert mx.array_equal(layer(x).reshape(8, -1), own + layer.bias).item()
     assert mx.array_equal(layer(x[:1]), plain(x[:1])).item()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_experts_of_mlx_lm_take_it(bias: bool, tmp_path: Path) -> None:
+    """Sorted pairs have the kernel's products, and others MLX's."""
+    dense = SwitchLinear(INPUTS, 64, 5, bias=bias)
+    layer, plain = dense.to_quantized(64, 4), dense.to_quantized(64, 4)
+    trials = RowTrials(KernelChoice(Kernels.own, tmp_path / "kernels.json").choose, mx.float32)
+    trials.replace(layer)
+    assert type(layer) is FewRowsExperts
+    experts = mx.sort(mx.random.randint(0, 5, (64,)).astype(mx.uint32))
+    x = mx.random.normal((64, 1, INPUTS))
+    before = runner.runs["few_rows"]
+    assert mx.allclose(layer(x, experts, sorted_indices=True), plain(x, experts, sorted_indices=True), atol=1e-4).item()
+    assert runner.runs["few_rows"] == before + 1
+    assert mx.array_equal(layer(x[:8], experts[:8]), plain(x[:8], experts[:8])).item()
+    assert runner.runs["few_rows"] == before + 1

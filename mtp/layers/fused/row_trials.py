@@ -10,7 +10,9 @@ from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
+from mtp.layers.experts import FusedExperts
 from mtp.layers.few_rows import HEADER, SOURCE, can_multiply, multiply_few
 from mtp.layers.layer import TOLERANCE, KernelTrial, difference
 from mtp.layers.linear import FewRowsFormat, Format, FusedLinear, Weights
@@ -51,17 +53,25 @@ class RowTrials:
         key = kind, weights[0].shape
         if key not in self._known:
             tried = TRIED_ROWS if weights[0].ndim == 2 else TRIED_PAIRS
-            won = [rows for rows in tried if self._wins(kind, weights, rows)]
+            # Time may end: the rows in the middle of the range are tried first.
+            order = sorted(tried, key=lambda rows: abs(tried.index(rows) - len(tried) // 2))
+            won = [rows for rows in order if self._wins(kind, weights, rows)]
             self._known[key] = FewRowsFormat(kind.bits, kind.group_size, kind.mode, longest_run(tried, won))
             log.info(
-                "products of few rows", extra={"shape": str(weights[0].shape), "own at": str(won), "tried": str(tried)}
+                "products of few rows",
+                extra={"shape": str(weights[0].shape), "own at": str(sorted(won)), "tried": str(tried)},
             )
         return self._known[key]
 
     def replace(self, module: nn.Module) -> None:
-        """Let a quantized linear layer or embedding of mlx-lm multiply few rows so, if that wins."""
-        kinds: dict[type, type] = {nn.QuantizedLinear: FewRowsLinear, nn.QuantizedEmbedding: FewRowsEmbedding}
-        if (kind := kinds.get(type(module))) is None or "weight" not in module or "global_scale" in module:
+        """Let a quantized layer or embedding of mlx-lm, or fused experts, multiply few rows so where that wins."""
+        if isinstance(module, FusedExperts):
+            module.choose_few(self.choose_few)
+        if (
+            (kind := _KINDS.get(type(module))) is None
+            or "weight" not in module
+            or module.get("global_scale") is not None
+        ):
             return
         found = self.choose_few(Format(module.bits, module.group_size, module.mode), _weights_of(module))
         if isinstance(found, FewRowsFormat) and found.few[1]:
@@ -103,6 +113,22 @@ class FewRowsEmbedding(nn.QuantizedEmbedding):
     def as_linear(self, x: mx.array) -> mx.array:
         found: mx.array = vars(self)["format"].multiply(x, _weights_of(self))
         return found
+
+
+class FewRowsExperts(QuantizedSwitchLinear):
+    """The quantized linear layers of experts with their `format`."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        product = FusedLinear(vars(self)["format"], _weights_of(self))
+        y = product.gather(x, indices, is_sorted=sorted_indices)
+        return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
+
+
+_KINDS: dict[type, type] = {
+    nn.QuantizedLinear: FewRowsLinear,
+    nn.QuantizedEmbedding: FewRowsEmbedding,
+    QuantizedSwitchLinear: FewRowsExperts,
+}
 
 
 def _weights_of(module: nn.Module) -> Weights:
