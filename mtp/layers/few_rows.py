@@ -71,6 +71,7 @@ inline float power_of_2(uint code) {
 """
 
 SOURCE = """
+  // Loops over matrices are unrolled, so that these stay in registers.
   constexpr uint STEP = 8 * FIELDS;         // inputs of eight slots
   constexpr uint SLOT = BITS * FIELDS / 8;  // bytes of a slot
   constexpr uint MASK = (1u << BITS) - 1u;
@@ -98,13 +99,16 @@ SOURCE = """
   for (uint step = part; step < inputs / STEP; step += PARTS) {
     simdgroup_float8x8 columns[ROW_TILES][FIELDS];
     float totals[ROW_TILES][2];
+    #pragma unroll
     for (uint r = 0; r < ROW_TILES; r++) {
+      #pragma unroll
       for (uint e = 0; e < 2; e++) {
         // The last row stands in for those that are missing. Their results are not written.
         const uint row = min(first_row + r * 8 + along + e, end_row - 1);
         device const T* values = x + ulong(row) * inputs + step * STEP + across * FIELDS;
         float total = 0;
         float place = 1;
+        #pragma unroll
         for (uint s = 0; s < FIELDS; s++) {
           const float value = float(values[s]);
           total += value;
@@ -117,15 +121,19 @@ SOURCE = """
         totals[r][e] = total;
       }
     }
+    #pragma unroll
     for (uint t = 0; t < TILES; t++) {
       const uint output = min(first_output + t * 8 + across, outputs - 1);
       device const uchar* slots =
           weight_bytes + ulong(output) * (inputs / 8 * BITS) + (step * 8 + along) * SLOT;
       const uint words[2] = {read_slot<SLOT>(slots), read_slot<SLOT>(slots + SLOT)};
       simdgroup_float8x8 products[ROW_TILES];
+      #pragma unroll
       for (uint r = 0; r < ROW_TILES; r++) products[r] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+      #pragma unroll
       for (uint s = 0; s < FIELDS; s++) {
         simdgroup_float8x8 weights;
+        #pragma unroll
         for (uint e = 0; e < 2; e++) {
           float value;
           if (MODE == 0) value = float(words[e] & (MASK << (BITS * s)));
@@ -133,6 +141,7 @@ SOURCE = """
           else value = float_of_8((words[e] >> (BITS * s)) & MASK);
           weights.thread_elements()[e] = value;
         }
+        #pragma unroll
         for (uint r = 0; r < ROW_TILES; r++) {
           simdgroup_multiply_accumulate(products[r], weights, columns[r][s], products[r]);
         }
@@ -142,7 +151,9 @@ SOURCE = """
       if (MODE == 0) { scale = float(scales[group]); bias = float(biases[group]); }
       else if (MODE == 2) scale = float_of_8(uint(scales[group]));
       else scale = power_of_2(uint(scales[group]));
+      #pragma unroll
       for (uint r = 0; r < ROW_TILES; r++) {
+        #pragma unroll
         for (uint e = 0; e < 2; e++) {
           const float more = MODE == 0 ? fma(bias, totals[r][e], sums[r][t][e]) : sums[r][t][e];
           sums[r][t][e] = fma(scale, products[r].thread_elements()[e], more);
@@ -152,8 +163,11 @@ SOURCE = """
   }
 
   threadgroup float parts[PARTS * ROW_TILES * TILES * 64];
+  #pragma unroll
   for (uint r = 0; r < ROW_TILES; r++) {
+    #pragma unroll
     for (uint t = 0; t < TILES; t++) {
+      #pragma unroll
       for (uint e = 0; e < 2; e++) {
         parts[((part * ROW_TILES + r) * TILES + t) * 64 + (along + e) * 8 + across] = sums[r][t][e];
       }

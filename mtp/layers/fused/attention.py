@@ -12,9 +12,10 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer
 
 from mtp.layers.communicator import Communicator
+from mtp.layers.few_rows import Weights
 from mtp.layers.kv_cache import KVRows, PairKV, new_kv
 from mtp.layers.layer import Hole, KVFormat
-from mtp.layers.linear import Format, Fuse, FusedEnds, FusedLinear, FusedMLP, Weights, compiled, release
+from mtp.layers.linear import Format, Fuse, FusedEnds, FusedLinear, FusedMLP, compiled, release
 from mtp.layers.prepare_rows import (
     HEAD_DIM,
     AttentionShape,

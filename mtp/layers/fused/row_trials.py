@@ -13,9 +13,9 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mtp.layers.experts import FusedExperts
-from mtp.layers.few_rows import HEADER, SOURCE, can_multiply, multiply_few
+from mtp.layers.few_rows import HEADER, SOURCE, Weights, can_multiply, multiply_few
 from mtp.layers.layer import TOLERANCE, KernelTrial, difference
-from mtp.layers.linear import FewRowsFormat, Format, FusedLinear, Weights
+from mtp.layers.linear import FewRowsFormat, Format, FusedLinear
 
 log = logging.getLogger(__name__)
 
