@@ -55,7 +55,7 @@ def test_the_doctor_checks_this_machine_and_every_worker(pool: Pool, tmp_path: P
     assert found["kernels"]["values"]["tokens_per_second"] > 0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_full_report_takes_less_than_its_bound(tmp_path: Path) -> None:
     """The command with --full ends in time on a machine without a GPU, and its report has the costs."""
     done = doctor("--no-mdns", "--full", "--json", HOME=str(tmp_path))

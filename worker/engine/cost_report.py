@@ -32,6 +32,9 @@ SECONDS, ROUNDS, CHAIN_SECONDS, MOST_STEPS = 45.0, 5, 0.03, 512
 """Seconds of all times together; chains of each side, whose median counts, and bounds of the steps of one. A round trip
 of .2 ms hides in a chain. A call that has begun ends, and weights are made besides: below a minute together."""
 
+COMPILE_SECONDS = 2.0
+"""Seconds. A longer first call is that of a slow product, not of a compiler."""
+
 MOST_PRODUCTS, MEMORY_SHARE, MOST_COPIES, COPY_BYTES = 6, 0.25, 8, 256 * 10**6
 """Products of a model, the largest ones; the largest array as a share of the memory limit; copies of the weights, and
 the bytes of all copies, unless one alone has more."""
@@ -159,9 +162,10 @@ def _race(
 ) -> dict[str, float]:
     """Return the median seconds of a step of each side that adds no problem. No turn begins after `seconds`.
 
-    The first two turns compile, and find the steps of the others.
+    The first two turns compile, and find the steps of the others. A first one of COMPILE_SECONDS does not count.
     """
-    due, times = time.monotonic() + seconds, {name: list[float]() for name in sides if name not in problems}
+    began, times = time.monotonic(), {name: list[float]() for name in sides if name not in problems}
+    due = began + seconds
     for turn in range(2 + ROUNDS):
         if turn and time.monotonic() > due:
             break
@@ -172,6 +176,8 @@ def _race(
             except Exception as error:  # whatever the compiler of a machine finds wrong
                 problems[name] = f"{name} failed: {str(error)[:300]}"
                 del times[name]
+        if turn == 0 and (now := time.monotonic()) - began < COMPILE_SECONDS:
+            due = now + seconds
     return {name: statistics.median(found[2:] or found[-1:]) for name, found in times.items()}
 
 
