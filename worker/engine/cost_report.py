@@ -111,6 +111,8 @@ class CostReport:
             if shape.outputs * shape.inputs * (shape.format.bits or 16) / 8 <= room:
                 self.parts[f"product {shape}"] = partial(self._measure_product, shape)
         self._due, self._left = time.monotonic() + seconds, len(self.parts)
+        self._paces: dict[Format, float] = {}
+        """Seconds of a weight and a row by format, in the product where they are fewest."""
 
     def _measure_machine(self) -> Costs:
         one, speed = mx.ones((8,)), read_speed()
@@ -137,18 +139,26 @@ class CostReport:
             if can_multiply(shape.format, copies[0], self._dtype):
                 sides["own"] = partial(_add_product, partial(multiply_few, shape.format))
         rows = {count: mx.ones((count, shape.inputs), self._dtype) for count in ROWS}
-        text, values, problem = self._measure(sides, rows, copies)
+        paces, weights = self._paces, shape.outputs * shape.inputs
+        text, values, problem = self._measure(sides, rows, copies, paces.get(shape.format, 0.0) * weights)
+        if (first := values["ms"]["MLX"][0]) is not None:
+            paces[shape.format] = min(first / 1e3 / weights, paces.get(shape.format, 1.0))
         return text, {"outputs": shape.outputs, "inputs": shape.inputs, **asdict(shape.format), **values}, problem
 
-    def _measure(self, sides: Mapping[str, Step], rows: Mapping[int, mx.array], weights: Sequence[Weights]) -> Costs:
-        """Measure each side for each number of rows. A time is None if the side fails or would take too long."""
+    def _measure(
+        self, sides: Mapping[str, Step], rows: Mapping[int, mx.array], weights: Sequence[Weights], pace: float = 0.0
+    ) -> Costs:
+        """Measure each side for each number of rows. A time is None if the side fails or would take too long.
+
+        `pace` is what one row is expected to take.
+        """
         found: dict[str, list[float | None]] = {name: [] for name in sides}
-        problems, pace, began = dict[str, str](), 0.0, time.monotonic()
+        problems, began = dict[str, str](), time.monotonic()
         due = began + max(0.0, self._due - began) / self._left
         self._left -= 1
         for i, (count, x) in enumerate(rows.items()):
-            share = (due - time.monotonic()) / (len(rows) - i)
-            took = _race(sides, x, weights, share, problems) if i == 0 or 3 * pace * count <= share else {}
+            share = max(0.0, due - time.monotonic()) / (len(rows) - i)
+            took = _race(sides, x, weights, share, problems) if 3 * pace * count <= share else {}
             pace = sum(took.values()) / count or pace
             for name, times in found.items():
                 times.append(round(took[name] * 1e3, 5) if name in took else None)
