@@ -30,6 +30,7 @@ from proto.errors import ClusterError, VersionError
 from proto.rpc.status_codes import printable
 from proto.terminal.progress import format_size
 from worker.engine import hardware
+from worker.engine.cost_report import Costs
 
 
 class Verdict(StrEnum):
@@ -121,6 +122,14 @@ def check_device() -> Finding:
     values = {"chip": chip, "bytes_per_second": speed, "round_trip_seconds": seconds}
     values |= {"memory": memory, "limit": limit, "swap": swap}
     return judged("device", figure, " ".join(advice), values)
+
+
+def check_costs(name: str, measure: Callable[[], Costs]) -> Finding:
+    """Report the times of one part of a window. A kernel of this project that fails is a warning."""
+    figure, values, problem = measure()
+    mx.clear_cache()
+    advice = "MLX computes it in its place. Please report it with the output of --json." if problem else ""
+    return judged(name, f"{figure}; {problem}" if problem else figure, advice, values | {"problem": problem})
 
 
 PROMPT = 'def median(values):\n    """Return the middle value of a sequence of numbers."""\n' * 8

@@ -30,6 +30,7 @@ from proto.errors import ClusterError
 from proto.state_dir import state_dir
 from proto.terminal.options import JsonOption, StateOption, takes_options
 from worker.engine import hardware
+from worker.engine.cost_report import CostReport
 
 CHECK_SECONDS = 600.0
 """Seconds. Longest single check. That of the kernels loads a model, which may be large."""
@@ -43,7 +44,7 @@ class Diagnosis:
     """A run of all checks with one model, of this machine and of the workers at `addresses` or found by mDNS.
 
     `findings` holds the results, and `report` gets each as soon as it is known. `policy` decides how to connect to
-    workers.
+    workers. `full` adds the times of a window's parts.
     """
 
     checkpoint: Checkpoint
@@ -51,6 +52,7 @@ class Diagnosis:
     addresses: tuple[str, ...] = ()
     mdns: bool = True
     policy: ConnectionPolicy = field(default_factory=ConnectionPolicy)
+    full: bool = False
     findings: list[Finding] = field(default_factory=list)
 
     async def run(self) -> list[Finding]:
@@ -58,6 +60,9 @@ class Diagnosis:
         await self.check("versions", checks.check_versions)
         await self.check("device", checks.check_device)
         await self.check("kernels", checks.check_kernels, self.checkpoint)
+        if self.full:
+            for name, measure in CostReport(self.checkpoint).parts.items():
+                await self.check(name, checks.check_costs, name, measure)
         await self._check_network()
         return self.findings
 
@@ -107,6 +112,7 @@ class DoctorOptions:
     worker: WorkersOption = ()
     no_mdns: NoMdnsOption = False
     insecure: Annotated[bool, typer.Option("--insecure", help="Connect to workers without encryption.")] = False
+    full: Annotated[bool, typer.Option("--full", help="Time products, attention and memory, up to a minute.")] = False
     state_dir: StateOption = None
     json: JsonOption = False
 
@@ -115,8 +121,8 @@ class DoctorOptions:
 def doctor(options: DoctorOptions) -> None:
     """Check this machine, its kernels and its workers, and print advice.
 
-    Takes about 30 seconds with the built-in model. With another MODEL the answers come from it. Exits with status 1 if
-    a check fails.
+    Takes about 30 seconds with the built-in model, and a minute more with --full. With another MODEL the answers come
+    from it. Exits with status 1 if a check fails.
     """
     logging.getLogger().setLevel(logging.ERROR)
     checkpoint = Checkpoint.open(resolve_model(options.model))
@@ -124,7 +130,7 @@ def doctor(options: DoctorOptions) -> None:
     trust = None if options.insecure else ClusterTrust.open(state, create=False)
     policy = ConnectionPolicy(trust.trust if trust else None, options.insecure)
     console = Console(emoji=False, stderr=options.json, quiet=options.json)
-    diagnosis = Diagnosis(checkpoint, partial(show, console), options.worker, not options.no_mdns, policy)
+    diagnosis = Diagnosis(checkpoint, partial(show, console), options.worker, not options.no_mdns, policy, options.full)
     findings = asyncio.run(diagnosis.run())
     counts = Counter(finding.verdict for finding in findings)
     if options.json:

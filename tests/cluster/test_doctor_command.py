@@ -56,6 +56,19 @@ def test_the_doctor_checks_this_machine_and_every_worker(pool: Pool, tmp_path: P
 
 
 @pytest.mark.slow
+def test_the_full_report_takes_less_than_its_bound(tmp_path: Path) -> None:
+    """The command with --full ends in time on a machine without a GPU, and its report has the costs."""
+    done = doctor("--no-mdns", "--full", "--json", HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = {check["check"]: check["values"] for check in json.loads(done.stdout)["checks"]}
+    large = found["product 17408 x 5120, affine 4 bits in groups of 64"]
+    assert large["rows"] == [1, 2, 4, 5, 8, 12, 16]
+    assert large["ms"]["MLX"][0] > 0
+    assert found["attention to 32768 tokens"]["ms"]["MLX"][0] > 0
+    assert found["launch and memory"]["bytes_per_second"] > 0
+
+
+@pytest.mark.slow
 def test_the_doctor_reaches_secured_workers(tmp_path: Path) -> None:
     """With the cluster's state directory, joined workers are checked over mutual TLS.
 

@@ -42,3 +42,13 @@ def test_a_template_asks_for_the_report_of_doctor(path: Path) -> None:
     fields = yaml.safe_load(path.read_text()).get("body", [])
     required = [f["attributes"]["label"] for f in fields if f.get("validations", {}).get("required")]
     assert path.name == "config.yml" or any("doctor" in label for label in required)
+
+
+def test_the_run_on_a_mac_keeps_the_full_report() -> None:
+    """The job on Apple's machine writes the full report as JSON into the folder that it uploads, whatever fails."""
+    steps = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]["macos"]["steps"]
+    written = [re.search(r"doctor (.*) \| tee (\S+)/\S+\.json$", s.get("run", ""), re.MULTILINE) for s in steps]
+    [report] = filter(None, written)
+    assert {"--full", "--json"} <= set(report[1].split())
+    uploads = [step for step in steps if "upload-artifact" in step.get("uses", "")]
+    assert [(step["with"]["path"], step["if"]) for step in uploads] == [(report[2], "always()")]

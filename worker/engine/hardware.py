@@ -76,11 +76,15 @@ def chip() -> str:
 
 
 def measured_bandwidth() -> float:
+    """Return `read_speed` rounded to half octaves, so that equal machines count as equal."""
+    return float(2 ** (round(2 * math.log2(read_speed())) / 2))
+
+
+def read_speed() -> float:
     """Return the bytes a second that matrix-vector products read, since decoding consists of these.
 
     A GPU reads several matrices at once, or the cost of an evaluation and a large cache would hide the difference
-    between chips. The best probe is rounded to half octaves, so that equal machines count as equal. Call it on the
-    thread that computes.
+    between chips. The best probe counts. Call it on the thread that computes.
     """
     count = this_device().probe_matrices
     shape = (PROBE_ROWS, PROBE_ROWS)
@@ -94,8 +98,7 @@ def measured_bandwidth() -> float:
         mx.eval([vector @ matrix.T for matrix in matrices])
         best = min(best, time.perf_counter() - started)
     mx.clear_cache()
-    octaves = math.log2(sum(matrix.nbytes for matrix in matrices) / best)
-    return float(2 ** (round(2 * octaves) / 2))
+    return sum(matrix.nbytes for matrix in matrices) / best
 
 
 def warn_of_emulated_bfloat16(dtype: mx.Dtype) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from coordinator.cli import doctor_command
 from coordinator.cli.doctor_checks import (
     Finding,
     Verdict,
+    check_costs,
     check_device,
     check_thunderbolt,
     check_versions,
@@ -64,6 +66,28 @@ async def test_a_check_that_fails_itself_does_not_end_the_run(
     assert "0.1 s" in shown[0].figure
     assert "interface" in shown[1].figure
     assert shown[2].figure == "the file is damaged"
+
+
+@pytest.mark.parametrize("problem", ["", "own failed: unable to build"])
+def test_a_kernel_that_fails_is_a_warning_beside_its_times(problem: str) -> None:
+    """The finding has the times, and the cause with an advice if a kernel failed."""
+    finding = check_costs("product", lambda: ("MLX 1 ms", {"ms": {"MLX": [1.0]}}, problem))
+    assert finding.verdict is (Verdict.WARN if problem else Verdict.OK)
+    assert finding.figure == "; ".join(filter(None, ("MLX 1 ms", problem)))
+    assert bool(finding.advice) is bool(problem)
+    assert finding.values == {"ms": {"MLX": [1.0]}, "problem": problem}
+
+
+async def test_a_full_run_adds_the_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part of the report is a finding of its own, and a part that fails does not end the run."""
+    parts = {"good": lambda: ("1 ms", {"ms": 1.0}, ""), "bad": lambda: [][0]}
+    monkeypatch.setattr(doctor_command, "CostReport", lambda _: SimpleNamespace(parts=parts))
+    monkeypatch.setattr(checks, "check_kernels", lambda _: Finding("kernels", Verdict.OK, "1"))
+    for full in (False, True):
+        run = Diagnosis(Checkpoint.open(checkpoint_dir()), lambda _: None, mdns=False, full=full)
+        found = {finding.check: finding.verdict for finding in await run.run()}
+        costs = {"good": Verdict.OK, "bad": Verdict.FAIL} if full else {}
+        assert {name: found.get(name) for name in parts if name in found} == costs
 
 
 def test_the_report_has_no_path_of_the_user() -> None:
