@@ -20,8 +20,9 @@ import mlx.nn as nn
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.parts import part_module, read_part
 from mtp.device import this_device
+from mtp.layers.few_rows import Weights, can_multiply, multiply_few
 from mtp.layers.kv_cache import tiled_attention
-from mtp.layers.linear import Format, Weights
+from mtp.layers.linear import Format
 from proto.span import Span
 from worker.engine.hardware import default_memory_limit, read_speed
 
@@ -134,8 +135,6 @@ class CostReport:
     def _measure_product(self, shape: LinearShape) -> Costs:
         copies, sides = shape.weights(self._dtype), {"MLX": partial(_add_product, shape.format.multiply)}
         if this_device().backend == "metal":
-            from mtp.layers.few_rows import can_multiply, multiply_few
-
             if can_multiply(shape.format, copies[0], self._dtype):
                 sides["own"] = partial(_add_product, partial(multiply_few, shape.format))
         rows = {count: mx.ones((count, shape.inputs), self._dtype) for count in ROWS}

@@ -13,7 +13,8 @@ import pytest
 
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.layers.linear import Format, Weights
+from mtp.layers.few_rows import Weights
+from mtp.layers.linear import Format
 from tests.conftest import Checkpoints
 from tests.support.checkpoints.mlx_models import write_mlx_model
 from tests.support.checkpoints.published_headers import read_published
