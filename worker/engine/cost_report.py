@@ -134,9 +134,8 @@ class CostReport:
 
     def _measure_product(self, shape: LinearShape) -> Costs:
         copies, sides = shape.weights(self._dtype), {"MLX": partial(_add_product, shape.format.multiply)}
-        if this_device().backend == "metal":
-            if can_multiply(shape.format, copies[0], self._dtype):
-                sides["own"] = partial(_add_product, partial(multiply_few, shape.format))
+        if this_device().backend == "metal" and can_multiply(shape.format, copies[0], self._dtype):
+            sides["own"] = partial(_add_product, partial(multiply_few, shape.format))
         rows = {count: mx.ones((count, shape.inputs), self._dtype) for count in ROWS}
         paces, weights = self._paces, shape.outputs * shape.inputs
         text, values, problem = self._measure(sides, rows, copies, paces.get(shape.format, 0.0) * weights)
