@@ -86,7 +86,7 @@ def choose_variants(
         columns = () if not device.stores_columns else (mx.float32, *HALF_TYPES) if wide else (mx.float32,)
         fuse = partial(FusedLinear.of, columns=columns)
         choose = choice.choose if device.backend == "metal" else None
-        fuser = Fuser(modules.config.hidden_size, dtype, choose, fuse)
+        fuser = Fuser(modules.config.hidden_size, dtype, choose, fuse, kv_format)
         modules.replace_layers(fuser.layer, fuser.mixer)
         modules.take_kernels(MetalKernel, fuser.picks)
         if columns:

@@ -13,6 +13,7 @@ import pytest
 from mlx_lm.models import gated_delta
 
 from mtp.device import DEVICES
+from mtp.layers import kv_cache, window_attention
 from mtp.layers.fused import fuse
 from mtp.layers.source_kernel import MetalKernel
 from proto.control import Kernels
@@ -63,6 +64,10 @@ def metal_choices(metal_kernel: Callable[..., Any]) -> Iterator[pytest.MonkeyPat
         # The runner's times say nothing, so a kernel is used if it is right.
         patch.setattr(fuse, "STEPS", 1)
         patch.setattr(fuse, "TRIAL_SECONDS", 0.0)
+        patch.setattr(fuse, "WINDOW_SECONDS", 0.0)
+        # One width and few keys, because the runner is slow.
+        patch.setattr(window_attention, "WIDTHS", (8,))
+        patch.setattr(kv_cache, "TRIAL_KEYS", 64)
         patch.setattr(layer_variants, "KernelChoice", lambda _, file: KernelChoice(Kernels.own, file))
         yield patch
 
@@ -75,6 +80,7 @@ def metal_path() -> Iterator[pytest.MonkeyPatch]:
     """
     with metal_choices(runner.metal_kernel) as patch:
         mx.disable_compile()
+        patch.setattr(window_attention, "FROM_KEYS", 0)
         try:
             yield patch
         finally:
