@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import mlx.core as mx
@@ -12,21 +12,18 @@ from mtp.layers.layer import KVFormat
 from mtp.layers.source_kernel import THREADS, MetalKernel
 
 READS = {
-    "plain": "for (int j = 0; j < N; ++j) TO(j) = static_cast<float>(NAME[from + j]);",
-    "quantized": """
-      // A run lies in one group, or two elements do.
-      constexpr int BITS_ = BITS, UNIT = 8 * sizeof(WORD), SAME = GROUP % (N) == 0 ? (N) : 2;
-      const device WORD* words = (const device WORD*)NAME + from * BITS_ / UNIT;
-      for (int g = 0; g < N; g += SAME) {
-        const float step = static_cast<float>(NAME_scales[(from + g) / GROUP]);
-        const float least = static_cast<float>(NAME_biases[(from + g) / GROUP]);
-        for (int j = g; j < g + SAME; ++j) {
-          const uint field = static_cast<uint>(words[j * BITS_ / UNIT]) >> (j * BITS_ % UNIT);
-          TO(j) = fma(step, static_cast<float>(field & ((1u << BITS_) - 1)), least);
-        }
-      }""",
+    "plain": "for (int j = 0; j < (N); ++j) TO(j) = static_cast<float>(NAME[from + j]);",
+    "quantized": """constexpr int BITS_ = BITS, UNIT = 8 * sizeof(WORD), HELD = UNIT / BITS_;
+          const device WORD* words = (const device WORD*)NAME + from / HELD;
+          for (int i = 0; i < (N) / HELD; ++i) {
+            const uint word = words[i];
+            const float step = static_cast<float>(NAME_scales[(from + i * HELD) / GROUP]);
+            const float least = static_cast<float>(NAME_biases[(from + i * HELD) / GROUP]);
+            for (int j = i * HELD; j < (i + 1) * HELD; ++j)
+              TO(j) = fma(step, static_cast<float>((word >> (j % HELD * BITS_)) & ((1u << BITS_) - 1)), least);
+          }""",
 }
-"""The reads of N elements from place `from` of an array NAME, as stored."""
+"""The reads of N elements from place `from` of an array NAME, as stored. A word lies in one group."""
 
 SOURCE = """
   // A threadgroup has TILES tiles of 8 pairs of a row and a query head that share a K/V head, and one split of the
@@ -158,11 +155,11 @@ def _kernel(form: str) -> MetalKernel:
     """Return the kernel for keys and values as `form` stores them."""
     source, inputs = SOURCE, ["q", "marks", "scale"]
     for place, name, count, target in (
-        ("$keys", "k", "R", "right[$].thread_elements()[e]"),
-        ("$values", "v", "2 * F", "right[$ / 2].thread_elements()[$ % 2]"),
+        ("$keys", "k", "R", "right[j].thread_elements()[e]"),
+        ("$values", "v", "2 * F", "right[j / 2].thread_elements()[j % 2]"),
     ):
-        text = READS[form].replace("TO(j)", target.replace("$", "j")).replace("NAME", name).replace("N;", f"{count};")
-        text = text.replace("(N)", f"({count})").replace("WORD", f"{name.upper()}Word")
+        names = {"TO(j)": target, "NAME": name, "(N)": f"({count})", "WORD": f"{name.upper()}Word"}
+        text = reduce(lambda known, one: known.replace(*one), names.items(), READS[form])
         source = source.replace(place, text)
         inputs += [name] if form == "plain" else [name, f"{name}_scales", f"{name}_biases"]
     return MetalKernel(f"window_attention_{form}", inputs, ["parts", "sums"], source, HEADER)
