@@ -12,15 +12,17 @@ from mtp.layers.layer import KVFormat
 from mtp.layers.source_kernel import THREADS, MetalKernel
 
 READS = {
-    "plain": "for (int j = 0; j < (N); ++j) TO(j) = static_cast<float>(NAME[from + j]);",
-    "quantized": """constexpr int BITS_ = BITS, UNIT = 8 * sizeof(WORD), HELD = UNIT / BITS_;
+    "plain": "EACH(j, (N)) TO(j) = static_cast<float>(NAME[from + j]);",
+    "quantized": """constexpr int HELD = 8 * sizeof(WORD) / BITS;
           const device WORD* words = (const device WORD*)NAME + from / HELD;
-          for (int i = 0; i < (N) / HELD; ++i) {
+          EACH(i, (N) / HELD) {
             const uint word = words[i];
             const float step = static_cast<float>(NAME_scales[(from + i * HELD) / GROUP]);
             const float least = static_cast<float>(NAME_biases[(from + i * HELD) / GROUP]);
-            for (int j = i * HELD; j < (i + 1) * HELD; ++j)
-              TO(j) = fma(step, static_cast<float>((word >> (j % HELD * BITS_)) & ((1u << BITS_) - 1)), least);
+            EACH(h, HELD) {
+              const int j = i * HELD + h;
+              TO(j) = fma(step, static_cast<float>((word >> (h * BITS)) & ((1u << BITS) - 1)), least);
+            }
           }""",
 }
 """The reads of N elements from place `from` of an array NAME, as stored. A word lies in one group."""
@@ -41,10 +43,10 @@ SOURCE = """
   const long plane = (long)blockIdx.x * k_shape[2];
   int query[TILES];
   simdgroup_float8x8 out[TILES][F];
-  for (int t = 0; t < TILES; ++t) {
+  EACH(t, TILES) {
     const int pair = min((int)blockIdx.z * PAIRS + 8 * t + down, last);
     query[t] = (pair / GQA * heads + head + pair % GQA) * D;
-    for (int f = 0; f < F; ++f) out[t][f] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    EACH(f, F) out[t][f] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   }
   for (int i = thread_; i < PAIRS; i += 32 * SIMDS) {
     highest[i] = LOWEST;
@@ -53,20 +55,20 @@ SOURCE = """
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int at = marks[split]; at < end; at += 32) {
     simdgroup_float8x8 left, right[8], score[TILES];
-    for (int t = 0; t < TILES; ++t) score[t] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    EACH(t, TILES) score[t] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     // Eight rows of a product are the elements i, i + R, … of a run, so that each lane reads R neighbours.
     for (int d = simd / 4 * SPAN; d < (simd / 4 + 1) * SPAN; d += 8 * R) {
-      for (int e = 0; e < 2; ++e) {
+      EACH(e, 2) {
         const int key = at + simd % 4 * 8 + across + e;
-        for (int j = 0; j < R; ++j) right[j].thread_elements()[e] = 0.0f;
+        EACH(j, R) right[j].thread_elements()[e] = 0.0f;
         if (key < end) {
           const long from = (plane + key) * D + d + down * R;
           $keys
         }
       }
-      for (int t = 0; t < TILES; ++t) {
+      EACH(t, TILES) {
         const auto own = q + query[t] + d + across * R;
-        for (int j = 0; j < R; ++j) {
+        EACH(j, R) {
           left.thread_elements()[0] = static_cast<float>(own[j]);
           left.thread_elements()[1] = static_cast<float>(own[R + j]);
           simdgroup_multiply_accumulate(score[t], left, right[j], score[t]);
@@ -75,14 +77,14 @@ SOURCE = """
     }
     if (SIMDS == 8) {
       if (simd >= 4)
-        for (int t = 0; t < TILES; ++t) simdgroup_store(score[t], scores + 256 * t + simd % 4 * 8, 32);
+        EACH(t, TILES) simdgroup_store(score[t], scores + 256 * t + simd % 4 * 8, 32);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     if (simd < 4)
-      for (int t = 0; t < TILES; ++t) {
+      EACH(t, TILES) {
         if (SIMDS == 8) {
           simdgroup_load(left, scores + 256 * t + simd * 8, 32);
-          for (int e = 0; e < 2; ++e) score[t].thread_elements()[e] += left.thread_elements()[e];
+          EACH(e, 2) score[t].thread_elements()[e] += left.thread_elements()[e];
         }
         simdgroup_store(score[t], scores + 256 * t + simd * 8, 32);
       }
@@ -101,28 +103,28 @@ SOURCE = """
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int t = 0; t < TILES; ++t)
-      for (int f = 0; f < F; ++f)
-        for (int e = 0; e < 2; ++e) out[t][f].thread_elements()[e] *= shrink[8 * t + down];
-    for (int step = 0; step < 4; ++step) {
+    EACH(t, TILES)
+      EACH(f, F)
+        EACH(e, 2) out[t][f].thread_elements()[e] *= shrink[8 * t + down];
+    EACH(step, 4) {
       const int key = at + 8 * step + down;
-      for (int j = 0; j < 2 * F; ++j) right[j / 2].thread_elements()[j % 2] = 0.0f;
+      EACH(j, 2 * F) right[j / 2].thread_elements()[j % 2] = 0.0f;
       if (key < end) {
         const long from = (plane + key) * D + (simd * 8 + across) * F;
         $values
       }
-      for (int t = 0; t < TILES; ++t) {
+      EACH(t, TILES) {
         simdgroup_load(left, scores + 256 * t + 8 * step, 32);
-        for (int f = 0; f < F; ++f) simdgroup_multiply_accumulate(out[t][f], left, right[f], out[t][f]);
+        EACH(f, F) simdgroup_multiply_accumulate(out[t][f], left, right[f], out[t][f]);
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  for (int t = 0; t < TILES; ++t) {
+  EACH(t, TILES) {
     const int pair = blockIdx.z * PAIRS + 8 * t + down;
     if (pair > last) continue;
     const long place = ((long)split * width + pair / GQA) * heads + head + pair % GQA;
-    for (int j = 0; j < 2 * F; ++j)
+    EACH(j, 2 * F)
       parts[place * D + (simd * 8 + across) * F + j] = out[t][j / 2].thread_elements()[j % 2];
     if (simd == 0 && across == 0) {
       sums[2 * place] = highest[8 * t + down];
@@ -139,16 +141,20 @@ MERGE = """
   float highest = LOWEST, total = 0.0f, sum[D / 32];
   for (int i = lane; i < splits; i += 32) highest = max(highest, sums[2 * ((long)i * units + unit)]);
   highest = simd_max(highest);
-  for (int j = 0; j < D / 32; ++j) sum[j] = 0.0f;
+  EACH(j, D / 32) sum[j] = 0.0f;
   for (int i = 0; i < splits; ++i) {
     const long place = (long)i * units + unit;
     const float weight = exp(sums[2 * place] - highest);
     total = fma(weight, sums[2 * place + 1], total);
-    for (int j = 0; j < D / 32; ++j) sum[j] = fma(weight, parts[place * D + lane + 32 * j], sum[j]);
+    EACH(j, D / 32) sum[j] = fma(weight, parts[place * D + lane + 32 * j], sum[j]);
   }
-  for (int j = 0; j < D / 32; ++j) y[(long)unit * D + lane + 32 * j] = static_cast<OutT>(sum[j] / total);
+  EACH(j, D / 32) y[(long)unit * D + lane + 32 * j] = static_cast<OutT>(sum[j] / total);
 """
-HEADER = "#define LOWEST -1e30f\n"
+HEADER = """
+#define LOWEST -1e30f
+#define EACH(i, count) _Pragma("clang loop unroll(full)") for (int i = 0; i < (count); ++i)
+"""
+"""Names of the sources. Matrices stay in registers only where their loops are unrolled."""
 
 
 def _kernel(form: str) -> MetalKernel:
