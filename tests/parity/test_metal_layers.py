@@ -14,7 +14,7 @@ import pytest
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.flash_next.layers import SparseMixer
-from mtp.layers import gdn_windows, kv_cache, linear
+from mtp.layers import gdn_windows, kv_cache, linear, window_attention
 from mtp.layers.fused import attention, fuse
 from mtp.layers.gdn_windows import WindowMixer
 from mtp.layers.layer import KernelTrial, KVFormat, Mixer
@@ -138,16 +138,32 @@ def test_layers_compute_what_the_reference_does(
 ) -> None:
     """Prompts, windows and rejections give the reference's hidden vectors, up to rounding, in every format."""
     path, kinds = written_as(checkpoints, monkeypatch, form), FORMS[form][1]
+    monkeypatch.setattr(window_attention, "FROM_KEYS", 0)
     with metal_path():
         stage = stage_of(path)
         expected_kinds = ", ".join(f"{n} {k}" for k, n in sorted(kinds.items()))
         assert stage.variants.summary.partition(";")[0] == expected_kinds
+        launched = runs["window_attention_plain"]
         found = outputs(stage)
+        assert (runs["window_attention_plain"] > launched) is ("prepared" in kinds)
         monkeypatch.setattr(layer_variants, "Fuser", unchanged)
         expected = outputs(stage_of(path))
     # In bfloat16 the reference itself is 9 % away from the same layers in fp32.
     limit = 1e-5 if stage.dtype == mx.float32 else 0.1
     assert (mx.abs(found - expected).mean() <= limit * mx.abs(expected).mean()).item()
+
+
+@pytest.mark.usefixtures("trials")
+def test_windows_over_quantized_keys_have_a_kernel(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel for windows is tried and used in the format of the stored keys and values."""
+    monkeypatch.setattr(window_attention, "FROM_KEYS", 0)
+    modules = load_stage(
+        Checkpoint.open(checkpoints(layers=4)), Span(0, 4), first=True, last=True, dtype=None, with_head=False
+    )
+    stage = StageForward(modules, KVFormat.of(256, 4), kernels=Kernels.own)
+    launched = runs["window_attention_quantized"]
+    assert launched and mx.isfinite(outputs(stage, (2, 3), 0)).all()
+    assert runs["window_attention_quantized"] > launched
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,6 @@ def metal_path() -> Iterator[pytest.MonkeyPatch]:
     """
     with metal_choices(runner.metal_kernel) as patch:
         mx.disable_compile()
-        patch.setattr(window_attention, "FROM_KEYS", 0)
         try:
             yield patch
         finally:
