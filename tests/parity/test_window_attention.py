@@ -85,8 +85,9 @@ class Case:
         if self.bits is None:
             return numbers(x)
         size = self.format.group_size
-        packed, *others = mx.quantize(x, size, self.bits)
-        return numbers(mx.dequantize(packed, *(one.astype(mx.float32) for one in others), size, self.bits))
+        packed, scales, biases = mx.quantize(x, size, self.bits)
+        wide = scales.astype(mx.float32), biases.astype(mx.float32)
+        return numbers(mx.dequantize(packed, wide[0], wide[1], size, self.bits))
 
     def error(self, found: mx.array, start: int) -> float:
         """Return the relative error of the attention of a window."""
