@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, Self
 
 import mlx.core as mx
@@ -12,8 +13,9 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from mtp.device import fuses_prompts, this_device
-from mtp.layers.layer import KV_HEADS, CutAxis, Hole, KVFormat, LayerCache
+from mtp.layers.layer import KV_HEADS, CutAxis, Hole, KVFormat, LayerCache, Rows
 from mtp.layers.rope import image_rotations
+from mtp.layers.window_attention import Held, takes_window, window_attention
 from proto.errors import ProtocolError
 from proto.images import ImageLayout
 
@@ -64,15 +66,18 @@ class KVRows(LayerCache):
         scale: float,
         queries: int | None,
         slices: int = 1,
+        windows: Collection[int] = (),
     ) -> mx.array:
         """Append `k` and `v [1, kv_heads, width, dim]`. Return the attention of `q [1, heads, width, dim]`.
 
         `queries` bounds the rows of a call of MLX's attention, where given. Each of `slices` has a call of its own, as
-        kernels of a GPU depend on the number of heads.
+        kernels of a GPU depend on the number of heads. `windows` are the widths for `takes_window`.
         """
         offset, count = self.offset, k.shape[1]
         keys, values = self.update_and_fetch(k, v)
         if slices == 1:
+            if queries is None and takes_window(windows, q.shape[2], self.offset):
+                return self._window(q, scale)
             return self._attention(q, keys, values, offset, scale, queries)
         heads, held = q.shape[1] // slices, max(1, count // slices)
         outputs = []
@@ -89,9 +94,18 @@ class KVRows(LayerCache):
         """Return the causal attention of `q` at `offset` to the fetched `keys` and `values`."""
         return tiled_attention(q, keys, values, offset, scale, queries)
 
-    def attend_pair(self, q: mx.array, new: mx.array, scale: float) -> mx.array:
+    def attend_pair(self, q: mx.array, new: mx.array, scale: float, windows: Collection[int] = ()) -> mx.array:
         """Attend as `attend` does, with keys and values in one array `new [2, kv_heads, width, dim]`."""
-        return self.attend(q, new[:1], new[1:], scale, None)
+        return self.attend(q, new[:1], new[1:], scale, None, windows=windows)
+
+    def _window(self, q: mx.array, scale: float) -> mx.array:
+        """Return the attention of the last rows `q` by the kernel for windows."""
+        keys, values = self._buffers()
+        return window_attention(q, keys, values, self.offset, scale, KVFormat())
+
+    def _buffers(self) -> tuple[Held, Held]:
+        """Return keys and values with the room for more, which lie row by row in memory."""
+        return self.keys, self.values
 
     @abstractmethod
     def _parts(self, start: int = 0) -> list[mx.array]:
@@ -207,6 +221,10 @@ class QuantizedKV(KVRows, QuantizedKVCache):
             outputs.append(scaled_dot_product_attention(own, keys, values, cache=self, scale=scale, mask=mask))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
+    def _window(self, q: mx.array, scale: float) -> mx.array:
+        own = KVFormat(self.bits, self.group_size)
+        return window_attention(q, tuple(self.keys), tuple(self.values), self.offset, scale, own)
+
     def arrays(self) -> list[mx.array]:
         return [] if self.keys is None else [*self.keys, *self.values]
 
@@ -239,6 +257,30 @@ def new_kv(kv_format: KVFormat) -> KVRows:
     if kv_format.bits is None:
         return PlainKV()
     return QuantizedKV(group_size=kv_format.group_size, bits=kv_format.bits)
+
+
+TRIAL_KEYS = 2048
+"""Keys of the trial of the kernel for windows, few enough to take part of a second."""
+
+
+def window_sides(heads: int, rows: tuple[int, int], dtype: mx.Dtype, kv_format: KVFormat) -> tuple[Rows, Rows]:
+    """Return the attention of windows of queries `[width, heads * dim]` by the kernel and by MLX, for a trial.
+
+    Both attend to the same TRIAL_KEYS keys of `rows`, the number of their heads and their width.
+    """
+    cache, (kv_heads, dim) = new_kv(kv_format), rows
+    k, v = (mx.random.normal((1, kv_heads, TRIAL_KEYS, dim), dtype, key=mx.random.key(i)) for i in range(2))
+    keys, values = cache.update_and_fetch(k, v)
+    mx.eval(cache.arrays())
+
+    def attend(attention: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+        q = (32 * x).reshape(-1, heads, dim).transpose(1, 0, 2)[None]  # a trial's rows are small
+        return attention(q)[0].transpose(1, 0, 2).reshape(x.shape)
+
+    def mlx(q: mx.array) -> mx.array:
+        return cache._attention(q, keys, values, TRIAL_KEYS - q.shape[2], dim**-0.5, None)
+
+    return partial(attend, lambda q: cache._window(q, dim**-0.5)), partial(attend, mlx)
 
 
 def _queries_at_once(q: mx.array, tokens: int) -> int:
@@ -352,12 +394,18 @@ class PairKV(KVRows):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         return self.append(mx.concatenate([keys, values]))
 
-    def attend_pair(self, q: mx.array, new: mx.array, scale: float) -> mx.array:
+    def attend_pair(self, q: mx.array, new: mx.array, scale: float, windows: Collection[int] = ()) -> mx.array:
         offset = self.offset
         keys, values = self.append(new)
+        if takes_window(windows, new.shape[2], self.offset):
+            return self._window(q, scale)
         if new.shape[2] == 1:
             return mx.fast.scaled_dot_product_attention(q, keys, values, scale=scale)
         return tiled_attention(q, keys, values, offset, scale)
+
+    def _buffers(self) -> tuple[Held, Held]:
+        assert self.pair is not None
+        return self.pair[:1], self.pair[1:]
 
     def arrays(self) -> list[mx.array]:
         return [] if self.pair is None else [self.pair]

@@ -90,7 +90,7 @@ def choose_variants(
         if device.backend == "metal":
             choose, rows = choice.choose, RowTrials(partial(choice.choose, quiet=True), dtype)
             fuse = partial(FusedLinear.of, choose_few=rows.choose_few)
-        fuser = Fuser(modules.config.hidden_size, dtype, choose, fuse)
+        fuser = Fuser(modules.config.hidden_size, dtype, choose, fuse, kv_format)
         modules.replace_layers(fuser.layer, fuser.mixer)
         modules.take_kernels(MetalKernel, fuser.picks)
         if rows is not None:

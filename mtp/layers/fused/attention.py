@@ -147,7 +147,10 @@ class PreparedAttentionLayer(FusedAttentionLayer):
                 for cache, q, new, hole in zip(caches, queries, rows, holes, strict=True)
             ]
         else:
-            outputs = [cache.attend_pair(q, new, scale) for cache, q, new in zip(caches, queries, rows, strict=True)]
+            outputs = [
+                cache.attend_pair(q, new, scale, self.windows)
+                for cache, q, new in zip(caches, queries, rows, strict=True)
+            ]
         merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
         return self._finish(x, merged.squeeze(0).transpose(1, 0, 2), gate)
 

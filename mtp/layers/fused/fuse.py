@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
 
-from mtp.layers import gdn_windows, prepare_rows
+from mtp.layers import gdn_windows, prepare_rows, window_attention
 from mtp.layers.experts import fuse_experts, row_experts
 from mtp.layers.fused.attention import FusedAttentionLayer, PreparedAttentionLayer, fused_projections
 from mtp.layers.gdn_windows import WindowMixer
+from mtp.layers.kv_cache import window_sides
 from mtp.layers.layer import TOLERANCE, KernelTrial, KVFormat, Layer, Mixer, PlainMLP, Rows, difference
 from mtp.layers.linear import Format, Fuse, FusedEnds, FusedLinear, FusedMLP
 from mtp.layers.reference import ReferenceLayer
@@ -51,11 +52,18 @@ class Fuser:
     """The layers of a stage in fused products. Its activations are `[rows, hidden]` of `dtype`.
 
     `choose` decides over each kernel, by a trial of one layer with it and without it. None is a device without kernels.
-    `fuse` makes the products.
+    `fuse` makes the products. Keys and values have `kv_format`.
     """
 
-    def __init__(self, hidden: int, dtype: mx.Dtype, choose: Choose | None, fuse: Fuse = FusedLinear.of) -> None:
-        self._hidden, self._dtype = hidden, dtype
+    def __init__(
+        self,
+        hidden: int,
+        dtype: mx.Dtype,
+        choose: Choose | None,
+        fuse: Fuse = FusedLinear.of,
+        kv_format: KVFormat | None = None,
+    ) -> None:
+        self._hidden, self._dtype, self._kv_format = hidden, dtype, kv_format or KVFormat()
         self._choose, self._fuse = choose, fuse
 
     def layer(self, layer: ReferenceLayer) -> Layer:
@@ -130,7 +138,25 @@ class Fuser:
             if self._wins("attention_prepare", shapes, prepare_rows.SOURCE, prepared, best):
                 best = prepared
         normed = type(best)(module, parts, mlp, fuses_norm=True)
-        return normed if mlp and self._wins_norm(normed, best) else best
+        best = normed if mlp and self._wins_norm(normed, best) else best
+        best.windows = self._windows(attention)
+        return best
+
+    def _windows(self, attention: Any) -> list[int]:
+        """Return the measured widths of windows that the kernel for them attends faster."""
+        heads, rows = attention.num_attention_heads, (attention.num_key_value_heads, attention.head_dim)
+        if rows[1] not in window_attention.DIMS or self._choose is None:
+            return []
+        dtype, kv_format, source = self._dtype, self._kv_format, window_attention.SOURCE + window_attention.MERGE
+        shapes = f"{heads} and {rows[0]} heads of {rows[1]} in {dtype}, keys in {kv_format.bits or 'as many'} bits"
+
+        def trial(width: int) -> KernelTrial:
+            parts = window_sides(heads, rows, dtype, kv_format)
+            own, replaced = (PartTrial(lambda x, *_, part=part: part(x)) for part in parts)
+            return try_layer(own, replaced, heads * rows[1], dtype, [(1, width)], WINDOW_SECONDS)
+
+        name = "window_attention_{}".format
+        return [w for w in window_attention.WIDTHS if self._choose(name(w), shapes, source, partial(trial, w))]
 
     def picks(self, kernel: str, shapes: str, source: str, width: int, own: Rows, replaced: Rows) -> bool:
         """Return whether to use `kernel`, by a trial of `own` and `replaced`."""
@@ -164,6 +190,9 @@ TRIAL_SECONDS = 2.0
 """Seconds of a trial after which no further round begins. More than ROUNDS follow while noise hides which layer is
 faster, as on a machine that is busy at the start. A model has up to three trials."""
 
+WINDOW_SECONDS = 0.25
+"""Seconds of a trial of attention, of which a model has one for each measured width."""
+
 INPUT = 0.03
 """Root mean square of the rows. Against larger ones, what a layer adds would be lost in their rounding."""
 
@@ -182,12 +211,22 @@ class PartTrial:
 Tried = Layer | PartTrial
 
 
-def try_layer(own: Tried, replaced: Tried, hidden: int, dtype: mx.Dtype) -> KernelTrial:
-    """Return the trial of the kernel that `own` has and `replaced` has not, for rows `[…, hidden]` of `dtype`."""
-    due, rounds = time.monotonic() + TRIAL_SECONDS, list[tuple[float, float]]()
+def try_layer(
+    own: Tried,
+    replaced: Tried,
+    hidden: int,
+    dtype: mx.Dtype,
+    frames: Sequence[tuple[int, int]] = BATCHES,
+    seconds: float | None = None,
+) -> KernelTrial:
+    """Return the trial of the kernel that `own` has and `replaced` has not, for rows `[…, hidden]` of `dtype`.
+
+    `frames` are sequences and the tokens of each. `seconds` are TRIAL_SECONDS unless given.
+    """
+    due, rounds = time.monotonic() + (TRIAL_SECONDS if seconds is None else seconds), list[tuple[float, float]]()
     try:
         batches = list[tuple[mx.array, int]]()
-        for sequences, tokens in BATCHES:
+        for sequences, tokens in frames:
             x = mx.random.normal((sequences * tokens, hidden), scale=INPUT, key=mx.random.key(5))
             batches.append((x.astype(dtype), sequences))
             found, expected = (_added(layer, *batches[-1], 2) for layer in (own, replaced))

@@ -6,7 +6,7 @@ and the attention itself are per sequence. The modules and their weights are mlx
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -27,6 +27,8 @@ class AttentionLayer(Layer):
 
     kind = REFERENCE
     _queries: int | None = None
+    windows: Collection[int] = ()
+    """Widths of windows that the kernel for them attends faster. See `takes_window`."""
 
     def __init__(self, layer: DecoderLayer) -> None:
         self.module = layer
@@ -81,7 +83,7 @@ class AttentionLayer(Layer):
                 if holes:
                     out = cache.attend_around(*new, scale, holes[i])
                 else:
-                    out = cache.attend(*new, scale, self._queries, self._slices)
+                    out = cache.attend(*new, scale, self._queries, self._slices, self.windows)
                 outputs.append(out.transpose(0, 2, 1, 3).reshape(out.shape[2], -1))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 

@@ -13,6 +13,7 @@ import pytest
 from mlx_lm.models import gated_delta
 
 from mtp.device import DEVICES
+from mtp.layers import kv_cache, window_attention
 from mtp.layers.fused import fuse, row_trials
 from mtp.layers.source_kernel import MetalKernel
 from proto.control import Kernels
@@ -68,6 +69,10 @@ def metal_choices(metal_kernel: Callable[..., Any]) -> Iterator[pytest.MonkeyPat
         for name in ("STEPS", "ROUNDS", "MOST_COPIES"):
             patch.setattr(row_trials, name, 1)
         patch.setattr(fuse, "TRIAL_SECONDS", 0.0)
+        patch.setattr(fuse, "WINDOW_SECONDS", 0.0)
+        # One width and few keys, because the runner is slow.
+        patch.setattr(window_attention, "WIDTHS", (8,))
+        patch.setattr(kv_cache, "TRIAL_KEYS", 64)
         patch.setattr(layer_variants, "KernelChoice", lambda _, file: KernelChoice(Kernels.own, file))
         yield patch
 
