@@ -246,7 +246,8 @@ def _print(model: str, facts: dict[str, Any]) -> None:
 
 
 def _print_candidates(console: Console, candidates: Sequence[dict[str, Any]]) -> None:
-    title = f"Tokens/s of one stream, as predicted. Of drafts {groups.ACCEPTED:g} are accepted"
+    first, last = groups.ACCEPTED[0], groups.ACCEPTED[-1]
+    title = f"Tokens/s of one stream, as predicted. Of drafts {first:g} to {last:g} are accepted"
     table = Table(title=title, title_justify="left")
     table.add_column("--parallel")
     for heading in ("plain", "with drafts", "weights of a machine"):

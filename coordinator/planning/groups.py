@@ -12,6 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
+
+from coordinator.drafts.averages import expected_tokens
 from coordinator.planning.capacity import model_costs, reserve_bytes
 from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, StagePlan, Workload, make_plan
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -28,12 +31,18 @@ SUMS_PER_LAYER = 2
 SUMS_PER_DRAFT = 3
 """Collectives of one step of the MTP head: the two sums of its layer, and the logits of all members."""
 
-ROW_COST = 0.2
-"""Seconds of each further row of a window over those of the first, before M5. Published passes of two rows with one
-draft take 1.19 to 1.30 times as long as those of one row on an M4 Pro (docs/MTP_HEAD.md)."""
+ROW_COSTS: Mapping[int, float] = {1: 1.0, 2: 1.2, 4: 1.6, 5: 1.62, 8: 1.63, 9: 2.75, 16: 2.76}
+"""Seconds of a window's reads by its rows, over those of one row, before M5.
 
-ACCEPTED, MOST_DRAFTS = 0.8, 3
-"""The share of drafts that a prediction takes as right after right ones, and the most drafts of a window."""
+Two rows: published passes with one draft take 1.19 to 1.30 times as long on an M4 Pro (docs/MTP_HEAD.md). From five
+rows on: products with 17408 x 5120 in 4 bits on an M4 Pro by mlx-dspark 0.20.3, whose kernel works as this one.
+"""
+
+EXPERT_ROW_COSTS: Mapping[int, float] = {1: 1.0, 4: 1.6}
+"""The same for a mixture of experts, whose rows read other experts. No more than three drafts are predicted."""
+
+ACCEPTED, MOST_DRAFTS = (0.83, 0.78, 0.75, 0.70, 0.68, 0.66, 0.65), 7
+"""The share of each draft that is right after right ones (docs/MTP_HEAD.md), and the most drafts of a window."""
 
 DEFAULT_COLLECTIVE = 300e-6
 """Seconds of a sum over a link that was not measured yet: TCP over a Thunderbolt bridge, by its users' figures."""
@@ -133,6 +142,8 @@ class Planning:
     """Slices of each layer in exact mode, which every size of a group must divide. None without exact mode."""
     collective: float = DEFAULT_COLLECTIVE
     """Seconds of a sum over a group that has not measured it."""
+    row_costs: Mapping[int, float] = field(default_factory=lambda: ROW_COSTS)
+    """Seconds of the reads of a window over those of one row, by rows: measured on the machines, or the published."""
 
     @classmethod
     def of(
@@ -154,7 +165,8 @@ class Planning:
 
         kv_tokens = min(context, checkpoint.config.max_positions)
         workload = Workload(kv_tokens, draft_depth, reserve_bytes(costs_of(1)))
-        return cls(costs_of, workload, parallel, slices, collective)
+        mixture = checkpoint.config.shape.routed_share < 1
+        return cls(costs_of, workload, parallel, slices, collective, EXPERT_ROW_COSTS if mixture else ROW_COSTS)
 
 
 def choose_plan(planning: Planning, machines: Sequence[Machine], epoch: int) -> Plan:
@@ -230,14 +242,15 @@ def _predict(planning: Planning, plan: Plan, machines: Sequence[Machine]) -> Pre
     reads = plan.pass_seconds - sums - planning.workload.draft_depth * draft
     draft += SUMS_PER_DRAFT * last.sum_seconds / (SUMS_PER_LAYER * len(last.span))
     drafted = (
-        (reads * (1 + ROW_COST * depth) + waits + depth * draft) / _tokens(depth) for depth in range(1, MOST_DRAFTS + 1)
+        (reads * _row_cost(1 + depth, planning.row_costs) + waits + depth * draft) / expected_tokens(ACCEPTED[:depth])
+        for depth in range(1, min(MOST_DRAFTS, max(planning.row_costs) - 1) + 1)
     )
     return Prediction(text, plan, reads + waits, tuple(drafted) if costs.draft_seconds else ())
 
 
-def _tokens(depth: int) -> float:
-    """Return the expected tokens of a window with `depth` drafts."""
-    return sum(ACCEPTED**right for right in range(depth + 1))
+def _row_cost(rows: int, costs: Mapping[int, float]) -> float:
+    """Return the cost of a window of `rows` from the measured ones around it."""
+    return float(np.interp(rows, sorted(costs), [costs[known] for known in sorted(costs)]))
 
 
 def _group_plan(planning: Planning, machines: Sequence[Machine], size: int, epoch: int, groups: int = 0) -> Plan:
