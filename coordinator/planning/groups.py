@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import numpy as np
 
-from coordinator.drafts.averages import expected_tokens
 from coordinator.planning.capacity import model_costs, reserve_bytes
 from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, StagePlan, Workload, make_plan
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -242,10 +243,15 @@ def _predict(planning: Planning, plan: Plan, machines: Sequence[Machine]) -> Pre
     reads = plan.pass_seconds - sums - planning.workload.draft_depth * draft
     draft += SUMS_PER_DRAFT * last.sum_seconds / (SUMS_PER_LAYER * len(last.span))
     drafted = (
-        (reads * _row_cost(1 + depth, planning.row_costs) + waits + depth * draft) / expected_tokens(ACCEPTED[:depth])
+        (reads * _row_cost(1 + depth, planning.row_costs) + waits + depth * draft) / _tokens(depth)
         for depth in range(1, min(MOST_DRAFTS, max(planning.row_costs) - 1) + 1)
     )
     return Prediction(text, plan, reads + waits, tuple(drafted) if costs.draft_seconds else ())
+
+
+def _tokens(depth: int) -> float:
+    """Return the expected tokens of a window with `depth` drafts."""
+    return float(1 + sum(accumulate(ACCEPTED[:depth], mul)))
 
 
 def _row_cost(rows: int, costs: Mapping[int, float]) -> float:
