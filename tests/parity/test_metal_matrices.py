@@ -342,12 +342,15 @@ SHUFFLES = {
 }
 
 
-@pytest.mark.parametrize("call", SHUFFLES)
-def test_lanes_exchange_values(call: str) -> None:
+def test_lanes_exchange_values() -> None:
     """Shuffles and reductions give each lane what Apple's specification says."""
     x = matrix(15, (32,))
-    source = f"const uint lane = thread_index_in_simdgroup; const float x = a[lane]; y[lane] = {call};"
-    assert np.array_equal(run(source, x, shape=(32,)), SHUFFLES[call](numbers(x)))
+    calls = "\n".join(f"y[{32 * place} + lane] = {call};" for place, call in enumerate(SHUFFLES))
+    found = run(
+        f"const uint lane = thread_index_in_simdgroup; const float x = a[lane];\n{calls}", x, shape=(len(SHUFFLES), 32)
+    )
+    for row, call in zip(found, SHUFFLES, strict=True):
+        assert np.array_equal(row, SHUFFLES[call](numbers(x))), call
 
 
 def test_sources_name_only_what_the_check_of_address_spaces_knows() -> None:

@@ -138,7 +138,7 @@ def test_the_error_is_not_above_that_of_mlx(dim: int, gqa: int, dtype: mx.Dtype,
     check_error(dim, gqa, dtype, bits)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", window_attention.DIMS)
 @pytest.mark.parametrize("dtype", [mx.float32, *HALVES])
 @pytest.mark.parametrize("bits", [None, 4, 8])
