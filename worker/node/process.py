@@ -17,11 +17,11 @@ from functools import partial
 from pathlib import Path
 
 from mtp.checkpoint.hub.resolve import find_model
-from proto.announcement import JOIN_FLAG, UNSPECIFIED, Announcement, is_loopback, join_address
+from proto.announcement import JOIN_FLAG, UNSPECIFIED, Announcement, is_loopback, join_address, parse_address
 from proto.errors import AccessError, ClusterError, DeadlineError, UsageError, WorkerLostError
 from proto.rpc.channels import add_port
 from proto.rpc.data_connection import DataPort
-from proto.rpc.listener import bind_listener
+from proto.rpc.listener import bind_listener, own_addresses
 from proto.stage_options import MachineOptions
 from proto.state_dir import read_text, state_dir, write_private
 from proto.terminal.console import keep_awake
@@ -32,7 +32,7 @@ from worker.engine.prefix_disk import open_index
 from worker.node.announce import announced
 from worker.node.member import group_address, report_ready, when_stdin_ends
 from worker.node.node import Identity, LocalModels, WorkerNode
-from worker.node.options import EVERYWHERE, WorkerOptions
+from worker.node.options import EVERYWHERE, LOOPBACK, WorkerOptions
 from worker.node.service import STOP_SECONDS, make_server
 
 log = logging.getLogger(__name__)
@@ -161,6 +161,7 @@ async def run(options: WorkerOptions) -> None:
     if options.listen is None:
         known = read_text(state_dir(options.state_dir) / LAST_LISTEN)
         options = replace(options, listen=EVERYWHERE if options.join else known)
+    follows = options.listen is None and not options.insecure
     identity, stopping = _identity(options), asyncio.Event()
     if options.owned:
         loop = asyncio.get_running_loop()
@@ -170,18 +171,34 @@ async def run(options: WorkerOptions) -> None:
         checkpoint, _ = models.open(models.own)
         if options.layers is not None:
             options.layers.check_within(checkpoint.config.num_layers)
-    (host, port), given = options.address, options.state_dir
+    (_, port), given = options.address, options.state_dir
     with keep_awake(enabled=not options.allow_sleep):
         while not stopping.is_set():
             known = read_text(state_dir(given) / LOCAL_TOKEN)
+            host, _ = parse_address("--listen", LOOPBACK) if follows else options.address
             identity.trust = await worker_trust(host, identity.name, options.join, given, insecure=options.insecure)
+            if follows:
+                host = cluster_host(known) if identity.trust else host
+                options = replace(options, listen=join_address(host, port))
             if options.join and options.listen:
                 write_private(state_dir(given) / LAST_LISTEN, options.listen)
             identity.direct = options.direct_host()
             identity.member_flags = options.member_flags(
                 models.own, identity.memory_limit, secured=identity.trust is not None
             )
-            port = await _serve(identity, options, port, stopping, known)
+            port = await _serve(identity, options, port, stopping, known, follows=follows)
+
+
+def cluster_host(local_token: str | None) -> str:
+    """Return the host where a worker without --listen listens for the cluster of `local_token`.
+
+    It is the address of this machine at which others join, since their workers connect to this one, or else loopback.
+    """
+    host, _ = parse_address("--listen", LOOPBACK)
+    with contextlib.suppress(UsageError):  # of another release
+        joins_at, _ = parse_address("--join", JoinToken.parse(local_token or "").address)
+        host = joins_at if joins_at in own_addresses() else host
+    return host
 
 
 def _identity(options: WorkerOptions, trust: NodeTrust | None = None) -> Identity:
@@ -231,11 +248,14 @@ async def _serve(
     port: int,
     stopping: asyncio.Event,
     known: str | None,
+    *,
+    follows: bool,
 ) -> int:
     """Serve until `stopping`, which SIGTERM and SIGINT set, then drain. Return the port.
 
-    A worker without TLS ends earlier if it can join a cluster before a coordinator uses it. That is when another token
-    than `known` lies in the state directory, because a coordinator of its user has started on this machine.
+    Return earlier, while no coordinator uses this worker, if it can join a cluster, or with `follows` if it must listen
+    at another address for it. That is when another token than `known` lies in the state directory, because a
+    coordinator of its user has started on this machine.
     """
     host, _ = options.address
     loop = asyncio.get_running_loop()
@@ -257,9 +277,13 @@ async def _serve(
         ready = {"worker": identity.name, "address": address, "data_port": node.tickets.port}
         log.info("worker ready", extra={**ready, "layers": layers})
         began, advised = time.monotonic(), False
-        while node.lease is None and not stopping.is_set():
-            token = read_text(state_dir(options.state_dir) / LOCAL_TOKEN) if joins else None
-            if token and token != known:
+        while not stopping.is_set():
+            if node.lease is not None:
+                advised = True
+                await _wait_for(stopping, node)
+                continue
+            token = read_text(state_dir(options.state_dir) / LOCAL_TOKEN) if joins or follows else None
+            if token and token != known and (joins or cluster_host(token) != host):
                 return port
             if not advised and time.monotonic() - began > LONELY_SECONDS:
                 advice = f" --worker {address}" if options.no_mdns else ""
@@ -267,8 +291,6 @@ async def _serve(
                     advice += f". If one runs, and no line here names a reason, restart this worker with {JOIN_FLAG}"
                 log.info("no coordinator yet. Start one with: mtp-coord serve --model MODEL%s", advice)
                 advised = True
-            await _wait_for(stopping, node)
-        while not stopping.is_set():
             await _wait_for(stopping, node)
         await _drain(node)
     return port
