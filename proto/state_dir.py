@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 STATE_DIR = "MTP_STATE_DIR"
 """The environment variable that names the state directory."""
 
+COORDINATOR = Path("worker", "coordinator.json")
+"""The file in the state directory with `join`, the address at which this machine joined another one's cluster, and
+`name`, the last coordinator that used its worker."""
+
 
 def state_dir(given: Path | None) -> Path:
     """Return the state directory: `given`, else MTP_STATE_DIR, else the user's directory on this platform."""

@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from proto.errors import UsageError
 from proto.terminal import console
 
 PROGRAM = "mtp-coord"
@@ -81,6 +82,29 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 """The group on the help page, the file and the line of every command, in the order in which a new user needs them."""
 
 
+OTHER_WORDS: dict[str, str] = {
+    **dict.fromkeys(
+        ("run", "start"), "Use mtp-coord serve MODEL, or mtp-coord generate for one answer without a server"
+    ),
+    "chat": "Start mtp-coord serve MODEL and open the page that it names, http://127.0.0.1:8080/ by default",
+    **dict.fromkeys(("stop", "quit"), "Press Ctrl-C where mtp-coord serve runs. For a service: service uninstall"),
+    **dict.fromkeys(("list", "ls"), "Use mtp-coord models for the models here, mtp-coord node list for the machines"),
+    **dict.fromkeys(("ps", "top", "nodes"), "Use mtp-coord status, or open the page that mtp-coord serve names"),
+    **dict.fromkeys(
+        ("join", "worker", "invite"),
+        "Run mtp-worker --join TOKEN on the machine that joins. mtp-coord token create prints that line, on the "
+        "machine of mtp-coord serve",
+    ),
+    "leave": "Use mtp-coord node remove NAME, on the machine of mtp-coord serve",
+    **dict.fromkeys(("download", "get"), "Use mtp-coord pull MODEL"),
+    **dict.fromkeys(("show", "info"), "Use mtp-coord inspect MODEL"),
+    "logs": "Use mtp-coord service logs",
+    "help": "Use mtp-coord --help",
+    "version": "Use mtp-coord --version",
+}
+"""Advice for words that are commands of other programs."""
+
+
 def import_command(name: str) -> TyperCommand | TyperGroup:
     """Import the file of the command `name`, and return the command."""
     function = name.replace("-", "_")
@@ -101,7 +125,9 @@ class LazyGroup(TyperGroup):
     def resolve_command(
         self, ctx: Any, args: list[str]
     ) -> tuple[str | None, TyperCommand | TyperGroup | None, list[str]]:
-        """Return the loaded command that `args` name. See click."""
+        """Return the loaded command that `args` name. See click. Raises UsageError for a word of other programs."""
+        if args and args[0] not in COMMANDS and (advice := OTHER_WORDS.get(args[0])):
+            raise UsageError(f"{args[0]} is no command of {PROGRAM}. {advice}")
         name, known, rest = super().resolve_command(ctx, args)
         return name, import_command(name) if name and known else None, rest
 

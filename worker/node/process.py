@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -17,18 +18,19 @@ from functools import partial
 from pathlib import Path
 
 from mtp.checkpoint.hub.resolve import find_model
-from proto.announcement import JOIN_FLAG, UNSPECIFIED, Announcement, is_loopback, join_address, parse_address
+from proto.announcement import JOIN_FLAG, UNSPECIFIED, Announcement, host_of, is_loopback, join_address, parse_address
 from proto.errors import AccessError, ClusterError, DeadlineError, UsageError, WorkerLostError
 from proto.rpc.channels import add_port
 from proto.rpc.data_connection import DataPort
 from proto.rpc.listener import bind_listener, own_addresses
 from proto.stage_options import MachineOptions
-from proto.state_dir import read_text, state_dir, write_private
+from proto.state_dir import COORDINATOR, read_text, state_dir, write_private
 from proto.terminal.console import keep_awake
 from proto.trust.joining import JoinToken, join
 from proto.trust.node_trust import NodeTrust
 from worker.engine.hardware import default_memory_limit, measured_bandwidth, set_limits
 from worker.engine.prefix_disk import open_index
+from worker.node.advice import Advisor
 from worker.node.announce import announced
 from worker.node.member import group_address, report_ready, when_stdin_ends
 from worker.node.node import Identity, LocalModels, WorkerNode
@@ -106,7 +108,15 @@ async def join_now(options: WorkerOptions) -> None:
     assert options.join is not None
     state = state_dir(options.state_dir)
     await _join(options.join, options.own_name, state / CREDENTIALS)
+    _record_join(options)
+
+
+def _record_join(options: WorkerOptions) -> None:
+    """Keep where the worker listens, and the address of the coordinator that it joined, if on another machine."""
+    state, token = state_dir(options.state_dir), JoinToken.parse(options.join or "")
     write_private(state / LAST_LISTEN, options.listen or EVERYWHERE)
+    if host_of(token.address) not in own_addresses():
+        write_private(state / COORDINATOR, json.dumps({"join": token.address}))
 
 
 async def _join(token: str, name: str, directory: Path) -> NodeTrust:
@@ -143,11 +153,8 @@ async def served(node: WorkerNode, host: str, port: int = 0, data_port: int = 0)
         await data.close()
 
 
-LONELY_SECONDS = 5.0
-"""Seconds without a coordinator after which the log says how to start one."""
-
 POLL_SECONDS = 0.5
-"""Seconds between two looks for a coordinator, until the first one uses this worker."""
+"""Seconds between two looks for a coordinator while none uses this worker."""
 
 DRAIN_SECONDS = 20.0
 """Seconds. Maximum wait for the coordinator to plan without this worker before the process ends."""
@@ -180,8 +187,8 @@ async def run(options: WorkerOptions) -> None:
             if follows:
                 host = cluster_host(known) if identity.trust else host
                 options = replace(options, listen=join_address(host, port))
-            if options.join and options.listen:
-                write_private(state_dir(given) / LAST_LISTEN, options.listen)
+            if options.join:
+                _record_join(options)
             identity.direct = options.direct_host()
             identity.member_flags = options.member_flags(
                 models.own, identity.memory_limit, secured=identity.trust is not None
@@ -276,21 +283,19 @@ async def _serve(
         address, layers = join_address(host, port), str(options.layers or "any")
         ready = {"worker": identity.name, "address": address, "data_port": node.tickets.port}
         log.info("worker ready", extra={**ready, "layers": layers})
-        began, advised = time.monotonic(), False
+        advice = "Start one with: mtp-coord serve --model MODEL" + (f" --worker {address}" if options.no_mdns else "")
+        if joins:
+            advice += f". If one runs, and no line here names a reason, restart this worker with {JOIN_FLAG}"
+        state = state_dir(options.state_dir)
+        advisor = Advisor(state / COORDINATOR, identity.trust, advice)
         while not stopping.is_set():
             if node.lease is not None:
-                advised = True
-                await _wait_for(stopping, node)
-                continue
-            token = read_text(state_dir(options.state_dir) / LOCAL_TOKEN) if joins or follows else None
-            if token and token != known and (joins or cluster_host(token) != host):
-                return port
-            if not advised and time.monotonic() - began > LONELY_SECONDS:
-                advice = f" --worker {address}" if options.no_mdns else ""
-                if joins:
-                    advice += f". If one runs, and no line here names a reason, restart this worker with {JOIN_FLAG}"
-                log.info("no coordinator yet. Start one with: mtp-coord serve --model MODEL%s", advice)
-                advised = True
+                advisor.record_coordinator(node.lease.name)
+            else:
+                token = read_text(state / LOCAL_TOKEN) if joins or follows else None
+                if token and token != known and (joins or cluster_host(token) != host):
+                    return port
+                await advisor.advise()
             await _wait_for(stopping, node)
         await _drain(node)
     return port
