@@ -82,25 +82,16 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 """The group on the help page, the file and the line of every command, in the order in which a new user needs them."""
 
 
-OTHER_WORDS: dict[str, str] = {
-    **dict.fromkeys(
-        ("run", "start"), "Use mtp-coord serve MODEL, or mtp-coord generate for one answer without a server"
-    ),
-    "chat": "Start mtp-coord serve MODEL and open the page that it names, http://127.0.0.1:8080/ by default",
-    **dict.fromkeys(("stop", "quit"), "Press Ctrl-C where mtp-coord serve runs. For a service: service uninstall"),
+_SERVE = "Use mtp-coord serve MODEL, which has a page to chat, or mtp-coord generate for one answer without a server"
+_JOIN = "On the machine that joins, run the line that mtp-coord token create prints here: mtp-worker --join TOKEN"
+OTHER_WORDS = {
+    **dict.fromkeys(("run", "start", "chat"), _SERVE),
+    **dict.fromkeys(("stop", "quit"), "Press Ctrl-C where mtp-coord serve runs, or use mtp-coord service uninstall"),
     **dict.fromkeys(("list", "ls"), "Use mtp-coord models for the models here, mtp-coord node list for the machines"),
-    **dict.fromkeys(("ps", "top", "nodes"), "Use mtp-coord status, or open the page that mtp-coord serve names"),
-    **dict.fromkeys(
-        ("join", "worker", "invite"),
-        "Run mtp-worker --join TOKEN on the machine that joins. mtp-coord token create prints that line, on the "
-        "machine of mtp-coord serve",
-    ),
-    "leave": "Use mtp-coord node remove NAME, on the machine of mtp-coord serve",
+    **dict.fromkeys(("ps", "top"), "Use mtp-coord status"),
+    **dict.fromkeys(("join", "worker", "invite"), _JOIN),
     **dict.fromkeys(("download", "get"), "Use mtp-coord pull MODEL"),
-    **dict.fromkeys(("show", "info"), "Use mtp-coord inspect MODEL"),
-    "logs": "Use mtp-coord service logs",
-    "help": "Use mtp-coord --help",
-    "version": "Use mtp-coord --version",
+    **dict.fromkeys(("help", "version"), "Use mtp-coord --help or mtp-coord --version"),
 }
 """Advice for words that are commands of other programs."""
 

@@ -68,8 +68,9 @@ async def serve(options: ServeOptions) -> None:
             await stack.enter_async_context(trust.listening(host, port, others=options.listen is not None))
         if own is not None:
             await stack.enter_async_context(own.running())
-            if trust is not None and (others := (options.required_nodes or 1) - len(options.worker)) > 0:
-                _show_invitation(trust, others)
+        others = (options.required_nodes or 1) - len(options.worker)
+        if options.own_worker and trust is not None and others > 0:
+            _show_invitation(trust, others)
         stack.enter_context(keep_awake(enabled=not options.allow_sleep))
         if server.tls is not None:
             renewal = renew_forever(options, server.tls, server.http.config)

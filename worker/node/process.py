@@ -24,7 +24,7 @@ from proto.rpc.channels import add_port
 from proto.rpc.data_connection import DataPort
 from proto.rpc.listener import bind_listener, own_addresses
 from proto.stage_options import MachineOptions
-from proto.state_dir import COORDINATOR, read_text, state_dir, write_private
+from proto.state_dir import COORDINATOR, claim_memory, read_text, state_dir, write_private
 from proto.terminal.console import keep_awake
 from proto.trust.joining import JoinToken, join
 from proto.trust.node_trust import NodeTrust
@@ -169,6 +169,9 @@ async def run(options: WorkerOptions) -> None:
         known = read_text(state_dir(options.state_dir) / LAST_LISTEN)
         options = replace(options, listen=EVERYWHERE if options.join else known)
     follows = options.listen is None and not options.insecure
+    address = join_address(*options.address)
+    holder = {"name": options.own_name, "address": address, "pid": os.getpid(), "owned": options.owned}
+    claim_memory(state_dir(options.state_dir), holder, shared=options.memory_limit is not None)
     identity, stopping = _identity(options), asyncio.Event()
     if options.owned:
         loop = asyncio.get_running_loop()
