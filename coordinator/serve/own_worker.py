@@ -65,7 +65,8 @@ def with_own_worker(options: ServeOptions) -> tuple[ServeOptions, OwnWorker | No
         log.info("the worker that runs on this machine is used", extra={"worker": name, "pid": found.get("pid")})
         near, port = parse_address("--own-worker", at, USUAL_PORT)
         address = join_address(host if is_loopback(near) or near in UNSPECIFIED else near, port)
-        return replace(options, worker=(*options.worker, address)), None
+        known = (address,) if port else ()  # mDNS finds one that took any free port
+        return replace(options, worker=(*options.worker, *known)), None
     address = join_address(host, _free_port(host))
     return replace(options, worker=(*options.worker, address)), OwnWorker.of(options, address)
 

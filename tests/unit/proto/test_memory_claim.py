@@ -31,9 +31,9 @@ input()
 
 
 @contextmanager
-def claimed(state: Path, *, shared: bool = False, owned: bool = False) -> Iterator[None]:
+def claimed(state: Path, *, shared: bool = False, **more: object) -> Iterator[None]:
     """Let another process claim the memory, as `HOLDER`, while the block runs."""
-    command = [sys.executable, "-c", CLAIM, str(state), repr({**HOLDER, "owned": owned}), str(shared)]
+    command = [sys.executable, "-c", CLAIM, str(state), repr({**HOLDER, **more}), str(shared)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"claimed\n"
@@ -70,6 +70,8 @@ def test_the_worker_that_runs_here_is_the_own_worker(tmp_path: Path) -> None:
             with_own_worker(ServeOptions(own_worker=True, state_dir=tmp_path, own_layers=Span(0, 4)))
         open_to_others = ServeOptions(own_worker=True, state_dir=tmp_path, listen=("192.0.2.1", 50504))
         assert with_own_worker(open_to_others)[0].worker == ("192.0.2.1:50606",)
+    with claimed(tmp_path, address="127.0.0.1:0"):
+        assert with_own_worker(options)[0].worker == ()
     with claimed(tmp_path, owned=True):
         _, own = with_own_worker(options)
         assert own is not None
