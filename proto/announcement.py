@@ -59,6 +59,9 @@ def is_loopback(host: str) -> bool:
 JOIN_FLAG = "--join TOKEN, from mtp-coord token create"
 """The way into a cluster, for the messages of both programs."""
 
+JOIN_PREFIX = "mtp1."
+"""The first characters of a token."""
+
 SERVICE_TYPE = "_mtp-worker._tcp.local."
 
 _MAX_LABEL = 63

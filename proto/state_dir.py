@@ -8,6 +8,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,14 @@ log = logging.getLogger(__name__)
 
 STATE_DIR = "MTP_STATE_DIR"
 """The environment variable that names the state directory."""
+
+COORDINATOR = Path("worker", "coordinator.json")
+"""The file in the state directory with `join`, the address at which this machine joined another one's cluster, and
+`name`, the last coordinator that used its worker."""
+
+
+HOLDER_BYTES = 1024
+"""Bytes of the description of the worker that counts this machine's memory."""
 
 
 def state_dir(given: Path | None) -> Path:
@@ -108,6 +117,50 @@ def claim(directory: Path) -> None:
         ) from error
     except OSError as error:  # such as a read-only disk, on which a coordinator changes no file
         log.warning("no lock of the state directory", extra={"error": str(error)})
+
+
+def claim_memory(directory: Path, holder: dict[str, Any], *, shared: bool) -> None:
+    """Let no other worker count this machine's memory until this process ends, but with `shared` others that share it.
+
+    `holder` has the `name`, `address` and `pid` of this worker. Raises UsageError that names the other worker.
+    """
+    try:
+        descriptor = _open_memory_lock(directory)
+        if known := _take_or_read(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+            os.close(descriptor)
+            raise UsageError(
+                f"the worker {known.get('name')} at {known.get('address')} (process {known.get('pid')}) counts the "
+                "memory of this machine already. Use that one, or start each with --memory-limit"
+            )
+        os.pwrite(descriptor, f"{json.dumps(holder):<{HOLDER_BYTES}}".encode(), 0)
+    except OSError as error:  # such as a read-only disk
+        log.warning("no lock of the memory", extra={"error": str(error)})
+
+
+def running_worker(directory: Path) -> dict[str, Any]:
+    """Return the `holder` of `claim_memory` that runs now; empty without one."""
+    try:
+        descriptor = _open_memory_lock(directory)
+    except OSError:
+        return {}
+    try:
+        return _take_or_read(descriptor, fcntl.LOCK_EX)
+    finally:
+        os.close(descriptor)
+
+
+def _open_memory_lock(directory: Path) -> int:
+    device = re.sub(r"\W", "-", os.environ.get("CUDA_VISIBLE_DEVICES", ""))  # each GPU has its own memory
+    return _open_lock(directory, f"worker{device}.lock")
+
+
+def _take_or_read(descriptor: int, kind: int) -> dict[str, Any]:
+    """Take the lock and return nothing, or return the description of the worker that has it."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return dict(json.loads(os.pread(descriptor, HOLDER_BYTES, 0) or '{"name": "that starts"}'))
+    return {}
 
 
 def _open_lock(directory: Path, name: str) -> int:

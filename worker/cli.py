@@ -8,6 +8,7 @@ from pathlib import Path
 
 import typer
 
+from proto.announcement import JOIN_PREFIX
 from proto.state_dir import state_dir
 from proto.terminal import console
 from proto.terminal.config_file import kept_flags
@@ -68,6 +69,19 @@ def install(options: WorkerOptions) -> None:
 
 def main() -> None:
     """Entry point of `mtp-worker`, also of `mtp-worker service`."""
-    if sys.argv[1:2] == ["service"]:
-        console.run_process(PROGRAM, lambda: service(sys.argv[2:], prog_name=f"{PROGRAM} service"))
-    console.run_process(PROGRAM, lambda: app(prog_name=PROGRAM))
+    words = _with_join(sys.argv[1:])
+    if words[:1] == ["service"]:
+        console.run_process(PROGRAM, lambda: service(words[1:], prog_name=f"{PROGRAM} service"))
+    console.run_process(PROGRAM, lambda: app(words, prog_name=PROGRAM))
+
+
+def _with_join(words: list[str]) -> list[str]:
+    """Return the arguments with one --join before a token, which users paste alone or with the line that shows it."""
+    found: list[str] = []
+    for word in words:
+        if JOIN_PREFIX in word and not word.startswith("--join="):
+            while found and found[-1] in (PROGRAM, "join", "--join"):
+                found.pop()
+            found.append("--join")
+        found.append(word)
+    return found

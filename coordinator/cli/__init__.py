@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from proto.errors import UsageError
 from proto.terminal import console
 
 PROGRAM = "mtp-coord"
@@ -81,6 +82,20 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 """The group on the help page, the file and the line of every command, in the order in which a new user needs them."""
 
 
+_SERVE = "Use mtp-coord serve MODEL, which has a page to chat, or mtp-coord generate for one answer without a server"
+_JOIN = "On the machine that joins, run the line that mtp-coord token create prints here: mtp-worker --join TOKEN"
+OTHER_WORDS = {
+    **dict.fromkeys(("run", "start", "chat"), _SERVE),
+    **dict.fromkeys(("stop", "quit"), "Press Ctrl-C where mtp-coord serve runs, or use mtp-coord service uninstall"),
+    **dict.fromkeys(("list", "ls"), "Use mtp-coord models for the models here, mtp-coord node list for the machines"),
+    **dict.fromkeys(("ps", "top"), "Use mtp-coord status"),
+    **dict.fromkeys(("join", "worker", "invite"), _JOIN),
+    **dict.fromkeys(("download", "get"), "Use mtp-coord pull MODEL"),
+    **dict.fromkeys(("help", "version"), "Use mtp-coord --help or mtp-coord --version"),
+}
+"""Advice for words that are commands of other programs."""
+
+
 def import_command(name: str) -> TyperCommand | TyperGroup:
     """Import the file of the command `name`, and return the command."""
     function = name.replace("-", "_")
@@ -101,7 +116,9 @@ class LazyGroup(TyperGroup):
     def resolve_command(
         self, ctx: Any, args: list[str]
     ) -> tuple[str | None, TyperCommand | TyperGroup | None, list[str]]:
-        """Return the loaded command that `args` name. See click."""
+        """Return the loaded command that `args` name. See click. Raises UsageError for a word of other programs."""
+        if args and args[0] not in COMMANDS and (advice := OTHER_WORDS.get(args[0])):
+            raise UsageError(f"{args[0]} is no command of {PROGRAM}. {advice}")
         name, known, rest = super().resolve_command(ctx, args)
         return name, import_command(name) if name and known else None, rest
 

@@ -13,7 +13,8 @@ import typer
 
 from coordinator.trust.keys import API_KEY, OWNER_KEY
 from proto import errors
-from proto.state_dir import STATE_DIR, read_json, state_dir
+from proto.announcement import host_of, is_loopback
+from proto.state_dir import COORDINATOR, STATE_DIR, read_json, state_dir
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 
@@ -103,9 +104,21 @@ def call(
 
 def no_answer(url: str, error: Exception) -> errors.NotReadyError:
     """Return the error for a server that cannot be reached."""
-    return errors.NotReadyError(
-        f"no coordinator answers at {url} ({type(error).__name__}). Start mtp-coord serve, or give its --url"
-    )
+    advice = _other_machine() if is_loopback(urlsplit(server_url(url)).hostname or "") else ""
+    advice = advice or "Start mtp-coord serve, or give its --url"
+    return errors.NotReadyError(f"no coordinator answers at {url} ({type(error).__name__}). {advice}")
+
+
+def _other_machine() -> str:
+    """Return the advice for a machine that is a worker of another one's cluster; empty for others."""
+    found = {}
+    with contextlib.suppress(errors.UsageError):  # damaged
+        found = read_json(state_dir(None) / COORDINATOR)
+    host, name = host_of(str(found.get("join", ""))), str(found.get("name", "")).rpartition(":")[0]
+    if not host:
+        return ""
+    where = f"{name} ({host})" if name else host
+    return f"This machine is a worker of a cluster that runs on {where}. Run the command there, or give its --url"
 
 
 def refusal(url: str, status: int, body: bytes) -> errors.ClusterError:

@@ -78,8 +78,9 @@ def demo(
         console.print(f"The page: http://127.0.0.1:{port}/")
         console.print(f"[dim]starting {', '.join(names)}, coordinator[/dim]")
         options = ["--model", model, "--no-mdns"]
+        share = f"{psutil.virtual_memory().total * 3 // 4 // workers}B"
         for name, own in zip(names, ports, strict=True):
-            flags = ["--listen", f"127.0.0.1:{own}", "--name", name, *options]
+            flags = ["--listen", f"127.0.0.1:{own}", "--name", name, "--memory-limit", share, *options]
             programs.append(_start(folder / f"{name}.log", "worker.cli", flags))
         # The coordinator serves as soon as all are there, which on a busy machine takes its time.
         command = ["serve", *options, "--port", str(port), "--wait", "60"]

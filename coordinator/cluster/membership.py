@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from coordinator.cluster import events
-from coordinator.cluster.discovery import Discovery
+from coordinator.cluster.discovery import Discovery, on_this_machine
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Member, MemberState, Settings, View
 from coordinator.pipeline.worker_client import DESCRIBE_SECONDS, MAX_SPEED, NOTICE_SHARE, WorkerClient
 from coordinator.pipeline.worker_connection import Candidate, ConnectionPolicy, connect_worker
 from coordinator.planning.capacity import REFERENCE_BANDWIDTH
 from proto import cluster_pb2 as pb
-from proto.announcement import JOIN_FLAG
-from proto.errors import AccessError, ClusterError, DeadlineError, WorkerLostError
-from proto.rpc.listener import BackgroundTasks
+from proto.announcement import JOIN_FLAG, host_of, is_loopback, join_address, parse_address
+from proto.errors import AccessError, ClusterError, DeadlineError, UsageError, WorkerLostError
+from proto.rpc.listener import BackgroundTasks, reachable_address
 from proto.rpc.status_codes import NO_MEMBERS, printable
 from proto.span import Span
 
@@ -234,7 +234,7 @@ class Membership:
             return
         name = shown_name(info, address)
         reason = self._refusal_reason(info, self.model)
-        reason = reason or self._mixing_reason(client)
+        reason = reason or self._mixing_reason(client) or self._loopback_reason(address)
         reason = reason or self.group.refusal(name, _arithmetic_of(info))
         if reason:
             await client.close()
@@ -278,6 +278,19 @@ class Membership:
         if open_one:
             return f"has not joined the cluster. Restart it with {JOIN_FLAG}"
         return f"cannot work with {others[0]}, which has not joined the cluster. Restart that one with {JOIN_FLAG}"
+
+    def _loopback_reason(self, address: str) -> str:
+        """Return why a worker on loopback and one of another machine cannot share a plan, or an empty string."""
+        on_loopback = is_loopback(host_of(address))
+        for known in sorted(self.clients):
+            if on_loopback != is_loopback(host_of(known)) and not on_this_machine(known if on_loopback else address):
+                hidden, other = (address, known) if on_loopback else (known, address)
+                with contextlib.suppress(UsageError):  # no address, so the workers are not reachable either
+                    _, port = parse_address("--worker", hidden)
+                    better = join_address(reachable_address(), port)
+                    stop = "Restart it" if on_loopback else f"Restart the worker at {hidden}"
+                    return f"cannot work with {known}: {other} cannot reach {hidden}. {stop} with --listen {better}"
+        return ""
 
     def _refuse_worker(self, member: Member, reason: str) -> None:
         before = self.view().members.get(member.address)

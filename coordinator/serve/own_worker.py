@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.serve.options import JOIN_PORT, ServeOptions
-from proto.announcement import UNSPECIFIED, join_address, parse_address
+from proto.announcement import UNSPECIFIED, is_loopback, join_address, parse_address
 from proto.errors import UsageError
 from proto.rpc.listener import bind_listener, reachable_address
+from proto.state_dir import running_worker
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ MAX_LOG_BYTES = 8 * 2**20
 def with_own_worker(options: ServeOptions) -> tuple[ServeOptions, OwnWorker | None]:
     """Return the options with the address of the own worker, and with the join server that other machines need.
 
-    Raises UsageError where this machine has no address for them.
+    A worker of the user that runs here already is the own worker, since a second one would count the memory twice.
+    Raises UsageError where this machine has no address for other machines, or where that worker cannot be used.
     """
     if not options.own_worker:
         return options, None
@@ -55,6 +57,16 @@ def with_own_worker(options: ServeOptions) -> tuple[ServeOptions, OwnWorker | No
         options = replace(options, listen=(reachable_address(), JOIN_PORT))
     host = options.listen[0] if options.listen else UNSPECIFIED[0] if others else LOOPBACK
     host = reachable_address() if host in UNSPECIFIED else host
+    found = running_worker(options.state)
+    if found and not found.get("owned"):  # else it ends, since its coordinator has ended
+        name, at = found.get("name"), str(found.get("address", LOOPBACK))
+        if options.own_layers:
+            raise UsageError(f"--own-layers: the worker {name} at {at} runs on this machine. Stop it, or start it so")
+        log.info("the worker that runs on this machine is used", extra={"worker": name, "pid": found.get("pid")})
+        near, port = parse_address("--own-worker", at, USUAL_PORT)
+        address = join_address(host if is_loopback(near) or near in UNSPECIFIED else near, port)
+        known = (address,) if port else ()  # mDNS finds one that took any free port
+        return replace(options, worker=(*options.worker, *known)), None
     address = join_address(host, _free_port(host))
     return replace(options, worker=(*options.worker, address)), OwnWorker.of(options, address)
 

@@ -68,8 +68,9 @@ async def serve(options: ServeOptions) -> None:
             await stack.enter_async_context(trust.listening(host, port, others=options.listen is not None))
         if own is not None:
             await stack.enter_async_context(own.running())
-            if trust is not None and (others := (options.required_nodes or 1) - len(options.worker)) > 0:
-                _show_invitation(trust.invite(others).command)
+        others = (options.required_nodes or 1) - len(options.worker)
+        if options.own_worker and trust is not None and others > 0:
+            _show_invitation(trust, others)
         stack.enter_context(keep_awake(enabled=not options.allow_sleep))
         if server.tls is not None:
             renewal = renew_forever(options, server.tls, server.http.config)
@@ -81,11 +82,20 @@ async def serve(options: ServeOptions) -> None:
     end_process(130 if server.http.interrupted else 0)
 
 
-def _show_invitation(command: str) -> None:
-    """Show `command`, which has a secret, on a terminal. Logs have no secrets."""
-    if sys.stdout.isatty():
-        sys.stdout.write(f"\nOn each other machine, within an hour:\n\n  {command}\n\n")
-        sys.stdout.flush()
+def _show_invitation(trust: ClusterTrust, others: int) -> None:
+    """Show on a terminal how `others` machines take part. The line for a new one has a secret, and logs have none."""
+    if not sys.stdout.isatty():
+        return
+    text, members = "\n", trust.registry.other_machines()
+    if members:
+        are = "is a member" if len(members) == 1 else "are members"
+        text += f"{', '.join(members)} {are} of the cluster. Start mtp-worker there, without a token.\n"
+    if (new := others - len(members)) > 0:
+        text += f"On each {'new' if members else 'other'} machine, within an hour:\n\n  {trust.invite(new).command}\n\n"
+    else:
+        text += "For another machine: mtp-coord token create\n\n"
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 class ModelDownload(StatusSource):

@@ -143,11 +143,11 @@ class JoinServer:
         except ValueError as error:
             raise ProtocolError("the proof is malformed") from error
         key = requested_key(csr)
-        self._registry.use_token(token_id, proof, session, csr)
+        is_local = self._registry.use_token(token_id, proof, session, csr)
         identity = NodeIdentity(self._authority.cluster, Role.WORKER, secrets.token_hex(8))
         chain = self._authority.issue(key, identity)
         expires = time.time() + CERTIFICATE_LIFE.total_seconds()
-        self._registry.record_node(identity.node, name, expires)
+        self._registry.record_node(identity.node, name, expires, is_local=is_local)
         log.info("machine joined", extra={"peer": peer, "worker": name, "node": identity.node})
         return {"certificate": chain, "authorities": self._authority.bundle}
 

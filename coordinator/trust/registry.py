@@ -17,13 +17,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Node:
-    """A node that joined. Times are in seconds since the epoch."""
+    """A node that joined, `local` by the token in the state directory. Times are in seconds since the epoch."""
 
     node_id: str
     name: str
     joined: float
     expires: float
     removed: bool = False
+    local: bool = False
 
 
 class Registry:
@@ -43,13 +44,18 @@ class Registry:
         """Return the node ids of the removed nodes."""
         return frozenset(node.node_id for node in self.nodes() if node.removed)
 
-    def record_node(self, node_id: str, name: str, expires: float) -> None:
+    def other_machines(self) -> list[str]:
+        """Return the names of the machines that joined by a token of a user and are members still."""
+        present = (n for n in self.nodes() if not (n.local or n.removed) and n.expires > time.time())
+        return list(dict.fromkeys(node.name for node in present))
+
+    def record_node(self, node_id: str, name: str, expires: float, *, is_local: bool = False) -> None:
         """Record a node with a new certificate. Raises AccessError for a removed node."""
         with self.file.changing() as content:
             known = content["nodes"].get(node_id, {"name": "", "joined": time.time()})
             if known.get("removed"):
                 raise AccessError("the node was removed from the cluster")
-            facts = {"name": name or known["name"], "joined": known["joined"]}
+            facts = {"name": name or known["name"], "joined": known["joined"], "local": known.get("local", is_local)}
             content["nodes"][node_id] = {**facts, "expires": expires, "removed": False}
 
     def remove_nodes(self, name: str) -> list[Node]:
@@ -81,8 +87,11 @@ class Registry:
             facts = {"verifier": token.verifier, "expires": due, "uses": uses, "local": is_local}
             content["tokens"][token.token_id] = facts
 
-    def use_token(self, token_id: str, proof: bytes, session: bytes, request: str) -> None:
-        """Check the proof of a token and count one use. Raises AccessError, with details only for a valid proof."""
+    def use_token(self, token_id: str, proof: bytes, session: bytes, request: str) -> bool:
+        """Check the proof of a token, count one use, and return whether the token is local.
+
+        Raises AccessError, with details only for a valid proof.
+        """
         with self.file.changing() as content:
             token = content["tokens"].get(token_id)
             if token is None:
@@ -94,6 +103,7 @@ class Registry:
             if token["uses"] < 1:
                 raise AccessError("it is used")
             token["uses"] -= 1
+            return bool(token.get("local"))
 
     def revoke_token(self, token_id: str) -> None:
         """Delete a token. Raises UsageError for an unknown one."""

@@ -11,6 +11,7 @@ import json
 import secrets
 import ssl
 import struct
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,11 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from proto.announcement import parse_address
+from proto.announcement import JOIN_PREFIX, parse_address
 from proto.errors import AccessError, DeadlineError, ProtocolError, UsageError, WorkerLostError
 from proto.trust import certificates
 from proto.trust.node_trust import NodeTrust
 
-PREFIX = "mtp1."
 SECRET_BYTES = 16
 """Bytes of the secret: enough that nothing can guess it."""
 
@@ -51,7 +51,7 @@ class JoinToken:
         fixed = bytes.fromhex(self.cluster) + self.authority + bytes.fromhex(self.token_id)
         content = fixed + self.secret + self.address.encode()
         text = base64.urlsafe_b64encode(content + _checksum(content)).decode().rstrip("=")
-        return f"{PREFIX}{text}"
+        return f"{JOIN_PREFIX}{text}"
 
     @classmethod
     def parse(cls, text: str) -> JoinToken:
@@ -59,10 +59,11 @@ class JoinToken:
         malformed = UsageError(
             "--join: the token is malformed or incomplete. Copy the whole line that mtp-coord token create printed"
         )
-        text = "".join(text.split())  # a terminal breaks a long line
-        if not text.startswith(PREFIX) or len(text) > 1000:
+        text = "".join(text.split()).strip("\"'`")  # a terminal breaks a long line
+        text = text[max(0, text.find(JOIN_PREFIX)) :]  # the whole line was copied
+        if not text.startswith(JOIN_PREFIX) or len(text) > 1000:
             raise malformed
-        body = text.removeprefix(PREFIX)
+        body = text.removeprefix(JOIN_PREFIX)
         try:
             data = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
             content, check = data[:-_CHECK_BYTES], data[-_CHECK_BYTES:]
@@ -159,25 +160,42 @@ async def join(token: JoinToken, name: str, directory: Path) -> NodeTrust:
 
     Raises AccessError, WorkerLostError or DeadlineError. Nothing is sent to the server before it is verified.
     """
-    host, port = parse_address("--join", token.address)
+    async with _connected(token.address) as (reader, writer):
+        return await _exchange(reader, writer, token, name, directory)
+
+
+async def check_coordinator(trust: NodeTrust, address: str) -> None:
+    """Return if a coordinator of the cluster of `trust` lets machines join at `address`. It gets no data.
+
+    Raises AccessError for one of another cluster, and WorkerLostError or DeadlineError if none answers.
+    """
+    known = frozenset(map(certificates.fingerprint, certificates.from_pem(trust.authorities)))
+    async with _connected(address) as (reader, writer):
+        await _verified(reader, writer, trust.identity.cluster, known)
+
+
+@contextlib.asynccontextmanager
+async def _connected(address: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Yield a connection to the server of joins at `address`, for JOIN_SECONDS. `_check_server` verifies it."""
+    host, port = parse_address("--join", address)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # _check_server verifies the certificate against the token
+    context.verify_mode = ssl.CERT_NONE
     try:
         async with asyncio.timeout(JOIN_SECONDS):
             reader, writer = await asyncio.open_connection(host, port, ssl=context, limit=MAX_LINE_BYTES)
             try:
-                return await _exchange(reader, writer, token, name, directory)
+                yield reader, writer
             finally:
                 writer.close()
                 with contextlib.suppress(OSError):
                     await writer.wait_closed()
     except TimeoutError:
-        raise DeadlineError(f"the join at {token.address} timed out") from None
+        raise DeadlineError(f"the join at {address} timed out") from None
     except OSError as error:
         raise WorkerLostError(
-            f"no coordinator answers at {token.address}: {error.strerror or error}. Check that mtp-coord serve "
+            f"no coordinator answers at {address}: {error.strerror or error}. Check that mtp-coord serve "
             "--listen runs there and that the firewall allows the port"
         ) from error
 
@@ -189,10 +207,14 @@ async def _exchange(
     name: str,
     directory: Path,
 ) -> NodeTrust:
+    try:
+        certificate = await _verified(reader, writer, token.cluster, frozenset([token.authority]))
+    except AccessError as error:
+        raise AccessError(
+            f"--join: the server at {token.address} is not the coordinator of the token: {error}. Nothing was sent "
+            "to it"
+        ) from error
     tls: ssl.SSLObject = writer.get_extra_info("ssl_object")
-    certificate = tls.getpeercert(binary_form=True) or b""
-    greeting = await read_message(reader)
-    _check_server(certificate, text_of(greeting, "authorities"), token)
     key = certificates.new_key()
     request = certificates.signing_request(key)
     proof = token.proof(session_binding(tls, certificate), request)
@@ -209,12 +231,24 @@ async def _exchange(
     return trust
 
 
-def _check_server(certificate: bytes, authorities: str, token: JoinToken) -> None:
-    """Raise AccessError unless `certificate` is a coordinator's, issued by the authority that the token names."""
+async def _verified(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, cluster: str, authorities: frozenset[bytes]
+) -> bytes:
+    """Return the certificate of the server, in DER, after `_check_server`."""
+    certificate: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True) or b""
+    _check_server(certificate, text_of(await read_message(reader), "authorities"), cluster, authorities)
+    return certificate
+
+
+def _check_server(certificate: bytes, greeting: str, cluster: str, authorities: frozenset[bytes]) -> None:
+    """Raise AccessError unless `certificate` is that of a coordinator of `cluster`.
+
+    It must lead to an authority with a SHA-256 in `authorities`, over those in `greeting`, which the server sent.
+    """
     try:
-        chain, now = certificates.from_pem(authorities), certificates.utc_now()
-        trusted = [a for a in chain if certificates.fingerprint(a) == token.authority]
-        # After a rotation, the token's authority issued the next one's certificate.
+        chain, now = certificates.from_pem(greeting), certificates.utc_now()
+        trusted = [a for a in chain if certificates.fingerprint(a) in authorities]
+        # After a rotation, the known authority issued the next one's certificate.
         for cross in reversed(chain):
             with contextlib.suppress(AccessError):
                 certificates.check_issued_by(cross, trusted, now)
@@ -222,10 +256,7 @@ def _check_server(certificate: bytes, authorities: str, token: JoinToken) -> Non
         leaf = x509.load_der_x509_certificate(certificate)
         certificates.check_issued_by(leaf, trusted, now)
         identity = certificates.identity_of(leaf)
-        if identity.cluster != token.cluster or identity.role is not certificates.Role.COORDINATOR:
+        if identity.cluster != cluster or identity.role is not certificates.Role.COORDINATOR:
             raise AccessError("the certificate is of another cluster or role")
-    except (AccessError, ProtocolError, ValueError) as error:
-        raise AccessError(
-            f"--join: the server at {token.address} is not the coordinator of the token: {error}. Nothing was sent "
-            "to it"
-        ) from error
+    except (ProtocolError, ValueError) as error:
+        raise AccessError(str(error)) from error

@@ -27,7 +27,7 @@ from coordinator.pipeline.worker_connection import Candidate
 from proto.announcement import SERVICE_TYPE, Announcement
 from tests.support.processes.mdns_peer import PORT
 from tests.support.processes.network_namespaces import two_machines
-from tests.support.processes.processes import ending, launch
+from tests.support.processes.processes import SHARED_MEMORY, ending, launch
 from tests.support.processes.waits import until
 from worker.node import announce as announce_module
 from worker.node.announce import announced
@@ -215,7 +215,7 @@ def test_a_stranger_is_never_planned(tmp_path: Path) -> None:
 
     It says so once, with what to do, and ends without a plan instead of giving layers and prompts to a stranger.
     """
-    listen = ("--listen", "0.0.0.0:0", "--insecure", "--name", "stranger")
+    listen = ("--listen", "0.0.0.0:0", "--insecure", "--name", "stranger", *SHARED_MEMORY)
     wait = ("serve", "--port", "0", "--nodes", "1", "--wait", "4")
     with two_machines() as (here, there):
         worker = launch(tmp_path, "worker", "worker.cli", listen, prefix=here.prefix)

@@ -31,6 +31,7 @@ from tests.cluster.conftest import Pool
 from tests.support.checkpoints.checkpoints import write_checkpoint
 from tests.support.processes.faulty_worker import ARITHMETIC
 from tests.support.processes.processes import (
+    SHARED_MEMORY,
     Process,
     as_coordinator,
     as_worker,
@@ -292,7 +293,7 @@ def test_a_stream_that_belongs_to_no_plan(worker: str) -> None:
 
 def test_a_machine_that_rounds_in_another_way_is_named(tmp_path: Path) -> None:
     """While an exact cluster waits for it, both programs say why it is not used, and so does the API."""
-    program, flags = "tests.support.processes.faulty_worker", ("--listen", "127.0.0.1:0", "--no-mdns")
+    program, flags = "tests.support.processes.faulty_worker", ("--listen", "127.0.0.1:0", "--no-mdns", *SHARED_MEMORY)
     with ExitStack() as stack:
         launched = [
             stack.enter_context(ending(launch(tmp_path, name, program, flags, env={ARITHMETIC: arithmetic})))

@@ -52,7 +52,8 @@ class WorkerOptions:
         typer.Option(
             metavar="HOST:PORT",
             help="Where to listen; port 0 takes any free one.  "
-            f"[default: as at the last --join, which takes {EVERYWHERE}; else {LOOPBACK}]",
+            f"[default: as at the last --join, which takes {EVERYWHERE}; else where others join a coordinator of this "
+            f"machine, or {LOOPBACK}]",
             show_default=False,
         ),
     ] = None

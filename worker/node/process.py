@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -17,22 +18,23 @@ from functools import partial
 from pathlib import Path
 
 from mtp.checkpoint.hub.resolve import find_model
-from proto.announcement import JOIN_FLAG, UNSPECIFIED, Announcement, is_loopback, join_address
+from proto.announcement import JOIN_FLAG, UNSPECIFIED, Announcement, host_of, is_loopback, join_address, parse_address
 from proto.errors import AccessError, ClusterError, DeadlineError, UsageError, WorkerLostError
 from proto.rpc.channels import add_port
 from proto.rpc.data_connection import DataPort
-from proto.rpc.listener import bind_listener
+from proto.rpc.listener import bind_listener, own_addresses
 from proto.stage_options import MachineOptions
-from proto.state_dir import read_text, state_dir, write_private
+from proto.state_dir import COORDINATOR, claim_memory, read_text, state_dir, write_private
 from proto.terminal.console import keep_awake
 from proto.trust.joining import JoinToken, join
 from proto.trust.node_trust import NodeTrust
 from worker.engine.hardware import default_memory_limit, measured_bandwidth, set_limits
 from worker.engine.prefix_disk import open_index
+from worker.node.advice import Advisor
 from worker.node.announce import announced
 from worker.node.member import group_address, report_ready, when_stdin_ends
 from worker.node.node import Identity, LocalModels, WorkerNode
-from worker.node.options import EVERYWHERE, WorkerOptions
+from worker.node.options import EVERYWHERE, LOOPBACK, WorkerOptions
 from worker.node.service import STOP_SECONDS, make_server
 
 log = logging.getLogger(__name__)
@@ -106,7 +108,15 @@ async def join_now(options: WorkerOptions) -> None:
     assert options.join is not None
     state = state_dir(options.state_dir)
     await _join(options.join, options.own_name, state / CREDENTIALS)
+    _record_join(options)
+
+
+def _record_join(options: WorkerOptions) -> None:
+    """Keep where the worker listens, and the address of the coordinator that it joined, if on another machine."""
+    state, token = state_dir(options.state_dir), JoinToken.parse(options.join or "")
     write_private(state / LAST_LISTEN, options.listen or EVERYWHERE)
+    if host_of(token.address) not in own_addresses():
+        write_private(state / COORDINATOR, json.dumps({"join": token.address}))
 
 
 async def _join(token: str, name: str, directory: Path) -> NodeTrust:
@@ -143,11 +153,8 @@ async def served(node: WorkerNode, host: str, port: int = 0, data_port: int = 0)
         await data.close()
 
 
-LONELY_SECONDS = 5.0
-"""Seconds without a coordinator after which the log says how to start one."""
-
 POLL_SECONDS = 0.5
-"""Seconds between two looks for a coordinator, until the first one uses this worker."""
+"""Seconds between two looks for a coordinator while none uses this worker."""
 
 DRAIN_SECONDS = 20.0
 """Seconds. Maximum wait for the coordinator to plan without this worker before the process ends."""
@@ -161,6 +168,10 @@ async def run(options: WorkerOptions) -> None:
     if options.listen is None:
         known = read_text(state_dir(options.state_dir) / LAST_LISTEN)
         options = replace(options, listen=EVERYWHERE if options.join else known)
+    follows = options.listen is None and not options.insecure
+    address = join_address(*options.address)
+    holder = {"name": options.own_name, "address": address, "pid": os.getpid(), "owned": options.owned}
+    claim_memory(state_dir(options.state_dir), holder, shared=options.memory_limit is not None)
     identity, stopping = _identity(options), asyncio.Event()
     if options.owned:
         loop = asyncio.get_running_loop()
@@ -170,18 +181,34 @@ async def run(options: WorkerOptions) -> None:
         checkpoint, _ = models.open(models.own)
         if options.layers is not None:
             options.layers.check_within(checkpoint.config.num_layers)
-    (host, port), given = options.address, options.state_dir
+    (_, port), given = options.address, options.state_dir
     with keep_awake(enabled=not options.allow_sleep):
         while not stopping.is_set():
             known = read_text(state_dir(given) / LOCAL_TOKEN)
+            host, _ = parse_address("--listen", LOOPBACK) if follows else options.address
             identity.trust = await worker_trust(host, identity.name, options.join, given, insecure=options.insecure)
-            if options.join and options.listen:
-                write_private(state_dir(given) / LAST_LISTEN, options.listen)
+            if follows:
+                host = cluster_host(known) if identity.trust else host
+                options = replace(options, listen=join_address(host, port))
+            if options.join:
+                _record_join(options)
             identity.direct = options.direct_host()
             identity.member_flags = options.member_flags(
                 models.own, identity.memory_limit, secured=identity.trust is not None
             )
-            port = await _serve(identity, options, port, stopping, known)
+            port = await _serve(identity, options, port, stopping, known, follows=follows)
+
+
+def cluster_host(local_token: str | None) -> str:
+    """Return the host where a worker without --listen listens for the cluster of `local_token`.
+
+    It is the address of this machine at which others join, since their workers connect to this one, or else loopback.
+    """
+    host, _ = parse_address("--listen", LOOPBACK)
+    with contextlib.suppress(UsageError):  # of another release
+        joins_at, _ = parse_address("--join", JoinToken.parse(local_token or "").address)
+        host = joins_at if joins_at in own_addresses() else host
+    return host
 
 
 def _identity(options: WorkerOptions, trust: NodeTrust | None = None) -> Identity:
@@ -231,11 +258,14 @@ async def _serve(
     port: int,
     stopping: asyncio.Event,
     known: str | None,
+    *,
+    follows: bool,
 ) -> int:
     """Serve until `stopping`, which SIGTERM and SIGINT set, then drain. Return the port.
 
-    A worker without TLS ends earlier if it can join a cluster before a coordinator uses it. That is when another token
-    than `known` lies in the state directory, because a coordinator of its user has started on this machine.
+    Return earlier, while no coordinator uses this worker, if it can join a cluster, or with `follows` if it must listen
+    at another address for it. That is when another token than `known` lies in the state directory, because a
+    coordinator of its user has started on this machine.
     """
     host, _ = options.address
     loop = asyncio.get_running_loop()
@@ -256,19 +286,19 @@ async def _serve(
         address, layers = join_address(host, port), str(options.layers or "any")
         ready = {"worker": identity.name, "address": address, "data_port": node.tickets.port}
         log.info("worker ready", extra={**ready, "layers": layers})
-        began, advised = time.monotonic(), False
-        while node.lease is None and not stopping.is_set():
-            token = read_text(state_dir(options.state_dir) / LOCAL_TOKEN) if joins else None
-            if token and token != known:
-                return port
-            if not advised and time.monotonic() - began > LONELY_SECONDS:
-                advice = f" --worker {address}" if options.no_mdns else ""
-                if joins:
-                    advice += f". If one runs, and no line here names a reason, restart this worker with {JOIN_FLAG}"
-                log.info("no coordinator yet. Start one with: mtp-coord serve --model MODEL%s", advice)
-                advised = True
-            await _wait_for(stopping, node)
+        advice = "Start one with: mtp-coord serve --model MODEL" + (f" --worker {address}" if options.no_mdns else "")
+        if joins:
+            advice += f". If one runs, and no line here names a reason, restart this worker with {JOIN_FLAG}"
+        state = state_dir(options.state_dir)
+        advisor = Advisor(state / COORDINATOR, identity.trust, advice)
         while not stopping.is_set():
+            if node.lease is not None:
+                advisor.record_coordinator(node.lease.name)
+            else:
+                token = read_text(state / LOCAL_TOKEN) if joins or follows else None
+                if token and token != known and (joins or cluster_host(token) != host):
+                    return port
+                await advisor.advise()
             await _wait_for(stopping, node)
         await _drain(node)
     return port

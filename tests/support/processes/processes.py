@@ -23,6 +23,9 @@ START_SECONDS = 100.0
 STOP_SECONDS = 40.0
 """Seconds. Longest wait after SIGTERM. A worker drains for up to 20 seconds."""
 
+SHARED_MEMORY = ("--memory-limit", "16GB")
+"""Flags with which several workers of one state directory run on one machine."""
+
 LOG_FORMAT = ("--log-format", "json")
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None"
@@ -144,9 +147,13 @@ def without_folder(hidden: Path) -> tuple[str, ...]:
 
 
 def launch_worker(folder: Path, name: str, *arguments: str, **how: Any) -> Process:
-    """Start an `mtp-worker` and do not wait for it. It has no mDNS and a free port unless `arguments` name one."""
+    """Start an `mtp-worker` and do not wait for it. It has no mDNS and a free port unless `arguments` name one.
+
+    It shares the memory of this machine with other workers.
+    """
+    limit = () if "--memory-limit" in arguments else SHARED_MEMORY
     listen = () if "--listen" in arguments else ("--listen", "127.0.0.1:0")
-    return launch(folder, name, "worker.cli", [*listen, "--name", name, "--no-mdns", *arguments], **how)
+    return launch(folder, name, "worker.cli", [*listen, *limit, "--name", name, "--no-mdns", *arguments], **how)
 
 
 def as_worker(process: Process, timeout: float = START_SECONDS) -> Worker:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.processes.faulty_worker import FAULT
-from tests.support.processes.processes import Process, Worker, as_worker, ending, launch
+from tests.support.processes.processes import SHARED_MEMORY, Process, Worker, as_worker, ending, launch
 from tests.support.processes.proxy import Proxy, proxies
 from tests.support.processes.reserved_port import reserved_port
 from tests.support.processes.task_count import TASKS
@@ -58,7 +58,7 @@ class Team:
         port, data_port = self.ports[number]
         listen = f"{place.host}:{port}"
         arguments = ["--model", str(model), "--listen", listen, "--name", name, "--no-mdns"]
-        arguments += ["--data-port", str(data_port)]
+        arguments += ["--data-port", str(data_port), *SHARED_MEMORY]
         return launch(
             self.folder,
             f"{name}.{self.starts}",

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proto.announcement import JOIN_PREFIX
 from proto.errors import UsageError
-from proto.trust.joining import PREFIX, JoinToken, is_proof, new_token
+from proto.trust.joining import JoinToken, is_proof, new_token
 
 CLUSTER = "0123456789abcdef"
 addresses = st.from_regex(r"[a-z0-9.-]{1,40}:[0-9]{1,5}", fullmatch=True)
@@ -20,9 +21,11 @@ def test_a_token_is_read_back(authority: bytes, address: str) -> None:
     text = str(token)
     assert JoinToken.parse(f" {text}\n") == token
     assert JoinToken.parse(f"{text[:80]}\n  {text[80:]}") == token
+    assert JoinToken.parse(f"mac-2 $ mtp-worker --join {text}") == token
+    assert JoinToken.parse(f"'{text}'") == token
 
 
-@given(st.text(max_size=200) | st.binary(max_size=200).map(lambda b: PREFIX + b.hex()))
+@given(st.text(max_size=200) | st.binary(max_size=200).map(lambda b: JOIN_PREFIX + b.hex()))
 def test_other_text_is_refused_without_repeating_it(text: str) -> None:
     """Nothing but UsageError, and the message does not repeat the text."""
     with pytest.raises(UsageError) as caught:
@@ -34,7 +37,7 @@ def test_other_text_is_refused_without_repeating_it(text: str) -> None:
 def test_a_mistyped_token_is_refused() -> None:
     """Every changed or missing character is noticed before any connection."""
     text = str(new_token(CLUSTER, bytes(range(32)), "10.0.0.1:50504"))
-    for at in range(len(PREFIX), len(text)):
+    for at in range(len(JOIN_PREFIX), len(text)):
         other = "A" if text[at] != "A" else "B"
         changed = text[:at] + other + text[at + 1 :]
         if at == len(text) - 1:  # its last bits may be unused

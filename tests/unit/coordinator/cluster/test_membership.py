@@ -19,6 +19,7 @@ from coordinator.pipeline.worker_connection import Candidate
 from coordinator.status.cluster_status import unlike_machines
 from proto import cluster_pb2 as pb
 from proto.errors import WorkerLostError
+from proto.rpc.listener import reachable_address
 from proto.rpc.status_codes import NO_MEMBERS
 from proto.stage_options import StageOptions
 from tests.support.processes.stub_worker import StubMember, stub_members
@@ -109,6 +110,29 @@ async def test_workers_inside_and_outside_the_cluster_are_not_mixed(joined_first
     assert refused.reason.endswith("with --join TOKEN, from mtp-coord token create")
 
 
+LOOPBACK, REMOTE = "127.0.0.1:7000", "192.0.2.7:7000"
+
+
+@pytest.mark.parametrize(("known", "new"), [(LOOPBACK, REMOTE), (REMOTE, LOOPBACK)])
+async def test_a_worker_on_loopback_shares_no_plan_with_another_machine(known: str, new: str) -> None:
+    """The later one is refused before any plan, and the reason names the worker to restart and its new address."""
+    members = Members()
+    members.membership.clients[known] = SimpleNamespace(trust=None)  # type: ignore[assignment]
+    members.membership._joining[known] = Member(known, "w2", "mac-2", 2**30)
+    await members.admit(report(), address=new)
+    reason = members.view.members[new].reason
+    assert f"{REMOTE} cannot reach {LOOPBACK}" in reason
+    assert "Restart it" in reason if new == LOOPBACK else f"Restart the worker at {LOOPBACK}" in reason
+    assert reason.endswith(f"--listen {reachable_address()}:7000")
+
+
+async def test_a_worker_on_loopback_may_share_a_plan_with_another_of_its_machine() -> None:
+    """Only other machines are out of its reach."""
+    members = Members()
+    members.membership.clients[LOOPBACK] = SimpleNamespace(trust=None)  # type: ignore[assignment]
+    assert members.membership._loopback_reason(f"{reachable_address()}:7000") == ""
+
+
 class Members:
     """A membership whose events change a view, as in the manager."""
 
@@ -121,11 +145,11 @@ class Members:
     def _apply(self, event: Event) -> None:
         self.view = apply(self.view, event, time.monotonic())
 
-    async def admit(self, info: pb.WorkerInfo, trust: object = None) -> None:
-        """Let the worker at `a:7000` report `info`."""
+    async def admit(self, info: pb.WorkerInfo, trust: object = None, address: str = "a:7000") -> None:
+        """Let the worker at `address` report `info`."""
         client: Any = Leaving()
         client.trust = trust
-        await self.membership._admit_worker("a:7000", client, info)
+        await self.membership._admit_worker(address, client, info)
         assert client.closed
 
     async def change_to(self, new: Any) -> None:

@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,6 +66,26 @@ def listening_on(host: str) -> socket.socket:
     """Return a listener; `::` is one of both families."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
+
+
+def test_the_other_machines_are_known_by_name(registry: Registry) -> None:
+    """They are the members that joined by a user's token: not this machine's own workers, also after a renewal."""
+    later = time.time() + 60
+    registry.record_node("1" * 16, "mac-1", later, is_local=True)
+    registry.record_node("1" * 16, "", later)
+    for number, name in ((2, "mac-2"), (3, "mac-2"), (4, "gone"), (5, "mac-3")):
+        registry.record_node(str(number) * 16, name, later)
+    registry.record_node("6" * 16, "expired", time.time() - 1)
+    registry.remove_nodes("gone")
+    assert registry.other_machines() == ["mac-2", "mac-3"]
+
+
+def test_a_token_says_whether_it_is_local(registry: Registry) -> None:
+    token = new_token(CLUSTER, bytes(32), "10.0.0.1:50504")
+    for is_local in (False, True):
+        registry.add_token(token, 60.0, 1, is_local=is_local)
+        proof = token.proof(b"session", "request")
+        assert registry.use_token(token.token_id, proof, b"session", "request") == is_local
 
 
 @pytest.mark.parametrize(
