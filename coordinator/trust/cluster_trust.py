@@ -20,12 +20,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
 from coordinator.trust.authority import AUTHORITY_LIFE, CERTIFICATE_LIFE, Authority
+from coordinator.trust.keys import MACHINES_KEY
 from coordinator.trust.registry import Registry
 from proto import cluster_pb2 as pb
 from proto.announcement import join_address
 from proto.errors import ClusterError, ProtocolError, UsageError
 from proto.rpc.listener import Acceptor, BackgroundTasks, bind_listener
-from proto.state_dir import write_private
+from proto.state_dir import read_json, write_private
 from proto.trust import joining
 from proto.trust.certificates import NodeIdentity, Role, from_pem, key_to_pem, requested_key
 from proto.trust.node_trust import NodeTrust
@@ -266,6 +267,9 @@ class ClusterTrust:
         """Give one worker the current authorities and removed nodes, and renew its certificate if it asks for it."""
         update = pb.TrustUpdate(authorities=self.trust.authorities, removed_nodes=sorted(self.trust.removed))
         try:
+            found = read_json(self._state / MACHINES_KEY)
+            if found.get("url"):
+                update.url, update.api_key = found["url"], found["key"]
             reply = await worker.update_trust(update)
             if reply.signing_request:
                 key = requested_key(reply.signing_request)

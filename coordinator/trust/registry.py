@@ -68,8 +68,13 @@ class Registry:
 
     # ---- tokens
 
-    def add_token(self, token: JoinToken, seconds: float, uses: int, *, is_local: bool = False) -> None:
-        """Record a new token. Only the public half of its secret is stored. A local one replaces the last local one."""
+    def add_token(
+        self, token: JoinToken, seconds: float, uses: int, *, is_local: bool = False, for_clients: bool = False
+    ) -> None:
+        """Record a new token, of machines or clients. Only the public half of its secret is stored.
+
+        A local one replaces the last local one.
+        """
         with self.file.changing() as content:
             now = time.time()
             content["tokens"] = {
@@ -79,9 +84,11 @@ class Registry:
             }
             due = now + seconds
             facts = {"verifier": token.verifier, "expires": due, "uses": uses, "local": is_local}
-            content["tokens"][token.token_id] = facts
+            content["tokens"][token.token_id] = facts | {"clients": for_clients}
 
-    def use_token(self, token_id: str, proof: bytes, session: bytes, request: str) -> None:
+    def use_token(
+        self, token_id: str, proof: bytes, session: bytes, request: str, *, for_clients: bool = False
+    ) -> None:
         """Check the proof of a token and count one use. Raises AccessError, with details only for a valid proof."""
         with self.file.changing() as content:
             token = content["tokens"].get(token_id)
@@ -89,6 +96,8 @@ class Registry:
                 raise AccessError("it is revoked, expired long ago, or is of another cluster")
             if not is_proof(token["verifier"], proof, session, request):
                 raise AccessError("its secret is wrong. Copy the whole token")
+            if token.get("clients", False) != for_clients:
+                raise AccessError("it is for mtp-worker --join" if for_clients else "it is for mtp-coord connect")
             if token["expires"] <= time.time():
                 raise AccessError("it has expired")
             if token["uses"] < 1:

@@ -26,6 +26,7 @@ from proto.trust import certificates
 from proto.trust.node_trust import NodeTrust
 
 PREFIX = "mtp1."
+
 SECRET_BYTES = 16
 """Bytes of the secret: enough that nothing can guess it."""
 
@@ -159,6 +160,8 @@ async def join(token: JoinToken, name: str, directory: Path) -> NodeTrust:
 
     Raises AccessError, WorkerLostError or DeadlineError. Nothing is sent to the server before it is verified.
     """
+    if token.address.startswith("https:"):
+        raise UsageError("--join: the token is for a client: mtp-coord connect TOKEN. Run mtp-coord token create")
     host, port = parse_address("--join", token.address)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
