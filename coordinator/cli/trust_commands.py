@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import platform
 import re
 import shlex
-import socket
 import ssl
 import sys
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from urllib.parse import urlencode
 
 import typer
 
-from coordinator.cli.client import call_server
+from coordinator.cli.client import call_server, unverified_tls
 from coordinator.cli.known_servers import CLIENT, KnownServer
 from coordinator.trust.authority import Authority
-from coordinator.trust.client_access import ClientAccess, client_proof
+from coordinator.trust.cluster_trust import ClientAccess, client_proof
 from coordinator.trust.keys import MACHINES_KEY, KeyRing, Scope
 from coordinator.trust.registry import Registry
 from proto.announcement import join_address, parse_address
@@ -186,8 +186,8 @@ def key(
     match action, name:
         case "create", str(new):
             is_first = not ring.stored_keys()
-            if is_first and sys.stdin.isatty() and sys.stderr.isatty():
-                typer.confirm(f"{FIRST_KEY} Create it?", abort=True, err=True)
+            if is_first and sys.stdin.isatty() and sys.stdout.isatty():
+                typer.confirm(f"{FIRST_KEY} Create it?", abort=True)
                 is_first = False
             typer.echo(ring.create(new, frozenset(scope or [Scope.INFERENCE])))
             if is_first:
@@ -213,20 +213,18 @@ def connect(
 
     The state directory gets the URL, the certificates of the authorities, and an API key of this machine.
     """
-    parsed, name = JoinToken.parse(token), name or socket.gethostname().partition(".")[0]
+    parsed, name = JoinToken.parse(token), name or platform.node().partition(".")[0]
     url, folder = parsed.address, directory_of(state_dir) / CLIENT
     if not url.startswith("https://"):
         raise UsageError(
             "the token is for a worker: mtp-worker --join TOKEN. For a client, run mtp-coord token create --client"
         )
-    first = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    first.check_hostname, first.verify_mode = False, ssl.CERT_NONE  # the fingerprint in the token verifies the answer
-    shown = from_pem(_connect("GET", url, "", first)["authorities"])
+    shown = from_pem(_connect("GET", url, "", unverified_tls())["authorities"])
     trusted = [one for one in shown if fingerprint(one) == parsed.authority]
     if not trusted:
         raise AccessError(f"the server at {url} is not the one of the token. Nothing was sent to it")
     verified = ssl.create_default_context(cadata=to_pem(*trusted))
-    fields = {"token_id": parsed.token_id, "proof": client_proof(parsed, name).hex(), "name": name}
+    fields = {"token_id": parsed.token_id, "proof": client_proof(parsed, name), "name": name}
     found = _connect("POST", url, f"?{urlencode(fields)}", verified)
     write_private(folder / "authorities.pem", found["authorities"])
     write_private(

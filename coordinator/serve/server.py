@@ -28,8 +28,7 @@ from coordinator.serve.own_worker import LOOPBACK, OwnWorker, with_own_worker
 from coordinator.serve.served_parts import LastingParts, OpenedModel, ServedParts, make_manager, served_name
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
 from coordinator.trust.authority import Authority
-from coordinator.trust.client_access import ClientAccess
-from coordinator.trust.cluster_trust import ClusterTrust
+from coordinator.trust.cluster_trust import ClientAccess, ClusterTrust
 from coordinator.trust.keys import KeyRing
 from coordinator.trust.registry import Registry
 from coordinator.web.context import ApiOptions
@@ -76,7 +75,7 @@ async def serve(options: ServeOptions) -> None:
                 _show_invitation(trust.invite(others).command)
         if server.clients is not None:
             log.info("clients on other machines connect by the line that mtp-coord token create --client prints")
-            if not server.key_ring.stored_keys():
+            if sys.stdout.isatty() and not server.key_ring.stored_keys():
                 _show_invitation(server.clients.invite().command, "On a laptop that is a client")
         stack.enter_context(keep_awake(enabled=not options.allow_sleep))
         if server.tls is not None:
