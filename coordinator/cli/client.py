@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import ssl
 from typing import Annotated, Any
@@ -104,12 +105,11 @@ def unverified_tls() -> ssl.SSLContext:
 
 def _speaks_tls(url: str) -> bool:
     """Return whether the server at `url`, which did not answer HTTP, answers HTTPS."""
-    try:
-        url = url.replace("http:", "https:", 1)
+    url = url.replace("http:", "https:", 1)
+    with contextlib.suppress(httpx.HTTPError):
         httpx.head(url, verify=unverified_tls(), timeout=PROOF_SECONDS, trust_env=False)
-    except httpx.HTTPError:
-        return False
-    return True
+        return True
+    return False
 
 
 def refusal(url: str, status: int, body: bytes) -> errors.ClusterError:
