@@ -1729,10 +1729,16 @@ class TrustUpdate(_message.Message):
     AUTHORITIES_FIELD_NUMBER: _builtins.int
     REMOVED_NODES_FIELD_NUMBER: _builtins.int
     CERTIFICATE_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    API_KEY_FIELD_NUMBER: _builtins.int
     authorities: _builtins.str
     """certificates of the cluster's authorities, PEM"""
     certificate: _builtins.str
     """the answer to an earlier `signing_request`, PEM; empty without one"""
+    url: _builtins.str
+    """of the coordinator's HTTPS; empty if it serves its own machine only"""
+    api_key: _builtins.str
+    """for commands of the worker's user at `url`"""
     @_builtins.property
     def removed_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """node ids that no longer belong to the cluster"""
@@ -1743,10 +1749,12 @@ class TrustUpdate(_message.Message):
         authorities: _builtins.str = ...,
         removed_nodes: _abc.Iterable[_builtins.str] | None = ...,
         certificate: _builtins.str = ...,
+        url: _builtins.str = ...,
+        api_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["authorities", b"authorities", "certificate", b"certificate", "removed_nodes", b"removed_nodes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "authorities", b"authorities", "certificate", b"certificate", "removed_nodes", b"removed_nodes", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

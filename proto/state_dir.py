@@ -32,6 +32,9 @@ COORDINATOR = Path("worker", "coordinator.json")
 HOLDER_BYTES = 1024
 """Bytes of the description of the worker that counts this machine's memory."""
 
+LOCK = "coordinator.lock"
+"""The file that the coordinator locks which uses the state directory."""
+
 
 def state_dir(given: Path | None) -> Path:
     """Return the state directory: `given`, else MTP_STATE_DIR, else the user's directory on this platform."""
@@ -106,7 +109,7 @@ def locked(directory: Path) -> Iterator[None]:
 def claim(directory: Path) -> None:
     """Let no other coordinator use `directory` until this process ends. Raises UsageError with its process id."""
     try:
-        descriptor = _open_lock(directory, "coordinator.lock")
+        descriptor = _open_lock(directory, LOCK)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(descriptor, f"{os.getpid():<20}".encode())
     except BlockingIOError as error:

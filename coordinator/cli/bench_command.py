@@ -8,7 +8,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import httpx
@@ -16,8 +16,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.cli.client import DEFAULT_URL, REPLY_SECONDS, KeyOption, UrlOption, call, connection, refusal
+from coordinator.cli.client import REPLY_SECONDS, KeyOption, UrlOption, call, connection, refusal
 from coordinator.cli.cluster_commands import fetch, parse
+from coordinator.cli.known_servers import find_server
 from coordinator.status.history import percentile
 from proto.errors import ClusterError, ProtocolError, UsageError, WorkerLostError
 from proto.terminal.options import JsonOption, takes_options
@@ -39,7 +40,7 @@ accepted: percent of the head's drafts at each position, of all clients meanwhil
 class BenchOptions:
     """The flags of `mtp-coord bench`."""
 
-    url: UrlOption = DEFAULT_URL
+    url: UrlOption = ""
     api_key: KeyOption = None
     model: Annotated[str | None, typer.Option(help="Model that requests name.  [default: the served one]")] = None
     prompt: Annotated[tuple[int, ...], typer.Option(min=1, help="Tokens of a cold prompt; repeatable.")] = PROMPTS
@@ -123,14 +124,15 @@ class Bench:
     """A run of all measurements, whose rows are there at any time. `show_step` gets texts for people."""
 
     def __init__(self, options: BenchOptions, show_step: Callable[[str], object]) -> None:
-        self.options, self._show_step = options, show_step
-        self.server: dict[str, Any] = {"url": options.url, "mtp": None}
+        self._server = find_server(options.url, options.api_key)
+        self.options, self._show_step = replace(options, url=self._server.url), show_step
+        self.server: dict[str, Any] = {"url": self._server.url, "mtp": None}
         self.rows, self.notes = list[Row](), list[str]()
 
     async def run(self) -> None:
         """Measure everything. Raises UsageError, and the errors of a server that refuses, is lost or is too slow."""
         await asyncio.to_thread(self._find_server)
-        mode, settings = self.server["mtp"], connection(self.options.url, self.options.api_key)
+        mode, settings = self.server["mtp"], connection(self._server)
         async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=REPLY_SECONDS), **settings) as self._client:
             few, many = [(await self._ask(Row(1, n, words=n), "")).usage["prompt_tokens"] for n in (20, 100)]
             for prompt in self.options.prompt:

@@ -11,12 +11,11 @@ from urllib.parse import urlsplit
 import httpx
 import typer
 
-from coordinator.trust.keys import API_KEY, OWNER_KEY
+from coordinator.cli.known_servers import PROOF_SECONDS, KnownServer, find_server
+from coordinator.trust.keys import API_KEY
 from proto import errors
 from proto.announcement import host_of, is_loopback
 from proto.state_dir import COORDINATOR, STATE_DIR, read_json, state_dir
-
-DEFAULT_URL = "http://127.0.0.1:8080"
 
 REPLY_SECONDS = 5.0
 """Seconds. Deadline of one call; the server answers these from memory."""
@@ -24,54 +23,16 @@ REPLY_SECONDS = 5.0
 MAX_REPLY_BYTES = 256 * 2**20
 """Bytes. Bound on the memory that an answer may take. A trace of 8192 frames through 64 stages stays below."""
 
-UrlOption = Annotated[str, typer.Option(help="URL of mtp-coord serve.")]
+UrlOption = Annotated[str, typer.Option(help="URL of mtp-coord serve.  [default: the server that this machine knows]")]
 KeyOption = Annotated[str | None, typer.Option(envvar=API_KEY, help="An API key of the server.")]
 
 
-def server_url(url: str) -> str:
-    """Return the root of --url, whose scheme and `/v1` are optional. Raises UsageError for a malformed URL."""
-    try:
-        parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
-        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        valid = False
-    if not valid:
-        raise errors.UsageError(f"--url {url!r}: write it as in {DEFAULT_URL}")
-    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
-
-
-def _owner_key(url: str) -> tuple[str, ...]:
-    """Return the URL and key of the server in this user's state directory if it is the one at `url`.
-
-    Otherwise return `url` alone, because no other program may get the key. `localhost` becomes the server's address.
-    Another user of this machine may listen at another address of that name.
-    """
-    found: dict[str, str] = {}
-    with contextlib.suppress(errors.UsageError):  # as for another user's directory
-        found = read_json(state_dir(None) / OWNER_KEY)
-    own, asked = urlsplit(found.get("url", "")), urlsplit(url)
-    same_port = (asked.scheme, asked.port) == (own.scheme, own.port)
-    if found and same_port and asked.hostname in (own.hostname, "localhost"):
-        return found["url"], found["key"]
-    return (url,)
-
-
-def connection(url: str, api_key: str | None) -> dict[str, Any]:
-    """Return the arguments of httpx's clients for the server at `url`.
-
-    It sends the first of the keys in `api_key`, which may hold several with spaces between, or the key of this user's
-    own server. It accepts public authorities and the cluster in this user's state directory. Raises UsageError.
-    """
-    keys, base = (api_key or "").split(), server_url(url)
-    if not keys:
-        base, *keys = _owner_key(base)
+def connection(server: KnownServer) -> dict[str, Any]:
+    """Return the arguments of httpx's clients for `server`."""
     headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
-    if keys:
-        headers["Authorization"] = f"Bearer {keys[0]}"
-    tls, own = ssl.create_default_context(), state_dir(None) / "authority" / "authorities.pem"
-    if own.is_file():
-        tls.load_verify_locations(own)
-    return {"base_url": base, "headers": headers, "verify": tls, "trust_env": False}
+    if server.key:
+        headers["Authorization"] = f"Bearer {server.key}"
+    return {"base_url": server.url, "headers": headers, "verify": server.tls(), "trust_env": False}
 
 
 def call(
@@ -83,12 +44,28 @@ def call(
     deadline: float = REPLY_SECONDS,
     content: object = None,
 ) -> bytes:
-    """Send `method path` to the server at `url`, as `connection` says, and return the body of the answer.
+    """Send `method path` to the server that `find_server` returns, and return the body of the answer.
 
-    Raises the errors of `refusal`, and NotReadyError if no server answers.
+    Raises the errors of `refusal` and `no_answer`.
     """
-    body = b""
-    with httpx.Client(timeout=deadline, **connection(url, api_key)) as client:
+    return call_server(method, find_server(url, api_key), path, deadline=deadline, content=content)
+
+
+def call_server(
+    method: str,
+    server: KnownServer,
+    path: str,
+    *,
+    deadline: float = REPLY_SECONDS,
+    content: object = None,
+    tls: ssl.SSLContext | None = None,
+) -> bytes:
+    """Send `method path` to `server`, verified by `tls` if given, and return the body of the answer.
+
+    Raises the errors of `refusal` and `no_answer`.
+    """
+    body, url, settings = b"", server.url, connection(server)
+    with httpx.Client(timeout=deadline, **settings | {"verify": tls or settings["verify"]}) as client:
         try:
             with client.stream(method, path, json=content) as reply:
                 for part in reply.iter_raw():
@@ -103,8 +80,20 @@ def call(
 
 
 def no_answer(url: str, error: Exception) -> errors.NotReadyError:
-    """Return the error for a server that cannot be reached."""
-    advice = _other_machine() if is_loopback(urlsplit(server_url(url)).hostname or "") else ""
+    """Return the error for a server that cannot be reached, or that cannot be verified."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return errors.NotReadyError(
+            f"the certificate of {url} is not trusted here: {cause.verify_message.rstrip('.')}. If it is your server, "
+            "run on its machine mtp-coord token create --client, and here the line that it prints"
+        )
+    if isinstance(cause, ssl.SSLError) and cause.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
+        return errors.NotReadyError(f"{url} does not speak HTTPS. Give its --url with http://")
+    if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError) and url.startswith("http:") and _speaks_tls(url):
+        return errors.NotReadyError(f"{url} speaks HTTPS. Give its --url with https://")
+    advice = _other_machine() if is_loopback(urlsplit(url).hostname or "") else ""
     advice = advice or "Start mtp-coord serve, or give its --url"
     return errors.NotReadyError(f"no coordinator answers at {url} ({type(error).__name__}). {advice}")
 
@@ -121,12 +110,28 @@ def _other_machine() -> str:
     return f"This machine is a worker of a cluster that runs on {where}. Run the command there, or give its --url"
 
 
+def unverified_tls() -> ssl.SSLContext:
+    """Return settings that accept every server, for requests without a secret."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def _speaks_tls(url: str) -> bool:
+    """Return whether the server at `url`, which did not answer HTTP, answers HTTPS."""
+    url = url.replace("http:", "https:", 1)
+    with contextlib.suppress(httpx.HTTPError):
+        httpx.head(url, verify=unverified_tls(), timeout=PROOF_SECONDS, trust_env=False)
+        return True
+    return False
+
+
 def refusal(url: str, status: int, body: bytes) -> errors.ClusterError:
     """Return the error for `status`, a ProtocolError if the answer is not that of an API."""
     if status == 401:
         return errors.AccessError(
-            f"{url} requires an API key. Give one with --api-key or {API_KEY}. On the server's own machine, set "
-            f"{STATE_DIR} to its --state-dir instead"
+            f"{url} requires an API key. Give one with --api-key or {API_KEY}, or run here the line of mtp-coord token "
+            f"create --client. On the server's own machine, set {STATE_DIR} to its --state-dir instead"
         )
     try:
         found = json.loads(body)["error"]

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.cli.client import DEFAULT_URL, KeyOption, UrlOption, call
+from coordinator.cli.client import KeyOption, UrlOption, call
 from coordinator.status.cluster_status import ClusterStatus, LoadReport, NodeStatus, unlike_machines
 from proto.errors import DeadlineError, NotReadyError, ProtocolError, UsageError
 from proto.terminal.options import JsonOption
@@ -24,7 +24,7 @@ from proto.terminal.progress import byte_bar, format_size
 _COLOURS = {"ready": "green", "loading": "yellow", "idle": "dim", "draining": "yellow", "refused": "red", "lost": "red"}
 
 
-def status(url: UrlOption = DEFAULT_URL, api_key: KeyOption = None, as_json: JsonOption = False) -> None:
+def status(url: UrlOption = "", api_key: KeyOption = None, as_json: JsonOption = False) -> None:
     """Show a cluster: nodes, layers, memory, health, tokens a second, acceptance. The page shows it live.
 
     **Health** of a node: `ready` runs its layers; `loading` reads them; `idle` is not in the plan and keeps
@@ -152,7 +152,7 @@ PATH = "/v1/models/load"
 
 def load(
     model: Annotated[str, typer.Argument(help="A model that mtp-coord models lists, a hub repo, or a directory.")],
-    url: UrlOption = DEFAULT_URL,
+    url: UrlOption = "",
     api_key: KeyOption = None,
 ) -> None:
     """Serve another model without a restart. The key needs the scope admin.
@@ -181,7 +181,7 @@ TRACE_SECONDS = 30.0
 
 
 def trace(
-    url: UrlOption = DEFAULT_URL,
+    url: UrlOption = "",
     api_key: KeyOption = None,
     seconds: Annotated[float, typer.Option(min=0.1, max=600, help="Last seconds to show.")] = 5.0,
     output: Annotated[Path, typer.Option(help="File to write.")] = Path("trace.json"),
@@ -196,7 +196,7 @@ def trace(
         found = json.loads(body)
         table, events = found["table"], found["trace"]
     except (ValueError, KeyError, TypeError):
-        raise ProtocolError(f"{url} did not answer with a trace") from None
+        raise ProtocolError("the server did not answer with a trace") from None
     try:
         output.write_text(json.dumps(events))
     except OSError as error:

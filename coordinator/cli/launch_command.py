@@ -5,21 +5,26 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import ssl
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
+import certifi
 import typer
 
-from coordinator.cli.client import DEFAULT_URL, KeyOption, UrlOption, call, server_url
+from coordinator.cli.client import KeyOption, UrlOption, call_server
+from coordinator.cli.known_servers import KnownServer, find_server
 from coordinator.serve.client_settings import AGENTS, NO_KEY, Endpoint
 from proto.errors import AccessError, NotReadyError, UsageError
-from proto.state_dir import state_dir, write_private
+from proto.state_dir import read_text, state_dir, write_private
 
 
 def launch(
     agent: Annotated[str, typer.Argument(help=f"The program: {', '.join(AGENTS)}.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the program, after --.")] = None,
-    url: UrlOption = DEFAULT_URL,
+    url: UrlOption = "",
     api_key: KeyOption = None,
     show: Annotated[bool, typer.Option("--show", help="Print the settings, and start nothing.")] = False,
 ) -> None:
@@ -31,9 +36,12 @@ def launch(
     if agent not in AGENTS:
         raise UsageError(f"launch {agent!r:.40}: no such program. Known are {', '.join(AGENTS)}")
     known = AGENTS[agent]
-    setup = known.setup(_endpoint(url, api_key))
+    server = find_server(url, api_key)
+    endpoint = _endpoint(server, has_key=bool(api_key))
+    setup = known.setup(endpoint)
     directory = state_dir(None) / "launch" / agent
     setup = setup.placed(str(directory))
+    setup = replace(setup, variables={**setup.variables, **endpoint.authorities})
     if show:
         typer.echo(setup.text(known.program))
         return
@@ -47,18 +55,30 @@ def launch(
     os.execve(program, [program, *setup.arguments, *(arguments or ())], {**environment, **setup.variables})
 
 
-def _endpoint(url: str, api_key: str | None) -> Endpoint:
-    """Return the server at `url`. Raises the errors of `call`, and NotReadyError while no model serves."""
+def _endpoint(server: KnownServer, *, has_key: bool) -> Endpoint:
+    """Return what agents need of `server`. Raises the errors of `call`, and NotReadyError while no model serves."""
     # The owner's key permits everything, so an agent does not get it.
-    key = (api_key or NO_KEY).split()[0]
+    url, key = server.url, server.agent_key or NO_KEY
     try:
-        listed = json.loads(call("GET", url, "/v1/models", key))["data"]
+        listed = json.loads(call_server("GET", replace(server, key=key), "/v1/models"))["data"]
     except AccessError as error:
-        wrong = "refuses this key" if api_key else "needs a key"
+        wrong = "refuses this key" if has_key else "needs a key"
         raise AccessError(
             f"{url} {wrong}. Create one with mtp-coord key create NAME, and give it with --api-key"
         ) from error
     served: dict[str, Any] | None = next((one for one in listed if one.get("loaded")), None)
     if served is None:
         raise NotReadyError(f"{url} serves no model yet. See mtp-coord status")
-    return Endpoint(server_url(url), key, served["id"], served["max_model_len"])
+    return Endpoint(url, key, served["id"], served["max_model_len"], _authority_variables(server))
+
+
+def _authority_variables(server: KnownServer) -> dict[str, str]:
+    """Return the variables by which agents accept the certificate of `server`, besides those that they accept now."""
+    if server.authorities is None or not server.url.startswith("https:"):
+        return {}
+    usual = os.environ.get("SSL_CERT_FILE") or ssl.get_default_verify_paths().cafile or certifi.where()
+    files = usual, os.environ.get("NODE_EXTRA_CA_CERTS"), server.authorities
+    whole = state_dir(None).absolute() / "launch" / "authorities.pem"
+    found = [text for file in files if file and Path(file) != whole and (text := read_text(Path(file)))]
+    write_private(whole, "\n".join(found))
+    return dict.fromkeys(("NODE_EXTRA_CA_CERTS", "SSL_CERT_FILE"), str(whole))

@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.cli.client import DEFAULT_URL
 from coordinator.cli.cluster_commands import fetch, parse
 from coordinator.planning.chips import mac_specs
 from coordinator.planning.plan import NodeSpec
@@ -25,9 +24,7 @@ def recommend(
         list[str] | None,
         typer.Option(metavar="'M4 Pro 64GB'", help="A Mac by its chip and memory; repeatable."),
     ] = None,
-    url: Annotated[
-        str, typer.Option(help="URL of mtp-coord serve, whose machines are taken without --mac.")
-    ] = DEFAULT_URL,
+    url: Annotated[str, typer.Option(help="URL of mtp-coord serve, whose machines are taken without --mac.")] = "",
     as_json: JsonOption = False,
 ) -> None:
     """List the published models that fit your Macs, the largest first, with their predicted speed.
@@ -72,5 +69,5 @@ def _joined(url: str) -> list[NodeSpec]:
             machine = (node.name, node.memory_limit, node.bytes_per_second, node.chip)
             specs.append(joined_spec(*machine))
     if not specs:
-        raise UsageError(f"no machine has joined {url}. Name your Macs, as in --mac 'M4 Pro 64GB'")
+        raise UsageError(f"no machine has joined {url or 'the server'}. Name your Macs, as in --mac 'M4 Pro 64GB'")
     return specs

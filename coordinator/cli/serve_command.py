@@ -62,7 +62,7 @@ def serve(options: ServeOptions) -> None:
     options = replace(options, model=repo_name(options.model))
     if not options.api_key and API_KEY in os.environ:
         raise UsageError(f"{API_KEY} is set and empty, which would let everybody in: unset it, or give a key")
-    if not (options.is_open or options.api_key or KeyRing(options.state).stored_keys()):
+    if options.tls_cert and not (options.is_open or options.api_key or KeyRing(options.state).stored_keys()):
         raise UsageError(
             f"--host {options.host} is open to the network, so clients need an API key. Create one with mtp-coord key "
             "create NAME, or add --insecure to serve everyone without encryption"

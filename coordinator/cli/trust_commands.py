@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import platform
 import re
+import shlex
+import ssl
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlencode
 
 import typer
 
+from coordinator.cli.client import call_server, unverified_tls
+from coordinator.cli.known_servers import CLIENT, KnownServer
 from coordinator.trust.authority import Authority
-from coordinator.trust.keys import KeyRing, Scope
+from coordinator.trust.cluster_trust import ClientAccess, client_proof
+from coordinator.trust.keys import MACHINES_KEY, KeyRing, Scope
 from coordinator.trust.registry import Registry
 from proto.announcement import join_address, parse_address
-from proto.errors import UsageError
+from proto.errors import AccessError, ProtocolError, UsageError
+from proto.state_dir import read_json, write_private
 from proto.state_dir import state_dir as directory_of
 from proto.terminal.options import StateOption
-from proto.trust.joining import new_token
+from proto.trust.certificates import fingerprint, from_pem, to_pem
+from proto.trust.joining import JoinToken, new_token, text_of
+from proto.trust.node_trust import SERVER_FILE
 
 
 def open_authority(given: Path | None) -> tuple[Path, Authority]:
@@ -51,6 +63,9 @@ def token(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Where machines join.  [default: serve's --listen]"),
     ] = None,
+    client: Annotated[
+        bool, typer.Option("--client", help="For a client, such as a laptop, instead of a worker.")
+    ] = False,
     bare: Annotated[bool, typer.Option("--bare", help="Print the token without the command.")] = False,
     state_dir: StateOption = None,
 ) -> None:
@@ -61,6 +76,16 @@ def token(
     state, authority = open_authority(state_dir)
     registry = Registry(state)
     match action, token_id:
+        case "create", None if client:
+            url = read_json(state / MACHINES_KEY).get("url", "")
+            if not address and not url:
+                raise UsageError(
+                    "clients on other machines do not reach the server. Start mtp-coord serve with --host ADDRESS, or "
+                    "pass --address"
+                )
+            url = f"https://{join_address(*parse_address('--address', address))}" if address else url
+            line = ClientAccess(state, authority, KeyRing(state), url).invite(_seconds(ttl), uses).command
+            typer.echo(line.split()[-1] if bare else line)
         case "create", None:
             given = address and join_address(*parse_address("--address", address))
             where = given or registry.address()
@@ -138,6 +163,12 @@ def node(
             raise UsageError("mtp-coord node: write node list, or node remove with a name")
 
 
+FIRST_KEY = (
+    "With a first key every client needs one, also programs on this machine. The way back: revoke all keys, and start "
+    "mtp-coord serve again without --host."
+)
+
+
 def key(
     action: Annotated[str, typer.Argument(help="create, list or revoke.")],
     name: Annotated[str | None, typer.Argument(help="The name of the key.")] = None,
@@ -155,9 +186,12 @@ def key(
     match action, name:
         case "create", str(new):
             is_first = not ring.stored_keys()
+            if is_first and sys.stdin.isatty() and sys.stdout.isatty():
+                typer.confirm(f"{FIRST_KEY} Create it?", abort=True)
+                is_first = False
             typer.echo(ring.create(new, frozenset(scope or [Scope.INFERENCE])))
             if is_first:
-                typer.echo("From now on every client needs a key, also after this one is revoked.", err=True)
+                typer.echo(FIRST_KEY, err=True)
         case "list", None:
             rows = []
             for known in ring.stored_keys():
@@ -168,6 +202,50 @@ def key(
             typer.echo(f"revoked {known_name}")
         case _:
             raise UsageError("mtp-coord key: write key create NAME, key list, or key revoke NAME")
+
+
+def connect(
+    token: Annotated[str, typer.Argument(envvar="MTP_JOIN_TOKEN", help="From mtp-coord token create --client.")],
+    name: Annotated[str, typer.Option(help="Name of this machine in mtp-coord key list.")] = "",
+    state_dir: StateOption = None,
+) -> None:
+    """Make this machine a client of a cluster. Afterwards status, launch and other commands here find the server.
+
+    The state directory gets the URL, the certificates of the authorities, and an API key of this machine.
+    """
+    parsed, name = JoinToken.parse(token), name or platform.node().partition(".")[0]
+    url, folder = parsed.address, directory_of(state_dir) / CLIENT
+    if not url.startswith("https://"):
+        raise UsageError(
+            "the token is for a worker: mtp-worker --join TOKEN. For a client, run mtp-coord token create --client"
+        )
+    shown = from_pem(_connect("GET", url, "", unverified_tls())["authorities"])
+    trusted = [one for one in shown if fingerprint(one) == parsed.authority]
+    if not trusted:
+        raise AccessError(f"the server at {url} is not the one of the token. Nothing was sent to it")
+    verified = ssl.create_default_context(cadata=to_pem(*trusted))
+    fields = {"token_id": parsed.token_id, "proof": client_proof(parsed, name), "name": name}
+    found = _connect("POST", url, f"?{urlencode(fields)}", verified)
+    write_private(folder / "authorities.pem", found["authorities"])
+    write_private(
+        folder / "curl",
+        f'cacert = "{folder.absolute()}/authorities.pem"\nheader = "Authorization: Bearer {found["api_key"]}"\n'
+        'header = "Content-Type: application/json"\n',
+    )
+    write_private(folder / SERVER_FILE, json.dumps({"url": url, "key": found["api_key"]}))
+    typer.echo(
+        f"connected to {url}. Here mtp-coord status, launch and bench find it now.\n"
+        f"curl:     curl --config {shlex.quote(str(folder.absolute() / 'curl'))} {url}/v1/models\n"
+        f"browser:  {url}/ asks for the key in {folder / SERVER_FILE}"
+    )
+
+
+def _connect(method: str, url: str, query: str, tls: ssl.SSLContext) -> dict[str, str]:
+    try:
+        found = json.loads(call_server(method, KnownServer(url), f"/v1/connect{query}", tls=tls))
+    except ValueError:
+        raise ProtocolError(f"{url} is no mtp-coord serve of this release") from None
+    return {name: text_of(found, name) for name in found}
 
 
 def ca(action: Annotated[str, typer.Argument(help="rotate.")], state_dir: StateOption = None) -> None:

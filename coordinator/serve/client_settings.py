@@ -34,6 +34,8 @@ class Endpoint:
     key: str
     model: str
     context: int
+    authorities: Mapping[str, str] = field(default_factory=dict)
+    """Variables by which programs accept the certificate of the server."""
 
     @property
     def v1(self) -> str:
@@ -102,6 +104,7 @@ def _claude(server: Endpoint) -> Setup:
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "API_TIMEOUT_MS": str(PATIENCE_MS),
+        **server.authorities,
     }
     # The `env` of the user's own settings would win over variables, and --settings wins over it.
     return Setup(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated
@@ -19,18 +20,46 @@ from coordinator.prompts.request_settings import TAG, check_model
 from coordinator.serve.client_settings import AGENTS, Endpoint, other_clients
 from coordinator.text.schemas import Json
 from coordinator.text.tokenizer import ModelInfo
-from coordinator.trust.cluster_trust import Invitation
+from coordinator.trust.cluster_trust import ClientAccess, Invitation
 from coordinator.trust.keys import is_own_connection
+from coordinator.web.access import check_origin
 from coordinator.web.context import Api, api_of
 from coordinator.web.live_feed import feed_of
 from coordinator.web.model_catalog import ModelLoader
 from coordinator.web.request_body import Body, read_body, require_json
 from proto.errors import AccessError, ClusterError, NotReadyError
 
+log = logging.getLogger(__name__)
+
 open_router = APIRouter()
-"""The routes for load balancers and supervisors, which need no key."""
+"""The routes for load balancers, supervisors and new clients, which need no key."""
 
 router = APIRouter()
+
+Text = Annotated[str, Query(max_length=200)]
+
+
+@open_router.get("/v1/connect")
+def show_authorities(request: Request) -> Response:
+    """Return the certificates of the authorities, which a new client compares with its token."""
+    return JSONResponse({"authorities": _clients_of(request).authorities})
+
+
+@open_router.post("/v1/connect")
+def admit_client(request: Request, token_id: Text, proof: Text, name: Text) -> Response:
+    """Return an API key for the holder of a token."""
+    check_origin(request)
+    clients, peer = _clients_of(request), request.client.host if request.client else ""
+    reply = {"api_key": clients.admit(token_id, proof, name), "authorities": clients.authorities}
+    log.info("client connected", extra={"client": name, "peer": peer})
+    return JSONResponse(reply)
+
+
+def _clients_of(request: Request) -> ClientAccess:
+    clients = api_of(request).options.clients
+    if clients is None:
+        raise AccessError("This server has no certificate of the cluster. Start it with --host, without --tls-cert.")
+    return clients
 
 
 @open_router.api_route("/health", methods=["GET", "HEAD"])

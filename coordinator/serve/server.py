@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import secrets
@@ -26,15 +27,17 @@ from coordinator.serve.options import ServeOptions
 from coordinator.serve.own_worker import LOOPBACK, OwnWorker, with_own_worker
 from coordinator.serve.served_parts import LastingParts, OpenedModel, ServedParts, make_manager, served_name
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
-from coordinator.trust.cluster_trust import ClusterTrust
+from coordinator.trust.authority import Authority
+from coordinator.trust.cluster_trust import ClientAccess, ClusterTrust
 from coordinator.trust.keys import KeyRing
+from coordinator.trust.registry import Registry
 from coordinator.web.context import ApiOptions
 from mtp.checkpoint.hub.missing_head import fetched_if_possible, with_fetched_head
 from mtp.checkpoint.hub.resolve import resolve_model
 from proto import cluster_pb2 as pb
 from proto.announcement import UNSPECIFIED, join_address
-from proto.errors import ClusterError, MemoryLimitError
-from proto.rpc.listener import bind_listener
+from proto.errors import ClusterError, MemoryLimitError, UsageError
+from proto.rpc.listener import bind_listener, reachable_address
 from proto.state_dir import claim
 from proto.terminal.console import end_process, keep_awake
 from proto.terminal.progress import OnProgress, byte_bar, format_size
@@ -68,9 +71,13 @@ async def serve(options: ServeOptions) -> None:
             await stack.enter_async_context(trust.listening(host, port, others=options.listen is not None))
         if own is not None:
             await stack.enter_async_context(own.running())
-        others = (options.required_nodes or 1) - len(options.worker)
-        if options.own_worker and trust is not None and others > 0:
-            _show_invitation(trust, others)
+            others = (options.required_nodes or 1) - len(options.worker)
+            if options.own_worker and trust is not None and others > 0:
+                _show_members(trust, others)
+        if server.clients is not None:
+            log.info("clients on other machines connect by the line that mtp-coord token create --client prints")
+            if sys.stdout.isatty() and not server.key_ring.stored_keys():
+                _show_invitation(server.clients.invite().command, "On a laptop that is a client")
         stack.enter_context(keep_awake(enabled=not options.allow_sleep))
         if server.tls is not None:
             renewal = renew_forever(options, server.tls, server.http.config)
@@ -82,7 +89,7 @@ async def serve(options: ServeOptions) -> None:
     end_process(130 if server.http.interrupted else 0)
 
 
-def _show_invitation(trust: ClusterTrust, others: int) -> None:
+def _show_members(trust: ClusterTrust, others: int) -> None:
     """Show on a terminal how `others` machines take part. The line for a new one has a secret, and logs have none."""
     if not sys.stdout.isatty():
         return
@@ -96,6 +103,13 @@ def _show_invitation(trust: ClusterTrust, others: int) -> None:
         text += "For another machine: mtp-coord token create\n\n"
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def _show_invitation(command: str, place: str = "On each other machine") -> None:
+    """Show `command`, which has a secret, on a terminal. Logs have no secrets."""
+    if sys.stdout.isatty():
+        sys.stdout.write(f"\n{place}, within an hour:\n\n  {command}\n\n")
+        sys.stdout.flush()
 
 
 class ModelDownload(StatusSource):
@@ -147,9 +161,13 @@ class _Server:
         self.own_worker = own_worker
         self.tls = tls = http_tls(options)
         host, self.port = listener.getsockname()[:2]
-        self.url = _url(host, self.port, tls)
-        key_ring = KeyRing(options.state, required=not options.is_open)
+        self.url = _url(_shown_host(host, options), self.port, tls)
+        self.key_ring = key_ring = KeyRing(options.state, required=not options.is_open)
         key_ring.admit_owner(_url("127.0.0.1" if host in UNSPECIFIED else host, self.port, tls))
+        self._admit_machines(Registry(options.state).removed())
+        self.clients: ClientAccess | None = None
+        if authority := Authority.open(options.state) if tls is not None and tls.fingerprint else None:
+            self.clients = ClientAccess(options.state, authority, key_ring, self.url)
         self.download = ModelDownload(options.model, served_name(options.model))
         self.api_options = ApiOptions(
             tuple(key.strip() for key in options.api_key),
@@ -158,6 +176,7 @@ class _Server:
             strict_names=options.strict_names,
             max_images=options.max_images,
             key_ring=key_ring,
+            clients=self.clients,
         )
         file = options.state / "journal" / "answers.db"
         self.journal = Journal(file if not options.no_journal else None)
@@ -173,6 +192,11 @@ class _Server:
             self.http.config.ssl_keyfile = tls.key
             if tls.fingerprint:
                 log.info("HTTP certificate", extra={"sha256": tls.fingerprint})
+
+    def _admit_machines(self, removed: frozenset[str]) -> None:
+        """Accept the key of the machines of the cluster, and a new one after a removal."""
+        reachable = self.tls is not None and self.tls.fingerprint
+        self.key_ring.admit_machines(self.url if reachable else "", removed)
 
     def _end_with(self, error: ClusterError) -> None:
         self.failure, self.http.should_exit = error, True
@@ -237,9 +261,12 @@ class _Server:
         stack.push_async_callback(manager.close)
         manager.start()
         if trust is not None:
-            watching = asyncio.create_task(
-                trust.watch(manager.membership.clients.values, manager.membership.drop_removed_nodes)
-            )
+
+            def drop_removed(removed: frozenset[str]) -> None:
+                self._admit_machines(removed)
+                manager.membership.drop_removed_nodes(removed)
+
+            watching = asyncio.create_task(trust.watch(manager.membership.clients.values, drop_removed))
             stack.callback(watching.cancel)
         return manager
 
@@ -294,6 +321,15 @@ async def _report_wait(manager: ClusterManager, url: str, *, open_to_others: boo
         if waiting := manager.describe_gathering():
             hint = "" if open_to_others else ". Other machines can join only with --own-worker or --listen HOST"
             log.info("%s%s. Status: %s/status", waiting, hint, url)
+
+
+def _shown_host(host: str, options: ServeOptions) -> str:
+    """Return an address at which clients reach a listener on `host`."""
+    if host not in UNSPECIFIED:
+        return host
+    with contextlib.suppress(UsageError):
+        return options.listen[0] if options.listen else reachable_address()
+    return "127.0.0.1"
 
 
 def _url(host: str, port: int, tls: TlsFiles | None) -> str:

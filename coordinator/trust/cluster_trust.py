@@ -20,12 +20,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
 from coordinator.trust.authority import AUTHORITY_LIFE, CERTIFICATE_LIFE, Authority
+from coordinator.trust.keys import MACHINES_KEY, KeyRing, Scope
 from coordinator.trust.registry import Registry
 from proto import cluster_pb2 as pb
 from proto.announcement import join_address
-from proto.errors import ClusterError, ProtocolError, UsageError
+from proto.errors import AccessError, ClusterError, ProtocolError, UsageError
 from proto.rpc.listener import Acceptor, BackgroundTasks, bind_listener
-from proto.state_dir import write_private
+from proto.state_dir import read_json, write_private
 from proto.trust import joining
 from proto.trust.certificates import NodeIdentity, Role, from_pem, key_to_pem, requested_key
 from proto.trust.node_trust import NodeTrust
@@ -152,6 +153,44 @@ class JoinServer:
         return {"certificate": chain, "authorities": self._authority.bundle}
 
 
+class ClientAccess:
+    """The tokens of clients, and the keys that they get. `url` is that of the HTTPS server."""
+
+    def __init__(self, state: Path, authority: Authority, ring: KeyRing, url: str) -> None:
+        self._state = state
+        self._authority = authority
+        self._ring = ring
+        self._url = url
+
+    def invite(self, seconds: float = INVITATION_SECONDS, uses: int = 1) -> Invitation:
+        """Return the line for new clients."""
+        token = joining.new_token(self._authority.cluster, self._authority.fingerprint, self._url)
+        Registry(self._state).add_token(token, seconds, uses, for_clients=True)
+        return Invitation(f"mtp-coord connect {token}", round(time.time() + seconds))
+
+    @property
+    def authorities(self) -> str:
+        """The certificates in PEM with which clients check the server."""
+        self._authority.reload()
+        return self._authority.bundle
+
+    def admit(self, token_id: str, proof: str, name: str) -> str:
+        """Return a new API key for the holder of a token. Raises AccessError for a wrong proof."""
+        session = bytes.fromhex(self._authority.cluster)
+        try:
+            Registry(self._state).use_token(token_id, bytes.fromhex(proof), session, name, for_clients=True)
+        except (AccessError, ValueError) as error:
+            text = f"The token is refused: {error}. Get another with mtp-coord token create --client."
+            raise AccessError(text) from error
+        shown = "".join(c for c in name if c.isprintable())[:64]
+        return self._ring.create(f"{shown}-{token_id[:4]}", frozenset({Scope.INFERENCE, Scope.METRICS}))
+
+
+def client_proof(token: joining.JoinToken, name: str) -> str:
+    """Return the proof that `ClientAccess.admit` checks. The client sends it over TLS that it has verified."""
+    return token.proof(bytes.fromhex(token.cluster), name).hex()
+
+
 POLL_SECONDS = 0.2
 """Seconds between two looks at the registry: commands change it, and a removal takes effect within a second."""
 
@@ -266,6 +305,9 @@ class ClusterTrust:
         """Give one worker the current authorities and removed nodes, and renew its certificate if it asks for it."""
         update = pb.TrustUpdate(authorities=self.trust.authorities, removed_nodes=sorted(self.trust.removed))
         try:
+            found = read_json(self._state / MACHINES_KEY)
+            if found.get("url"):
+                update.url, update.api_key = found["url"], found["key"]
             reply = await worker.update_trust(update)
             if reply.signing_request:
                 key = requested_key(reply.signing_request)

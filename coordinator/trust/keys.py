@@ -20,7 +20,7 @@ import psutil
 
 from proto.announcement import is_loopback
 from proto.errors import AccessError, UsageError
-from proto.state_dir import StateFile, write_private
+from proto.state_dir import StateFile, read_json, write_private
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,9 @@ API_KEY = "MTP_API_KEY"
 
 OWNER_KEY = Path("keys", "owner.json")
 """The file in the state directory with the key of its owner, and with the URL of the server that accepts this key."""
+
+MACHINES_KEY = Path("keys", "machines.json")
+"""The file with the key of the cluster's machines, the URL at which they reach the server, and the removed nodes."""
 
 
 class Scope(StrEnum):
@@ -61,6 +64,8 @@ class KeyRing:
         self._keys: list[ApiKey] = []
         self._owner_file = state / OWNER_KEY
         self._owner_keys: list[ApiKey] = []
+        self._machines_file = state / MACHINES_KEY
+        self._machine_keys: list[ApiKey] = []
 
     def stored_keys(self) -> list[ApiKey]:
         """Return the keys, read again when the file has changed. Raises UsageError for a damaged file."""
@@ -97,11 +102,29 @@ class KeyRing:
         except UsageError as error:  # such as a full disk
             log.warning("commands on this machine need an API key", extra={"error": str(error)})
 
+    def admit_machines(self, url: str, removed: frozenset[str]) -> None:
+        """Accept one key for requests and metrics from the machines of the cluster, which get it with `url`.
+
+        Programs that `launch` starts on this machine have it too. It stays until another node is removed.
+        """
+        found: dict[str, Any] = {}
+        with contextlib.suppress(UsageError):  # a damaged file is replaced
+            found = read_json(self._machines_file)
+        key = (found.get("removed") == sorted(removed) and found.get("key")) or _new_key()[0]
+        scopes = frozenset({Scope.INFERENCE, Scope.METRICS})
+        self._machine_keys = [ApiKey("a machine of the cluster", _digest(key), scopes)]
+        content = {"url": url, "key": key, "removed": sorted(removed)}
+        try:
+            if content != found:
+                write_private(self._machines_file, json.dumps(content))
+        except UsageError as error:  # such as a full disk
+            log.warning("commands on other machines need an API key", extra={"error": str(error)})
+
     def find(self, sent: bytes) -> ApiKey | None:
         """Return the key with the text `sent`, or None. The time does not depend on which key matches."""
         digest = hashlib.sha256(sent).hexdigest()
         found = None
-        for key in (*self.stored_keys(), *self._owner_keys):
+        for key in (*self.stored_keys(), *self._owner_keys, *self._machine_keys):
             if secrets.compare_digest(digest, key.digest):
                 found = key
         return found
@@ -118,7 +141,11 @@ class KeyRing:
 
 def _new_key() -> tuple[str, str]:
     key = KEY_PREFIX + secrets.token_urlsafe(32)
-    return key, hashlib.sha256(key.encode()).hexdigest()
+    return key, _digest(key)
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 Address = Sequence[Any]

@@ -74,8 +74,13 @@ class Registry:
 
     # ---- tokens
 
-    def add_token(self, token: JoinToken, seconds: float, uses: int, *, is_local: bool = False) -> None:
-        """Record a new token. Only the public half of its secret is stored. A local one replaces the last local one."""
+    def add_token(
+        self, token: JoinToken, seconds: float, uses: int, *, is_local: bool = False, for_clients: bool = False
+    ) -> None:
+        """Record a new token, of machines or clients. Only the public half of its secret is stored.
+
+        A local one replaces the last local one.
+        """
         with self.file.changing() as content:
             now = time.time()
             content["tokens"] = {
@@ -85,9 +90,11 @@ class Registry:
             }
             due = now + seconds
             facts = {"verifier": token.verifier, "expires": due, "uses": uses, "local": is_local}
-            content["tokens"][token.token_id] = facts
+            content["tokens"][token.token_id] = facts | {"clients": for_clients}
 
-    def use_token(self, token_id: str, proof: bytes, session: bytes, request: str) -> bool:
+    def use_token(
+        self, token_id: str, proof: bytes, session: bytes, request: str, *, for_clients: bool = False
+    ) -> bool:
         """Check the proof of a token, count one use, and return whether the token is local.
 
         Raises AccessError, with details only for a valid proof.
@@ -98,6 +105,8 @@ class Registry:
                 raise AccessError("it is revoked, expired long ago, or is of another cluster")
             if not is_proof(token["verifier"], proof, session, request):
                 raise AccessError("its secret is wrong. Copy the whole token")
+            if token.get("clients", False) != for_clients:
+                raise AccessError("it is for mtp-worker --join" if for_clients else "it is for mtp-coord connect")
             if token["expires"] <= time.time():
                 raise AccessError("it has expired")
             if token["uses"] < 1:

@@ -19,7 +19,7 @@ from coordinator.status.cluster_status import StatusSource
 from coordinator.status.metrics import Metrics
 from coordinator.text.grammars import GrammarProcess
 from coordinator.text.tokenizer import ModelInfo, Tokenizer, pack_vocabulary
-from coordinator.trust.cluster_trust import Invitation
+from coordinator.trust.cluster_trust import ClientAccess, Invitation
 from coordinator.trust.keys import KeyRing
 from coordinator.web.model_catalog import ModelFacts, ModelLoader
 from proto.errors import CapacityError
@@ -98,6 +98,8 @@ class ApiOptions:
     """Refuse names of models that are not served."""
     max_images: int = 32
     """Images of one request."""
+    clients: ClientAccess | None = None
+    """The admission of clients on other machines; None without a certificate of the cluster."""
     key_ring: KeyRing | None = None
     """The named keys. Once there was one, every request requires one of them or one of `api_keys`."""
 

@@ -160,6 +160,8 @@ async def join(token: JoinToken, name: str, directory: Path) -> NodeTrust:
 
     Raises AccessError, WorkerLostError or DeadlineError. Nothing is sent to the server before it is verified.
     """
+    if token.address.startswith("https:"):
+        raise UsageError("--join: the token is for a client: mtp-coord connect TOKEN. Run mtp-coord token create")
     async with _connected(token.address) as (reader, writer):
         return await _exchange(reader, writer, token, name, directory)
 

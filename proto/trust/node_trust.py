@@ -17,6 +17,9 @@ from proto.trust import certificates
 MAX_REMOVED = 10_000
 """Bounds the removed nodes that a node keeps: many times the machines that a cluster loses."""
 
+SERVER_FILE = "server.json"
+"""The file with the URL of a coordinator and a key for it, beside the certificates of its authorities."""
+
 
 @dataclass
 class NodeTrust:
@@ -87,6 +90,12 @@ class NodeTrust:
         if installed != self._saved:
             self.write_files()
             self._saved = installed
+
+    def save_server(self, url: str, api_key: str) -> None:
+        """Keep the coordinator's URL for clients, and a key, for the commands of this user. Raises UsageError."""
+        found = {"url": url, "key": api_key}
+        if self.directory is not None and read_json(self.directory / SERVER_FILE) != found:
+            write_private(self.directory / SERVER_FILE, json.dumps(found))
 
     def due_request(self) -> str:
         """Return a request for a certificate if it is due or the newest authority did not issue it, else nothing."""

@@ -93,7 +93,7 @@ def in_turn(*launches: Callable[[], Process]) -> Iterator[tuple[int, str]]:
             lambda folder, name, *flags: launch_coordinator(folder, *flags, name=name),
             "mtp-coord",
             {
-                "--insecure": ("--host", "0.0.0.0"),
+                "--insecure": ("--host", "0.0.0.0", "--tls-cert", "a", "--tls-key", "b"),
                 "--port PORT: another program listens there": ("--port", "PORT"),
                 "no-such-model": ("--model", "no-such-model"),
                 "--single-node": ("--single-node", "--nodes", "2"),

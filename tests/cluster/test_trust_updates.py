@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -14,6 +15,7 @@ import pytest
 from coordinator.pipeline.worker_client import WorkerClient
 from coordinator.trust.authority import Authority
 from coordinator.trust.cluster_trust import ClusterTrust
+from coordinator.trust.keys import KeyRing
 from proto import cluster_pb2 as pb
 from proto.rpc.channels import add_port
 from proto.trust.certificates import Role, from_pem, new_id, renewal_time, utc_now
@@ -67,6 +69,18 @@ async def test_an_old_certificate_is_renewed(tmp_path: Path) -> None:
         assert trust.due_request() == ""
         (node,) = cluster.registry.nodes()
         assert (node.name, node.expires > 0) == ("mac-2", True)
+
+
+async def test_a_worker_learns_url_and_key_of_the_server(tmp_path: Path) -> None:
+    """They are in a private file of its state directory, for the commands there."""
+    KeyRing(tmp_path).admit_machines("https://10.0.0.1:8080", frozenset())
+    async with watched_worker(tmp_path) as (_, trust, _):
+        trust.directory = tmp_path / "worker"
+        file = tmp_path / "worker" / "server.json"
+        await until(file.exists)
+        key = json.loads((tmp_path / "keys" / "machines.json").read_text())["key"]
+        assert json.loads(file.read_text()) == {"url": "https://10.0.0.1:8080", "key": key}
+        assert file.stat().st_mode & 0o777 == 0o600
 
 
 async def test_a_rotation_reaches_the_worker(tmp_path: Path) -> None:

@@ -177,10 +177,14 @@ def test_an_empty_key_is_refused(decide_serve: Decide, monkeypatch: pytest.Monke
 
 
 def test_a_listener_off_loopback_needs_a_key(decide_serve: Decide) -> None:
-    """Without a key and without --insecure, HTTP does not listen on a network. With a key it does, by TLS."""
+    """With a certificate of the user and no key, HTTP does not listen on a network.
+
+    With a certificate of the cluster, clients get their keys by `mtp-coord connect`.
+    """
     with pytest.raises(UsageError, match="mtp-coord key"):
-        decide_serve("--host", "0.0.0.0")
-    assert decide_serve("--host", "0.0.0.0", "--api-key", "secret")["insecure"] is False
+        decide_serve("--host", "0.0.0.0", "--tls-cert", "a.pem", "--tls-key", "a.key")
+    for words in ((), ("--api-key", "secret")):
+        assert decide_serve("--host", "0.0.0.0", *words)["insecure"] is False
 
 
 @pytest.mark.parametrize(

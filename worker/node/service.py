@@ -329,6 +329,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         if trust is None:
             raise AccessError("this worker belongs to no cluster")
         trust.install(request.authorities, frozenset(request.removed_nodes), request.certificate)
+        trust.save_server(request.url, request.api_key)
         return pb.TrustReply(signing_request=trust.due_request())
 
     async def ReadBackup(self, request: pb.BackupRequest, context: Context) -> AsyncIterator[pb.BackupPiece]:
