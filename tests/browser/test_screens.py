@@ -232,7 +232,7 @@ def test_a_running_answer_shows_its_speed(opened: WatchedPage, client: ApiClient
     figures = page.locator(".message.assistant .answer-figures")
     expect(figures).to_have_text(re.compile(r"^\d+\.\d tokens/s$"))
     page.keyboard.press("Escape")
-    expect(figures).to_have_text(re.compile("^first token"))
+    expect(figures).to_have_text(re.compile("^first token.* tokens/s · seed .* · Stopped.$"))
     speeds = page.evaluate(
         """async () => {
             const { rateSoFar } = await import("/assets/completion.js");
@@ -298,6 +298,41 @@ def test_escape_stops_an_answer(opened: WatchedPage, client: ApiClient) -> None:
     page.keyboard.press("Escape")
     page.wait_for_selector(".message.streaming", state="detached")
     expect(page.locator(".composer button[type=submit]")).to_have_text("Send")
+
+
+def test_a_question_that_is_entered_during_an_answer_waits(opened: WatchedPage, client: ApiClient) -> None:
+    """Enter does not stop the answer. The question is sent when the answer ends, unless the user edits it or leaves."""
+    generator = client.generator
+    generator.pause = 0.1
+    page = opened.page
+    bubbles, note = page.locator(".bubble"), page.locator(".composer [role=status]")
+    opened.show("chat")
+    begin(page, "One")
+    begin(page, "Two")
+    expect(note).to_contain_text("is sent when the answer ends")
+    expect(bubbles).to_have_text(["One", "Two"])
+    expect(page.locator(".message.assistant:not(.streaming)")).to_have_count(2)
+    assert page.locator(".answer-figures").filter(has_text="Stopped").count() == 0
+    assert page.input_value("#chat-input") == ""
+    expect(note).to_have_text("")
+    generator.hang_after = 1
+    begin(page, "Three")
+    begin(page, "Four")
+    page.keyboard.type("!")
+    expect(note).to_have_text("")
+    page.get_by_role("button", name="Stop", exact=True).click()
+    expect(page.locator(".composer button[type=submit]")).to_have_text("Send")
+    expect(bubbles).to_have_text(["One", "Two", "Three"])
+    assert page.input_value("#chat-input") == "Four!"
+    page.keyboard.press("Enter")
+    begin(page, "Five")
+    page.get_by_role("button", name="Stop", exact=True).click()
+    expect(bubbles).to_have_text(["One", "Two", "Three", "Four!", "Five"])
+    begin(page, "Six")
+    page.click("text=New chat")
+    expect(bubbles).to_have_count(0)
+    expect(page.locator(".composer button[type=submit]")).to_have_text("Send")
+    assert page.input_value("#chat-input") == "Six"
 
 
 def test_a_question_without_an_answer_can_be_asked_again(opened: WatchedPage, client: ApiClient) -> None:
