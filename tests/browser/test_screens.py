@@ -148,7 +148,19 @@ def answer_with(page: Page, path: str, *contents: Json) -> list[Any]:
 
 
 FITTING = Recommendation(
-    "qwen3.8:27b", "own/27B-4bit", 4, 15_400_000_000, 262_144, 15.9, 27.9, 2, "a group of 2", False
+    "qwen3.8:27b",
+    "own/27B-4bit",
+    4,
+    15_400_000_000,
+    20_000_000_000,
+    262_144,
+    15.9,
+    27.9,
+    2,
+    "a group of 2",
+    "--parallel 1x2",
+    False,
+    best=True,
 )
 
 
@@ -161,7 +173,14 @@ def test_a_model_that_fits_is_downloaded_and_used(opened: WatchedPage) -> None:
     sent = answer_with(page, "/v1/models/load", half, half, {**half, "phase": "ready"})
     opened.show("models")
     row = page.locator(".fitting .model-row")
-    for text in ("15.4 GB", "262,144", "15.9 → 27.9 tokens/s", "2 machines", "head fetched"):
+    for text in (
+        "recommended",
+        "15.4 GB in memory, 20.0 GB to download",
+        "262,144",
+        "15.9 → 27.9 tokens/s",
+        "2 machines",
+        "head fetched",
+    ):
         expect(row).to_contain_text(text)
     row.get_by_role("button").click()
     expect(row.locator("progress")).to_have_attribute("value", "0.5")
