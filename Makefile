@@ -23,7 +23,7 @@ endif
 
 # A terminal shows the newest line of an installation, in place of the one before. Its log is printed if it fails.
 FAILED := The installation failed.
-ONE_LINE := if [ -t 1 ]; then awk '{ printf "\r%-79.79s", $$0; fflush() } END { printf "\r%79s\r", "" }'; \
+ONE_LINE := if [ -t 1 ]; then awk '/^ *[A-Z][a-z]/ { printf "\r%-79.79s", $$0; fflush() } END { printf "\r%79s\r", "" }'; \
 	else cat >/dev/null; fi
 
 # The libraries that pyproject.toml names, for the lines that say what is installed.

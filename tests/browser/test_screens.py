@@ -215,6 +215,24 @@ def test_agents_start_by_one_command(opened: WatchedPage) -> None:
     assert short == ["", ""], "commands assume this address"
 
 
+def test_agents_fold_on_a_phone(browser: Browser, client: ApiClient) -> None:
+    """All agents are on one screen of a phone. A tap shows the command of one."""
+    with serving(client.app) as url:
+        opened = WatchedPage.open(browser, url, viewport={"width": 390, "height": 844})
+        opened.show("connect")
+        cards = opened.page.locator(".agents .card")
+        expect(cards).to_have_count(len(AGENTS))
+        box = cards.last.bounding_box()
+        assert box is not None
+        assert box["y"] + box["height"] < 844
+        claude = opened.page.get_by_role("article", name="Claude Code")
+        expect(claude.get_by_role("button", name="Copy: command")).to_be_hidden()
+        claude.get_by_text("Claude Code", exact=True).click()
+        expect(claude.get_by_role("button", name="Copy: command")).to_be_visible()
+        opened.close()
+        assert opened.errors == []
+
+
 def test_a_refused_page_has_the_settings_that_it_knows(opened: WatchedPage) -> None:
     """Without the answer of the coordinator the four blocks of the page remain."""
     opened.expected += ("403",)
