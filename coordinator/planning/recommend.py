@@ -55,7 +55,7 @@ class Recommendation:
 
     @property
     def usable(self) -> bool:
-        """Whether the model is fast enough for people and has room for agents."""
+        """True if the model is fast enough for people and has room for agents."""
         return self.speed >= USABLE_SPEED and self.context >= USABLE_CONTEXT
 
 
