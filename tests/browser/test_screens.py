@@ -123,6 +123,20 @@ def test_only_a_running_cluster_has_a_longest_step(opened: WatchedPage, client: 
     assert machines.get_by_text("longest step").count() == 1
 
 
+def test_an_error_is_not_the_headline(opened: WatchedPage, client: ApiClient) -> None:
+    """The headline is the present step. The problems of machines are below it, until the step has none."""
+    status = client.status.status()
+    cause = "mac-2: connection refused"
+    waiting = replace(status, ready=False, detail=f"waiting for workers: 1 of 2; {cause}")
+    client.status.status = lambda: waiting  # type: ignore[method-assign]
+    headline, below = opened.page.locator("#now-text"), opened.page.locator("#now-cause")
+    expect(headline).to_have_text("Waiting for workers: 1 of 2")
+    expect(below).to_have_text(cause)
+    client.status.status = lambda: replace(waiting, detail="loading")  # type: ignore[method-assign]
+    expect(headline).to_have_text("Loading")
+    expect(below).to_be_hidden()
+
+
 def test_what_an_invitation_needs_is_said_before_the_click(opened: WatchedPage, client: ApiClient) -> None:
     """Without a way to join there is no button, but the reason and the command to copy."""
     opened.expected += ("503",)  # the app of this test has no catalog of models
