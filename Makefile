@@ -21,6 +21,11 @@ MAKE_VENV := $(PYTHON) -m venv --clear
 INSTALL := $(BIN)/python -m pip install $(PIP_FLAGS) --no-compile --constraint constraints.txt
 endif
 
+# A terminal shows the newest line of an installation, in place of the one before. Its log is printed if it fails.
+FAILED := The installation failed.
+ONE_LINE := if [ -t 1 ]; then awk '/^ *[A-Z][a-z]/ { printf "\r%-79.79s", $$0; fflush() } END { printf "\r%79s\r", "" }'; \
+	else cat >/dev/null; fi
+
 # The libraries that pyproject.toml names, for the lines that say what is installed.
 LIBRARIES = $(shell sed -n '/^dependencies = \[/,/^]/s/^ *"\([A-Za-z0-9_-]*\).*/\1/p' pyproject.toml | uniq | paste -sd ' ' -)
 
@@ -139,9 +144,9 @@ $(VENV)/.made:
 	@touch $@
 
 $(VENV)/.runtime: $(VENV)/.made pyproject.toml constraints.txt
-	@echo "Installing mtp-cluster into $(VENV), with $(LIBRARIES) and what they need."
-	@echo "The first time this takes a minute or two, on a slow line longer."
-	@$(subst --quiet,,$(INSTALL)) --editable .
+	@echo "Installing mtp-cluster and its libraries into $(VENV): a minute or two the first time, on a slow line longer."
+	@{ $(subst --quiet,,$(INSTALL)) --editable . 2>&1 || echo "$(FAILED)"; } | tee $(VENV)/install.log | $(ONE_LINE)
+	@if grep -qxF "$(FAILED)" $(VENV)/install.log; then cat $(VENV)/install.log >&2; exit 1; fi
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt

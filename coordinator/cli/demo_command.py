@@ -75,8 +75,7 @@ def demo(
         stack.enter_context(_stopping_children())
         names = [f"worker-{i + 1}" for i in range(workers)]
         port, *ports = _free_ports(workers + 1)
-        console.print(f"The page: http://127.0.0.1:{port}/")
-        console.print(f"[dim]starting {', '.join(names)}, coordinator[/dim]")
+        progress = stack.enter_context(console.status(f"starting {', '.join(names)}, coordinator"))
         options = ["--model", model, "--no-mdns"]
         share = f"{psutil.virtual_memory().total * 3 // 4 // workers}B"
         for name, own in zip(names, ports, strict=True):
@@ -88,10 +87,12 @@ def demo(
         command += [f"--worker=127.0.0.1:{own}" for own in ports]
         coordinator = _start(folder / "coordinator.log", "coordinator.cli", command)
         programs.append(coordinator)
-        for program in programs[:-1]:
-            _wait_for(program, console, "worker ready", "address")
-        url = _wait_for(coordinator, console, "serving", "url")
-        console.print(f"[dim]serving at {url}[/dim]\n")
+        for count, program in enumerate(programs[:-1], 1):
+            _wait_for(program, "worker ready", "address")
+            progress.update(f"starting: {count} of {len(programs)} programs are ready")
+        url = _wait_for(coordinator, "serving", "url")
+        progress.stop()
+        console.print(f"The page: {url.removesuffix('v1')}\n")
         client = stack.enter_context(httpx.Client(base_url=url, timeout=REPLY_SECONDS))
         path, asked, body = "completions", PROMPT, dict[str, Any](prompt=PROMPT)
         if model != BUILTIN:
@@ -144,7 +145,7 @@ def _start(log: Path, module: str, arguments: list[str]) -> Program:
     return Program(process, log)
 
 
-def _wait_for(program: Program, console: Console, message: str, field: str) -> str:
+def _wait_for(program: Program, message: str, field: str) -> str:
     """Return `field` of the first log record with `message`. Raises WorkerLostError without one in START_SECONDS."""
     name, deadline = program.log.stem, time.monotonic() + START_SECONDS
     while True:
@@ -154,7 +155,6 @@ def _wait_for(program: Program, console: Console, message: str, field: str) -> s
             with suppress(ValueError):  # an incomplete line, or a traceback
                 record = json.loads(line)
                 if record.get("message") == message and field in record:
-                    console.print(f"[dim]{name} is ready[/dim]")
                     return str(record[field])
         if status is not None:
             raise WorkerLostError(f"{name} ended with status {status}: {said[-500:].strip()}")

@@ -20,9 +20,11 @@ from coordinator.planning.plan import MAX_FREE_NODES, NodeSpec, StagePlan
 from coordinator.serve import options
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.parts import missing_from_backbone
-from mtp.checkpoint.hub.known_repos import MLX_LM_MODELS
+from mtp.checkpoint.hub.known_repos import KNOWN, MLX_LM_MODELS
 from mtp.checkpoint.hub.published import MODELS, converted_headers, find_published
 from mtp.checkpoint.hub.remote_checkpoint import open_model
+from mtp.checkpoint.hub.repo import repo_name
+from mtp.checkpoint.hub.resolve import find_model
 from mtp.vision.tower import tower_bytes
 from proto.errors import UsageError
 from proto.span import Span
@@ -94,9 +96,18 @@ def plan(options: PlanOptions) -> None:
 
 
 def _checkpoint(options: PlanOptions) -> Checkpoint:
-    """Return the model of the plan, with --bits from the configs that come with this program."""
+    """Return the model of the plan: with --bits, and of a known repo that is not here, by the shape in this program."""
     if options.bits is None:
-        return open_model(options.model)
+        repo = repo_name(options.model)
+        known = next((one for one in KNOWN if one.name == repo), None)
+        shape = find_published(repo)
+        if known is None or shape is None or find_model(repo) is not None:
+            return open_model(options.model)
+        head = ". serve fetches the head that the repo lacks" * (not known.head and shape in MODELS)
+        typer.echo(
+            f"{repo} is not on this machine. The plan uses the shape that comes with this program{head}.", err=True
+        )
+        return converted_headers(shape, known.bits)
     model = find_published(options.model)
     if model is None:
         names = ", ".join([*(one.name for one in MODELS), *(one.name for one in MLX_LM_MODELS)])

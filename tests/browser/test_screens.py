@@ -123,6 +123,20 @@ def test_only_a_running_cluster_has_a_longest_step(opened: WatchedPage, client: 
     assert machines.get_by_text("longest step").count() == 1
 
 
+def test_an_error_is_not_the_headline(opened: WatchedPage, client: ApiClient) -> None:
+    """The headline is the present step. The problems of machines are below it, until the step has none."""
+    status = client.status.status()
+    cause = "mac-2: connection refused"
+    waiting = replace(status, ready=False, detail=f"waiting for workers: 1 of 2; {cause}")
+    client.status.status = lambda: waiting  # type: ignore[method-assign]
+    headline, below = opened.page.locator("#now-text"), opened.page.locator("#now-cause")
+    expect(headline).to_have_text("Waiting for workers: 1 of 2")
+    expect(below).to_have_text(cause)
+    client.status.status = lambda: replace(waiting, detail="loading")  # type: ignore[method-assign]
+    expect(headline).to_have_text("Loading")
+    expect(below).to_be_hidden()
+
+
 def test_what_an_invitation_needs_is_said_before_the_click(opened: WatchedPage, client: ApiClient) -> None:
     """Without a way to join there is no button, but the reason and the command to copy."""
     opened.expected += ("503",)  # the app of this test has no catalog of models
@@ -148,7 +162,19 @@ def answer_with(page: Page, path: str, *contents: Json) -> list[Any]:
 
 
 FITTING = Recommendation(
-    "qwen3.8:27b", "own/27B-4bit", 4, 15_400_000_000, 262_144, 15.9, 27.9, 2, "a group of 2", False
+    "qwen3.8:27b",
+    "own/27B-4bit",
+    4,
+    15_400_000_000,
+    20_000_000_000,
+    262_144,
+    15.9,
+    27.9,
+    2,
+    "a group of 2",
+    "--parallel 1x2",
+    False,
+    best=True,
 )
 
 
@@ -161,7 +187,14 @@ def test_a_model_that_fits_is_downloaded_and_used(opened: WatchedPage) -> None:
     sent = answer_with(page, "/v1/models/load", half, half, {**half, "phase": "ready"})
     opened.show("models")
     row = page.locator(".fitting .model-row")
-    for text in ("15.4 GB", "262,144", "15.9 → 27.9 tokens/s", "2 machines", "head fetched"):
+    for text in (
+        "recommended",
+        "15.4 GB in memory, 20.0 GB to download",
+        "262,144",
+        "15.9 → 27.9 tokens/s",
+        "2 machines",
+        "head fetched",
+    ):
         expect(row).to_contain_text(text)
     row.get_by_role("button").click()
     expect(row.locator("progress")).to_have_attribute("value", "0.5")
@@ -194,6 +227,24 @@ def test_agents_start_by_one_command(opened: WatchedPage) -> None:
         }"""
     )
     assert short == ["", ""], "commands assume this address"
+
+
+def test_agents_fold_on_a_phone(browser: Browser, client: ApiClient) -> None:
+    """All agents are on one screen of a phone. A tap shows the command of one."""
+    with serving(client.app) as url:
+        opened = WatchedPage.open(browser, url, viewport={"width": 390, "height": 844})
+        opened.show("connect")
+        cards = opened.page.locator(".agents .card")
+        expect(cards).to_have_count(len(AGENTS))
+        box = cards.last.bounding_box()
+        assert box is not None
+        assert box["y"] + box["height"] < 844
+        claude = opened.page.get_by_role("article", name="Claude Code")
+        expect(claude.get_by_role("button", name="Copy: command")).to_be_hidden()
+        claude.get_by_text("Claude Code", exact=True).click()
+        expect(claude.get_by_role("button", name="Copy: command")).to_be_visible()
+        opened.close()
+        assert opened.errors == []
 
 
 def test_a_refused_page_has_the_settings_that_it_knows(opened: WatchedPage) -> None:
@@ -232,7 +283,7 @@ def test_a_running_answer_shows_its_speed(opened: WatchedPage, client: ApiClient
     figures = page.locator(".message.assistant .answer-figures")
     expect(figures).to_have_text(re.compile(r"^\d+\.\d tokens/s$"))
     page.keyboard.press("Escape")
-    expect(figures).to_have_text(re.compile("^first token"))
+    expect(figures).to_have_text(re.compile("^first token.* tokens/s · seed .* · Stopped.$"))
     speeds = page.evaluate(
         """async () => {
             const { rateSoFar } = await import("/assets/completion.js");
@@ -298,6 +349,41 @@ def test_escape_stops_an_answer(opened: WatchedPage, client: ApiClient) -> None:
     page.keyboard.press("Escape")
     page.wait_for_selector(".message.streaming", state="detached")
     expect(page.locator(".composer button[type=submit]")).to_have_text("Send")
+
+
+def test_a_question_that_is_entered_during_an_answer_waits(opened: WatchedPage, client: ApiClient) -> None:
+    """Enter does not stop the answer. The question is sent when the answer ends, unless the user edits it or leaves."""
+    generator = client.generator
+    generator.pause = 0.1
+    page = opened.page
+    bubbles, note = page.locator(".bubble"), page.locator(".composer [role=status]")
+    opened.show("chat")
+    begin(page, "One")
+    begin(page, "Two")
+    expect(note).to_contain_text("is sent when the answer ends")
+    expect(bubbles).to_have_text(["One", "Two"])
+    expect(page.locator(".message.assistant:not(.streaming)")).to_have_count(2)
+    assert page.locator(".answer-figures").filter(has_text="Stopped").count() == 0
+    assert page.input_value("#chat-input") == ""
+    expect(note).to_have_text("")
+    generator.hang_after = 1
+    begin(page, "Three")
+    begin(page, "Four")
+    page.keyboard.type("!")
+    expect(note).to_have_text("")
+    page.get_by_role("button", name="Stop", exact=True).click()
+    expect(page.locator(".composer button[type=submit]")).to_have_text("Send")
+    expect(bubbles).to_have_text(["One", "Two", "Three"])
+    assert page.input_value("#chat-input") == "Four!"
+    page.keyboard.press("Enter")
+    begin(page, "Five")
+    page.get_by_role("button", name="Stop", exact=True).click()
+    expect(bubbles).to_have_text(["One", "Two", "Three", "Four!", "Five"])
+    begin(page, "Six")
+    page.click("text=New chat")
+    expect(bubbles).to_have_count(0)
+    expect(page.locator(".composer button[type=submit]")).to_have_text("Send")
+    assert page.input_value("#chat-input") == "Six"
 
 
 def test_a_question_without_an_answer_can_be_asked_again(opened: WatchedPage, client: ApiClient) -> None:

@@ -18,7 +18,9 @@ import mlx.core as mx
 import psutil
 
 from mtp.device import Arithmetic, this_device
+from proto.errors import UsageError
 from proto.frame import Frame
+from proto.terminal.progress import format_size
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +62,21 @@ def default_memory_limit() -> int:
         if isinstance(recommended, int):
             return int(recommended * RECOMMENDED_SHARE)
     return int(_total_memory() * DEFAULT_SHARE)
+
+
+def checked_memory_limit(given: int | None) -> int:
+    """Return `given` bytes, or the default without any. Raises UsageError above the memory of the device."""
+    if given is None:
+        return default_memory_limit()
+    total = _total_memory()
+    if this_device().backend == "cuda":
+        total = int(mx.device_info().get("total_memory", total))
+    if given > total:
+        raise UsageError(
+            f"--memory-limit {format_size(given)}: this machine has {format_size(total)}. Give less, or leave it out "
+            f"for {format_size(default_memory_limit())}"
+        )
+    return given
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from proto.state_dir import COORDINATOR, claim_memory, read_text, state_dir, wri
 from proto.terminal.console import keep_awake
 from proto.trust.joining import JoinToken, join
 from proto.trust.node_trust import NodeTrust
-from worker.engine.hardware import default_memory_limit, measured_bandwidth, set_limits
+from worker.engine.hardware import checked_memory_limit, measured_bandwidth, set_limits
 from worker.engine.prefix_disk import open_index
 from worker.node.advice import Advisor
 from worker.node.announce import announced
@@ -221,7 +221,7 @@ def _identity(options: WorkerOptions, trust: NodeTrust | None = None) -> Identit
     return Identity(
         options.own_name,
         options.layers,
-        options.memory_limit or default_memory_limit(),
+        checked_memory_limit(options.memory_limit),
         LocalModels(own),
         trust=trust,
         machine=MachineOptions(not options.no_wired_memory, options.kernels, options.state_dir),

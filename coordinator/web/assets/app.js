@@ -100,7 +100,9 @@ function updateConnection() {
 
 function updateNow() {
   const status = live.status;
-  let text = status ? status.activity : "Connecting to the coordinator";
+  // The step is the headline. The problems behind it are smaller, because they are errors of other programs.
+  const [step, cause = ""] = status ? split(status.activity) : ["Connecting to the coordinator"];
+  let text = step;
   let state = !status ? "wait" : status.ready ? (status.running ? "busy" : "ready") : "wait";
   if (live.connection === "reconnecting") {
     text = "The coordinator does not answer. Trying again.";
@@ -109,6 +111,12 @@ function updateNow() {
   if (live.connection === "locked") text = "The coordinator needs an API key.";
   byId("now").dataset.state = state;
   setText(byId("now-text"), text);
+  setText(byId("now-cause"), text === step ? cause : "");
+}
+
+function split(activity) {
+  const [, step, cause] = /^(.*?)(?:; |, but )(.*)$/.exec(activity) ?? [];
+  return step ? [step, cause] : [activity];
 }
 
 function update() {

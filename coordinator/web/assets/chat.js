@@ -14,6 +14,7 @@ const TITLE = 48;
 const TINT = "mtp-tint";
 const LOST = "The connection to the coordinator was lost."; // instead of the browser's own words
 const CLOSED = "The page was closed before the answer ended.";
+const WAITS = "This question is sent when the answer ends, or at once with Stop. Edit it to keep it here.";
 const LEAVING = ["pagehide", "visibilitychange"]; // a phone may end a hidden page without the first one
 const EXAMPLES = ["What does the function os.path.join do?", "Write a Python function that reverses a list.", "Explain in three sentences what a cache is.", "Give me five names for a small bakery."];
 
@@ -27,10 +28,11 @@ export class ChatView {
     this.tint = h("input", { type: "checkbox", name: "tint", onchange: () => this.setTint() });
     this.tint.checked = localStorage.getItem(TINT) === "on";
     this.running = null;
+    this.waiting = null; // the conversation whose next question is in the field, entered during an answer
     this.list = h("ul", { class: "conversations" });
     this.messages = h("div", { class: "messages", role: "log", "aria-label": "Conversation", "aria-live": "off", tabindex: "0" });
     this.announcement = h("p", { class: "hidden", role: "status" });
-    this.input = h("textarea", { id: "chat-input", rows: 1, placeholder: "Ask anything", "aria-label": "Message", enterkeyhint: "send", onkeydown: (event) => this.onKey(event), oninput: () => this.fitInput() });
+    this.input = h("textarea", { id: "chat-input", rows: 1, placeholder: "Ask anything", "aria-label": "Message", enterkeyhint: "send", onkeydown: (event) => this.onKey(event), oninput: () => { this.wait(null); this.fitInput(); } });
     this.send = h("button", { class: "primary", type: "submit" }, "Send");
     this.model = h("select", { name: "model", "aria-label": "Model", onchange: () => this.changeModel() });
     this.modelNote = h("p", { class: "hint", role: "status" });
@@ -42,7 +44,7 @@ export class ChatView {
       h("h2", { class: "hidden" }, "Chat"),
       h("div", { class: "chat" }, this.sidebar,
         h("div", { class: "thread" }, this.messages, this.announcement,
-          h("form", { class: "composer", novalidate: true, onsubmit: (event) => { event.preventDefault(); this.submit(); } },
+          h("form", { class: "composer", novalidate: true, onsubmit: (event) => { event.preventDefault(); if (this.running) this.stop(); else this.submit(); } },
             this.modelNote, this.attachments.strip, this.attachments.file, h("div", { class: "options" }, this.model, this.attachments.button, this.parameters.button, h("label", { class: "check" }, this.tint, "Show drafts")), h("div", { class: "compose-row" }, this.input, this.send))),
         this.parameters.element));
     this.attachments.listen(root);
@@ -206,18 +208,25 @@ export class ChatView {
     this.submit();
   }
 
+  wait(conversation) {
+    if (conversation === this.waiting) return;
+    this.waiting = conversation;
+    setText(this.modelNote, conversation ? WAITS : "");
+  }
+
   fitInput() {
     this.input.style.height = "auto";
     this.input.style.height = `${Math.min(this.input.scrollHeight, 220)}px`;
   }
 
+  // Sends the question in the field. During an answer it waits there, so that the answer goes on.
   submit() {
-    if (this.running) {
-      this.stop();
-      return;
-    }
     const content = this.input.value.trim();
     if (!content || !this.parameters.isValid()) return;
+    if (this.running) {
+      this.wait(this.current);
+      return;
+    }
     this.input.value = "";
     this.fitInput();
     this.say(content, this.attachments.take());
@@ -289,6 +298,10 @@ export class ChatView {
     if (!this.conversations.find(this.current.id)) this.open(this.conversations.list[0]?.id); // another tab removed it
     else if (conversation === this.current) this.finishDrawing(message);
     else this.drawMessages(); // its last answer can be regenerated now
+    const asked = this.waiting;
+    this.wait(null);
+    // After an error the question stays in the field, and in another conversation too.
+    if (asked && asked === this.current && asked === conversation && (!message.error || message.error === "Stopped.")) this.submit();
   }
 
   finishDrawing(message) {

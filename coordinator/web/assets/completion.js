@@ -95,7 +95,7 @@ export function figuresOf(answer) {
     tokens: usage?.completion_tokens ?? null,
     prompt: usage?.prompt_tokens ?? null,
     cached: usage?.prompt_tokens_details?.cached_tokens ?? 0,
-    rate: usage && usage.completion_tokens > 1 && decode > 0 ? (usage.completion_tokens - 1) / decode : null,
+    rate: usage && usage.completion_tokens > 1 && decode > 0 ? (usage.completion_tokens - 1) / decode : usage ? null : rateSoFar(answer), // a stopped answer has no usage
     drafts: accepted + rejected ? [accepted, accepted + rejected] : null,
     finish: answer.finish,
   };

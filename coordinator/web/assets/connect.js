@@ -5,6 +5,7 @@ import { copyable, h } from "./dom.js";
 import { storedKey } from "./key.js";
 
 const ASSUMED = ["http://127.0.0.1:8080", "http://localhost:8080"]; // the server of commands without --url
+const PHONE = "(max-width: 720px)"; // as in the styles: agents are then a list that folds
 
 export class ConnectView {
   constructor(root, live) {
@@ -80,10 +81,12 @@ function agentCard({ name, title, install, text }) {
   shown.classList.add("command");
   shown.replaceChildren(h("code", {}, command.split(" ").flatMap((word, i) => [i > 0 && " ", h("span", { class: "word" }, word)])));
   const [copySettings, settings] = copyable(`settings of ${title}`, withKey(text));
-  return h("article", { class: "card", "aria-label": title },
-    h("div", { class: "card-head" }, h("h4", {}, title), copyCommand), shown,
-    h("p", { class: "hint" }, "Install: ", h("code", {}, install)),
-    h("details", {}, h("summary", {}, "Settings", h("span", { class: "hidden" }, ` of ${title}`)), h("div", { class: "row" }, copySettings), settings));
+  const rest = [shown, h("p", { class: "hint" }, "Install: ", h("code", {}, install)),
+    h("details", {}, h("summary", {}, "Settings", h("span", { class: "hidden" }, ` of ${title}`)), h("div", { class: "row" }, copySettings), settings)];
+  const folds = matchMedia(PHONE).matches;
+  return h("article", { class: "card", "aria-label": title }, folds
+    ? h("details", {}, h("summary", {}, h("h4", {}, title)), h("div", { class: "row" }, copyCommand), rest)
+    : [h("div", { class: "card-head" }, h("h4", {}, title), copyCommand), ...rest]);
 }
 
 function block({ title, hint, text }) {

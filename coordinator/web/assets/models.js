@@ -77,9 +77,9 @@ export class ModelsView {
 
   fittingModel(model) {
     const panel = h("div", { class: "model-panel", role: "status" });
-    const facts = [bytes(model.nbytes), `${count(model.context)} tokens of context`, `${rate(model.plain)} → ${rate(model.drafted)} tokens/s`,
+    const facts = [model.download > model.nbytes ? `${bytes(model.nbytes)} in memory, ${bytes(model.download)} to download` : bytes(model.nbytes), `${count(model.context)} tokens of context`, `${rate(model.plain)} → ${rate(model.drafted)} tokens/s`,
       model.machines === 1 ? model.plan : `${model.plan} machines`, model.head === null ? "no MTP head" : `MTP head ${model.head ? "included" : "fetched"}`];
-    return h("li", { class: "model-row" }, h("b", { title: model.repo }, model.name), facts.map((fact) => h("span", {}, fact)),
+    return h("li", { class: "model-row" }, h("b", { title: model.repo }, model.name, model.best && h("span", { class: "hint" }, " recommended")), facts.map((fact) => h("span", {}, fact)),
       h("button", { "aria-label": `Download and use: ${model.name}`, onclick: () => this.load(panel, model.repo) }, "Download and use"), panel);
   }
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import psutil
 import pytest
 
 from mtp.device import DEVICES, FUSED_ROWS, Arithmetic, FrameLimits
 from mtp.layers import kv_cache
+from proto.errors import UsageError
 from worker.engine import hardware
 
 
@@ -31,6 +33,19 @@ def test_the_memory_of_a_gpu_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(hardware, "this_device", lambda: DEVICES["cuda"])
     monkeypatch.setattr(mx, "device_info", lambda: {"total_memory": 1000})
     assert hardware.default_memory_limit() == 850
+    assert hardware.checked_memory_limit(None) == 850
+
+
+def test_a_limit_above_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of --memory-limit has both figures. A GPU's own memory counts, not that of its host."""
+    total = psutil.virtual_memory().total
+    assert hardware.checked_memory_limit(total) == total
+    with pytest.raises(UsageError, match=r"--memory-limit 2 TB: this machine has [\d.]+ GB\. Give less"):
+        hardware.checked_memory_limit(2 * 10**12)
+    monkeypatch.setattr(hardware, "this_device", lambda: DEVICES["cuda"])
+    monkeypatch.setattr(mx, "device_info", lambda: {"total_memory": 1000})
+    with pytest.raises(UsageError, match="this machine has 1 kB"):
+        hardware.checked_memory_limit(1001)
 
 
 @pytest.mark.parametrize(("chip", "speed"), [("M4", 120e9), ("M4 Max", 546e9), ("M3 Ultra", 819e9)])

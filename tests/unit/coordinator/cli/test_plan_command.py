@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from coordinator.cli import app
 from coordinator.cli.plan_command import parse_node
 from coordinator.planning.plan import NodeSpec
-from proto.errors import MemoryLimitError, SpanError, UsageError
+from proto.errors import CheckpointError, MemoryLimitError, SpanError, UsageError
 from proto.span import Span
 from tests.support.checkpoints.checkpoints import write_checkpoint
 
@@ -100,6 +100,18 @@ def test_a_model_of_mlx_lm_is_planned_without_a_download() -> None:
     assert [stage["memory_limit"] for stage in facts["stages"]] == [112 * 10**9] * 2
     assert facts["head"] is False and facts["drafts"] == 0
     assert facts["candidates"][0]["drafted_seconds"] is None
+
+
+@pytest.mark.parametrize("name", ["qwen3.5:27b", "mlx-community/Qwen3.5-27B-4bit"])
+def test_a_known_model_is_planned_without_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    """The shape of a known repo comes with the program. A repo that only has its form is asked of the hub."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    facts = facts_of(name, "--mac", "M4 Pro 64GB")
+    assert facts["stages"][0]["weight_bytes"] // 10**9 == 15
+    assert facts["head"] is True
+    with pytest.raises(CheckpointError, match="not in the local cache"):
+        run("someone/Qwen3.5-27B-4bit", "--mac", "M4 Pro 64GB")
 
 
 def test_the_plan_says_where_one_machine_is_faster() -> None:

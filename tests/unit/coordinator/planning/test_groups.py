@@ -254,9 +254,27 @@ def test_a_recommendation_has_the_figures_of_one_plan(macs: tuple[str, ...]) -> 
     for one in found:
         assert one.drafted >= one.plain or one.machines == 1
         if one.machines == 1:
-            assert one == alone[one.name]
+            assert replace(one, best=False) == replace(alone[one.name], best=False)
+            assert one.flags == "--single-node"
         elif one.name in alone:  # more Macs are taken only where they are faster
-            assert max(one.plain, one.drafted) > max(alone[one.name].plain, alone[one.name].drafted)
+            assert one.speed > 1.09 * alone[one.name].speed
+
+
+def test_one_model_is_recommended_with_the_flags_of_its_plan() -> None:
+    """The largest fast one with room for agents is marked. serve's flags give each plan, and rows on disk are apart."""
+    found = {one.name: one for one in recommendations(mac_specs(["M4 Pro 64GB"] * 2))}
+    assert [one.name for one in found.values() if one.best] == ["qwen3.8:flash-next"]
+    large = found["qwen3.8:flash-next"]
+    assert (large.flags, large.nbytes // 10**9, large.download // 10**9) == ("--nodes 2", 72, 104)
+    assert found["qwen3.8:27b"].flags == "--single-node", "a group is less than a tenth faster"
+    assert found["qwen3.6:27b-8bit"].flags == "--parallel 1x2"
+    for one in found.values():
+        flag, _, value = one.flags.partition(" ")
+        if flag == "--parallel":
+            assert Parallel.parse(value).machines == one.machines
+        assert one.download == one.nbytes or one is large
+    few = recommendations(mac_specs(["M4 16GB"]))
+    assert [one.name for one in few if one.best] == ["qwen3.5:9b"], "8 bits leave no room for agents"
 
 
 def test_models_of_mlx_lm_are_recommended_where_they_fit() -> None:
