@@ -119,7 +119,7 @@ class Backups:
         self._storm_until = -1.0
         self._hands_over = False
         self._holding_since: float | None = None
-        """When the last frame with segments returned, or may have; None unless `holding`."""
+        """Seconds. Begin of the pause, in which no segment is in flight; None unless `holding`."""
 
     # ---- hand-over to the next plan
 
