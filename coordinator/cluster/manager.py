@@ -54,7 +54,7 @@ class ClusterManager(PipelineSource):
     def __post_init__(self) -> None:
         self.count_open_requests: Callable[[], int] = lambda: 0
         self.hand_over: Callable[[bool], None] = lambda begin: None
-        """Called to begin to back up open answers, and with False if the plan does not change after all."""
+        """Called to begin to back up open answers, and with False when the plan changes or stays after all."""
         self.is_handed_over: Callable[[], bool] = lambda: False
         self.end_process: Callable[[ClusterError], None] = lambda error: None
         """Called once if an event raises an unexpected exception, after which no plan can start any more."""
@@ -199,7 +199,7 @@ class ClusterManager(PipelineSource):
             self._stop_plan(WorkerLostError(self.view.problem))
         if before.preparing and not self.view.preparing:
             self._cancel_preparation()
-        if before.hands_over_until is not None and self.view.hands_over_until is None and self.pipeline is not None:
+        if before.hands_over_until is not None and self.view.hands_over_until is None:
             self.hand_over(False)
         action = decide.decide(self.view, self._planner)
         if action is not None:

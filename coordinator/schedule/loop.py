@@ -135,7 +135,7 @@ class GenerationLoop(Generator):
     # ---- a planned change
 
     def hand_over(self, *, begin: bool) -> None:
-        """Begin to back up all answers for the next plan, or end that because the plan stays."""
+        """Begin to back up all answers for the next plan, or end that."""
         self.scheduler.backups.hand_over(begin=begin)
         self._send_frames()
 

@@ -175,7 +175,6 @@ class Scheduler:
         self.ops.clear()
         self.prefixes.reset(capacity)
         self.backups.in_flight = None
-        self.backups.hand_over(begin=False)
         self._vocabulary_sent = False
         self.controller.forget_costs()
         self._shape = None

@@ -284,7 +284,7 @@ async def test_a_second_coordinator(team: Team, toy: Path) -> None:
 @pytest.mark.smoke
 async def test_a_worker_that_joins(team: Team, toy: Path, wanted: Wanted, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is used although answers are open, and they continue."""
-    monkeypatch.setattr(decide, "POSTPONED_SECONDS", 2.0)
+    monkeypatch.setattr(decide, "POSTPONED_SECONDS", 0.5)
     first, second = team.addresses
     team.proxies[1].refuse()
     alone = Settings(nodes=1, wait=40.0, recovery_wait=20.0, why_not_alone="it serves nothing alone here")

@@ -408,6 +408,7 @@ def test_a_planned_change_computes_nothing_again(before: int) -> None:
     assert not any(frame.segments for frame in drive.stage.seen[sent:]), "nothing more is computed"
     held = {s.seq_id: s.held_tokens for s in drive.scheduler.running.values() if s.held_tokens}
     assert held and {one: drive.scheduler.backups.tokens_of(one) for one in held} == held
+    drive.scheduler.backups.hand_over(begin=False)
     drive.new_plan(FakeLastStage(1), stages=2)
     drive.run()
     first = {s.seq_id: s.position for frame in reversed(drive.stage.seen) for s in frame.segments}
