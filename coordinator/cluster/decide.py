@@ -18,6 +18,12 @@ SETTLE_SECONDS = 2.0
 POSTPONED_SECONDS = 60.0
 """Seconds. Workers that joined are then used although answers are open, for a server that is never idle."""
 
+JOIN_SECONDS = 300.0
+"""Seconds. A worker that joined waits so long for answers whose states no backup can hold."""
+
+LEAVE_SECONDS = 12.0
+"""Seconds in which open answers are handed over before a worker leaves, which waits for 20 s in all."""
+
 LONGEST_PATIENCE = 6.0
 """Seconds of a recovery after which back-offs do not count, so that answers do not wait under a long `--wait`."""
 
@@ -65,13 +71,20 @@ class PostponePlan:
 
 
 @dataclass(frozen=True)
+class HandOver:
+    """Back up all open answers within `seconds`, so that the next plan computes nothing of them again."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class GiveUp:
     """Stop waiting: no plan is possible."""
 
     reason: str
 
 
-Action = StartPlan | PreparePlan | StartAlone | KeepPlan | PostponePlan | GiveUp
+Action = StartPlan | PreparePlan | StartAlone | KeepPlan | PostponePlan | HandOver | GiveUp
 
 
 def decide(view: View, planner: Planner) -> Action | None:
@@ -79,7 +92,7 @@ def decide(view: View, planner: Planner) -> Action | None:
     match view.phase:
         case Phase.GATHERING:
             return _plan_while_gathering(view, planner)
-        case Phase.SERVING:
+        case Phase.SERVING if not view.hands_over:
             return _plan_while_serving(view, planner)
         case _:
             return None
@@ -148,9 +161,9 @@ def _plan_while_serving(view: View, planner: Planner) -> Action | None:
         except ClusterError:
             plan = None
         if plan is not None and not _is_in_force(view, plan):
-            return _change_to(view, plan, f"{leaving[0].name} is leaving")
+            return _after_hand_over(view, _change_to(view, plan, f"{leaving[0].name} is leaving"), LEAVE_SECONDS)
     # Without a replacement, the leaving worker serves until its process ends.
-    return StartAlone(view.epoch + 1) if _can_serve_alone(view) else None
+    return _after_hand_over(view, StartAlone(view.epoch + 1), LEAVE_SECONDS) if _can_serve_alone(view) else None
 
 
 def _plan_with_joined(view: View, planner: Planner) -> Action | None:
@@ -175,7 +188,7 @@ def _plan_with_joined(view: View, planner: Planner) -> Action | None:
             return KeepPlan(f"it is the best one with {listed}")
         action = _change_to(view, plan, f"{listed} joined")
         if not isinstance(action, StartPlan) or not view.open_requests or waited:
-            return action
+            return _after_hand_over(view, action, JOIN_SECONDS)
     except ClusterError as error:
         return KeepPlan(f"no plan with {listed}: {error}")
     return PostponePlan(names)
@@ -189,6 +202,12 @@ def _change_to(view: View, plan: Plan, reason: str) -> StartPlan | PreparePlan |
     if view.now < view.retry_at:
         return None
     return PreparePlan(plan, reason, ids)
+
+
+def _after_hand_over(view: View, action: Action | None, seconds: float) -> Action | None:
+    """Hand open answers over before `action` replaces the plan in force, for at most `seconds`."""
+    ends = isinstance(action, StartPlan | StartAlone)
+    return HandOver(seconds) if ends and view.open_requests and view.hands_over_until is None else action
 
 
 def _is_in_force(view: View, plan: Plan) -> bool:

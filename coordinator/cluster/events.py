@@ -13,9 +13,13 @@ class Event:
 
 @dataclass(frozen=True)
 class TimePassed(Event):
-    """The clock moved on. `open_requests` answers are running or queued now."""
+    """The clock moved on. `open_requests` answers are running or queued now.
+
+    With `handed_over` the next plan has to compute nothing of them again.
+    """
 
     open_requests: int = 0
+    handed_over: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,13 @@ class PlanPostponed(Event):
 
 
 @dataclass(frozen=True)
+class HandOverStarting(Event):
+    """Open answers are being backed up. The plan changes at `until` at the latest."""
+
+    until: float
+
+
+@dataclass(frozen=True)
 class GatheringFailed(Event):
     """No plan was possible before the deadline."""
 
@@ -161,13 +172,13 @@ def apply(view: View, event: Event, now: float) -> View:
             following = _without_preparation(following)
         return _end_plan_without_its_workers(view, following)
     match event:
-        case TimePassed(open_requests):
+        case TimePassed(open_requests, handed_over):
             members = {
                 a: m.with_failure_forgiven(now)
                 for a, m in view.members.items()
                 if m.state not in (MemberState.LOST, MemberState.REFUSED) or now - m.lost_at < FORGET_SECONDS
             }
-            return replace(view, members=members, open_requests=open_requests)
+            return replace(view, members=members, open_requests=open_requests, handed_over=handed_over)
         case PlanStarting(epoch, addresses, group_size):
             started = replace(
                 view,
@@ -209,6 +220,8 @@ def apply(view: View, event: Event, now: float) -> View:
             return _without_preparation(replace(view, considered=view.candidate_ids()))
         case PlanPostponed():
             return replace(view, postponed=view.candidate_ids())
+        case HandOverStarting(until):
+            return replace(view, hands_over_until=until, handed_over=False)
         case GatheringFailed(reason):
             return _enter(replace(view, problem=reason, serving=()), Phase.ENDED)
         case GatheringRestarted():
@@ -287,7 +300,7 @@ def _with_failed_plan(view: View, reason: str, address: str | None) -> View:
 
 
 def _without_preparation(view: View) -> View:
-    return replace(view, preparing=frozenset(), prepared=frozenset())
+    return replace(view, preparing=frozenset(), prepared=frozenset(), hands_over_until=None, handed_over=False)
 
 
 def _with_failed_preparation(view: View, reason: str, address: str | None) -> View:

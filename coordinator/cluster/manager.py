@@ -53,6 +53,9 @@ class ClusterManager(PipelineSource):
 
     def __post_init__(self) -> None:
         self.count_open_requests: Callable[[], int] = lambda: 0
+        self.hand_over: Callable[[bool], None] = lambda begin: None
+        """Called to begin to back up open answers, and with False when the plan changes or stays after all."""
+        self.is_handed_over: Callable[[], bool] = lambda: False
         self.end_process: Callable[[ClusterError], None] = lambda error: None
         """Called once if an event raises an unexpected exception, after which no plan can start any more."""
         model, options, clock = self.model, self.options, self.clock
@@ -73,7 +76,7 @@ class ClusterManager(PipelineSource):
 
     def start(self) -> None:
         """Begin to look for workers."""
-        self.membership.start(lambda: events.TimePassed(self.count_open_requests()))
+        self.membership.start(lambda: events.TimePassed(self.count_open_requests(), self.is_handed_over()))
 
     def describe_gathering(self) -> str:
         """Return what the first plan waits for, while it does; else an empty text."""
@@ -196,6 +199,8 @@ class ClusterManager(PipelineSource):
             self._stop_plan(WorkerLostError(self.view.problem))
         if before.preparing and not self.view.preparing:
             self._cancel_preparation()
+        if before.hands_over_until is not None and self.view.hands_over_until is None:
+            self.hand_over(False)
         action = decide.decide(self.view, self._planner)
         if action is not None:
             self._execute(action)
@@ -236,6 +241,10 @@ class ClusterManager(PipelineSource):
                     extra={"workers": ", ".join(workers)},
                 )
                 self._apply_event(events.PlanPostponed())
+            case decide.HandOver(seconds):
+                log.info("backing up open answers for the next plan", extra={"seconds": seconds})
+                self.hand_over(True)
+                self._apply_event(events.HandOverStarting(self.view.now + seconds))
             case decide.GiveUp(reason):
                 self._apply_event(events.GatheringFailed(reason))
                 if self._waiter is not None and not self._waiter.done():

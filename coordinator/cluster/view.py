@@ -162,6 +162,10 @@ class View:
     """Ids of the workers whose plan is being prepared: those that are new load beside the plan in force."""
     prepared: frozenset[str] = frozenset()
     """Ids of the workers whose plan is prepared, so that it may start."""
+    hands_over_until: float | None = None
+    """Manager's clock. The plan changes then, although answers could not be handed over; None if it does not change."""
+    handed_over: bool = False
+    """True once the next plan has to compute nothing of an open answer again."""
     problem: str = ""
     """Reason why the last attempt at a plan failed, for people."""
     alone_problem: str = ""
@@ -190,6 +194,12 @@ class View:
     def candidate_ids(self) -> frozenset[str]:
         """Return the ids of the candidates."""
         return frozenset(member.worker_id for member in self.candidates())
+
+    @property
+    def hands_over(self) -> bool:
+        """True while open answers are backed up, before the plan changes."""
+        until = self.hands_over_until
+        return until is not None and self.open_requests > 0 and not self.handed_over and self.now < until
 
     @property
     def waited(self) -> float:

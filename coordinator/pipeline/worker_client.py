@@ -266,18 +266,21 @@ class WorkerClient:
         """Return the newest backup of a sequence. Raises ProtocolError for a backup of more than `limit` bytes."""
         request = pb.BackupRequest(coordinator=self.me, epoch=epoch, seq_id=seq_id)
         stream = self.stub.ReadBackup(request, timeout=BACKUP_SECONDS)
-        joiner, length, began = PieceJoiner(limit), 0, time.monotonic()
+        joiner, length, seconds, last = PieceJoiner(limit), 0, 0.0, time.monotonic()
         try:
             async for piece in stream:
-                if piece.HasField("head"):
-                    length, began = piece.head.length, time.monotonic()
+                now = time.monotonic()
+                if piece.HasField("head"):  # after a wait for the engine
+                    length = piece.head.length
                 else:
                     joiner.add_piece(piece)
+                    seconds += now - last
+                last = now
         except grpc.aio.AioRpcError as error:
             raise self._translate(error) from error
         finally:
             stream.cancel()
-        return ReceivedStates(length, joiner.states, time.monotonic() - began)
+        return ReceivedStates(length, joiner.states, seconds)
 
     async def write_backup(self, epoch: int, seq_id: int, tokens: Sequence[int], states: Iterable[LayerState]) -> None:
         """Give the worker the state of its layers after `tokens`."""

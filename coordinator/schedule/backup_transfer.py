@@ -47,11 +47,11 @@ class BackupTransfer:
         self._no_disk_until = -math.inf  # no disk is asked before, because one was stuck
         self._giving = asyncio.Lock()  # one after the other, so that the first ones start soon
 
-    def read_soon(self, pipeline: Pipeline, made: BackupInFlight) -> None:
-        """Start to read a backup that the stages have made."""
-        self._background.spawn(self._read(pipeline, made))
+    def read_soon(self, pipeline: Pipeline, made: BackupInFlight, then: Callable[[], None]) -> None:
+        """Start to read a backup that the stages have made. `then` is called afterwards."""
+        self._background.spawn(self._read(pipeline, made, then))
 
-    async def _read(self, pipeline: Pipeline, made: BackupInFlight) -> None:
+    async def _read(self, pipeline: Pipeline, made: BackupInFlight, then: Callable[[], None]) -> None:
         backups, started = self._scheduler.backups, self._clock()
         try:
             found = await pipeline.read_backup(made.seq_id, backups.limit)
@@ -66,6 +66,7 @@ class BackupTransfer:
             if isinstance(error, BackupTooLargeError):
                 backups.skip_sequence(made.seq_id)
         backups.end_backup(made, seconds, self._clock())
+        then()
 
     def restore_states(self, pipeline: Pipeline, then: Callable[[], None]) -> None:
         """Start to give the stages states that waiting sequences lack, in their order, while these have room.

@@ -9,7 +9,7 @@ after a failure.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -70,6 +70,9 @@ STORM_PAUSE = 3.0
 STORM_SECONDS = 300.0
 """Seconds after a failure for which STORM_PAUSE applies. Back-offs of workers have the same upper bound."""
 
+HOLD_SECONDS = 15.0
+"""Seconds for which answers pause at most before a planned change, until all of their states is backed up."""
+
 MEMORY_SHARE = 1 / 16
 """Default memory for backups as a share of the machine's: 4 GB of 64 GB hold ten sequences of 4,096 tokens of
 Qwen3.5-27B, which have 420 MB each."""
@@ -114,6 +117,51 @@ class Backups:
         self._seconds_per_byte = 0.0
         """Seconds of the newest transfer for each of its bytes."""
         self._storm_until = -1.0
+        self._hands_over = False
+        self._holding_since: float | None = None
+        """Seconds. Begin of the pause, in which no segment is in flight; None unless `holding`."""
+
+    # ---- hand-over to the next plan
+
+    @property
+    def holding(self) -> bool:
+        """True while nothing more is sent, so that all states are backed up for the next plan."""
+        return self._holding_since is not None
+
+    def hand_over(self, *, begin: bool) -> None:
+        """Begin to back up the whole states of all sequences, because the plan changes, or end that."""
+        self._hands_over, self._holding_since = begin, None
+
+    def _choose_hold(self, running: Iterable[GenerationSequence], now: float) -> None:
+        """Hold if states are handed over and there is room for all. Their sequences are computed meanwhile if not."""
+        if not self._hands_over or not self.enabled or not all(self._has_room(s.seq_id) for s in running):
+            self._holding_since = None
+        elif self._holding_since is None or any(s.is_in_flight for s in running):
+            self._holding_since = now
+
+    def next_to_hand_over(self, running: Iterable[GenerationSequence]) -> tuple[GenerationSequence, int] | None:
+        """Return a sequence whose state is not backed up, and its tokens after the frames that are sent, or None.
+
+        A backup needs a moment without open windows. It may follow chunks of a prompt that are in flight.
+        """
+        for s in running if self.holding and self.in_flight is None else ():
+            held = s.scheduled_tokens if s.computed_tokens < s.prefill_tokens else s.held_tokens
+            if s.admitted and not s.windows_in_flight and held > self.tokens_of(s.seq_id):
+                return s, held
+        return None
+
+    def is_handed_over(self, running: Collection[GenerationSequence], now: float) -> bool:
+        """Return whether the plan may change without tokens that are computed again, or HOLD_SECONDS are over."""
+        if self._holding_since is None:
+            return False
+        under_way = self.in_flight is not None or any(s.is_in_flight for s in running)
+        whole = not under_way and self.next_to_hand_over(running) is None
+        return whole or now - self._holding_since >= HOLD_SECONDS
+
+    def _has_room(self, seq_id: int) -> bool:
+        return seq_id < self._full_from and seq_id not in self._too_large
+
+    # ---- backups
 
     def record_failure(self, now: float) -> None:
         """Make backups more often from now on, because a plan has ended."""
@@ -130,11 +178,15 @@ class Backups:
         """Return how many tokens of a sequence are backed up."""
         return self.kept.get(seq_id, Backup()).tokens
 
-    def choose_due(self, running: Iterable[GenerationSequence], now: float) -> None:
+    def choose_due(self, running: Collection[GenerationSequence], now: float) -> None:
         """Set `due` to the sequence with the most tokens to back up, or to None if no backup is due at `now`."""
-        self.due, self.stormy = None, now < self._storm_until
+        self.stormy = now < self._storm_until
+        self.due = self._most_to_lose(running, now)
+        self._choose_hold(running, now)
+
+    def _most_to_lose(self, running: Iterable[GenerationSequence], now: float) -> int | None:
         if not self.enabled or self.in_flight is not None or now < self._next_at:
-            return
+            return None
         missing = {}
         for s in running:
             # What the stages hold for certain when its next segment arrives.
@@ -142,11 +194,10 @@ class Backups:
             spared = max(SPARED_SECONDS, FIRST_PAUSE * self._expected_seconds(held))
             if not self.stormy and now - s.scheduled_at < spared:
                 continue
-            if s.seq_id < self._full_from and s.seq_id not in self._too_large:
+            if self._has_room(s.seq_id):
                 missing[s.seq_id] = held - self.tokens_of(s.seq_id)
         seq_id = max(missing, key=lambda one: missing[one], default=None)
-        if seq_id is not None and missing[seq_id] >= MIN_NEW_TOKENS:
-            self.due = seq_id
+        return None if seq_id is None or missing[seq_id] < MIN_NEW_TOKENS else seq_id
 
     def _expected_seconds(self, tokens: int) -> float:
         """Return the expected seconds of a first backup after `tokens` tokens, 0 before any was made."""

@@ -132,6 +132,18 @@ class GenerationLoop(Generator):
             raise NotReadyError("no plan is serving yet. Try again later")
         return await self.pipeline.collect_trace(int(seconds * 1e9))
 
+    # ---- a planned change
+
+    def hand_over(self, *, begin: bool) -> None:
+        """Begin to back up all answers for the next plan, or end that."""
+        self.scheduler.backups.hand_over(begin=begin)
+        self._send_frames()
+
+    def is_handed_over(self) -> bool:
+        """Return whether the next plan computes nothing again, or the answers paused for long enough."""
+        scheduler = self.scheduler
+        return scheduler.backups.is_handed_over(scheduler.running.values(), self.clock())
+
     # ---- requests
 
     def submit(self, request: GenerationRequest, deliver: Deliver) -> Callable[[], None]:
@@ -195,7 +207,7 @@ class GenerationLoop(Generator):
             for rollback in outcome.rollbacks:
                 self.pipeline.broadcast_rollback(rollback)
             if outcome.backup is not None:
-                self._backups.read_soon(self.pipeline, outcome.backup)
+                self._backups.read_soon(self.pipeline, outcome.backup, self._send_frames)
             self._send_frames()
             stamps.mark(CoordinatorStep.SENT_NEXT)
             self.frames.record_frame(

@@ -253,16 +253,13 @@ class Scheduler:
 
     def next_frame(self, now: float) -> Frame | None:
         """Return the next frame to send, or None if there is no work or the pipeline is full."""
-        self._pause_for_others(now)
-        while sequence := self.prompts.next_to_admit(
-            self.running, self.waiting, self.capacity, self.limits, self.stages
-        ):
-            self._place_sequence(sequence, now)
-        self.backups.choose_due(self.running.values(), now)
         record = FrameInFlight(self.next_number, now, alone=not self.in_flight)
-        segments = self._next_micro_batch(record)
-        if not segments:
-            segments = self._next_chunks()
+        self.backups.choose_due(self.running.values(), now)
+        if (last := self.backups.next_to_hand_over(self.running.values())) is not None:
+            sequence, held = last
+            self._queue_commit(sequence)
+            self.ops.append(self.backups.begin_backup(sequence.seq_id, held, self.next_number))
+        segments = [] if self.backups.holding else self._next_segments(record, now)
         if not segments and not self.ops:
             return None
         frame = Frame(self.epoch, self.next_number, tuple(self.ops), tuple(segments))
@@ -271,6 +268,15 @@ class Scheduler:
         self.next_number += 1
         self.in_flight.append(record)
         return frame
+
+    def _next_segments(self, record: FrameInFlight, now: float) -> list[Segment]:
+        """Return the windows or the prompt chunks of the next frame, of the sequences that have a place."""
+        self._pause_for_others(now)
+        while sequence := self.prompts.next_to_admit(
+            self.running, self.waiting, self.capacity, self.limits, self.stages
+        ):
+            self._place_sequence(sequence, now)
+        return self._next_micro_batch(record) or self._next_chunks()
 
     def _pause_for_others(self, now: float) -> None:
         """Give a place of the client with the most sequences to one that waits.

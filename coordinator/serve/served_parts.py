@@ -190,6 +190,9 @@ class ServedParts:
             vision_bytes=tower_bytes(model.checkpoint) if model.images.reads_images else 0,
             max_images=options.max_images,
         )
+        if manager is not None:
+            manager.hand_over = lambda begin: self.loop.hand_over(begin=begin)
+            manager.is_handed_over = self.loop.is_handed_over
         status = LiveStatus(self.loop, manager, model.name, model.local.status, facts)
         api = Api(
             self.loop,

@@ -26,6 +26,7 @@ from coordinator.pipeline.worker_client import WorkerClient
 from coordinator.schedule.request import GenerationRequest
 from proto import cluster_pb2 as pb
 from proto.errors import NotReadyError
+from proto.params import SamplingParams
 from tests.support.processes.in_process_coordinator import (
     DEADLINE,
     TIMEOUT,
@@ -283,7 +284,7 @@ async def test_a_second_coordinator(team: Team, toy: Path) -> None:
 @pytest.mark.smoke
 async def test_a_worker_that_joins(team: Team, toy: Path, wanted: Wanted, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is used although answers are open, and they continue."""
-    monkeypatch.setattr(decide, "POSTPONED_SECONDS", 2.0)
+    monkeypatch.setattr(decide, "POSTPONED_SECONDS", 0.5)
     first, second = team.addresses
     team.proxies[1].refuse()
     alone = Settings(nodes=1, wait=40.0, recovery_wait=20.0, why_not_alone="it serves nothing alone here")
@@ -304,6 +305,36 @@ async def test_a_worker_that_leaves(team: Team, toy: Path, wanted: Wanted) -> No
         await clients.end_well()
         assert await asyncio.to_thread(leaving.wait) == 0
         await head.until(lambda: head.state(second) is None, "forgotten")
+    await asyncio.to_thread(team.restart, 1, toy)
+
+
+@pytest.mark.thorough
+async def test_a_long_prompt_goes_on_over_planned_changes(
+    team: Team, toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker joins while it is computed, and leaves again by SIGTERM. Nothing of it is computed twice."""
+    monkeypatch.setattr(decide, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(decide, "POSTPONED_SECONDS", 0.0)
+    first, second = team.addresses
+    team.proxies[1].refuse()
+    team.set_fault(0, "slow 0.03")
+    alone = Settings(nodes=1, wait=40.0, recovery_wait=20.0, why_not_alone="it serves nothing alone here")
+    asked = GenerationRequest(tuple(i % 200 + 5 for i in range(3000)), 8, SamplingParams())
+    async with running_coordinator(toy, [first, second], settings=alone) as head:
+        told = ReceivedAnswer()
+        answer = asyncio.create_task(head.answer(asked, told))
+        await head.until(lambda: len(told.prefilled) > 1, "a part of the prompt")
+        team.proxies[1].refuse(False)
+        await head.served_by(first, second)
+        joined_at = told.prefilled[-1]
+        await head.until(lambda: told.prefilled[-1] > joined_at, "a further part")
+        team.workers[1].popen.send_signal(signal.SIGTERM)
+        await head.served_by(first)
+        left_at = told.prefilled[-1]
+        assert joined_at < left_at < 3000, "the plan changed during the prompt"
+        team.set_fault(0)
+        await answer
+    assert told.prefilled == sorted({*told.prefilled}), "a part was computed twice"
     await asyncio.to_thread(team.restart, 1, toy)
 
 

@@ -161,8 +161,8 @@ class EngineThread:
         self._urgent.append(work)
         self._queue.put(lambda: None)  # wakes the thread if it sleeps
 
-    async def call(self, function: Callable[[], T]) -> T:
-        """Run `function` after the queued work, and return its result or raise its error."""
+    async def call(self, function: Callable[[], T], *, urgent: bool = False) -> T:
+        """Run `function` after the queued work, or before it, and return its result or raise its error."""
         future: asyncio.Future[T] = self._loop.create_future()
 
         def work() -> None:
@@ -170,7 +170,10 @@ class EngineThread:
                 return  # the caller was cancelled
             run_into(future, function)
 
-        self.submit(work)
+        if urgent:
+            self.submit_urgent(partial(self._run_in_order, work))
+        else:
+            self.submit(work)
         return await future
 
     @property

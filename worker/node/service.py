@@ -335,17 +335,21 @@ class WorkerService(pb_grpc.WorkerServicer):
     async def ReadBackup(self, request: pb.BackupRequest, context: Context) -> AsyncIterator[pb.BackupPiece]:
         engine = self._engine(request.coordinator, request.epoch)
         thread = self.node.host.thread
-        # The engine thread makes and drops backups, so it also takes this one.
-        backup, states = await thread.call(partial(engine.backups.begin_reading, request.seq_id))
-        # The coordinator measures the transfer from the head on, so the head follows the first wait for the engine.
-        yield pb.BackupPiece(head=pb.BackupHead(seq_id=backup.seq_id, length=backup.length))
-        index = 0
-        while states:
+        # The engine thread makes and drops backups, so it also takes this one. Chunks of a prompt that are queued would
+        # take seconds, and a failure meanwhile loses it.
+        backup, states = await thread.call(partial(engine.backups.begin_reading, request.seq_id), urgent=True)
+        head, index = pb.BackupHead(seq_id=backup.seq_id, length=backup.length), len(states)
+        # A head follows each wait for the engine, so that the coordinator does not count it as transfer.
+        yield pb.BackupPiece(head=head)
+        for piece in split(states):
+            yield piece
+        while index < len(backup.layers):
+            # Between two calls the engine thread may run frames.
+            states = await thread.call(partial(layer_states, backup, index), urgent=True)
+            index += len(states)
+            yield pb.BackupPiece(head=head)
             for piece in split(states):
                 yield piece
-            index += len(states)
-            # Between two calls the engine thread may run frames.
-            states = await thread.call(partial(layer_states, backup, index))
 
     async def WriteBackup(self, requests: AsyncIterator[pb.BackupPiece], context: Context) -> pb.BackupReply:
         head = (await first_message(requests)).head

@@ -20,7 +20,7 @@ from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.pipeline.pipeline import Pipeline
 from coordinator.schedule.admission import Limits
 from coordinator.schedule.loop import GenerationLoop
-from coordinator.schedule.request import Finished, GenerationRequest, TokenChunk, generate
+from coordinator.schedule.request import Finished, GenerationRequest, PrefillProgress, TokenChunk, generate
 from coordinator.schedule.scheduler import Scheduler
 from coordinator.serve.live_status import LiveStatus
 from coordinator.status.cluster_status import NodeStatus
@@ -39,9 +39,10 @@ DEADLINE = 60.0
 
 @dataclass
 class ReceivedAnswer:
-    """The tokens that one client received, with the time of each chunk."""
+    """The tokens that one client received, with the time of each chunk, and the prompt tokens computed so far."""
 
     tokens: list[int] = field(default_factory=list)
+    prefilled: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     end: Finished | None = None
 
@@ -71,7 +72,9 @@ class InProcessCoordinator:
         async with asyncio.timeout(DEADLINE):
             async for event in generate(self.loop, request):
                 self.loop.scheduler.check()
-                if isinstance(event, TokenChunk):
+                if isinstance(event, PrefillProgress):
+                    told.prefilled.append(event.done)
+                elif isinstance(event, TokenChunk):
                     told.tokens += event.tokens
                     told.times.append(time.monotonic())
                 elif isinstance(event, Finished):
@@ -158,6 +161,8 @@ async def running_coordinator(
     manager = ClusterManager(served, options, _cannot)
     scheduler = Scheduler(Limits(4096, prefill_chunk=16), Controller(MtpMode.parse(mtp)))
     loop = GenerationLoop(manager, scheduler)
+    manager.count_open_requests = lambda: len(scheduler.running) + len(scheduler.waiting)
+    manager.hand_over, manager.is_handed_over = lambda begin: loop.hand_over(begin=begin), loop.is_handed_over
     manager.start()
     try:
         async with asyncio.timeout(DEADLINE):

@@ -68,12 +68,12 @@ def happen(view: View, event: events.Event, planner: decide.Planner, after: floa
     actions: list[decide.Action] = []
     while (action := decide.decide(following, planner)) is not None:
         actions.append(action)
-        following = apply(following, _done(action), now)
+        following = apply(following, _done(action, now), now)
         assert len(actions) < 5, actions
     return Step(planner, view, event, after, tuple(actions), following)
 
 
-def _done(action: decide.Action) -> events.Event:
+def _done(action: decide.Action, now: float) -> events.Event:
     match action:
         case decide.PreparePlan(_, _, workers):
             return events.PlanPreparing(workers)
@@ -85,6 +85,8 @@ def _done(action: decide.Action) -> events.Event:
             return events.PlanKept()
         case decide.PostponePlan():
             return events.PlanPostponed()
+        case decide.HandOver(seconds):
+            return events.HandOverStarting(now + seconds)
         case decide.GiveUp(reason):
             return events.GatheringFailed(reason)
 
@@ -94,6 +96,8 @@ def possible(view: View, addresses: str) -> Iterator[tuple[events.Event, float]]
     for seconds in (0.6, 3.0, 31.0, 61.0):
         yield events.TimePassed(), seconds
     yield events.TimePassed(open_requests=1), 3.0
+    if view.hands_over:
+        yield events.TimePassed(open_requests=1, handed_over=True), 0.1
     for address in addresses:
         yield from _news_of(address, view)
     if view.phase in (Phase.STARTING, Phase.SERVING):
@@ -159,8 +163,9 @@ def _key(view: View) -> object:
     limits = (settings.wait, settings.first_wait or 0.0, settings.recovery_wait, decide.LONGEST_PATIENCE)
     waited = min(view.waited, max(limit for limit in limits if limit < math.inf))
     since = min(now - view.since, LONGEST) if serves else 0.0
-    times = (round(since, 3), round(waited, 3), round(max(view.retry_at - now, 0.0), 3))
-    flags = (view.recovering, bool(view.alone_problem), bool(view.open_requests))
+    until = -1.0 if view.hands_over_until is None else max(view.hands_over_until - now, 0.0)
+    times = (round(since, 3), round(waited, 3), round(max(view.retry_at - now, 0.0), 3), round(until, 3))
+    flags = (view.recovering, bool(view.alone_problem), bool(view.open_requests), view.handed_over)
     # A plan that starts begins without considered and postponed workers.
     sets = (view.considered, view.postponed) if serves else ()
     members = tuple(_member_key(member, now) for _, member in sorted(view.members.items()))

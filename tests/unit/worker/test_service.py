@@ -7,20 +7,26 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import weakref
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import psutil
 import pytest
 
+from coordinator.pipeline.worker_client import WorkerClient
+from mtp.checkpoint.format.config import ModelConfig
 from proto import cluster_pb2 as pb
 from proto.errors import NotReadyError, WorkerLostError
+from proto.span import Span
 from tests.support.processes.waits import until
 from worker.engine import engine_thread
 from worker.engine.engine_thread import EngineThread
+from worker.engine.stage_backups import STATE_BYTES, LayerArrays, SequenceBackup, StageBackups
 from worker.node import process, service
 from worker.node.node import WorkerNode
 from worker.node.options import WorkerOptions
@@ -65,6 +71,48 @@ async def test_a_backup_is_taken_on_the_engine_thread() -> None:
         await anext(aiter(WorkerService(node).ReadBackup(pb.BackupRequest(epoch=1), context)))
     await thread.close()
     assert callers == ["engine"]
+
+
+class Read:
+    """A call of `ReadBackup` without a network."""
+
+    def __init__(self, pieces: AsyncIterator[pb.BackupPiece]) -> None:
+        self.pieces = pieces
+
+    def __aiter__(self) -> AsyncIterator[pb.BackupPiece]:
+        return self.pieces
+
+    def cancel(self) -> None:
+        """Do nothing."""
+
+
+async def test_a_backup_of_a_prompt_passes_its_chunks() -> None:
+    """It is read between two frames. To wait for them is no transfer, after 49 times of which the next one begins."""
+    thread, backups, chunks = EngineThread(), StageBackups(Span(0, 2), cast(ModelConfig, None)), list[int]()
+    layers = [LayerArrays(layer, True, lambda: [mx.zeros(STATE_BYTES // 4)]) for layer in range(2)]
+    backups.made = SequenceBackup(3, 5, layers)
+    binding = SimpleNamespace(place=SimpleNamespace(epoch=1), engine=SimpleNamespace(backups=backups))
+    node: Any = SimpleNamespace(binding=binding, host=SimpleNamespace(thread=thread), renew_lease=lambda _: None)
+    context: Any = None
+
+    def ask(request: pb.BackupRequest, timeout: float) -> Read:
+        return Read(WorkerService(node).ReadBackup(request, context))
+
+    client: Any = SimpleNamespace(me=pb.Coordinator(), stub=SimpleNamespace(ReadBackup=ask))
+
+    def compute() -> None:
+        time.sleep(0.2)
+        chunks.append(1)
+
+    for _ in range(6):
+        thread.submit_frame(compute)
+    began = time.monotonic()
+    found = await WorkerClient.read_backup(client, 1, 3, 2**40)
+    took = time.monotonic() - began
+    assert (found.tokens, [state.layer for state in found.states]) == (5, [0, 1])
+    assert len(chunks) < 6, "it waits for a chunk, not for all of them"
+    assert found.seconds < took - 0.2, "two waits are no transfer"
+    await thread.close()
 
 
 def message(done: int) -> pb.LoadProgress:

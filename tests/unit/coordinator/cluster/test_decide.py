@@ -96,7 +96,7 @@ def _check_action(action: decide.Action, step: Step, limit: float) -> None:
         case decide.GiveUp(reason):
             assert before.waited + step.after >= limit
             assert reason
-        case decide.KeepPlan() | decide.PostponePlan():
+        case decide.KeepPlan() | decide.PostponePlan() | decide.HandOver():
             assert before.serving == view.serving
         case decide.PreparePlan(plan):
             assert before.serving == view.serving
@@ -117,6 +117,8 @@ def _check_change(step: Step) -> None:
     if before.phase not in (Phase.STARTING, Phase.SERVING) or step.view.epoch == before.epoch:
         return
     failed = isinstance(event, PlanFailed) and event.epoch == before.epoch
+    if before.hands_over and isinstance(event, TimePassed) and event.open_requests and not event.handed_over:
+        assert step.view.now >= (before.hands_over_until or 0.0), "open answers were lost"
     gone = [a for a in before.serving if not _stays(before, step.view, a)]
     leaving = any(step.view.members[a].state is MemberState.DRAINING for a in before.serving if a not in gone)
     joined = set(step.view.serving) > set(before.serving)
@@ -151,7 +153,7 @@ def _check_done(step: Step) -> None:
             assert not step.plannable, "a plan was possible"
         assert not (alone and over), "this process could serve"
     if view.phase is Phase.SERVING:
-        waiting = bool(view.preparing) or view.now < view.retry_at
+        waiting = bool(view.preparing) or view.hands_over or view.now < view.retry_at
         states = {view.members[address].state for address in view.serving}
         if MemberState.DRAINING in states:
             assert waiting or not (step.plannable or alone), "a draining worker was kept"
@@ -457,7 +459,7 @@ def test_a_joined_worker_is_used_at_a_quiet_moment() -> None:
 
 
 def test_a_change_waits_for_open_answers() -> None:
-    """It is postponed once, and follows when no answer is open, or after a minute."""
+    """It is postponed once, and follows when no answer is open, or when they are handed over after a minute."""
     planner = planner_for(1)
     view = happen(joined(PATIENT, planner), TimePassed(1), planner, after=2.0).view
     step = happen(view, PlanPrepared(view.preparing), planner)
@@ -465,7 +467,28 @@ def test_a_change_waits_for_open_answers() -> None:
     busy = happen(step.view, TimePassed(1), planner, after=decide.POSTPONED_SECONDS - 3.0)
     assert busy.actions == ()
     assert happen(busy.view, TimePassed(), planner).view.serving == ("a", "b")
-    assert happen(busy.view, TimePassed(1), planner, after=1.0).view.serving == ("a", "b"), "a minute"
+    minute = happen(busy.view, TimePassed(1), planner, after=1.0)
+    assert minute.actions == (decide.HandOver(decide.JOIN_SECONDS),)
+    waits = happen(minute.view, TimePassed(1), planner, after=decide.JOIN_SECONDS - 1.0)
+    assert waits.actions == (), "no backup has room for a long prompt"
+    assert happen(waits.view, TimePassed(1, handed_over=True), planner).view.serving == ("a", "b")
+    assert happen(waits.view, TimePassed(), planner).view.serving == ("a", "b"), "the prompt's client has left"
+    assert happen(waits.view, TimePassed(1), planner, after=1.0).view.serving == ("a", "b"), "not for ever"
+
+
+def test_a_worker_that_leaves_waits_until_answers_are_handed_over() -> None:
+    """It waits for 20 s in all, so the plan changes in time without what is not backed up."""
+    planner = planner_for(1)
+    view = prepared(happen(joined(PATIENT, planner), TimePassed(), planner, after=2.0).view, planner)
+    assert view.serving == ("a", "b")
+    view = happen(happen(view, PlanServing(view.epoch), planner).view, TimePassed(1), planner).view
+    step = happen(view, WorkerDraining("b"), planner)
+    assert step.actions == (decide.HandOver(decide.LEAVE_SECONDS),)
+    assert happen(step.view, TimePassed(1), planner, after=decide.LEAVE_SECONDS - 1.0).actions == ()
+    for handed_over, after in ((True, 0.1), (False, decide.LEAVE_SECONDS)):
+        assert happen(step.view, TimePassed(1, handed_over), planner, after=after).view.serving == ("a",)
+    lost = happen(step.view, WorkerLost("a", "silent"), planner).view
+    assert lost.hands_over_until is None, "answers do not pause for a plan that has failed"
 
 
 @pytest.mark.parametrize(("faster", "used"), [(0.97, False), (0.9, True)])

@@ -266,8 +266,8 @@ def test_one_model_is_recommended_with_the_flags_of_its_plan() -> None:
     assert [one.name for one in found.values() if one.best] == ["qwen3.8:flash-next"]
     large = found["qwen3.8:flash-next"]
     assert (large.flags, large.nbytes // 10**9, large.download // 10**9) == ("--nodes 2", 72, 104)
-    assert found["qwen3.8:27b"].flags == "--single-node", "a group is less than a tenth faster"
-    assert found["qwen3.6:27b-8bit"].flags == "--parallel 1x2"
+    assert found["qwen3.5:9b"].flags == "--single-node", "a group is less than a tenth faster"
+    assert found["qwen3.8:27b"].flags == "--parallel 1x2"
     for one in found.values():
         flag, _, value = one.flags.partition(" ")
         if flag == "--parallel":

@@ -13,7 +13,7 @@ from coordinator.drafts.controller import Controller, MtpMode
 from coordinator.pipeline.pipeline import Pipeline
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.admission import Limits
-from coordinator.schedule.backups import CALM_PAUSE, FIRST_PAUSE, SPARED_SECONDS, STORM_PAUSE
+from coordinator.schedule.backups import CALM_PAUSE, FIRST_PAUSE, HOLD_SECONDS, SPARED_SECONDS, STORM_PAUSE
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.request import GenerationRequest, TokenChunk, generate
 from coordinator.schedule.scheduler import Scheduler
@@ -386,3 +386,65 @@ async def tokens_of(loop: GenerationLoop, request: GenerationRequest) -> list[in
     """Return the tokens of the answer to `request`."""
     events = [event async for event in generate(loop, request)]
     return [token for e in events if isinstance(e, TokenChunk) for token in e.tokens]
+
+
+def handed_over(drive: Drive) -> bool:
+    """Return whether a plan may change now."""
+    return drive.scheduler.backups.is_handed_over(drive.scheduler.running.values(), drive.now)
+
+
+@pytest.mark.parametrize("before", [3, 40])
+def test_a_planned_change_computes_nothing_again(before: int) -> None:
+    """Prompts and answers with chunks and drafts in flight are backed up to their last token before."""
+    drive = Drive(stages=3, depth=2)
+    asked = {drive.submit(range(i, 60 + i), 90): range(i, 60 + i) for i in range(FEW)}
+    drive.run_frames(before)
+    assert not handed_over(drive)
+    drive.scheduler.backups.hand_over(begin=True)
+    assert not handed_over(drive)
+    sent = len(drive.stage.seen)
+    drive.run()
+    assert handed_over(drive)
+    assert not any(frame.segments for frame in drive.stage.seen[sent:]), "nothing more is computed"
+    held = {s.seq_id: s.held_tokens for s in drive.scheduler.running.values() if s.held_tokens}
+    assert held and {one: drive.scheduler.backups.tokens_of(one) for one in held} == held
+    drive.scheduler.backups.hand_over(begin=False)
+    drive.new_plan(FakeLastStage(1), stages=2)
+    drive.run()
+    first = {s.seq_id: s.position for frame in reversed(drive.stage.seen) for s in frame.segments}
+    assert {one: first[one] for one in held} == held
+    for seq_id, prompt in asked.items():
+        assert drive.tokens(seq_id) == plain(prompt, 90)
+
+
+def test_a_plan_that_stays_continues_its_answers() -> None:
+    """An answer pauses for a hand-over, and goes on if the plan does not change after all."""
+    drive = Drive(stages=2)
+    seq_id = drive.submit(range(60), 40)
+    drive.run_frames(5)
+    drive.scheduler.backups.hand_over(begin=True)
+    drive.run()
+    assert drive.scheduler.running
+    drive.scheduler.backups.hand_over(begin=False)
+    drive.run()
+    assert drive.tokens(seq_id) == plain(range(60), 40)
+
+
+def test_a_hand_over_pauses_no_answer_in_vain() -> None:
+    """While a state has no room, all of them are computed on. A transfer that hangs pauses for HOLD_SECONDS at most."""
+    drive = Drive()
+    drive.scheduler.backups.limit = 100
+    drive.submit(range(60), 900)
+    drive.run_frames(30)
+    drive.scheduler.backups.hand_over(begin=True)
+    drive.run_frames(10)
+    assert not drive.scheduler.backups.holding and not handed_over(drive)
+    stuck = Drive()
+    stuck.submit(range(60), 900)
+    stuck.run_frames(10)
+    stuck.scheduler.backups.hand_over(begin=True)
+    with patch.object(stuck, "_read_backup"):
+        stuck.run()
+        assert not handed_over(stuck)
+        stuck.now += HOLD_SECONDS
+        assert handed_over(stuck)
